@@ -1,0 +1,73 @@
+# Penstock. `make demo` and `make test` need nothing but a Python and this file; each environment is
+# built on first use and again when its lists of packages change.
+
+ARGS ?=
+
+BUILD_INPUTS = pyproject.toml requirements/build.txt requirements/test.txt tools/make_env.sh
+BIN = .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format soak bench clean \
+	env-core env-vision env-legacy test-core test-vision test-legacy
+
+help:
+	@echo 'make demo    train a small model through the loader'
+	@echo 'make test    all test legs: core, vision, legacy (one alone: make test-core)'
+	@echo 'make check   format, lint, types, layers, spelling'
+	@echo 'make format  rewrite the sources the way make check wants them'
+	@echo 'make soak    the long counts'
+	@echo 'make bench   benchmarks/loader.py'
+	@echo 'make clean   remove environments and caches'
+	@echo 'More arguments go in ARGS: make test-core ARGS="-k slots -x"'
+
+demo: env-core
+	$(BIN)/penstock demo $(ARGS)
+
+test:
+	@MAKE='$(MAKE)' tools/test_legs.sh
+
+check: env-core
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: env-core
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+soak: env-core
+	$(BIN)/python -m pytest -m soak --timeout=3600 $(ARGS)
+
+bench: env-core
+	$(BIN)/python benchmarks/loader.py $(ARGS)
+
+clean:
+	rm -rf .venv .venv-vision .venv-legacy build dist
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# The legs
+
+test-core: env-core
+	.venv/bin/python -m pytest $(ARGS)
+
+test-vision: env-vision
+	.venv-vision/bin/python -m pytest -m vision tests/compat $(ARGS)
+
+test-legacy: env-legacy
+	.venv-legacy/bin/python -m pytest -m legacy tests $(ARGS)
+
+env-core: .venv/.ready ; @:
+env-vision: .venv-vision/.ready ; @:
+env-legacy: .venv-legacy/.ready ; @:
+
+.venv/.ready: requirements/core.txt constraints/core.txt $(BUILD_INPUTS)
+	@tools/make_env.sh core .venv 3.11 3.10+
+
+.venv-vision/.ready: requirements/vision.txt constraints/vision.txt $(BUILD_INPUTS)
+	@tools/make_env.sh vision .venv-vision 3.11 3.10+
+
+.venv-legacy/.ready: requirements/legacy.txt constraints/legacy.txt $(BUILD_INPUTS)
+	@tools/make_env.sh legacy .venv-legacy 3.10

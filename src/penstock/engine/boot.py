@@ -1,0 +1,268 @@
+"""The first code of our child processes: a nursery that forks workers, or one spawned worker.
+
+    parent ==control socket==> nursery_main: import torch; wait
+        "fork" + descriptors   ->  fork -> worker_main(desk, assignment)
+        child exit             ->  ("exit", pid, status) to the parent
+    parent ==pipe==> spawned_main: assignment -> worker_main
+
+Neither runs the user's main module. Both end when the parent does.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from penstock.engine import nursery_protocol as protocol
+from penstock.engine.messages import CONTROL_BYTES, Assignment, Task
+from penstock.engine.memory import SharedFile
+from penstock.engine.surroundings import enter
+
+_PR_SET_PDEATHSIG = 1
+
+
+def worker_main(channel: Any, assignment: Assignment, fds: list[int]) -> None:
+    """Turn this process into a worker and serve. Called from: a forked or spawned child."""
+    import torch
+
+    from penstock.engine import collate, payload
+    from penstock.engine.desks import PipeDesk
+    from penstock.engine.remote_errors import describe
+    from penstock.engine.travel import unpack
+    from penstock.engine.worker import Worker
+
+    number = assignment.worker
+    try:
+        _quiet_signals()
+        enter(assignment.surroundings)
+        torch.set_num_threads(1)
+        memory = SharedFile.attach(assignment.memory)
+        cells = memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
+        desk = PipeDesk(channel, memory)
+        objects = unpack(assignment.parcel, fds)
+        payload.remember_parent_classes()
+        collate.install_scratch_collate()
+    except Exception as error:
+        report = describe(error, worker=number, where=f"in DataLoader worker process {number}")
+        channel.send_bytes(pickle.dumps(("failed", report)))
+        return
+    prepare_worker(number, assignment.num_workers, assignment.task, objects)
+    try:
+        Worker(number=number, task=assignment.task, objects=objects, desk=desk, cells=cells).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+        pass  # the parent is gone or has hung up
+
+
+def prepare_worker(number: int, num_workers: int, task: Task, objects: dict[str, Any]) -> None:
+    """Seed as PyTorch does, set get_worker_info(), call the user's worker_init_fn.
+
+    An exception is kept in ``objects["init_error"]`` and reported with the first lease, as PyTorch
+    does.
+    """
+    import torch
+    from torch.utils.data._utils import worker as torch_worker
+
+    from penstock.engine.fetch import seed_pipes
+    from penstock.order.randomness import seed_worker
+
+    seed = seed_worker(task.base_seed, number)
+    objects["dataset"] = seed_pipes(objects["dataset"], task.shared_seed)
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=number, num_workers=num_workers, seed=seed, dataset=objects["dataset"]
+    )
+    try:
+        init_fn = objects.get("worker_init_fn")
+        if init_fn is not None:
+            before = torch.initial_seed()
+            init_fn(number)
+            objects["keeps_torch_seed"] = torch.initial_seed() != before
+    except Exception as error:
+        objects["init_error"] = error
+
+
+def _quiet_signals() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+
+
+def end_process(code: int = 0) -> None:
+    """Leave a worker process the way multiprocessing does: finalizers, streams, no more."""
+    import atexit
+    from multiprocessing import util
+
+    try:
+        util._exit_function()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except Exception:
+        code = code or 1
+    os._exit(code)
+
+
+# -- spawned ---------------------------------------------------------------------------------------
+
+
+def spawned_main(handle: int) -> None:
+    """Entry of a worker that was spawned on its own."""
+    from multiprocessing import connection
+
+    kind = connection.PipeConnection if sys.platform == "win32" else connection.Connection
+    channel = kind(handle)
+    parent, assignment, fds = pickle.loads(channel.recv_bytes())
+    watch_parent(parent)
+    worker_main(channel, assignment, fds)
+    end_process()
+
+
+def watch_parent(parent: int) -> None:
+    """End this process within about a second of the parent's end, also while user code runs."""
+    import psutil
+
+    try:
+        process = psutil.Process(parent)
+    except psutil.NoSuchProcess:
+        os._exit(1)
+
+    def watch() -> None:
+        while process.is_running():
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="penstock-watch-parent", daemon=True).start()
+
+
+# -- nursery ---------------------------------------------------------------------------------------
+
+
+def nursery_main(control_fd: int) -> None:
+    """Entry of the nursery: import what workers need, then fork on request until hung up on."""
+    control = protocol.Control.from_fd(control_fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch  # noqa: F401
+
+    import penstock.engine.collate
+    import penstock.engine.desks
+    import penstock.engine.worker
+    import penstock.order.randomness  # noqa: F401
+
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    os.set_blocking(wake_read, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    gc.collect()
+    gc.freeze()  # pages of what is loaded so far stay shared with every worker
+    control.send(("ready", os.getpid()))
+    parent = protocol.watch_process(os.getppid())
+    children: set[int] = set()
+    try:
+        while True:
+            is_request = protocol.wait_readable(control.fileno(), wake_read, parent)
+            _reap(children, control)
+            if is_request and not _serve_request(control, children, (wake_read, wake_write)):
+                break
+    finally:
+        for pid in children:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        os._exit(0)
+
+
+def _reap(children: set[int], control: Any) -> None:
+    while children:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        if pid in children:
+            children.discard(pid)
+            control.send(("exit", pid, os.waitstatus_to_exitcode(status)))
+
+
+def _serve_request(control: Any, children: set[int], wake: tuple[int, int]) -> bool:
+    received = control.receive()
+    if received is None:
+        return False
+    (kind, body), fds = received
+    assert kind == "fork"
+    modules, path, payload = body
+    taint = _import_all(modules, path)
+    if taint:
+        control.send(("tainted", taint))
+        for fd in fds:
+            os.close(fd)
+        return True
+    pid = os.fork()
+    if pid == 0:
+        for fd in wake:
+            os.close(fd)
+        signal.set_wakeup_fd(-1)
+        control.close()
+        _become_worker(payload, fds)
+    for fd in fds:
+        os.close(fd)
+    children.add(pid)
+    control.send(("forked", pid))
+    return True
+
+
+def _import_all(modules: tuple[str, ...], path: list[str]) -> str:
+    """Import the user's modules once for all workers; says what makes this process unfit to fork."""
+    new = [name for name in modules if name not in sys.modules]
+    if new:
+        sys.path[:] = path
+    import importlib
+
+    for name in new:
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            continue  # the worker meets the same error, and reports it with its place
+    num_threads = len(os.listdir("/proc/self/task"))
+    if num_threads != 1:
+        return f"importing {', '.join(new) or 'torch'} started {num_threads - 1} thread(s)"
+    torch = sys.modules["torch"]
+    if torch.cuda.is_initialized():
+        return f"importing {', '.join(new)} initialised the GPU"
+    return ""
+
+
+def _become_worker(body: bytes, fds: list[int]) -> None:
+    code = 1
+    try:
+        import atexit
+        import ctypes
+        from multiprocessing import connection, util
+
+        nursery = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != nursery:
+            os._exit(1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        atexit._clear()
+        util._finalizer_registry.clear()  # type: ignore[attr-defined]
+        util._run_after_forkers()  # type: ignore[attr-defined]
+        channel = connection.Connection(fds[0])
+        assignment = protocol.place_fds(pickle.loads(body), fds)
+        worker_main(channel, assignment, fds[3:])
+        code = 0
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        end_process(code)

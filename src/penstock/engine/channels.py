@@ -1,0 +1,165 @@
+"""The parent's end of the pipe to one worker: never blocks on a write, reads many frames at once.
+
+The worker's end is a plain multiprocessing Connection, and both speak its framing. The parent may
+not block on a write: a worker that is itself blocked on a reply would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import sys
+from collections import deque
+from multiprocessing import connection
+from typing import Any
+
+_SHORT = struct.Struct("!i")
+_LONG = struct.Struct("!Q")
+_READ_BYTES = 1 << 18
+
+
+class Channel:
+    """A non-blocking, buffered end of a pipe (POSIX)."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+        self.fd: int = pipe.fileno()
+        os.set_blocking(self.fd, False)
+        self._outbox: deque[memoryview] = deque()
+        self._inbox = bytearray()
+        self.is_open = True
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._outbox)
+
+    def send(self, body: bytes) -> None:
+        """Queue one frame and write what the pipe takes now."""
+        size = len(body)
+        head = _SHORT.pack(size) if size <= 0x7FFFFFFF else _SHORT.pack(-1) + _LONG.pack(size)
+        self._outbox.append(memoryview(head + body))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the pipe takes now; a worker that is gone is noticed by :meth:`read`."""
+        while self._outbox:
+            try:
+                written = os.write(self.fd, self._outbox[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                self._outbox.clear()
+                return
+            if written < len(self._outbox[0]):
+                self._outbox[0] = self._outbox[0][written:]
+                return
+            self._outbox.popleft()
+
+    def read(self) -> list[bytes]:
+        """All whole frames that have come; sets ``is_open`` to False at the end of the stream."""
+        try:
+            data = os.read(self.fd, _READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self.is_open = False
+            return []
+        self._inbox += data
+        return self._frames()
+
+    def _frames(self) -> list[bytes]:
+        frames, start, inbox = [], 0, self._inbox
+        while len(inbox) - start >= _SHORT.size:
+            (size,) = _SHORT.unpack_from(inbox, start)
+            body = start + _SHORT.size
+            if size == -1:
+                if len(inbox) - body < _LONG.size:
+                    break
+                (size,) = _LONG.unpack_from(inbox, body)
+                body += _LONG.size
+            if len(inbox) - body < size:
+                break
+            frames.append(bytes(inbox[body : body + size]))
+            start = body + size
+        del inbox[:start]
+        return frames
+
+    def close(self) -> None:
+        self.is_open = False
+        self._pipe.close()
+
+
+class _WindowsChannel:  # pragma: no cover - the same face over a named pipe
+    has_unsent = False
+    fd = -1
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+        self.is_open = True
+
+    def send(self, body: bytes) -> None:
+        try:
+            self.pipe.send_bytes(body)
+        except OSError:
+            self.is_open = False
+
+    def flush(self) -> None:
+        return
+
+    def read(self) -> list[bytes]:
+        frames = []
+        try:
+            while self.pipe.poll(0):
+                frames.append(self.pipe.recv_bytes())
+        except (OSError, EOFError):
+            self.is_open = False
+        return frames
+
+    def close(self) -> None:
+        self.is_open = False
+        self.pipe.close()
+
+
+def make_channel(pipe: Any) -> Any:
+    """The parent's end for this system."""
+    return _WindowsChannel(pipe) if sys.platform == "win32" else Channel(pipe)
+
+
+class Switchboard:
+    """Waits on all channels at once, without building a new selector each time."""
+
+    def __init__(self, channels: list[Any]) -> None:
+        self._channels = channels
+        self._by_fd = {channel.fd: number for number, channel in enumerate(channels)}
+        self._poller = None if sys.platform == "win32" else select.poll()
+        if self._poller is not None:
+            for channel in channels:
+                self._poller.register(channel.fd, select.POLLIN)
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """The numbers of the channels that have something to read (or have ended)."""
+        if self._poller is None:  # pragma: no cover
+            open_channels = {c.pipe: n for n, c in enumerate(self._channels) if c.is_open}
+            return [open_channels[pipe] for pipe in connection.wait(open_channels, timeout_s)]
+        unsent = [channel for channel in self._channels if channel.has_unsent]
+        for channel in unsent:
+            self._poller.modify(channel.fd, select.POLLIN | select.POLLOUT)
+        ready = []
+        for fd, event in self._poller.poll(timeout_s * 1000):
+            number = self._by_fd[fd]
+            if event & select.POLLOUT:
+                self._channels[number].flush()
+            if event & ~select.POLLOUT:
+                ready.append(number)
+        for channel in unsent:
+            if channel.is_open:
+                self._poller.modify(channel.fd, select.POLLIN)
+        return ready
+
+    def forget(self, number: int) -> None:
+        """Stop watching a channel that has ended."""
+        if self._poller is not None:
+            self._poller.unregister(self._channels[number].fd)

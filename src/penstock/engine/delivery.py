@@ -1,0 +1,394 @@
+"""Batches in order: cuts them into parts, leases parts to workers, puts results together.
+
+    indices -> Job (one batch) -> Lease per part -> workers ... Reply per part -> Job done -> batch
+
+The order of delivery is the order of the sampler, whatever the order of arrival. Which worker loads
+which part changes nothing in the batch when randomness belongs to the sample; with randomness of the
+worker, and for iterable datasets, whole batches go round the workers strictly in turn.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.engine import payload
+from penstock.engine.messages import EPOCH_CELL, NOTHING, Fresh, Lease, Reply, Task, position_cell
+from penstock.engine.pools import Death, Pool
+from penstock.engine.remote_errors import ErrorReport, rebuild
+from penstock.engine.slots import Ring, Slot
+from penstock.errors import WorkerDied, WorkerTimeout
+
+POLL_S = 1.0
+"""The longest sleep while waiting: after it, timeouts and Ctrl-C are looked at again."""
+SPLIT_FROM_S = 0.05
+"""A batch that takes a worker this long is split over all workers."""
+DEPTH_TARGET_S = 0.02
+"""Without an asked-for prefetch_factor, each worker is leased about this much work, within limits."""
+MIN_DEPTH, MAX_DEPTH = 2, 16
+MAX_DEPTH_BYTES = 256 << 20
+
+
+@dataclass(eq=False)
+class Job:
+    """One batch under way."""
+
+    epoch: int
+    number: int
+    index: Any
+    position: int
+    rows: int
+    slot: Slot
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    replies: dict[int, tuple[int, Reply]] = field(default_factory=dict)
+    is_done: bool = False
+
+
+class Delivery:
+    """Runs the epochs of one loader over one pool.
+
+    Args:
+        depth: Batches per worker under way; None: chosen from measured times.
+        can_split: May one batch be filled by several workers?
+        in_turn: Must batches go round the workers strictly?
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        ring: Ring,
+        cells: memoryview,
+        task: Task,
+        depth: int | None,
+        can_split: bool,
+        in_turn: bool,
+        in_order: bool,
+        timeout_s: float,
+    ) -> None:
+        self._pool = pool
+        self._ring = ring
+        self._cells = cells
+        self._task = task
+        self._asked_depth = depth
+        self._depth = depth if depth is not None else MIN_DEPTH
+        self._can_split = can_split
+        self._in_turn = in_turn
+        self._in_order = in_order
+        self._timeout_s = timeout_s
+        self._num_workers = len(pool.processes)
+        self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
+        self._loads = [0] * self._num_workers
+        self._jobs: dict[tuple[int, int], Job] = {}
+        self._sample_s = 0.0
+        self._failure: BaseException | None = None
+        self.epoch = -1
+        self._indices: Iterator[Any] = iter(())
+        self._begin()
+
+    def _begin(self) -> None:
+        self._sent = self._next = self._position = 0
+        self._num_open = 0
+        self._has_more = True
+        self._active = [True] * self._num_workers
+        self._turn = -1
+
+    def start_epoch(self, indices: Iterator[Any], shared_seed: int | None = None) -> None:
+        """Begin to load ``indices``; what an earlier epoch left under way is dropped."""
+        self.epoch += 1
+        self._cells[EPOCH_CELL] = self.epoch
+        if shared_seed is not None and self.epoch > 0:
+            for worker in range(self._num_workers):
+                self._pool.send(worker, [Fresh(self.epoch, shared_seed)])
+        self._indices = indices
+        self._begin()
+        self._lease()
+
+    def next(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: The epoch is complete.
+            WorkerDied, WorkerTimeout: See :mod:`penstock.errors`.
+        """
+        if self._failure is not None:
+            raise self._failure
+        started = time.monotonic()
+        while True:
+            job = self._ready_job()
+            if job is not None:
+                if job.replies[0][1].kind == "end":
+                    self._close_job(job)
+                    self._lease()
+                    continue
+                return self._deliver(job)
+            if not self._num_open:
+                raise StopIteration
+            self._wait(started)
+
+    # -- leasing ---------------------------------------------------------------------------------
+
+    def _lease(self) -> None:
+        """Keep the workers supplied, up to the depth."""
+        limit = self._depth * self._num_workers
+        room = limit - self._num_open
+        if room < max(1, limit // 8) and self._num_open:
+            return  # a few at a time: one message then carries several leases
+        outgoing: dict[int, list[Lease]] = {}
+        while room > 0 and self._has_more and any(self._active):
+            try:
+                index = next(self._indices)
+            except StopIteration:
+                self._has_more = False
+                break
+            job = self._open_job(index)
+            for worker, lease in self._cut(job):
+                outgoing.setdefault(worker, []).append(lease)
+            room -= 1
+        for worker, leases in outgoing.items():
+            self._pool.send(worker, leases)
+
+    def _open_job(self, index: Any) -> Job:
+        rows = len(index) if self._task.auto_collation else 1
+        job = Job(self.epoch, self._sent, index, self._position, rows, self._ring.take())
+        self._jobs[job.epoch, job.number] = job
+        self._sent += 1
+        self._num_open += 1
+        self._position += rows
+        return job
+
+    def _cut(self, job: Job) -> Iterator[tuple[int, Lease]]:
+        num_parts = 1
+        is_slow = self._sample_s * job.rows >= SPLIT_FROM_S
+        if self._can_split and (is_slow or (self._sample_s == 0.0 and job.number == 0)):
+            num_parts = max(1, min(self._num_workers, job.rows))
+        bounds = [job.rows * part // num_parts for part in range(num_parts + 1)]
+        job.parts = list(zip(bounds[:-1], bounds[1:], strict=True))
+        for part in range(num_parts):
+            yield self._make_lease(job, part)
+
+    def _make_lease(self, job: Job, part: int) -> tuple[int, Lease]:
+        first, last = job.parts[part]
+        is_whole = len(job.parts) == 1
+        worker = self._choose()
+        self._loads[worker] += last - first
+        lease = Lease(
+            job.epoch,
+            job.number,
+            part,
+            job.index if is_whole else job.index[first:last],
+            job.position + first,
+            job.rows,
+            first,
+            is_whole,
+            job.slot.segment,
+            job.slot.start,
+            job.slot.capacity,
+        )
+        return worker, lease
+
+    def _choose(self) -> int:
+        """The worker for the next part: in turn, or the one with the least to do."""
+        if not self._in_turn:
+            return min(range(self._num_workers), key=self._loads.__getitem__)
+        for _ in range(self._num_workers):
+            self._turn = (self._turn + 1) % self._num_workers
+            if self._active[self._turn] and (
+                self._in_order or self._loads[self._turn] < self._depth * self._rows_per_job()
+            ):
+                return self._turn
+        return self._active.index(True)
+
+    def _rows_per_job(self) -> int:
+        return max(1, self._position // max(1, self._sent))
+
+    # -- receiving -------------------------------------------------------------------------------
+
+    def _wait(self, started: float) -> None:
+        timeout_s = POLL_S
+        if self._timeout_s > 0:
+            left = self._timeout_s - (time.monotonic() - started)
+            if left <= 0:
+                raise self._timed_out()
+            timeout_s = min(timeout_s, left)
+        for worker, event in self._pool.receive(timeout_s):
+            if isinstance(event, Reply):
+                self._take(worker, event)
+            elif isinstance(event, Death):
+                self._fail(self._died(worker, event))
+            elif event[0] == "note":
+                warnings.warn(event[1], stacklevel=5)
+            else:
+                report: ErrorReport = event[1]
+                self._fail(rebuild(report))
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._pool.stop()
+        raise error
+
+    def _take(self, worker: int, reply: Reply) -> None:
+        job = self._jobs[reply.epoch, reply.job]
+        first, last = job.parts[reply.part]
+        self._loads[worker] -= last - first
+        job.replies[reply.part] = (worker, reply)
+        self._ring.fit(reply.needed_bytes)
+        if reply.kind == "fixed":
+            number, layout, _, _ = reply.content
+            if layout is not None:
+                self._layouts[worker][number] = layout
+        if reply.kind in ("fixed", "payload") and last > first:
+            measured = reply.busy_ns * 1e-9 / (last - first)
+            self._sample_s += (measured - self._sample_s) * (0.2 if self._sample_s else 1.0)
+        if len(job.replies) < len(job.parts):
+            return
+        if job.epoch != self.epoch:
+            self._jobs.pop((job.epoch, job.number))
+            self._ring.give_back(job.slot)
+        elif self._must_redo(job):
+            self._redo(job)
+        else:
+            job.is_done = True
+            if reply.kind == "end":
+                self._active[worker] = False
+            self._adapt(reply)
+
+    def _must_redo(self, job: Job) -> bool:
+        """Parts that do not fit together (or did not fit the slot) are loaded again as a whole."""
+        kinds = {reply.kind for _, reply in job.replies.values()}
+        if "error" in kinds or len(job.parts) == 1:
+            return False
+        if kinds != {"fixed"}:
+            return True
+        return len({self._layout(*pair) for pair in job.replies.values()}) > 1
+
+    def _layout(self, worker: int, reply: Reply) -> Any:
+        return self._layouts[worker][reply.content[0]]
+
+    def _redo(self, job: Job) -> None:
+        if not self._ring.fits(job.slot):
+            self._ring.give_back(job.slot)
+            job.slot = self._ring.take()
+        job.parts, job.replies = [(0, job.rows)], {}
+        worker, lease = self._make_lease(job, 0)
+        self._pool.send(worker, [lease])
+
+    def _adapt(self, reply: Reply) -> None:
+        if self._asked_depth is not None or not self._sent:
+            return
+        batch_s = max(self._sample_s * self._rows_per_job(), 1e-6)
+        depth = min(MAX_DEPTH, max(MIN_DEPTH, int(DEPTH_TARGET_S / batch_s)))
+        if reply.needed_bytes:
+            fitting = MAX_DEPTH_BYTES // (reply.needed_bytes * self._num_workers)
+            depth = max(MIN_DEPTH, min(depth, fitting))
+        self._depth = depth
+
+    # -- delivering ------------------------------------------------------------------------------
+
+    def _ready_job(self) -> Job | None:
+        if self._in_order:
+            job = self._jobs.get((self.epoch, self._next))
+            return job if job is not None and job.is_done else None
+        for job in self._jobs.values():
+            if job.is_done and job.epoch == self.epoch:
+                return job
+        return None
+
+    def _close_job(self, job: Job, *, keep_slot: bool = False) -> None:
+        del self._jobs[job.epoch, job.number]
+        self._num_open -= 1
+        self._next = max(self._next, job.number + 1) if self._in_order else self._next
+        if not keep_slot:
+            self._ring.give_back(job.slot)
+
+    def _deliver(self, job: Job) -> Any:
+        for part in range(len(job.parts)):
+            reply = job.replies[part][1]
+            if reply.kind == "error":
+                self._close_job(job)
+                self._lease()
+                raise rebuild(reply.content)
+        worker, reply = job.replies[0]
+        if reply.kind == "payload":
+            batch, keep_slot = self._open_payload(job, reply)
+        else:
+            batch, keep_slot = self._open_fixed(job, self._layout(worker, reply)), True
+        self._close_job(job, keep_slot=keep_slot)
+        self._lease()
+        return batch
+
+    def _memory_of(self, job: Job, num_bytes: int, *, is_kept: bool = False) -> np.ndarray:
+        """The slot's bytes for a delivery: lent, or copied when the user holds many already."""
+        if is_kept:
+            self._ring.drop(job.slot)
+            return job.slot.view(num_bytes)
+        if self._ring.is_crowded():
+            copied = job.slot.view(num_bytes).copy()
+            self._ring.give_back(job.slot)
+            return copied
+        return self._ring.lend(job.slot, num_bytes)
+
+    def _open_payload(self, job: Job, reply: Reply) -> tuple[Any, bool]:
+        written: payload.PayloadMap = reply.content
+        if written.inline is not None:
+            return payload.read(written, None), reply.is_kept
+        root = self._memory_of(job, written.num_bytes, is_kept=reply.is_kept)
+        return payload.read(written, root), True
+
+    def _open_fixed(self, job: Job, layout: Any) -> Any:
+        from penstock.engine.collate import view_batch
+
+        _, num_bytes = layout.places(job.rows)
+        contents = [job.replies[part][1].content for part in range(len(job.parts))]
+        filled = sum(content[2] for content in contents)
+        objects = contents[0][3]
+        for content in contents[1:]:
+            objects = [left + right for left, right in zip(objects, content[3], strict=True)]
+        root = self._memory_of(job, num_bytes)
+        return view_batch(layout, root, job.rows, filled, objects)
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    def _died(self, worker: int, death: Death) -> WorkerDied:
+        from penstock.engine.obituary import write_obituary
+
+        index = self._index_at(self._cells[position_cell(worker)])
+        return write_obituary(worker, death.pid, death.exit_code, index)
+
+    def _index_at(self, position: int) -> Any:
+        if position == NOTHING:
+            return None
+        for job in self._jobs.values():
+            place = position - job.position
+            if job.epoch == self.epoch and 0 <= place < job.rows:
+                return job.index[place] if self._task.auto_collation else job.index
+        return None
+
+    def _timed_out(self) -> WorkerTimeout:
+        busy = {
+            worker: self._index_at(self._cells[position_cell(worker)])
+            for worker in range(self._num_workers)
+        }
+        loading = ", ".join(
+            f"worker {worker} is at sample {index!r}"
+            for worker, index in busy.items()
+            if index is not None
+        )
+        return WorkerTimeout(
+            f"DataLoader timed out after {self._timeout_s} seconds: batch {self._next} did not come",
+            where=loading or None,
+            remedy=f"DataLoader(..., timeout={self._timeout_s * 10:g}), or find out why the "
+            "samples named here are slow",
+            samples=busy,
+        )
+
+    def close(self) -> None:
+        """Stop the workers and let go of the memory. Batches that the user holds stay valid."""
+        self._pool.stop()
+        self._jobs.clear()
+        self._ring.close()

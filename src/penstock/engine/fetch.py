@@ -1,0 +1,84 @@
+"""Calling the user's dataset: sample by sample, in batches where it offers that, or as a stream.
+
+Called from: a worker (process or thread), or the parent when it loads inline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+BeforeSample = Callable[[int, int], None]
+"""Called just before ``dataset[i]`` with the sample's position and how many follow in one run."""
+
+
+class Exhausted(Exception):
+    """The worker's share of an iterable dataset has ended."""
+
+
+def takes_batches(dataset: Any) -> bool:
+    """Does the dataset offer torch's batched ``__getitems__``?"""
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def fetch_map(
+    dataset: Any, indices: list[Any], position: int, before: BeforeSample | None
+) -> Iterator[Any]:
+    """The samples of ``indices``, one by one; ``position`` is the first one's place in the epoch."""
+    if takes_batches(dataset):
+        if before is not None:
+            before(position, 1)
+        yield from dataset.__getitems__(indices)
+        return
+    end = position + len(indices)
+    for place, index in enumerate(indices, position):
+        if before is not None:
+            before(place, end - place)
+        yield dataset[index]
+
+
+class Stream:
+    """One pass over an iterable dataset."""
+
+    def __init__(self, dataset: Any, *, auto_collation: bool, drop_last: bool) -> None:
+        self._samples = iter(dataset)
+        self._auto_collation = auto_collation
+        self._drop_last = drop_last
+        self._has_ended = False
+
+    def fetch(self, index: Any) -> Any:
+        """The next batch as a list of samples, or the next sample when batching is off.
+
+        Raises:
+            Exhausted: Nothing (or, with ``drop_last``, too little) is left.
+        """
+        if self._has_ended:
+            raise Exhausted
+        if not self._auto_collation:
+            try:
+                return next(self._samples)
+            except StopIteration:
+                self._has_ended = True
+                raise Exhausted from None
+        samples = []
+        for _ in index:
+            try:
+                samples.append(next(self._samples))
+            except StopIteration:
+                self._has_ended = True
+                break
+        if not samples or (self._drop_last and len(samples) < len(index)):
+            raise Exhausted
+        return samples
+
+
+def seed_pipes(dataset: Any, shared_seed: int | None) -> Any:
+    """Give torch's DataPipes the seed that all workers share; other datasets are left alone."""
+    if shared_seed is None:
+        return dataset
+    import torch
+    from torch.utils.data.graph_settings import apply_random_seed
+
+    generator = torch.Generator()
+    generator.manual_seed(shared_seed)
+    return apply_random_seed(dataset, generator)

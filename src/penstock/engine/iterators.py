@@ -1,0 +1,203 @@
+"""The two iterators behind a loader: with workers (processes or threads), and inline.
+
+Both derive from torch's own base iterator, which draws the base seed, holds the sampler's iterator
+and warns about wrong lengths exactly as PyTorch does.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from torch.utils.data import dataloader as torch_loader
+
+from penstock.engine import collate
+from penstock.engine.delivery import Delivery
+from penstock.engine.fetch import Exhausted, Stream, fetch_map, takes_batches
+from penstock.engine.gather import Gatherer, find_gatherer
+from penstock.engine.launcher import Launcher
+from penstock.engine.memory import SharedFile
+from penstock.engine.messages import Task
+from penstock.engine.pools import Pool, ProcessPool, ThreadPool, control_cells
+from penstock.engine.slots import Ring
+from penstock.order.randomness import SampleRandomness, preserved_generators
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the loader asks of the engine, as plain values."""
+
+    pool: str
+    start_method: str | None
+    num_workers: int
+    depth: int | None
+    per_sample: bool
+    in_order: bool
+
+
+def _max_held_bytes() -> int:
+    """How much of the machine's free memory batches that the user keeps may occupy in the ring."""
+    return int(psutil.virtual_memory().available) // 4
+
+
+class _Iterator(torch_loader._BaseDataLoaderIter):  # type: ignore[misc]
+    """What both kinds share: pinning, and PyTorch's face."""
+
+    _pin_memory: bool
+
+    def _finished(self, batch: Any) -> Any:
+        if self._pin_memory:
+            from torch.utils.data._utils.pin_memory import pin_memory
+
+            return pin_memory(batch, self._pin_memory_device)
+        return batch
+
+
+class InlineIterator(_Iterator):
+    """No workers: the caller's own thread loads each batch when it is asked for."""
+
+    def __init__(self, loader: Any, setup: Setup) -> None:
+        super().__init__(loader)
+        self._per_sample = setup.per_sample
+        self._before = SampleRandomness(self._base_seed, 0) if setup.per_sample else None
+        self._position = 0
+        self._stream: Stream | None = None
+        self._collates_by_default = collate.is_default_collate(self._collate_fn)
+        self._gatherer: Gatherer | None = None
+        if self._auto_collation and self._collates_by_default:
+            self._gatherer = find_gatherer(self._dataset)
+        self._ring: Ring | None = None
+        if self._gatherer is not None:
+            self._ring = Ring(SharedFile.create(), max_held_bytes=_max_held_bytes())
+        if self._dataset_kind == torch_loader._DatasetKind.Iterable:
+            self._stream = Stream(
+                self._dataset, auto_collation=self._auto_collation, drop_last=self._drop_last
+            )
+
+    def _next_data(self) -> Any:
+        index = self._next_index()
+        if self._gatherer is not None and self._ring is not None:
+            return self._finished(self._gatherer.into_ring(index, self._ring))
+        if self._stream is not None:
+            try:
+                samples = self._stream.fetch(index)
+            except Exhausted:
+                raise StopIteration from None
+        elif self._per_sample:
+            with preserved_generators():
+                samples = self._fetch(index)
+        else:
+            samples = self._fetch(index)
+        if self._collates_by_default and self._auto_collation:
+            indices = [] if self._stream is not None else list(index)
+            return self._finished(collate.default_collate(samples, indices))
+        return self._finished(self._collate_fn(samples))
+
+    def _fetch(self, index: Any) -> Any:
+        before = self._before
+        position = self._position
+        if not self._auto_collation:
+            self._position += 1
+            if before is not None:
+                before(position, 1)
+            return self._dataset[index]
+        self._position += len(index)
+        return list(fetch_map(self._dataset, index, position, before))
+
+
+class PooledIterator(_Iterator):
+    """Workers load ahead; this side puts batches together and keeps the order."""
+
+    def __init__(self, loader: Any, setup: Setup) -> None:
+        super().__init__(loader)
+        self._setup = setup
+        self._delivery: Delivery | None = None
+        self._workers: list[Any] = []
+        is_iterable = self._dataset_kind == torch_loader._DatasetKind.Iterable
+        task = Task(
+            is_iterable=is_iterable,
+            auto_collation=self._auto_collation,
+            drop_last=self._drop_last,
+            per_sample=setup.per_sample and not is_iterable,
+            base_seed=self._base_seed,
+            shared_seed=self._shared_seed,
+        )
+        memory = SharedFile.create()
+        cells = control_cells(memory)
+        pool = self._make_pool(loader, task, memory, cells)
+        self._delivery = Delivery(
+            pool=pool,
+            ring=Ring(memory, max_held_bytes=_max_held_bytes()),
+            cells=cells,
+            task=task,
+            depth=setup.depth,
+            can_split=self._can_split(task),
+            in_turn=not task.per_sample,
+            in_order=setup.in_order,
+            timeout_s=self._timeout,
+        )
+        self._workers = pool.processes
+        self._reset(loader, first_iter=True)
+
+    def _can_split(self, task: Task) -> bool:
+        return (
+            task.per_sample
+            and task.auto_collation
+            and collate.is_default_collate(self._collate_fn)
+            and not takes_batches(self._dataset)
+        )
+
+    def _make_pool(self, loader: Any, task: Task, memory: SharedFile, cells: memoryview) -> Pool:
+        init_fn = loader.worker_init_fn
+        if isinstance(self._dataset, (torch_loader.IterDataPipe, torch_loader.MapDataPipe)):
+            init_fn = functools.partial(
+                torch_loader._sharding_worker_init_fn, init_fn, self._world_size, self._rank
+            )
+        objects = {
+            "dataset": self._dataset,
+            "collate_fn": self._collate_fn,
+            "worker_init_fn": init_fn,
+        }
+        setup = self._setup
+        if setup.pool == "thread":
+            return ThreadPool(
+                num_workers=setup.num_workers,
+                task=task,
+                objects=objects,
+                memory=memory,
+                cells=cells,
+            )
+        assert setup.start_method is not None
+        launcher = Launcher(
+            method=setup.start_method,
+            task=task,
+            num_workers=setup.num_workers,
+            objects=objects,
+            memory=memory,
+        )
+        return ProcessPool(launcher, setup.num_workers, cells)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        assert self._delivery is not None
+        self._delivery.start_epoch(self._sampler_iter, self._shared_seed)
+
+    def _next_data(self) -> Any:
+        assert self._delivery is not None
+        try:
+            batch = self._delivery.next()
+        except StopIteration:
+            if not self._persistent_workers:
+                self._shutdown_workers()
+            raise
+        return self._finished(batch)
+
+    def _shutdown_workers(self) -> None:
+        """Stop the workers now. Others (Ultralytics among them) call this by name."""
+        if self._delivery is not None:
+            self._delivery.close()
+
+    def __del__(self) -> None:
+        self._shutdown_workers()

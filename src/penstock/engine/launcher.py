@@ -1,0 +1,198 @@
+"""Starting worker processes: from the nursery, spawned on their own, or forked by request.
+
+    Launcher.start(number) -> (process, channel)
+
+On Linux the nursery forks; macOS and Windows spawn. ``fork`` copies the parent as it stands and is
+used only when the user asks for it by name.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import connection
+from typing import Any, Protocol
+
+from penstock.engine import nursery as nurseries
+from penstock.engine.memory import SharedFile
+from penstock.engine.messages import Assignment, Task
+from penstock.engine.surroundings import describe_surroundings
+from penstock.engine.travel import Packed, pack
+from penstock.errors import StartFailed
+
+
+class Process(Protocol):
+    """What others expect of ``iterator._workers``: the part of multiprocessing's Process they use."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def exitcode(self) -> int | None: ...
+    def is_alive(self) -> bool: ...
+    def join(self, timeout: float | None = None) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class SpawnedWorker:
+    """A worker with an interpreter of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
+        self._process = process
+        self.name = name
+        self.daemon = True
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.poll()
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def join(self, timeout: float | None = None) -> None:
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class Launcher:
+    """Starts the workers of one loader.
+
+    Args:
+        method: "nursery", "spawn" or "fork".
+        objects: dataset, collate_fn, worker_init_fn by name; serialised once, except under fork.
+    """
+
+    def __init__(
+        self,
+        *,
+        method: str,
+        task: Task,
+        num_workers: int,
+        objects: dict[str, Any],
+        memory: SharedFile,
+    ) -> None:
+        self._method = method
+        self._task = task
+        self._num_workers = num_workers
+        self._objects = objects
+        self._memory = memory
+        self._packed: Packed | None = None if method == "fork" else pack(objects)
+        self._surroundings = describe_surroundings()
+
+    def start(self, number: int) -> tuple[Process, Any]:
+        """One worker process and the parent's end of the pipe to it."""
+        ours, theirs = connection.Pipe(duplex=True)
+        name = f"penstock-worker-{number}"
+        starters: dict[str, Callable[[int, Any, str], Process]] = {
+            "nursery": self._from_nursery,
+            "spawn": self._spawned,
+            "fork": self._forked,
+        }
+        try:
+            process = starters[self._method](number, theirs, name)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return process, ours
+
+    def close(self) -> None:
+        """Drop the parcel; workers that are running have mapped it."""
+        if self._packed is not None:
+            self._packed.close()
+
+    def _assignment(self, number: int) -> Assignment:
+        assert self._packed is not None
+        return Assignment(
+            worker=number,
+            num_workers=self._num_workers,
+            task=self._task,
+            parcel=self._packed.parcel,
+            memory=self._memory.handle(),
+            surroundings=self._surroundings,
+        )
+
+    def _from_nursery(self, number: int, channel: Any, name: str) -> Process:
+        assert self._packed is not None
+        fds = [channel.fileno(), self._memory.fd, self._packed.file.fd, *self._packed.fds]
+        for _ in range(3):
+            nursery = nurseries.current_nursery()
+            try:
+                return nursery.fork(self._assignment(number), fds, name)
+            except StartFailed as error:
+                if not error.facts.get("taint"):
+                    raise
+                last = error
+                nurseries.replace_tainted(nursery, error.facts["modules"])  # type: ignore[arg-type]
+        raise last
+
+    def _spawned(self, number: int, channel: Any, name: str) -> Process:
+        assert self._packed is not None
+        fds = [channel.fileno()]
+        if sys.platform != "win32":
+            fds += [self._memory.fd, self._packed.file.fd, *self._packed.fds]
+        process = nurseries._start_child(f"spawned_main({channel.fileno()})", tuple(fds))
+        return SpawnedWorker(process, name)
+
+    def greet(self, number: int, channel: Any) -> None:
+        """Send a spawned worker its assignment. Called once, after :meth:`start`."""
+        if self._method != "spawn":
+            return
+        assert self._packed is not None
+        greeting = (os.getpid(), self._assignment(number), self._packed.fds)
+        channel.send_bytes(pickle.dumps(greeting, protocol=5))
+
+    def _forked(self, number: int, channel: Any, name: str) -> Process:
+        context = multiprocessing.get_context("fork")
+        assignment = (self._task, number, self._num_workers, os.getpid())
+        process = context.Process(
+            target=_forked_main,
+            args=(channel, self._memory, self._objects, assignment),
+            name=name,
+            daemon=True,
+        )
+        process.start()
+        return process  # type: ignore[return-value]
+
+
+def _forked_main(
+    channel: Any, memory: SharedFile, objects: dict[str, Any], given: tuple[Task, int, int, int]
+) -> None:
+    """Entry of a worker that was forked from the user's process because the user asked for it."""
+    import torch
+
+    from penstock.engine import boot, collate
+    from penstock.engine.desks import PipeDesk
+    from penstock.engine.messages import CONTROL_BYTES
+    from penstock.engine.worker import Worker
+
+    task, number, num_workers, parent = given
+    boot._quiet_signals()
+    boot.watch_parent(parent)
+    torch.set_num_threads(1)
+    cells = memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
+    collate.install_scratch_collate()
+    objects = dict(objects)
+    boot.prepare_worker(number, num_workers, task, objects)
+    desk = PipeDesk(channel, memory)
+    try:
+        Worker(number=number, task=task, objects=objects, desk=desk, cells=cells).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+        pass

@@ -1,0 +1,111 @@
+"""Memory that several processes see: one file, mapped piece by piece, gone with its holders.
+
+Linux uses a memfd, which no ``/dev/shm`` limit touches and which is sparse: an untouched page costs
+nothing. Elsewhere it is one temporary file that disappears when the last holder closes it.
+
+    parent: SharedFile.create() -- fd (POSIX) or path (Windows) --> worker: SharedFile.attach(handle)
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+
+GRAIN = max(mmap.ALLOCATIONGRANULARITY, 65536)
+"""Offsets of mappings are multiples of this (Windows: 64 KiB; some arm64 kernels: 64 KiB pages)."""
+
+
+def round_up(num_bytes: int, grain: int = GRAIN) -> int:
+    """The next multiple of ``grain``.
+
+    Example:
+        >>> round_up(1, 64), round_up(64, 64)
+        (64, 64)
+    """
+    return -(-num_bytes // grain) * grain
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileHandle:
+    """How another process opens a :class:`SharedFile`: an inherited descriptor, or a path."""
+
+    fd: int = -1
+    path: str = ""
+
+
+class SharedFile:
+    """A growing file in memory. One process owns its size; any number map pieces of it.
+
+    Pairs with: :meth:`close`. Mappings stay valid after it, until their last view is gone.
+    """
+
+    def __init__(self, fd: int, *, path: str = "", is_sparse: bool) -> None:
+        self.fd = fd
+        self.path = path
+        self.is_sparse = is_sparse
+        self.num_bytes = 0
+
+    @classmethod
+    def create(cls, *, allow_memfd: bool = True) -> SharedFile:
+        """Make an empty one: a memfd where the system has it, else a temporary file.
+
+        Example:
+            >>> file = SharedFile.create()
+            >>> offset = file.grow(10)
+            >>> file.map(offset, 10)[:3]
+            b'\\x00\\x00\\x00'
+            >>> file.close()
+        """
+        if allow_memfd and hasattr(os, "memfd_create"):
+            try:
+                return cls(os.memfd_create("penstock", os.MFD_CLOEXEC), is_sparse=True)
+            except OSError:
+                pass  # an old kernel or a seccomp filter: the temporary file does the same work
+        if sys.platform == "win32":  # pragma: no cover
+            path = tempfile.mktemp(prefix="penstock-")
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_BINARY | os.O_TEMPORARY
+            return cls(os.open(path, flags), path=path, is_sparse=False)
+        fd, path = tempfile.mkstemp(prefix="penstock-")
+        os.unlink(path)
+        return cls(fd, is_sparse=False)
+
+    @classmethod
+    def attach(cls, handle: FileHandle) -> SharedFile:
+        """Open in a worker what the parent created. Pairs with :meth:`handle`."""
+        if handle.path and sys.platform == "win32":  # pragma: no cover
+            flags = os.O_RDWR | os.O_BINARY | os.O_TEMPORARY
+            return cls(os.open(handle.path, flags), path=handle.path, is_sparse=False)
+        return cls(handle.fd, is_sparse=False)
+
+    def handle(self) -> FileHandle:
+        """What :meth:`attach` needs in the other process."""
+        return FileHandle(path=self.path) if self.path else FileHandle(fd=self.fd)
+
+    def grow(self, num_bytes: int) -> int:
+        """Add room at the end and return its offset. Only the owner calls this.
+
+        A file on disk is really allocated, so that a full disk is an ``OSError`` here and not a
+        SIGBUS in a worker.
+        """
+        offset, room = self.num_bytes, round_up(max(num_bytes, 1))
+        if not self.is_sparse and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self.fd, offset, room)
+        else:
+            os.ftruncate(self.fd, offset + room)
+        self.num_bytes = offset + room
+        return offset
+
+    def map(self, offset: int, num_bytes: int, *, private: bool = False) -> mmap.mmap:
+        """Map a piece; ``private`` gives copy-on-write pages that nobody else sees change."""
+        length = round_up(max(num_bytes, 1), mmap.PAGESIZE)
+        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+        return mmap.mmap(self.fd, length, offset=offset, access=access)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory goes with the last mapping."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

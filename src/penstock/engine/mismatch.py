@@ -1,0 +1,69 @@
+"""Which sample does not fit its batch, in which field, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.errors import MismatchedSamples
+
+
+def find_mismatch(
+    samples: list[Any], indices: list[Any], error: BaseException
+) -> MismatchedSamples | None:
+    """The named error for samples that default_collate refused; None when they do not differ."""
+    found = _first_difference(samples, "")
+    if found is None:
+        return None
+    path, place, ours, theirs = found
+    field = f"field {path}" if path else "the sample itself"
+    first, odd = _name(indices, 0), _name(indices, place)
+    return MismatchedSamples(
+        f"samples of one batch differ in {field}: sample {first} has {theirs}, sample {odd} has "
+        f"{ours}. ({error})",
+        remedy="resize or pad in the dataset so that all are equal, or pass a collate_fn that "
+        "keeps them apart: DataLoader(..., collate_fn=list)",
+        field=path,
+        sample_index=indices[place] if place < len(indices) else None,
+        expected=theirs,
+        found=ours,
+    )
+
+
+def _name(indices: list[Any], place: int) -> str:
+    return repr(indices[place]) if place < len(indices) else f"#{place} of the batch"
+
+
+def _first_difference(values: list[Any], path: str) -> tuple[str, int, str, str] | None:
+    first = values[0]
+    for place, value in enumerate(values):
+        ours, theirs = _describe(value), _describe(first)
+        if ours != theirs:
+            return path, place, ours, theirs
+    if isinstance(first, Mapping):
+        children = [(f"{path}[{key!r}]", [value[key] for value in values]) for key in first]
+    elif isinstance(first, Sequence) and not isinstance(first, (str, bytes)):
+        children = [
+            (f"{path}[{place}]", [value[place] for value in values]) for place in range(len(first))
+        ]
+    elif hasattr(type(first), "__dataclass_fields__"):
+        names = type(first).__dataclass_fields__
+        children = [(f"{path}.{name}", [getattr(v, name) for v in values]) for name in names]
+    else:
+        children = []
+    for child_path, column in children:
+        found = _first_difference(column, child_path)
+        if found is not None:
+            return found
+    return None
+
+
+def _describe(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return f"{type(value).__name__} {getattr(value, 'dtype', '')} of shape {tuple(shape)}"
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with keys {sorted(map(repr, value))}"
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return f"{type(value).__name__} of length {len(value)}"
+    return type(value).__name__

@@ -1,0 +1,269 @@
+"""The nursery, seen from the parent: a clean process that forks workers in milliseconds.
+
+One nursery per process, started when the first loader needs workers, warm from then on. It has
+imported torch, has one thread and has never touched a GPU, so forking it is safe whatever the parent
+holds: threads, a GPU context, a notebook.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+from penstock.engine.messages import Assignment
+from penstock.engine.nursery_protocol import Control
+from penstock.engine.surroundings import THREAD_LIMITS, import_path
+from penstock.errors import StartFailed
+
+START_LIMIT_S = 120.0
+"""How long a nursery may take to import torch; 2 s is usual, a cold network disk takes a minute."""
+ANSWER_LIMIT_S = 60.0
+
+
+class NurseryWorker:
+    """A worker that the nursery forked: what multiprocessing's Process would offer."""
+
+    def __init__(self, nursery: Nursery, pid: int, name: str) -> None:
+        self._nursery = nursery
+        self.pid = pid
+        self.name = name
+        self.daemon = True
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._nursery.exit_code(self.pid, 0.0)
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end; without a timeout until the worker or the nursery is gone."""
+        limit = time.monotonic() + timeout if timeout is not None else None
+        while self._nursery.exit_code(self.pid, 0.2) is None:
+            if limit is not None and time.monotonic() >= limit:
+                return
+
+    def terminate(self) -> None:
+        self._nursery.signal(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._nursery.signal(self.pid, signal.SIGKILL)
+
+
+class Nursery:
+    """The parent's end of one nursery process. All methods may be called from any thread."""
+
+    def __init__(self, without: frozenset[str] = frozenset()) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._control = Control(ours)
+        self._without = without
+        self._lock = threading.RLock()
+        self._exit_codes: dict[int, int] = {}
+        self._living: set[int] = set()
+        self.is_lost = False
+        try:
+            self._process = _start_child(f"nursery_main({theirs.fileno()})", (theirs.fileno(),))
+        finally:
+            theirs.close()
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fork(self, assignment: Assignment, fds: list[int], name: str) -> NurseryWorker:
+        """One new worker.
+
+        Args:
+            fds: The channel, the shared memory, the parcel, then what travels beside the parcel.
+
+        Raises:
+            StartFailed: The nursery is gone, or cannot be forked safely (``.taint`` says why).
+        """
+        modules = tuple(set(assignment.parcel.modules) - self._without)
+        surroundings = assignment.surroundings
+        body = (modules, surroundings["path"], pickle.dumps(assignment, protocol=5))
+        with self._lock:
+            self._await_ready()
+            try:
+                self._control.send(("fork", body), fds)
+            except OSError as error:
+                self._lose(str(error))
+            kind, value = self._answer({"forked", "tainted"}, ANSWER_LIMIT_S)
+            if kind == "tainted":
+                raise StartFailed(f"the nursery cannot fork: {value}", taint=value, modules=modules)
+            self._living.add(value)
+            return NurseryWorker(self, value, name)
+
+    def exit_code(self, pid: int, wait_s: float) -> int | None:
+        """The exit code of a worker, or None while it lives; waits up to ``wait_s`` for it."""
+        limit = time.monotonic() + wait_s
+        while True:
+            with self._lock:
+                self._read_reports()
+                if pid in self._exit_codes:
+                    return self._exit_codes[pid]
+                if self.is_lost:
+                    return -int(signal.SIGKILL)  # it dies with its nursery (PDEATHSIG)
+            left = limit - time.monotonic()
+            if left <= 0:
+                return None
+            self._control.is_readable(min(left, 0.05))
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a worker that has not been reaped; nobody else can get its pid till then."""
+        if self.exit_code(pid, 0.0) is None:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+
+    def forget(self, pid: int) -> None:
+        """Drop what is remembered about a worker that has ended."""
+        with self._lock:
+            self._exit_codes.pop(pid, None)
+            self._living.discard(pid)
+
+    def close(self) -> None:
+        """End the nursery and every worker of it."""
+        with self._lock:
+            self.is_lost = True
+            self._control.close()
+        try:
+            self._process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=5.0)
+
+    def _await_ready(self) -> None:
+        if not self._is_ready:
+            self._answer({"ready"}, START_LIMIT_S)
+            self._is_ready = True
+
+    def _answer(self, kinds: set[str], limit_s: float) -> tuple[str, Any]:
+        limit = time.monotonic() + limit_s
+        while time.monotonic() < limit:
+            if not self._control.is_readable(min(1.0, limit - time.monotonic())):
+                continue
+            message = self._receive()
+            if message[0] in kinds:
+                return message[0], message[1]
+        self._lose(f"no answer in {limit_s:.0f} s")
+        raise AssertionError("unreachable")
+
+    def _read_reports(self) -> None:
+        while not self.is_lost and self._is_ready and self._control.is_readable(0.0):
+            try:
+                self._receive()
+            except StartFailed:
+                return
+
+    def _receive(self) -> tuple[Any, ...]:
+        try:
+            received = self._control.receive()
+        except (OSError, EOFError):
+            received = None
+        if received is None:
+            self._lose("it ended")
+        assert received is not None
+        message: tuple[Any, ...] = received[0]
+        if message[0] == "exit":
+            self._exit_codes[message[1]] = message[2]
+            self._living.discard(message[1])
+        return message
+
+    def _lose(self, why: str) -> None:
+        self.is_lost = True
+        code = self._process.poll()
+        raise StartFailed(
+            f"the nursery process (pid {self._process.pid}, exit code {code}) is gone: {why}",
+            likely="its own error is printed above; importing torch in a fresh Python fails, or "
+            "something killed it.",
+            remedy=f'{sys.executable} -c "import torch", or DataLoader(..., pool="thread")',
+        )
+
+
+def _start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """Start a Python that runs ``penstock.engine.boot.<call>`` and never the user's main module."""
+    code = (
+        f"import sys; sys.path[:] = {import_path()!r}; "
+        f"from penstock.engine import boot; boot.{call}"
+    )
+    environ = dict(os.environ, PYTHONHASHSEED=os.environ.get("PYTHONHASHSEED", "0"))
+    environ.update(dict.fromkeys(THREAD_LIMITS, "1"))
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    command = [sys.executable, *flags, "-c", code]
+    extra: dict[str, Any] = {}
+    if sys.platform == "win32":  # pragma: no cover
+        for handle in fds:
+            os.set_handle_inheritable(handle, True)
+        extra["startupinfo"] = subprocess.STARTUPINFO(lpAttributeList={"handle_list": list(fds)})
+    else:
+        extra["pass_fds"] = fds
+    try:
+        return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, **extra)
+    except OSError as error:
+        raise StartFailed(
+            f"could not start {sys.executable!r}: {error}",
+            likely="too many open files or processes, or no memory.",
+            remedy='DataLoader(..., pool="thread")',
+        ) from error
+
+
+_current: Nursery | None = None
+_owner = 0
+_guard = threading.Lock()
+_tainted: set[str] = set()
+
+
+def current_nursery() -> Nursery:
+    """This process's nursery; a new one when there is none, or it was lost, or we were forked."""
+    global _current, _owner
+    with _guard:
+        if _current is None or _current.is_lost or _owner != os.getpid():
+            _current, _owner = Nursery(frozenset(_tainted)), os.getpid()
+        return _current
+
+
+def replace_tainted(nursery: Nursery, modules: tuple[str, ...]) -> None:
+    """Give up a nursery whose imports made it unfit to fork; the next one leaves those out."""
+    global _current
+    with _guard:
+        _tainted.update(modules)
+        if _current is nursery:
+            _current = None
+        _retired.add(nursery)
+
+
+_retired: weakref.WeakSet[Nursery] = weakref.WeakSet()
+
+
+def close_nursery() -> None:
+    """End this process's nursery now. A later loader starts a new one."""
+    global _current
+    with _guard:
+        closing = [n for n in (_current, *_retired) if n is not None and _owner == os.getpid()]
+        _current = None
+    for nursery in closing:
+        nursery.close()
+
+
+def _forget_after_fork() -> None:
+    """A forked child of the parent must not speak on the parent's control socket."""
+    global _current, _guard
+    _guard = threading.Lock()
+    _current = None
+
+
+atexit.register(close_nursery)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,44 @@
+"""What to say about a worker that died: how, at which sample, probably why, and what to do."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from penstock.errors import WorkerDied
+
+_CAUSES = {
+    "SIGKILL": "something killed it from outside; most often the kernel, because memory ran out.",
+    "SIGSEGV": "native code (a decoder, an extension) crashed on this sample.",
+    "SIGBUS": "memory behind a mapped file went away: a full disk, or a truncated file.",
+    "SIGABRT": "native code gave up (an assertion or a double free).",
+}
+
+
+def write_obituary(worker: int, pid: int | None, exit_code: int | None, index: Any) -> WorkerDied:
+    """The error for a dead worker; the wording of its first sentence is PyTorch's."""
+    cause = None
+    if exit_code is not None and exit_code < 0:
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:
+            name = f"signal {-exit_code}"
+        how, cause = f"is killed by signal: {name}", _CAUSES.get(name)
+    else:
+        how = f"exited unexpectedly with exit code {exit_code}"
+        cause = "user code called os._exit or sys.exit, or the interpreter itself stopped."
+    sample = f" while loading sample {index!r}" if index is not None else ""
+    remedy = (
+        f"dataset[{index!r}] alone, in this process"
+        if index is not None
+        else "DataLoader(..., num_workers=0), to see the error where it happens"
+    )
+    return WorkerDied(
+        f"DataLoader worker (pid {pid}) {how}{sample} (worker {worker})",
+        likely=cause,
+        remedy=remedy,
+        worker=worker,
+        pid=pid,
+        exit_code=exit_code,
+        sample_index=index,
+    )

@@ -1,0 +1,178 @@
+"""Anything a slot layout cannot hold, as pickle 5 with its buffers beside it in the slot.
+
+    worker: Payload.write(value, slot) -- stream and buffers in the slot --> parent: read(slot view)
+
+Arrays and tensors are never copied through the pickle stream. A tensor that already lies in the slot
+(because ``default_collate`` put it there, see :mod:`penstock.engine.collate`) is not copied at all.
+Classes from ``__main__`` cost 0.7 ms each time they travel by value; the worker sends back the
+identity that cloudpickle gave them on the way in, and the parent finds its own class by it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from penstock.engine.memory import round_up
+
+_GRAIN = 64
+_SMALL_BYTES = 512
+"""Buffers below this stay in the stream: a view costs more than the copy."""
+
+
+@dataclass(frozen=True)
+class PayloadMap:
+    """Where the parts of a payload lie: in the slot when ``inline`` is None, else in ``inline``."""
+
+    stream_bytes: int
+    spans: tuple[tuple[int, int], ...]
+    num_bytes: int
+    inline: bytes | None = None
+
+
+def reduce_tensor(tensor: Any) -> Any:
+    """How a plain CPU tensor is pickled: dtype, shape, and its bytes as a buffer.
+
+    Returns None for tensors that only torch's own pickling understands.
+    """
+    import torch
+
+    is_plain = (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and type(tensor) is not torch.nn.Parameter
+    )
+    if not is_plain:
+        return None
+    kind = None if type(tensor) is torch.Tensor else type(tensor)
+    state = dict(vars(tensor)) or None
+    flat = tensor.detach().contiguous().as_subclass(torch.Tensor).reshape(-1)
+    if flat.numel() == 0:
+        return _tensor_from, (None, tensor.dtype, tuple(tensor.shape), kind, state)
+    raw = pickle.PickleBuffer(flat.view(torch.uint8).numpy())
+    return _tensor_from, (raw, tensor.dtype, tuple(tensor.shape), kind, state)
+
+
+def _tensor_from(
+    raw: Any, dtype: Any, shape: tuple[int, ...], kind: Any, state: dict[str, Any] | None
+) -> Any:
+    import torch
+
+    if raw is None:
+        tensor = torch.empty(shape, dtype=dtype)
+    else:
+        if isinstance(raw, bytes):
+            raw = bytearray(raw)  # in the stream after all: torch wants writable memory
+        tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape)
+    if kind is not None:
+        tensor = tensor.as_subclass(kind)
+    if state:
+        tensor.__dict__.update(state)
+    return tensor
+
+
+def _class_by_id(tracker_id: str) -> Any:
+    return cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[tracker_id]
+
+
+class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    from_parent: frozenset[str] = frozenset()
+    tensor: Any = ()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type):
+            known = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
+            tracker_id = known.get(obj)
+            if tracker_id is not None and tracker_id in _ResultPickler.from_parent:
+                return _class_by_id, (tracker_id,)
+        elif isinstance(obj, _ResultPickler.tensor):
+            reduced = reduce_tensor(obj)
+            if reduced is not None:
+                return reduced
+        return super().reducer_override(obj)
+
+
+def remember_parent_classes() -> None:
+    """Note which by-value classes came from the parent: only those may go back as an identity.
+
+    Called from: a worker, after it unpacked its parcel.
+    """
+    known = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
+    _ResultPickler.from_parent = frozenset(known.keys())
+
+
+def dump(value: Any) -> bytes:
+    """One pickle stream, with the parent's own classes as identities."""
+    stream = io.BytesIO()
+    _ResultPickler(stream, protocol=5).dump(value)
+    return stream.getvalue()
+
+
+def write(value: Any, room: memoryview, start: int = 0) -> PayloadMap:
+    """Pickle ``value`` into ``room`` from ``start`` on; inline bytes when it does not fit.
+
+    Buffers that already lie inside ``room`` are only pointed at.
+
+    Called from: the worker that fills the slot.
+    """
+    import torch
+
+    _ResultPickler.tensor = torch.Tensor
+    buffers: list[memoryview] = []
+
+    def keep_apart(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes < _SMALL_BYTES:
+            return True
+        buffers.append(view)
+        return False
+
+    stream = io.BytesIO()
+    _ResultPickler(stream, protocol=5, buffer_callback=keep_apart).dump(value)
+    content = stream.getbuffer()
+    base, places, end = _address(room), [], round_up(start, _GRAIN)
+    for view in buffers:
+        place = _address(view) - base
+        if not 0 <= place <= room.nbytes - view.nbytes:
+            place, end = end, round_up(end + view.nbytes, _GRAIN)
+        places.append((place, view.nbytes))
+    num_bytes = end + content.nbytes
+    if num_bytes <= room.nbytes:
+        for (place, length), view in zip(places, buffers, strict=True):
+            if _address(view) != base + place:
+                room[place : place + length] = view
+        room[end:num_bytes] = content
+        return PayloadMap(end, tuple(places), num_bytes)
+    parts, spans, offset = [bytes(content)], [], content.nbytes
+    for view in buffers:
+        parts.append(bytes(view))
+        spans.append((offset, view.nbytes))
+        offset += view.nbytes
+    return PayloadMap(content.nbytes, tuple(spans), num_bytes, b"".join(parts))
+
+
+def read(payload: PayloadMap, slot: Any) -> Any:
+    """Rebuild the value in the parent; its buffers are views of ``slot`` (or of the inline bytes)."""
+    if payload.inline is not None:
+        whole = memoryview(bytearray(payload.inline))
+        stream = whole[: payload.stream_bytes]
+    else:
+        whole = memoryview(slot)
+        stream = whole[payload.stream_bytes : payload.num_bytes]
+    buffers = [whole[place : place + length] for place, length in payload.spans]
+    return pickle.loads(stream, buffers=buffers)
+
+
+def _address(view: memoryview) -> int:
+    import numpy as np
+
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if view.nbytes else 0

@@ -1,0 +1,223 @@
+"""Pools of workers behind one face: processes, or threads of this process.
+
+pool.send(worker, leases); pool.receive(timeout_s) -> [(worker, Reply | Death | ErrorReport)]
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import queue
+import threading
+import time
+import weakref
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.engine.channels import Switchboard, make_channel
+from penstock.engine.desks import QueueDesk, dump_leases
+from penstock.engine.launcher import Launcher, Process
+from penstock.engine.memory import SharedFile
+from penstock.engine.messages import CONTROL_BYTES, EPOCH_CELL, STOP, Lease, Task
+from penstock.order.randomness import preserved_generators
+
+GRACE_S = 0.5
+"""How long a worker may take to finish its present sample when it is told to stop."""
+EXIT_CODE_WAIT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """A worker process is gone."""
+
+    pid: int | None
+    exit_code: int | None
+
+
+class Pool(Protocol):
+    """What :class:`penstock.engine.delivery.Delivery` needs of its workers."""
+
+    processes: list[Process]
+
+    def send(self, worker: int, leases: list[Any]) -> None: ...
+    def receive(self, timeout_s: float) -> list[tuple[int, Any]]: ...
+    def stop(self) -> None: ...
+
+
+class ProcessPool:
+    """Worker processes. Pairs with :meth:`stop`, which leaves none behind."""
+
+    def __init__(self, launcher: Launcher, num_workers: int, cells: memoryview) -> None:
+        self.processes: list[Process] = []
+        self._channels: list[Any] = []
+        self._cells = cells
+        self._launcher = launcher
+        self._is_stopped = False
+        self._owner = os.getpid()
+        try:
+            for number in range(num_workers):
+                process, pipe = launcher.start(number)
+                self.processes.append(process)
+                launcher.greet(number, pipe)
+                self._channels.append(make_channel(pipe))
+        except BaseException:
+            self.stop()
+            raise
+        self._switchboard = Switchboard(self._channels)
+        _living_pools.add(self)
+
+    def send(self, worker: int, leases: list[Lease]) -> None:
+        self._channels[worker].send(dump_leases(leases))
+
+    def receive(self, timeout_s: float) -> list[tuple[int, Any]]:
+        """Replies that have come; waits up to ``timeout_s`` for the first."""
+        events: list[tuple[int, Any]] = []
+        for worker in self._switchboard.wait(timeout_s):
+            channel = self._channels[worker]
+            events += [(worker, pickle.loads(frame)) for frame in channel.read()]
+            if not channel.is_open:
+                self._switchboard.forget(worker)
+                events.append((worker, self._autopsy(worker)))
+        return events
+
+    def _autopsy(self, worker: int) -> Death:
+        process = self.processes[worker]
+        process.join(EXIT_CODE_WAIT_S)
+        return Death(pid=process.pid, exit_code=process.exitcode)
+
+    def stop(self) -> None:
+        """End all workers: let them finish a sample, then terminate, then kill. Bounded."""
+        if self._is_stopped or self._owner != os.getpid():
+            return
+        self._is_stopped = True
+        self._cells[EPOCH_CELL] = STOP
+        for channel in self._channels:
+            # Words as well as hanging up: a forked sibling may hold our end open.
+            channel.send(dump_leases(None))
+            channel.close()
+        for end in (None, "terminate", "kill"):
+            if end is not None:
+                for process in self.processes:
+                    if process.is_alive():
+                        getattr(process, end)()
+            limit = time.monotonic() + GRACE_S
+            for process in self.processes:
+                process.join(max(0.0, limit - time.monotonic()))
+            if not any(process.is_alive() for process in self.processes):
+                break
+        self._launcher.close()
+        _living_pools.discard(self)
+
+
+class WorkerThread(threading.Thread):
+    """A worker thread with the face of a process."""
+
+    pid = property(lambda self: os.getpid())
+    exitcode = property(lambda self: None if self.is_alive() else 0)
+
+    def terminate(self) -> None:
+        """Threads cannot be ended from outside; they stop after their present sample."""
+
+    kill = terminate
+
+
+class ThreadPool:
+    """Worker threads: nothing travels, the interpreter is shared.
+
+    With per-sample randomness user code runs one sample at a time, because the generators that it
+    draws from are global; each sample leaves them as it found them.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        task: Task,
+        objects: dict[str, Any],
+        memory: SharedFile,
+        cells: memoryview,
+    ) -> None:
+        from penstock.engine.worker import Worker
+
+        self._cells = cells
+        self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._leases: list[queue.SimpleQueue[list[Lease] | None]] = []
+        self.processes: list[Process] = []
+        lock = threading.Lock()
+        guard: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if task.per_sample:
+            guard = _one_at_a_time(lock)
+        objects = {**objects, "init_error": _call_init(objects.get("worker_init_fn"), num_workers)}
+        for number in range(num_workers):
+            leases: queue.SimpleQueue[list[Lease] | None] = queue.SimpleQueue()
+            worker = Worker(
+                number=number,
+                task=task,
+                objects=objects,
+                desk=QueueDesk(number, memory, leases, self._replies),
+                cells=cells,
+                guard=guard,
+            )
+            thread = WorkerThread(target=worker.run, name=f"penstock-worker-{number}", daemon=True)
+            thread.start()
+            self._leases.append(leases)
+            self.processes.append(thread)  # type: ignore[arg-type]
+
+    def send(self, worker: int, leases: list[Lease]) -> None:
+        self._leases[worker].put(leases)
+
+    def receive(self, timeout_s: float) -> list[tuple[int, Any]]:
+        events: list[tuple[int, Any]] = []
+        try:
+            events.append(self._replies.get(timeout=max(timeout_s, 0.001)))
+            while True:
+                events.append(self._replies.get_nowait())
+        except queue.Empty:
+            return events
+
+    def stop(self) -> None:
+        self._cells[EPOCH_CELL] = STOP
+        for leases in self._leases:
+            leases.put(None)
+        limit = time.monotonic() + GRACE_S
+        for thread in self.processes:
+            thread.join(max(0.0, limit - time.monotonic()))
+
+
+def _one_at_a_time(lock: threading.Lock) -> Callable[[], AbstractContextManager[Any]]:
+    @contextmanager
+    def guard() -> Iterator[None]:
+        with lock, preserved_generators():
+            yield
+
+    return guard
+
+
+def _call_init(init_fn: Any, num_workers: int) -> BaseException | None:
+    try:
+        for number in range(num_workers) if init_fn is not None else ():
+            init_fn(number)
+    except Exception as error:
+        return error
+    return None
+
+
+def control_cells(memory: SharedFile) -> memoryview:
+    """The control page as 64-bit cells; the first piece of the shared file."""
+    offset = memory.grow(CONTROL_BYTES)
+    assert offset == 0
+    return memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
+
+
+_living_pools: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    for pool in list(_living_pools):
+        pool.stop()
+
+
+atexit.register(_stop_all)

@@ -1,0 +1,145 @@
+"""An exception of a worker, raised again in the parent with its own type.
+
+    worker: describe(error) -- plain values, always picklable --> parent: rebuild(report)
+
+PyTorch re-creates the exception from a message, which loses the type of any class whose
+constructor wants more than one argument, and hangs when the exception cannot be pickled. Here the
+report carries several ways to rebuild it, from best to plainest, and the parent takes the first
+that works. The rebuilt exception is an instance of the original class, keeps its ``args`` and
+attributes, knows ``sample_index`` and ``worker_id``, and reads as PyTorch's message does.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorReport:
+    """What a worker says about an exception; holds bytes and text only."""
+
+    kind: str
+    text: str
+    trace: str
+    where: str
+    worker: int
+    index: bytes | None = None
+    whole: bytes | None = None
+    bare: bytes | None = None
+
+
+class WorkerTraceback(Exception):
+    """The worker's own traceback, shown as the cause of the rebuilt exception."""
+
+    def __init__(self, trace: str) -> None:
+        super().__init__(trace)
+        self.trace = trace
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.trace}"""'
+
+
+def describe(error: BaseException, *, worker: int, where: str, index: Any = None) -> ErrorReport:
+    """Turn an exception into a report that can always be sent. Called from: the worker."""
+    trace = "".join(traceback.format_exception(type(error), error, _own_frames_cut(error)))
+    return ErrorReport(
+        kind=type(error).__name__,
+        text=_safe_text(error),
+        trace=trace,
+        where=where,
+        worker=worker,
+        index=_dump(index),
+        whole=_dump((type(error), error.args, _plain_state(error))),
+        bare=_dump((type(error), (_safe_text(error),), {})),
+    )
+
+
+def rebuild(report: ErrorReport) -> BaseException:
+    """The exception to raise in the parent. Called from: the parent, when its batch is due."""
+    index = _load(report.index)
+    where = report.where if index is None else f"{report.where} while loading sample {index!r}"
+    message = f"Caught {report.kind} {where}.\nOriginal {report.trace}"
+    for packed in (report.whole, report.bare):
+        content = _load(packed)
+        if content is None:
+            continue
+        try:
+            error = _speaking(content[0], message, content[1], content[2])
+        except Exception:
+            continue
+        break
+    else:
+        error = RuntimeError(message)
+    error.__dict__.update(sample_index=index, worker_id=report.worker)
+    error.__cause__ = WorkerTraceback(report.trace)
+    return error
+
+
+def _speaking(
+    kind: type[BaseException], message: str, args: tuple[Any, ...], state: dict[str, Any]
+) -> BaseException:
+    """An instance of ``kind`` that keeps its arguments but whose text is ``message``."""
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        raise TypeError(kind)
+    namespace = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__str__": lambda self: message,
+        "__reduce__": lambda self: (_plain, (kind, args, state)),
+    }
+    speaking = type(kind.__name__, (kind,), namespace)
+    error: BaseException = speaking.__new__(speaking, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _plain(
+    kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
+) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _own_frames_cut(error: BaseException) -> Any:
+    """The traceback from the user's first frame on; ours say nothing to the user."""
+    trace = error.__traceback__
+    while trace is not None and "penstock" in trace.tb_frame.f_globals.get("__name__", ""):
+        trace = trace.tb_next
+    return trace or error.__traceback__
+
+
+def _plain_state(error: BaseException) -> dict[str, Any]:
+    return {name: value for name, value in vars(error).items() if name != "__notes__"}
+
+
+def _safe_text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<the exception's own text raised>"
+
+
+def _dump(value: Any) -> bytes | None:
+    if value is None:
+        return None
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception:
+        return None  # the plainer form beside it always works
+
+
+def _load(data: bytes | None) -> Any:
+    if data is None:
+        return None
+    try:
+        return pickle.loads(data)
+    except Exception:
+        return None

@@ -1,0 +1,146 @@
+"""A ring of slots: batch memory that is written once, viewed by the user, and used again.
+
+A slot goes back to the ring when the last view of it is gone. That moment is seen through a weak
+reference on the *root* array of a delivery: slices, ``.numpy()``, ``.detach()``, tensors saved for
+backward and memoryviews all keep the root alive; ``clone()`` does not need to.
+
+Rules that keep this safe (each one was broken once in a prototype):
+- the root comes from ``np.frombuffer`` on the mapping itself, because NumPy collapses ``.base``
+  chains and a weak reference on a slice fires early;
+- the callback may run inside garbage collection while a lock is held: it only appends to a deque;
+- a forked child must not free its parent's slots: the callback compares process ids;
+- nothing is ever unmapped by hand.
+
+A raw ``data_ptr()`` kept after its tensor is gone cannot be seen: copy it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.engine.memory import SharedFile, round_up
+
+PROVISIONAL_BYTES = 64 << 20
+"""Room of a slot before the first batch is known, where memory is sparse: address space only."""
+PROVISIONAL_BYTES_ON_DISK = 1 << 20
+FIRST_SLOTS, MAX_SLOTS_PER_SEGMENT = 8, 128
+
+
+class Segment(NamedTuple):
+    """A piece of the shared file that holds several slots: one mapping, one descriptor."""
+
+    offset: int
+    num_bytes: int
+
+
+class Slot:
+    """The memory of one batch: a place in a segment, mapped here."""
+
+    __slots__ = ("capacity", "mapping", "segment", "start", "watch")
+
+    def __init__(self, segment: Segment, start: int, capacity: int, mapping: mmap.mmap) -> None:
+        self.segment = segment
+        self.start = start
+        self.capacity = capacity
+        self.mapping = mapping
+        self.watch: weakref.ref[np.ndarray] | None = None
+
+    def view(self, num_bytes: int) -> np.ndarray:
+        """A fresh root array over the first ``num_bytes``."""
+        return np.frombuffer(self.mapping, dtype=np.uint8, count=num_bytes, offset=self.start)
+
+
+class Ring:
+    """All slots of one loader. Used by the parent only; workers get places.
+
+    Args:
+        file: The shared file that the slots are cut from.
+        max_held_bytes: How much memory the user may hold in views before deliveries become copies.
+    """
+
+    def __init__(self, file: SharedFile, *, max_held_bytes: int) -> None:
+        self._file = file
+        self._max_held_bytes = max_held_bytes
+        self._needed = 0
+        self._free: list[Slot] = []
+        self._returned: deque[Slot] = deque()
+        self._held: dict[Slot, int] = {}
+        self._held_bytes = 0
+        self.num_slots = 0
+
+    def take(self) -> Slot:
+        """A slot that nobody views and that is large enough: a free one, or one of a new segment."""
+        self._collect()
+        while self._free:
+            slot = self._free.pop()  # the last one used: its pages are mapped and in the cache
+            if slot.capacity >= self._needed:
+                return slot
+            self.num_slots -= 1  # too small by now: let it go
+        self._add_segment()
+        return self._free.pop()
+
+    def _add_segment(self) -> None:
+        if self._needed:
+            capacity = round_up(self._needed + self._needed // 4)
+        else:
+            capacity = PROVISIONAL_BYTES if self._file.is_sparse else PROVISIONAL_BYTES_ON_DISK
+        count = min(MAX_SLOTS_PER_SEGMENT, max(FIRST_SLOTS, self.num_slots))
+        segment = Segment(self._file.grow(capacity * count), capacity * count)
+        mapping = self._file.map(*segment)
+        for place in range(count):
+            self._free.append(Slot(segment, place * capacity, capacity, mapping))
+        self.num_slots += count
+
+    def give_back(self, slot: Slot) -> None:
+        """Return a slot of which no view was handed out."""
+        self._free.append(slot)
+
+    def fit(self, num_bytes: int) -> None:
+        """Learn that batches need this much: slots taken from now on are large enough."""
+        self._needed = max(self._needed, num_bytes)
+
+    def fits(self, slot: Slot) -> bool:
+        """Is the slot large enough for what batches are known to need?"""
+        return slot.capacity >= self._needed
+
+    def drop(self, slot: Slot) -> None:
+        """Never use a slot again: a worker keeps a tensor that lies in it."""
+        self.num_slots -= 1
+
+    def is_crowded(self) -> bool:
+        """Does the user hold so many views that the next batch should be a copy?"""
+        self._collect()
+        return self._held_bytes >= self._max_held_bytes
+
+    def lend(self, slot: Slot, num_bytes: int) -> np.ndarray:
+        """The root array of a delivery; the slot comes back when its last view is gone."""
+        root = slot.view(num_bytes)
+        returned, owner = self._returned, os.getpid()
+
+        def on_last_view_gone(_: object) -> None:
+            if os.getpid() == owner:
+                returned.append(slot)
+
+        slot.watch = weakref.ref(root, on_last_view_gone)
+        self._held[slot] = num_bytes
+        self._held_bytes += num_bytes
+        return root
+
+    def _collect(self) -> None:
+        while self._returned:
+            slot = self._returned.popleft()
+            slot.watch = None
+            self._held_bytes -= self._held.pop(slot, 0)
+            self._free.append(slot)
+
+    def close(self) -> None:
+        """Forget the slots. Views that the user still holds stay valid."""
+        self._free.clear()
+        self._held.clear()
+        self._file.close()

@@ -1,0 +1,212 @@
+"""How user objects reach a worker: serialised once, big buffers beside, culprits named.
+
+    parent: pack(objects) -> Parcel (one shared file + descriptors) --> each worker: unpack(parcel)
+
+Lambdas, closures, local classes and everything from ``__main__`` or a notebook travel by value
+(cloudpickle). Arrays and tensors leave the pickle stream as buffers that every worker maps
+copy-on-write. multiprocessing primitives travel as under spawn. What cannot travel is named down
+to its attribute.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing import context as mp_context
+from multiprocessing import reduction
+from typing import Any
+
+import cloudpickle
+
+from penstock.engine.memory import FileHandle, SharedFile, round_up
+from penstock.errors import CannotTravel
+
+_BUFFER_GRAIN = 64
+_inherited_fds: list[int] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """What a worker needs to unpack: the file, the pickle's length, and where the buffers lie."""
+
+    handle: FileHandle
+    stream_bytes: int
+    spans: tuple[tuple[int, int], ...]
+    num_bytes: int
+    modules: tuple[str, ...]
+
+
+@dataclass
+class Packed:
+    """The parent's side of a parcel. Pairs with :meth:`close`."""
+
+    file: SharedFile
+    parcel: Parcel
+    fds: list[int] = field(default_factory=list)
+
+    def parcel_for(self, handle: FileHandle) -> Parcel:
+        return replace(self.parcel, handle=handle)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class _InheritedFd:
+    """Stands for a descriptor that travels beside the parcel; ``detach`` gives the worker's own."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def detach(self) -> int:
+        return _inherited_fds[self.place]
+
+
+class _Spawning:
+    """Stands where multiprocessing expects the process that is being spawned."""
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+
+    def duplicate_for_child(self, fd: int) -> int:
+        if sys.platform == "win32":  # pragma: no cover
+            raise RuntimeError("handles do not travel to workers on Windows yet")
+        self.fds.append(fd)
+        return len(self.fds) - 1
+
+    DupFd = staticmethod(_InheritedFd)
+
+
+@contextmanager
+def _spawning(stand_in: Any) -> Iterator[None]:
+    before = mp_context.get_spawning_popen()
+    mp_context.set_spawning_popen(stand_in)
+    try:
+        yield
+    finally:
+        mp_context.set_spawning_popen(before)
+
+
+class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with tensors as buffers and multiprocessing's own reducers."""
+
+    def __init__(self, file: Any, buffer_callback: Any = None) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self.modules: set[str] = set()
+        self._reducers = _process_reducers()
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        name = getattr(obj if isinstance(obj, type) else kind, "__module__", None)
+        if isinstance(name, str):
+            self.modules.add(name)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor):
+            reduced = _reduce_tensor(obj)
+            if reduced is not None:
+                return reduced
+        reducer = self._reducers.get(kind)
+        if reducer is not None:
+            return reducer(obj)
+        synchronize = sys.modules.get("multiprocessing.synchronize")
+        if synchronize is not None and isinstance(obj, synchronize.SemLock):
+            _refuse_fork_primitive(obj)
+        return super().reducer_override(obj)
+
+
+def _reduce_tensor(obj: Any) -> Any:
+    if obj.device.type not in ("cpu", "meta"):
+        raise TypeError(f"a tensor on {obj.device} cannot be sent to a worker process")
+    if obj.is_shared():  # its owner wants writes to be seen everywhere: torch's own way
+        from torch.multiprocessing import reductions
+
+        return reductions.reduce_tensor(obj)
+    from penstock.engine.payload import reduce_tensor
+
+    return reduce_tensor(obj)
+
+
+def _process_reducers() -> dict[type, Callable[[Any], Any]]:
+    """What multiprocessing registers for connections, sockets and heaps; torch's own left out."""
+    registered: dict[type, Callable[[Any], Any]] = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    return {
+        kind: reducer
+        for kind, reducer in registered.items()
+        if not kind.__module__.startswith("torch")
+    }
+
+
+def _refuse_fork_primitive(lock: Any) -> None:
+    is_fork = getattr(lock, "_is_fork_ctx", None)
+    if is_fork is None:  # Python 3.10 and early 3.11 do not keep the context: the name tells
+        name = getattr(lock._semlock, "name", None)
+        is_fork = name is None
+    if is_fork:
+        raise TypeError(f"a {type(lock).__name__} made in the fork context exists in forks only")
+
+
+def pack(objects: dict[str, Any]) -> Packed:
+    """Serialise named objects once for all workers.
+
+    Args:
+        objects: By the names used in error messages, as in ``{"dataset": dataset}``.
+
+    Raises:
+        CannotTravel: Something inside cannot be serialised; the message names the attribute.
+    """
+    stand_in = _Spawning()
+    stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    pickler = TravelPickler(stream, buffer_callback=buffers.append)
+    try:
+        with _spawning(stand_in):
+            pickler.dump(objects)
+    except Exception as error:
+        from penstock.engine.culprit import explain
+
+        raise explain(objects, error) from error
+    content = stream.getbuffer()
+    views = [buffer.raw() for buffer in buffers]
+    end = round_up(content.nbytes, _BUFFER_GRAIN)
+    spans = []
+    for view in views:
+        spans.append((end, view.nbytes))
+        end = round_up(end + view.nbytes, _BUFFER_GRAIN)
+    file = SharedFile.create()
+    file.grow(end)
+    mapping = file.map(0, end)
+    mapping[: content.nbytes] = content
+    for (start, length), view in zip(spans, views, strict=True):
+        mapping[start : start + length] = view
+    parcel = Parcel(
+        handle=file.handle(),
+        stream_bytes=content.nbytes,
+        spans=tuple(spans),
+        num_bytes=end,
+        modules=tuple(sorted(_importable(pickler.modules))),
+    )
+    return Packed(file, parcel, stand_in.fds)
+
+
+def _importable(names: set[str]) -> set[str]:
+    skip = {"__main__", "__mp_main__", "builtins"}
+    return {
+        name
+        for name in names - skip
+        if getattr(sys.modules.get(name), "__spec__", None) is not None
+        and not name.startswith(("penstock.", "torch."))
+    }
+
+
+def unpack(parcel: Parcel, fds: list[int]) -> dict[str, Any]:
+    """Rebuild the objects in a worker; arrays are private views of the shared file."""
+    _inherited_fds[:] = fds
+    file = SharedFile.attach(parcel.handle)
+    mapping = file.map(0, parcel.num_bytes, private=True)
+    file.close()
+    whole = memoryview(mapping)
+    buffers = [whole[start : start + length] for start, length in parcel.spans]
+    objects: dict[str, Any] = pickle.loads(whole[: parcel.stream_bytes], buffers=buffers)
+    return objects

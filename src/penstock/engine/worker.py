@@ -1,0 +1,280 @@
+"""The work of one worker: leases in, samples loaded, slots filled, replies out.
+
+    Desk (where leases come from and replies go: a pipe, or a queue between threads)
+      -> Worker.run(): for each lease, dataset[i] per row -> slot -> Reply
+
+The same class runs in worker processes and in worker threads; only the desk differs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.engine import payload
+from penstock.engine.fetch import Exhausted, Stream, seed_pipes, takes_batches
+from penstock.engine.messages import (
+    EPOCH_CELL,
+    NOTHING,
+    STOP,
+    Fresh,
+    Lease,
+    Reply,
+    Task,
+    position_cell,
+)
+from penstock.engine.remote_errors import describe
+from penstock.order.randomness import SampleRandomness
+
+_SEED_NOTE = (
+    "worker_init_fn set torch's seed. It is kept as asked: what torch draws in the dataset now "
+    "depends on the number of workers. Leave torch.manual_seed out of worker_init_fn to get the "
+    "same numbers with any number."
+)
+
+
+class Desk(Protocol):
+    """Where a worker gets leases and puts replies."""
+
+    def get(self) -> list[Lease | Fresh] | None:
+        """The next leases; waits. None: the parent is gone or says stop."""
+
+    def put(self, reply: Reply | tuple[str, str]) -> None:
+        """Send a reply at once: the parent may be waiting for just this one."""
+
+    def segment(self, place: tuple[int, int]) -> mmap.mmap:
+        """A segment of the shared file, mapped here."""
+
+
+class _Dropped(Exception):
+    """The lease's epoch is over: nobody waits for it."""
+
+
+class Worker:
+    """One worker. ``guard`` wraps each call of user code (threads share generators)."""
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        task: Task,
+        objects: dict[str, Any],
+        desk: Desk,
+        cells: memoryview,
+        guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._number = number
+        self._task = task
+        self._dataset = objects["dataset"]
+        self._collate = objects["collate_fn"]
+        self._desk = desk
+        self._cells = cells
+        self._cell = position_cell(number)
+        self._guard = guard
+        self._where = f"in DataLoader worker process {number}"
+        self._stream: Stream | None = None
+        self._stream_epoch = NOTHING
+        self._layouts: dict[Any, int] = {}
+        self._init_error: BaseException | None = objects.get("init_error")
+        self._index: Any = None
+        self._before: SampleRandomness | None = None
+        self._before_epoch = NOTHING
+        self._keeps_torch_seed = bool(objects.get("keeps_torch_seed"))
+        self._writes_slots = _collates_by_default(task, self._collate)
+
+    def run(self) -> None:
+        """Serve until the parent says stop or is gone."""
+        if self._keeps_torch_seed and self._task.per_sample and self._number == 0:
+            self._desk.put(("note", _SEED_NOTE))
+        while True:
+            leases = self._desk.get()
+            if leases is None:
+                return
+            for lease in leases:
+                if isinstance(lease, Fresh):
+                    self._dataset = seed_pipes(self._dataset, lease.shared_seed)
+                else:
+                    self._desk.put(self._serve(lease))
+
+    def _serve(self, lease: Lease) -> Reply:
+        start_ns = time.perf_counter_ns()
+        needed_bytes, is_kept = 0, False
+        try:
+            if self._init_error is not None:
+                error, self._init_error = self._init_error, None
+                raise error
+            kind, content, needed_bytes, is_kept = self._load(lease)
+        except _Dropped:
+            kind, content = "dropped", None
+        except Exhausted:
+            kind, content = "end", None
+        except Exception as error:
+            index = self._index if self._cells[self._cell] != NOTHING else None
+            kind = "error"
+            content = describe(error, worker=self._number, where=self._where, index=index)
+        self._cells[self._cell] = NOTHING
+        busy_ns = time.perf_counter_ns() - start_ns
+        return Reply(
+            lease.epoch, lease.job, lease.part, kind, content, needed_bytes, busy_ns, is_kept
+        )
+
+    def _load(self, lease: Lease) -> tuple[str, Any, int, bool]:
+        self._check_epoch(lease.epoch)
+        samples = self._samples(lease)
+        if self._writes_slots:
+            return self._fill(lease, samples)
+        if self._task.auto_collation and not self._task.is_iterable:
+            samples = list(samples)
+        return self._collate_freely(lease, samples)
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def _samples(self, lease: Lease) -> Any:
+        """An iterator over samples, or (without batching) the one sample."""
+        task = self._task
+        if task.is_iterable:
+            if self._stream_epoch != lease.epoch or self._stream is None:
+                with self._guard():
+                    self._stream = Stream(
+                        self._dataset,
+                        auto_collation=task.auto_collation,
+                        drop_last=task.drop_last,
+                    )
+                self._stream_epoch = lease.epoch
+            self._cells[self._cell] = NOTHING
+            with self._guard():
+                return self._stream.fetch(lease.index)
+        before = self._randomness(lease.epoch) if task.per_sample else None
+        if not task.auto_collation:
+            self._note(lease.position, lease.index)
+            with self._guard():
+                if before is not None:
+                    before(lease.position, 1)
+                return self._dataset[lease.index]
+        if takes_batches(self._dataset):
+            self._note(lease.position, lease.index)
+            with self._guard():
+                if before is not None:
+                    before(lease.position, 1)
+                return self._dataset.__getitems__(lease.index)
+        return self._one_by_one(lease, before)
+
+    def _one_by_one(self, lease: Lease, before: Any) -> Iterator[Any]:
+        dataset, cells, cell, guard = self._dataset, self._cells, self._cell, self._guard
+        epoch, end = lease.epoch, lease.position + len(lease.index)
+        for position, index in enumerate(lease.index, lease.position):
+            if cells[EPOCH_CELL] != epoch:
+                raise _Dropped
+            cells[cell] = position
+            self._index = index
+            if guard is nullcontext:  # processes: nothing to guard, and it is the hot loop
+                if before is not None:
+                    before(position, end - position)
+                yield dataset[index]
+            else:
+                with guard():
+                    if before is not None:
+                        before(position, end - position)
+                    sample = dataset[index]
+                yield sample
+
+    def _randomness(self, epoch: int) -> SampleRandomness:
+        if self._before is None or self._before_epoch != epoch:
+            self._before = SampleRandomness(
+                self._task.base_seed, epoch, with_torch=not self._keeps_torch_seed
+            )
+            self._before_epoch = epoch
+        return self._before
+
+    def _note(self, position: int, index: Any) -> None:
+        self._cells[self._cell] = position
+        self._index = index
+
+    def _check_epoch(self, epoch: int) -> None:
+        now = self._cells[EPOCH_CELL]
+        if now == STOP or now != epoch:
+            raise _Dropped
+
+    # -- filling ---------------------------------------------------------------------------------
+
+    def _fill(self, lease: Lease, samples: Any) -> tuple[str, Any, int, bool]:
+        """default_collate, straight into the slot; falls back to a payload for odd samples."""
+        from penstock.engine import collate
+        from penstock.engine.layout import OddSample
+
+        buffer = self._slot(lease)
+        writer = collate.BatchWriter(buffer, lease.rows, lease.first_row)
+        odd: list[Any] = []
+        needed_bytes = 0
+        for sample in samples:
+            if odd:
+                odd.append(sample)
+                continue
+            try:
+                writer.add(sample)
+            except OddSample:
+                odd = [*writer.recover(), sample]
+            except collate.TooSmall as error:
+                needed_bytes, odd = error.num_bytes, [sample]
+            if odd and not lease.is_whole:
+                return "odd", None, needed_bytes, False
+        self._cells[self._cell] = NOTHING
+        if not odd and writer.layout is not None:
+            try:
+                objects = writer.finish()
+            except OddSample:
+                if not lease.is_whole:
+                    return "odd", None, 0, False
+                odd = writer.recover()
+            else:
+                return self._filled(writer, objects, lease)
+        with self._guard():
+            batch = collate.default_collate(odd, _indices(lease))
+        written = payload.write(batch, memoryview(buffer))
+        return "payload", written, max(needed_bytes, written.num_bytes), False
+
+    def _slot(self, lease: Lease) -> np.ndarray:
+        mapping = self._desk.segment(lease.segment)
+        return np.frombuffer(mapping, dtype=np.uint8, count=lease.slot_bytes, offset=lease.start)
+
+    def _filled(self, writer: Any, objects: Any, lease: Lease) -> tuple[str, Any, int, bool]:
+        layout = writer.layout
+        number = self._layouts.get(layout)
+        is_new = number is None
+        if number is None:
+            number = self._layouts[layout] = len(self._layouts)
+        _, num_bytes = layout.places(lease.rows)
+        content = (number, layout if is_new else None, writer.num_filled, objects)
+        return "fixed", content, num_bytes, False
+
+    def _collate_freely(self, lease: Lease, samples: Any) -> tuple[str, Any, int, bool]:
+        """The user's collate_fn on the whole list; its default_collate writes to our memory."""
+        from penstock.engine import collate
+
+        self._cells[self._cell] = NOTHING
+        root = self._slot(lease)
+        scratch = collate.Scratch(root)
+        with collate.collating_into(scratch), self._guard():
+            batch = self._collate(samples)
+        written = payload.write(batch, memoryview(root), scratch.used)
+        alive = weakref.ref(root)
+        scratch.buffer = None
+        del batch, root, scratch, samples
+        # Somebody in this worker kept a tensor that lies in the slot: it must not be used again.
+        return "payload", written, written.num_bytes, alive() is not None
+
+
+def _indices(lease: Lease) -> list[Any]:
+    return list(lease.index) if lease.index and lease.index[0] is not None else []
+
+
+def _collates_by_default(task: Task, collate_fn: Any) -> bool:
+    from penstock.engine.collate import is_default_collate
+
+    return task.auto_collation and is_default_collate(collate_fn)

@@ -1,0 +1,111 @@
+"""What can go wrong, said in four parts: what, where, the likely cause, and what to paste.
+
+    PenstockError
+    +-- WorkerDied         [W01]  also RuntimeError: a worker process ended while it had work
+    +-- WorkerTimeout      [W02]  also RuntimeError: no batch within ``timeout`` seconds
+    +-- StartFailed        [W03]  also RuntimeError: the worker processes could not be started
+    +-- CannotTravel       [T01]  also TypeError and pickle.PicklingError: not serialisable
+    +-- MismatchedSamples  [S01]  also RuntimeError: samples of one batch differ in shape or form
+    +-- BadArgument        [A01]  also ValueError: an argument of ours has a value we do not know
+
+Each class also derives from what PyTorch or the standard library raises in that place, so an
+``except RuntimeError`` written for PyTorch's DataLoader keeps working. Every code has a page under
+``docs/errors/``. An exception raised by the user's own ``dataset[i]`` is none of these: it arrives
+with its own type (see :mod:`penstock.engine.remote_errors`).
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import ClassVar
+
+
+class PenstockError(Exception):
+    """Base of every error that Penstock raises on its own account.
+
+    Args:
+        what: What happened, with values, in one sentence.
+        where: The sample, worker, or line of the user's code.
+        likely: The probable cause, from what is known about the machine.
+        remedy: What to do, as text to paste.
+        facts: Data for programs; each becomes an attribute.
+
+    Example:
+        >>> error = WorkerTimeout("no batch in 5 s", remedy="DataLoader(..., timeout=60)", worker=1)
+        >>> print(error)
+        WorkerTimeout [W02]: no batch in 5 s
+          Try: DataLoader(..., timeout=60)
+        >>> error.worker
+        1
+    """
+
+    code: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        likely: str | None = None,
+        remedy: str | None = None,
+        **facts: object,
+    ) -> None:
+        lines = [f"{type(self).__name__} [{self.code}]: {what}"]
+        lines += [
+            f"  {label}: {text}"
+            for label, text in (("In", where), ("Likely", likely), ("Try", remedy))
+            if text
+        ]
+        super().__init__("\n".join(lines))
+        self.what = what
+        self.facts = facts
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.args, self.__dict__))
+
+
+def _rebuild(
+    cls: type[PenstockError], args: tuple[object, ...], state: dict[str, object]
+) -> PenstockError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class WorkerDied(PenstockError, RuntimeError):
+    """A worker process ended, by a signal or on its own, while it still had samples to load."""
+
+    code = "W01"
+
+
+class WorkerTimeout(PenstockError, RuntimeError):
+    """The next batch did not arrive within the ``timeout`` that the loader was given."""
+
+    code = "W02"
+
+
+class StartFailed(PenstockError, RuntimeError):
+    """The nursery or a worker process did not start."""
+
+    code = "W03"
+
+
+class CannotTravel(PenstockError, pickle.PicklingError, TypeError):
+    """Something that a worker process needs cannot be sent to another process."""
+
+    code = "T01"
+
+
+class MismatchedSamples(PenstockError, RuntimeError):
+    """Samples of one batch cannot be stacked because they differ in shape, type or structure."""
+
+    code = "S01"
+
+
+class BadArgument(PenstockError, ValueError):
+    """An argument that only Penstock knows has a value that it does not know."""
+
+    code = "A01"

@@ -1,0 +1,1 @@
+"""Which sample, when, with which randomness?"""

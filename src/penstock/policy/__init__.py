@@ -1,0 +1,1 @@
+"""What should we do here, and why?"""

@@ -1,0 +1,268 @@
+"""Is the house built as planned? Sizes, names, the front door, and the signs on the walls."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+SOURCE = REPO / "src" / "penstock"
+ERROR_PAGES = REPO / "docs" / "errors"
+
+MAX_MODULE_LINES = 400
+MAX_LOADER_LINES = 300
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+HEAVY_PACKAGES = {"torch", "numpy"}
+MAX_IMPORT_S = 0.050
+NUM_IMPORT_RUNS = 7
+
+
+def run_python(code: str) -> str:
+    """Run `code` in a fresh interpreter and return what it printed."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+# Sizes and names
+
+
+def too_long(root: Path) -> list[str]:
+    """Name each module under `root` that is past its limit, with its length."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        num_lines = len(path.read_text(encoding="utf-8").splitlines())
+        is_loader = path == root / "loader.py"
+        if num_lines > MAX_MODULE_LINES or (is_loader and num_lines >= MAX_LOADER_LINES):
+            found.append(f"{path.relative_to(root)}: {num_lines} lines")
+    return found
+
+
+def nameless(root: Path) -> list[str]:
+    """Name each module or folder under `root` whose name says nothing about what it does."""
+    return [
+        str(path.relative_to(root))
+        for path in sorted(root.rglob("*"))
+        if path.stem.strip("_") in FORBIDDEN_NAMES and (path.is_dir() or path.suffix == ".py")
+    ]
+
+
+def test_no_module_is_too_long() -> None:
+    assert too_long(SOURCE) == []
+
+
+def test_a_long_module_would_be_noticed(tmp_path: Path) -> None:
+    (tmp_path / "loader.py").write_text("x = 1\n" * MAX_LOADER_LINES)
+    (tmp_path / "engine.py").write_text("x = 1\n" * (MAX_MODULE_LINES + 1))
+    (tmp_path / "order.py").write_text("x = 1\n" * MAX_MODULE_LINES)
+    assert too_long(tmp_path) == ["engine.py: 401 lines", "loader.py: 300 lines"]
+
+
+def test_every_module_and_folder_has_a_name_of_its_own() -> None:
+    assert nameless(SOURCE) == []
+
+
+def test_a_nameless_module_would_be_noticed(tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "_common.py").touch()
+    (tmp_path / "utils").mkdir()
+    assert nameless(tmp_path) == [os.path.join("engine", "_common.py"), "utils"]
+
+
+# The front door
+
+
+def heavy_packages_after(statement: str) -> set[str]:
+    """Return which heavy packages a fresh interpreter holds after running `statement`."""
+    names = json.loads(
+        run_python(f"{statement}\nimport json, sys\nprint(json.dumps([*sys.modules]))")
+    )
+    return HEAVY_PACKAGES & set(names)
+
+
+def time_run_s(code: str) -> float:
+    start_s = time.perf_counter()
+    run_python(code)
+    return time.perf_counter() - start_s
+
+
+def import_cost_s(statement: str) -> float:
+    """Return what `statement` costs beyond the bare interpreter: difference of the medians.
+
+    The two are run in turn, so that a slow spell of the machine hits both alike.
+    """
+    run_python(statement)  # writes the bytecode, fills the page cache
+    bare_s, with_import_s = [], []
+    for _ in range(NUM_IMPORT_RUNS):
+        bare_s.append(time_run_s("pass"))
+        with_import_s.append(time_run_s(statement))
+    return statistics.median(with_import_s) - statistics.median(bare_s)
+
+
+def test_import_penstock_imports_no_torch_and_no_numpy() -> None:
+    assert heavy_packages_after("import penstock") == set()
+
+
+def test_a_heavy_import_would_be_noticed() -> None:
+    assert heavy_packages_after("import numpy") == {"numpy"}
+
+
+def test_import_penstock_takes_less_than_50_ms_beyond_the_interpreter() -> None:
+    assert import_cost_s("import penstock") < MAX_IMPORT_S
+
+
+def test_a_slow_import_would_be_noticed() -> None:
+    assert import_cost_s(f"import time; time.sleep({MAX_IMPORT_S})") >= MAX_IMPORT_S * 0.9
+
+
+# What a fresh interpreter sees at the front door before and after every name has been loaded.
+# Submodules become attributes as they load: they are rooms, not exports, unless `__all__` says so.
+LIST_EXPORTS = """
+import json
+from types import ModuleType
+import penstock
+
+def names():
+    return [
+        name for name in dir(penstock)
+        if not name.startswith("_")
+        and (name in penstock.__all__ or not isinstance(getattr(penstock, name), ModuleType))
+    ]
+
+before = names()
+star = {}
+exec("from penstock import *", star)
+star.pop("__builtins__")
+print(json.dumps({"all": penstock.__all__, "before": before, "star": [*star], "after": names()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def exports() -> dict[str, list[str]]:
+    listed: dict[str, list[str]] = json.loads(run_python(LIST_EXPORTS))
+    return listed
+
+
+def test_all_names_nothing_twice(exports: dict[str, list[str]]) -> None:
+    assert sorted(set(exports["all"])) == sorted(exports["all"])
+
+
+def test_every_name_in_all_can_be_imported(exports: dict[str, list[str]]) -> None:
+    assert sorted(exports["star"]) == sorted(exports["all"])
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_nothing_but_all_is_on_offer(exports: dict[str, list[str]], moment: str) -> None:
+    public = [name for name in exports["all"] if not name.startswith("_")]
+    assert sorted(exports[moment]) == sorted(public)
+
+
+def test_a_name_that_is_not_in_all_cannot_be_imported() -> None:
+    import penstock
+
+    with pytest.raises(AttributeError, match="no_such_name"):
+        penstock.no_such_name  # noqa: B018
+
+
+# Errors and their pages
+
+
+def coded_errors() -> list[type[BaseException]]:
+    """List the error classes that have a code; the abstract ones have an empty one."""
+    from penstock import errors
+
+    return [
+        value
+        for _, value in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(value, errors.PenstockError) and value.code
+    ]
+
+
+def code_of(error: type[BaseException]) -> str:
+    code: str = vars(error).get("code", "")
+    return code
+
+
+def test_every_error_has_a_code_of_its_own() -> None:
+    errors = coded_errors()
+    assert errors
+    assert [error.__name__ for error in errors if not code_of(error)] == [], "inherits its code"
+    codes = [code_of(error) for error in errors]
+    assert sorted(set(codes)) == sorted(codes)
+
+
+def test_every_error_code_has_a_page_and_every_page_an_error() -> None:
+    pages = {path.stem for path in ERROR_PAGES.glob("*.md")} - {"README"}
+    assert pages == {code_of(error) for error in coded_errors()}
+
+
+def test_every_error_page_is_in_the_index_with_its_name() -> None:
+    index = (ERROR_PAGES / "README.md").read_text(encoding="utf-8")
+    missing = [
+        error.__name__
+        for error in coded_errors()
+        if f"({code_of(error)}.md)" not in index or error.__name__ not in index
+    ]
+    assert missing == []
+
+
+# Links
+
+
+LINK = re.compile(
+    r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*<?(\S+?)>?\s*$", re.MULTILINE
+)
+CODE = re.compile(r"^(```|~~~).*?^\1[ \t]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def markdown_files(root: Path) -> Iterator[Path]:
+    """Yield the Markdown files of the project: nothing hidden, built, or in an environment."""
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if not name.startswith(".")
+            and name not in {"build", "dist"}
+            and not Path(folder, name, "pyvenv.cfg").exists()
+        ]
+        yield from (Path(folder, name) for name in files if name.endswith(".md"))
+
+
+def broken_links(root: Path) -> list[str]:
+    """List `file -> target` for each local link that leads nowhere."""
+    broken = []
+    for path in markdown_files(root):
+        text = CODE.sub("", path.read_text(encoding="utf-8"))
+        for match in LINK.finditer(text):
+            target = match.group(1) or match.group(2)
+            if re.match(r"[a-z][a-z0-9+.-]*:|#", target, re.IGNORECASE):
+                continue
+            if not (path.parent / target.partition("#")[0]).exists():
+                broken.append(f"{path.relative_to(root).as_posix()} -> {target}")
+    return sorted(broken)
+
+
+def test_every_local_link_in_the_documents_leads_somewhere() -> None:
+    assert broken_links(REPO) == []
+
+
+def test_a_broken_link_would_be_noticed(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text(
+        "[up](../b.md#part) [away](https://example.org) [gone](c.md) `[code](d.md)`\n"
+        "```\n[code](e.md)\n```\n[here](#part)\n[ref]: f.md\n"
+    )
+    (tmp_path / "b.md").touch()
+    assert broken_links(tmp_path) == ["docs/a.md -> c.md", "docs/a.md -> f.md"]

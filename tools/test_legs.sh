@@ -1,0 +1,44 @@
+#!/bin/sh
+# Runs the test legs one after the other, then says which ran, which did not, and why.
+# Called by `make test`; exits with 1 if any leg failed. A leg that was skipped is no failure.
+set -u
+
+make=${MAKE:-make}
+summary='' failed=0
+
+note() {
+    summary="$summary
+  $1"
+}
+
+# run_leg LEG: sets up and tests one leg by its make targets, and notes how it went.
+run_leg() {
+    echo
+    echo "== $1 leg"
+    start_s=$(date +%s)
+    if ! "$make" --no-print-directory "env-$1"; then
+        note "$1: FAILED (its environment could not be built)"
+        failed=1
+        return
+    fi
+    ready_s=$(date +%s)
+    if "$make" --no-print-directory "test-$1"; then
+        outcome=passed
+    else
+        outcome=FAILED
+        failed=1
+    fi
+    note "$1: $outcome (set-up $((ready_s - start_s)) s, tests $(($(date +%s) - ready_s)) s)"
+}
+
+run_leg core
+run_leg vision
+if [ -e .venv-legacy/.ready ] || [ -n "$(tools/find_python.sh 3.10)" ]; then
+    run_leg legacy
+else
+    note "legacy: skipped (no Python 3.10 that starts was found; torch 1.13.1 needs it)"
+fi
+
+echo
+echo "== Test legs$summary"
+exit "$failed"
