@@ -26,7 +26,7 @@ _HOMES = {
     "BadArgument": "penstock.errors",
 }
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -155,7 +155,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     def close(self) -> None:
         """Stop persistent workers now; batches that were delivered stay valid."""
         if self._iterator is not None:
-            self._iterator._shutdown_workers()
+            self._iterator._shutdown_workers()  # type: ignore[attr-defined]
             self._iterator = None
 
 

@@ -20,8 +20,8 @@ import time
 from typing import Any
 
 from penstock.engine import nursery_protocol as protocol
-from penstock.engine.messages import CONTROL_BYTES, Assignment, Task
 from penstock.engine.memory import SharedFile
+from penstock.engine.messages import CONTROL_BYTES, Assignment, Task
 from penstock.engine.surroundings import enter
 
 _PR_SET_PDEATHSIG = 1
@@ -31,7 +31,7 @@ def worker_main(channel: Any, assignment: Assignment, fds: list[int]) -> None:
     """Turn this process into a worker and serve. Called from: a forked or spawned child."""
     import torch
 
-    from penstock.engine import collate, payload
+    from penstock.engine import collate, payload, scratch
     from penstock.engine.desks import PipeDesk
     from penstock.engine.remote_errors import describe
     from penstock.engine.travel import unpack
@@ -47,7 +47,8 @@ def worker_main(channel: Any, assignment: Assignment, fds: list[int]) -> None:
         desk = PipeDesk(channel, memory)
         objects = unpack(assignment.parcel, fds)
         payload.remember_parent_classes()
-        collate.install_scratch_collate()
+        scratch.install_scratch_collate()
+        collate.register_collators(objects["collators"])
     except Exception as error:
         report = describe(error, worker=number, where=f"in DataLoader worker process {number}")
         channel.send_bytes(pickle.dumps(("failed", report)))
@@ -87,9 +88,15 @@ def prepare_worker(number: int, num_workers: int, task: Task, objects: dict[str,
 
 
 def _quiet_signals() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    _leave_ctrl_c_to_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
+
+
+def _leave_ctrl_c_to_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):  # it was blocked from the start: see start_child
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def end_process(code: int = 0) -> None:
@@ -98,7 +105,7 @@ def end_process(code: int = 0) -> None:
     from multiprocessing import util
 
     try:
-        util._exit_function()
+        util._exit_function()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -114,9 +121,13 @@ def spawned_main(handle: int) -> None:
     """Entry of a worker that was spawned on its own."""
     from multiprocessing import connection
 
-    kind = connection.PipeConnection if sys.platform == "win32" else connection.Connection
-    channel = kind(handle)
-    parent, assignment, fds = pickle.loads(channel.recv_bytes())
+    name = "PipeConnection" if sys.platform == "win32" else "Connection"
+    channel = getattr(connection, name)(handle)
+    _leave_ctrl_c_to_parent()
+    try:
+        parent, assignment, fds = pickle.loads(channel.recv_bytes())
+    except EOFError:
+        os._exit(0)  # the parent hung up before we were ready
     watch_parent(parent)
     worker_main(channel, assignment, fds)
     end_process()
@@ -145,10 +156,9 @@ def watch_parent(parent: int) -> None:
 def nursery_main(control_fd: int) -> None:
     """Entry of the nursery: import what workers need, then fork on request until hung up on."""
     control = protocol.Control.from_fd(control_fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _leave_ctrl_c_to_parent()
     import torch  # noqa: F401
 
-    import penstock.engine.collate
     import penstock.engine.desks
     import penstock.engine.worker
     import penstock.order.randomness  # noqa: F401
@@ -198,13 +208,17 @@ def _serve_request(control: Any, children: set[int], wake: tuple[int, int]) -> b
     (kind, body), fds = received
     assert kind == "fork"
     modules, path, payload = body
-    taint = _import_all(modules, path)
-    if taint:
-        control.send(("tainted", taint))
+    answer, pid = _import_all(modules, path), 0
+    if answer is None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            answer = ("refused", f"fork failed: {error}")
+    if answer is not None:
+        control.send(answer)
         for fd in fds:
             os.close(fd)
         return True
-    pid = os.fork()
     if pid == 0:
         for fd in wake:
             os.close(fd)
@@ -218,9 +232,12 @@ def _serve_request(control: Any, children: set[int], wake: tuple[int, int]) -> b
     return True
 
 
-def _import_all(modules: tuple[str, ...], path: list[str]) -> str:
-    """Import the user's modules once for all workers; says what makes this process unfit to fork."""
-    new = [name for name in modules if name not in sys.modules]
+def _import_all(modules: Any, path: list[str]) -> tuple[str, str] | None:
+    """Import the user's modules once for all workers; says why this process is unfit to fork."""
+    for name, generation in modules:
+        if _generations.setdefault(name, generation) != generation:
+            return "stale", f"{name} was reloaded since it was imported here"
+    new = [name for name, _ in modules if name not in sys.modules]
     if new:
         sys.path[:] = path
     import importlib
@@ -232,11 +249,15 @@ def _import_all(modules: tuple[str, ...], path: list[str]) -> str:
             continue  # the worker meets the same error, and reports it with its place
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads != 1:
-        return f"importing {', '.join(new) or 'torch'} started {num_threads - 1} thread(s)"
+        reason = f"importing {', '.join(new) or 'torch'} started {num_threads - 1} thread(s)"
+        return "tainted", reason
     torch = sys.modules["torch"]
     if torch.cuda.is_initialized():
-        return f"importing {', '.join(new)} initialised the GPU"
-    return ""
+        return "tainted", f"importing {', '.join(new)} initialised the GPU"
+    return None
+
+
+_generations: dict[str, int] = {}
 
 
 def _become_worker(body: bytes, fds: list[int]) -> None:

@@ -4,16 +4,15 @@
     parent: view_batch(filled, root)               -> what default_collate would have returned
 
 Large samples are copied into their row as they come, while they are in the cache; small ones are
-gathered and stacked into the slot in one call. Nothing here decides what a batch means: whatever the
-layout cannot hold is left to torch's own ``default_collate``.
+gathered and stacked into the slot in one call. Nothing here decides what a batch means: whatever
+the layout cannot hold is left to torch's own ``default_collate``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from penstock.engine.layout import (
     read_layout,
     restore,
 )
-from penstock.engine.memory import round_up
 
 STREAM_BYTES = 4096
 """Samples from this size on are copied row by row as they come. Measured (x86-64, 2 cores): below
@@ -44,8 +42,7 @@ _DTYPES: dict[str, torch.dtype] = {
     f"torch.{name}": getattr(torch, name) for name in _DTYPE_NAMES.split() if hasattr(torch, name)
 }
 _ITEM_SIZES = {name: torch.empty((), dtype=dtype).element_size() for name, dtype in _DTYPES.items()}
-_TORCH_COLLATE_TENSOR = torch_collate.default_collate_fn_map[torch.Tensor]
-_STANDARD_COLLATORS = dict(torch_collate.default_collate_fn_map)
+STANDARD_COLLATORS: dict[Any, Any] = dict(torch_collate.default_collate_fn_map)
 
 
 class TooSmall(Exception):
@@ -58,10 +55,21 @@ class TooSmall(Exception):
 
 def is_default_collate(collate_fn: Any) -> bool:
     """Is this torch's own default_collate, with nothing registered by the user?"""
-    return (
-        collate_fn is torch_collate.default_collate
-        and torch_collate.default_collate_fn_map == _STANDARD_COLLATORS
-    )
+    return collate_fn is torch_collate.default_collate and not custom_collators()
+
+
+def custom_collators() -> dict[Any, Any]:
+    """What the user registered in torch's ``default_collate_fn_map``; it must travel to workers."""
+    return {
+        kind: function
+        for kind, function in torch_collate.default_collate_fn_map.items()
+        if STANDARD_COLLATORS.get(kind) is not function
+    }
+
+
+def register_collators(collators: dict[Any, Any]) -> None:
+    """Register in a worker what :func:`custom_collators` found in the parent."""
+    torch_collate.default_collate_fn_map.update(collators)
 
 
 def read_leaf(value: Any) -> Leaf:
@@ -100,7 +108,7 @@ def read_leaf(value: Any) -> Leaf:
     return leaf._replace(dtype=str(dtype))
 
 
-def _field(buffer: Any, leaf: Leaf, offset: int, rows: int) -> torch.Tensor:
+def field_view(buffer: Any, leaf: Leaf, offset: int, rows: int) -> torch.Tensor:
     """One field of a slot, as a tensor over ``buffer``."""
     shape = (rows, *leaf.shape)
     if leaf.item_bytes == 0 or rows == 0:
@@ -157,7 +165,7 @@ class BatchWriter:
         if num_bytes > self._capacity:
             raise TooSmall(num_bytes)
         self._fields = [
-            None if leaf.kind == "object" else _field(self._buffer, leaf, offset, self._rows)
+            None if leaf.kind == "object" else field_view(self._buffer, leaf, offset, self._rows)
             for leaf, offset in zip(layout.leaves, offsets, strict=True)
         ]
         self._flatten = compile_flatten(layout.tree)
@@ -181,7 +189,7 @@ class BatchWriter:
         return self._row - self._first_row
 
     def recover(self) -> list[Any]:
-        """The samples taken so far, rebuilt: those that were streamed are read back from the slot."""
+        """The samples taken so far, rebuilt; streamed ones are read back from the slot."""
         if self.layout is None:
             return []
         samples = []
@@ -224,7 +232,7 @@ def _read_row(leaf: Leaf, field: torch.Tensor | None, row: int) -> Any:
 def _stacks_to_plain(kind: type) -> bool:
     """Do tensors of this subclass (torchvision's images, say) collate to plain tensors?"""
     try:
-        example = torch.zeros(1).as_subclass(kind)
+        example: torch.Tensor = torch.zeros(1).as_subclass(kind)
         return type(torch.stack([example, example])) is torch.Tensor
     except Exception:
         return False
@@ -242,7 +250,7 @@ def _plain(value: Any) -> torch.Tensor:
 def _row_writer(
     leaf: Leaf, field: torch.Tensor | None, first_row: int
 ) -> Callable[[int, Any], None] | None:
-    """A function that copies one value into its row; None for leaves that are stacked at the end."""
+    """A function that copies one value into its row; None for leaves stacked at the end."""
     if field is None or not _is_streamed(leaf):
         return None
     if leaf.kind == "array":
@@ -306,7 +314,7 @@ def view_batch(
     offsets, _ = layout.places(rows)
     columns = iter(objects)
     fields: list[Any] = [
-        next(columns) if leaf.kind == "object" else _field(root, leaf, offset, filled)
+        next(columns) if leaf.kind == "object" else field_view(root, leaf, offset, filled)
         for leaf, offset in zip(layout.leaves, offsets, strict=True)
     ]
     return assemble(layout.tree, fields)
@@ -315,7 +323,7 @@ def view_batch(
 def default_collate(samples: list[Any], indices: list[Any]) -> Any:
     """torch's own collate; when it fails because samples differ, the samples are named."""
     try:
-        return torch_collate.default_collate(samples)
+        return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
     except (RuntimeError, TypeError, KeyError, ValueError, IndexError) as error:
         from penstock.engine.mismatch import find_mismatch
 
@@ -338,56 +346,3 @@ def _collate_dataclasses(samples: list[Any], indices: list[Any]) -> Any:
         column = [getattr(sample, name) for sample in samples]
         object.__setattr__(made, name, default_collate(column, indices))
     return made
-
-
-class Scratch:
-    """Where ``default_collate`` inside a user's ``collate_fn`` puts its tensors: in our slot.
-
-    In a PyTorch worker each of those tensors is a new shared-memory file (7.6 ms for a 9.6 MB batch
-    against 0.7 ms). Pairs with :func:`collating_into`.
-    """
-
-    def __init__(self, buffer: np.ndarray) -> None:
-        self.buffer: np.ndarray | None = buffer
-        self.capacity = buffer.nbytes
-        self.used = 0
-
-    def stack(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        first = batch[0]
-        start = round_up(self.used, 64)
-        num_bytes = first.numel() * first.element_size() * len(batch)
-        fits = 0 < num_bytes <= self.capacity - start
-        same = all(value.dtype is first.dtype and not value.requires_grad for value in batch)
-        if not (fits and same):
-            return torch.stack(batch, 0)
-        count = first.numel() * len(batch)
-        flat = torch.frombuffer(self.buffer, dtype=first.dtype, count=count, offset=start)
-        self.used = start + num_bytes
-        return torch.stack(batch, 0, out=flat.view(len(batch), *first.shape))
-
-
-_scratch: list[Scratch] = []
-
-
-def _collate_tensor(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
-    first = batch[0]
-    is_plain = type(first) is torch.Tensor and first.layout is torch.strided
-    if first.is_nested or not is_plain or first.device.type != "cpu":
-        return _TORCH_COLLATE_TENSOR(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-    return _scratch[-1].stack(batch) if _scratch else torch.stack(batch, 0)
-
-
-def install_scratch_collate() -> None:
-    """Make default_collate in this worker write to our memory. Called once per worker process."""
-    torch_collate.default_collate_fn_map[torch.Tensor] = _collate_tensor
-    _STANDARD_COLLATORS[torch.Tensor] = _collate_tensor
-
-
-@contextmanager
-def collating_into(scratch: Scratch) -> Iterator[None]:
-    """While this lasts, default_collate's tensors lie in ``scratch``."""
-    _scratch.append(scratch)
-    try:
-        yield
-    finally:
-        _scratch.pop()

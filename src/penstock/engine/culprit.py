@@ -1,4 +1,4 @@
-"""Which attribute cannot travel? Walks an object that failed to serialise down to the part at fault."""
+"""Which attribute cannot travel? Walks an object that failed down to the part at fault."""
 
 from __future__ import annotations
 
@@ -98,8 +98,6 @@ def _likely(culprit: Any, reason: str) -> str | None:
             "semaphores of the fork context have no name that another process could open; "
             "workers here are never forked from your process."
         )
-    if hasattr(culprit, "fileno") or "TextIOWrapper" in _kind(culprit):
-        return "an open file belongs to the process that opened it."
     return None
 
 
@@ -114,5 +112,6 @@ def _remedy(path: str, culprit: Any, reason: str) -> str:
         return f"{path}.cpu() before the loader is made; move batches to the device in the loop"
     return (
         f"open it on first use in the worker: keep {path} = None in __init__ and fill it in "
-        "__getitem__, or leave it out in __getstate__; DataLoader(..., pool='thread') needs no travel"
+        "__getitem__, or leave it out in __getstate__. DataLoader(..., pool='thread') needs no "
+        "travel."
     )

@@ -3,12 +3,13 @@
     indices -> Job (one batch) -> Lease per part -> workers ... Reply per part -> Job done -> batch
 
 The order of delivery is the order of the sampler, whatever the order of arrival. Which worker loads
-which part changes nothing in the batch when randomness belongs to the sample; with randomness of the
-worker, and for iterable datasets, whole batches go round the workers strictly in turn.
+which part changes nothing in the batch when randomness belongs to the sample; with randomness of
+the worker, and for iterable datasets, whole batches go round the workers strictly in turn.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from penstock.engine.messages import EPOCH_CELL, NOTHING, Fresh, Lease, Reply, T
 from penstock.engine.pools import Death, Pool
 from penstock.engine.remote_errors import ErrorReport, rebuild
 from penstock.engine.slots import Ring, Slot
+from penstock.engine.turns import Turns
 from penstock.errors import WorkerDied, WorkerTimeout
 
 POLL_S = 1.0
@@ -29,7 +31,7 @@ POLL_S = 1.0
 SPLIT_FROM_S = 0.05
 """A batch that takes a worker this long is split over all workers."""
 DEPTH_TARGET_S = 0.02
-"""Without an asked-for prefetch_factor, each worker is leased about this much work, within limits."""
+"""Without an asked-for prefetch_factor, each worker is leased about this much work."""
 MIN_DEPTH, MAX_DEPTH = 2, 16
 MAX_DEPTH_BYTES = 256 << 20
 
@@ -78,15 +80,15 @@ class Delivery:
         self._asked_depth = depth
         self._depth = depth if depth is not None else MIN_DEPTH
         self._can_split = can_split
-        self._in_turn = in_turn
         self._in_order = in_order
         self._timeout_s = timeout_s
         self._num_workers = len(pool.processes)
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
-        self._loads = [0] * self._num_workers
+        self._turns = Turns(self._num_workers, in_turn=in_turn)
         self._jobs: dict[tuple[int, int], Job] = {}
         self._sample_s = 0.0
         self._failure: BaseException | None = None
+        self.is_closed = False
         self.epoch = -1
         self._indices: Iterator[Any] = iter(())
         self._begin()
@@ -95,8 +97,8 @@ class Delivery:
         self._sent = self._next = self._position = 0
         self._num_open = 0
         self._has_more = True
-        self._active = [True] * self._num_workers
-        self._turn = -1
+        self._sampler_error: BaseException | None = None
+        self._turns.begin()
 
     def start_epoch(self, indices: Iterator[Any], shared_seed: int | None = None) -> None:
         """Begin to load ``indices``; what an earlier epoch left under way is dropped."""
@@ -128,6 +130,9 @@ class Delivery:
                     continue
                 return self._deliver(job)
             if not self._num_open:
+                if self._sampler_error is not None:
+                    error, self._sampler_error = self._sampler_error, None
+                    raise error
                 raise StopIteration
             self._wait(started)
 
@@ -140,11 +145,14 @@ class Delivery:
         if room < max(1, limit // 8) and self._num_open:
             return  # a few at a time: one message then carries several leases
         outgoing: dict[int, list[Lease]] = {}
-        while room > 0 and self._has_more and any(self._active):
+        while room > 0 and self._has_more and self._turns.has_active:
             try:
                 index = next(self._indices)
             except StopIteration:
                 self._has_more = False
+                break
+            except Exception as error:  # raised in its turn, after the batches before it
+                self._has_more, self._sampler_error = False, error
                 break
             job = self._open_job(index)
             for worker, lease in self._cut(job):
@@ -154,6 +162,8 @@ class Delivery:
             self._pool.send(worker, leases)
 
     def _open_job(self, index: Any) -> Job:
+        if self._task.auto_collation and not hasattr(index, "__getitem__"):
+            index = list(index)  # a set or an iterator: torch takes those too
         rows = len(index) if self._task.auto_collation else 1
         job = Job(self.epoch, self._sent, index, self._position, rows, self._ring.take())
         self._jobs[job.epoch, job.number] = job
@@ -168,15 +178,15 @@ class Delivery:
         if self._can_split and (is_slow or (self._sample_s == 0.0 and job.number == 0)):
             num_parts = max(1, min(self._num_workers, job.rows))
         bounds = [job.rows * part // num_parts for part in range(num_parts + 1)]
-        job.parts = list(zip(bounds[:-1], bounds[1:], strict=True))
+        job.parts = list(itertools.pairwise(bounds))
         for part in range(num_parts):
             yield self._make_lease(job, part)
 
     def _make_lease(self, job: Job, part: int) -> tuple[int, Lease]:
         first, last = job.parts[part]
         is_whole = len(job.parts) == 1
-        worker = self._choose()
-        self._loads[worker] += last - first
+        limit = None if self._in_order else self._depth * self._rows_per_job()
+        worker = self._turns.give(last - first, limit)
         lease = Lease(
             job.epoch,
             job.number,
@@ -191,18 +201,6 @@ class Delivery:
             job.slot.capacity,
         )
         return worker, lease
-
-    def _choose(self) -> int:
-        """The worker for the next part: in turn, or the one with the least to do."""
-        if not self._in_turn:
-            return min(range(self._num_workers), key=self._loads.__getitem__)
-        for _ in range(self._num_workers):
-            self._turn = (self._turn + 1) % self._num_workers
-            if self._active[self._turn] and (
-                self._in_order or self._loads[self._turn] < self._depth * self._rows_per_job()
-            ):
-                return self._turn
-        return self._active.index(True)
 
     def _rows_per_job(self) -> int:
         return max(1, self._position // max(1, self._sent))
@@ -229,13 +227,13 @@ class Delivery:
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
-        self._pool.stop()
+        self.close()
         raise error
 
     def _take(self, worker: int, reply: Reply) -> None:
         job = self._jobs[reply.epoch, reply.job]
         first, last = job.parts[reply.part]
-        self._loads[worker] -= last - first
+        self._turns.take_back(worker, last - first)
         job.replies[reply.part] = (worker, reply)
         self._ring.fit(reply.needed_bytes)
         if reply.kind == "fixed":
@@ -255,7 +253,7 @@ class Delivery:
         else:
             job.is_done = True
             if reply.kind == "end":
-                self._active[worker] = False
+                self._turns.retire(worker)
             self._adapt(reply)
 
     def _must_redo(self, job: Job) -> bool:
@@ -328,7 +326,7 @@ class Delivery:
             self._ring.drop(job.slot)
             return job.slot.view(num_bytes)
         if self._ring.is_crowded():
-            copied = job.slot.view(num_bytes).copy()
+            copied: np.ndarray = job.slot.view(num_bytes).copy()
             self._ring.give_back(job.slot)
             return copied
         return self._ring.lend(job.slot, num_bytes)
@@ -357,30 +355,34 @@ class Delivery:
     def _died(self, worker: int, death: Death) -> WorkerDied:
         from penstock.engine.obituary import write_obituary
 
-        index = self._index_at(self._cells[position_cell(worker)])
+        index = self._index_of(worker)
         return write_obituary(worker, death.pid, death.exit_code, index)
 
-    def _index_at(self, position: int) -> Any:
+    def _index_of(self, worker: int) -> Any:
+        """What a worker is loading: an index, a list of them (``__getitems__``), or None."""
+        cell = position_cell(worker)
+        position, num_samples = self._cells[cell], self._cells[cell + 1]
         if position == NOTHING:
             return None
         for job in self._jobs.values():
             place = position - job.position
             if job.epoch == self.epoch and 0 <= place < job.rows:
-                return job.index[place] if self._task.auto_collation else job.index
+                if not self._task.auto_collation:
+                    return job.index
+                if num_samples > 1:
+                    return list(job.index)[place : place + num_samples]
+                return job.index[place]
         return None
 
     def _timed_out(self) -> WorkerTimeout:
-        busy = {
-            worker: self._index_at(self._cells[position_cell(worker)])
-            for worker in range(self._num_workers)
-        }
+        busy = {worker: self._index_of(worker) for worker in range(self._num_workers)}
         loading = ", ".join(
             f"worker {worker} is at sample {index!r}"
             for worker, index in busy.items()
             if index is not None
         )
         return WorkerTimeout(
-            f"DataLoader timed out after {self._timeout_s} seconds: batch {self._next} did not come",
+            f"DataLoader timed out after {self._timeout_s} seconds; batch {self._next} is not here",
             where=loading or None,
             remedy=f"DataLoader(..., timeout={self._timeout_s * 10:g}), or find out why the "
             "samples named here are slow",
@@ -391,4 +393,6 @@ class Delivery:
         """Stop the workers and let go of the memory. Batches that the user holds stay valid."""
         self._pool.stop()
         self._jobs.clear()
+        self._num_open, self._has_more = 0, False
         self._ring.close()
+        self.is_closed = True

@@ -32,7 +32,7 @@ def dump_reply(reply: Any) -> bytes:
     try:
         return pickle.dumps(reply, protocol=5)
     except Exception:
-        return payload.dump(reply)
+        return bytes(payload.dump(reply))
 
 
 class _MappedSlots:
@@ -56,7 +56,7 @@ class PipeDesk(_MappedSlots):
         super().__init__(memory)
         self._channel = channel
 
-    def get(self) -> list[Lease] | None:
+    def get(self) -> list[Lease | Fresh] | None:
         try:
             message = pickle.loads(self._channel.recv_bytes())
         except (EOFError, OSError):
@@ -74,7 +74,7 @@ class QueueDesk(_MappedSlots):
         self,
         number: int,
         memory: SharedFile,
-        leases: queue.SimpleQueue[list[Lease] | None],
+        leases: queue.SimpleQueue[list[Lease | Fresh] | None],
         replies: queue.SimpleQueue[tuple[int, Any]],
     ) -> None:
         super().__init__(memory)
@@ -82,7 +82,7 @@ class QueueDesk(_MappedSlots):
         self._leases = leases
         self._replies = replies
 
-    def get(self) -> list[Lease] | None:
+    def get(self) -> list[Lease | Fresh] | None:
         return self._leases.get()
 
     def put(self, reply: Reply | tuple[str, str]) -> None:

@@ -17,14 +17,21 @@ class Exhausted(Exception):
 
 
 def takes_batches(dataset: Any) -> bool:
-    """Does the dataset offer torch's batched ``__getitems__``?"""
+    """Does the dataset offer torch's batched ``__getitems__``?
+
+    torch's own Subset does, but only hands on what the dataset behind it offers.
+    """
+    from torch.utils.data import Subset
+
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
 
 
 def fetch_map(
     dataset: Any, indices: list[Any], position: int, before: BeforeSample | None
 ) -> Iterator[Any]:
-    """The samples of ``indices``, one by one; ``position`` is the first one's place in the epoch."""
+    """The samples of ``indices``, one by one; ``position`` is the first one's place."""
     if takes_batches(dataset):
         if before is not None:
             before(position, 1)

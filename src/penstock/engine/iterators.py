@@ -7,10 +7,12 @@ and warns about wrong lengths exactly as PyTorch does.
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
+from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data import dataloader as torch_loader
 
 from penstock.engine import collate
@@ -18,7 +20,7 @@ from penstock.engine.delivery import Delivery
 from penstock.engine.fetch import Exhausted, Stream, fetch_map, takes_batches
 from penstock.engine.gather import Gatherer, find_gatherer
 from penstock.engine.launcher import Launcher
-from penstock.engine.memory import SharedFile
+from penstock.engine.memory import PrivateFile, SharedFile
 from penstock.engine.messages import Task
 from penstock.engine.pools import Pool, ProcessPool, ThreadPool, control_cells
 from penstock.engine.slots import Ring
@@ -42,16 +44,17 @@ def _max_held_bytes() -> int:
     return int(psutil.virtual_memory().available) // 4
 
 
-class _Iterator(torch_loader._BaseDataLoaderIter):  # type: ignore[misc]
+class _Iterator(torch_loader._BaseDataLoaderIter):
     """What both kinds share: pinning, and PyTorch's face."""
 
     _pin_memory: bool
+    _base_seed: int
 
     def _finished(self, batch: Any) -> Any:
         if self._pin_memory:
             from torch.utils.data._utils.pin_memory import pin_memory
 
-            return pin_memory(batch, self._pin_memory_device)
+            return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
         return batch
 
 
@@ -61,25 +64,39 @@ class InlineIterator(_Iterator):
     def __init__(self, loader: Any, setup: Setup) -> None:
         super().__init__(loader)
         self._per_sample = setup.per_sample
-        self._before = SampleRandomness(self._base_seed, 0) if setup.per_sample else None
-        self._position = 0
-        self._stream: Stream | None = None
+        self._epoch = -1
         self._collates_by_default = collate.is_default_collate(self._collate_fn)
         self._gatherer: Gatherer | None = None
         if self._auto_collation and self._collates_by_default:
             self._gatherer = find_gatherer(self._dataset)
         self._ring: Ring | None = None
         if self._gatherer is not None:
-            self._ring = Ring(SharedFile.create(), max_held_bytes=_max_held_bytes())
+            self._ring = Ring(PrivateFile(), max_held_bytes=_max_held_bytes())
+        self._begin()
+
+    def _begin(self) -> None:
+        self._epoch += 1
+        self._position = 0
+        self._before: SampleRandomness | None = None
+        if self._per_sample:
+            self._before = SampleRandomness(self._base_seed, self._epoch)
+        self._stream: Stream | None = None
         if self._dataset_kind == torch_loader._DatasetKind.Iterable:
             self._stream = Stream(
                 self._dataset, auto_collation=self._auto_collation, drop_last=self._drop_last
             )
 
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        self._begin()
+
+    def _shutdown_workers(self) -> None:
+        """There are none; others call this by name."""
+
     def _next_data(self) -> Any:
-        index = self._next_index()
+        index = next(self._sampler_iter)
         if self._gatherer is not None and self._ring is not None:
-            return self._finished(self._gatherer.into_ring(index, self._ring))
+            return self._finished(self._gatherer.gather(index, self._ring))
         if self._stream is not None:
             try:
                 samples = self._stream.fetch(index)
@@ -115,6 +132,12 @@ class PooledIterator(_Iterator):
         self._setup = setup
         self._delivery: Delivery | None = None
         self._workers: list[Any] = []
+        self._start(loader)
+        self._reset(loader, first_iter=True)
+
+    def _start(self, loader: Any) -> None:
+        """Start the workers and what delivers their batches."""
+        setup = self._setup
         is_iterable = self._dataset_kind == torch_loader._DatasetKind.Iterable
         task = Task(
             is_iterable=is_iterable,
@@ -139,7 +162,6 @@ class PooledIterator(_Iterator):
             timeout_s=self._timeout,
         )
         self._workers = pool.processes
-        self._reset(loader, first_iter=True)
 
     def _can_split(self, task: Task) -> bool:
         return (
@@ -151,7 +173,7 @@ class PooledIterator(_Iterator):
 
     def _make_pool(self, loader: Any, task: Task, memory: SharedFile, cells: memoryview) -> Pool:
         init_fn = loader.worker_init_fn
-        if isinstance(self._dataset, (torch_loader.IterDataPipe, torch_loader.MapDataPipe)):
+        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             init_fn = functools.partial(
                 torch_loader._sharding_worker_init_fn, init_fn, self._world_size, self._rank
             )
@@ -159,6 +181,7 @@ class PooledIterator(_Iterator):
             "dataset": self._dataset,
             "collate_fn": self._collate_fn,
             "worker_init_fn": init_fn,
+            "collators": collate.custom_collators(),
         }
         setup = self._setup
         if setup.pool == "thread":
@@ -181,6 +204,8 @@ class PooledIterator(_Iterator):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
+        if self._delivery is None or self._delivery.is_closed:
+            self._start(loader)  # persistent workers after a failure: a new crew
         assert self._delivery is not None
         self._delivery.start_epoch(self._sampler_iter, self._shared_seed)
 
@@ -200,4 +225,5 @@ class PooledIterator(_Iterator):
             self._delivery.close()
 
     def __del__(self) -> None:
-        self._shutdown_workers()
+        if not sys.is_finalizing():  # the exit handlers have stopped the workers by then
+            self._shutdown_workers()

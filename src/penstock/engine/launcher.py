@@ -26,7 +26,7 @@ from penstock.errors import StartFailed
 
 
 class Process(Protocol):
-    """What others expect of ``iterator._workers``: the part of multiprocessing's Process they use."""
+    """What others expect of ``iterator._workers``: a part of multiprocessing's Process."""
 
     @property
     def pid(self) -> int | None: ...
@@ -137,10 +137,11 @@ class Launcher:
             try:
                 return nursery.fork(self._assignment(number), fds, name)
             except StartFailed as error:
-                if not error.facts.get("taint"):
+                unfit = error.facts.get("unfit")
+                if unfit is None:
                     raise
                 last = error
-                nurseries.replace_tainted(nursery, error.facts["modules"])  # type: ignore[arg-type]
+                nurseries.replace_nursery(nursery, unfit)  # type: ignore[arg-type]
         raise last
 
     def _spawned(self, number: int, channel: Any, name: str) -> Process:
@@ -148,7 +149,7 @@ class Launcher:
         fds = [channel.fileno()]
         if sys.platform != "win32":
             fds += [self._memory.fd, self._packed.file.fd, *self._packed.fds]
-        process = nurseries._start_child(f"spawned_main({channel.fileno()})", tuple(fds))
+        process = nurseries.start_child(f"spawned_main({channel.fileno()})", tuple(fds))
         return SpawnedWorker(process, name)
 
     def greet(self, number: int, channel: Any) -> None:
@@ -169,7 +170,7 @@ class Launcher:
             daemon=True,
         )
         process.start()
-        return process  # type: ignore[return-value]
+        return process
 
 
 def _forked_main(
@@ -178,7 +179,7 @@ def _forked_main(
     """Entry of a worker that was forked from the user's process because the user asked for it."""
     import torch
 
-    from penstock.engine import boot, collate
+    from penstock.engine import boot, payload, scratch
     from penstock.engine.desks import PipeDesk
     from penstock.engine.messages import CONTROL_BYTES
     from penstock.engine.worker import Worker
@@ -188,7 +189,8 @@ def _forked_main(
     boot.watch_parent(parent)
     torch.set_num_threads(1)
     cells = memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
-    collate.install_scratch_collate()
+    scratch.install_scratch_collate()
+    payload.prefer_references()
     objects = dict(objects)
     boot.prepare_worker(number, num_workers, task, objects)
     desk = PipeDesk(channel, memory)

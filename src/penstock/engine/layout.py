@@ -1,5 +1,4 @@
-"""The form of a sample: its nesting and, for each leaf, what it is. Batches of one form share a slot
-layout.
+"""The form of a sample: its nesting and, for each leaf, what it is.
 
 A layout is what default_collate would make of such samples, field by field: tensors, arrays and
 numbers become one tensor each at a fixed place in the slot; strings and bytes stay a list.

@@ -3,7 +3,7 @@
 Linux uses a memfd, which no ``/dev/shm`` limit touches and which is sparse: an untouched page costs
 nothing. Elsewhere it is one temporary file that disappears when the last holder closes it.
 
-    parent: SharedFile.create() -- fd (POSIX) or path (Windows) --> worker: SharedFile.attach(handle)
+    parent: SharedFile.create() -- fd (POSIX) or path (Windows) --> worker: SharedFile.attach()
 """
 
 from __future__ import annotations
@@ -109,3 +109,21 @@ class SharedFile:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class PrivateFile(SharedFile):
+    """The same face over memory of this process alone: no descriptor, no file."""
+
+    def __init__(self) -> None:
+        super().__init__(-1, is_sparse=True)
+
+    def grow(self, num_bytes: int) -> int:
+        offset = self.num_bytes
+        self.num_bytes += round_up(max(num_bytes, 1))
+        return offset
+
+    def map(self, offset: int, num_bytes: int, *, private: bool = False) -> mmap.mmap:
+        return mmap.mmap(-1, round_up(max(num_bytes, 1), mmap.PAGESIZE))

@@ -1,4 +1,4 @@
-"""What crosses a pipe: leases to a worker, replies from it. Plain tuples, pickled, a few bytes each.
+"""What crosses a pipe: leases to a worker, replies from it; plain tuples, a few bytes each.
 
     parent -> worker   [Lease | Fresh, ...]        load these parts, in this order; None: stop
     worker -> parent   Reply                       one per lease, at once
@@ -25,7 +25,10 @@ NOTHING = -1
 
 
 def position_cell(worker: int) -> int:
-    """The control cell where a worker notes the position that it is loading (or NOTHING)."""
+    """The control cell where a worker notes the position that it is loading (or NOTHING).
+
+    The next cell says how many samples it loads at once: more than 1 with ``__getitems__``.
+    """
     return CELLS_PER_WORKER * (1 + worker)
 
 

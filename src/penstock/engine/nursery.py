@@ -1,8 +1,8 @@
 """The nursery, seen from the parent: a clean process that forks workers in milliseconds.
 
 One nursery per process, started when the first loader needs workers, warm from then on. It has
-imported torch, has one thread and has never touched a GPU, so forking it is safe whatever the parent
-holds: threads, a GPU context, a notebook.
+imported torch, has one thread and has never touched a GPU, so forking it is safe whatever the
+parent holds: threads, a GPU context, a notebook.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from penstock.engine.messages import Assignment
@@ -26,7 +28,8 @@ from penstock.errors import StartFailed
 
 START_LIMIT_S = 120.0
 """How long a nursery may take to import torch; 2 s is usual, a cold network disk takes a minute."""
-ANSWER_LIMIT_S = 60.0
+ANSWER_LIMIT_S = 120.0
+"""It also imports the user's modules while we wait."""
 
 
 class NurseryWorker:
@@ -34,13 +37,21 @@ class NurseryWorker:
 
     def __init__(self, nursery: Nursery, pid: int, name: str) -> None:
         self._nursery = nursery
+        self._code: int | None = None
         self.pid = pid
         self.name = name
         self.daemon = True
 
     @property
     def exitcode(self) -> int | None:
-        return self._nursery.exit_code(self.pid, 0.0)
+        return self._wait(0.0)
+
+    def _wait(self, wait_s: float) -> int | None:
+        if self._code is None:
+            self._code = self._nursery.exit_code(self.pid, wait_s)
+            if self._code is not None:
+                self._nursery.forget(self.pid)
+        return self._code
 
     def is_alive(self) -> bool:
         return self.exitcode is None
@@ -48,15 +59,20 @@ class NurseryWorker:
     def join(self, timeout: float | None = None) -> None:
         """Wait for the end; without a timeout until the worker or the nursery is gone."""
         limit = time.monotonic() + timeout if timeout is not None else None
-        while self._nursery.exit_code(self.pid, 0.2) is None:
+        while self._wait(0.2 if limit is None else limit - time.monotonic()) is None:
             if limit is not None and time.monotonic() >= limit:
                 return
 
     def terminate(self) -> None:
-        self._nursery.signal(self.pid, signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._nursery.signal(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.exitcode is None:  # not reaped yet, so the pid is still its own
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 class Nursery:
@@ -68,10 +84,9 @@ class Nursery:
         self._without = without
         self._lock = threading.RLock()
         self._exit_codes: dict[int, int] = {}
-        self._living: set[int] = set()
         self.is_lost = False
         try:
-            self._process = _start_child(f"nursery_main({theirs.fileno()})", (theirs.fileno(),))
+            self._process = start_child(f"nursery_main({theirs.fileno()})", (theirs.fileno(),))
         finally:
             theirs.close()
         self._is_ready = False
@@ -87,9 +102,11 @@ class Nursery:
             fds: The channel, the shared memory, the parcel, then what travels beside the parcel.
 
         Raises:
-            StartFailed: The nursery is gone, or cannot be forked safely (``.taint`` says why).
+            StartFailed: The nursery is gone, or must be replaced (``.unfit``: leave these out).
         """
-        modules = tuple(set(assignment.parcel.modules) - self._without)
+        modules = tuple(
+            module for module in assignment.parcel.modules if module[0] not in self._without
+        )
         surroundings = assignment.surroundings
         body = (modules, surroundings["path"], pickle.dumps(assignment, protocol=5))
         with self._lock:
@@ -98,10 +115,16 @@ class Nursery:
                 self._control.send(("fork", body), fds)
             except OSError as error:
                 self._lose(str(error))
-            kind, value = self._answer({"forked", "tainted"}, ANSWER_LIMIT_S)
-            if kind == "tainted":
-                raise StartFailed(f"the nursery cannot fork: {value}", taint=value, modules=modules)
-            self._living.add(value)
+            kind, value = self._answer({"forked", "tainted", "stale", "refused"}, ANSWER_LIMIT_S)
+            if kind == "refused":
+                raise StartFailed(
+                    f"the nursery could not start a worker: {value}",
+                    likely="the limit on processes (ulimit -u, a cgroup's pids.max) or on memory.",
+                    remedy="DataLoader(..., num_workers=1)",
+                )
+            if kind in ("tainted", "stale"):
+                unfit = tuple(name for name, _ in modules) if kind == "tainted" else ()
+                raise StartFailed(f"the nursery cannot fork: {value}", unfit=unfit)
             return NurseryWorker(self, value, name)
 
     def exit_code(self, pid: int, wait_s: float) -> int | None:
@@ -119,19 +142,10 @@ class Nursery:
                 return None
             self._control.is_readable(min(left, 0.05))
 
-    def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a worker that has not been reaped; nobody else can get its pid till then."""
-        if self.exit_code(pid, 0.0) is None:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                pass
-
     def forget(self, pid: int) -> None:
         """Drop what is remembered about a worker that has ended."""
         with self._lock:
             self._exit_codes.pop(pid, None)
-            self._living.discard(pid)
 
     def close(self) -> None:
         """End the nursery and every worker of it."""
@@ -178,7 +192,6 @@ class Nursery:
         message: tuple[Any, ...] = received[0]
         if message[0] == "exit":
             self._exit_codes[message[1]] = message[2]
-            self._living.discard(message[1])
         return message
 
     def _lose(self, why: str) -> None:
@@ -192,7 +205,7 @@ class Nursery:
         )
 
 
-def _start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     """Start a Python that runs ``penstock.engine.boot.<call>`` and never the user's main module."""
     code = (
         f"import sys; sys.path[:] = {import_path()!r}; "
@@ -206,17 +219,32 @@ def _start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     if sys.platform == "win32":  # pragma: no cover
         for handle in fds:
             os.set_handle_inheritable(handle, True)
+        extra["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP  # no Ctrl-C for workers
         extra["startupinfo"] = subprocess.STARTUPINFO(lpAttributeList={"handle_list": list(fds)})
     else:
         extra["pass_fds"] = fds
     try:
-        return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, **extra)
+        with _sigint_blocked():
+            return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, **extra)
     except OSError as error:
         raise StartFailed(
             f"could not start {sys.executable!r}: {error}",
             likely="too many open files or processes, or no memory.",
             remedy='DataLoader(..., pool="thread")',
         ) from error
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """A child started in here ignores Ctrl-C until it says otherwise: no tracebacks of imports."""
+    if not hasattr(signal, "pthread_sigmask"):  # pragma: no cover
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _current: Nursery | None = None
@@ -234,11 +262,11 @@ def current_nursery() -> Nursery:
         return _current
 
 
-def replace_tainted(nursery: Nursery, modules: tuple[str, ...]) -> None:
-    """Give up a nursery whose imports made it unfit to fork; the next one leaves those out."""
+def replace_nursery(nursery: Nursery, without: tuple[str, ...]) -> None:
+    """Give up a nursery that is unfit to fork; the next one leaves the modules ``without`` out."""
     global _current
     with _guard:
-        _tainted.update(modules)
+        _tainted.update(without)
         if _current is nursery:
             _current = None
         _retired.add(nursery)

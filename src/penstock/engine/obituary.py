@@ -27,12 +27,13 @@ def write_obituary(worker: int, pid: int | None, exit_code: int | None, index: A
     else:
         how = f"exited unexpectedly with exit code {exit_code}"
         cause = "user code called os._exit or sys.exit, or the interpreter itself stopped."
-    sample = f" while loading sample {index!r}" if index is not None else ""
-    remedy = (
-        f"dataset[{index!r}] alone, in this process"
-        if index is not None
-        else "DataLoader(..., num_workers=0), to see the error where it happens"
-    )
+    sample, remedy = "", "DataLoader(..., num_workers=0), to see the error where it happens"
+    if isinstance(index, list):
+        sample = f" while loading one of the samples {index!r}"
+        remedy = f"dataset.__getitems__({index!r}) alone, in this process"
+    elif index is not None:
+        sample = f" while loading sample {index!r}"
+        remedy = f"dataset[{index!r}] alone, in this process"
     return WorkerDied(
         f"DataLoader worker (pid {pid}) {how}{sample} (worker {worker})",
         likely=cause,

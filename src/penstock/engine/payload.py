@@ -2,10 +2,10 @@
 
     worker: Payload.write(value, slot) -- stream and buffers in the slot --> parent: read(slot view)
 
-Arrays and tensors are never copied through the pickle stream. A tensor that already lies in the slot
-(because ``default_collate`` put it there, see :mod:`penstock.engine.collate`) is not copied at all.
-Classes from ``__main__`` cost 0.7 ms each time they travel by value; the worker sends back the
-identity that cloudpickle gave them on the way in, and the parent finds its own class by it.
+Large arrays and tensors are never copied through the pickle stream. A tensor that already lies in
+the slot (``default_collate`` put it there, see :mod:`penstock.engine.scratch`) is not copied at
+all. Classes from ``__main__`` cost 0.7 ms each time they travel by value; the worker sends back
+the identity that cloudpickle gave them on the way in, and the parent finds its own class by it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+import numpy as np
 
 from penstock.engine.memory import round_up
 
@@ -84,9 +85,18 @@ def _class_by_id(tracker_id: str) -> Any:
     return cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[tracker_id]
 
 
+class _ByReference(pickle.Pickler):
+    """For a forked worker: it has the parent's own modules, so its classes are found by name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = reduce_tensor(obj) if isinstance(obj, _ResultPickler.tensor) else None
+        return NotImplemented if reduced is None else reduced
+
+
 class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
     from_parent: frozenset[str] = frozenset()
     tensor: Any = ()
+    is_forked = False
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type):
@@ -110,23 +120,37 @@ def remember_parent_classes() -> None:
     _ResultPickler.from_parent = frozenset(known.keys())
 
 
-def dump(value: Any) -> bytes:
-    """One pickle stream, with the parent's own classes as identities."""
+def prefer_references() -> None:
+    """Called from: a worker that was forked from the parent itself."""
+    _ResultPickler.is_forked = True
+
+
+def dump(value: Any, buffer_callback: Any = None, on_retry: Any = None) -> memoryview:
+    """One pickle stream, with the parent's own classes by name or as identities."""
+    if _ResultPickler.is_forked:
+        stream = io.BytesIO()
+        try:
+            _ByReference(stream, protocol=5, buffer_callback=buffer_callback).dump(value)
+            return stream.getbuffer()
+        except Exception:  # a local class, say: by value then
+            if on_retry is not None:
+                on_retry()
     stream = io.BytesIO()
-    _ResultPickler(stream, protocol=5).dump(value)
-    return stream.getvalue()
+    _ResultPickler(stream, protocol=5, buffer_callback=buffer_callback).dump(value)
+    return stream.getbuffer()
 
 
-def write(value: Any, room: memoryview, start: int = 0) -> PayloadMap:
-    """Pickle ``value`` into ``room`` from ``start`` on; inline bytes when it does not fit.
+def write(value: Any, slot: np.ndarray, start: int = 0) -> PayloadMap:
+    """Pickle ``value`` into ``slot`` from ``start`` on; inline bytes when it does not fit.
 
-    Buffers that already lie inside ``room`` are only pointed at.
+    Buffers that already lie inside the slot are only pointed at.
 
     Called from: the worker that fills the slot.
     """
     import torch
 
     _ResultPickler.tensor = torch.Tensor
+    room = memoryview(slot)  # type: ignore[arg-type]
     buffers: list[memoryview] = []
 
     def keep_apart(buffer: pickle.PickleBuffer) -> bool:
@@ -136,9 +160,7 @@ def write(value: Any, room: memoryview, start: int = 0) -> PayloadMap:
         buffers.append(view)
         return False
 
-    stream = io.BytesIO()
-    _ResultPickler(stream, protocol=5, buffer_callback=keep_apart).dump(value)
-    content = stream.getbuffer()
+    content = dump(value, keep_apart, buffers.clear)
     base, places, end = _address(room), [], round_up(start, _GRAIN)
     for view in buffers:
         place = _address(view) - base
@@ -161,7 +183,7 @@ def write(value: Any, room: memoryview, start: int = 0) -> PayloadMap:
 
 
 def read(payload: PayloadMap, slot: Any) -> Any:
-    """Rebuild the value in the parent; its buffers are views of ``slot`` (or of the inline bytes)."""
+    """Rebuild the value in the parent; its buffers are views of ``slot`` or of the inline bytes."""
     if payload.inline is not None:
         whole = memoryview(bytearray(payload.inline))
         stream = whole[: payload.stream_bytes]
@@ -173,6 +195,4 @@ def read(payload: PayloadMap, slot: Any) -> Any:
 
 
 def _address(view: memoryview) -> int:
-    import numpy as np
-
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if view.nbytes else 0

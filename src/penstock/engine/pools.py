@@ -12,8 +12,8 @@ import queue
 import threading
 import time
 import weakref
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +21,8 @@ from penstock.engine.channels import Switchboard, make_channel
 from penstock.engine.desks import QueueDesk, dump_leases
 from penstock.engine.launcher import Launcher, Process
 from penstock.engine.memory import SharedFile
-from penstock.engine.messages import CONTROL_BYTES, EPOCH_CELL, STOP, Lease, Task
+from penstock.engine.messages import CONTROL_BYTES, EPOCH_CELL, STOP, Fresh, Lease, Task
+from penstock.engine.remote_errors import describe
 from penstock.order.randomness import preserved_generators
 
 GRACE_S = 0.5
@@ -69,7 +70,7 @@ class ProcessPool:
         self._switchboard = Switchboard(self._channels)
         _living_pools.add(self)
 
-    def send(self, worker: int, leases: list[Lease]) -> None:
+    def send(self, worker: int, leases: list[Any]) -> None:
         self._channels[worker].send(dump_leases(leases))
 
     def receive(self, timeout_s: float) -> list[tuple[int, Any]]:
@@ -144,7 +145,7 @@ class ThreadPool:
 
         self._cells = cells
         self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._leases: list[queue.SimpleQueue[list[Lease] | None]] = []
+        self._leases: list[queue.SimpleQueue[list[Lease | Fresh] | None]] = []
         self.processes: list[Process] = []
         lock = threading.Lock()
         guard: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -152,7 +153,7 @@ class ThreadPool:
             guard = _one_at_a_time(lock)
         objects = {**objects, "init_error": _call_init(objects.get("worker_init_fn"), num_workers)}
         for number in range(num_workers):
-            leases: queue.SimpleQueue[list[Lease] | None] = queue.SimpleQueue()
+            leases: queue.SimpleQueue[list[Lease | Fresh] | None] = queue.SimpleQueue()
             worker = Worker(
                 number=number,
                 task=task,
@@ -161,12 +162,17 @@ class ThreadPool:
                 cells=cells,
                 guard=guard,
             )
-            thread = WorkerThread(target=worker.run, name=f"penstock-worker-{number}", daemon=True)
+            thread = WorkerThread(
+                target=_run_thread,
+                args=(worker, number, self._replies),
+                name=f"penstock-worker-{number}",
+                daemon=True,
+            )
             thread.start()
             self._leases.append(leases)
-            self.processes.append(thread)  # type: ignore[arg-type]
+            self.processes.append(thread)
 
-    def send(self, worker: int, leases: list[Lease]) -> None:
+    def send(self, worker: int, leases: list[Any]) -> None:
         self._leases[worker].put(leases)
 
     def receive(self, timeout_s: float) -> list[tuple[int, Any]]:
@@ -185,6 +191,14 @@ class ThreadPool:
         limit = time.monotonic() + GRACE_S
         for thread in self.processes:
             thread.join(max(0.0, limit - time.monotonic()))
+
+
+def _run_thread(worker: Any, number: int, replies: queue.SimpleQueue[tuple[int, Any]]) -> None:
+    try:
+        worker.run()
+    except BaseException as error:  # sys.exit in user code, say: the consumer must not wait for us
+        where = f"in DataLoader worker thread {number}"
+        replies.put((number, ("failed", describe(error, worker=number, where=where))))
 
 
 def _one_at_a_time(lock: threading.Lock) -> Callable[[], AbstractContextManager[Any]]:

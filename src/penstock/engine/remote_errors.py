@@ -11,8 +11,10 @@ attributes, knows ``sample_index`` and ``worker_id``, and reads as PyTorch's mes
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,22 +56,22 @@ def describe(error: BaseException, *, worker: int, where: str, index: Any = None
         where=where,
         worker=worker,
         index=_dump(index),
-        whole=_dump((type(error), error.args, _plain_state(error))),
-        bare=_dump((type(error), (_safe_text(error),), {})),
+        whole=_dump((type(error), error.args, _native_state(error), _own_state(error))),
+        bare=_dump((type(error), (_safe_text(error),), {}, {})),
     )
 
 
 def rebuild(report: ErrorReport) -> BaseException:
     """The exception to raise in the parent. Called from: the parent, when its batch is due."""
     index = _load(report.index)
-    where = report.where if index is None else f"{report.where} while loading sample {index!r}"
+    where = report.where if index is None else f"{report.where} while loading {_name(index)}"
     message = f"Caught {report.kind} {where}.\nOriginal {report.trace}"
     for packed in (report.whole, report.bare):
         content = _load(packed)
-        if content is None:
-            continue
+        if content is None or not issubclass(content[0], Exception):
+            continue  # SystemExit and its like are not ours to raise in the user's program
         try:
-            error = _speaking(content[0], message, content[1], content[2])
+            error = _speaking(message, *content)
         except Exception:
             continue
         break
@@ -80,32 +82,51 @@ def rebuild(report: ErrorReport) -> BaseException:
     return error
 
 
+def _name(index: Any) -> str:
+    return f"samples {index!r}" if isinstance(index, list) else f"sample {index!r}"
+
+
 def _speaking(
-    kind: type[BaseException], message: str, args: tuple[Any, ...], state: dict[str, Any]
-) -> BaseException:
+    message: str,
+    kind: type[Exception],
+    args: tuple[Any, ...],
+    native: dict[str, Any],
+    own: dict[str, Any],
+) -> Exception:
     """An instance of ``kind`` that keeps its arguments but whose text is ``message``."""
-    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-        raise TypeError(kind)
     namespace = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__str__": lambda self: message,
-        "__reduce__": lambda self: (_plain, (kind, args, state)),
+        "__reduce__": lambda self: (_plain, (kind, args, native, own)),
     }
-    speaking = type(kind.__name__, (kind,), namespace)
-    error: BaseException = speaking.__new__(speaking, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+    return _plain(type(kind.__name__, (kind,), namespace), args, native, own)
 
 
 def _plain(
-    kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
-) -> BaseException:
+    kind: type[Exception], args: tuple[Any, ...], native: dict[str, Any], own: dict[str, Any]
+) -> Exception:
     error = kind.__new__(kind, *args)
     error.args = args
-    error.__dict__.update(state)
+    for name, value in native.items():
+        with suppress(AttributeError, TypeError):
+            setattr(error, name, value)
+    error.__dict__.update(own)
     return error
+
+
+def _native_state(error: BaseException) -> dict[str, Any]:
+    """What built-in exceptions keep outside ``args``: a file name, an encoding, a missing name."""
+    state = {}
+    for base in type(error).__mro__:
+        if base.__module__ != "builtins" or base is BaseException:
+            continue
+        for name, member in vars(base).items():
+            if inspect.ismemberdescriptor(member) or inspect.isgetsetdescriptor(member):
+                value = getattr(error, name, None)
+                if value is not None and not name.startswith("__"):
+                    state[name] = value
+    return state
 
 
 def _own_frames_cut(error: BaseException) -> Any:
@@ -116,7 +137,7 @@ def _own_frames_cut(error: BaseException) -> Any:
     return trace or error.__traceback__
 
 
-def _plain_state(error: BaseException) -> dict[str, Any]:
+def _own_state(error: BaseException) -> dict[str, Any]:
     return {name: value for name, value in vars(error).items() if name != "__notes__"}
 
 

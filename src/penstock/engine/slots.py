@@ -75,7 +75,7 @@ class Ring:
         self.num_slots = 0
 
     def take(self) -> Slot:
-        """A slot that nobody views and that is large enough: a free one, or one of a new segment."""
+        """A slot that nobody views and that is large enough: a free one, or a new one."""
         self._collect()
         while self._free:
             slot = self._free.pop()  # the last one used: its pages are mapped and in the cache
@@ -91,8 +91,15 @@ class Ring:
         else:
             capacity = PROVISIONAL_BYTES if self._file.is_sparse else PROVISIONAL_BYTES_ON_DISK
         count = min(MAX_SLOTS_PER_SEGMENT, max(FIRST_SLOTS, self.num_slots))
-        segment = Segment(self._file.grow(capacity * count), capacity * count)
-        mapping = self._file.map(*segment)
+        try:
+            segment = Segment(self._file.grow(capacity * count), capacity * count)
+            mapping = self._file.map(*segment)
+        except OSError:
+            # A limit on address space or file size (ulimit -v, -f): one slot at a time, then.
+            capacity, count = self._needed or PROVISIONAL_BYTES_ON_DISK, 1
+            capacity = round_up(capacity)
+            segment = Segment(self._file.grow(capacity), capacity)
+            mapping = self._file.map(*segment)
         for place in range(count):
             self._free.append(Slot(segment, place * capacity, capacity, mapping))
         self.num_slots += count
@@ -141,6 +148,9 @@ class Ring:
 
     def close(self) -> None:
         """Forget the slots. Views that the user still holds stay valid."""
-        self._free.clear()
+        for slot in self._held:
+            slot.watch = None  # nobody waits for it any more
         self._held.clear()
+        self._free.clear()
+        self._returned.clear()
         self._file.close()

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Set to 1 while a worker process imports its libraries: one thread each, and a nursery may fork."""
+"""Set to 1 while a worker imports its libraries: one thread each, so that a nursery may fork."""
 
 
 def describe_surroundings() -> dict[str, Any]:

@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import context as mp_context
 from multiprocessing import reduction
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
 
 from penstock.engine.memory import FileHandle, SharedFile, round_up
-from penstock.errors import CannotTravel
 
 _BUFFER_GRAIN = 64
 _inherited_fds: list[int] = []
@@ -37,7 +37,7 @@ class Parcel:
     stream_bytes: int
     spans: tuple[tuple[int, int], ...]
     num_bytes: int
-    modules: tuple[str, ...]
+    modules: tuple[tuple[str, int], ...]
 
 
 @dataclass
@@ -102,12 +102,14 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
         kind = type(obj)
         name = getattr(obj if isinstance(obj, type) else kind, "__module__", None)
         if isinstance(name, str):
-            self.modules.add(name)
+            self.modules.add(obj.__name__ if isinstance(obj, ModuleType) else name)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
             reduced = _reduce_tensor(obj)
             if reduced is not None:
                 return reduced
+        if isinstance(obj, io.IOBase) and _is_open_file(obj):
+            raise TypeError("an open file belongs to the process that opened it")
         reducer = self._reducers.get(kind)
         if reducer is not None:
             return reducer(obj)
@@ -117,13 +119,18 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
+def _is_open_file(obj: io.IOBase) -> bool:
+    in_memory = isinstance(obj, (io.BytesIO, io.StringIO))
+    return not in_memory and obj not in (sys.stdin, sys.stdout, sys.stderr)
+
+
 def _reduce_tensor(obj: Any) -> Any:
     if obj.device.type not in ("cpu", "meta"):
         raise TypeError(f"a tensor on {obj.device} cannot be sent to a worker process")
     if obj.is_shared():  # its owner wants writes to be seen everywhere: torch's own way
         from torch.multiprocessing import reductions
 
-        return reductions.reduce_tensor(obj)
+        return reductions.reduce_tensor(obj)  # type: ignore[no-untyped-call]
     from penstock.engine.payload import reduce_tensor
 
     return reduce_tensor(obj)
@@ -185,7 +192,7 @@ def pack(objects: dict[str, Any]) -> Packed:
         stream_bytes=content.nbytes,
         spans=tuple(spans),
         num_bytes=end,
-        modules=tuple(sorted(_importable(pickler.modules))),
+        modules=tuple((name, _generation(name)) for name in sorted(_importable(pickler.modules))),
     )
     return Packed(file, parcel, stand_in.fds)
 
@@ -198,6 +205,18 @@ def _importable(names: set[str]) -> set[str]:
         if getattr(sys.modules.get(name), "__spec__", None) is not None
         and not name.startswith(("penstock.", "torch."))
     }
+
+
+_seen_specs: dict[str, list[Any]] = {}
+
+
+def _generation(name: str) -> int:
+    """How often a module was reloaded since we first saw it: ``reload`` gives it a new spec."""
+    spec = sys.modules[name].__spec__
+    seen = _seen_specs.setdefault(name, [spec])
+    if seen[-1] is not spec:
+        seen.append(spec)
+    return len(seen) - 1
 
 
 def unpack(parcel: Parcel, fds: list[int]) -> dict[str, Any]:

@@ -17,8 +17,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.engine import payload
+from penstock.engine import collate, payload
+from penstock.engine.collate import is_default_collate
 from penstock.engine.fetch import Exhausted, Stream, seed_pipes, takes_batches
+from penstock.engine.gather import find_gatherer
+from penstock.engine.layout import Layout, OddSample
 from penstock.engine.messages import (
     EPOCH_CELL,
     NOTHING,
@@ -30,7 +33,11 @@ from penstock.engine.messages import (
     position_cell,
 )
 from penstock.engine.remote_errors import describe
+from penstock.engine.scratch import Scratch, collating_into
 from penstock.order.randomness import SampleRandomness
+
+Loaded = tuple[str, Any, int, bool]
+"""Kind and content of a reply, the bytes that the batch needs, and whether the slot is kept."""
 
 _SEED_NOTE = (
     "worker_init_fn set torch's seed. It is kept as asked: what torch draws in the dataset now "
@@ -86,7 +93,8 @@ class Worker:
         self._before: SampleRandomness | None = None
         self._before_epoch = NOTHING
         self._keeps_torch_seed = bool(objects.get("keeps_torch_seed"))
-        self._writes_slots = _collates_by_default(task, self._collate)
+        self._writes_slots = task.auto_collation and is_default_collate(self._collate)
+        self._gatherer = find_gatherer(self._dataset) if self._writes_slots else None
 
     def run(self) -> None:
         """Serve until the parent says stop or is gone."""
@@ -124,8 +132,14 @@ class Worker:
             lease.epoch, lease.job, lease.part, kind, content, needed_bytes, busy_ns, is_kept
         )
 
-    def _load(self, lease: Lease) -> tuple[str, Any, int, bool]:
+    def _load(self, lease: Lease) -> Loaded:
         self._check_epoch(lease.epoch)
+        if self._gatherer is not None:
+            slot = self._slot(lease)
+            _, num_bytes = self._gatherer.layout.places(lease.rows)
+            if num_bytes <= slot.nbytes:
+                self._gatherer.fill(lease.index, slot, lease.rows, lease.first_row)
+                return self._filled(self._gatherer.layout, len(lease.index), [], lease)
         samples = self._samples(lease)
         if self._writes_slots:
             return self._fill(lease, samples)
@@ -158,7 +172,7 @@ class Worker:
                     before(lease.position, 1)
                 return self._dataset[lease.index]
         if takes_batches(self._dataset):
-            self._note(lease.position, lease.index)
+            self._note(lease.position, list(lease.index), len(lease.index))
             with self._guard():
                 if before is not None:
                     before(lease.position, 1)
@@ -168,6 +182,7 @@ class Worker:
     def _one_by_one(self, lease: Lease, before: Any) -> Iterator[Any]:
         dataset, cells, cell, guard = self._dataset, self._cells, self._cell, self._guard
         epoch, end = lease.epoch, lease.position + len(lease.index)
+        cells[cell + 1] = 1
         for position, index in enumerate(lease.index, lease.position):
             if cells[EPOCH_CELL] != epoch:
                 raise _Dropped
@@ -192,7 +207,8 @@ class Worker:
             self._before_epoch = epoch
         return self._before
 
-    def _note(self, position: int, index: Any) -> None:
+    def _note(self, position: int, index: Any, num_samples: int = 1) -> None:
+        self._cells[self._cell + 1] = num_samples
         self._cells[self._cell] = position
         self._index = index
 
@@ -203,11 +219,8 @@ class Worker:
 
     # -- filling ---------------------------------------------------------------------------------
 
-    def _fill(self, lease: Lease, samples: Any) -> tuple[str, Any, int, bool]:
+    def _fill(self, lease: Lease, samples: Any) -> Loaded:
         """default_collate, straight into the slot; falls back to a payload for odd samples."""
-        from penstock.engine import collate
-        from penstock.engine.layout import OddSample
-
         buffer = self._slot(lease)
         writer = collate.BatchWriter(buffer, lease.rows, lease.first_row)
         odd: list[Any] = []
@@ -233,48 +246,39 @@ class Worker:
                     return "odd", None, 0, False
                 odd = writer.recover()
             else:
-                return self._filled(writer, objects, lease)
+                assert writer.layout is not None
+                return self._filled(writer.layout, writer.num_filled, objects, lease)
+        indices = [] if self._task.is_iterable else list(lease.index)
         with self._guard():
-            batch = collate.default_collate(odd, _indices(lease))
-        written = payload.write(batch, memoryview(buffer))
+            batch = collate.default_collate(odd, indices)
+        written = payload.write(batch, buffer)
         return "payload", written, max(needed_bytes, written.num_bytes), False
 
     def _slot(self, lease: Lease) -> np.ndarray:
         mapping = self._desk.segment(lease.segment)
         return np.frombuffer(mapping, dtype=np.uint8, count=lease.slot_bytes, offset=lease.start)
 
-    def _filled(self, writer: Any, objects: Any, lease: Lease) -> tuple[str, Any, int, bool]:
-        layout = writer.layout
+    def _filled(
+        self, layout: Layout, num_filled: int, objects: list[list[Any]], lease: Lease
+    ) -> Loaded:
         number = self._layouts.get(layout)
         is_new = number is None
         if number is None:
             number = self._layouts[layout] = len(self._layouts)
         _, num_bytes = layout.places(lease.rows)
-        content = (number, layout if is_new else None, writer.num_filled, objects)
+        content = (number, layout if is_new else None, num_filled, objects)
         return "fixed", content, num_bytes, False
 
-    def _collate_freely(self, lease: Lease, samples: Any) -> tuple[str, Any, int, bool]:
+    def _collate_freely(self, lease: Lease, samples: Any) -> Loaded:
         """The user's collate_fn on the whole list; its default_collate writes to our memory."""
-        from penstock.engine import collate
-
         self._cells[self._cell] = NOTHING
         root = self._slot(lease)
-        scratch = collate.Scratch(root)
-        with collate.collating_into(scratch), self._guard():
+        scratch = Scratch(root)
+        with collating_into(scratch), self._guard():
             batch = self._collate(samples)
-        written = payload.write(batch, memoryview(root), scratch.used)
+        written = payload.write(batch, root, scratch.used)
         alive = weakref.ref(root)
         scratch.buffer = None
         del batch, root, scratch, samples
         # Somebody in this worker kept a tensor that lies in the slot: it must not be used again.
         return "payload", written, written.num_bytes, alive() is not None
-
-
-def _indices(lease: Lease) -> list[Any]:
-    return list(lease.index) if lease.index and lease.index[0] is not None else []
-
-
-def _collates_by_default(task: Task, collate_fn: Any) -> bool:
-    from penstock.engine.collate import is_default_collate
-
-    return task.auto_collation and is_default_collate(collate_fn)

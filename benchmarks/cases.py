@@ -1,0 +1,206 @@
+"""The four questions, each with its contenders and the ratio that the project has promised."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import penstock
+from datasets import Crumbs, Pictures, make_images_in_memory
+from measure import Case, Contender, Pace, Target
+from penstock.cli.stopwatch import time_loader
+
+BATCH_SIZE = 64
+NUM_WORKERS = 2
+TORCH: Any = torch.utils.data.DataLoader
+OURS: Any = penstock.DataLoader
+
+Maker = Callable[[], Any]
+"""Makes a loader."""
+
+
+def transport(pace: Pace) -> Case:
+    """(a) Large samples that cost nothing to make."""
+    data = Pictures()
+    keywords: dict[str, Any] = {"batch_size": BATCH_SIZE, "num_workers": NUM_WORKERS}
+    makers = {
+        "PyTorch": partial(TORCH, data, **keywords),
+        "Penstock, randomness='sample'": partial(OURS, data, **keywords),
+        "Penstock, randomness='worker'": partial(OURS, data, **keywords, randomness="worker"),
+    }
+    theirs, *ours = makers
+    return Case(
+        key="a",
+        title=f"Transport: {BATCH_SIZE} x 150 KB uint8, {NUM_WORKERS} workers",
+        unit="GB/s",
+        contenders=_enter(
+            makers,
+            pace,
+            scale=BATCH_SIZE * data[0].numel() / 1e9,
+            against=dict.fromkeys(ours, (theirs,)),
+            targets=dict.fromkeys(ours, Target(bound=4.0, goal=6.0)),
+        ),
+    )
+
+
+def tiny_samples(pace: Pace) -> Case:
+    """(b) Samples of 16 bytes, with workers and without."""
+    data = Crumbs()
+    makers: dict[str, Maker] = {}
+    against: dict[str, tuple[str, ...]] = {}
+    for count in (NUM_WORKERS, 0):
+        keywords: dict[str, Any] = {"batch_size": BATCH_SIZE, "num_workers": count}
+        theirs = f"PyTorch, {count} workers"
+        makers[theirs] = partial(TORCH, data, **keywords)
+        for randomness in ("worker", "sample"):
+            ours = f"Penstock, {count} workers, randomness={randomness!r}"
+            makers[ours] = partial(OURS, data, **keywords, randomness=randomness)
+            against[ours] = (theirs,)
+    return Case(
+        key="b",
+        title=f"Tiny samples: {BATCH_SIZE} x 16 bytes",
+        unit="batches/s",
+        contenders=_enter(
+            makers,
+            pace,
+            against=against,
+            targets={
+                f"Penstock, {NUM_WORKERS} workers, randomness='worker'": Target(bound=3.0),
+                f"Penstock, {NUM_WORKERS} workers, randomness='sample'": Target(bound=2.0),
+            },
+        ),
+    )
+
+
+def first_batch(pace: Pace) -> Case:
+    """(c) From making the loader to holding its first batch, in a fresh process each time."""
+    del pace  # it takes as long as it takes
+    theirs = "PyTorch, spawn"
+    arguments = {
+        theirs: "torch-spawn",
+        "Penstock, cold": "penstock-cold",
+        "Penstock, warm nursery": "penstock-warm",
+    }
+    if sys.platform != "win32":
+        arguments["PyTorch, fork"] = "torch-fork"
+    targets = {
+        "Penstock, cold": Target(bound=0.6, is_ceiling=True),
+        "Penstock, warm nursery": Target(bound=0.1, is_ceiling=True),
+    }
+    return Case(
+        key="c",
+        title="First batch: 4 workers, a fresh process each time",
+        unit="s",
+        contenders=[
+            Contender(
+                name=name,
+                turn=_in_fresh_process(argument),
+                against=() if name == theirs else (theirs,),
+                target=targets.get(name),
+            )
+            for name, argument in arguments.items()
+        ],
+    )
+
+
+def in_memory(pace: Pace) -> Case:
+    """(d) A TensorDataset, shuffled, beside the best that PyTorch can do with it."""
+    num_samples, batch_size = pace.num_images_in_memory, 256
+    data = make_images_in_memory(num_samples)
+
+    def maker(kind: Any, num_workers: int) -> Maker:
+        return partial(
+            kind,
+            data,
+            batch_size=batch_size,
+            shuffle=True,
+            drop_last=True,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,  # epochs are short here: no new workers for each
+        )
+
+    theirs = {f"PyTorch, workers: {count}": maker(TORCH, count) for count in (0, 1, 2)}
+    ours = {f"Penstock, workers: {count}": maker(OURS, count) for count in (0, 2)}
+    return Case(
+        key="d",
+        title=f"In memory: TensorDataset of {num_samples:,} x 3x64x64 uint8, shuffled, "
+        f"batch {batch_size}",
+        unit="samples/s",
+        contenders=_enter(
+            {**theirs, **ours},
+            pace,
+            scale=batch_size,
+            against=dict.fromkeys(ours, tuple(theirs)),
+            targets={"Penstock, workers: 0": Target(bound=4.0)},
+        ),
+    )
+
+
+CASES = {"a": transport, "b": tiny_samples, "c": first_batch, "d": in_memory}
+
+
+def _enter(
+    makers: Mapping[str, Maker],
+    pace: Pace,
+    *,
+    scale: float = 1.0,
+    against: Mapping[str, tuple[str, ...]],
+    targets: Mapping[str, Target],
+) -> list[Contender]:
+    """Contenders that are rated by batches a second times ``scale``."""
+    _require_agreement(makers)
+    return [
+        Contender(
+            name=name,
+            turn=_rate(make, pace, scale),
+            against=against.get(name, ()),
+            target=targets.get(name),
+        )
+        for name, make in makers.items()
+    ]
+
+
+def _rate(make: Maker, pace: Pace, scale: float) -> Callable[[], float]:
+    def turn() -> float:
+        lap = time_loader(make, warm_up_s=pace.warm_up_s, window_s=pace.window_s)
+        return lap.batches_per_s * scale
+
+    return turn
+
+
+def _require_agreement(makers: Mapping[str, Maker]) -> None:
+    """A fast loader of wrong data is worth nothing: all must give the first one's batches."""
+    expected: list[Any] = []
+    for name, make in makers.items():
+        torch.manual_seed(0)  # the order of a shuffled epoch is drawn from here
+        batches = iter(make())
+        got = [next(batches) for _ in range(3)]
+        expected = expected or got
+        if not _is_same(got, expected):
+            raise RuntimeError(f"{name} delivers other data than {next(iter(makers))}")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return all(_is_same(*pair) for pair in zip(one, other, strict=True))
+
+
+def _in_fresh_process(argument: str) -> Callable[[], float]:
+    script = Path(__file__).parent / "first_batch.py"
+
+    def turn() -> float:
+        done = subprocess.run(
+            [sys.executable, str(script), argument], capture_output=True, text=True, timeout=300
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"first_batch.py {argument} failed:\n{done.stderr}")
+        return float(done.stdout)
+
+    return turn

@@ -1,0 +1,231 @@
+"""``penstock demo``: what does this loader do here, and is it faster than PyTorch's?
+
+Makes pictures, shows the plan, trains a small model, then races the two loaders. Nothing is
+downloaded. Numbers that speak for PyTorch are printed like the others.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from penstock.cli.demo_images import KINDS, GeneratedImages
+from penstock.cli.race_report import Race, describe_race
+from penstock.cli.stopwatch import Lap, take_turns, time_loader
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.loader import DataLoader
+    from penstock.policy.plan import Plan
+
+BATCH_SIZE = 64
+NUM_TURNS = 5
+WARM_UP_S, WINDOW_S = 0.4, 1.2
+"""Ten turns of this and two starts of workers each take about 20 s: with the training, half a
+minute on 2 cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What the person asked for."""
+
+    train_s: float
+    num_workers: int | str
+    num_images: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What came of the training."""
+
+    num_images: int
+    elapsed_s: float
+    stall_s: float
+    first_batch_s: float
+    first_loss: float
+    last_loss: float
+    accuracy: float
+
+
+def run_demo(options: DemoOptions) -> None:
+    """Do all of it, printing as it goes."""
+    with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
+        _show(Console(), GeneratedImages(Path(folder), options.num_images), options)
+
+
+def _show(console: Console, images: GeneratedImages, options: DemoOptions) -> None:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    console.print(f"Penstock, with torch {torch.__version__}, training on: {device}\n")
+    loader = _make_loader("penstock", images, options.num_workers)
+    _show_plan(console, loader.plan)
+    console.print(
+        f"\nTraining a small CNN to tell {', '.join(KINDS[:-1])} and {KINDS[-1]} apart, "
+        f"for {options.train_s:g} s"
+    )
+    training = _train(console, loader, device, options.train_s)
+    _show_training(console, training)
+    num_workers = loader.plan.num_workers.value
+    console.print(
+        f"\nLoading alone: the same images in batches of {BATCH_SIZE}, {num_workers} workers each; "
+        f"{NUM_TURNS} turns each, in alternation"
+    )
+    race = _race(console, images, num_workers, training.first_batch_s)
+    describe_race(console, race)
+
+
+def _make_loader(whose: str, images: GeneratedImages, num_workers: int | str) -> DataLoader[Any]:
+    """A loader that draws images at random without end; the same for both sides."""
+    import torch.utils.data
+
+    from penstock.loader import DataLoader
+
+    sampler = torch.utils.data.RandomSampler(images, replacement=True, num_samples=10**9)
+    make: Any = DataLoader if whose == "penstock" else torch.utils.data.DataLoader
+    loader: DataLoader[Any] = make(
+        images, batch_size=BATCH_SIZE, sampler=sampler, num_workers=num_workers
+    )
+    return loader
+
+
+def _show_plan(console: Console, plan: Plan) -> None:
+    table = Table("choice", "value", "why", title="The loader's plan", title_justify="left")
+    for item in fields(plan):
+        choice = getattr(plan, item.name)
+        table.add_row(item.name, str(choice.value), f"{choice.source}: {choice.reason}")
+    console.print(table)
+
+
+# Training
+
+
+def _make_model() -> torch.nn.Module:
+    from torch import nn
+
+    layers: list[nn.Module] = []
+    for before, after in ((3, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after)]
+        layers += [nn.ReLU()]
+    return nn.Sequential(*layers, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64 * 16, len(KINDS)))
+
+
+def _train(console: Console, loader: DataLoader[Any], device: str, limit_s: float) -> Training:
+    step = _make_step(device)
+    num_images, stall_s, losses = 0, 0.0, []
+    accuracies: deque[float] = deque(maxlen=10)
+    with _progress(console, limit_s, "{task.fields[note]}") as report:
+        start_s = time.perf_counter()
+        batches = iter(loader)
+        batch = next(batches)
+        first_s = time.perf_counter()
+        now = first_s
+        while now - first_s < limit_s:
+            loss, accuracy = step(*batch)
+            losses.append(loss)
+            accuracies.append(accuracy)
+            num_images += len(batch[0])
+            asked_s = time.perf_counter()
+            batch = next(batches)
+            now = time.perf_counter()
+            stall_s += now - asked_s
+            report(now - first_s, f"loss {loss:.2f}, {num_images / (now - first_s):,.0f} images/s")
+    return Training(
+        num_images=num_images,
+        elapsed_s=now - first_s,
+        stall_s=stall_s,
+        first_batch_s=first_s - start_s,
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        accuracy=sum(accuracies) / len(accuracies),
+    )
+
+
+def _make_step(device: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]:
+    """A function that learns from one batch; returns the loss and the share of right guesses."""
+    import torch
+
+    torch.manual_seed(0)
+    model = _make_model().to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    loss_of = torch.nn.CrossEntropyLoss()
+
+    def step(images: torch.Tensor, kinds: torch.Tensor) -> tuple[float, float]:
+        images, kinds = images.to(device), kinds.to(device)
+        guesses = model(images)
+        loss = loss_of(guesses, kinds)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item(), (guesses.argmax(1) == kinds).float().mean().item()
+
+    return step
+
+
+def _show_training(console: Console, training: Training) -> None:
+    console.print(
+        f"  {training.num_images:,} images in {training.elapsed_s:.1f} s, "
+        f"{training.num_images / training.elapsed_s:,.0f} a second; "
+        f"{training.stall_s / training.elapsed_s:.0%} of the time went by waiting for data"
+    )
+    console.print(
+        f"  loss {training.first_loss:.2f} at first, {training.last_loss:.2f} at last; "
+        f"{training.accuracy:.0%} of the last images were told right"
+    )
+
+
+# The race
+
+
+def _race(console: Console, images: GeneratedImages, num_workers: int, cold_s: float) -> Race:
+    def turn(whose: str) -> Lap | str:
+        try:
+            return time_loader(
+                lambda: _make_loader(whose, images, num_workers),
+                warm_up_s=WARM_UP_S,
+                window_s=WINDOW_S,
+            )
+        except RuntimeError as error:
+            if whose == "penstock":
+                raise
+            return str(error)  # a small /dev/shm ends PyTorch's workers: that is a result
+
+    names = ("penstock", "torch")
+    with _progress(console, NUM_TURNS * len(names), "") as report:
+        turns_done = iter(range(NUM_TURNS * len(names)))
+        laps = take_turns(
+            {name: partial(turn, name) for name in names},
+            NUM_TURNS,
+            on_turn=lambda _: report(next(turns_done), ""),
+        )
+    failures = [lap for lap in laps["torch"] if isinstance(lap, str)]
+    return Race(
+        batch_size=BATCH_SIZE,
+        cold_s=cold_s if num_workers else None,
+        ours=[lap for lap in laps["penstock"] if isinstance(lap, Lap)],
+        theirs=[lap for lap in laps["torch"] if isinstance(lap, Lap)] if not failures else [],
+        failure=failures[0] if failures else None,
+    )
+
+
+@contextmanager
+def _progress(console: Console, total: float, note: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar on a terminal, nothing in a pipe; yields what moves it on."""
+    columns = (BarColumn(), TextColumn(note), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=total, note="")
+        yield lambda done, text: progress.update(task, completed=done, note=text)

@@ -1,0 +1,38 @@
+"""What every test must leave behind: nothing.
+
+The fixture below compares the world before and after each test: child processes, descriptors,
+shared-memory segments, mappings of ours, and threads of ours. The one nursery of this pytest process
+is warm on purpose and may stay; its workers may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import leftovers
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # torch says this whenever a test asks for more workers than the machine has cores. How many
+    # that is depends on the machine, so it cannot be an error; test_arguments.py checks that it is said.
+    config.addinivalue_line(
+        "filterwarnings", "ignore:This DataLoader will create .* worker processes:UserWarning"
+    )
+    try:
+        from hypothesis import settings
+    except ImportError:  # the vision leg's folder needs none
+        return
+    # A deadline says something about the machine, not about the product; two shared cores miss any.
+    settings.register_profile("penstock", deadline=None, max_examples=60)
+    settings.load_profile("penstock")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Fail a test that leaves something (tests/house/test_leftovers.py shows that this notices)."""
+    before = leftovers.look()
+    yield
+    left = leftovers.wait_until_clean(before)
+    if left:
+        pytest.fail("this test left behind:\n  " + "\n  ".join(left), pytrace=False)

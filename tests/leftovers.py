@@ -1,0 +1,155 @@
+"""What a test may leave behind, found from outside: from /proc, psutil and the list of threads."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import psutil
+
+SETTLE_S = 4.0
+"""A stopped process needs a moment to disappear; what is still there after this long is left over."""
+PREFIX = "penstock-"
+HAS_PROC = os.path.isdir("/proc/self/fd")
+"""Elsewhere than on Linux only processes and threads can be counted this way."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One look at this process and what belongs to it."""
+
+    children: dict[int, str]
+    fds: dict[int, str]
+    segments: frozenset[str]
+    mappings: int
+    threads: frozenset[str]
+
+
+def nursery_pid() -> int | None:
+    """The nursery of this process, if it has started one; it stays warm between tests."""
+    module = sys.modules.get("penstock.engine.nursery")
+    nursery = getattr(module, "_current", None)
+    return None if nursery is None else nursery.pid
+
+
+def _nursery_fds() -> set[int]:
+    module = sys.modules.get("penstock.engine.nursery")
+    nursery = getattr(module, "_current", None)
+    return set() if nursery is None else {nursery._control.fileno()}
+
+
+def _children() -> dict[int, str]:
+    found = {}
+    spared = {nursery_pid()}
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(process.cmdline())
+            if process.pid in spared or "resource_tracker" in command:
+                continue  # multiprocessing's tracker lives as long as the interpreter
+            found[process.pid] = f"process {process.pid} ({process.status()}): {command[:120]}"
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _fds() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd") if HAS_PROC else ():
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the listing's own descriptor
+        if int(name) not in _nursery_fds():
+            found[int(name)] = target
+    return found
+
+
+def _segments() -> frozenset[str]:
+    try:
+        return frozenset(os.listdir("/dev/shm"))
+    except OSError:
+        return frozenset()
+
+
+def _mappings() -> int:
+    if not HAS_PROC:
+        return 0
+    with open("/proc/self/maps") as lines:
+        return sum("memfd:penstock" in line or "/penstock-" in line for line in lines)
+
+
+def look() -> World:
+    """The world as it is now."""
+    return World(
+        children=_children(),
+        fds=_fds(),
+        segments=_segments(),
+        mappings=_mappings(),
+        threads=frozenset(t.name for t in threading.enumerate() if t.name.startswith(PREFIX)),
+    )
+
+
+def difference(before: World, after: World) -> list[str]:
+    """What is there after and was not before, in words."""
+    left = [text for pid, text in after.children.items() if pid not in before.children]
+    if len(after.fds) > len(before.fds):
+        new = Counter(after.fds.values()) - Counter(before.fds.values())
+        num_more = len(after.fds) - len(before.fds)
+        left.append(f"{num_more} descriptors, among {dict(new)}")
+    left += [
+        f"segment /dev/shm/{name}"
+        for name in sorted(after.segments - before.segments)
+        if not _belongs_to_others(name)
+    ]
+    if after.mappings > before.mappings:
+        left.append(f"{after.mappings - before.mappings} mappings of a penstock memfd or file")
+    left += [f"thread {name}" for name in sorted(after.threads - before.threads)]
+    return left
+
+
+def _belongs_to_others(segment: str) -> bool:
+    """Does a process outside our own tree hold this segment? Others work on this machine too."""
+    ours = {os.getpid(), nursery_pid(), *_children()}
+    for process in psutil.process_iter():
+        if process.pid in ours:
+            continue
+        try:
+            with open(f"/proc/{process.pid}/maps") as lines:
+                if any(f"/dev/shm/{segment}" in line for line in lines):
+                    return True
+        except OSError:
+            continue
+    return False
+
+
+def wait_until_clean(before: World, settle_s: float = SETTLE_S) -> list[str]:
+    """What is left over once things had time to settle."""
+    limit = time.monotonic() + settle_s
+    while True:
+        left = difference(before, look())
+        if not left or time.monotonic() > limit:
+            return left
+        gc.collect()  # only now: it takes 0.1 s with torch loaded
+        time.sleep(0.02)
+
+
+def wait_until_gone(pids: list[int], limit_s: float) -> list[int]:
+    """Which of these processes still run after ``limit_s`` (zombies have ended)."""
+    limit = time.monotonic() + limit_s
+    while True:
+        alive = [pid for pid in pids if is_running(pid)]
+        if not alive or time.monotonic() > limit:
+            return alive
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

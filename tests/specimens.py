@@ -1,0 +1,249 @@
+"""Datasets, samples and comparisons that many tests share.
+
+Everything here is importable by workers, as a user's own module would be.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass
+class Record:
+    image: Any
+    label: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    image: Any
+    label: Any
+
+
+# -- datasets --------------------------------------------------------------------------------------
+
+
+class Numbers(Dataset):
+    """Sample i is a tensor full of i, and i itself."""
+
+    def __init__(self, length: int = 20, shape: tuple[int, ...] = (3,)) -> None:
+        self.length = length
+        self.shape = shape
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full(self.shape, float(index)), int(index)
+
+
+class Samples(Dataset):
+    """Sample i is ``make(i)``: any function, a lambda or a closure too."""
+
+    def __init__(self, make: Callable[[int], Any], length: int = 16) -> None:
+        self.make = make
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+class Draws(Dataset):
+    """Sample i is what the three global generators give: an augmentation without the image."""
+
+    def __init__(self, length: int = 24) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return draw(index)
+
+
+def draw(index: int) -> tuple[Any, ...]:
+    for _ in range(index % 3):  # samples draw unequal amounts, so that a leak would shift the next
+        random.random(), np.random.rand(), torch.rand(1)
+    return (
+        index,
+        random.random(),
+        random.gauss(0.0, 1.0),
+        np.random.standard_normal(3),
+        torch.rand(2),
+    )
+
+
+class Batched(Dataset):
+    """Offers ``__getitems__`` only: looping over samples would fail."""
+
+    def __init__(self, length: int = 20) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("__getitems__ should have been used")
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(torch.full((2,), float(index)), index) for index in indices]
+
+
+class Shards(IterableDataset):
+    """Numbers from 0 on; each worker gives those that are its own."""
+
+    def __init__(self, length: int = 20) -> None:
+        self.length = length
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(torch.arange(start, self.length, step))
+
+
+class Unequal(IterableDataset):
+    """Worker k gives k + 1 times three numbers: shards that end at different times."""
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        number = 0 if info is None else info.id
+        return iter([torch.tensor([number, place]) for place in range(3 * (number + 1))])
+
+
+class Slow(Dataset):
+    """Each sample takes ``sample_s``; index ``stuck`` takes far longer."""
+
+    def __init__(self, length: int = 64, sample_s: float = 0.0, stuck: int = -1) -> None:
+        self.length = length
+        self.sample_s = sample_s
+        self.stuck = stuck
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(60.0 if index == self.stuck else self.sample_s)
+        return int(index)
+
+
+class Whereabouts(Dataset):
+    """Sample i says which process loads it, and what it finds around it."""
+
+    def __init__(self, variable: str = "HOME", length: int = 8) -> None:
+        self.variable = variable
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "value": os.environ.get(self.variable, ""),
+            "folder": os.getcwd(),
+            "zeros": torch.zeros(1),
+        }
+
+
+# -- comparing -------------------------------------------------------------------------------------
+
+
+def differences(ours: Any, theirs: Any, path: str = "batch") -> list[str]:
+    """In what two values differ: class, dtype, shape, bits, nesting. Empty when in nothing."""
+    if type(ours) is not type(theirs):
+        return [f"{path}: {type(ours).__qualname__} is not {type(theirs).__qualname__}"]
+    if isinstance(ours, torch.Tensor):
+        return _tensor_differences(ours, theirs, path)
+    if isinstance(ours, np.ndarray):
+        same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        if not same or ours.tobytes() != theirs.tobytes():
+            return [f"{path}: {ours!r} is not {theirs!r}"]
+        return []
+    if isinstance(ours, dict):
+        if list(ours) != list(theirs):
+            return [f"{path}: keys {list(ours)} are not {list(theirs)}"]
+        pairs = [(f"{path}[{key!r}]", ours[key], theirs[key]) for key in ours]
+    elif isinstance(ours, (list, tuple)):
+        if len(ours) != len(theirs):
+            return [f"{path}: {len(ours)} items are not {len(theirs)}"]
+        pairs = [(f"{path}[{n}]", a, b) for n, (a, b) in enumerate(zip(ours, theirs, strict=True))]
+    elif dataclasses.is_dataclass(ours):
+        names = [field.name for field in dataclasses.fields(ours)]
+        pairs = [(f"{path}.{n}", getattr(ours, n), getattr(theirs, n)) for n in names]
+    else:
+        same = ours == theirs or (isinstance(ours, float) and math.isnan(ours) and ours != theirs)
+        return [] if same else [f"{path}: {ours!r} is not {theirs!r}"]
+    return [line for where, a, b in pairs for line in differences(a, b, where)]
+
+
+def _tensor_differences(ours: torch.Tensor, theirs: torch.Tensor, path: str) -> list[str]:
+    for name in ("dtype", "shape", "layout", "requires_grad"):
+        if getattr(ours, name) != getattr(theirs, name):
+            return [f"{path}.{name}: {getattr(ours, name)} is not {getattr(theirs, name)}"]
+    if ours.layout is not torch.strided:
+        ours, theirs = ours.to_dense(), theirs.to_dense()
+    mine, other = (_raw(tensor) for tensor in (ours, theirs))
+    return [] if mine == other else [f"{path}: {ours} is not {theirs}"]
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    """The bits, so that NaN equals itself and -0.0 is not 0.0."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Fail, naming the place, unless both are the same to the bit and to the class."""
+    found = differences(ours, theirs)
+    assert not found, "\n".join(found[:10])
+
+
+def snapshot(value: Any) -> Any:
+    """A copy that shares nothing with ``value``."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: snapshot(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(snapshot, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(snapshot, value))
+    return value
+
+
+def collect(loader: Any) -> list[Any]:
+    """All batches, each copied as it comes: what a loop that keeps nothing sees."""
+    return [snapshot(batch) for batch in loader]
+
+
+# -- ways of loading ---------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {
+    "inline": {"num_workers": 0},
+    "thread": {"num_workers": 2, "pool": "thread"},
+    "nursery": {"num_workers": 2},
+    "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
+    "spawn": {"num_workers": 2, "multiprocessing_context": "spawn"},
+}
+QUICK_WAYS = ["inline", "thread", "nursery", "fork"]
+"""Spawn starts an interpreter per worker (2 to 4 s), so only a few tests use it."""
+WORKER_WAYS = ["thread", "nursery", "fork"]
+PROCESS_WAYS = ["nursery", "fork"]
