@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.utils.data import TensorDataset
 
 import penstock
 from datasets import Crumbs, Pictures, make_images_in_memory
@@ -112,9 +114,10 @@ def first_batch(pace: Pace) -> Case:
 def in_memory(pace: Pace) -> Case:
     """(d) A TensorDataset, shuffled, beside the best that PyTorch can do with it."""
     num_samples, batch_size = pace.num_images_in_memory, 256
-    data = make_images_in_memory(num_samples)
+    images = make_images_in_memory(num_samples)
+    labelled = TensorDataset(*images.tensors, torch.arange(num_samples))
 
-    def maker(kind: Any, num_workers: int) -> Maker:
+    def maker(kind: Any, num_workers: int, data: TensorDataset = images) -> Maker:
         return partial(
             kind,
             data,
@@ -127,18 +130,28 @@ def in_memory(pace: Pace) -> Case:
 
     theirs = {f"PyTorch, workers: {count}": maker(TORCH, count) for count in (0, 1, 2)}
     ours = {f"Penstock, workers: {count}": maker(OURS, count) for count in (0, 2)}
+    rate = partial(_enter, pace=pace, scale=batch_size)
     return Case(
         key="d",
         title=f"In memory: TensorDataset of {num_samples:,} x 3x64x64 uint8, shuffled, "
         f"batch {batch_size}",
         unit="samples/s",
-        contenders=_enter(
-            {**theirs, **ours},
-            pace,
-            scale=batch_size,
-            against=dict.fromkeys(ours, tuple(theirs)),
-            targets={"Penstock, workers: 0": Target(bound=4.0)},
-        ),
+        contenders=[
+            *rate(
+                {**theirs, **ours},
+                against=dict.fromkeys(ours, tuple(theirs)),
+                targets={"Penstock, workers: 0": Target(bound=4.0)},
+            ),
+            *rate(
+                {
+                    "PyTorch, workers: 0, with labels": maker(TORCH, 0, labelled),
+                    "Penstock, workers: 0, with labels": maker(OURS, 0, labelled),
+                },
+                against={
+                    "Penstock, workers: 0, with labels": ("PyTorch, workers: 0, with labels",)
+                },
+            ),
+        ],
     )
 
 
@@ -151,7 +164,7 @@ def _enter(
     *,
     scale: float = 1.0,
     against: Mapping[str, tuple[str, ...]],
-    targets: Mapping[str, Target],
+    targets: Mapping[str, Target] = MappingProxyType({}),
 ) -> list[Contender]:
     """Contenders that are rated by batches a second times ``scale``."""
     _require_agreement(makers)

@@ -131,9 +131,7 @@ def _format(summary: Summary) -> tuple[str, str]:
 
 
 def _verdict(row: Row) -> str:
-    if row.target is None:
-        return ""
-    return f"{row.target}: {'missed' if row.is_missed else 'ok'}"
+    return row.target.verdict(row.ratio.median) if row.target and row.ratio else ""
 
 
 if __name__ == "__main__":

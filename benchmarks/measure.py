@@ -34,6 +34,12 @@ class Target:
     def is_met(self, ratio: float) -> bool:
         return ratio <= self.bound if self.is_ceiling else ratio >= self.bound
 
+    def verdict(self, ratio: float) -> str:
+        """The target, and whether ``ratio`` meets it."""
+        if not self.is_met(ratio):
+            return f"{self}: missed"
+        return f"{self}: ok" + (", goal too" if self.goal and ratio >= self.goal else "")
+
     def __str__(self) -> str:
         goal = f", goal {self.goal:g}x" if self.goal else ""
         return f"{'at most' if self.is_ceiling else 'at least'} {self.bound:g}x{goal}"

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import leftovers
 import pytest
 
+FAILED = pytest.StashKey[bool]()
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # torch says this whenever a test asks for more workers than the machine has cores. How many
@@ -28,11 +30,21 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("penstock")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.when == "call":
+        item.stash[FAILED] = report.failed
+    return report
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves something (tests/house/test_leftovers.py shows that this notices)."""
     before = leftovers.look()
     yield
+    if request.node.stash.get(FAILED, False):
+        return  # its traceback keeps everything alive that the test held; one failure is enough
     left = leftovers.wait_until_clean(before)
     if left:
         pytest.fail("this test left behind:\n  " + "\n  ".join(left), pytrace=False)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 
 import psutil
 
@@ -37,10 +38,14 @@ def nursery_pid() -> int | None:
     return None if nursery is None else nursery.pid
 
 
-def _nursery_fds() -> set[int]:
+def _fds_that_stay() -> set[int | None]:
+    """Descriptors that live as long as this process: to the nursery, to multiprocessing's tracker."""
     module = sys.modules.get("penstock.engine.nursery")
     nursery = getattr(module, "_current", None)
-    return set() if nursery is None else {nursery._control.fileno()}
+    fds = {resource_tracker._resource_tracker._fd}  # type: ignore[attr-defined]
+    if nursery is not None:
+        fds.add(nursery._control.fileno())
+    return fds
 
 
 def _children() -> dict[int, str]:
@@ -59,12 +64,13 @@ def _children() -> dict[int, str]:
 
 def _fds() -> dict[int, str]:
     found = {}
+    stay = _fds_that_stay()
     for name in os.listdir("/proc/self/fd") if HAS_PROC else ():
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue  # the listing's own descriptor
-        if int(name) not in _nursery_fds():
+        if int(name) not in stay:
             found[int(name)] = target
     return found
 

@@ -111,14 +111,20 @@ class Shards(IterableDataset):
     def __init__(self, length: int = 20) -> None:
         self.length = length
 
+    def __repr__(self) -> str:
+        return f"Shards({self.length})"
+
     def __iter__(self) -> Any:
         info = get_worker_info()
         start, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(torch.arange(start, self.length, step))
+        return iter([torch.tensor(number) for number in range(start, self.length, step)])
 
 
 class Unequal(IterableDataset):
     """Worker k gives k + 1 times three numbers: shards that end at different times."""
+
+    def __repr__(self) -> str:
+        return "Unequal()"
 
     def __iter__(self) -> Any:
         info = get_worker_info()

@@ -62,6 +62,9 @@ class PenstockError(Exception):
         for name, value in facts.items():
             setattr(self, name, value)
 
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError, which some derive from, would show it in quotes
+
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.args, self.__dict__))
 

@@ -118,7 +118,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         asked = context.get_start_method() if context is not None else None
         is_iterable = isinstance(self.dataset, torch.utils.data.IterableDataset)
         if pool.value == "inline" or num_workers == 0:
-            pool = Choice("inline", pool.reason if pool.value == "inline" else "no workers", "rule")
+            pool = pool if pool.value == "inline" else Choice("inline", "num_workers is 0", "rule")
         elif pool.value == "thread" and is_iterable and num_workers > 1:
             choice = Choice(1, "threads cannot share an iterable dataset out", "rule")
         return Plan(

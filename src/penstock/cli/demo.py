@@ -73,7 +73,7 @@ def _show(console: Console, images: GeneratedImages, options: DemoOptions) -> No
     loader = _make_loader("penstock", images, options.num_workers)
     _show_plan(console, loader.plan)
     console.print(
-        f"\nTraining a small CNN to tell {', '.join(KINDS[:-1])} and {KINDS[-1]} apart, "
+        "\nTraining a small CNN to tell flat and upright ellipses, discs and rings apart, "
         f"for {options.train_s:g} s"
     )
     training = _train(console, loader, device, options.train_s)
@@ -223,9 +223,10 @@ def _race(console: Console, images: GeneratedImages, num_workers: int, cold_s: f
 @contextmanager
 def _progress(console: Console, total: float, note: str) -> Iterator[Callable[[float, str], None]]:
     """A bar on a terminal, nothing in a pipe; yields what moves it on."""
+    if not console.is_terminal:
+        yield lambda done, text: None
+        return
     columns = (BarColumn(), TextColumn(note), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=total, note="")
         yield lambda done, text: progress.update(task, completed=done, note=text)

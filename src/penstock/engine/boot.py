@@ -36,6 +36,7 @@ def worker_main(channel: Any, assignment: Assignment, fds: list[int]) -> None:
     from penstock.engine.remote_errors import describe
     from penstock.engine.travel import unpack
     from penstock.engine.worker import Worker
+    from penstock.order.randomness import watching_reads
 
     number = assignment.worker
     try:
@@ -55,7 +56,11 @@ def worker_main(channel: Any, assignment: Assignment, fds: list[int]) -> None:
         return
     prepare_worker(number, assignment.num_workers, assignment.task, objects)
     try:
-        Worker(number=number, task=assignment.task, objects=objects, desk=desk, cells=cells).run()
+        worker = Worker(
+            number=number, task=assignment.task, objects=objects, desk=desk, cells=cells
+        )
+        with watching_reads():
+            worker.run()
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         pass  # the parent is gone or has hung up
 

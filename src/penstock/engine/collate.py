@@ -320,7 +320,7 @@ def view_batch(
     return assemble(layout.tree, fields)
 
 
-def default_collate(samples: list[Any], indices: list[Any]) -> Any:
+def default_collate(samples: list[Any], indices: list[Any], path: str = "") -> Any:
     """torch's own collate; when it fails because samples differ, the samples are named."""
     try:
         return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
@@ -328,8 +328,8 @@ def default_collate(samples: list[Any], indices: list[Any]) -> Any:
         from penstock.engine.mismatch import find_mismatch
 
         if all(_is_dataclass_like(sample) for sample in samples):
-            return _collate_dataclasses(samples, indices)
-        named = find_mismatch(samples, indices, error)
+            return _collate_dataclasses(samples, indices, path)
+        named = find_mismatch(samples, indices, error, path)
         if named is None:
             raise
         raise named from error
@@ -339,10 +339,10 @@ def _is_dataclass_like(sample: Any) -> bool:
     return hasattr(type(sample), "__dataclass_fields__")
 
 
-def _collate_dataclasses(samples: list[Any], indices: list[Any]) -> Any:
+def _collate_dataclasses(samples: list[Any], indices: list[Any], path: str) -> Any:
     kind = type(samples[0])
     made = object.__new__(kind)
     for name in kind.__dataclass_fields__:
         column = [getattr(sample, name) for sample in samples]
-        object.__setattr__(made, name, default_collate(column, indices))
+        object.__setattr__(made, name, default_collate(column, indices, f"{path}.{name}"))
     return made

@@ -55,6 +55,8 @@ def _descend(path: str, value: Any, reason: BaseException) -> tuple[str, Any, Ba
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value).__module__.startswith("multiprocessing"):
+        return  # a lock or queue is at fault as such, not some inner part of it
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -66,6 +68,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f".<closure {name}>", cell.cell_contents
             except ValueError:
                 continue  # a cell that was never filled
+    yield from _defaults(value)
     code = getattr(value, "__code__", None)
     if code is not None and getattr(value, "__module__", None) == "__main__":
         used = getattr(value, "__globals__", {})
@@ -85,6 +88,16 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         for name in getattr(slot_owner, "__slots__", ()) or ():
             if isinstance(name, str) and hasattr(value, name):
                 yield f".{name}", getattr(value, name)
+
+
+def _defaults(value: Any) -> Iterator[tuple[str, Any]]:
+    defaults = getattr(value, "__defaults__", None) or ()
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        names = code.co_varnames[: code.co_argcount][-len(defaults) :] if defaults else ()
+        yield from ((f".<default {name}>", d) for name, d in zip(names, defaults, strict=True))
+        named = getattr(value, "__kwdefaults__", None) or {}
+        yield from ((f".<default {name}>", default) for name, default in named.items())
 
 
 def _kind(value: Any) -> str:

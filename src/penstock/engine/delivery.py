@@ -20,11 +20,12 @@ import numpy as np
 
 from penstock.engine import payload
 from penstock.engine.messages import EPOCH_CELL, NOTHING, Fresh, Lease, Reply, Task, position_cell
+from penstock.engine.obituary import write_obituary, write_timeout
 from penstock.engine.pools import Death, Pool
 from penstock.engine.remote_errors import ErrorReport, rebuild
 from penstock.engine.slots import Ring, Slot
 from penstock.engine.turns import Turns
-from penstock.errors import WorkerDied, WorkerTimeout
+from penstock.errors import WorkerTimeout
 
 POLL_S = 1.0
 """The longest sleep while waiting: after it, timeouts and Ctrl-C are looked at again."""
@@ -33,7 +34,9 @@ SPLIT_FROM_S = 0.05
 DEPTH_TARGET_S = 0.02
 """Without an asked-for prefetch_factor, each worker is leased about this much work."""
 MIN_DEPTH, MAX_DEPTH = 2, 16
-MAX_DEPTH_BYTES = 256 << 20
+MAX_DEPTH_BYTES = 32 << 20
+"""More slots than this are cold when their turn comes: on 9.6 MB batches depth 10 measured 0.7
+times the rate of depth 2 (16-core x86-64)."""
 
 
 @dataclass(eq=False)
@@ -218,7 +221,8 @@ class Delivery:
             if isinstance(event, Reply):
                 self._take(worker, event)
             elif isinstance(event, Death):
-                self._fail(self._died(worker, event))
+                index = self._index_of(worker)
+                self._fail(write_obituary(worker, event.pid, event.exit_code, index))
             elif event[0] == "note":
                 warnings.warn(event[1], stacklevel=5)
             else:
@@ -352,42 +356,26 @@ class Delivery:
 
     # -- faults ----------------------------------------------------------------------------------
 
-    def _died(self, worker: int, death: Death) -> WorkerDied:
-        from penstock.engine.obituary import write_obituary
-
-        index = self._index_of(worker)
-        return write_obituary(worker, death.pid, death.exit_code, index)
-
     def _index_of(self, worker: int) -> Any:
         """What a worker is loading: an index, a list of them (``__getitems__``), or None."""
         cell = position_cell(worker)
         position, num_samples = self._cells[cell], self._cells[cell + 1]
-        if position == NOTHING:
-            return None
         for job in self._jobs.values():
             place = position - job.position
-            if job.epoch == self.epoch and 0 <= place < job.rows:
-                if not self._task.auto_collation:
-                    return job.index
-                if num_samples > 1:
-                    return list(job.index)[place : place + num_samples]
-                return job.index[place]
+            if position == NOTHING or job.epoch != self.epoch or not 0 <= place < job.rows:
+                continue
+            if not self._task.auto_collation:
+                return job.index
+            return (
+                list(job.index)[place : place + num_samples]
+                if num_samples > 1
+                else job.index[place]
+            )
         return None
 
     def _timed_out(self) -> WorkerTimeout:
         busy = {worker: self._index_of(worker) for worker in range(self._num_workers)}
-        loading = ", ".join(
-            f"worker {worker} is at sample {index!r}"
-            for worker, index in busy.items()
-            if index is not None
-        )
-        return WorkerTimeout(
-            f"DataLoader timed out after {self._timeout_s} seconds; batch {self._next} is not here",
-            where=loading or None,
-            remedy=f"DataLoader(..., timeout={self._timeout_s * 10:g}), or find out why the "
-            "samples named here are slow",
-            samples=busy,
-        )
+        return write_timeout(self._timeout_s, self._next, busy)
 
     def close(self) -> None:
         """Stop the workers and let go of the memory. Batches that the user holds stay valid."""

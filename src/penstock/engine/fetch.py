@@ -8,12 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-BeforeSample = Callable[[int, int], None]
-"""Called just before ``dataset[i]`` with the sample's position and how many follow in one run."""
+from penstock.order.randomness import SampleRandomness
 
 
 class Exhausted(Exception):
     """The worker's share of an iterable dataset has ended."""
+
+
+def call_user(
+    function: Callable[[Any], Any], index: Any, position: int, randomness: SampleRandomness | None
+) -> Any:
+    """One call of user code, with the randomness of the sample (or batch) at ``position``."""
+    if randomness is None:
+        return function(index)
+    return randomness.call(function, index, position)
 
 
 def takes_batches(dataset: Any) -> bool:
@@ -29,19 +37,14 @@ def takes_batches(dataset: Any) -> bool:
 
 
 def fetch_map(
-    dataset: Any, indices: list[Any], position: int, before: BeforeSample | None
+    dataset: Any, indices: list[Any], position: int, randomness: SampleRandomness | None
 ) -> Iterator[Any]:
     """The samples of ``indices``, one by one; ``position`` is the first one's place."""
     if takes_batches(dataset):
-        if before is not None:
-            before(position, 1)
-        yield from dataset.__getitems__(indices)
+        yield from call_user(dataset.__getitems__, indices, position, randomness)
         return
-    end = position + len(indices)
     for place, index in enumerate(indices, position):
-        if before is not None:
-            before(place, end - place)
-        yield dataset[index]
+        yield call_user(dataset.__getitem__, index, place, randomness)
 
 
 class Stream:

@@ -32,7 +32,11 @@ class Gatherer:
         self.layout = layout
 
     def fill(self, index: list[int], slot: np.ndarray, rows: int, first_row: int) -> None:
-        """Copy the rows of ``index`` into their places in a batch of ``rows``."""
+        """Copy the rows of ``index`` into their places in a batch of ``rows``.
+
+        Raises:
+            OddSample: The indices are not plain whole numbers.
+        """
         chosen = self._resolve(index)
         offsets, _ = self.layout.places(rows)
         for tensor, leaf, offset in zip(self._tensors, self.layout.leaves, offsets, strict=True):
@@ -54,7 +58,9 @@ class Gatherer:
     def _resolve(self, index: list[int]) -> np.ndarray:
         for rows in self._rows:
             index = [rows[place] for place in index]
-        chosen = np.array(index, dtype=np.int64)
+        chosen = np.asarray(index)
+        if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
+            raise OddSample
         length = len(self._tensors[0])
         if len(index) and chosen.min() < 0:
             chosen = np.where(chosen < 0, chosen + length, chosen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +18,16 @@ from torch.utils.data import dataloader as torch_loader
 
 from penstock.engine import collate
 from penstock.engine.delivery import Delivery
-from penstock.engine.fetch import Exhausted, Stream, fetch_map, takes_batches
+from penstock.engine.fetch import Exhausted, Stream, call_user, fetch_map, takes_batches
 from penstock.engine.gather import Gatherer, find_gatherer
 from penstock.engine.launcher import Launcher
+from penstock.engine.layout import OddSample
 from penstock.engine.memory import PrivateFile, SharedFile
 from penstock.engine.messages import Task
 from penstock.engine.pools import Pool, ProcessPool, ThreadPool, control_cells
 from penstock.engine.slots import Ring
-from penstock.order.randomness import SampleRandomness, preserved_generators
+from penstock.order.generators import preserved_generators
+from penstock.order.randomness import COLLATE_STREAM, SampleRandomness, watching_reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,11 @@ class InlineIterator(_Iterator):
 
     def __init__(self, loader: Any, setup: Setup) -> None:
         super().__init__(loader)
-        self._per_sample = setup.per_sample
+        self._randomness: SampleRandomness | None = None
+        self._collate_randomness: SampleRandomness | None = None
+        if setup.per_sample:
+            self._randomness = SampleRandomness(self._base_seed)
+            self._collate_randomness = SampleRandomness(self._base_seed ^ COLLATE_STREAM)
         self._epoch = -1
         self._collates_by_default = collate.is_default_collate(self._collate_fn)
         self._gatherer: Gatherer | None = None
@@ -77,9 +84,10 @@ class InlineIterator(_Iterator):
     def _begin(self) -> None:
         self._epoch += 1
         self._position = 0
-        self._before: SampleRandomness | None = None
-        if self._per_sample:
-            self._before = SampleRandomness(self._base_seed, self._epoch)
+        if self._randomness is not None:
+            assert self._collate_randomness is not None
+            self._randomness.begin(self._epoch)
+            self._collate_randomness.begin(self._epoch)
         self._stream: Stream | None = None
         if self._dataset_kind == torch_loader._DatasetKind.Iterable:
             self._stream = Stream(
@@ -96,15 +104,18 @@ class InlineIterator(_Iterator):
     def _next_data(self) -> Any:
         index = next(self._sampler_iter)
         if self._gatherer is not None and self._ring is not None:
-            return self._finished(self._gatherer.gather(index, self._ring))
+            with suppress(OddSample):  # slices as indices, say: the usual way
+                return self._finished(self._gatherer.gather(index, self._ring))
         if self._stream is not None:
             try:
                 samples = self._stream.fetch(index)
             except Exhausted:
                 raise StopIteration from None
-        elif self._per_sample:
-            with preserved_generators():
+        elif self._randomness is not None:
+            with preserved_generators(whole=not self._randomness.is_quiet), watching_reads():
                 samples = self._fetch(index)
+                if not self._collates_by_default:
+                    return self._finished(self._collate(samples))
         else:
             samples = self._fetch(index)
         if self._collates_by_default and self._auto_collation:
@@ -112,16 +123,18 @@ class InlineIterator(_Iterator):
             return self._finished(collate.default_collate(samples, indices))
         return self._finished(self._collate_fn(samples))
 
+    def _collate(self, samples: Any) -> Any:
+        num_samples = len(samples) if self._auto_collation else 1
+        position = self._position - num_samples
+        return call_user(self._collate_fn, samples, position, self._collate_randomness)
+
     def _fetch(self, index: Any) -> Any:
-        before = self._before
         position = self._position
         if not self._auto_collation:
             self._position += 1
-            if before is not None:
-                before(position, 1)
-            return self._dataset[index]
+            return call_user(self._dataset.__getitem__, index, position, self._randomness)
         self._position += len(index)
-        return list(fetch_map(self._dataset, index, position, before))
+        return list(fetch_map(self._dataset, index, position, self._randomness))
 
 
 class PooledIterator(_Iterator):

@@ -183,6 +183,7 @@ def _forked_main(
     from penstock.engine.desks import PipeDesk
     from penstock.engine.messages import CONTROL_BYTES
     from penstock.engine.worker import Worker
+    from penstock.order.randomness import watching_reads
 
     task, number, num_workers, parent = given
     boot._quiet_signals()
@@ -195,6 +196,7 @@ def _forked_main(
     boot.prepare_worker(number, num_workers, task, objects)
     desk = PipeDesk(channel, memory)
     try:
-        Worker(number=number, task=task, objects=objects, desk=desk, cells=cells).run()
+        with watching_reads():
+            Worker(number=number, task=task, objects=objects, desk=desk, cells=cells).run()
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         pass

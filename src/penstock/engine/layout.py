@@ -161,6 +161,12 @@ def _build(tree: Any, fields: Any, *, keep_tuples: bool = False) -> Any:
     if tree is None:
         return next(fields)
     values = [_build(child, fields, keep_tuples=keep_tuples) for child in tree.children]
+    if tree.kind in ("list", "namedtuple") and not keep_tuples:
+        # default_collate transposes sequences with zip, so strings in them come as tuples.
+        values = [
+            tuple(value) if child is None and isinstance(value, list) else value
+            for child, value in zip(tree.children, values, strict=True)
+        ]
     if tree.kind == "dict":
         return dict(zip(tree.keys, values, strict=True))
     if tree.kind == "namedtuple":
@@ -184,6 +190,8 @@ def numpy_leaf(value: Any) -> Leaf | None:
     if isinstance(value, np.ndarray):
         if type(value) is not np.ndarray or not _is_plain(value.dtype):
             raise OddSample
+        if any(stride < 0 for stride in value.strides):
+            raise OddSample  # torch refuses those, with its own advice
         return Leaf("array", value.dtype.str, value.shape, value.nbytes)
     if isinstance(value, (np.number, np.bool_)):
         if not _is_plain(value.dtype):

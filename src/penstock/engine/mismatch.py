@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,16 +10,16 @@ from penstock.errors import MismatchedSamples
 
 
 def find_mismatch(
-    samples: list[Any], indices: list[Any], error: BaseException
+    samples: list[Any], indices: list[Any], error: BaseException, path: str = ""
 ) -> MismatchedSamples | None:
     """The named error for samples that default_collate refused; None when they do not differ."""
-    found = _first_difference(samples, "")
+    found = _first_difference(samples, path)
     if found is None:
         return None
     path, place, ours, theirs = found
     field = f"field {path}" if path else "the sample itself"
     first, odd = _name(indices, 0), _name(indices, place)
-    return MismatchedSamples(
+    return _class_for(type(error))(
         f"samples of one batch differ in {field}: sample {first} has {theirs}, sample {odd} has "
         f"{ours}. ({error})",
         remedy="resize or pad in the dataset so that all are equal, or pass a collate_fn that "
@@ -28,6 +29,15 @@ def find_mismatch(
         expected=theirs,
         found=ours,
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _class_for(kind: type[BaseException]) -> type[MismatchedSamples]:
+    """MismatchedSamples that is also what torch raised, so that an ``except`` for it still works."""
+    if issubclass(MismatchedSamples, kind):
+        return MismatchedSamples
+    namespace = {"__module__": MismatchedSamples.__module__}
+    return type(MismatchedSamples.__name__, (MismatchedSamples, kind), namespace)
 
 
 def _name(indices: list[Any], place: int) -> str:

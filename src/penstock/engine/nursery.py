@@ -196,6 +196,8 @@ class Nursery:
 
     def _lose(self, why: str) -> None:
         self.is_lost = True
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.5)
         code = self._process.poll()
         raise StartFailed(
             f"the nursery process (pid {self._process.pid}, exit code {code}) is gone: {why}",
@@ -229,7 +231,7 @@ def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     except OSError as error:
         raise StartFailed(
             f"could not start {sys.executable!r}: {error}",
-            likely="too many open files or processes, or no memory.",
+            likely="there is no such program, or too many files, processes or pages are in use.",
             remedy='DataLoader(..., pool="thread")',
         ) from error
 

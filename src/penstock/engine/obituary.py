@@ -1,11 +1,11 @@
-"""What to say about a worker that died: how, at which sample, probably why, and what to do."""
+"""What to say about a worker that died or is late: where it stands, probably why, what to do."""
 
 from __future__ import annotations
 
 import signal
 from typing import Any
 
-from penstock.errors import WorkerDied
+from penstock.errors import WorkerDied, WorkerTimeout
 
 _CAUSES = {
     "SIGKILL": "something killed it from outside; most often the kernel, because memory ran out.",
@@ -42,4 +42,20 @@ def write_obituary(worker: int, pid: int | None, exit_code: int | None, index: A
         pid=pid,
         exit_code=exit_code,
         sample_index=index,
+    )
+
+
+def write_timeout(timeout_s: float, batch: int, busy: dict[int, Any]) -> WorkerTimeout:
+    """The error for a batch that is late; ``busy`` says which sample each worker is at."""
+    places = [
+        f"worker {worker} is at sample {index!r}"
+        for worker, index in busy.items()
+        if index is not None
+    ]
+    return WorkerTimeout(
+        f"DataLoader timed out after {timeout_s} seconds; batch {batch} is not here",
+        where=", ".join(places) or None,
+        remedy=f"DataLoader(..., timeout={timeout_s * 10:g}), or find out why the samples named "
+        "here are slow",
+        samples=busy,
     )

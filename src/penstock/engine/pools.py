@@ -21,9 +21,10 @@ from penstock.engine.channels import Switchboard, make_channel
 from penstock.engine.desks import QueueDesk, dump_leases
 from penstock.engine.launcher import Launcher, Process
 from penstock.engine.memory import SharedFile
-from penstock.engine.messages import CONTROL_BYTES, EPOCH_CELL, STOP, Fresh, Lease, Task
+from penstock.engine.messages import CONTROL_BYTES, EPOCH_CELL, NOTHING, STOP, Fresh, Lease, Task
 from penstock.engine.remote_errors import describe
-from penstock.order.randomness import preserved_generators
+from penstock.order.generators import preserved_generators
+from penstock.order.randomness import watching_reads
 
 GRACE_S = 0.5
 """How long a worker may take to finish its present sample when it is told to stop."""
@@ -204,7 +205,7 @@ def _run_thread(worker: Any, number: int, replies: queue.SimpleQueue[tuple[int, 
 def _one_at_a_time(lock: threading.Lock) -> Callable[[], AbstractContextManager[Any]]:
     @contextmanager
     def guard() -> Iterator[None]:
-        with lock, preserved_generators():
+        with lock, preserved_generators(), watching_reads():
             yield
 
     return guard
@@ -223,7 +224,10 @@ def control_cells(memory: SharedFile) -> memoryview:
     """The control page as 64-bit cells; the first piece of the shared file."""
     offset = memory.grow(CONTROL_BYTES)
     assert offset == 0
-    return memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
+    cells = memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
+    for cell in range(len(cells)):
+        cells[cell] = NOTHING
+    return cells
 
 
 _living_pools: weakref.WeakSet[ProcessPool] = weakref.WeakSet()

@@ -20,6 +20,8 @@ from typing import Any
 
 import cloudpickle
 
+from penstock.errors import PenstockError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
@@ -31,6 +33,7 @@ class ErrorReport:
     where: str
     worker: int
     index: bytes | None = None
+    ours: bytes | None = None
     whole: bytes | None = None
     bare: bytes | None = None
 
@@ -56,6 +59,7 @@ def describe(error: BaseException, *, worker: int, where: str, index: Any = None
         where=where,
         worker=worker,
         index=_dump(index),
+        ours=_dump(error) if isinstance(error, PenstockError) else None,
         whole=_dump((type(error), error.args, _native_state(error), _own_state(error))),
         bare=_dump((type(error), (_safe_text(error),), {}, {})),
     )
@@ -63,6 +67,10 @@ def describe(error: BaseException, *, worker: int, where: str, index: Any = None
 
 def rebuild(report: ErrorReport) -> BaseException:
     """The exception to raise in the parent. Called from: the parent, when its batch is due."""
+    ours: PenstockError | None = _load(report.ours)
+    if ours is not None:
+        ours.__cause__ = WorkerTraceback(report.trace)
+        return ours
     index = _load(report.index)
     where = report.where if index is None else f"{report.where} while loading {_name(index)}"
     message = f"Caught {report.kind} {where}.\nOriginal {report.trace}"

@@ -12,14 +12,14 @@ import mmap
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import numpy as np
 
 from penstock.engine import collate, payload
 from penstock.engine.collate import is_default_collate
-from penstock.engine.fetch import Exhausted, Stream, seed_pipes, takes_batches
+from penstock.engine.fetch import Exhausted, Stream, call_user, seed_pipes, takes_batches
 from penstock.engine.gather import find_gatherer
 from penstock.engine.layout import Layout, OddSample
 from penstock.engine.messages import (
@@ -34,7 +34,7 @@ from penstock.engine.messages import (
 )
 from penstock.engine.remote_errors import describe
 from penstock.engine.scratch import Scratch, collating_into
-from penstock.order.randomness import SampleRandomness
+from penstock.order.randomness import COLLATE_STREAM, SampleRandomness
 
 Loaded = tuple[str, Any, int, bool]
 """Kind and content of a reply, the bytes that the batch needs, and whether the slot is kept."""
@@ -90,9 +90,16 @@ class Worker:
         self._layouts: dict[Any, int] = {}
         self._init_error: BaseException | None = objects.get("init_error")
         self._index: Any = None
-        self._before: SampleRandomness | None = None
-        self._before_epoch = NOTHING
         self._keeps_torch_seed = bool(objects.get("keeps_torch_seed"))
+        self._randomness: SampleRandomness | None = None
+        self._collate_randomness: SampleRandomness | None = None
+        self._randomness_epoch = 0
+        if task.per_sample:
+            with_torch = not self._keeps_torch_seed
+            self._randomness = SampleRandomness(task.base_seed, with_torch=with_torch)
+            self._collate_randomness = SampleRandomness(
+                task.base_seed ^ COLLATE_STREAM, with_torch=with_torch
+            )
         self._writes_slots = task.auto_collation and is_default_collate(self._collate)
         self._gatherer = find_gatherer(self._dataset) if self._writes_slots else None
 
@@ -138,8 +145,9 @@ class Worker:
             slot = self._slot(lease)
             _, num_bytes = self._gatherer.layout.places(lease.rows)
             if num_bytes <= slot.nbytes:
-                self._gatherer.fill(lease.index, slot, lease.rows, lease.first_row)
-                return self._filled(self._gatherer.layout, len(lease.index), [], lease)
+                with suppress(OddSample):  # slices as indices, say: the usual way
+                    self._gatherer.fill(lease.index, slot, lease.rows, lease.first_row)
+                    return self._filled(self._gatherer.layout, len(lease.index), [], lease)
         samples = self._samples(lease)
         if self._writes_slots:
             return self._fill(lease, samples)
@@ -164,24 +172,27 @@ class Worker:
             self._cells[self._cell] = NOTHING
             with self._guard():
                 return self._stream.fetch(lease.index)
-        before = self._randomness(lease.epoch) if task.per_sample else None
+        if self._randomness is not None and self._randomness_epoch != lease.epoch:
+            assert self._collate_randomness is not None
+            self._randomness.begin(lease.epoch)
+            self._collate_randomness.begin(lease.epoch)
+            self._randomness_epoch = lease.epoch
         if not task.auto_collation:
             self._note(lease.position, lease.index)
             with self._guard():
-                if before is not None:
-                    before(lease.position, 1)
-                return self._dataset[lease.index]
+                get = self._dataset.__getitem__
+                return call_user(get, lease.index, lease.position, self._randomness)
         if takes_batches(self._dataset):
             self._note(lease.position, list(lease.index), len(lease.index))
             with self._guard():
-                if before is not None:
-                    before(lease.position, 1)
-                return self._dataset.__getitems__(lease.index)
-        return self._one_by_one(lease, before)
+                get = self._dataset.__getitems__
+                return call_user(get, lease.index, lease.position, self._randomness)
+        return self._one_by_one(lease)
 
-    def _one_by_one(self, lease: Lease, before: Any) -> Iterator[Any]:
-        dataset, cells, cell, guard = self._dataset, self._cells, self._cell, self._guard
-        epoch, end = lease.epoch, lease.position + len(lease.index)
+    def _one_by_one(self, lease: Lease) -> Iterator[Any]:
+        get, randomness = self._dataset.__getitem__, self._randomness
+        cells, cell, guard = self._cells, self._cell, self._guard
+        epoch = lease.epoch
         cells[cell + 1] = 1
         for position, index in enumerate(lease.index, lease.position):
             if cells[EPOCH_CELL] != epoch:
@@ -189,23 +200,11 @@ class Worker:
             cells[cell] = position
             self._index = index
             if guard is nullcontext:  # processes: nothing to guard, and it is the hot loop
-                if before is not None:
-                    before(position, end - position)
-                yield dataset[index]
+                yield call_user(get, index, position, randomness)
             else:
                 with guard():
-                    if before is not None:
-                        before(position, end - position)
-                    sample = dataset[index]
+                    sample = call_user(get, index, position, randomness)
                 yield sample
-
-    def _randomness(self, epoch: int) -> SampleRandomness:
-        if self._before is None or self._before_epoch != epoch:
-            self._before = SampleRandomness(
-                self._task.base_seed, epoch, with_torch=not self._keeps_torch_seed
-            )
-            self._before_epoch = epoch
-        return self._before
 
     def _note(self, position: int, index: Any, num_samples: int = 1) -> None:
         self._cells[self._cell + 1] = num_samples
@@ -275,7 +274,8 @@ class Worker:
         root = self._slot(lease)
         scratch = Scratch(root)
         with collating_into(scratch), self._guard():
-            batch = self._collate(samples)
+            position, randomness = lease.position, self._collate_randomness
+            batch = call_user(self._collate, samples, position, randomness)
         written = payload.write(batch, root, scratch.used)
         alive = weakref.ref(root)
         scratch.buffer = None

@@ -31,7 +31,7 @@ def _cgroup_quota(cgroup: Path) -> int | None:
         if limit == "max":
             return None
         return -(-int(limit) // int(period))
-    except (OSError, ValueError):
+    except (OSError, ValueError, ZeroDivisionError):
         pass
     try:
         limit_us = int((cgroup / "cpu/cpu.cfs_quota_us").read_text())

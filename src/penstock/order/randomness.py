@@ -1,135 +1,207 @@
-"""Randomness belongs to the sample: (seed, epoch, position) sets every generator, and nothing else.
+"""Randomness belongs to the sample: (seed, epoch, position) decides what it draws, nothing else.
 
-Before ``dataset[i]`` runs, Python's, NumPy's and torch's global generators hold a state that
-depends on nothing but the seed, the epoch and the sample's place in the epoch's order. Unmodified
-user code therefore draws the same numbers whichever worker runs it.
+Unmodified user code draws the same numbers whichever worker runs it, because before ``dataset[i]``
+the global generators are set from a key of the sample's own:
 
-    Philox(key = seed and epoch) -> position p owns the 80 blocks from counter 80 * p on:
-        words 0..311    the 624 words of Python's Mersenne Twister
-        word  312       NumPy's seed
-        word  313       torch's seed
-        words 314..319  kept for later
+    hash of (seed, epoch, position)      -> NumPy's and torch's seeds
+    Philox(key = seed, epoch), counter 78 * position -> the 624 words of Python's Mersenne Twister
 
-A counter-based generator gives any position alone and a run of positions in one call. Python's
-state is written in place where the interpreter's layout is the known one (checked against
-``getstate`` when this module is first used), else through ``setstate``: the same bits, slower.
-Measured (2-core x86-64): 7 microseconds a sample in all, against 12 with ``random.seed``.
+Any position can be computed alone. Setting all three costs 8 microseconds, setting torch's alone 2
+(16-core x86-64). Most datasets that are quicker than that draw nothing from Python's or NumPy's
+generator, so those two are set only where it matters:
+
+    strict: set everything, call.            The first samples, and every dataset that draws.
+    quiet:  set torch, call, look whether Python's or NumPy's generator moved.
+            It did: set everything, call once more, and be strict from then on.
+
+So a dataset that has drawn nothing for its first samples and then begins to draw has one sample
+loaded twice per worker; what the user sees is always the strict result.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from penstock.order.generators import numpy_generator, python_generator
+
 _MASK = (1 << 64) - 1
-_BLOCKS = 80
-_WORDS = 4 * _BLOCKS
-_TWISTER_WORDS = 624
-_NUMPY_WORD = 312
-_TORCH_WORD = 313
-_MAX_RUN = 16
-"""Positions computed in one call: 40 KB of words, which stay in the cache."""
+_BLOCKS = 78
+"""Philox blocks (of four words) per position: 312 words are Python's 624."""
+_SEED_RUN = 64
+_STATE_RUN = 16
+"""Positions computed in one call; 16 states are 40 KB, which stay in the cache."""
+NUM_STRICT = 16
+"""Samples that are loaded strictly before a dataset counts as one that does not draw."""
+
+
+COLLATE_STREAM = 0x636F6C6C617465
+"""Mixed into the seed for a user's collate_fn, which draws by its batch's first position."""
 
 
 class SampleRandomness:
-    """Sets the global generators for the samples of one epoch.
+    """Calls user code so that each sample draws from generators of its own.
 
     Args:
+        seed: The loader's base seed.
         with_torch: False leaves torch's generator alone (the user seeded it in worker_init_fn).
 
-    Called from: whoever is about to call ``dataset[i]``, in that process or thread.
+    Called from: whoever loads samples, in that process or thread, one at a time. Pairs with
+    :func:`watching_reads`, which should be active meanwhile.
 
     Example:
         >>> import random
-        >>> before = SampleRandomness(seed=0, epoch=0)
-        >>> before(5); first = random.random()
-        >>> before(6); other = random.random()
-        >>> before(5); random.random() == first != other
+        >>> randomness = SampleRandomness(seed=0)
+        >>> first = randomness.call(lambda i: random.random(), 0, position=5)
+        >>> other = randomness.call(lambda i: random.random(), 0, position=6)
+        >>> first == randomness.call(lambda i: random.random(), 0, position=5) != other
         True
     """
 
-    def __init__(self, seed: int, epoch: int, *, with_torch: bool = True) -> None:
+    def __init__(self, seed: int, *, with_torch: bool = True) -> None:
         import torch
 
-        self._key = np.array([seed & _MASK, epoch & _MASK], dtype=np.uint64)
+        self._seed = seed & _MASK
         # The generator's own method: torch.manual_seed also visits every accelerator (25x slower).
         self._seed_torch = torch.default_generator.manual_seed if with_torch else None
-        self._write_python = _python_writer()
-        self._stream = np.random.Philox(key=self._key, counter=0)
-        self._first = self._end = self._address = 0
-        self._words = np.empty((0, _WORDS), dtype=np.uint64)
-        self._seeds: list[list[int]] = []
+        self._python = python_generator()
+        self._numpy = numpy_generator()
+        can_peek = self._python.is_known and self._numpy.is_known
+        if can_peek:
+            self._cells = (*self._python.cells(), *self._numpy.cells())
+        self._num_silent = 0
+        self.is_quiet = False
+        self._draws = not can_peek
+        self.begin(0)
 
-    def expect(self, position: int, num_samples: int) -> None:
-        """Prepare a run of positions in one go; optional."""
-        run = min(num_samples, _MAX_RUN)
-        if position < self._end:
-            self._stream, self._end = np.random.Philox(key=self._key, counter=0), 0
-        if position > self._end:
-            self._stream.advance((position - self._end) * _BLOCKS)
-        self._words = self._stream.random_raw(run * _WORDS).reshape(run, _WORDS)
-        self._seeds = self._words[:, _NUMPY_WORD : _TORCH_WORD + 1].tolist()
-        self._first, self._end = position, position + run
-        self._address = self._words.ctypes.data
+    def begin(self, epoch: int) -> None:
+        """Turn to another epoch."""
+        self._epoch = epoch
+        self._seeds: list[tuple[int, int]] = []
+        self._first_seed = 0
+        self._new_stream()
 
-    def __call__(self, position: int, num_left: int = 1) -> None:
-        """Set all generators for the sample at ``position``."""
-        if not self._first <= position < self._end:
-            self.expect(position, num_left)
-        row = position - self._first
-        numpy_seed, torch_seed = self._seeds[row]
-        self._write_python(self._words, row, self._address)
-        np.random.seed(numpy_seed & 0xFFFFFFFF)
+    def call(self, function: Callable[[Any], Any], index: Any, position: int) -> Any:
+        """``function(index)``, drawing what the sample at ``position`` draws."""
+        if self.is_quiet:
+            if self._seed_torch is not None:
+                self._seed_torch(self._seeds_at(position)[1])
+            _reads.has_read = False
+            before = self._peek()
+            try:
+                sample = function(index)
+            except Exception:
+                if self._is_untouched(before):
+                    raise
+            else:
+                if self._is_untouched(before):
+                    return sample
+            self.is_quiet, self._draws = False, True
+        self.set_generators(position)
+        if self._draws:
+            return function(index)
+        return self._call_and_learn(function, index)
+
+    def _call_and_learn(self, function: Callable[[Any], Any], index: Any) -> Any:
+        _reads.has_read = False
+        before = self._peek()
+        sample = function(index)
+        if not self._is_untouched(before):
+            self._draws = True
+        self._num_silent += 1
+        self.is_quiet = not self._draws and self._num_silent >= NUM_STRICT
+        return sample
+
+    def _peek(self) -> tuple[int, int, int]:
+        python, numpy, index = self._cells
+        return python.value, numpy.value, index.value
+
+    def _is_untouched(self, before: tuple[int, int, int]) -> bool:
+        return before == self._peek() and not _reads.has_read
+
+    def set_generators(self, position: int) -> None:
+        """Set all generators to the state of the sample at ``position``."""
+        numpy_seed, torch_seed = self._seeds_at(position)
+        self._python.write(self._state_at(position))
+        np.random.seed(numpy_seed)
         if self._seed_torch is not None:
-            self._seed_torch(torch_seed >> 1)
+            self._seed_torch(torch_seed)
+
+    # -- keys ------------------------------------------------------------------------------------
+
+    def _seeds_at(self, position: int) -> tuple[int, int]:
+        place = position - self._first_seed
+        if not 0 <= place < len(self._seeds):
+            self._seeds = _hash_seeds(self._seed, self._epoch, position)
+            self._first_seed, place = position, 0
+        return self._seeds[place]
+
+    def _new_stream(self) -> None:
+        key = np.array([self._seed, self._epoch & _MASK], dtype=np.uint64)
+        self._stream = np.random.Philox(key=key, counter=0)
+        self._states = np.empty((0, 4 * _BLOCKS), dtype=np.uint64)
+        self._first_state = self._end_state = 0
+
+    def _state_at(self, position: int) -> Any:
+        place = position - self._first_state
+        if not 0 <= place < len(self._states):
+            if position < self._end_state:
+                self._new_stream()
+            if position > self._end_state:
+                self._stream.advance((position - self._end_state) * _BLOCKS)
+            words = self._stream.random_raw(_STATE_RUN * 4 * _BLOCKS)
+            self._states = words.reshape(_STATE_RUN, 4 * _BLOCKS)
+            self._first_state, place = position, 0
+            self._end_state = position + _STATE_RUN
+        return self._states[place]
 
 
-@functools.lru_cache(maxsize=1)
-def _python_writer() -> Any:
-    """A function (words, row, address of words) that sets Python's generator; see above."""
-    twister = random._inst
-    address = id(twister) + object.__basicsize__
-
-    def by_setstate(words: Any, row: int, _: int) -> None:
-        state = words[row, : _TWISTER_WORDS // 2].view(np.uint32).tolist()
-        random.setstate((3, (*state, _TWISTER_WORDS), None))
-
-    if not _has_known_layout(address):
-        return by_setstate
-    index = ctypes.c_int.from_address(address)
-    target, num_bytes = address + 4, _TWISTER_WORDS * 4
-    memmove = ctypes.memmove
-
-    def in_place(_: Any, row: int, source: int) -> None:
-        memmove(target, source + row * _WORDS * 8, num_bytes)
-        index.value = _TWISTER_WORDS
-        twister.gauss_next = None  # type: ignore[attr-defined]
-
-    return in_place
+def _hash_seeds(seed: int, epoch: int, position: int) -> list[tuple[int, int]]:
+    """(NumPy's, torch's) seed for a run of positions: two splitmix64 outputs per position."""
+    key = (seed + 0x9E3779B97F4A7C15 * ((epoch + 1) & _MASK)) & _MASK
+    key = (key ^ (key >> 31)) * 0xD6E8FEB86659FD93 & _MASK
+    counters = np.arange(2 * position, 2 * (position + _SEED_RUN), dtype=np.uint64)
+    words = counters * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    pairs = words.reshape(_SEED_RUN, 2)
+    numpy_seeds = (pairs[:, 0] >> np.uint64(32)).tolist()
+    torch_seeds = (pairs[:, 1] >> np.uint64(1)).tolist()
+    return list(zip(numpy_seeds, torch_seeds, strict=True))
 
 
-def _has_known_layout(address: int) -> bool:
-    """Does memory at ``address`` hold Python's generator as (int index, uint32 state[624])?"""
-    import sys
+class _Reads:
+    """Did user code read a generator's state without drawing? Then it must be the sample's own."""
 
-    if sys.implementation.name != "cpython" or sys.byteorder != "little":
-        return False
-    saved = random.getstate()
+    has_read = False
+
+
+_reads = _Reads()
+
+
+@contextmanager
+def watching_reads() -> Iterator[None]:
+    """Notice calls of ``random.getstate`` and ``np.random.get_state`` while this lasts."""
+    originals = random.getstate, np.random.get_state
+
+    def python_getstate() -> Any:
+        _reads.has_read = True
+        return originals[0]()
+
+    def numpy_get_state(*args: Any, **keywords: Any) -> Any:
+        _reads.has_read = True
+        return originals[1](*args, **keywords)
+
+    random.getstate, np.random.get_state = python_getstate, numpy_get_state
     try:
-        random.seed(20261115)
-        random.random()
-        state = random.getstate()[1]
-        raw = ctypes.string_at(address, 4 * (1 + _TWISTER_WORDS))
+        yield
     finally:
-        random.setstate(saved)
-    words = np.frombuffer(raw, dtype=np.uint32).tolist()
-    return bool(words == [state[-1], *state[:-1]])
+        random.getstate, np.random.get_state = originals
 
 
 def seed_worker(base_seed: int, worker: int) -> int:
@@ -142,28 +214,3 @@ def seed_worker(base_seed: int, worker: int) -> int:
     torch.manual_seed(seed)
     np.random.seed(_generate_state(base_seed, worker))  # type: ignore[no-untyped-call]
     return seed
-
-
-@contextmanager
-def preserved_generators() -> Iterator[None]:
-    """Leave the caller's generators as they were, whatever runs inside.
-
-    Example:
-        >>> import random
-        >>> random.seed(1); expected = random.random(); random.seed(1)
-        >>> with preserved_generators():
-        ...     random.seed(99)
-        >>> random.random() == expected
-        True
-    """
-    import torch
-
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    torch_state = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.default_generator.set_state(torch_state)

@@ -1,0 +1,102 @@
+"""User objects, serialised once, rebuilt elsewhere; big buffers lie beside the stream."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from specimens import Numbers, assert_same
+
+from penstock.engine.travel import Packed, Parcel, pack, unpack
+
+pytestmark = pytest.mark.legacy
+
+
+def worker_side(packed: Packed) -> Parcel:
+    """The parcel as a worker gets it: with a descriptor of its own, which unpacking closes."""
+    return packed.parcel_for(replace(packed.parcel.handle, fd=os.dup(packed.file.fd)))
+
+
+@contextmanager
+def packing(**objects: Any) -> Iterator[Packed]:
+    packed = pack(objects)
+    yield packed
+    packed.close()
+
+
+def round_trip(value: Any) -> Any:
+    with packing(value=value) as packed:
+        return unpack(worker_side(packed), [])["value"]
+
+
+def local_class() -> type:
+    class Local:
+        scale = 3
+
+        def __init__(self, fn: Any) -> None:
+            self.fn = fn
+
+        def __getitem__(self, index: int) -> Any:
+            return self.fn(index) * self.scale
+
+    return Local
+
+
+def test_a_dataset_comes_back_with_its_state() -> None:
+    dataset = round_trip(Numbers(5, (2, 3)))
+    assert type(dataset) is Numbers
+    assert (dataset.length, dataset.shape) == (5, (2, 3))
+
+
+def test_local_classes_lambdas_and_closures_come_back() -> None:
+    offset = 100
+    dataset = round_trip(local_class()(lambda index: index + offset))
+    assert dataset[1] == 303
+
+
+def test_arrays_and_tensors_come_back_to_the_bit() -> None:
+    value = {
+        "array": np.arange(10_000.0),
+        "tensor": torch.arange(10_000),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "strided": torch.arange(100.0).reshape(10, 10).t(),
+        "grad": torch.ones(3, requires_grad=True),
+    }
+    assert_same(round_trip(value), value)
+
+
+def test_big_buffers_are_not_in_the_stream() -> None:
+    with packing(value=[np.zeros(1 << 20, np.uint8), torch.zeros(1 << 20, dtype=torch.uint8)]) as it:
+        assert it.parcel.stream_bytes < 4096
+        assert [length for _, length in it.parcel.spans] == [1 << 20, 1 << 20]
+
+
+def test_every_worker_may_write_to_its_copy_and_nobody_else_sees_it() -> None:
+    original = np.zeros(10_000)
+    with packing(value=original) as packed:
+        one = unpack(worker_side(packed), [])["value"]
+        other = unpack(worker_side(packed), [])["value"]
+    one += 1
+    assert one.sum() == 10_000
+    assert other.sum() == 0
+    assert original.sum() == 0
+
+
+def test_the_modules_that_a_worker_must_import_are_listed() -> None:
+    with packing(dataset=Numbers()) as packed:
+        names = [entry[0] for entry in packed.parcel.modules]
+    assert "specimens" in names
+    assert "__main__" not in names
+
+
+def test_objects_of_one_parcel_that_share_something_share_it_still() -> None:
+    shared = [1, 2, 3]
+    with packing(dataset={"list": shared}, collate_fn=shared) as packed:
+        objects = unpack(worker_side(packed), [])
+    assert objects["dataset"]["list"] is objects["collate_fn"]

@@ -1,0 +1,76 @@
+"""Errors in four parts, with data for programs, that survive a pickle."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from penstock import errors
+
+pytestmark = pytest.mark.legacy
+
+ALSO = {
+    errors.WorkerDied: (RuntimeError,),
+    errors.WorkerTimeout: (RuntimeError,),
+    errors.StartFailed: (RuntimeError,),
+    errors.CannotTravel: (TypeError, pickle.PicklingError),
+    errors.MismatchedSamples: (RuntimeError,),
+    errors.BadArgument: (ValueError,),
+}
+
+
+def all_errors() -> set[type]:
+    return {
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type)
+        and issubclass(value, errors.PenstockError)
+        and value is not errors.PenstockError
+    }
+
+
+def test_every_error_is_known_to_these_tests() -> None:
+    assert all_errors() == set(ALSO)
+
+
+@pytest.mark.parametrize("kind", ALSO, ids=lambda kind: kind.__name__)
+def test_each_is_also_what_torch_or_python_raises_there(kind: Any) -> None:
+    error = kind("what")
+    assert isinstance(error, errors.PenstockError)
+    for other in ALSO[kind]:
+        assert isinstance(error, other)
+
+
+def test_the_four_parts_come_in_order() -> None:
+    error = errors.WorkerDied(
+        "worker 2 died", where="data.py:57", likely="memory", remedy="num_workers=2"
+    )
+    assert str(error).splitlines() == [
+        "WorkerDied [W01]: worker 2 died",
+        "  In: data.py:57",
+        "  Likely: memory",
+        "  Try: num_workers=2",
+    ]
+
+
+def test_parts_that_are_not_known_are_left_out() -> None:
+    assert str(errors.BadArgument("no")).splitlines() == ["BadArgument [A01]: no"]
+
+
+def test_facts_are_attributes() -> None:
+    error: Any = errors.WorkerDied("x", exit_code=-9, sample_index=4)
+    assert (error.exit_code, error.sample_index, error.what) == (-9, 4, "x")
+    assert not hasattr(error, "worker")
+
+
+@pytest.mark.parametrize("kind", ALSO, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("through", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy])
+def test_an_error_survives_a_pickle_with_all_it_has(kind: Any, through: Any) -> None:
+    error = kind("what", where="w", likely="l", remedy="r", sample_index=4)
+    again = through(error)
+    assert type(again) is kind
+    assert str(again) == str(error)
+    assert again.sample_index == 4
