@@ -143,7 +143,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             pool=plan.pool.value,
             start_method=plan.start_method.value,
             num_workers=plan.num_workers.value,
-            depth=plan.prefetch_factor.value,
+            depth=self._asked_prefetch,
             per_sample=plan.randomness.value == "sample",
             in_order=self.in_order,
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import leftovers
 import pytest
 import torch
 from specimens import (
@@ -195,9 +197,29 @@ def test_an_iterator_in_a_reference_cycle_goes_with_the_garbage() -> None:
     iterator.me = iterator
     del iterator
     gc.collect()
-    import leftovers
-
     assert leftovers.wait_until_gone(pids, 3.0) == []
+
+
+@pytest.mark.parametrize("way", PROCESS_WAYS)
+def test_iterators_in_reference_cycles_close_nothing_twice(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complaints: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: complaints.append(raised.exc_value))
+    loader = DataLoader(Samples(_raise, 8), batch_size=2, **WAYS[way])
+    for _ in range(8):
+        iterator = iter(loader)
+        try:
+            next(iterator)
+        except LookupError as error:
+            iterator.reason = error  # its traceback holds every frame, and they hold the iterator
+        del iterator
+    gc.collect()
+    assert complaints == []
+
+
+def _raise(index: int) -> None:
+    raise LookupError(index)
 
 
 @pytest.mark.parametrize("way", WORKER_WAYS)

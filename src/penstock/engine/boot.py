@@ -29,40 +29,50 @@ _PR_SET_PDEATHSIG = 1
 
 def worker_main(channel: Any, assignment: Assignment, fds: list[int]) -> None:
     """Turn this process into a worker and serve. Called from: a forked or spawned child."""
+    try:
+        worker = _make_worker(channel, assignment, fds)
+    except Exception as error:
+        from penstock.engine.remote_errors import describe
+
+        number = assignment.worker
+        report = describe(error, worker=number, where=f"in DataLoader worker process {number}")
+        channel.send_bytes(pickle.dumps(("failed", report)))
+        return
+    serve(worker)
+
+
+def _make_worker(channel: Any, assignment: Assignment, fds: list[int]) -> Any:
+    _quiet_signals()
+    enter(assignment.surroundings)
     import torch
 
     from penstock.engine import collate, payload, scratch
     from penstock.engine.desks import PipeDesk
-    from penstock.engine.remote_errors import describe
     from penstock.engine.travel import unpack
     from penstock.engine.worker import Worker
+
+    torch.set_num_threads(1)
+    memory = SharedFile.attach(assignment.memory)
+    cells = memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
+    objects = unpack(assignment.parcel, fds)
+    payload.remember_parent_classes()
+    scratch.install_scratch_collate()
+    collate.register_collators(objects["collators"])
+    number, task = assignment.worker, assignment.task
+    prepare_worker(number, assignment.num_workers, task, objects)
+    desk = PipeDesk(channel, memory)
+    return Worker(number=number, task=task, objects=objects, desk=desk, cells=cells)
+
+
+def serve(worker: Any) -> None:
+    """Run a worker until the parent is gone or has hung up."""
     from penstock.order.randomness import watching_reads
 
-    number = assignment.worker
     try:
-        _quiet_signals()
-        enter(assignment.surroundings)
-        torch.set_num_threads(1)
-        memory = SharedFile.attach(assignment.memory)
-        cells = memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
-        desk = PipeDesk(channel, memory)
-        objects = unpack(assignment.parcel, fds)
-        payload.remember_parent_classes()
-        scratch.install_scratch_collate()
-        collate.register_collators(objects["collators"])
-    except Exception as error:
-        report = describe(error, worker=number, where=f"in DataLoader worker process {number}")
-        channel.send_bytes(pickle.dumps(("failed", report)))
-        return
-    prepare_worker(number, assignment.num_workers, assignment.task, objects)
-    try:
-        worker = Worker(
-            number=number, task=assignment.task, objects=objects, desk=desk, cells=cells
-        )
         with watching_reads():
             worker.run()
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
-        pass  # the parent is gone or has hung up
+        pass
 
 
 def prepare_worker(number: int, num_workers: int, task: Task, objects: dict[str, Any]) -> None:

@@ -23,8 +23,9 @@ class Channel:
     """A non-blocking, buffered end of a pipe (POSIX)."""
 
     def __init__(self, pipe: Any) -> None:
-        self._pipe = pipe
-        self.fd: int = pipe.fileno()
+        # A descriptor of our own: the Connection closes its one whenever it is collected.
+        self.fd = os.dup(pipe.fileno())
+        pipe.close()
         os.set_blocking(self.fd, False)
         self._outbox: deque[memoryview] = deque()
         self._inbox = bytearray()
@@ -89,7 +90,12 @@ class Channel:
 
     def close(self) -> None:
         self.is_open = False
-        self._pipe.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class _WindowsChannel:  # pragma: no cover - the same face over a named pipe

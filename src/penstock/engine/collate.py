@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from penstock.engine.layout import (
     numpy_leaf,
     read_layout,
     restore,
+    split_columns,
 )
 
 STREAM_BYTES = 4096
@@ -133,88 +134,101 @@ class BatchWriter:
     def __init__(self, buffer: np.ndarray, rows: int, first_row: int) -> None:
         self._buffer = buffer
         self._rows = rows
-        self._row = first_row
         self._first_row = first_row
-        self._capacity = buffer.nbytes
         self.layout: Layout | None = None
+        self.refused: list[Any] = []
         self._fields: list[torch.Tensor | None] = []
         self._flatten: Callable[[Any], list[Any]] = list
         self._streams = False
         self._row_writers: list[Callable[[int, Any], None] | None] = []
-        self._pending: list[list[Any]] = []
+        self._taken: list[Any] = []
+
+    def take(self, samples: Iterator[Any]) -> None:
+        """Take samples until the iterator ends; raises what :meth:`add` raises."""
+        for sample in samples:
+            self.add(sample)
+            if not self._streams:
+                self._taken.extend(samples)  # small ones are looked at when all are here
 
     def add(self, sample: Any) -> None:
         """Take one sample.
 
         Raises:
-            OddSample: It does not have the form of the first one, or no layout can hold it.
+            OddSample: It does not have the form of the first one, or no layout can hold it. It is
+                kept as ``refused``. Small samples are only compared in :meth:`finish`.
             TooSmall: The slot cannot hold the batch.
         """
+        self.refused = [sample]
         if self.layout is None:
             self._begin(sample)
-        values = self._flatten(sample)
-        if self._streams:
-            self._copy_row(values)
-        else:
-            self._pending.append(values)
-        self._row += 1
+        self._taken.append(self._copy_row(sample) if self._streams else sample)
+        self.refused = []
 
     def _begin(self, sample: Any) -> None:
         layout = read_layout(sample, read_leaf)
         offsets, num_bytes = layout.places(self._rows)
-        if num_bytes > self._capacity:
+        if num_bytes > self._buffer.nbytes:
             raise TooSmall(num_bytes)
         self._fields = [
             None if leaf.kind == "object" else field_view(self._buffer, leaf, offset, self._rows)
             for leaf, offset in zip(layout.leaves, offsets, strict=True)
         ]
-        self._flatten = compile_flatten(layout.tree)
         self._streams = layout.sample_bytes >= STREAM_BYTES
         if self._streams:
+            self._flatten = compile_flatten(layout.tree)
             self._row_writers = [
                 _row_writer(leaf, field, self._first_row)
                 for leaf, field in zip(layout.leaves, self._fields, strict=True)
             ]
         self.layout = layout
 
-    def _copy_row(self, values: list[Any]) -> None:
-        row = self._row - self._first_row
-        rest: list[Any] = []
-        for write, value in zip(self._row_writers, values, strict=True):
-            rest.append(value if write is None else write(row, value))
-        self._pending.append(rest)
+    def _copy_row(self, sample: Any) -> list[Any]:
+        row = len(self._taken)
+        values = self._flatten(sample)
+        for place, write in enumerate(self._row_writers):
+            if write is not None:
+                write(row, values[place])
+                values[place] = None
+        return values
 
     @property
     def num_filled(self) -> int:
-        return self._row - self._first_row
+        return len(self._taken)
 
     def recover(self) -> list[Any]:
-        """The samples taken so far, rebuilt; streamed ones are read back from the slot."""
-        if self.layout is None:
-            return []
+        """The samples taken so far; streamed ones are read back from the slot."""
+        if not self._streams or self.layout is None:
+            return list(self._taken)
         samples = []
-        for row, values in enumerate(self._pending, self._first_row):
+        for row, values in enumerate(self._taken, self._first_row):
             whole = [
-                _read_row(leaf, field, row) if self._streams and _is_streamed(leaf) else value
+                _read_row(leaf, field, row) if _is_streamed(leaf) else value
                 for leaf, field, value in zip(self.layout.leaves, self._fields, values, strict=True)
             ]
             samples.append(restore(self.layout.tree, whole))
         return samples
 
     def finish(self) -> list[list[Any]]:
-        """Stack what is still pending; returns one list of values per object leaf."""
+        """Stack what is still pending; returns one list of values per object leaf.
+
+        Raises:
+            OddSample: The samples do not have one form.
+        """
         objects: list[list[Any]] = []
         if self.layout is None:
             return objects
-        first, last = self._first_row, self._row
-        for place, (leaf, field) in enumerate(zip(self.layout.leaves, self._fields, strict=True)):
-            column = [values[place] for values in self._pending]
+        if self._streams:
+            columns: Any = zip(*self._taken, strict=True)
+        else:
+            columns = split_columns(self.layout.tree, self._taken)
+        last = self._first_row + len(self._taken)
+        for leaf, field, column in zip(self.layout.leaves, self._fields, columns, strict=True):
             if field is None:
-                if any(type(value) is not str and type(value) is not bytes for value in column):
+                if not set(map(type, column)) <= {str, bytes}:
                     raise OddSample
-                objects.append(column)
+                objects.append(list(column))
             elif not (self._streams and _is_streamed(leaf)):
-                _stack(leaf, column, field[first:last])
+                _stack(leaf, column, field[self._first_row : last])
         return objects
 
 
@@ -279,15 +293,21 @@ def _row_writer(
     return write_tensor
 
 
-def _stack(leaf: Leaf, column: list[Any], out: torch.Tensor) -> None:
+def _stack(leaf: Leaf, column: Sequence[Any], out: torch.Tensor) -> None:
+    """One field of small samples, straight into its place."""
+    kinds = set(map(type, column))
     if leaf.kind == "tensor":
-        dtype, shape = out.dtype, out.shape[1:]
-        column = [_plain(value) for value in column]
-        for value in column:
-            if value.dtype is not dtype or value.shape != shape or value.requires_grad:
+        if kinds != {torch.Tensor}:
+            column = [_plain(value) for value in column]
+        if {value.dtype for value in column} != {out.dtype}:
+            raise OddSample
+        try:
+            if out.numel():
+                torch.stack(tuple(column), out=out)
+            elif any(value.shape != out.shape[1:] for value in column):
                 raise OddSample
-        if out.numel():
-            torch.stack(column, out=out)
+        except RuntimeError:  # another shape, or one that wants gradients
+            raise OddSample from None
         return
     if leaf.kind == "array":
         if any(read_leaf(value) != leaf for value in column):
@@ -295,16 +315,15 @@ def _stack(leaf: Leaf, column: list[Any], out: torch.Tensor) -> None:
         if out.numel():
             np.stack(column, out=out.numpy())
         return
-    kind = type(column[0])
-    if any(type(value) is not kind for value in column):
+    if len(kinds) != 1:
         raise OddSample
     if leaf.kind == "scalar":
         out.numpy()[:] = column
-    else:
-        try:
-            out.copy_(torch.tensor(column, dtype=out.dtype))
-        except (OverflowError, RuntimeError):
-            raise OddSample from None
+        return
+    try:
+        out.copy_(torch.tensor(column, dtype=out.dtype))
+    except (OverflowError, RuntimeError):
+        raise OddSample from None
 
 
 def view_batch(

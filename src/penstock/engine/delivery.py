@@ -31,6 +31,9 @@ POLL_S = 1.0
 """The longest sleep while waiting: after it, timeouts and Ctrl-C are looked at again."""
 SPLIT_FROM_S = 0.05
 """A batch that takes a worker this long is split over all workers."""
+NAP_BELOW_S, NAP_S = 0.001, 0.0003
+"""While quick batches are under way, sleep a moment before looking: several replies are then taken
+at once, and workers are not interrupted for each (tiny samples on 2 cores: 1.2 times the rate)."""
 DEPTH_TARGET_S = 0.02
 """Without an asked-for prefetch_factor, each worker is leased about this much work."""
 MIN_DEPTH, MAX_DEPTH = 2, 16
@@ -145,7 +148,7 @@ class Delivery:
         """Keep the workers supplied, up to the depth."""
         limit = self._depth * self._num_workers
         room = limit - self._num_open
-        if room < max(1, limit // 8) and self._num_open:
+        if room < max(1, limit // 4) and self._num_open:
             return  # a few at a time: one message then carries several leases
         outgoing: dict[int, list[Lease]] = {}
         while room > 0 and self._has_more and self._turns.has_active:
@@ -217,6 +220,11 @@ class Delivery:
             if left <= 0:
                 raise self._timed_out()
             timeout_s = min(timeout_s, left)
+        if (
+            0 < self._sample_s * self._rows_per_job() < NAP_BELOW_S
+            and self._num_open > self._num_workers
+        ):
+            time.sleep(NAP_S)
         for worker, event in self._pool.receive(timeout_s):
             if isinstance(event, Reply):
                 self._take(worker, event)

@@ -5,6 +5,8 @@ Called from: a worker (process or thread), or the parent when it loads inline.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +26,13 @@ def call_user(
     return randomness.call(function, index, position)
 
 
+def getter(dataset: Any) -> Callable[[Any], Any]:
+    """``dataset[i]`` as a function; operator.getitem for objects that are not subscriptable, whose
+    TypeError is the one that torch's users know."""
+    found: Callable[[Any], Any] | None = getattr(dataset, "__getitem__", None)
+    return found if found is not None else functools.partial(operator.getitem, dataset)
+
+
 def takes_batches(dataset: Any) -> bool:
     """Does the dataset offer torch's batched ``__getitems__``?
 
@@ -40,11 +49,13 @@ def fetch_map(
     dataset: Any, indices: list[Any], position: int, randomness: SampleRandomness | None
 ) -> Iterator[Any]:
     """The samples of ``indices``, one by one; ``position`` is the first one's place."""
+    if randomness is not None:
+        randomness.look()
     if takes_batches(dataset):
         yield from call_user(dataset.__getitems__, indices, position, randomness)
         return
     for place, index in enumerate(indices, position):
-        yield call_user(dataset.__getitem__, index, place, randomness)
+        yield call_user(getter(dataset), index, place, randomness)
 
 
 class Stream:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data import dataloader as torch_loader
 
 from penstock.engine import collate
 from penstock.engine.delivery import Delivery
-from penstock.engine.fetch import Exhausted, Stream, call_user, fetch_map, takes_batches
+from penstock.engine.fetch import Exhausted, Stream, call_user, fetch_map, getter, takes_batches
 from penstock.engine.gather import Gatherer, find_gatherer
 from penstock.engine.launcher import Launcher
 from penstock.engine.layout import OddSample
@@ -52,6 +53,21 @@ class _Iterator(torch_loader._BaseDataLoaderIter):
 
     _pin_memory: bool
     _base_seed: int
+
+    def __next__(self) -> Any:
+        # torch's own __next__ marks the batch for its profiler (10 microseconds) and warns about
+        # wrong lengths; both only where somebody can see it.
+        if getattr(self, "_IterableDataset_len_called", None) is not None or _profiler_enabled():
+            return super().__next__()
+        batch: Any = self._next_batch()
+        self._num_yielded += 1
+        return batch
+
+    def _next_data(self) -> Any:
+        return self._next_batch()
+
+    def _next_batch(self) -> Any:
+        raise AssertionError("each kind of iterator has its own")
 
     def _finished(self, batch: Any) -> Any:
         if self._pin_memory:
@@ -101,7 +117,7 @@ class InlineIterator(_Iterator):
     def _shutdown_workers(self) -> None:
         """There are none; others call this by name."""
 
-    def _next_data(self) -> Any:
+    def _next_batch(self) -> Any:
         index = next(self._sampler_iter)
         if self._gatherer is not None and self._ring is not None:
             with suppress(OddSample):  # slices as indices, say: the usual way
@@ -126,13 +142,17 @@ class InlineIterator(_Iterator):
     def _collate(self, samples: Any) -> Any:
         num_samples = len(samples) if self._auto_collation else 1
         position = self._position - num_samples
+        if self._collate_randomness is not None:
+            self._collate_randomness.look()
         return call_user(self._collate_fn, samples, position, self._collate_randomness)
 
     def _fetch(self, index: Any) -> Any:
         position = self._position
         if not self._auto_collation:
             self._position += 1
-            return call_user(self._dataset.__getitem__, index, position, self._randomness)
+            if self._randomness is not None:
+                self._randomness.look()
+            return call_user(getter(self._dataset), index, position, self._randomness)
         self._position += len(index)
         return list(fetch_map(self._dataset, index, position, self._randomness))
 
@@ -222,7 +242,7 @@ class PooledIterator(_Iterator):
         assert self._delivery is not None
         self._delivery.start_epoch(self._sampler_iter, self._shared_seed)
 
-    def _next_data(self) -> Any:
+    def _next_batch(self) -> Any:
         assert self._delivery is not None
         try:
             batch = self._delivery.next()

@@ -179,11 +179,10 @@ def _forked_main(
     """Entry of a worker that was forked from the user's process because the user asked for it."""
     import torch
 
-    from penstock.engine import boot, payload, scratch
+    from penstock.engine import boot, payload, remote_errors, scratch
     from penstock.engine.desks import PipeDesk
     from penstock.engine.messages import CONTROL_BYTES
     from penstock.engine.worker import Worker
-    from penstock.order.randomness import watching_reads
 
     task, number, num_workers, parent = given
     boot._quiet_signals()
@@ -192,11 +191,8 @@ def _forked_main(
     cells = memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
     scratch.install_scratch_collate()
     payload.prefer_references()
+    remote_errors.prefer_references()
     objects = dict(objects)
     boot.prepare_worker(number, num_workers, task, objects)
     desk = PipeDesk(channel, memory)
-    try:
-        with watching_reads():
-            Worker(number=number, task=task, objects=objects, desk=desk, cells=cells).run()
-    except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
-        pass
+    boot.serve(Worker(number=number, task=task, objects=objects, desk=desk, cells=cells))

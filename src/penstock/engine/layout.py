@@ -115,6 +115,24 @@ def compile_flatten(tree: Any) -> Callable[[Any], list[Any]]:
     return flatten
 
 
+def split_columns(tree: Any, samples: list[Any]) -> Any:
+    """One sequence of values per leaf, for samples that all have this form.
+
+    Raises:
+        OddSample: One has not.
+    """
+    if tree is None:
+        return [samples]
+    is_flat = all(child is None for child in tree.children)
+    if is_flat and tree.kind in ("list", "namedtuple"):
+        if set(map(type, samples)) != {tree.cls}:
+            raise OddSample
+        if set(map(len, samples)) != {len(tree.children)}:
+            raise OddSample
+        return zip(*samples, strict=True)
+    return zip(*map(compile_flatten(tree), samples), strict=True)
+
+
 def _flat_reader(tree: Branch) -> Callable[[Any], list[Any]]:
     kind, cls, keys, length = tree.kind, tree.cls, tree.keys, len(tree.children)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,9 +30,8 @@ def find_mismatch(
     )
 
 
-@functools.lru_cache(maxsize=16)
 def _class_for(kind: type[BaseException]) -> type[MismatchedSamples]:
-    """MismatchedSamples that is also what torch raised, so that an ``except`` for it still works."""
+    """MismatchedSamples that is also what torch raised: an ``except`` for that still works."""
     if issubclass(MismatchedSamples, kind):
         return MismatchedSamples
     namespace = {"__module__": MismatchedSamples.__module__}

@@ -85,6 +85,7 @@ class Nursery:
         self._lock = threading.RLock()
         self._exit_codes: dict[int, int] = {}
         self.is_lost = False
+        self._owner = os.getpid()
         try:
             self._process = start_child(f"nursery_main({theirs.fileno()})", (theirs.fileno(),))
         finally:
@@ -147,8 +148,15 @@ class Nursery:
         with self._lock:
             self._exit_codes.pop(pid, None)
 
+    def __del__(self) -> None:
+        # One that was given up ends with the last worker that came from it.
+        if not sys.is_finalizing() and getattr(self, "_process", None) is not None:
+            self.close()
+
     def close(self) -> None:
         """End the nursery and every worker of it."""
+        if self._owner != os.getpid():
+            return  # a forked child of the user's: not its to end
         with self._lock:
             self.is_lost = True
             self._control.close()
@@ -281,7 +289,7 @@ def close_nursery() -> None:
     """End this process's nursery now. A later loader starts a new one."""
     global _current
     with _guard:
-        closing = [n for n in (_current, *_retired) if n is not None and _owner == os.getpid()]
+        closing = [nursery for nursery in (_current, *_retired) if nursery is not None]
         _current = None
     for nursery in closing:
         nursery.close()

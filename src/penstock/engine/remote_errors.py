@@ -38,6 +38,14 @@ class ErrorReport:
     bare: bytes | None = None
 
 
+_by_reference: list[bool] = []
+
+
+def prefer_references() -> None:
+    """Called from: a worker that was forked from the parent itself and has its modules."""
+    _by_reference[:] = [True]
+
+
 class WorkerTraceback(Exception):
     """The worker's own traceback, shown as the cause of the rebuilt exception."""
 
@@ -159,10 +167,12 @@ def _safe_text(error: BaseException) -> str:
 def _dump(value: Any) -> bytes | None:
     if value is None:
         return None
-    try:
-        return bytes(cloudpickle.dumps(value))
-    except Exception:
-        return None  # the plainer form beside it always works
+    for dumps in (pickle.dumps, cloudpickle.dumps) if _by_reference else (cloudpickle.dumps,):
+        try:
+            return bytes(dumps(value))
+        except Exception:
+            continue  # by value, or the plainer form beside it, which always works
+    return None
 
 
 def _load(data: bytes | None) -> Any:

@@ -137,12 +137,15 @@ def _reduce_tensor(obj: Any) -> Any:
 
 
 def _process_reducers() -> dict[type, Callable[[Any], Any]]:
-    """What multiprocessing registers for connections, sockets and heaps; torch's own left out."""
+    """What multiprocessing and torch register for connections, sockets, heaps and shared storages.
+
+    Tensors are left out: only shared ones go torch's way, see :func:`_reduce_tensor`.
+    """
     registered: dict[type, Callable[[Any], Any]] = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     return {
         kind: reducer
         for kind, reducer in registered.items()
-        if not kind.__module__.startswith("torch")
+        if not kind.__module__.startswith("torch") or kind.__name__.endswith("Storage")
     }
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.engine import collate, payload
 from penstock.engine.collate import is_default_collate
-from penstock.engine.fetch import Exhausted, Stream, call_user, seed_pipes, takes_batches
+from penstock.engine.fetch import Exhausted, Stream, call_user, getter, seed_pipes, takes_batches
 from penstock.engine.gather import find_gatherer
 from penstock.engine.layout import Layout, OddSample
 from penstock.engine.messages import (
@@ -177,10 +177,12 @@ class Worker:
             self._randomness.begin(lease.epoch)
             self._collate_randomness.begin(lease.epoch)
             self._randomness_epoch = lease.epoch
+        if self._randomness is not None:
+            self._randomness.look()
         if not task.auto_collation:
             self._note(lease.position, lease.index)
             with self._guard():
-                get = self._dataset.__getitem__
+                get = getter(self._dataset)
                 return call_user(get, lease.index, lease.position, self._randomness)
         if takes_batches(self._dataset):
             self._note(lease.position, list(lease.index), len(lease.index))
@@ -190,7 +192,7 @@ class Worker:
         return self._one_by_one(lease)
 
     def _one_by_one(self, lease: Lease) -> Iterator[Any]:
-        get, randomness = self._dataset.__getitem__, self._randomness
+        get, randomness = getter(self._dataset), self._randomness
         cells, cell, guard = self._cells, self._cell, self._guard
         epoch = lease.epoch
         cells[cell + 1] = 1
@@ -199,12 +201,16 @@ class Worker:
                 raise _Dropped
             cells[cell] = position
             self._index = index
-            if guard is nullcontext:  # processes: nothing to guard, and it is the hot loop
-                yield call_user(get, index, position, randomness)
-            else:
+            if guard is not nullcontext:
                 with guard():
+                    if randomness is not None:
+                        randomness.look()
                     sample = call_user(get, index, position, randomness)
                 yield sample
+            elif randomness is not None:  # processes: nothing to guard, and it is the hot loop
+                yield randomness.call(get, index, position)
+            else:
+                yield get(index)
 
     def _note(self, position: int, index: Any, num_samples: int = 1) -> None:
         self._cells[self._cell + 1] = num_samples
@@ -222,31 +228,22 @@ class Worker:
         """default_collate, straight into the slot; falls back to a payload for odd samples."""
         buffer = self._slot(lease)
         writer = collate.BatchWriter(buffer, lease.rows, lease.first_row)
-        odd: list[Any] = []
-        needed_bytes = 0
-        for sample in samples:
-            if odd:
-                odd.append(sample)
-                continue
-            try:
-                writer.add(sample)
-            except OddSample:
-                odd = [*writer.recover(), sample]
-            except collate.TooSmall as error:
-                needed_bytes, odd = error.num_bytes, [sample]
-            if odd and not lease.is_whole:
-                return "odd", None, needed_bytes, False
-        self._cells[self._cell] = NOTHING
-        if not odd and writer.layout is not None:
-            try:
+        iterator, needed_bytes = iter(samples), 0
+        try:
+            writer.take(iterator)
+            self._cells[self._cell] = NOTHING
+            if writer.layout is not None:
                 objects = writer.finish()
-            except OddSample:
-                if not lease.is_whole:
-                    return "odd", None, 0, False
-                odd = writer.recover()
-            else:
-                assert writer.layout is not None
                 return self._filled(writer.layout, writer.num_filled, objects, lease)
+            odd: list[Any] = []
+        except OddSample:
+            odd = writer.recover() + writer.refused
+        except collate.TooSmall as error:
+            needed_bytes, odd = error.num_bytes, writer.refused
+        if not lease.is_whole:
+            return "odd", None, needed_bytes, False
+        odd.extend(iterator)
+        self._cells[self._cell] = NOTHING
         indices = [] if self._task.is_iterable else list(lease.index)
         with self._guard():
             batch = collate.default_collate(odd, indices)
@@ -275,6 +272,8 @@ class Worker:
         scratch = Scratch(root)
         with collating_into(scratch), self._guard():
             position, randomness = lease.position, self._collate_randomness
+            if randomness is not None:
+                randomness.look()
             batch = call_user(self._collate, samples, position, randomness)
         written = payload.write(batch, root, scratch.used)
         alive = weakref.ref(root)

@@ -73,6 +73,7 @@ class SampleRandomness:
         can_peek = self._python.is_known and self._numpy.is_known
         if can_peek:
             self._cells = (*self._python.cells(), *self._numpy.cells())
+            self._seen = self._peek()
         self._num_silent = 0
         self.is_quiet = False
         self._draws = not can_peek
@@ -85,43 +86,50 @@ class SampleRandomness:
         self._first_seed = 0
         self._new_stream()
 
+    def look(self) -> None:
+        """Note where the generators stand now. Called before each run of samples: others may have
+        drawn from them since the last one."""
+        if not self._draws:
+            self._seen = self._peek()
+
     def call(self, function: Callable[[Any], Any], index: Any, position: int) -> Any:
         """``function(index)``, drawing what the sample at ``position`` draws."""
         if self.is_quiet:
+            place = position - self._first_seed
+            if not 0 <= place < len(self._seeds):
+                self._seeds_at(position)
+                place = 0
             if self._seed_torch is not None:
-                self._seed_torch(self._seeds_at(position)[1])
-            _reads.has_read = False
-            before = self._peek()
+                self._seed_torch(self._seeds[place][1])
             try:
                 sample = function(index)
             except Exception:
-                if self._is_untouched(before):
+                if self._is_untouched():
                     raise
             else:
-                if self._is_untouched(before):
+                python, numpy, twist = self._cells
+                if (python.value, numpy.value, twist.value) == self._seen and not _reads.has_read:
                     return sample
             self.is_quiet, self._draws = False, True
         self.set_generators(position)
-        if self._draws:
-            return function(index)
-        return self._call_and_learn(function, index)
+        return function(index) if self._draws else self._call_and_learn(function, index)
 
     def _call_and_learn(self, function: Callable[[Any], Any], index: Any) -> Any:
         _reads.has_read = False
-        before = self._peek()
+        self._seen = self._peek()
         sample = function(index)
-        if not self._is_untouched(before):
+        if not self._is_untouched():
             self._draws = True
         self._num_silent += 1
         self.is_quiet = not self._draws and self._num_silent >= NUM_STRICT
         return sample
 
     def _peek(self) -> tuple[int, int, int]:
-        python, numpy, index = self._cells
-        return python.value, numpy.value, index.value
+        python, numpy, twist = self._cells
+        return python.value, numpy.value, twist.value
 
-    def _is_untouched(self, before: tuple[int, int, int]) -> bool:
-        return before == self._peek() and not _reads.has_read
+    def _is_untouched(self) -> bool:
+        return self._seen == self._peek() and not _reads.has_read
 
     def set_generators(self, position: int) -> None:
         """Set all generators to the state of the sample at ``position``."""

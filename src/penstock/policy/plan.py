@@ -87,9 +87,9 @@ def choose_start_method(asked: str | None, pool: str, platform: str) -> Choice:
 
 
 def choose_prefetch(asked: int | None, pool: str) -> Choice:
-    """Batches under way per worker; None: the engine follows measured times."""
+    """Batches under way per worker: a number, or a range that the engine moves in."""
     if pool == "inline":
-        return Choice(None, "nothing is loaded ahead without workers", "rule")
+        return Choice(0, "nothing is loaded ahead without workers", "rule")
     if asked is not None:
         return Choice(asked, "prefetch_factor was given", "asked")
-    return Choice(None, "2 to 16 batches per worker, from measured times (about 20 ms)", "measured")
+    return Choice("2 to 16", "about 20 ms of work per worker, from measured times", "measured")

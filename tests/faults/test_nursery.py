@@ -1,0 +1,176 @@
+"""The nursery may die, be unfit, or meet a user who forks: loaders go on."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import leftovers
+import pytest
+import scripting
+from specimens import Numbers, collect
+
+from penstock import DataLoader, WorkerDied
+from penstock.engine import nursery as nurseries
+
+pytestmark = pytest.mark.fault
+
+
+def load(num_batches: int = 5) -> list[list[int]]:
+    loader = DataLoader(Numbers(num_batches * 2), batch_size=2, num_workers=2)
+    return [labels.tolist() for _, labels in collect(loader)]
+
+
+GOOD = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_after_the_nursery_was_killed_the_next_loader_works() -> None:
+    assert load() == GOOD
+    old = leftovers.nursery_pid()
+    assert old is not None
+    os.kill(old, signal.SIGKILL)
+    assert load() == GOOD
+    assert leftovers.nursery_pid() != old
+    assert leftovers.wait_until_gone([old], 3.0) == []
+
+
+def test_when_the_nursery_is_killed_its_workers_go_and_their_loader_says_so() -> None:
+    iterator = iter(DataLoader(Numbers(100_000), batch_size=2, num_workers=2))
+    next(iterator)
+    pids = [worker.pid for worker in iterator._workers]
+    nursery = leftovers.nursery_pid()
+    assert nursery is not None
+    os.kill(nursery, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(WorkerDied):
+        for _ in range(100_000):
+            next(iterator)
+    assert time.monotonic() - started < 3.0
+    assert leftovers.wait_until_gone(pids, 3.0) == []
+    assert load() == GOOD
+
+
+def test_the_nursery_stays_the_same_from_loader_to_loader() -> None:
+    load()
+    pid = leftovers.nursery_pid()
+    load()
+    assert leftovers.nursery_pid() == pid
+
+
+def test_a_nursery_that_was_closed_is_started_again() -> None:
+    load()
+    nurseries.close_nursery()
+    assert leftovers.nursery_pid() is None
+    assert load() == GOOD
+
+
+THREADED = """
+import threading, time, torch
+thread = threading.Thread(target=time.sleep, args=(3600,), daemon=True)
+thread.start()
+class Dataset(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index): return index * 10, thread.is_alive()
+"""
+
+
+@pytest.fixture
+def threaded_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "starts_a_thread.py").write_text(THREADED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("starts_a_thread")
+    sys.modules.pop("starts_a_thread")
+
+
+def test_a_module_that_starts_a_thread_makes_the_nursery_step_aside(threaded_module: Any) -> None:
+    load()
+    before = leftovers.nursery_pid()
+    for _ in range(2):
+        loader = DataLoader(threaded_module.Dataset(), batch_size=2, num_workers=2)
+        assert [numbers.tolist() for numbers, _ in loader] == [[0, 10], [20, 30]]
+    after = leftovers.nursery_pid()
+    assert after != before  # the one that imported it was not fit to fork any more
+    assert nursery_threads(after) == 1
+    assert load() == GOOD
+    assert leftovers.nursery_pid() == after
+
+
+def nursery_threads(pid: int | None) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def test_the_nursery_has_one_thread() -> None:
+    load()
+    assert nursery_threads(leftovers.nursery_pid()) == 1
+
+
+# -- users who fork --------------------------------------------------------------------------------
+
+
+def in_a_fork(work: Any) -> int:
+    """Run ``work`` in a forked child; returns its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_that_drops_batches_does_not_free_its_parent_s_slots() -> None:
+    loader = DataLoader(Numbers(400, (500,)), batch_size=2, num_workers=2)
+    iterator = iter(loader)
+    held = [next(iterator) for _ in range(10)]
+
+    def drop() -> None:
+        held.clear()
+        gc.collect()
+
+    assert in_a_fork(drop) == 0
+    rest = [labels.tolist() for _, labels in iterator]
+    assert rest == [[2 * n, 2 * n + 1] for n in range(10, 200)]
+    for number, (image, labels) in enumerate(held):
+        assert labels.tolist() == [2 * number, 2 * number + 1]
+        assert image.unique().tolist() == [2 * number, 2 * number + 1]
+
+
+def test_a_forked_child_that_drops_the_iterator_does_not_end_its_parent_s_workers() -> None:
+    holder = [iter(DataLoader(Numbers(100), batch_size=2, num_workers=2))]
+    first = [next(holder[0])[1].tolist()]
+
+    def drop() -> None:
+        holder.clear()
+        gc.collect()
+
+    assert in_a_fork(drop) == 0
+    rest = [labels.tolist() for _, labels in holder.pop()]
+    assert first + rest == [[2 * n, 2 * n + 1] for n in range(50)]
+
+
+FORKING = """
+import os, sys, torch
+from penstock import DataLoader
+data = [torch.tensor(i) for i in range(8)]
+def load():
+    return [b.tolist() for b in DataLoader(data, batch_size=4, num_workers=1)]
+assert load() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+pid = os.fork()
+assert load() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+if pid:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_parent_and_forked_child_may_both_go_on_loading(tmp_path: Path) -> None:
+    result = scripting.run(FORKING, tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -1,0 +1,118 @@
+"""Little of everything: descriptors, address space, shared memory. And a lot held for long."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import scripting
+import torch
+from specimens import QUICK_WAYS, WAYS, WORKER_WAYS, Numbers, collect
+
+from penstock import DataLoader
+
+pytestmark = pytest.mark.fault
+
+FEW_FDS = """
+import resource, sys, torch
+from {package} import DataLoader
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 700
+    def __getitem__(self, i): return torch.full((100,), float(i)), torch.full((7,), i), i
+batches = [*DataLoader(Data(), batch_size=2, num_workers=1)][:1]  # everything is imported
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+arguments = dict({arguments})
+batches = list(DataLoader(Data(), batch_size=2, num_workers=2, timeout=20, **arguments))
+assert len(batches) == 350
+for n, (image, small, label) in enumerate(batches):
+    assert image.unique().tolist() == small.unique().tolist() == label.tolist() == [2*n, 2*n+1]
+print("all right")
+"""
+
+
+@pytest.mark.parametrize("method", ["nursery", "fork"])
+def test_three_hundred_batches_are_held_with_256_descriptors(method: str, tmp_path: Path) -> None:
+    arguments = "" if method == "nursery" else "multiprocessing_context='fork'"
+    result = scripting.run(FEW_FDS.format(package="penstock", arguments=arguments), tmp_path)
+    assert result.stdout.strip() == "all right", result.stderr
+
+
+def test_torch_s_own_loader_runs_out_of_descriptors_there(tmp_path: Path) -> None:
+    source = FEW_FDS.format(package="torch.utils.data", arguments="multiprocessing_context='fork'")
+    result = scripting.run(source, tmp_path)
+    assert result.returncode != 0
+    assert "all right" not in result.stdout
+
+
+SMALL_FILES = """
+import resource, sys, torch
+from penstock import DataLoader
+resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 20, 32 << 20))
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 20
+    def __getitem__(self, i): return torch.full((1000,), float(i)), i
+for n, (image, label) in enumerate(DataLoader(Data(), batch_size=2, num_workers=2)):
+    assert image.unique().tolist() == label.tolist() == [2*n, 2*n+1]
+print("all right")
+"""
+
+
+def test_a_limit_on_the_size_of_files_is_no_end(tmp_path: Path) -> None:
+    result = scripting.run(SMALL_FILES, tmp_path)
+    assert result.stdout.strip() == "all right", result.stderr
+
+
+@pytest.mark.parametrize("way", WORKER_WAYS)
+def test_without_memfd_a_file_does_the_same_work(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    batches = list(DataLoader(Numbers(60, (3000,)), batch_size=2, **WAYS[way]))
+    for number, (image, labels) in enumerate(batches):
+        assert image.unique().tolist() == labels.tolist() == [2 * number, 2 * number + 1]
+    assert list(tmp_path.iterdir()) == []
+    mapped = [m.path for m in psutil.Process().memory_maps(grouped=False)]
+    assert any(str(tmp_path) in path for path in mapped)  # control: it was a file
+
+
+@pytest.mark.parametrize("way", WORKER_WAYS)
+def test_sixty_four_tensors_held_for_long_stay_right(way: str) -> None:
+    held: dict[int, Any] = {}
+    loader = DataLoader(Numbers(2000, (300,)), batch_size=1, **WAYS[way])
+    for number, (image, _) in enumerate(loader):
+        if number % 30 == 0 and len(held) < 64:
+            held[number] = image[0, 5:]
+    assert len(held) == 64
+    for number, piece in held.items():
+        assert piece.unique().tolist() == [number]
+
+
+@pytest.mark.parametrize("way", QUICK_WAYS)
+def test_sixty_loaders_made_used_for_one_batch_and_dropped_leave_nothing(way: str) -> None:
+    process = psutil.Process()
+
+    def use(times: int) -> None:
+        for _ in range(times):
+            next(iter(DataLoader(Numbers(40, (1000,)), batch_size=4, **WAYS[way])))
+
+    use(5)
+    gc.collect()
+    before_fds, before_bytes = process.num_fds(), process.memory_info().rss
+    use(60 if way in ("inline", "nursery") else 20)
+    gc.collect()
+    assert process.num_fds() <= before_fds
+    assert process.memory_info().rss - before_bytes < 30 << 20
+
+
+def test_a_batch_of_a_gigabyte_of_address_space_costs_only_what_is_touched() -> None:
+    before = psutil.Process().memory_info().rss
+    iterator = iter(DataLoader(Numbers(20, (10,)), batch_size=2, num_workers=2))
+    image, _ = next(iterator)
+    assert psutil.Process().memory_info().rss - before < 50 << 20
+    assert torch.equal(image[1], torch.ones(10))
+    assert len(collect(iterator)) == 9

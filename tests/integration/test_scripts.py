@@ -1,0 +1,204 @@
+"""Programs without a main guard, with lambdas and classes of their own: they just run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scripting
+
+PROGRAM = """
+print("main runs", flush=True)
+import collections, json, sys, warnings
+warnings.filterwarnings("ignore", "This DataLoader will create")  # said on machines with 2 cores
+from dataclasses import dataclass
+import torch
+from {package} import DataLoader
+
+scale = 2.0
+Pair = collections.namedtuple("Pair", "x y")
+
+@dataclass
+class Record:
+    a: torch.Tensor
+    n: int
+
+class Bag:
+    def __init__(self, samples):
+        self.images = torch.utils.data.default_collate([s[0] for s in samples])
+
+class Failure(ValueError):
+    pass
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, transform):
+        self.transform = transform
+    def __len__(self):
+        return 20
+    def __getitem__(self, i):
+        if i < 0:
+            raise Failure("negative", i)
+        return self.transform(torch.full((3,), float(i))), Pair(i, "s%d" % i), {record}
+
+context = sys.argv[1] if len(sys.argv) > 1 else None
+most, few = 4, 4 if context is None else 1  # the others start slowly
+data = Data(lambda x: x * scale)
+
+def load(num_workers, **arguments):
+    return list(DataLoader(
+        data, num_workers=num_workers, multiprocessing_context=context, **arguments))
+
+first = load(most, batch_size=5)
+second = load(few, batch_size=10, collate_fn=lambda l: Bag(l))
+try:
+    load(few, sampler=[-1])
+    caught = "nothing"
+except Failure as error:
+    caught = [type(error).__name__, list(error.args)]
+print(json.dumps({{
+    "sums": [b[0].sum().item() for b in first],
+    "names": first[1][1].y[0],
+    "classes": [type(first[0][1]) is Pair, type(first[0][2]) is Record,
+                type(second[0]) is Bag],
+    "bags": [list(b.images.shape) for b in second],
+    "caught": caught,
+}}), flush=True)
+"""
+
+ANSWER = {
+    "sums": [2.0 * 3 * sum(range(n, n + 5)) for n in (0, 5, 10, 15)],
+    "names": "s5",
+    "classes": [True, True, True],
+    "bags": [[10, 3], [10, 3]],
+    "caught": ["Failure", ["negative", -1]],
+}
+
+
+def program(package: str = "penstock", record: str = "Record(torch.ones(2) * i, i)") -> str:
+    return PROGRAM.format(package=package, record=record)
+
+
+def answer_of(result: Any) -> Any:
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines.count("main runs") == 1, "the main module was run again"
+    assert result.stderr == ""
+    return json.loads(lines[-1])
+
+
+@pytest.mark.parametrize("method", ["nursery", "spawn", "fork"])
+def test_a_program_without_a_guard_runs_from_a_file(method: str, tmp_path: Path) -> None:
+    arguments = [] if method == "nursery" else [method]
+    assert answer_of(scripting.run(program(), tmp_path, *arguments)) == ANSWER
+
+
+def test_a_program_without_a_guard_runs_piped_into_python(tmp_path: Path) -> None:
+    assert answer_of(scripting.run(program(), tmp_path, piped=True)) == ANSWER
+
+
+def test_a_program_without_a_guard_runs_piped_into_python_under_spawn(tmp_path: Path) -> None:
+    source = program().replace("most, few = 4,", "most, few = 1,")  # each takes seconds to start
+    assert answer_of(scripting.run(source, tmp_path, "spawn", piped=True)) == ANSWER
+
+
+def test_torch_s_own_loader_cannot_run_that_program_under_spawn(tmp_path: Path) -> None:
+    source = program("torch.utils.data", record="i")
+    result = scripting.run(source, tmp_path, "spawn")
+    assert result.returncode != 0
+    assert "lambda" in result.stderr
+
+
+def test_a_program_that_is_a_module_of_a_package_runs(tmp_path: Path) -> None:
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "parts.py").write_text("offset = 100\n")
+    (package / "train.py").write_text(
+        "from . import parts\nimport torch\nfrom penstock import DataLoader\n"
+        "class D(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, i): return i + parts.offset\n"
+        "print([b.tolist() for b in DataLoader(D(), batch_size=2, num_workers=2)])\n"
+    )
+    runner = "import runpy; runpy.run_module('mine.train', run_name='__main__', alter_sys=True)"
+    result = scripting.run(runner, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[[100, 101], [102, 103]]"
+
+
+CELLS = [
+    program().replace("len(sys.argv) > 1", "False"),
+    # A class defined again, as one does in a notebook: the loader must see the new one.
+    """
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return i * 1000
+print("again", [b.tolist() for b in DataLoader(Data(), batch_size=4, num_workers=4)][0])
+""",
+    # A global changed between cells.
+    """
+scale = -1.0
+print("changed", sum(b.sum().item() for b in DataLoader(
+    [torch.ones(1)] * 4, num_workers=2, collate_fn=lambda l: l[0] * scale)))
+""",
+]
+
+
+NOTEBOOK = """
+import json, sys, nbformat
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
+
+notebook = new_notebook(cells=[new_code_cell(cell) for cell in json.load(sys.stdin)])
+NotebookClient(notebook, kernel_name="python3", timeout=60).execute()
+print(json.dumps([cell.outputs for cell in notebook.cells]))
+"""
+
+
+def run_notebook(cells: list[str], folder: Path) -> list[str]:
+    """Run cells in a real kernel; returns what each printed, and fails on anything else."""
+    result = scripting.run(NOTEBOOK, folder, stdin=json.dumps(cells))
+    assert result.returncode == 0, result.stderr
+    printed = []
+    for outputs in json.loads(result.stdout.splitlines()[-1]):
+        assert {output["name"] for output in outputs} <= {"stdout"}, outputs
+        printed.append("".join(output["text"] for output in outputs))
+    return printed
+
+
+def test_a_notebook_runs_with_classes_and_lambdas_of_its_cells(tmp_path: Path) -> None:
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("nbclient")
+    printed = run_notebook(CELLS, tmp_path)
+    assert json.loads(printed[0].splitlines()[-1]) == ANSWER
+    assert printed[0].count("main runs") == 1
+    assert printed[1].strip() == "again [0, 1000, 2000, 3000]"
+    assert printed[2].strip() == "changed -4.0"
+
+
+def test_a_program_s_exit_code_and_output_are_its_own(tmp_path: Path) -> None:
+    source = (
+        "import sys, torch\nfrom penstock import DataLoader\n"
+        "list(DataLoader([torch.ones(1)] * 4, num_workers=2))\nsys.exit(5)\n"
+    )
+    result = scripting.run(source, tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (5, "", "")
+
+
+def test_what_workers_print_reaches_the_program_s_output_once(tmp_path: Path) -> None:
+    source = (
+        "import torch\nfrom penstock import DataLoader\n"
+        "print('parent', end=' ')\n"  # stays in the buffer while workers start
+        "class D(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 3\n"
+        "    def __getitem__(self, i): print('sample', i); return i\n"
+        "list(DataLoader(D(), num_workers=1))\n"
+    )
+    result = scripting.run(source, tmp_path)
+    assert sorted(result.stdout.split()) == sorted("parent sample 0 sample 1 sample 2".split())
+    assert sys.executable  # the program ran under this interpreter

@@ -1,0 +1,90 @@
+"""Programs of their own: written to a file, piped in, or typed into a notebook, then run to the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+
+def run(
+    source: str, folder: Path, *arguments: str, piped: bool = False, stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; ``piped`` feeds it to ``python -``."""
+    path = folder / "program.py"
+    path.write_text(source)
+    command = [sys.executable, "-" if piped else str(path), *arguments]
+    return subprocess.run(
+        command,
+        input=source if piped else stdin,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=90,
+        check=False,
+    )
+
+
+@contextmanager
+def running(source: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that is running, in a process group of its own, as a shell starts it."""
+    path = folder / "program.py"
+    path.write_text(source)
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(path), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        family = family_of(process.pid)
+        process.kill()
+        process.wait()
+        for pid in family:  # only of this program: a test that failed must not leave anything
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def family_of(pid: int) -> list[int]:
+    """The children of a process, their children, and so on."""
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def read_line(process: subprocess.Popen[str], expected: str) -> None:
+    """Wait until the program has printed a line; fail with its errors if it ends before."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for line in process.stdout:
+        if line.strip() == expected:
+            return
+    raise AssertionError(f"the program ended before {expected!r}:\n{process.stderr.read()}")
+
+
+def wait_for_family(pid: int, count: int, limit_s: float = 20.0) -> list[int]:
+    """Wait until a process has so many descendants; returns them."""
+    limit = time.monotonic() + limit_s
+    while time.monotonic() < limit:
+        family = family_of(pid)
+        if len(family) >= count:
+            return family
+        time.sleep(0.02)
+    raise AssertionError(f"{len(family_of(pid))} of {count} processes came")
