@@ -30,7 +30,7 @@ class Stuck(Data):
     def __getitem__(self, i):
         if i == 8:
             time.sleep(60)
-        if i == 9:
+        if i == 10:
             ctypes.PyDLL(None).sleep(60)  # holds the interpreter lock
         return i
 
@@ -50,8 +50,14 @@ METHODS = ["nursery", "fork", "spawn"]
 GONE_S = 3.0
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("state", ["RUNNING", "STUCK", "IDLE"])
+@pytest.mark.parametrize(
+    ("state", "method"),
+    [
+        *[("RUNNING", method) for method in METHODS],
+        *[("STUCK", method) for method in METHODS],
+        ("IDLE", "nursery"),
+    ],
+)
 def test_when_the_parent_is_killed_everything_else_goes(
     method: str, state: str, tmp_path: Path
 ) -> None:
@@ -104,8 +110,9 @@ def test_ctrl_c_leaves_nothing_and_says_so_once(method: str, state: str, tmp_pat
     assert "Process" not in said
 
 
-@pytest.mark.parametrize("method", ["nursery", "spawn"])
-@pytest.mark.parametrize("delay_s", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("method", "delay_s"), [("nursery", 0.0), ("nursery", 0.5), ("spawn", 0.5)]
+)
 def test_ctrl_c_while_workers_start_leaves_nothing_and_says_so_once(
     method: str, delay_s: float, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from random import getstate, setstate
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,68 @@ def _slow_draw(index: int) -> Any:
 
     time.sleep(0.02)  # a batch of 8 passes the limit from which batches are split
     return draw(index)
+
+
+def late(draw_one: Any) -> Samples:
+    """Silent for long enough that nobody expects a draw any more; then it draws."""
+    return Samples(lambda i: float(draw_one()) if i >= 44 else 0.0, 60)
+
+
+def put_back() -> float:
+    state = getstate()  # bound when this module was imported, before anybody could watch it
+    value = random.random()
+    setstate(state)
+    return value
+
+
+LATE_DRAWS = {
+    "random": lambda: random.random(),
+    "gauss": lambda: random.gauss(0, 1),
+    "numpy": lambda: np.random.rand(),
+    "numpy's normal": lambda: np.random.randn(),
+    "random, held as an attribute": random.random,
+    "numpy, held as an attribute": np.random.randn,
+    "torch": lambda: torch.rand(1),
+    "put back afterwards": put_back,
+}
+
+
+@legacy
+@pytest.mark.parametrize("name", LATE_DRAWS)
+def test_a_dataset_that_begins_to_draw_late_has_the_same_bits_in_a_loop_that_draws_itself(
+    name: str,
+) -> None:
+    def drawn(num_workers: int, noise: int) -> list[Any]:
+        torch.manual_seed(0)
+        found = []
+        for batch in DataLoader(late(LATE_DRAWS[name]), batch_size=4, num_workers=num_workers):
+            found.append(batch.tolist())
+            for _ in range(noise):  # an odd number of normals leaves one in reserve
+                random.gauss(0, 1)
+                np.random.randn()
+        return found
+
+    alone = drawn(2, 0)
+    assert len(set(sum(alone, []))) == 17  # control: 16 late samples drew different numbers
+    for num_workers in (0, 1, 2):
+        assert drawn(num_workers, 1) == alone
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_caller_s_own_draws_are_not_disturbed_by_the_loader(num_workers: int) -> None:
+    def own(dataset: Any) -> list[Any]:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        found = []
+        for _ in DataLoader(dataset, batch_size=4, num_workers=num_workers):
+            found.append((random.gauss(0, 1), np.random.randn(), torch.rand(1).item()))
+        return found
+
+    silent = own(Samples(lambda i: 0.0, 60))
+    assert own(late(LATE_DRAWS["random"])) == silent
+    assert own(late(LATE_DRAWS["numpy's normal"])) == silent
+    assert own(Draws(60)) == silent
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

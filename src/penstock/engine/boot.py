@@ -185,15 +185,17 @@ def nursery_main(control_fd: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     gc.collect()
     gc.freeze()  # pages of what is loaded so far stay shared with every worker
-    control.send(("ready", os.getpid()))
     parent = protocol.watch_process(os.getppid())
     children: set[int] = set()
     try:
+        control.send(("ready", os.getpid()))
         while True:
             is_request = protocol.wait_readable(control.fileno(), wake_read, parent)
             _reap(children, control)
             if is_request and not _serve_request(control, children, (wake_read, wake_write)):
                 break
+    except (OSError, EOFError, SystemExit):
+        pass  # the parent is gone
     finally:
         for pid in children:
             try:

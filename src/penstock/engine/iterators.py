@@ -128,7 +128,7 @@ class InlineIterator(_Iterator):
             except Exhausted:
                 raise StopIteration from None
         elif self._randomness is not None:
-            with preserved_generators(whole=not self._randomness.is_quiet), watching_reads():
+            with preserved_generators(), watching_reads():
                 samples = self._fetch(index)
                 if not self._collates_by_default:
                     return self._finished(self._collate(samples))
@@ -142,8 +142,8 @@ class InlineIterator(_Iterator):
     def _collate(self, samples: Any) -> Any:
         num_samples = len(samples) if self._auto_collation else 1
         position = self._position - num_samples
-        if self._collate_randomness is not None:
-            self._collate_randomness.look()
+        if self._collate_randomness is not None and self._randomness is not None:
+            self._collate_randomness.look(is_used=self._randomness.has_drawn)
         return call_user(self._collate_fn, samples, position, self._collate_randomness)
 
     def _fetch(self, index: Any) -> Any:

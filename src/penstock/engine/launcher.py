@@ -137,11 +137,12 @@ class Launcher:
             try:
                 return nursery.fork(self._assignment(number), fds, name)
             except StartFailed as error:
-                unfit = error.facts.get("unfit")
-                if unfit is None:
-                    raise
                 last = error
-                nurseries.replace_nursery(nursery, unfit)  # type: ignore[arg-type]
+                unfit = error.facts.get("unfit")
+                if unfit is not None:
+                    nurseries.replace_nursery(nursery, unfit)  # type: ignore[arg-type]
+                elif not nursery.was_ready:
+                    raise  # it never came up; one that was killed later is replaced
         raise last
 
     def _spawned(self, number: int, channel: Any, name: str) -> Process:

@@ -8,6 +8,7 @@ parent holds: threads, a GPU context, a notebook.
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import pickle
 import signal
@@ -96,6 +97,11 @@ class Nursery:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def was_ready(self) -> bool:
+        """Did it come up, and has it been lost since?"""
+        return self._is_ready and self.is_lost
+
     def fork(self, assignment: Assignment, fds: list[int], name: str) -> NurseryWorker:
         """One new worker.
 
@@ -115,6 +121,8 @@ class Nursery:
             try:
                 self._control.send(("fork", body), fds)
             except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
+                    raise
                 self._lose(str(error))
             kind, value = self._answer({"forked", "tainted", "stale", "refused"}, ANSWER_LIMIT_S)
             if kind == "refused":

@@ -22,7 +22,6 @@ from penstock.engine.desks import QueueDesk, dump_leases
 from penstock.engine.launcher import Launcher, Process
 from penstock.engine.memory import SharedFile
 from penstock.engine.messages import CONTROL_BYTES, EPOCH_CELL, NOTHING, STOP, Fresh, Lease, Task
-from penstock.engine.remote_errors import describe
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import watching_reads
 
@@ -76,8 +75,17 @@ class ProcessPool:
 
     def receive(self, timeout_s: float) -> list[tuple[int, Any]]:
         """Replies that have come; waits up to ``timeout_s`` for the first."""
+        if self._is_stopped:  # at interpreter exit, say, while another thread is still loading
+            time.sleep(min(timeout_s, 0.05))
+            return []
         events: list[tuple[int, Any]] = []
-        for worker in self._switchboard.wait(timeout_s):
+        try:
+            ready = self._switchboard.wait(timeout_s)
+        except (OSError, ValueError):
+            if self._is_stopped:  # stopped by another thread just now
+                return []
+            raise
+        for worker in ready:
             channel = self._channels[worker]
             events += [(worker, pickle.loads(frame)) for frame in channel.read()]
             if not channel.is_open:
@@ -162,16 +170,17 @@ class ThreadPool:
                 desk=QueueDesk(number, memory, leases, self._replies),
                 cells=cells,
                 guard=guard,
+                is_thread=True,
             )
             thread = WorkerThread(
-                target=_run_thread,
-                args=(worker, number, self._replies),
+                target=worker.run,
                 name=f"penstock-worker-{number}",
                 daemon=True,
             )
             thread.start()
             self._leases.append(leases)
             self.processes.append(thread)
+        _living_pools.add(self)
 
     def send(self, worker: int, leases: list[Any]) -> None:
         self._leases[worker].put(leases)
@@ -192,14 +201,7 @@ class ThreadPool:
         limit = time.monotonic() + GRACE_S
         for thread in self.processes:
             thread.join(max(0.0, limit - time.monotonic()))
-
-
-def _run_thread(worker: Any, number: int, replies: queue.SimpleQueue[tuple[int, Any]]) -> None:
-    try:
-        worker.run()
-    except BaseException as error:  # sys.exit in user code, say: the consumer must not wait for us
-        where = f"in DataLoader worker thread {number}"
-        replies.put((number, ("failed", describe(error, worker=number, where=where))))
+        _living_pools.discard(self)
 
 
 def _one_at_a_time(lock: threading.Lock) -> Callable[[], AbstractContextManager[Any]]:
@@ -230,7 +232,7 @@ def control_cells(memory: SharedFile) -> memoryview:
     return cells
 
 
-_living_pools: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
+_living_pools: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _stop_all() -> None:

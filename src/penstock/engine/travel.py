@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
+import numpy as np
 
 from penstock.engine.memory import FileHandle, SharedFile, round_up
 
@@ -103,6 +105,10 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
         name = getattr(obj if isinstance(obj, type) else kind, "__module__", None)
         if isinstance(name, str):
             self.modules.add(obj.__name__ if isinstance(obj, ModuleType) else name)
+        if obj is random._inst:
+            return getattr, (random, "_inst")  # the worker's own, not a copy of ours
+        if obj is np.random.mtrand._rand:
+            return getattr, (np.random.mtrand, "_rand")
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
             reduced = _reduce_tensor(obj)
@@ -111,12 +117,20 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, io.IOBase) and _is_open_file(obj):
             raise TypeError("an open file belongs to the process that opened it")
         reducer = self._reducers.get(kind)
-        if reducer is not None:
+        if reducer is not None and not _is_unshared_storage(obj):
             return reducer(obj)
         synchronize = sys.modules.get("multiprocessing.synchronize")
         if synchronize is not None and isinstance(obj, synchronize.SemLock):
             _refuse_fork_primitive(obj)
         return super().reducer_override(obj)
+
+
+def _is_unshared_storage(obj: Any) -> bool:
+    """A storage that torch would move to shared memory under its owner's feet."""
+    if not type(obj).__name__.endswith("Storage"):
+        return False
+    inner = getattr(obj, "_untyped_storage", None) or getattr(obj, "_storage", None) or obj
+    return not inner.is_shared()
 
 
 def _is_open_file(obj: io.IOBase) -> bool:

@@ -75,6 +75,7 @@ class Worker:
         desk: Desk,
         cells: memoryview,
         guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        is_thread: bool = False,
     ) -> None:
         self._number = number
         self._task = task
@@ -84,7 +85,9 @@ class Worker:
         self._cells = cells
         self._cell = position_cell(number)
         self._guard = guard
-        self._where = f"in DataLoader worker process {number}"
+        # sys.exit ends a worker process, which is seen; a thread must say so itself.
+        self._caught: type[BaseException] = BaseException if is_thread else Exception
+        self._where = f"in DataLoader worker {'thread' if is_thread else 'process'} {number}"
         self._stream: Stream | None = None
         self._stream_epoch = NOTHING
         self._layouts: dict[Any, int] = {}
@@ -129,7 +132,7 @@ class Worker:
             kind, content = "dropped", None
         except Exhausted:
             kind, content = "end", None
-        except Exception as error:
+        except self._caught as error:
             index = self._index if self._cells[self._cell] != NOTHING else None
             kind = "error"
             content = describe(error, worker=self._number, where=self._where, index=index)
@@ -178,7 +181,8 @@ class Worker:
             self._collate_randomness.begin(lease.epoch)
             self._randomness_epoch = lease.epoch
         if self._randomness is not None:
-            self._randomness.look()
+            assert self._collate_randomness is not None
+            self._randomness.look(is_used=self._collate_randomness.has_drawn)
         if not task.auto_collation:
             self._note(lease.position, lease.index)
             with self._guard():
@@ -272,8 +276,8 @@ class Worker:
         scratch = Scratch(root)
         with collating_into(scratch), self._guard():
             position, randomness = lease.position, self._collate_randomness
-            if randomness is not None:
-                randomness.look()
+            if randomness is not None and self._randomness is not None:
+                randomness.look(is_used=self._randomness.has_drawn)
             batch = call_user(self._collate, samples, position, randomness)
         written = payload.write(batch, root, scratch.used)
         alive = weakref.ref(root)

@@ -47,10 +47,12 @@ class PythonGenerator:
         return [ctypes.c_uint64.from_address(self._address)]
 
     def save(self) -> Any:
-        """The whole state, for :meth:`restore`."""
+        """The whole state, for :meth:`restore`. A normal variate kept in reserve is put away: it
+        could be taken by a sample without any other trace."""
         if self._index is None:
             return random.getstate()
         gauss_next = self._twister.gauss_next  # type: ignore[attr-defined]
+        self._twister.gauss_next = None  # type: ignore[attr-defined]
         return ctypes.string_at(self._address, 4 + _STATE_BYTES), gauss_next
 
     def restore(self, saved: Any) -> None:
@@ -78,17 +80,15 @@ class NumpyGenerator:
             ctypes.c_uint32.from_address(self._address + _STATE_BYTES),
         ]
 
-    def save(self, *, whole: bool) -> Any:
-        """The state for :meth:`restore`; ``whole`` (30 microseconds) has the cached normal too."""
-        if whole or not self.is_known:
-            return np.random.get_state(legacy=False)
-        return ctypes.string_at(self._address, _STATE_BYTES + 4)
+    def save(self) -> Any:
+        """The whole state, for :meth:`restore`; a normal variate in reserve is put away."""
+        state: Any = np.random.get_state(legacy=False)
+        if state["has_gauss"]:
+            np.random.set_state({**state, "has_gauss": 0})
+        return state
 
     def restore(self, saved: Any) -> None:
-        if isinstance(saved, bytes):
-            ctypes.memmove(self._address, saved, _STATE_BYTES + 4)
-        else:
-            np.random.set_state(saved)
+        np.random.set_state(saved)
 
 
 @functools.lru_cache(maxsize=1)
@@ -124,12 +124,8 @@ def _holds_numpy_state(address: int) -> bool:
 
 
 @contextmanager
-def preserved_generators(*, whole: bool = True) -> Iterator[None]:
+def preserved_generators() -> Iterator[None]:
     """Leave the caller's generators as they were, whatever runs inside.
-
-    Args:
-        whole: False where nothing is expected to be drawn: quicker, and if something is drawn all
-            the same, a normal variate that NumPy keeps in reserve is lost.
 
     Example:
         >>> import random
@@ -142,7 +138,7 @@ def preserved_generators(*, whole: bool = True) -> Iterator[None]:
     import torch
 
     python, numpy = python_generator(), numpy_generator()
-    python_state, numpy_state = python.save(), numpy.save(whole=whole)
+    python_state, numpy_state = python.save(), numpy.save()
     torch_state = torch.default_generator.get_state()
     try:
         yield

@@ -86,11 +86,22 @@ class SampleRandomness:
         self._first_seed = 0
         self._new_stream()
 
-    def look(self) -> None:
-        """Note where the generators stand now. Called before each run of samples: others may have
-        drawn from them since the last one."""
-        if not self._draws:
-            self._seen = self._peek()
+    def look(self, *, is_used: bool = False) -> None:
+        """Note where the generators stand now. Called before each run of samples.
+
+        Args:
+            is_used: Other user code (a collate_fn) has drawn since, and may have left a normal
+                variate in reserve.
+        """
+        if self._draws:
+            return
+        if is_used:
+            self.set_generators(0)
+        self._seen = self._peek()
+
+    @property
+    def has_drawn(self) -> bool:
+        return self._draws
 
     def call(self, function: Callable[[Any], Any], index: Any, position: int) -> Any:
         """``function(index)``, drawing what the sample at ``position`` draws."""

@@ -1,19 +1,19 @@
-"""Before each sample the generators hold a state that its position alone decides."""
+"""What a sample draws is decided by (seed, epoch, position), and by nothing else."""
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from specimens import differences
+from specimens import assert_same, differences
 
-from penstock.order import randomness
-from penstock.order.randomness import SampleRandomness, preserved_generators
+from penstock.order import generators, randomness
+from penstock.order.generators import preserved_generators
+from penstock.order.randomness import NUM_STRICT, SampleRandomness, watching_reads
 
 pytestmark = pytest.mark.legacy
 
@@ -24,7 +24,7 @@ def generators_as_they_were() -> Iterator[None]:
         yield
 
 
-def draw() -> tuple[Any, ...]:
+def draw(_: Any = None) -> tuple[Any, ...]:
     return (
         random.random(),
         random.gauss(0, 1),
@@ -36,58 +36,61 @@ def draw() -> tuple[Any, ...]:
     )
 
 
-def draws(before: SampleRandomness, positions: Any, num_left: int = 1) -> dict[int, Any]:
-    found = {}
-    for position in positions:
-        before(position, num_left)
-        found[position] = draw()
-    return found
+def silent(_: Any) -> int:
+    return 0
 
 
-REFERENCE_POSITIONS = [0, 1, 2, 15, 16, 17, 40, 1000, 10**6, 2**40]
+def make(seed: int = 7, epoch: int = 2, **more: Any) -> SampleRandomness:
+    sample_randomness = SampleRandomness(seed, **more)
+    sample_randomness.begin(epoch)
+    return sample_randomness
 
 
-def fresh(position: int, *, seed: int = 7, epoch: int = 2) -> Any:
-    return draws(SampleRandomness(seed, epoch), [position])[position]
+def fresh(position: int, *, seed: int = 7, epoch: int = 2, function: Any = draw) -> Any:
+    return make(seed, epoch).call(function, 0, position)
+
+
+def quiet() -> SampleRandomness:
+    """One that has seen so many silent samples that it only looks."""
+    sample_randomness = make()
+    with watching_reads():
+        for position in range(NUM_STRICT + 1):
+            sample_randomness.call(silent, 0, position)
+    assert sample_randomness.is_quiet
+    return sample_randomness
+
+
+POSITIONS = [0, 1, 2, 15, 16, 17, 63, 64, 1000, 10**6, 2**40]
 
 
 @pytest.mark.parametrize(
     "order",
-    [
-        REFERENCE_POSITIONS,
-        REFERENCE_POSITIONS[::-1],
-        [16, 0, 17, 1, 1000, 2, 2**40, 15, 10**6, 40],
-    ],
+    [POSITIONS, POSITIONS[::-1], [16, 0, 17, 1, 1000, 2, 2**40, 15, 10**6, 64, 63]],
     ids=["forwards", "backwards", "mixed"],
 )
-@pytest.mark.parametrize("num_left", [1, 5, 1000])
-def test_the_order_of_positions_does_not_matter(order: list[int], num_left: int) -> None:
-    found = draws(SampleRandomness(7, 2), order, num_left)
-    assert not differences(found, {position: fresh(position) for position in order})
+@pytest.mark.parametrize("prepare", [make, quiet])
+def test_the_order_of_positions_does_not_matter(order: list[int], prepare: Any) -> None:
+    walker = prepare()
+    for position in order:
+        with watching_reads():
+            walker.look()
+            assert_same(walker.call(draw, 0, position), fresh(position))
 
 
-def test_a_run_prepared_ahead_gives_the_same_as_one_by_one() -> None:
-    before = SampleRandomness(7, 2)
-    before.expect(10, 1000)
-    assert not differences(draws(before, range(10, 60), 50), {n: fresh(n) for n in range(10, 60)})
+def test_the_same_position_again_draws_the_same_again() -> None:
+    walker = make()
+    first = walker.call(draw, 0, 5)
+    walker.call(draw, 0, 100)
+    assert_same(walker.call(draw, 0, 5), first)
 
 
-def test_the_same_position_again_gives_the_same_again() -> None:
-    before = SampleRandomness(7, 2)
-    first = draws(before, [5])
-    draws(before, [6, 100])
-    assert not differences(draws(before, [5]), first)
+def test_a_sample_that_draws_much_does_not_move_the_next() -> None:
+    walker = make()
+    walker.call(lambda _: [draw() for _ in range(1000)], 0, 5)
+    assert_same(walker.call(draw, 0, 6), fresh(6))
 
 
-def test_a_draw_too_many_in_one_sample_does_not_move_the_next() -> None:
-    before = SampleRandomness(7, 2)
-    before(5, 10)
-    for _ in range(1000):
-        draw()
-    assert not differences(draws(before, [6])[6], fresh(6))
-
-
-def test_without_setting_the_generators_a_draw_too_many_moves_the_next() -> None:
+def test_without_it_a_sample_that_draws_more_moves_the_next() -> None:
     random.seed(0)
     draw()
     one = random.random()
@@ -100,82 +103,219 @@ def test_without_setting_the_generators_a_draw_too_many_moves_the_next() -> None
 def test_position_epoch_and_seed_each_make_a_difference_in_every_generator() -> None:
     base = fresh(5)
     for other in (fresh(6), fresh(5, epoch=3), fresh(5, seed=8)):
-        same = [bool(not differences(a, b)) for a, b in zip(base, other, strict=True)]
-        assert not any(same)
+        assert all(differences(a, b) for a, b in zip(base, other, strict=True))
 
 
-def test_a_thousand_positions_have_a_thousand_states() -> None:
-    before = SampleRandomness(0, 0)
-    seen: tuple[set[Any], ...] = (set(), set(), set())
-    for position in range(1000):
-        before(position, 1000 - position)
-        for values, value in zip(
-            seen, (random.random(), np.random.rand(), torch.rand(1).item()), strict=True
-        ):
-            values.add(value)
-    assert [len(values) for values in seen] == [1000, 1000, pytest.approx(1000, abs=2)]
+def test_a_thousand_positions_draw_a_thousand_numbers() -> None:
+    walker = make()
+    drawn = [
+        walker.call(lambda _: (random.random(), np.random.rand(), torch.rand(1).item()), 0, position)
+        for position in range(1000)
+    ]
+    for place, least in ((0, 1000), (1, 1000), (2, 990)):  # torch's have 24 bits only
+        assert len({values[place] for values in drawn}) >= least
 
 
-def test_the_draws_look_uniform_across_positions() -> None:
-    before = SampleRandomness(3, 0)
-    means = np.zeros(3)
-    for position in range(2000):
-        before(position, 2000 - position)
-        means += [random.random(), np.random.rand(), torch.rand(1).item()]
-    assert np.abs(means / 2000 - 0.5).max() < 0.03  # 4.6 standard deviations
+def test_the_numbers_look_uniform_across_positions_and_epochs() -> None:
+    for positions, epochs in ((range(2000), [0]), ([0], range(400))):
+        drawn = []
+        walker = SampleRandomness(3)
+        for epoch in epochs:
+            walker.begin(epoch)
+            drawn += [
+                walker.call(lambda _: (random.random(), np.random.rand(), torch.rand(1).item()), 0, p)
+                for p in positions
+            ]
+        deviation = np.abs(np.mean(drawn, axis=0) - 0.5) * np.sqrt(12 * len(drawn))
+        assert deviation.max() < 4.5  # standard deviations
+        correlation = np.corrcoef(np.array(drawn).T) - np.eye(3)
+        assert np.abs(correlation).max() * np.sqrt(len(drawn)) < 4.5
 
 
 def test_seeds_of_64_bits_and_negative_ones_are_taken() -> None:
-    values = [fresh(0, seed=seed)[0] for seed in (0, 1, -1, 2**63 - 1, -(2**63), 2**64 - 1)]
-    assert len(set(values)) >= 5  # -1 and 2**64 - 1 are the same 64 bits
+    values = [fresh(0, seed=seed)[0] for seed in (0, 1, -1, 2**63 - 1, -(2**63))]
+    assert len(set(values)) == 5
 
 
-def test_the_second_half_of_a_gauss_pair_does_not_leak_into_the_next_sample() -> None:
-    before = SampleRandomness(7, 2)
-    before(0)
-    random.gauss(0, 1)  # leaves the second of the pair in the generator
+def test_the_second_of_a_gauss_pair_does_not_leak_into_the_next_sample() -> None:
+    walker = make()
+    walker.call(lambda _: (random.gauss(0, 1), np.random.standard_normal()), 0, 0)
     assert random.getstate()[2] is not None  # control: there is something to leak
-    before(1)
-    leaked = random.gauss(0, 1)
-    before(1)
-    assert leaked == random.gauss(0, 1)
-    np.random.standard_normal()
-    before(1)
-    first = np.random.standard_normal()
-    before(1)
-    assert first == np.random.standard_normal()
+    assert np.random.get_state()[3] == 1
+    for function in (lambda _: random.gauss(0, 1), lambda _: np.random.standard_normal()):
+        walker.call(function, 0, 0)
+        assert walker.call(function, 0, 1) == fresh(1, function=function)
 
 
-def test_in_place_and_setstate_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_place = draws(SampleRandomness(7, 2), REFERENCE_POSITIONS)
-    monkeypatch.setattr(randomness, "_has_known_layout", lambda address: False)
-    randomness._python_writer.cache_clear()
+# -- quiet: setting the generators only where it matters --------------------------------------------
+
+
+def count_calls(function: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], list[Any]]:
+    calls: list[Any] = []
+
+    def counted(index: Any) -> Any:
+        calls.append(index)
+        return function(index)
+
+    return counted, calls
+
+
+def call_quietly(walker: SampleRandomness, function: Any, position: int) -> Any:
+    with watching_reads():
+        walker.look()
+        return walker.call(function, 0, position)
+
+
+FIRST_DRAWS: dict[str, Callable[[Any], Any]] = {
+    "random.random": lambda _: random.random(),
+    "random.shuffle": lambda _: random.sample(range(100), 50),
+    "random.gauss": lambda _: random.gauss(0, 1),
+    "624 words exactly": lambda _: random.getrandbits(624 * 32),
+    "two times 624 words": lambda _: random.getrandbits(2 * 624 * 32),
+    "np.random.rand": lambda _: np.random.rand(),
+    "np.random.randn": lambda _: np.random.randn(),
+    "np.random.permutation": lambda _: np.random.permutation(30),
+    "numpy's 624 words exactly": lambda _: np.random.bytes(624 * 4),
+    "the generator object of numpy": lambda _: np.random.mtrand._rand.rand(),
+    "torch.rand": lambda _: torch.rand(3),
+    "the state of python": lambda _: random.getstate()[1][:5],
+    "the state of numpy": lambda _: np.random.get_state()[1][:5].tolist(),
+    "python, put back": lambda _: _put_back(random.getstate, random.setstate, random.random),
+    "numpy, put back": lambda _: _put_back(np.random.get_state, np.random.set_state, np.random.rand),
+    "a seed of its own": lambda _: (random.seed(3), random.random(), np.random.seed(4))[1],
+    "then an exception": lambda _: _raise_after(random.random()),
+}
+
+
+def _put_back(get: Any, put: Any, draw_one: Any) -> Any:
+    state = get()
+    value = draw_one()
+    put(state)
+    return value
+
+
+def _raise_after(value: float) -> Any:
+    raise LookupError(value)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
     try:
-        slow = SampleRandomness(7, 2)
-        assert slow._write_python.__name__ == "by_setstate"
-        assert not differences(draws(slow, REFERENCE_POSITIONS), in_place)
+        return call()
+    except LookupError as error:
+        return error.args
+
+
+@pytest.mark.parametrize("name", FIRST_DRAWS)
+def test_the_first_draw_after_a_long_silence_is_noticed_and_done_right(name: str) -> None:
+    function = FIRST_DRAWS[name]
+    walker = quiet()
+    random.seed(99)  # whatever others left in the generators must not matter
+    np.random.seed(99)
+    found = outcome(lambda: call_quietly(walker, function, 500))
+    assert_same(found, outcome(lambda: fresh(500, function=function)))
+
+
+@pytest.mark.parametrize("name", ["random.gauss", "np.random.randn"])
+def test_a_normal_variate_that_somebody_left_in_reserve_is_not_taken(name: str) -> None:
+    walker = quiet()
+    random.gauss(0, 1)
+    np.random.randn()
+    found = call_quietly(walker, FIRST_DRAWS[name], 500)
+    assert_same(found, fresh(500, function=FIRST_DRAWS[name]))
+
+
+def test_a_silent_sample_is_called_once_and_one_that_begins_to_draw_twice() -> None:
+    walker = quiet()
+    calm, calls = count_calls(silent)
+    for position in range(50):
+        call_quietly(walker, calm, position)
+    assert len(calls) == 50
+    lively, calls = count_calls(draw)
+    for position in range(50):
+        call_quietly(walker, lively, position)
+    assert len(calls) == 51
+    assert not walker.is_quiet
+
+
+def test_torch_s_draws_need_no_second_call() -> None:
+    walker = quiet()
+    lively, calls = count_calls(lambda _: torch.rand(2))
+    assert_same(call_quietly(walker, lively, 9), fresh(9, function=lambda _: torch.rand(2)))
+    assert len(calls) == 1
+    assert walker.is_quiet
+
+
+def test_an_exception_of_a_silent_sample_is_raised_after_one_call() -> None:
+    def fail(_: Any) -> None:
+        raise LookupError
+
+    walker = quiet()
+    failing, calls = count_calls(fail)
+    with pytest.raises(LookupError):
+        call_quietly(walker, failing, 3)
+    assert len(calls) == 1
+
+
+def test_a_dataset_that_draws_from_the_start_is_never_called_twice() -> None:
+    walker = make()
+    lively, calls = count_calls(draw)
+    for position in range(3 * NUM_STRICT):
+        walker.call(lively, 0, position)
+    assert len(calls) == 3 * NUM_STRICT
+
+
+def test_the_functions_that_were_watched_are_the_originals_again() -> None:
+    originals = random.getstate, np.random.get_state
+    with watching_reads():
+        assert random.getstate is not originals[0]
+    assert (random.getstate, np.random.get_state) == originals
+
+
+# -- the generators as memory ------------------------------------------------------------------------
+
+
+def test_public_calls_give_the_same_bits_where_memory_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_place = [fresh(position) for position in POSITIONS]
+    monkeypatch.setattr(generators, "_holds_python_state", lambda address: False)
+    monkeypatch.setattr(generators, "_holds_numpy_state", lambda address: False)
+    generators.python_generator.cache_clear()
+    generators.numpy_generator.cache_clear()
+    try:
+        assert not make()._python.is_known
+        assert_same([fresh(position) for position in POSITIONS], in_place)
+        walker = make()
+        for position in range(3 * NUM_STRICT):
+            walker.call(silent, 0, position)
+        assert not walker.is_quiet  # it cannot look, so it never stops setting
     finally:
-        randomness._python_writer.cache_clear()
+        generators.python_generator.cache_clear()
+        generators.numpy_generator.cache_clear()
 
 
-def test_the_fast_way_is_taken_on_this_interpreter() -> None:
-    assert SampleRandomness(7, 2)._write_python.__name__ == "in_place"
+def test_memory_is_known_on_this_interpreter() -> None:
+    assert make()._python.is_known
+    assert make()._numpy.is_known
 
 
-def test_the_layout_check_notices_memory_that_is_something_else() -> None:
+def test_the_check_notices_memory_that_is_something_else() -> None:
     address = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
-    assert randomness._has_known_layout(address)
-    assert not randomness._has_known_layout(address + 4)
+    assert generators._holds_python_state(address)
+    assert not generators._holds_python_state(address + 4)
+    bits = np.random.mtrand._rand._bit_generator
+    assert generators._holds_numpy_state(bits.ctypes.state_address)
+    assert not generators._holds_numpy_state(bits.ctypes.state_address + 4)
 
 
-def test_the_layout_check_leaves_the_generator_as_it_was() -> None:
+def test_the_check_leaves_the_generator_as_it_was() -> None:
     state = random.getstate()
-    randomness._has_known_layout(id(random._inst) + object.__basicsize__)  # type: ignore[attr-defined]
+    generators._holds_python_state(id(random._inst) + object.__basicsize__)  # type: ignore[attr-defined]
     assert random.getstate() == state
 
 
 def test_python_s_generator_is_a_proper_one_after_it_was_set() -> None:
-    SampleRandomness(7, 2)(5)
+    make().set_generators(5)
     other = random.Random()
     other.setstate(random.getstate())
     assert [random.random() for _ in range(1000)] == [other.random() for _ in range(1000)]
@@ -185,33 +325,30 @@ def test_torch_s_generator_can_be_left_alone() -> None:
     torch.manual_seed(1)
     expected = torch.rand(2)
     torch.manual_seed(1)
-    SampleRandomness(7, 2, with_torch=False)(5)
-    assert torch.equal(torch.rand(2), expected)
+    assert_same(make(with_torch=False).call(lambda _: torch.rand(2), 0, 5), expected)
     torch.manual_seed(1)
-    SampleRandomness(7, 2)(5)  # control
-    assert not torch.equal(torch.rand(2), expected)
+    assert differences(make().call(lambda _: torch.rand(2), 0, 5), expected)
 
 
 def test_preserved_generators_come_back_also_after_an_exception() -> None:
-    def state() -> Any:
+    def states() -> Any:
         return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
     random.gauss(0, 1)
-    before = state()
+    np.random.standard_normal()
+    before = states()
     with pytest.raises(KeyError), preserved_generators():
-        SampleRandomness(7, 2)(5)
+        make().set_generators(5)
         draw()
-        assert differences(state(), before)  # control: inside they differ
+        assert differences(states(), before)  # control: inside they differ
         raise KeyError
-    assert not differences(state(), before)
+    assert_same(states(), before)
 
 
 def test_workers_are_seeded_as_torch_seeds_its_own() -> None:
-    seeds = {}
+    drawn = []
     for worker in (0, 1):
-        seeds[worker] = randomness.seed_worker(1234, worker), draw()
+        assert randomness.seed_worker(1234, worker) == 1234 + worker
         assert torch.initial_seed() == 1234 + worker
-    assert seeds[0][0] == 1234
-    assert seeds[1][0] == 1235
-    for one, other in itertools.pairwise([seeds[0][1], seeds[1][1]]):
-        assert differences(one, other)
+        drawn.append(draw())
+    assert all(differences(a, b) for a, b in zip(*drawn, strict=True))

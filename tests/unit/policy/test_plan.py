@@ -68,7 +68,7 @@ def test_pools_without_processes_have_no_start_method(pool: str) -> None:
 def test_prefetch_that_was_given_is_obeyed_and_else_measured() -> None:
     assert choose_prefetch(3, "process").value == 3
     assert choose_prefetch(None, "process").source == "measured"
-    assert choose_prefetch(None, "inline").value is None
+    assert choose_prefetch(None, "inline").value == 0
 
 
 def test_a_plan_reads_as_a_table_with_every_reason() -> None:

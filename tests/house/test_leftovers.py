@@ -1,0 +1,104 @@
+"""The fixture that fails tests which leave something: does it notice each kind of thing?"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import leftovers
+import pytest
+from specimens import Numbers
+
+from penstock import DataLoader
+from penstock.engine.memory import SharedFile
+
+linux_only = pytest.mark.skipif(not leftovers.HAS_PROC, reason="counts in /proc")
+
+
+def named(before: leftovers.World) -> str:
+    return "\n".join(leftovers.wait_until_clean(before, 0.1))
+
+
+def test_nothing_done_is_nothing_left() -> None:
+    assert leftovers.difference(leftovers.look(), leftovers.look()) == []
+
+
+def test_a_child_process_is_noticed() -> None:
+    before = leftovers.look()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+    try:
+        assert f"process {child.pid}" in named(before)
+    finally:
+        child.kill()
+        child.wait()
+    assert named(before) == ""
+
+
+@linux_only
+def test_a_descriptor_is_noticed() -> None:
+    before = leftovers.look()
+    fd = os.open("/dev/null", os.O_RDONLY)
+    assert "/dev/null" in named(before)
+    os.close(fd)
+    assert named(before) == ""
+
+
+@linux_only
+def test_a_segment_in_shared_memory_is_noticed() -> None:
+    before = leftovers.look()
+    path = Path("/dev/shm") / f"penstock-test-{os.getpid()}"
+    path.write_bytes(b"x")
+    try:
+        assert path.name in named(before)
+    finally:
+        path.unlink()
+
+
+@linux_only
+def test_a_mapping_of_our_memory_is_noticed_although_its_descriptor_is_closed() -> None:
+    before = leftovers.look()
+    file = SharedFile.create()
+    mapping = file.map(file.grow(10), 10)
+    file.close()
+    assert "mappings" in named(before)
+    assert isinstance(mapping, mmap.mmap)
+    del mapping
+    assert named(before) == ""
+
+
+def test_a_thread_of_ours_is_noticed_and_another_is_not() -> None:
+    before = leftovers.look()
+    stop = threading.Event()
+    threads = [
+        threading.Thread(target=stop.wait, name=name) for name in ("penstock-worker-9", "mine")
+    ]
+    for thread in threads:
+        thread.start()
+    assert named(before) == "thread penstock-worker-9"
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_worker_is_noticed_and_the_nursery_is_not() -> None:
+    before = leftovers.look()
+    iterator = iter(DataLoader(Numbers(8), batch_size=2, num_workers=1))
+    pid = iterator._workers[0].pid
+    assert f"process {pid}" in named(before)
+    del iterator
+    assert leftovers.wait_until_clean(before) == []
+
+
+def test_a_zombie_counts_as_gone_and_a_sleeper_does_not() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+    assert leftovers.wait_until_gone([child.pid], 0.1) == [child.pid]
+    child.kill()
+    started = time.monotonic()
+    assert leftovers.wait_until_gone([child.pid], 5.0) == []
+    assert time.monotonic() - started < 5.0
+    child.wait()
