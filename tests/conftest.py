@@ -1,23 +1,25 @@
 """What every test must leave behind: nothing.
 
 The fixture below compares the world before and after each test: child processes, descriptors,
-shared-memory segments, mappings of ours, and threads of ours. The one nursery of this pytest process
-is warm on purpose and may stay; its workers may not.
+shared-memory segments, mappings of ours, and threads of ours. The one nursery of this pytest
+process is warm on purpose and may stay; its workers may not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import leftovers
 import pytest
+
+import leftovers
 
 FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # torch says this whenever a test asks for more workers than the machine has cores. How many
-    # that is depends on the machine, so it cannot be an error; test_arguments.py checks that it is said.
+    # that is depends on the machine, so it cannot be an error; test_arguments.py checks that it is
+    # said.
     config.addinivalue_line(
         "filterwarnings", "ignore:This DataLoader will create .* worker processes:UserWarning"
     )

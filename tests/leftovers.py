@@ -14,7 +14,7 @@ from multiprocessing import resource_tracker
 import psutil
 
 SETTLE_S = 4.0
-"""A stopped process needs a moment to disappear; what is still there after this long is left over."""
+"""A stopped process needs a moment to disappear; what is there after this long is left over."""
 PREFIX = "penstock-"
 HAS_PROC = os.path.isdir("/proc/self/fd")
 """Elsewhere than on Linux only processes and threads can be counted this way."""
@@ -39,7 +39,7 @@ def nursery_pid() -> int | None:
 
 
 def _fds_that_stay() -> set[int | None]:
-    """Descriptors that live as long as this process: to the nursery, to multiprocessing's tracker."""
+    """Descriptors that live as long as we do: to the nursery, to multiprocessing's tracker."""
     module = sys.modules.get("penstock.engine.nursery")
     nursery = getattr(module, "_current", None)
     fds = {resource_tracker._resource_tracker._fd}  # type: ignore[attr-defined]

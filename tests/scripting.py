@@ -1,4 +1,4 @@
-"""Programs of their own: written to a file, piped in, or typed into a notebook, then run to the end."""
+"""Programs of their own: written to a file or piped in, then run to the end."""
 
 from __future__ import annotations
 
@@ -7,11 +7,39 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
+
+Case = TypeVar("Case")
+Result = TypeVar("Result")
+
+
+def run_all(function: Callable[[Case], Result], cases: Sequence[Case]) -> dict[Case, Any]:
+    """Run programs two at a time, since each spends seconds on importing torch in one thread.
+
+    Gives, for each case, the result or the exception to raise where the case is tested.
+    """
+
+    def outcome(case: Case) -> Any:
+        try:
+            return function(case)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(2) as executor:
+        return dict(zip(cases, executor.map(outcome, cases), strict=True))
+
+
+def told(outcome: Any) -> Any:
+    """What :func:`run_all` found for a case; raises if that was an exception."""
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def run(

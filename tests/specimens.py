@@ -240,7 +240,7 @@ def collect(loader: Any) -> list[Any]:
     return [snapshot(batch) for batch in loader]
 
 
-# -- ways of loading ---------------------------------------------------------------------------------
+# -- ways of loading -------------------------------------------------------------------------------
 
 WAYS: dict[str, dict[str, Any]] = {
     "inline": {"num_workers": 0},

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specimens import QUICK_WAYS, WAYS, assert_same, collect, differences
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate
 
 from penstock import DataLoader
+from specimens import QUICK_WAYS, WAYS, assert_same, collect, differences
 
 torchvision = pytest.importorskip("torchvision")
 tv_tensors = pytest.importorskip("torchvision.tv_tensors")
@@ -27,8 +27,12 @@ def fake(transform: Any, size: int = 24) -> Any:
 
 
 FIXED = {
-    "to tensor": transforms.Compose([transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.2] * 3)]),
-    "v2, resized": v2.Compose([v2.ToImage(), v2.Resize((16, 16)), v2.ToDtype(torch.float32, scale=True)]),
+    "to tensor": transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.2] * 3)]
+    ),
+    "v2, resized": v2.Compose(
+        [v2.ToImage(), v2.Resize((16, 16)), v2.ToDtype(torch.float32, scale=True)]
+    ),
     "v2 image as it is": v2.ToImage(),
     "to array": np.array,
 }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import leftovers
-import pytest
 import scripting
 
 pytestmark = pytest.mark.fault
@@ -40,7 +43,9 @@ def start(data, **more):
 """
 
 RUNNING = "for n, b in enumerate(start(Data())):\n    n == 3 and print('ready', flush=True)\n"
-STUCK = "it = start(Stuck())\nnext(it), next(it), next(it)\ntime.sleep(0.3)\nprint('ready')\nlist(it)\n"
+STUCK = (
+    "it = start(Stuck())\nnext(it), next(it), next(it)\ntime.sleep(0.3)\nprint('ready')\nlist(it)\n"
+)
 IDLE = (
     "loader = DataLoader(Data(), batch_size=2, num_workers=2, persistent_workers=True,\n"
     "                    multiprocessing_context=context)\nnext(iter(loader))\n"
@@ -50,24 +55,37 @@ METHODS = ["nursery", "fork", "spawn"]
 GONE_S = 3.0
 
 
-@pytest.mark.parametrize(
-    ("state", "method"),
-    [
-        *[("RUNNING", method) for method in METHODS],
-        *[("STUCK", method) for method in METHODS],
-        ("IDLE", "nursery"),
-    ],
-)
+KILLED = [
+    *[("RUNNING", method) for method in METHODS],
+    *[("STUCK", method) for method in METHODS],
+    ("IDLE", "nursery"),
+]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """Programs killed in the middle: how many children each had, and which of them stayed."""
+
+    def kill(case: tuple[str, str]) -> tuple[int, list[int]]:
+        state, method = case
+        folder = tmp_path_factory.mktemp("killed")
+        with scripting.running(HEAD + globals()[state], folder, method) as program:
+            scripting.read_line(program, "ready")
+            family = scripting.family_of(program.pid)
+            program.send_signal(signal.SIGKILL)
+            program.wait()
+            return len(family), leftovers.wait_until_gone(family, GONE_S)
+
+    return scripting.run_all(kill, KILLED)
+
+
+@pytest.mark.parametrize(("state", "method"), KILLED)
 def test_when_the_parent_is_killed_everything_else_goes(
-    method: str, state: str, tmp_path: Path
+    state: str, method: str, killed: dict[Any, Any]
 ) -> None:
-    with scripting.running(HEAD + globals()[state], tmp_path, method) as program:
-        scripting.read_line(program, "ready")
-        family = scripting.family_of(program.pid)
-        assert len(family) >= (3 if method == "nursery" else 2)  # control: there is something to go
-        program.send_signal(signal.SIGKILL)
-        program.wait()
-        assert leftovers.wait_until_gone(family, GONE_S) == []
+    num_children, left = scripting.told(killed[state, method])
+    assert num_children >= (3 if method == "nursery" else 2)  # control: there was something to go
+    assert left == []
 
 
 def test_a_child_that_is_not_ours_does_outlive_its_parent(tmp_path: Path) -> None:
@@ -88,41 +106,49 @@ def test_a_child_that_is_not_ours_does_outlive_its_parent(tmp_path: Path) -> Non
                 os.kill(pid, signal.SIGKILL)
 
 
-def interrupt(program: object, family: list[int]) -> tuple[int, str]:
-    """Ctrl-C: the whole process group gets the signal. Gives the exit code and what was said."""
-    os.killpg(program.pid, signal.SIGINT)  # type: ignore[attr-defined]
-    _, said = program.communicate(timeout=15)  # type: ignore[attr-defined]
-    assert leftovers.wait_until_gone(family, GONE_S) == []
-    return program.returncode, said  # type: ignore[attr-defined]
+INTERRUPTED = [
+    ("nursery", "RUNNING"),
+    ("nursery", "STUCK"),
+    ("nursery", "starting"),
+    ("nursery", "starting for a while"),
+    ("fork", "RUNNING"),
+    ("spawn", "RUNNING"),
+    ("spawn", "starting for a while"),
+]
 
 
-@pytest.mark.parametrize(
-    ("method", "state"),
-    [("nursery", "RUNNING"), ("nursery", "STUCK"), ("fork", "RUNNING"), ("spawn", "RUNNING")],
-)
-def test_ctrl_c_leaves_nothing_and_says_so_once(method: str, state: str, tmp_path: Path) -> None:
-    with scripting.running(HEAD + globals()[state], tmp_path, method) as program:
-        scripting.read_line(program, "ready")
-        code, said = interrupt(program, scripting.family_of(program.pid))
-    assert code in (-signal.SIGINT, 1, 130)
-    assert said.count("KeyboardInterrupt") == 1
-    assert said.count("Traceback") == 1
-    assert "Process" not in said
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """Programs that got Ctrl-C: their exit code, what they said, and which children stayed."""
+
+    def interrupt(case: tuple[str, str]) -> tuple[int, str, list[int]]:
+        method, state = case
+        body = RUNNING if "starting" in state else globals()[state]
+        folder = tmp_path_factory.mktemp("interrupted")
+        with scripting.running(HEAD + body, folder, method) as program:
+            if "starting" in state:
+                scripting.wait_for_family(program.pid, 1)
+                time.sleep(0.5 if "while" in state else 0.0)
+            else:
+                scripting.read_line(program, "ready")
+            family = scripting.family_of(program.pid)
+            os.killpg(program.pid, signal.SIGINT)  # as the terminal does: the whole group
+            _, said = program.communicate(timeout=15)
+            return program.returncode, said, leftovers.wait_until_gone(family, GONE_S)
+
+    return scripting.run_all(interrupt, INTERRUPTED)
 
 
-@pytest.mark.parametrize(
-    ("method", "delay_s"), [("nursery", 0.0), ("nursery", 0.5), ("spawn", 0.5)]
-)
-def test_ctrl_c_while_workers_start_leaves_nothing_and_says_so_once(
-    method: str, delay_s: float, tmp_path: Path
+@pytest.mark.parametrize(("method", "state"), INTERRUPTED)
+def test_ctrl_c_leaves_nothing_and_says_so_once(
+    method: str, state: str, interrupted: dict[Any, Any]
 ) -> None:
-    with scripting.running(HEAD + RUNNING, tmp_path, method) as program:
-        family = scripting.wait_for_family(program.pid, 1)
-        time.sleep(delay_s)
-        code, said = interrupt(program, family + scripting.family_of(program.pid))
+    code, said, left = scripting.told(interrupted[method, state])
+    assert left == []
     assert code in (-signal.SIGINT, 1, 130)
-    assert said.count("KeyboardInterrupt") == 1
-    assert said.count("Traceback") == 1
+    assert said.count("KeyboardInterrupt") == 1, said
+    assert said.count("Traceback") == 1, said
+    assert not re.search(r"^Process \S+:$", said, re.MULTILINE)  # what multiprocessing says
 
 
 def test_after_a_ctrl_c_that_was_caught_the_loader_goes_on(tmp_path: Path) -> None:
@@ -151,7 +177,7 @@ ENDINGS = {
     "an iterator that is still alive": ("it = start(Data())\nnext(it)\n", 0),
     "a persistent loader that is still alive": (
         "loader = DataLoader(Data(), batch_size=2, num_workers=2, persistent_workers=True)\n"
-        "next(iter(loader))\n",
+        "it = iter(loader)\nnext(it)\n",
         0,
     ),
     "os._exit": ("it = start(Data())\nnext(it)\nos._exit(3)\n", 3),
@@ -168,24 +194,40 @@ ENDINGS = {
 }
 
 
+TELL = """
+def tell():
+    import psutil
+    print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Programs that came to an end: exit code, what they said, and which children stayed."""
+
+    def end(name: str) -> tuple[int, str, list[int]]:
+        body = ENDINGS[name][0].replace("next(it)\n", "next(it)\ntell()\n", 1)
+        with scripting.running(HEAD + TELL + body, tmp_path_factory.mktemp("ended")) as program:
+            out, said = program.communicate(timeout=30)
+        family = [int(pid) for pid in out.split()]
+        return program.returncode, said, leftovers.wait_until_gone(family, GONE_S)
+
+    return scripting.run_all(end, list(ENDINGS))
+
+
 @pytest.mark.parametrize("name", ENDINGS)
-def test_a_program_that_ends_leaves_nothing_and_says_nothing(name: str, tmp_path: Path) -> None:
-    body, expected = ENDINGS[name]
-    watch = (
-        "def tell():\n"
-        "    import psutil\n"
-        "    return ' '.join(str(c.pid) for c in psutil.Process().children(recursive=True))\n"
-    )
-    body = body.replace("next(it)\n", "next(it)\nprint(tell(), flush=True)\n", 1)
-    with scripting.running(HEAD + watch + body, tmp_path) as program:
-        out, said = program.communicate(timeout=30)
-    assert (program.returncode, said) == (expected, "")
-    family = [int(pid) for pid in out.split()]
-    assert leftovers.wait_until_gone(family, GONE_S) == []
+def test_a_program_that_ends_leaves_nothing_and_says_nothing(
+    name: str, ended: dict[str, Any]
+) -> None:
+    code, said, left = scripting.told(ended[name])
+    assert (code, said) == (ENDINGS[name][1], "")
+    assert left == []
 
 
 def test_an_error_in_the_loop_is_told_once(tmp_path: Path) -> None:
-    result = scripting.run(HEAD + "for b in start(Data()):\n    raise LookupError('mine')\n", tmp_path)
+    result = scripting.run(
+        HEAD + "for b in start(Data()):\n    raise LookupError('mine')\n", tmp_path
+    )
     assert result.returncode == 1
     assert result.stderr.count("Traceback") == 1
     assert result.stderr.rstrip().endswith("LookupError: mine")

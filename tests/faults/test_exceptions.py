@@ -6,13 +6,13 @@ import threading
 import time
 from typing import Any
 
-import leftovers
 import pytest
 import torch
-from specimens import PROCESS_WAYS, QUICK_WAYS, WAYS, WORKER_WAYS, Numbers, Samples, Slow, collect
 from torch.utils.data import Subset
 
+import leftovers
 from penstock import DataLoader, WorkerTimeout
+from specimens import PROCESS_WAYS, QUICK_WAYS, WAYS, WORKER_WAYS, Numbers, Samples, Slow, collect
 
 pytestmark = pytest.mark.fault
 
@@ -71,7 +71,8 @@ def test_an_exception_says_which_sample_which_worker_and_which_line(way: str) ->
         assert "test_exceptions.py" in text
         assert "this line is named in the traceback" in text
         assert "in corrupt_at_7" in text
-    assert "Caught Corrupt in DataLoader worker process" in str(error)  # torch's own words
+    kind = "thread" if way == "thread" else "process"  # the latter in torch's own words
+    assert f"Caught Corrupt in DataLoader worker {kind}" in str(error)
 
 
 def test_without_workers_the_exception_is_the_very_one() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import psutil
 import pytest
-import scripting
 import torch
-from specimens import QUICK_WAYS, WAYS, WORKER_WAYS, Numbers, collect
 
+import scripting
 from penstock import DataLoader
+from specimens import QUICK_WAYS, WAYS, WORKER_WAYS, Numbers, collect
 
 pytestmark = pytest.mark.fault
 

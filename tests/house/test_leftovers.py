@@ -10,12 +10,12 @@ import threading
 import time
 from pathlib import Path
 
-import leftovers
 import pytest
-from specimens import Numbers
 
+import leftovers
 from penstock import DataLoader
 from penstock.engine.memory import SharedFile
+from specimens import Numbers
 
 linux_only = pytest.mark.skipif(not leftovers.HAS_PROC, reason="counts in /proc")
 

@@ -6,21 +6,21 @@ import inspect
 import os
 from typing import Any
 
-import leftovers
 import pytest
 import torch
-from specimens import Numbers, Shards, collect, differences
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
+import leftovers
 from penstock import BadArgument, DataLoader
+from specimens import Numbers, Shards, collect, differences
 
 legacy = pytest.mark.legacy
 
 WRONG: dict[str, dict[str, Any]] = {
     "a negative number of workers": {"num_workers": -1},
     "a negative timeout": {"timeout": -1},
-    "prefetch without workers": {"prefetch_factor": 2, "num_workers": 0},
+    "prefetch without workers": {"prefetch_factor": 3, "num_workers": 0},
     "negative prefetch": {"prefetch_factor": -1, "num_workers": 1},
     "persistent without workers": {"persistent_workers": True},
     "a sampler and a shuffle": {"shuffle": True, "sampler": SequentialSampler(range(3))},
@@ -131,8 +131,15 @@ def test_the_attributes_are_what_was_given() -> None:
 @legacy
 def test_attributes_that_torch_also_has_have_torch_s_values() -> None:
     names = [n for n in inspect.signature(TorchDataLoader.__init__).parameters if n != "self"]
-    names = [name for name in names if name not in ("dataset", "sampler", "batch_sampler", "shuffle")]
-    for arguments in ({}, {"num_workers": 1}, {"batch_size": None}, {"num_workers": 1, "timeout": 3}):
+    names = [
+        name for name in names if name not in ("dataset", "sampler", "batch_sampler", "shuffle")
+    ]
+    for arguments in (
+        {},
+        {"num_workers": 1},
+        {"batch_size": None},
+        {"num_workers": 1, "timeout": 3},
+    ):
         ours, theirs = DataLoader(Numbers(), **arguments), TorchDataLoader(Numbers(), **arguments)
         different = {
             name: (getattr(ours, name), getattr(theirs, name))
@@ -209,7 +216,13 @@ PLANS: list[tuple[dict[str, Any], str, Any, int, str]] = [
     ({"num_workers": 2}, "process", "nursery", 2, "sample"),
     ({"num_workers": 2, "multiprocessing_context": "spawn"}, "process", "spawn", 2, "sample"),
     ({"num_workers": 2, "multiprocessing_context": "fork"}, "process", "fork", 2, "sample"),
-    ({"num_workers": 2, "multiprocessing_context": "forkserver"}, "process", "nursery", 2, "sample"),
+    (
+        {"num_workers": 2, "multiprocessing_context": "forkserver"},
+        "process",
+        "nursery",
+        2,
+        "sample",
+    ),
     ({"num_workers": 2, "pool": "thread"}, "thread", None, 2, "sample"),
     ({"num_workers": 2, "pool": "inline"}, "inline", None, 2, "sample"),
     ({"num_workers": 2, "randomness": "worker"}, "process", "nursery", 2, "worker"),

@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from penstock import DataLoader
 from specimens import (
     PROCESS_WAYS,
     QUICK_WAYS,
@@ -26,10 +30,6 @@ from specimens import (
     collect,
     differences,
 )
-from torch.utils.data import BatchSampler, Sampler, SequentialSampler, WeightedRandomSampler
-from torch.utils.data import DataLoader as TorchDataLoader
-
-from penstock import DataLoader
 
 legacy = pytest.mark.legacy
 
@@ -37,7 +37,9 @@ legacy = pytest.mark.legacy
 def both(dataset: Any, way: str, **arguments: Any) -> tuple[list[Any], list[Any]]:
     """All batches of ours (loaded in this way) and of torch's (in this process)."""
     ours = collect(DataLoader(dataset, **WAYS[way], **arguments))
-    torch_arguments = {k: v for k, v in arguments.items() if k not in ("prefetch_factor", "in_order")}
+    torch_arguments = {
+        k: v for k, v in arguments.items() if k not in ("prefetch_factor", "in_order")
+    }
     return ours, collect(TorchDataLoader(dataset, **torch_arguments))
 
 
@@ -60,7 +62,9 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "not batched": lambda: {"batch_size": None},
     "a sampler": lambda: {"batch_size": 4, "sampler": Descending(20)},
     "some of them": lambda: {"batch_size": 4, "sampler": [3, 1, 4, 1, 5, 9, 2, 6]},
-    "a batch sampler": lambda: {"batch_sampler": BatchSampler(SequentialSampler(range(20)), 6, False)},
+    "a batch sampler": lambda: {
+        "batch_sampler": BatchSampler(SequentialSampler(range(20)), 6, False)
+    },
     "batches of all sizes": lambda: {"batch_sampler": [[0], [1, 2, 3], [4] * 9, [5, 6]]},
     "batches as tuples": lambda: {"batch_sampler": [(0, 1), (2,)]},
     "batches as arrays": lambda: {"batch_sampler": [np.arange(3), np.arange(3, 8)]},
@@ -218,7 +222,9 @@ def test_batches_that_grow_past_every_slot_are_right(way: str) -> None:
 @pytest.mark.parametrize("way", WORKER_WAYS)
 def test_oversize_results_of_a_collate_fn_are_right(way: str) -> None:
     dataset = Samples(lambda i: np.full(1 << 20, i, np.uint8), 8)
-    loader = DataLoader(dataset, batch_size=2, collate_fn=lambda batch: [*batch, *batch] * 20, **WAYS[way])
+    loader = DataLoader(
+        dataset, batch_size=2, collate_fn=lambda batch: [*batch, *batch] * 20, **WAYS[way]
+    )
     for number, batch in enumerate(loader):
         assert len(batch) == 80
         assert {int(array[0]) for array in batch} == {2 * number, 2 * number + 1}
@@ -278,7 +284,9 @@ def test_shards_come_in_torch_s_order(dataset: Any, batch_size: int | None, way:
     arguments: dict[str, Any] = {"batch_size": batch_size, "num_workers": 3}
     context = WAYS[way].get("multiprocessing_context")
     ours = collect(DataLoader(dataset, multiprocessing_context=context, **arguments))
-    assert_same(ours, collect(TorchDataLoader(dataset, multiprocessing_context="fork", **arguments)))
+    assert_same(
+        ours, collect(TorchDataLoader(dataset, multiprocessing_context="fork", **arguments))
+    )
 
 
 @pytest.mark.parametrize("way", PROCESS_WAYS)

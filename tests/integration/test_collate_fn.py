@@ -8,6 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torch_collate
+
+from penstock import DataLoader
 from specimens import (
     QUICK_WAYS,
     WAYS,
@@ -18,11 +23,6 @@ from specimens import (
     collect,
     differences,
 )
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import default_collate
-from torch.utils.data._utils import collate as torch_collate
-
-from penstock import DataLoader
 
 legacy = pytest.mark.legacy
 
@@ -30,7 +30,12 @@ legacy = pytest.mark.legacy
 def with_a_mask(samples: list[Any]) -> dict[str, Any]:
     """What people write: default_collate inside, something of their own beside it."""
     images, labels = default_collate(samples)
-    return {"images": images, "labels": labels, "mask": images > 2, "names": [str(s[1]) for s in samples]}
+    return {
+        "images": images,
+        "labels": labels,
+        "mask": images > 2,
+        "names": [str(s[1]) for s in samples],
+    }
 
 
 def padded(samples: list[torch.Tensor]) -> Any:
@@ -160,7 +165,9 @@ def test_two_fields_that_are_one_tensor_are_both_right() -> None:
         images, _ = default_collate(samples)
         return images, images, images[:1]
 
-    for number, batch in enumerate(DataLoader(Numbers(8, (900,)), 2, num_workers=2, collate_fn=twice)):
+    for number, batch in enumerate(
+        DataLoader(Numbers(8, (900,)), 2, num_workers=2, collate_fn=twice)
+    ):
         assert [float(tensor[0, 0]) for tensor in batch] == [2.0 * number] * 3
         assert batch[2].shape == (1, 900)
 

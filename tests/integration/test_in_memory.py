@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from specimens import QUICK_WAYS, WAYS, assert_same, collect, differences
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock import DataLoader
+from specimens import QUICK_WAYS, WAYS, assert_same, collect, differences
 
 pytestmark = pytest.mark.legacy
 
@@ -35,7 +35,9 @@ DATASETS: dict[str, Any] = {
     "a subset": lambda: Subset(TensorDataset(images(), torch.arange(50)), [5, 3, 49, 0, 3, 7]),
     "a subset by tensor": lambda: Subset(TensorDataset(images()), torch.arange(40, 10, -3)),
     "a subset from the end": lambda: Subset(TensorDataset(images()), [-1, -50, 3]),
-    "a subset of a subset": lambda: Subset(Subset(TensorDataset(images()), range(10, 40)), [0, 29, 5]),
+    "a subset of a subset": lambda: Subset(
+        Subset(TensorDataset(images()), range(10, 40)), [0, 29, 5]
+    ),
     "two together": lambda: ConcatDataset([TensorDataset(images(5)), TensorDataset(images(7))]),
     "random halves": lambda: random_split(
         TensorDataset(images()), [20, 30], generator=torch.Generator().manual_seed(0)

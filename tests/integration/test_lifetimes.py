@@ -8,9 +8,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import leftovers
 import pytest
 import torch
+from torch.utils.data import TensorDataset
+
+import leftovers
+from penstock import DataLoader
 from specimens import (
     PROCESS_WAYS,
     QUICK_WAYS,
@@ -24,9 +27,6 @@ from specimens import (
     collect,
     differences,
 )
-from torch.utils.data import TensorDataset
-
-from penstock import DataLoader
 
 legacy = pytest.mark.legacy
 
@@ -118,7 +118,9 @@ def test_an_epoch_left_half_way_is_left_cleanly(way: str) -> None:
 
 @legacy
 @pytest.mark.parametrize("way", ["thread", "nursery", "fork"])
-def test_an_epoch_of_persistent_workers_left_half_way_does_not_spill_into_the_next(way: str) -> None:
+def test_an_epoch_of_persistent_workers_left_half_way_does_not_spill_into_the_next(
+    way: str,
+) -> None:
     loader = DataLoader(Numbers(40), batch_size=2, persistent_workers=True, **WAYS[way])
     for stop in (0, 1, 7):
         for number, _ in enumerate(loader):
@@ -270,7 +272,9 @@ def test_a_parent_with_running_threads_gets_its_batches(way: str) -> None:
         thread.start()
     try:
         for _ in range(3):
-            assert values(list(DataLoader(Numbers(20), batch_size=2, **WAYS[way]))) == expected(20, 2)
+            assert values(list(DataLoader(Numbers(20), batch_size=2, **WAYS[way]))) == expected(
+                20, 2
+            )
     finally:
         stop.set()
         for thread in threads:

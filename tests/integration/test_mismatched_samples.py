@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from specimens import QUICK_WAYS, WAYS, Samples, collect
 
 from penstock import DataLoader, MismatchedSamples
+from specimens import QUICK_WAYS, WAYS, Samples, collect
 
 pytestmark = pytest.mark.legacy
 

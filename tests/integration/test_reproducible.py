@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specimens import WAYS, Draws, Numbers, Samples, assert_same, collect, differences, draw
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Subset
 
 from penstock import DataLoader
+from specimens import WAYS, Draws, Numbers, Samples, assert_same, collect, differences, draw
 
 legacy = pytest.mark.legacy
 
 
-def epoch(seed: int = 0, kind: Any = DataLoader, dataset: Any = None, **arguments: Any) -> list[Any]:
+def epoch(
+    seed: int = 0, kind: Any = DataLoader, dataset: Any = None, **arguments: Any
+) -> list[Any]:
     torch.manual_seed(seed)
     arguments = {"batch_size": 5, "shuffle": True, **arguments}
     return collect(kind(Draws() if dataset is None else dataset, **arguments))
@@ -116,9 +118,7 @@ def test_what_a_sample_draws_follows_its_position_and_not_its_index() -> None:
 
 def test_a_batch_that_is_split_over_workers_has_the_same_bits() -> None:
     slow = Samples(_slow_draw, 16)
-    assert_same(
-        epoch(dataset=slow, batch_size=8, num_workers=4), epoch(dataset=slow, batch_size=8)
-    )
+    assert_same(epoch(dataset=slow, batch_size=8, num_workers=4), epoch(dataset=slow, batch_size=8))
 
 
 def _slow_draw(index: int) -> Any:
@@ -168,9 +168,27 @@ def test_a_dataset_that_begins_to_draw_late_has_the_same_bits_in_a_loop_that_dra
         return found
 
     alone = drawn(2, 0)
-    assert len(set(sum(alone, []))) == 17  # control: 16 late samples drew different numbers
+    assert (
+        len({value for batch in alone for value in batch}) == 17
+    )  # control: 16 late samples drew different numbers
     for num_workers in (0, 1, 2):
         assert drawn(num_workers, 1) == alone
+
+
+@pytest.mark.parametrize("draw_one", ["gauss", "numpy's normal"])
+def test_a_collate_fn_that_draws_normals_leaves_none_for_the_next_sample(draw_one: str) -> None:
+    def collate(samples: list[float]) -> list[float]:
+        return [*samples, random.gauss(0, 1), np.random.randn()]  # each leaves one in reserve
+
+    def drawn(**arguments: Any) -> list[Any]:
+        torch.manual_seed(0)
+        dataset = late(LATE_DRAWS[draw_one])
+        return list(DataLoader(dataset, batch_size=4, collate_fn=collate, **arguments))
+
+    alone = drawn()
+    assert len({value for batch in alone[11:] for value in batch}) == 24  # control: all differ
+    for arguments in ({"num_workers": 1}, {"num_workers": 2}, WAYS["thread"]):
+        assert drawn(**arguments) == alone
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -179,10 +197,10 @@ def test_the_caller_s_own_draws_are_not_disturbed_by_the_loader(num_workers: int
         random.seed(1)
         np.random.seed(1)
         torch.manual_seed(1)
-        found = []
-        for _ in DataLoader(dataset, batch_size=4, num_workers=num_workers):
-            found.append((random.gauss(0, 1), np.random.randn(), torch.rand(1).item()))
-        return found
+        return [
+            (random.gauss(0, 1), np.random.randn(), torch.rand(1).item())
+            for _ in DataLoader(dataset, batch_size=4, num_workers=num_workers)
+        ]
 
     silent = own(Samples(lambda i: 0.0, 60))
     assert own(late(LATE_DRAWS["random"])) == silent

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specimens import PROCESS_WAYS, WAYS, Numbers, Samples, Whereabouts, collect
 
 from penstock import CannotTravel, DataLoader
+from specimens import PROCESS_WAYS, WAYS, Numbers, Samples, Whereabouts, collect
 
 legacy = pytest.mark.legacy
 
@@ -123,7 +123,7 @@ def test_a_module_that_was_edited_and_reloaded_runs_its_new_code(module_folder: 
     assert first(module.Dataset()) == 22
 
 
-# -- multiprocessing primitives ---------------------------------------------------------------------
+# -- multiprocessing primitives --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,10 @@ def test_an_event_reaches_workers_that_run_already(context: Any) -> None:
 def test_a_shared_value_works_under_spawn_too(context: Any) -> None:
     value = context.Value("i", 0, lock=False)
     loader = DataLoader(
-        Counting(context.Lock(), value), batch_size=5, num_workers=1, multiprocessing_context="spawn"
+        Counting(context.Lock(), value),
+        batch_size=5,
+        num_workers=1,
+        multiprocessing_context="spawn",
     )
     assert len(collect(loader)) == 20
     assert value.value == 100

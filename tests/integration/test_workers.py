@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import leftovers
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import get_worker_info
+
+import leftovers
+from penstock import DataLoader
 from specimens import (
     PROCESS_WAYS,
     QUICK_WAYS,
@@ -18,10 +22,6 @@ from specimens import (
     Shards,
     collect,
 )
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import get_worker_info
-
-from penstock import DataLoader
 
 legacy = pytest.mark.legacy
 
@@ -39,7 +39,7 @@ def about_me(index: int) -> dict[str, Any]:
 
 
 @legacy
-@pytest.mark.parametrize("way", WORKER_WAYS)
+@pytest.mark.parametrize("way", PROCESS_WAYS)
 def test_get_worker_info_tells_the_worker_who_it_is(way: str) -> None:
     torch.manual_seed(0)
     loader = DataLoader(Samples(about_me, 16), batch_size=None, **WAYS[way])
@@ -51,8 +51,9 @@ def test_get_worker_info_tells_the_worker_who_it_is(way: str) -> None:
     assert get_worker_info() is None  # in this process
 
 
-def test_without_workers_there_is_no_worker_info() -> None:
-    found = list(DataLoader(Samples(about_me, 2), batch_size=None))
+@pytest.mark.parametrize("way", ["inline", "thread"])
+def test_where_the_dataset_is_the_caller_s_own_there_is_no_worker_info(way: str) -> None:
+    found = list(DataLoader(Samples(about_me, 2), batch_size=None, **WAYS[way]))
     assert {info["id"] for info in found} == {-1}
 
 
@@ -157,9 +158,7 @@ def test_after_the_workers_were_shut_down_there_is_an_end_and_not_a_hang(way: st
     iterator = iter(DataLoader(Numbers(200), batch_size=2, **WAYS[way]))
     next(iterator)
     iterator._shutdown_workers()
-    with pytest.raises((StopIteration, RuntimeError)):
-        for _ in range(200):
-            next(iterator)
+    assert len(list(iterator)) < 199  # what had come already, then the end
 
 
 def test_reset_begins_a_new_epoch_on_the_same_workers() -> None:
@@ -219,4 +218,7 @@ def test_the_length_of_an_iterator_is_the_length_of_its_loader(way: str) -> None
 
 def test_workers_are_named_for_people_who_look_at_processes() -> None:
     iterator = iter(DataLoader(Numbers(8), batch_size=2, num_workers=2))
-    assert [worker.name for worker in iterator._workers] == ["penstock-worker-0", "penstock-worker-1"]
+    assert [worker.name for worker in iterator._workers] == [
+        "penstock-worker-0",
+        "penstock-worker-1",
+    ]

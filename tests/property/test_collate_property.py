@@ -10,19 +10,27 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from specimens import Pair, Record, assert_same, differences
 from torch.utils.data import default_collate
 
 from penstock.engine import payload
 from penstock.engine.collate import BatchWriter, read_leaf, view_batch
 from penstock.engine.layout import compile_flatten, read_layout, restore
+from specimens import Pair, Record, assert_same, differences
 
 pytestmark = pytest.mark.legacy
 
 # A form is a nesting of leaf kinds; a sample is what a form makes of a seed.
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 TORCH = st.sampled_from(
-    [torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.bool]
+    [
+        torch.uint8,
+        torch.int16,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.bool,
+    ]
 )
 NUMPY = st.sampled_from(["u1", "i4", "i8", "f2", "f4", "f8", "?", "c8"])
 LEAVES = st.one_of(

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specimens import Numbers, assert_same, collect
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock import DataLoader
+from specimens import Numbers, assert_same, collect
 
 
 @settings(max_examples=25)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from specimens import assert_same
 
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import SampleRandomness, watching_reads
+from specimens import assert_same
 
 pytestmark = pytest.mark.legacy
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 import pytest
-from specimens import Numbers
 
 from penstock import DataLoader
+from specimens import Numbers
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 

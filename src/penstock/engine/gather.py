@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from penstock.engine.collate import field_view, read_leaf, view_batch
+from penstock.engine.collate import read_leaf, view_batch
 from penstock.engine.layout import Layout, OddSample, read_layout
 from penstock.engine.slots import Ring
 
@@ -31,7 +31,8 @@ class Gatherer:
     """
 
     def __init__(self, tensors: list[torch.Tensor], rows: list[Any], layout: Layout) -> None:
-        self._tensors = tensors
+        self._tables = [_widened(tensor) for tensor in tensors]
+        self._length = len(tensors[0])
         self._rows = rows
         self.layout = layout
         self._copiers = [_Copier() for _ in tensors]
@@ -44,13 +45,13 @@ class Gatherer:
         """
         chosen = self._resolve(index)
         offsets, _ = self.layout.places(rows)
-        for tensor, leaf, offset, copier in zip(
-            self._tensors, self.layout.leaves, offsets, self._copiers, strict=True
-        ):
-            field = field_view(slot, leaf, offset, rows)[first_row : first_row + len(index)]
-            if field.numel():
-                wide_tensor, wide_field = _widened(tensor, field)
-                copier.copy(wide_tensor, chosen, wide_field)
+        for table, offset, copier in zip(self._tables, offsets, self._copiers, strict=True):
+            width = table.shape[1]
+            if not width or not len(index):
+                continue
+            field = torch.frombuffer(slot, dtype=table.dtype, count=rows * width, offset=offset)
+            field = field.view(rows, width)[first_row : first_row + len(index)]
+            copier.copy(table, chosen, field)
 
     def gather(self, index: list[int], ring: Ring) -> Any:
         """One batch in a slot of ``ring``, or in memory of its own when the user holds many."""
@@ -69,24 +70,28 @@ class Gatherer:
         chosen = np.asarray(index, dtype=None if len(index) else np.int64)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
             raise OddSample
-        length = len(self._tensors[0])
-        if len(index) and chosen.min() < 0:
-            chosen = np.where(chosen < 0, chosen + length, chosen)
-        if len(index) and (chosen.min() < 0 or chosen.max() >= length):
-            raise IndexError(f"index {index} is out of range for {length} samples")
-        return chosen.astype(np.int64, copy=False)
+        chosen = chosen.astype(np.int64, copy=False)
+        if len(index):
+            low, high = chosen.min(), chosen.max()
+            if low < -self._length or high >= self._length:
+                raise IndexError(f"index {index} is out of range for {self._length} samples")
+            if low < 0:
+                chosen = np.where(chosen < 0, chosen + self._length, chosen)
+        return chosen
 
 
-def _widened(tensor: torch.Tensor, field: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as rows of the widest whole numbers that fit: bytes are copied, not looked at."""
-    row_bytes = field[0].numel() * field.element_size()
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A table of the widest whole numbers that fit a row: bytes are copied, not looked at."""
+    tensor = tensor.contiguous()
+    row_items = tensor[0].numel()
+    row_bytes = row_items * tensor.element_size()
     widths = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
     dtype = next(
         dtype
         for dtype, width in widths
         if row_bytes % width == 0 and tensor.data_ptr() % width == 0
     )
-    return tensor.view(len(tensor), -1).view(dtype), field.view(len(field), -1).view(dtype)
+    return tensor.view(len(tensor), row_items).view(dtype)
 
 
 class _Copier:
@@ -127,4 +132,4 @@ def find_gatherer(dataset: Any) -> Gatherer | None:
         return None
     if any(type(tensor) is not torch.Tensor for tensor in dataset.tensors):
         return None
-    return Gatherer([tensor.contiguous() for tensor in dataset.tensors], rows, layout)
+    return Gatherer(list(dataset.tensors), rows, layout)

@@ -75,20 +75,26 @@ class ProcessPool:
 
     def receive(self, timeout_s: float) -> list[tuple[int, Any]]:
         """Replies that have come; waits up to ``timeout_s`` for the first."""
-        if self._is_stopped:  # at interpreter exit, say, while another thread is still loading
+        try:
+            events = self._receive(timeout_s)
+        except (OSError, ValueError):
+            if not self._has_stopped():
+                raise
+            events = []
+        if self._has_stopped():  # at interpreter exit, say, while another thread is loading
             time.sleep(min(timeout_s, 0.05))
             return []
+        return events
+
+    def _has_stopped(self) -> bool:
+        return self._is_stopped
+
+    def _receive(self, timeout_s: float) -> list[tuple[int, Any]]:
         events: list[tuple[int, Any]] = []
-        try:
-            ready = self._switchboard.wait(timeout_s)
-        except (OSError, ValueError):
-            if self._is_stopped:  # stopped by another thread just now
-                return []
-            raise
-        for worker in ready:
+        for worker in self._switchboard.wait(timeout_s):
             channel = self._channels[worker]
             events += [(worker, pickle.loads(frame)) for frame in channel.read()]
-            if not channel.is_open:
+            if not channel.is_open and not self._is_stopped:
                 self._switchboard.forget(worker)
                 events.append((worker, self._autopsy(worker)))
         return events

@@ -85,10 +85,15 @@ class NumpyGenerator:
         state: Any = np.random.get_state(legacy=False)
         if state["has_gauss"]:
             np.random.set_state({**state, "has_gauss": 0})
-        return state
+        return state, self._values()
 
     def restore(self, saved: Any) -> None:
-        np.random.set_state(saved)
+        state, values = saved
+        if state["has_gauss"] or values is None or values != self._values():
+            np.random.set_state(state)
+
+    def _values(self) -> list[int] | None:
+        return [cell.value for cell in self.cells()] if self.is_known else None
 
 
 @functools.lru_cache(maxsize=1)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from specimens import Pair, Record, assert_same, differences
 from torch.utils.data import default_collate
 
 from penstock.engine.collate import STREAM_BYTES, BatchWriter, TooSmall, view_batch
 from penstock.engine.layout import OddSample
+from specimens import Pair, Record, assert_same, differences
 
 pytestmark = pytest.mark.legacy
 
@@ -21,7 +22,7 @@ def through_slot(samples: list[Any], *, cuts: tuple[int, ...] = (), dirt: int = 
     buffer = np.full(1 << 22, dirt, dtype=np.uint8)
     bounds = [0, *cuts, len(samples)]
     layouts, objects, filled = [], [], 0
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in itertools.pairwise(bounds):
         writer = BatchWriter(buffer, len(samples), first)
         for sample in samples[first:last]:
             writer.add(sample)
@@ -40,7 +41,18 @@ TORCH_DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
     torch.complex128,
 ]
-NUMPY_DTYPES = "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64".split()
+NUMPY_DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+]
 
 
 def ramp(place: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -107,7 +119,9 @@ LEFT_OUT = unsigned_kind_torch_cannot_take()
 # torch warns about read-only arrays (it would wrap them); ours are copied out of them in any case.
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
 # torch 1.13.1 turns NumPy's booleans into a tensor by a way that NumPy 1 warns about.
-@pytest.mark.filterwarnings("ignore:In future, it will be an error for 'np.bool_':DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:In future, it will be an error for 'np.bool_':DeprecationWarning"
+)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LEFT_OUT])
 def test_a_batch_through_a_slot_equals_default_collate(kind: str) -> None:
     samples = [KINDS[kind](place) for place in range(4)]
@@ -139,13 +153,17 @@ def test_the_comparison_notices_a_wrong_bit_a_wrong_dtype_and_a_wrong_container(
 
 def test_a_dataclass_becomes_a_dataclass_of_collated_fields() -> None:
     batch = through_slot([Record(torch.ones(2) * place, place) for place in range(3)])
-    assert_same(batch, Record(default_collate([torch.ones(2) * n for n in range(3)]), torch.arange(3)))
+    assert_same(
+        batch, Record(default_collate([torch.ones(2) * n for n in range(3)]), torch.arange(3))
+    )
 
 
 def test_a_tensor_subclass_that_stacks_to_plain_tensors_is_taken_as_plain() -> None:
     class Tagged(torch.Tensor):
         @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
 
@@ -192,18 +210,29 @@ def test_a_sample_that_is_unlike_the_first_is_odd(name: str) -> None:
         through_slot([first, other])
 
 
+def add_and_finish(writer: BatchWriter, sample: Any) -> None:
+    """Large samples are refused at once, small ones when all are there."""
+    writer.add(sample)
+    writer.finish()
+
+
 @pytest.mark.parametrize("size", [4, 3 * STREAM_BYTES])
 def test_an_odd_sample_gives_back_the_samples_before_it_whole(size: int) -> None:
     samples = [
-        {"x": torch.full((size,), float(n)), "y": np.full(size, n), "n": n, "name": str(n), "t": (n,)}
+        {
+            "x": torch.full((size,), float(n)),
+            "y": np.full(size, n),
+            "n": n,
+            "name": str(n),
+            "t": (n,),
+        }
         for n in range(3)
     ]
     writer = BatchWriter(np.zeros(1 << 22, np.uint8), 8, 2)
     for sample in samples:
         writer.add(sample)
     with pytest.raises(OddSample):
-        writer.add({"x": 1})
-        writer.finish()
+        add_and_finish(writer, {"x": 1})
     assert_same([*writer.recover(), *writer.refused], [*samples, {"x": 1}])
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from specimens import Pair, Record
 
 from penstock.engine.collate import default_collate
 from penstock.errors import MismatchedSamples
+from specimens import Pair, Record
 
 pytestmark = pytest.mark.legacy
 

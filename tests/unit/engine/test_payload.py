@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specimens import Pair, Record, assert_same
 
 from penstock.engine import payload
+from specimens import Pair, Record, assert_same
 
 pytestmark = pytest.mark.legacy
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,7 +80,9 @@ def throw(error: BaseException) -> Any:
 
 def across(raise_it: Callable[[], Any], index: Any = 7) -> BaseException:
     """Raise, describe, send as bytes, rebuild: all that happens between two processes."""
-    report = describe(caught(raise_it), worker=3, where="in DataLoader worker process 3", index=index)
+    report = describe(
+        caught(raise_it), worker=3, where="in DataLoader worker process 3", index=index
+    )
     sent: ErrorReport = pickle.loads(pickle.dumps(report))
     return rebuild(sent)
 
@@ -163,7 +166,7 @@ def test_a_chain_of_causes_is_in_the_text() -> None:
 
 
 def test_a_missing_file_still_has_its_name_and_number() -> None:
-    error: Any = across(lambda: open("/no/such/file.jpg"))
+    error: Any = across(lambda: Path("/no/such/file.jpg").read_bytes())
     assert isinstance(error, FileNotFoundError)
     assert error.filename == "/no/such/file.jpg"
     assert error.errno == 2

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specimens import Frozen, Pair, Record, assert_same, differences
 
 from penstock.engine.collate import read_leaf
 from penstock.engine.layout import OddSample, assemble, compile_flatten, read_layout, restore
+from specimens import Frozen, Pair, Record, assert_same, differences
 
 pytestmark = pytest.mark.legacy
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specimens import assert_same
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from penstock.engine import collate, scratch
+from specimens import assert_same
 
 pytestmark = pytest.mark.legacy
 

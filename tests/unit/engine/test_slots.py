@@ -7,11 +7,11 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-import leftovers
 import numpy as np
 import pytest
 import torch
 
+import leftovers
 from penstock.engine.memory import SharedFile
 from penstock.engine.slots import FIRST_SLOTS, MAX_SLOTS_PER_SEGMENT, Ring, Slot
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specimens import Numbers, assert_same
 
 from penstock.engine.travel import Packed, Parcel, pack, unpack
+from specimens import Numbers, assert_same
 
 pytestmark = pytest.mark.legacy
 
@@ -72,7 +72,9 @@ def test_arrays_and_tensors_come_back_to_the_bit() -> None:
 
 
 def test_big_buffers_are_not_in_the_stream() -> None:
-    with packing(value=[np.zeros(1 << 20, np.uint8), torch.zeros(1 << 20, dtype=torch.uint8)]) as it:
+    with packing(
+        value=[np.zeros(1 << 20, np.uint8), torch.zeros(1 << 20, dtype=torch.uint8)]
+    ) as it:
         assert it.parcel.stream_bytes < 4096
         assert [length for _, length in it.parcel.spans] == [1 << 20, 1 << 20]
 

@@ -79,9 +79,7 @@ def test_v2_is_asked_before_v1(tmp_path: Path) -> None:
     assert usable_cores(folder) == 1
 
 
-def test_without_a_cgroup_affinity_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_cgroup_affinity_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable_cores(tmp_path / "missing") == MANY
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5}, raising=False)
     assert usable_cores(tmp_path / "missing") == 2

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specimens import assert_same, differences
 
 from penstock.order import generators, randomness
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import NUM_STRICT, SampleRandomness, watching_reads
+from specimens import assert_same, differences
 
 pytestmark = pytest.mark.legacy
 
@@ -109,7 +109,9 @@ def test_position_epoch_and_seed_each_make_a_difference_in_every_generator() -> 
 def test_a_thousand_positions_draw_a_thousand_numbers() -> None:
     walker = make()
     drawn = [
-        walker.call(lambda _: (random.random(), np.random.rand(), torch.rand(1).item()), 0, position)
+        walker.call(
+            lambda _: (random.random(), np.random.rand(), torch.rand(1).item()), 0, position
+        )
         for position in range(1000)
     ]
     for place, least in ((0, 1000), (1, 1000), (2, 990)):  # torch's have 24 bits only
@@ -123,7 +125,9 @@ def test_the_numbers_look_uniform_across_positions_and_epochs() -> None:
         for epoch in epochs:
             walker.begin(epoch)
             drawn += [
-                walker.call(lambda _: (random.random(), np.random.rand(), torch.rand(1).item()), 0, p)
+                walker.call(
+                    lambda _: (random.random(), np.random.rand(), torch.rand(1).item()), 0, p
+                )
                 for p in positions
             ]
         deviation = np.abs(np.mean(drawn, axis=0) - 0.5) * np.sqrt(12 * len(drawn))
@@ -147,7 +151,7 @@ def test_the_second_of_a_gauss_pair_does_not_leak_into_the_next_sample() -> None
         assert walker.call(function, 0, 1) == fresh(1, function=function)
 
 
-# -- quiet: setting the generators only where it matters --------------------------------------------
+# -- quiet: setting the generators only where it matters -------------------------------------------
 
 
 def count_calls(function: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], list[Any]]:
@@ -181,7 +185,9 @@ FIRST_DRAWS: dict[str, Callable[[Any], Any]] = {
     "the state of python": lambda _: random.getstate()[1][:5],
     "the state of numpy": lambda _: np.random.get_state()[1][:5].tolist(),
     "python, put back": lambda _: _put_back(random.getstate, random.setstate, random.random),
-    "numpy, put back": lambda _: _put_back(np.random.get_state, np.random.set_state, np.random.rand),
+    "numpy, put back": lambda _: _put_back(
+        np.random.get_state, np.random.set_state, np.random.rand
+    ),
     "a seed of its own": lambda _: (random.seed(3), random.random(), np.random.seed(4))[1],
     "then an exception": lambda _: _raise_after(random.random()),
 }
@@ -220,7 +226,10 @@ def test_a_normal_variate_that_somebody_left_in_reserve_is_not_taken(name: str) 
     walker = quiet()
     random.gauss(0, 1)
     np.random.randn()
-    found = call_quietly(walker, FIRST_DRAWS[name], 500)
+    assert random.getstate()[2] is not None  # control: both have one in reserve
+    assert np.random.get_state()[3] == 1
+    with preserved_generators():
+        found = call_quietly(walker, FIRST_DRAWS[name], 500)
     assert_same(found, fresh(500, function=FIRST_DRAWS[name]))
 
 
@@ -271,7 +280,7 @@ def test_the_functions_that_were_watched_are_the_originals_again() -> None:
     assert (random.getstate, np.random.get_state) == originals
 
 
-# -- the generators as memory ------------------------------------------------------------------------
+# -- the generators as memory ----------------------------------------------------------------------
 
 
 def test_public_calls_give_the_same_bits_where_memory_is_not_known(
@@ -337,11 +346,16 @@ def test_preserved_generators_come_back_also_after_an_exception() -> None:
     random.gauss(0, 1)
     np.random.standard_normal()
     before = states()
-    with pytest.raises(KeyError), preserved_generators():
-        make().set_generators(5)
-        draw()
-        assert differences(states(), before)  # control: inside they differ
-        raise KeyError
+
+    def disturb_and_raise() -> None:
+        with preserved_generators():
+            make().set_generators(5)
+            draw()
+            assert differences(states(), before)  # control: inside they differ
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        disturb_and_raise()
     assert_same(states(), before)
 
 
