@@ -85,6 +85,8 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.contiguous()
     row_items = tensor[0].numel()
     row_bytes = row_items * tensor.element_size()
+    if not row_bytes:
+        return torch.empty((len(tensor), 0), dtype=torch.uint8)
     widths = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
     dtype = next(
         dtype
