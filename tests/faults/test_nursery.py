@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 import leftovers
 import scripting
 from penstock import DataLoader, WorkerDied
 from penstock.engine import nursery as nurseries
+from penstock.engine.memory import SharedFile
+from penstock.engine.slots import Ring
 from specimens import Numbers, collect
 
 pytestmark = pytest.mark.fault
@@ -142,6 +146,38 @@ def test_a_forked_child_that_drops_batches_does_not_free_its_parent_s_slots() ->
     for number, (image, labels) in enumerate(held):
         assert labels.tolist() == [2 * number, 2 * number + 1]
         assert image.unique().tolist() == [2 * number, 2 * number + 1]
+
+
+def test_a_forked_child_does_not_use_a_slot_that_its_parent_may_still_view() -> None:
+    ring = Ring(SharedFile.create(), max_held_bytes=1 << 30)
+    ring.fit(4096)
+    slot = ring.take()
+    held = [ring.lend(slot, 4096)]
+
+    def drop_and_look() -> None:
+        held.clear()
+        gc.collect()
+        assert all(ring.take() is not slot for _ in range(50))
+
+    assert in_a_fork(drop_and_look) == 0
+    held.clear()
+    assert ring.take() is slot  # control: here it comes back
+    ring.close()
+
+
+def test_a_forked_child_that_goes_on_with_data_in_memory_does_not_touch_its_parent_s() -> None:
+    iterator = iter(DataLoader(TensorDataset(torch.arange(1000)), batch_size=10))
+    held = [next(iterator)[0] for _ in range(5)]
+
+    def go_on() -> None:
+        held.clear()
+        gc.collect()
+        for _ in range(50):
+            next(iterator)[0].fill_(-1)
+
+    assert in_a_fork(go_on) == 0
+    assert torch.cat(held).tolist() == list(range(50))
+    assert next(iterator)[0].tolist() == list(range(50, 60))
 
 
 def test_a_forked_child_that_drops_the_iterator_does_not_end_its_parent_s_workers() -> None:

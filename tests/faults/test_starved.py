@@ -66,6 +66,38 @@ def test_a_limit_on_the_size_of_files_is_no_end(tmp_path: Path) -> None:
     assert result.stdout.strip() == "all right", result.stderr
 
 
+BARE_SYSTEM = """
+import os
+for name in ("fork", "forkpty", "memfd_create", "pidfd_open", "posix_fallocate",
+             "sched_getaffinity"):  # register_at_fork stays: torch itself asks for it
+    if hasattr(os, name):
+        delattr(os, name)
+"""
+BARE_PROGRAM = """
+import os, torch
+from penstock import DataLoader
+assert not hasattr(os, "fork") and not hasattr(os, "memfd_create")
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 20
+    def __getitem__(self, i):
+        assert not hasattr(os, "fork") and not hasattr(os, "memfd_create")
+        return torch.full((1000,), float(i)), i
+loader = DataLoader(Data(), batch_size=2, num_workers=2, multiprocessing_context="spawn")
+for n, (image, label) in enumerate(list(loader)):
+    assert image.unique().tolist() == label.tolist() == [2*n, 2*n+1]
+print("all right", DataLoader(Data(), num_workers="auto").num_workers >= 1)
+"""
+
+
+def test_spawn_works_in_a_system_that_has_none_of_linux_s_own_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BARE_SYSTEM)  # every interpreter runs this first
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = scripting.run(BARE_PROGRAM, tmp_path)
+    assert result.stdout.strip() == "all right True", result.stderr
+
+
 @pytest.mark.parametrize("way", WORKER_WAYS)
 def test_without_memfd_a_file_does_the_same_work(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,12 +99,25 @@ def test_batches_may_be_written_to() -> None:
     assert [image[0, 0].item() for image, _ in batches] == [2 * n + 1.0 for n in range(10)]
 
 
+def in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Does it lie in a mapping of ours?"""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return "memfd:penstock" in line
+    return False
+
+
+@pytest.mark.skipif(not leftovers.HAS_PROC, reason="looks into /proc")
 def test_when_the_user_holds_too_much_batches_become_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("penstock.engine.iterators._max_held_bytes", lambda: 50_000)
-    batches = list(DataLoader(Numbers(80, (2000,)), batch_size=2, num_workers=2))
+    loader = DataLoader(Numbers(80, (2000,)), batch_size=2, num_workers=2)
+    assert all(in_shared_memory(image) for image, _ in list(loader))  # control: none is a copy
+    monkeypatch.setattr("penstock.engine.iterators._max_held_bytes", lambda: 10 * 16_064)
+    batches = list(loader)
     assert values(batches) == expected(80, 2)
+    assert [in_shared_memory(image) for image, _ in batches] == [True] * 10 + [False] * 30
 
 
 @legacy
@@ -127,6 +142,25 @@ def test_an_epoch_of_persistent_workers_left_half_way_does_not_spill_into_the_ne
             if number == stop:
                 break
         assert values(list(loader)) == expected(40, 2)
+    loader.close()
+
+
+class SlowBatches(Numbers):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        time.sleep(0.1)
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("way", ["thread", "nursery"])
+def test_what_was_asked_for_in_an_epoch_that_was_left_is_not_loaded(way: str) -> None:
+    arguments = {**WAYS[way], "num_workers": 1}
+    loader = DataLoader(
+        SlowBatches(100), batch_size=2, prefetch_factor=30, persistent_workers=True, **arguments
+    )
+    next(iter(loader))  # 29 batches of 0.1 s are asked for
+    started = time.monotonic()
+    next(iter(loader))
+    assert time.monotonic() - started < 1.5
     loader.close()
 
 

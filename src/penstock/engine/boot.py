@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from penstock.engine import nursery_protocol as protocol
@@ -36,7 +37,8 @@ def worker_main(channel: Any, assignment: Assignment, fds: list[int]) -> None:
 
         number = assignment.worker
         report = describe(error, worker=number, where=f"in DataLoader worker process {number}")
-        channel.send_bytes(pickle.dumps(("failed", report)))
+        with suppress(OSError):  # another worker's report came first, and the parent hung up
+            channel.send_bytes(pickle.dumps(("failed", report)))
         return
     serve(worker)
 

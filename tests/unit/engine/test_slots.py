@@ -85,6 +85,28 @@ def test_a_slot_stays_away_while_this_lives(name: str) -> None:
     ring.close()
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda root: root[10:20],
+        lambda root: root.view(np.float32)[3:],
+        lambda root: root.reshape(64, 64)[1][2:],
+        lambda root: memoryview(root)[5:],
+        lambda root: np.frombuffer(root, np.int64)[1:],
+    ],
+    ids=["slice", "dtype", "shape", "memoryview", "frombuffer"],
+)
+def test_a_view_of_the_root_array_itself_holds_the_slot(view: Callable[[Any], Any]) -> None:
+    """NumPy lets the base of a view skip what lies between: the root must not be skipped."""
+    ring = make_ring()
+    slot = ring.take()
+    held = view(ring.lend(slot, NUM_BYTES))
+    assert not comes_back(ring, slot)
+    del held
+    assert comes_back(ring, slot)
+    ring.close()
+
+
 @pytest.mark.parametrize("name", FREE)
 def test_a_slot_comes_back_although_this_lives(name: str) -> None:
     ring = make_ring()
