@@ -44,6 +44,10 @@ def abort() -> None:
     os.abort()
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 DEATHS: dict[str, tuple[Callable[[], None], int]] = {
     "SIGKILL": (kill, -9),
     "SIGSEGV": (segfault, -11),
@@ -231,7 +235,7 @@ def test_a_loader_without_a_death_tells_of_none() -> None:
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("end", [leave_politely, lambda: (_ for _ in ()).throw(KeyboardInterrupt)])
+@pytest.mark.parametrize("end", [leave_politely, interrupt])
 def test_a_thread_that_is_told_to_exit_is_an_error_and_not_a_hang(end: Any) -> None:
     loader = DataLoader(Deadly(end), batch_size=4, num_workers=2, pool="thread")
     with pytest.raises(RuntimeError, match="sample 7"):

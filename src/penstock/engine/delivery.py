@@ -110,6 +110,8 @@ class Delivery:
         """Begin to load ``indices``; what an earlier epoch left under way is dropped."""
         self.epoch += 1
         self._cells[EPOCH_CELL] = self.epoch
+        for key in [key for key, job in self._jobs.items() if job.is_done]:
+            self._ring.give_back(self._jobs.pop(key).slot)  # loaded, but nobody took it
         if shared_seed is not None and self.epoch > 0:
             for worker in range(self._num_workers):
                 self._pool.send(worker, [Fresh(self.epoch, shared_seed)])

@@ -10,6 +10,7 @@ the identity that cloudpickle gave them on the way in, and the parent finds its 
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 from dataclasses import dataclass
@@ -108,7 +109,21 @@ class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = reduce_tensor(obj)
             if reduced is not None:
                 return reduced
+        elif _lost_its_slots(obj):
+            return copyreg.__newobj__, (type(obj),), (None, vars(obj))  # type: ignore[attr-defined]
         return super().reducer_override(obj)
+
+
+def _lost_its_slots(obj: Any) -> bool:
+    """cloudpickle rebuilds a class with ``__slots__`` as one with a dict; the parent's has none."""
+    kind = type(obj)
+    return (
+        "__slots__" in vars(kind)
+        and "__setstate__" not in vars(kind)
+        and "__dict__" not in vars(kind)["__slots__"]
+        and hasattr(obj, "__dict__")
+        and kind in cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
+    )
 
 
 def remember_parent_classes() -> None:

@@ -26,7 +26,7 @@ import numpy as np
 
 from penstock.engine.memory import SharedFile, round_up
 
-PROVISIONAL_BYTES = 64 << 20
+PROVISIONAL_BYTES = 1 << 30
 """Room of a slot before the first batch is known, where memory is sparse: address space only."""
 PROVISIONAL_BYTES_ON_DISK = 1 << 20
 FIRST_SLOTS, MAX_SLOTS_PER_SEGMENT = 8, 128
