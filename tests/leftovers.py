@@ -119,14 +119,21 @@ def difference(before: World, after: World) -> list[str]:
 
 
 def _belongs_to_others(segment: str) -> bool:
-    """Does a process outside our own tree hold this segment? Others work on this machine too."""
+    """Does a process outside our own tree map this segment? Others work on this machine too.
+
+    Looked for by inode: glibc maps a semaphore under a temporary name before it gets its own.
+    """
+    try:
+        inode = f" {os.stat(f'/dev/shm/{segment}').st_ino} "
+    except FileNotFoundError:
+        return True  # gone meanwhile, and we wait for ours
     ours = {os.getpid(), nursery_pid(), *_children()}
     for process in psutil.process_iter():
         if process.pid in ours:
             continue
         try:
             with open(f"/proc/{process.pid}/maps") as lines:
-                if any(f"/dev/shm/{segment}" in line for line in lines):
+                if any("/dev/shm/" in line and inode in line for line in lines):
                     return True
         except OSError:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -56,6 +57,32 @@ def test_a_segment_in_shared_memory_is_noticed() -> None:
     try:
         assert path.name in named(before)
     finally:
+        path.unlink()
+
+
+@linux_only
+def test_a_segment_that_another_process_uses_is_not_blamed_on_us() -> None:
+    path = Path("/dev/shm") / f"penstock-test-{os.getpid()}"
+    hold = (
+        "import mmap, os, sys, time\n"
+        "fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\nos.ftruncate(fd, 4096)\n"
+        "mapping = mmap.mmap(fd, 4096)\nprint('holding', flush=True)\ntime.sleep(30)\n"
+    )
+    before = leftovers.look()
+    # Started through a shell that goes away: a process of its own, not a child of ours.
+    command = f"{sys.executable} -c '{hold.replace(chr(39), chr(34))}' {path} & echo $!"
+    shell = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
+    assert shell.stdout is not None
+    lines = {shell.stdout.readline().strip(), shell.stdout.readline().strip()}
+    shell.wait()
+    try:
+        assert "holding" in lines
+        assert path.exists()
+        assert named(before).count("segment") == 0
+    finally:
+        os.kill(int((lines - {"holding"}).pop()), signal.SIGKILL)
+        shell.stdout.close()
+        assert "segment" in named(before)  # control: now nobody holds it
         path.unlink()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -164,6 +165,7 @@ class PooledIterator(_Iterator):
         super().__init__(loader)
         self._setup = setup
         self._delivery: Delivery | None = None
+        self._turn = threading.Lock()
         self._workers: list[Any] = []
         self._start(loader)
         self._reset(loader, first_iter=True)
@@ -245,7 +247,8 @@ class PooledIterator(_Iterator):
     def _next_batch(self) -> Any:
         assert self._delivery is not None
         try:
-            batch = self._delivery.next()
+            with self._turn:  # several threads may share one iterator
+                batch = self._delivery.next()
         except StopIteration:
             if not self._persistent_workers:
                 self._shutdown_workers()

@@ -57,15 +57,25 @@ def reduce_tensor(tensor: Any) -> Any:
         return None
     kind = None if type(tensor) is torch.Tensor else type(tensor)
     state = dict(vars(tensor)) or None
-    flat = tensor.detach().contiguous().as_subclass(torch.Tensor).reshape(-1)
-    if flat.numel() == 0:
-        return _tensor_from, (None, tensor.dtype, tuple(tensor.shape), kind, state)
-    raw = pickle.PickleBuffer(flat.view(torch.uint8).numpy())
-    return _tensor_from, (raw, tensor.dtype, tuple(tensor.shape), kind, state)
+    plain = tensor.detach().as_subclass(torch.Tensor)
+    # As it lies in memory: channels_last and permuted tensors keep their strides.
+    order = sorted(range(plain.dim()), key=plain.stride, reverse=True)
+    lying = plain.permute(order)
+    if not lying.is_contiguous():
+        order, lying = list(range(plain.dim())), plain.contiguous()
+    raw = None
+    if plain.numel():
+        raw = pickle.PickleBuffer(lying.reshape(-1).view(torch.uint8).numpy())
+    return _tensor_from, (raw, tensor.dtype, tuple(lying.shape), tuple(order), kind, state)
 
 
 def _tensor_from(
-    raw: Any, dtype: Any, shape: tuple[int, ...], kind: Any, state: dict[str, Any] | None
+    raw: Any,
+    dtype: Any,
+    shape: tuple[int, ...],
+    order: tuple[int, ...],
+    kind: Any,
+    state: dict[str, Any] | None,
 ) -> Any:
     import torch
 
@@ -75,6 +85,8 @@ def _tensor_from(
         if isinstance(raw, bytes):
             raw = bytearray(raw)  # in the stream after all: torch wants writable memory
         tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape)
+    if order != tuple(range(len(order))):
+        tensor = tensor.permute([order.index(dim) for dim in range(len(order))])
     if kind is not None:
         tensor = tensor.as_subclass(kind)
     if state:

@@ -49,8 +49,10 @@ _present = threading.local()
 
 def _collate_tensor(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
     first = batch[0]
-    is_plain = type(first) is torch.Tensor and first.layout is torch.strided
-    if first.is_nested or not is_plain or first.device.type != "cpu":
+    if not all(isinstance(value, torch.Tensor) for value in batch):
+        return torch.stack(batch, 0)  # says what is wrong, as it does without workers
+    is_plain = set(map(type, batch)) == {torch.Tensor} and first.layout is torch.strided
+    if not is_plain or first.is_nested or first.device.type != "cpu":
         by_torch: torch.Tensor = _TORCH_COLLATE_TENSOR(batch, collate_fn_map=collate_fn_map)
         return by_torch
     scratch: Scratch | None = getattr(_present, "scratch", None)
