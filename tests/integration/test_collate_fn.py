@@ -172,6 +172,21 @@ def test_two_fields_that_are_one_tensor_are_both_right() -> None:
         assert batch[2].shape == (1, 900)
 
 
+@pytest.mark.parametrize("way", QUICK_WAYS)
+def test_a_result_keeps_its_strides(way: str) -> None:
+    def collate(samples: list[Any]) -> Any:
+        images, _ = default_collate(samples)
+        last = images.contiguous(memory_format=torch.channels_last)
+        return images, last, images.permute(1, 0, 3, 2), images[:, :, ::2]
+
+    ours = next(iter(DataLoader(Numbers(4, (3, 8, 6)), 4, collate_fn=collate, **WAYS[way])))
+    theirs = next(iter(TorchDataLoader(Numbers(4, (3, 8, 6)), 4, collate_fn=collate)))
+    assert_same(ours, theirs)
+    assert [t.stride() for t in ours[:3]] == [t.stride() for t in theirs[:3]]
+    assert ours[1].is_contiguous(memory_format=torch.channels_last)
+    assert not ours[0].is_contiguous(memory_format=torch.channels_last)  # control
+
+
 @pytest.mark.parametrize("way", WORKER_WAYS)
 def test_a_result_that_cannot_travel_is_an_error_and_not_a_hang(way: str) -> None:
     loader = DataLoader(

@@ -292,6 +292,30 @@ def test_an_iterator_begun_here_may_be_finished_in_another_thread() -> None:
     assert values(batches) == expected(20, 2)
 
 
+@pytest.mark.parametrize("way", WORKER_WAYS)
+def test_several_threads_may_share_one_iterator_and_each_batch_comes_once(way: str) -> None:
+    iterator = iter(DataLoader(Numbers(400), batch_size=2, **WAYS[way]))
+    with ThreadPoolExecutor(4) as executor:
+        shares = list(executor.map(lambda _: list(iterator), range(4)))
+    found = sorted(values([batch for share in shares for batch in share]))
+    assert found == expected(400, 2)
+
+
+@pytest.mark.parametrize("way", ["thread", "nursery"])
+def test_batches_that_were_loaded_but_not_taken_give_their_memory_back(way: str) -> None:
+    loader = DataLoader(Numbers(200, (500,)), batch_size=2, persistent_workers=True, **WAYS[way])
+
+    def leave_epochs(count: int) -> int:
+        for _ in range(count):
+            iterator = iter(loader)
+            next(iterator)
+            time.sleep(0.01)  # the workers load what they were asked for; nobody takes it
+        return loader._iterator._delivery._ring.num_slots
+
+    assert leave_epochs(60) == leave_epochs(10)
+    loader.close()
+
+
 @pytest.mark.parametrize("way", PROCESS_WAYS)
 def test_a_parent_with_running_threads_gets_its_batches(way: str) -> None:
     stop = threading.Event()

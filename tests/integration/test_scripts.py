@@ -27,6 +27,7 @@ class Record:
     n: int
 
 class Bag:
+    __slots__ = ("images",)
     def __init__(self, samples):
         self.images = torch.utils.data.default_collate([s[0] for s in samples])
 

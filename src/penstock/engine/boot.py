@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -146,8 +147,7 @@ def spawned_main(handle: int) -> None:
     except EOFError:
         os._exit(0)  # the parent hung up before we were ready
     watch_parent(parent)
-    worker_main(channel, assignment, fds)
-    end_process()
+    end_process(_exit_code_of(lambda: worker_main(channel, assignment, fds)))
 
 
 def watch_parent(parent: int) -> None:
@@ -280,8 +280,9 @@ _generations: dict[str, int] = {}
 
 
 def _become_worker(body: bytes, fds: list[int]) -> None:
-    code = 1
-    try:
+    """The rest of a forked child's life."""
+
+    def become() -> None:
         import atexit
         import ctypes
         from multiprocessing import connection, util
@@ -297,12 +298,19 @@ def _become_worker(body: bytes, fds: list[int]) -> None:
         channel = connection.Connection(fds[0])
         assignment = protocol.place_fds(pickle.loads(body), fds)
         worker_main(channel, assignment, fds[3:])
-        code = 0
+
+    end_process(_exit_code_of(become))
+
+
+def _exit_code_of(life: Callable[[], None]) -> int:
+    """Run a worker to its end; what the interpreter would have made of it as an exit code."""
+    try:
+        life()
     except SystemExit as leave:
-        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except BaseException:
         import traceback
 
         traceback.print_exc()
-    finally:
-        end_process(code)
+        return 1
+    return 0
