@@ -31,11 +31,15 @@ class Data(torch.utils.data.Dataset):
 
 class Stuck(Data):
     def __getitem__(self, i):
-        if i == 8:
+        if i >= 8:
             time.sleep(60)
-        if i == 10:
-            ctypes.PyDLL(None).sleep(60)  # holds the interpreter lock
         return i
+
+class Holding(Stuck):
+    def __getitem__(self, i):
+        if i >= 8 and torch.utils.data.get_worker_info().id == 1:
+            ctypes.PyDLL(None).sleep(60)  # holds the interpreter lock
+        return super().__getitem__(i)
 
 def start(data, **more):
     return iter(DataLoader(data, batch_size=2, num_workers=2,
@@ -46,6 +50,7 @@ RUNNING = "for n, b in enumerate(start(Data())):\n    n == 3 and print('ready', 
 STUCK = (
     "it = start(Stuck())\nnext(it), next(it), next(it)\ntime.sleep(0.3)\nprint('ready')\nlist(it)\n"
 )
+HOLDING = STUCK.replace("Stuck", "Holding")
 IDLE = (
     "loader = DataLoader(Data(), batch_size=2, num_workers=2, persistent_workers=True,\n"
     "                    multiprocessing_context=context)\nnext(iter(loader))\n"
@@ -58,6 +63,7 @@ GONE_S = 3.0
 KILLED = [
     *[("RUNNING", method) for method in METHODS],
     *[("STUCK", method) for method in METHODS],
+    *[("HOLDING", method) for method in METHODS],
     ("IDLE", "nursery"),
 ]
 
@@ -74,7 +80,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
             family = scripting.family_of(program.pid)
             program.send_signal(signal.SIGKILL)
             program.wait()
-            return len(family), leftovers.wait_until_gone(family, GONE_S)
+            left = leftovers.wait_until_gone(family, GONE_S)
+        for pid in left:  # they are nobody's children now: a failed test must not keep them
+            os.kill(pid, signal.SIGKILL)
+        return len(family), left
 
     return scripting.run_all(kill, KILLED)
 
@@ -181,7 +190,7 @@ ENDINGS = {
         0,
     ),
     "os._exit": ("it = start(Data())\nnext(it)\nos._exit(3)\n", 3),
-    "a sample that hangs": ("it = start(Stuck())\nnext(it)\ntime.sleep(0.3)\n", 0),
+    "a sample that hangs": ("it = start(Holding())\nnext(it)\ntime.sleep(0.3)\n", 0),
     "a thread that goes on loading": (
         "def forever():\n    for b in start(Data()): pass\n"
         "threading.Thread(target=forever, daemon=True).start()\ntime.sleep(3)\n",

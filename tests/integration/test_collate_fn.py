@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -103,11 +104,10 @@ def test_a_kept_tensor_that_is_written_over_would_be_noticed() -> None:
 
 def torch_files() -> int:
     """How many of torch's shared-memory files this process holds (they are unlinked at once)."""
-    found = [
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.islink(f"/proc/self/fd/{fd}")
-    ]
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed by another thread meanwhile
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
     with open("/proc/self/maps") as lines:
         mapped = sum("/torch_" in line for line in lines)
     return mapped + sum("/torch_" in target for target in found)

@@ -7,6 +7,7 @@ and warns about wrong lengths exactly as PyTorch does.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from contextlib import suppress
@@ -28,6 +29,7 @@ from penstock.engine.memory import PrivateFile, SharedFile
 from penstock.engine.messages import Task
 from penstock.engine.pools import Pool, ProcessPool, ThreadPool, control_cells
 from penstock.engine.slots import Ring
+from penstock.errors import StartFailed
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import COLLATE_STREAM, SampleRandomness, watching_reads
 
@@ -166,6 +168,7 @@ class PooledIterator(_Iterator):
         self._setup = setup
         self._delivery: Delivery | None = None
         self._turn = threading.Lock()
+        self._owner = os.getpid()
         self._workers: list[Any] = []
         self._start(loader)
         self._reset(loader, first_iter=True)
@@ -246,6 +249,12 @@ class PooledIterator(_Iterator):
 
     def _next_batch(self) -> Any:
         assert self._delivery is not None
+        if os.getpid() != self._owner:
+            raise StartFailed(
+                f"this iterator belongs to process {self._owner}, which forked us (pid "
+                f"{os.getpid()}): its workers answer to that process alone",
+                remedy="iter(loader) in the forked process",
+            )
         try:
             with self._turn:  # several threads may share one iterator
                 batch = self._delivery.next()

@@ -181,6 +181,9 @@ def pack(objects: dict[str, Any]) -> Packed:
     Raises:
         CannotTravel: Something inside cannot be serialised; the message names the attribute.
     """
+    main = sys.modules.get("__mp_main__")
+    if main is not None:  # we are in a spawned child, where the user's script has this name
+        cloudpickle.register_pickle_by_value(main)
     stand_in = _Spawning()
     stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = TravelPickler(stream, buffer_callback=buffers.append)

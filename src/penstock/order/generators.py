@@ -72,6 +72,8 @@ class NumpyGenerator:
         if self.is_known:
             self._address = int(bits.ctypes.state_address)
             self.is_known = _holds_numpy_state(self._address)
+        self._cells = self.cells() if self.is_known else []
+        self._without_reserve: list[int] | None = None
 
     def cells(self) -> list[Any]:
         """Cells of memory that change with every draw: the first words, the index behind them."""
@@ -82,18 +84,29 @@ class NumpyGenerator:
 
     def save(self) -> Any:
         """The whole state, for :meth:`restore`; a normal variate in reserve is put away."""
+        values = self._values()
+        if values is not None and values == self._without_reserve:
+            # Nobody has drawn since it was known that nothing is in reserve: a copy will do.
+            return ctypes.string_at(self._address, _STATE_BYTES + 4), values
         state: Any = np.random.get_state(legacy=False)
         if state["has_gauss"]:
             np.random.set_state({**state, "has_gauss": 0})
-        return state, self._values()
+        return state, values
 
     def restore(self, saved: Any) -> None:
         state, values = saved
-        if state["has_gauss"] or values is None or values != self._values():
+        has_moved = values is None or values != self._values()
+        if isinstance(state, bytes):
+            if has_moved:
+                np.random.seed(0)  # puts away what samples left in reserve
+                ctypes.memmove(self._address, state, _STATE_BYTES + 4)
+        elif state["has_gauss"] or has_moved:
             np.random.set_state(state)
+        has_reserve = not isinstance(state, bytes) and state["has_gauss"]
+        self._without_reserve = None if has_reserve else values
 
     def _values(self) -> list[int] | None:
-        return [cell.value for cell in self.cells()] if self.is_known else None
+        return [cell.value for cell in self._cells] if self.is_known else None
 
 
 @functools.lru_cache(maxsize=1)
