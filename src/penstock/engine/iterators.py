@@ -255,13 +255,13 @@ class PooledIterator(_Iterator):
                 f"{os.getpid()}): its workers answer to that process alone",
                 remedy="iter(loader) in the forked process",
             )
-        try:
-            with self._turn:  # several threads may share one iterator
+        with self._turn:  # several threads may share one iterator
+            try:
                 batch = self._delivery.next()
-        except StopIteration:
-            if not self._persistent_workers:
-                self._shutdown_workers()
-            raise
+            except StopIteration:
+                if not self._persistent_workers:
+                    self._shutdown_workers()
+                raise
         return self._finished(batch)
 
     def _shutdown_workers(self) -> None:
