@@ -43,9 +43,14 @@ def told(outcome: Any) -> Any:
 
 
 def run(
-    source: str, folder: Path, *arguments: str, piped: bool = False, stdin: str | None = None
+    source: str,
+    folder: Path,
+    *arguments: str,
+    piped: bool = False,
+    stdin: str | None = None,
+    **environ: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; ``piped`` feeds it to ``python -``."""
+    """Run a program to its end; ``piped`` feeds it to ``python -``, ``environ`` adds to ours."""
     path = folder / "program.py"
     path.write_text(source)
     command = [sys.executable, "-" if piped else str(path), *arguments]
@@ -55,6 +60,7 @@ def run(
         capture_output=True,
         text=True,
         cwd=folder,
+        env={**os.environ, **environ},
         timeout=90,
         check=False,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import scripting
 from penstock import DataLoader
 from specimens import QUICK_WAYS, WAYS, WORKER_WAYS, Numbers, collect
 
-pytestmark = pytest.mark.fault
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]  # the programs share one set-up
 
 FEW_FDS = """
 import resource, sys, torch
@@ -34,20 +35,6 @@ print("all right")
 """
 
 
-@pytest.mark.parametrize("method", ["nursery", "fork"])
-def test_three_hundred_batches_are_held_with_256_descriptors(method: str, tmp_path: Path) -> None:
-    arguments = "" if method == "nursery" else "multiprocessing_context='fork'"
-    result = scripting.run(FEW_FDS.format(package="penstock", arguments=arguments), tmp_path)
-    assert result.stdout.strip() == "all right", result.stderr
-
-
-def test_torch_s_own_loader_runs_out_of_descriptors_there(tmp_path: Path) -> None:
-    source = FEW_FDS.format(package="torch.utils.data", arguments="multiprocessing_context='fork'")
-    result = scripting.run(source, tmp_path)
-    assert result.returncode != 0
-    assert "all right" not in result.stdout
-
-
 SMALL_FILES = """
 import resource, sys, torch
 from penstock import DataLoader
@@ -59,11 +46,6 @@ for n, (image, label) in enumerate(DataLoader(Data(), batch_size=2, num_workers=
     assert image.unique().tolist() == label.tolist() == [2*n, 2*n+1]
 print("all right")
 """
-
-
-def test_a_limit_on_the_size_of_files_is_no_end(tmp_path: Path) -> None:
-    result = scripting.run(SMALL_FILES, tmp_path)
-    assert result.stdout.strip() == "all right", result.stderr
 
 
 BARE_SYSTEM = """
@@ -89,12 +71,56 @@ print("all right", DataLoader(Data(), num_workers="auto").num_workers >= 1)
 """
 
 
-def test_spawn_works_in_a_system_that_has_none_of_linux_s_own_means(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def run_bare(folder: Path) -> Any:
+    (folder / "sitecustomize.py").write_text(BARE_SYSTEM)  # every interpreter runs this first
+    return scripting.run(BARE_PROGRAM, folder, PYTHONPATH=str(folder))
+
+
+def run_with_few_fds(folder: Path, package: str, arguments: str = "") -> Any:
+    return scripting.run(FEW_FDS.format(package=package, arguments=arguments), folder)
+
+
+FORK = "multiprocessing_context='fork'"
+PROGRAMS: dict[str, Callable[[Path], Any]] = {
+    "few descriptors, nursery": lambda folder: run_with_few_fds(folder, "penstock"),
+    "few descriptors, fork": lambda folder: run_with_few_fds(folder, "penstock", FORK),
+    "few descriptors, torch": lambda folder: run_with_few_fds(folder, "torch.utils.data", FORK),
+    "small files": lambda folder: scripting.run(SMALL_FILES, folder),
+    "a bare system": run_bare,
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every program of this file, run to its end."""
+    return scripting.run_all(
+        lambda name: PROGRAMS[name](tmp_path_factory.mktemp("starved")), list(PROGRAMS)
+    )
+
+
+@pytest.mark.parametrize("method", ["nursery", "fork"])
+def test_three_hundred_batches_are_held_with_256_descriptors(
+    method: str, results: dict[str, Any]
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(BARE_SYSTEM)  # every interpreter runs this first
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    result = scripting.run(BARE_PROGRAM, tmp_path)
+    result = scripting.told(results[f"few descriptors, {method}"])
+    assert result.stdout.strip() == "all right", result.stderr
+
+
+def test_torch_s_own_loader_runs_out_of_descriptors_there(results: dict[str, Any]) -> None:
+    result = scripting.told(results["few descriptors, torch"])
+    assert result.returncode != 0
+    assert "all right" not in result.stdout
+
+
+def test_a_limit_on_the_size_of_files_is_no_end(results: dict[str, Any]) -> None:
+    result = scripting.told(results["small files"])
+    assert result.stdout.strip() == "all right", result.stderr
+
+
+def test_spawn_works_in_a_system_that_has_none_of_linux_s_own_means(
+    results: dict[str, Any],
+) -> None:
+    result = scripting.told(results["a bare system"])
     assert result.stdout.strip() == "all right True", result.stderr
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import scripting
+
+pytestmark = pytest.mark.timeout(300)  # the programs share one set-up
 
 PROGRAM = """
 print("main runs", flush=True)
@@ -81,54 +84,6 @@ def program(package: str = "penstock", record: str = "Record(torch.ones(2) * i, 
     return PROGRAM.format(package=package, record=record)
 
 
-def answer_of(result: Any) -> Any:
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert lines.count("main runs") == 1, "the main module was run again"
-    assert result.stderr == ""
-    return json.loads(lines[-1])
-
-
-@pytest.mark.parametrize("method", ["nursery", "spawn", "fork"])
-def test_a_program_without_a_guard_runs_from_a_file(method: str, tmp_path: Path) -> None:
-    arguments = [] if method == "nursery" else [method]
-    assert answer_of(scripting.run(program(), tmp_path, *arguments)) == ANSWER
-
-
-def test_a_program_without_a_guard_runs_piped_into_python(tmp_path: Path) -> None:
-    assert answer_of(scripting.run(program(), tmp_path, piped=True)) == ANSWER
-
-
-def test_a_program_without_a_guard_runs_piped_into_python_under_spawn(tmp_path: Path) -> None:
-    source = program().replace("most, few = 4,", "most, few = 1,")  # each takes seconds to start
-    assert answer_of(scripting.run(source, tmp_path, "spawn", piped=True)) == ANSWER
-
-
-def test_torch_s_own_loader_cannot_run_that_program_under_spawn(tmp_path: Path) -> None:
-    source = program("torch.utils.data", record="i")
-    result = scripting.run(source, tmp_path, "spawn")
-    assert result.returncode != 0
-    assert "lambda" in result.stderr
-
-
-def test_a_program_that_is_a_module_of_a_package_runs(tmp_path: Path) -> None:
-    package = tmp_path / "mine"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "parts.py").write_text("offset = 100\n")
-    (package / "train.py").write_text(
-        "from . import parts\nimport torch\nfrom penstock import DataLoader\n"
-        "class D(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 4\n"
-        "    def __getitem__(self, i): return i + parts.offset\n"
-        "print([b.tolist() for b in DataLoader(D(), batch_size=2, num_workers=2)])\n"
-    )
-    runner = "import runpy; runpy.run_module('mine.train', run_name='__main__', alter_sys=True)"
-    result = scripting.run(runner, tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "[[100, 101], [102, 103]]"
-
-
 CELLS = [
     program().replace("len(sys.argv) > 1", "False"),
     # A class defined again, as one does in a notebook: the loader must see the new one.
@@ -160,46 +115,106 @@ print(json.dumps([cell.outputs for cell in notebook.cells]))
 """
 
 
-def run_notebook(cells: list[str], folder: Path) -> list[str]:
-    """Run cells in a real kernel; returns what each printed, and fails on anything else."""
-    result = scripting.run(NOTEBOOK, folder, stdin=json.dumps(cells))
+PACKAGE = """
+from . import parts
+import torch
+from penstock import DataLoader
+class D(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, i): return i + parts.offset
+print([b.tolist() for b in DataLoader(D(), batch_size=2, num_workers=2)])
+"""
+TALKING = """
+import sys, torch
+from penstock import DataLoader
+print("parent", end=" ")  # stays in the buffer while workers start
+class D(torch.utils.data.Dataset):
+    def __len__(self): return 3
+    def __getitem__(self, i): print("sample", i); return i
+list(DataLoader(D(), num_workers=1))
+sys.exit(5)
+"""
+
+
+def run_package(folder: Path) -> Any:
+    package = folder / "mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "parts.py").write_text("offset = 100\n")
+    (package / "train.py").write_text(PACKAGE)
+    runner = "import runpy; runpy.run_module('mine.train', run_name='__main__', alter_sys=True)"
+    return scripting.run(runner, folder)
+
+
+def run_piped_under_spawn(folder: Path) -> Any:
+    source = program().replace("most, few = 4,", "most, few = 1,")  # each takes seconds to start
+    return scripting.run(source, folder, "spawn", piped=True)
+
+
+PROGRAMS: dict[str, Callable[[Path], Any]] = {
+    "a file, spawn": lambda folder: scripting.run(program(), folder, "spawn"),
+    "a file, nursery": lambda folder: scripting.run(program(), folder),
+    "a file, fork": lambda folder: scripting.run(program(), folder, "fork"),
+    "piped, nursery": lambda folder: scripting.run(program(), folder, piped=True),
+    "piped, spawn": run_piped_under_spawn,
+    "torch's own loader, spawn": lambda folder: scripting.run(
+        program("torch.utils.data", record="i"), folder, "spawn"
+    ),
+    "a module of a package": run_package,
+    "a program that talks": lambda folder: scripting.run(TALKING, folder),
+    "a notebook": lambda folder: scripting.run(NOTEBOOK, folder, stdin=json.dumps(CELLS)),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every program of this file, run to its end."""
+    return scripting.run_all(
+        lambda name: PROGRAMS[name](tmp_path_factory.mktemp("program")), list(PROGRAMS)
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["a file, nursery", "a file, spawn", "a file, fork", "piped, nursery", "piped, spawn"]
+)
+def test_a_program_without_a_guard_runs(name: str, results: dict[str, Any]) -> None:
+    result = scripting.told(results[name])
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines.count("main runs") == 1, "the main module was run again"
+    assert json.loads(lines[-1]) == ANSWER
+    assert result.stderr == ""
+
+
+def test_torch_s_own_loader_cannot_run_that_program_under_spawn(results: dict[str, Any]) -> None:
+    result = scripting.told(results["torch's own loader, spawn"])
+    assert result.returncode != 0
+    assert "lambda" in result.stderr
+
+
+def test_a_program_that_is_a_module_of_a_package_runs(results: dict[str, Any]) -> None:
+    result = scripting.told(results["a module of a package"])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[[100, 101], [102, 103]]"
+
+
+def test_a_notebook_runs_with_classes_and_lambdas_of_its_cells(results: dict[str, Any]) -> None:
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("nbclient")
+    result = scripting.told(results["a notebook"])
     assert result.returncode == 0, result.stderr
     printed = []
     for outputs in json.loads(result.stdout.splitlines()[-1]):
         assert {output["name"] for output in outputs} <= {"stdout"}, outputs
         printed.append("".join(output["text"] for output in outputs))
-    return printed
-
-
-def test_a_notebook_runs_with_classes_and_lambdas_of_its_cells(tmp_path: Path) -> None:
-    pytest.importorskip("ipykernel")
-    pytest.importorskip("nbclient")
-    printed = run_notebook(CELLS, tmp_path)
     assert json.loads(printed[0].splitlines()[-1]) == ANSWER
     assert printed[0].count("main runs") == 1
     assert printed[1].strip() == "again [0, 1000, 2000, 3000]"
     assert printed[2].strip() == "changed -4.0"
 
 
-def test_a_program_s_exit_code_and_output_are_its_own(tmp_path: Path) -> None:
-    source = (
-        "import sys, torch\nfrom penstock import DataLoader\n"
-        "list(DataLoader([torch.ones(1)] * 4, num_workers=2))\nsys.exit(5)\n"
-    )
-    result = scripting.run(source, tmp_path)
-    assert (result.returncode, result.stdout, result.stderr) == (5, "", "")
-
-
-def test_what_workers_print_reaches_the_program_s_output_once(tmp_path: Path) -> None:
-    source = (
-        "import torch\nfrom penstock import DataLoader\n"
-        "print('parent', end=' ')\n"  # stays in the buffer while workers start
-        "class D(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 3\n"
-        "    def __getitem__(self, i): print('sample', i); return i\n"
-        "list(DataLoader(D(), num_workers=1))\n"
-    )
-    result = scripting.run(source, tmp_path)
-    assert sorted(result.stdout.split()) == sorted(
-        ["parent", "sample", "0", "sample", "1", "sample", "2"]
-    )
+def test_exit_code_and_output_are_the_program_s_own_and_come_once(results: dict[str, Any]) -> None:
+    result = scripting.told(results["a program that talks"])
+    words = ["parent", "sample", "0", "sample", "1", "sample", "2"]
+    assert sorted(result.stdout.split()) == sorted(words)
+    assert (result.returncode, result.stderr) == (5, "")

@@ -90,9 +90,9 @@ class Channel:
 
     def close(self) -> None:
         self.is_open = False
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __del__(self) -> None:
         self.close()

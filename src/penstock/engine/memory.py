@@ -106,9 +106,9 @@ class SharedFile:
 
     def close(self) -> None:
         """Close the descriptor; the memory goes with the last mapping."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __del__(self) -> None:
         self.close()
