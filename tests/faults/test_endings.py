@@ -191,11 +191,6 @@ ENDINGS = {
     ),
     "os._exit": ("it = start(Data())\nnext(it)\nos._exit(3)\n", 3),
     "a sample that hangs": ("it = start(Holding())\nnext(it)\ntime.sleep(0.3)\n", 0),
-    "a thread that goes on loading": (
-        "def forever():\n    for b in start(Data()): pass\n"
-        "threading.Thread(target=forever, daemon=True).start()\ntime.sleep(3)\n",
-        0,
-    ),
     "threads of a pool": (
         "it = iter(DataLoader(Data(), batch_size=2, num_workers=2, pool='thread'))\nnext(it)\n",
         0,
