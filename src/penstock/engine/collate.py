@@ -32,8 +32,9 @@ from penstock.engine.layout import (
 )
 
 STREAM_BYTES = 4096
-"""Samples from this size on are copied row by row as they come. Measured (x86-64, 2 cores): below
-it one ``torch.stack`` for the batch is faster, above it the copy out of the cache is."""
+"""Samples from this size on are copied row by row as they come. A guess, not
+a measurement: small samples are cheaper in one ``torch.stack``, large ones are copied out of the
+cache."""
 
 _DTYPE_NAMES = (
     "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 "

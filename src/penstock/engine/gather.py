@@ -100,7 +100,7 @@ class _Copier:
     """Copies rows by torch's own threads or by NumPy in this one, whichever is quicker now.
 
     Threads halve the time on an idle machine; where other processes hold the cores they wait for
-    each other and were seen to take 20 times as long. So both are timed, again and again.
+    each other and were seen to take about 15 times as long. So both are timed, again and again.
     """
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ class _Iterator(torch_loader._BaseDataLoaderIter):
     _base_seed: int
 
     def __next__(self) -> Any:
-        # torch's own __next__ marks the batch for its profiler (10 microseconds) and warns about
+        # torch's own __next__ marks the batch for its profiler and warns about
         # wrong lengths; both only where somebody can see it.
         if getattr(self, "_IterableDataset_len_called", None) is not None or _profiler_enabled():
             return super().__next__()
