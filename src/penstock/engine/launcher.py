@@ -21,7 +21,7 @@ from penstock.engine import nursery as nurseries
 from penstock.engine.memory import SharedFile
 from penstock.engine.messages import Assignment, Task
 from penstock.engine.surroundings import describe_surroundings
-from penstock.engine.travel import Packed, pack
+from penstock.engine.travel import Packed, serialise
 from penstock.errors import StartFailed
 
 
@@ -92,7 +92,7 @@ class Launcher:
         self._num_workers = num_workers
         self._objects = objects
         self._memory = memory
-        self._packed: Packed | None = None if method == "fork" else pack(objects)
+        self._packed: Packed | None = None if method == "fork" else serialise(objects).seal()
         self._surroundings = describe_surroundings()
 
     def start(self, number: int) -> tuple[Process, Any]:

@@ -1,6 +1,6 @@
 """How user objects reach a worker: serialised once, big buffers beside, culprits named.
 
-    parent: pack(objects) -> Parcel (one shared file + descriptors) --> each worker: unpack(parcel)
+    parent: serialise(objects).seal() -> Parcel (one shared file) --> each worker: unpack(parcel)
 
 Lambdas, closures, local classes and everything from ``__main__`` or a notebook travel by value
 (cloudpickle). Arrays and tensors leave the pickle stream as buffers that every worker maps
@@ -172,8 +172,8 @@ def _refuse_fork_primitive(lock: Any) -> None:
         raise TypeError(f"a {type(lock).__name__} made in the fork context exists in forks only")
 
 
-def pack(objects: dict[str, Any]) -> Packed:
-    """Serialise named objects once for all workers.
+def serialise(objects: dict[str, Any]) -> Serialised:
+    """Turn named objects into a stream, once for all workers.
 
     Args:
         objects: By the names used in error messages, as in ``{"dataset": dataset}``.
@@ -194,27 +194,46 @@ def pack(objects: dict[str, Any]) -> Packed:
         from penstock.engine.culprit import explain
 
         raise explain(objects, error) from error
-    content = stream.getbuffer()
-    views = [buffer.raw() for buffer in buffers]
-    end = round_up(content.nbytes, _BUFFER_GRAIN)
-    spans = []
-    for view in views:
-        spans.append((end, view.nbytes))
-        end = round_up(end + view.nbytes, _BUFFER_GRAIN)
-    file = SharedFile.create()
-    file.grow(end)
-    mapping = file.map(0, end)
-    mapping[: content.nbytes] = content
-    for (start, length), view in zip(spans, views, strict=True):
-        mapping[start : start + length] = view
-    parcel = Parcel(
-        handle=file.handle(),
-        stream_bytes=content.nbytes,
-        spans=tuple(spans),
-        num_bytes=end,
+    return Serialised(
+        stream=stream,
+        buffers=buffers,
+        fds=stand_in.fds,
         modules=tuple((name, _generation(name)) for name in sorted(_importable(pickler.modules))),
     )
-    return Packed(file, parcel, stand_in.fds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serialised:
+    """Objects as a pickle stream; their large buffers still lie where the user's code put them."""
+
+    stream: io.BytesIO
+    buffers: list[pickle.PickleBuffer]
+    fds: list[int]
+    modules: tuple[tuple[str, int], ...]
+
+    def seal(self) -> Packed:
+        """Copy stream and buffers into shared memory. Pairs with :meth:`Packed.close`."""
+        content = self.stream.getbuffer()
+        views = [buffer.raw() for buffer in self.buffers]
+        end = round_up(content.nbytes, _BUFFER_GRAIN)
+        spans = []
+        for view in views:
+            spans.append((end, view.nbytes))
+            end = round_up(end + view.nbytes, _BUFFER_GRAIN)
+        file = SharedFile.create()
+        file.grow(end)
+        mapping = file.map(0, end)
+        mapping[: content.nbytes] = content
+        for (start, length), view in zip(spans, views, strict=True):
+            mapping[start : start + length] = view
+        parcel = Parcel(
+            handle=file.handle(),
+            stream_bytes=content.nbytes,
+            spans=tuple(spans),
+            num_bytes=end,
+            modules=self.modules,
+        )
+        return Packed(file, parcel, self.fds)
 
 
 def _importable(names: set[str]) -> set[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.travel import pack
+from penstock.engine.travel import serialise
 from penstock.errors import CannotTravel
 
 pytestmark = pytest.mark.legacy
@@ -36,7 +36,7 @@ class Slotted:
 
 def blame(dataset: Any, name: str = "dataset") -> CannotTravel:
     with pytest.raises(CannotTravel) as info:
-        pack({name: dataset}).close()
+        serialise({name: dataset}).seal().close()
     return info.value
 
 
@@ -92,7 +92,7 @@ def test_the_path_leads_to_the_part_at_fault(place: str) -> None:
 @pytest.mark.parametrize("place", MAKERS)
 def test_the_same_object_without_the_part_travels(place: str) -> None:
     make, _ = MAKERS[place]
-    pack({"dataset": make("harmless")}).close()
+    serialise({"dataset": make("harmless")}).seal().close()
 
 
 def test_a_part_that_refers_back_to_the_whole_does_not_go_on_for_ever() -> None:
@@ -114,7 +114,7 @@ def test_an_open_file_is_named_with_the_way_out(tmp_path: Path, mode: str) -> No
 
 
 def test_a_file_in_memory_travels() -> None:
-    pack({"dataset": Thing(a=io.BytesIO(b"x"), b=io.StringIO("x"))}).close()
+    serialise({"dataset": Thing(a=io.BytesIO(b"x"), b=io.StringIO("x"))}).seal().close()
 
 
 def test_a_lock_of_the_fork_context_is_named_with_the_way_out() -> None:
@@ -126,7 +126,7 @@ def test_a_lock_of_the_fork_context_is_named_with_the_way_out() -> None:
 
 
 def test_a_lock_of_the_spawn_context_travels() -> None:
-    pack({"dataset": Thing(lock=multiprocessing.get_context("spawn").Lock())}).close()
+    serialise({"dataset": Thing(lock=multiprocessing.get_context("spawn").Lock())}).seal().close()
 
 
 def test_a_lock_between_threads_is_named() -> None:

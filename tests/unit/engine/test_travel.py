@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.travel import Packed, Parcel, pack, unpack
+from penstock.engine.travel import Packed, Parcel, serialise, unpack
 from specimens import Numbers, assert_same
 
 pytestmark = pytest.mark.legacy
@@ -25,7 +25,7 @@ def worker_side(packed: Packed) -> Parcel:
 
 @contextmanager
 def packing(**objects: Any) -> Iterator[Packed]:
-    packed = pack(objects)
+    packed = serialise(objects).seal()
     yield packed
     packed.close()
 
