@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import sys
+import warnings
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
+from penstock.engine.audition import AuditionIterator, Measured
+from penstock.engine.gather import is_sliced
 from penstock.engine.iterators import InlineIterator, PooledIterator, Setup
 from penstock.errors import BadArgument
-from penstock.machine.host import can_start_python, usable_cores
-from penstock.policy.plan import (
-    Choice,
-    Plan,
-    choose_num_workers,
-    choose_pool,
-    choose_prefetch,
-    choose_start_method,
-)
+from penstock.machine.collect import machine
+from penstock.policy.given import Wish, Work
+from penstock.policy.plan import Plan
+from penstock.policy.rules import choose_start_method, make_plan
+from penstock.policy.workers import should_measure
 
 _POOLS = ("auto", "process", "thread", "inline")
 _RANDOMNESS = ("sample", "worker")
@@ -74,15 +73,20 @@ class DataLoader(TorchDataLoader[_T_co]):
     ) -> None:
         _check("pool", pool, _POOLS)
         _check("randomness", randomness, _RANDOMNESS)
-        workers = choose_num_workers(_checked_workers(num_workers), usable_cores())
+        self._is_auto = _checked_workers(num_workers) == "auto"
+        if self._is_auto:
+            num_workers = machine().usable_cores  # until the first batch shows how many are needed
+            if not persistent_workers and machine().os != "linux":
+                persistent_workers = True  # spawning takes seconds
         keywords: dict[str, Any] = {"prefetch_factor": prefetch_factor, "in_order": in_order}
         if prefetch_factor is None and not _HAS_IN_ORDER:
             keywords.pop("prefetch_factor")  # torch 1.13 has no None there
         if not _HAS_IN_ORDER:
             keywords.pop("in_order")
         self._asked_prefetch = prefetch_factor
-        self._plan: Plan | None = None
-        self._worker_choice = workers
+        self._auto_workers = num_workers if self._is_auto else None
+        self._work = Work()
+        self._has_warned = False
         self.pool = pool
         self.randomness = randomness
         super().__init__(
@@ -91,7 +95,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             shuffle,
             sampler,
             batch_sampler,
-            workers.value,
+            num_workers,  # type: ignore[arg-type]
             collate_fn,
             pin_memory,
             drop_last,
@@ -109,37 +113,53 @@ class DataLoader(TorchDataLoader[_T_co]):
     @property
     def plan(self) -> Plan:
         """What this loader does here, each choice with its reason."""
-        num_workers = self.num_workers
-        choice = self._worker_choice
-        if choice.value != num_workers:
-            choice = Choice(num_workers, "num_workers was set after the loader was made", "asked")
-        pool = choose_pool(self.pool, num_workers, can_start_processes=can_start_python())
+        return make_plan(machine(), self._wish(), self._work_so_far())
+
+    def _wish(self) -> Wish:
         context = self.multiprocessing_context
-        asked = context.get_start_method() if context is not None else None
-        is_iterable = isinstance(self.dataset, torch.utils.data.IterableDataset)
-        if pool.value == "inline" or num_workers == 0:
-            pool = pool if pool.value == "inline" else Choice("inline", "num_workers is 0", "rule")
-        elif pool.value == "thread" and is_iterable and num_workers > 1:
-            choice = Choice(1, "threads cannot share an iterable dataset out", "rule")
-        return Plan(
-            pool=pool,
-            start_method=choose_start_method(asked, pool.value, sys.platform),
-            num_workers=choice,
-            prefetch_factor=choose_prefetch(self._asked_prefetch, pool.value),
-            randomness=self._randomness_choice(is_iterable),
+        is_auto = self._is_auto and self.num_workers == self._auto_workers
+        return Wish(
+            num_workers="auto" if is_auto else self.num_workers,
+            pool=self.pool,
+            start_method=context.get_start_method() if context is not None else None,
+            prefetch_factor=self._asked_prefetch,
+            persistent_workers=self.persistent_workers,
+            pin_memory=self.pin_memory,
+            batch_size=self._rows_per_batch(),
+            randomness=self.randomness,
+            has_init_fn=self.worker_init_fn is not None,
         )
 
-    def _randomness_choice(self, is_iterable: bool) -> Choice:
-        if is_iterable and self.randomness == "sample":
-            reason = "samples of an iterable dataset have no position of their own"
-            return Choice("worker", reason, "rule")
-        if self.randomness == "worker":
-            return Choice("worker", "randomness='worker' was given", "asked")
-        return Choice("sample", "the same bits whatever the number of workers", "rule")
+    def _rows_per_batch(self) -> int | None:
+        sizes = (self.batch_size, getattr(self.batch_sampler, "batch_size", None))
+        return next((size for size in sizes if isinstance(size, int)), None)
+
+    def _work_so_far(self) -> Work:
+        is_iterable = isinstance(self.dataset, torch.utils.data.IterableDataset)
+        return replace(
+            self._work,
+            is_iterable=is_iterable,
+            is_in_memory=is_sliced(self.dataset, self.batch_sampler, self.collate_fn),
+        )
 
     def _get_iterator(self) -> Any:
-        plan = self.plan
-        setup = Setup(
+        wish, work, here = self._wish(), self._work_so_far(), machine()
+        plan = make_plan(here, wish, work)
+        if not self._has_warned:
+            self._has_warned = True
+            for text in plan.warnings:
+                warnings.warn(text, stacklevel=3)
+        if should_measure(here, wish, work, choose_start_method(here, wish).value):
+            inline = replace(self._setup(plan), pool="inline", num_workers=0)
+            return AuditionIterator(self, inline, self._decide, self._settle)
+        setup = self._setup(plan)
+        if setup.pool == "inline":
+            return InlineIterator(self, setup)
+        self.check_worker_number_rationality()
+        return PooledIterator(self, setup)
+
+    def _setup(self, plan: Plan) -> Setup:
+        return Setup(
             pool=plan.pool.value,
             start_method=plan.start_method.value,
             num_workers=plan.num_workers.value,
@@ -147,10 +167,31 @@ class DataLoader(TorchDataLoader[_T_co]):
             per_sample=plan.randomness.value == "sample",
             in_order=self.in_order,
         )
-        if plan.pool.value == "inline":
-            return InlineIterator(self, setup)
-        self.check_worker_number_rationality()
-        return PooledIterator(self, setup)
+
+    def _decide(self, measured: Measured) -> Setup:
+        """What the batches loaded so far say. Called from: the audition."""
+        if measured.stays_because is not None:
+            self._work = Work(stays_because=measured.stays_because.what)
+            text = f"num_workers='auto' loads in this process. {measured.stays_because}"
+            warnings.warn(text, stacklevel=4)
+        else:
+            self._work = Work(
+                sample_s=measured.sample_s,
+                busy_share=measured.busy_share,
+                sample_bytes=measured.sample_bytes,
+                step_s=measured.step_s,
+                num_samples=self._num_samples(),
+            )
+        return self._setup(self.plan)
+
+    def _num_samples(self) -> int | None:
+        try:
+            return len(self) * (self._rows_per_batch() or 1)
+        except (TypeError, NotImplementedError):
+            return None  # a sampler without a length
+
+    def _settle(self, setup: Setup) -> None:
+        self.num_workers = self._auto_workers = setup.num_workers
 
     def close(self) -> None:
         """Stop persistent workers now; batches that were delivered stay valid."""

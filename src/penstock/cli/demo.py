@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,9 +103,8 @@ def _make_loader(whose: str, images: GeneratedImages, num_workers: int | str) ->
 
 def _show_plan(console: Console, plan: Plan) -> None:
     table = Table("choice", "value", "why", title="The loader's plan", title_justify="left")
-    for item in fields(plan):
-        choice = getattr(plan, item.name)
-        table.add_row(item.name, str(choice.value), f"{choice.source}: {choice.reason}")
+    for name, choice in plan.choices.items():
+        table.add_row(name, str(choice.value), f"{choice.source}: {choice.reason}")
     console.print(table)
 
 

@@ -1,6 +1,7 @@
 """The first code of our child processes: a nursery that forks workers, or one spawned worker.
 
     parent ==control socket==> nursery_main: import torch; wait
+        "import" modules       ->  import them ahead of the first fork
         "fork" + descriptors   ->  fork -> worker_main(desk, assignment)
         child exit             ->  ("exit", pid, status) to the parent
     parent ==pipe==> spawned_main: assignment -> worker_main
@@ -225,7 +226,10 @@ def _serve_request(control: Any, children: set[int], wake: tuple[int, int]) -> b
     if received is None:
         return False
     (kind, body), fds = received
-    assert kind == "fork"
+    if kind == "import":
+        _import_all(*body)
+        control.send(("imported", os.getpid()))
+        return True
     modules, path, payload = body
     answer, pid = _import_all(modules, path), 0
     if answer is None:

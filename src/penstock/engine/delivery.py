@@ -21,6 +21,7 @@ import numpy as np
 from penstock.engine import payload
 from penstock.engine.messages import EPOCH_CELL, NOTHING, Fresh, Lease, Reply, Task, position_cell
 from penstock.engine.obituary import write_obituary, write_timeout
+from penstock.engine.pace import Pace
 from penstock.engine.pools import Death, Pool
 from penstock.engine.remote_errors import ErrorReport, rebuild
 from penstock.engine.slots import Ring, Slot
@@ -29,18 +30,6 @@ from penstock.errors import WorkerTimeout
 
 POLL_S = 1.0
 """The longest sleep while waiting: after it, timeouts and Ctrl-C are looked at again."""
-SPLIT_FROM_S = 0.05
-"""A batch that takes a worker this long is split over all workers."""
-NAP_BELOW_S, NAP_S = 0.001, 0.0003
-"""While quick batches are under way, sleep a moment before looking: several replies are then taken
-at once, and workers are not interrupted for each (tiny samples, 2 cores: 1.2 times the
-rate with randomness of the worker, no clear gain per sample)."""
-DEPTH_TARGET_S = 0.02
-"""Without an asked-for prefetch_factor, each worker is leased about this much work."""
-MIN_DEPTH, MAX_DEPTH = 2, 16
-MAX_DEPTH_BYTES = 32 << 20
-"""More slots than this are cold when their turn comes: on 9.6 MB batches depth 10 measured 0.7
-times the rate of depth 2 (16-core x86-64)."""
 
 
 @dataclass(eq=False)
@@ -84,16 +73,14 @@ class Delivery:
         self._ring = ring
         self._cells = cells
         self._task = task
-        self._asked_depth = depth
-        self._depth = depth if depth is not None else MIN_DEPTH
         self._can_split = can_split
         self._in_order = in_order
         self._timeout_s = timeout_s
         self._num_workers = len(pool.processes)
+        self._pace = Pace(depth, self._num_workers)
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
         self._turns = Turns(self._num_workers, in_turn=in_turn)
         self._jobs: dict[tuple[int, int], Job] = {}
-        self._sample_s = 0.0
         self._failure: BaseException | None = None
         self.is_closed = False
         self.epoch = -1
@@ -107,7 +94,9 @@ class Delivery:
         self._sampler_error: BaseException | None = None
         self._turns.begin()
 
-    def start_epoch(self, indices: Iterator[Any], shared_seed: int | None = None) -> None:
+    def start_epoch(
+        self, indices: Iterator[Any], shared_seed: int | None = None, *, position: int = 0
+    ) -> None:
         """Begin to load ``indices``; what an earlier epoch left under way is dropped."""
         self.epoch += 1
         self._cells[EPOCH_CELL] = self.epoch
@@ -118,6 +107,7 @@ class Delivery:
                 self._pool.send(worker, [Fresh(self.epoch, shared_seed)])
         self._indices = indices
         self._begin()
+        self._position = position
         self._lease()
 
     def next(self) -> Any:
@@ -149,7 +139,7 @@ class Delivery:
 
     def _lease(self) -> None:
         """Keep the workers supplied, up to the depth."""
-        limit = self._depth * self._num_workers
+        limit = self._pace.depth * self._num_workers
         room = limit - self._num_open
         if room < max(1, limit // 4) and self._num_open:
             return  # a few at a time: one message then carries several leases
@@ -179,13 +169,13 @@ class Delivery:
         self._sent += 1
         self._num_open += 1
         self._position += rows
+        self._pace.open_batch(rows)
         return job
 
     def _cut(self, job: Job) -> Iterator[tuple[int, Lease]]:
         num_parts = 1
-        is_slow = self._sample_s * job.rows >= SPLIT_FROM_S
-        if self._can_split and (is_slow or (self._sample_s == 0.0 and job.number == 0)):
-            num_parts = max(1, min(self._num_workers, job.rows))
+        if self._can_split:
+            num_parts = self._pace.num_parts(job.rows, is_first=job.number == 0)
         bounds = [job.rows * part // num_parts for part in range(num_parts + 1)]
         job.parts = list(itertools.pairwise(bounds))
         for part in range(num_parts):
@@ -194,7 +184,7 @@ class Delivery:
     def _make_lease(self, job: Job, part: int) -> tuple[int, Lease]:
         first, last = job.parts[part]
         is_whole = len(job.parts) == 1
-        limit = None if self._in_order else self._depth * self._rows_per_job()
+        limit = None if self._in_order else self._pace.depth * self._pace.rows_per_batch
         worker = self._turns.give(last - first, limit)
         lease = Lease(
             job.epoch,
@@ -211,9 +201,6 @@ class Delivery:
         )
         return worker, lease
 
-    def _rows_per_job(self) -> int:
-        return max(1, self._position // max(1, self._sent))
-
     # -- receiving -------------------------------------------------------------------------------
 
     def _wait(self, started: float) -> None:
@@ -223,11 +210,9 @@ class Delivery:
             if left <= 0:
                 raise self._timed_out()
             timeout_s = min(timeout_s, left)
-        if (
-            0 < self._sample_s * self._rows_per_job() < NAP_BELOW_S
-            and self._num_open > self._num_workers
-        ):
-            time.sleep(NAP_S)
+        nap_s = self._pace.nap_s(self._num_open)
+        if nap_s:
+            time.sleep(nap_s)
         for worker, event in self._pool.receive(timeout_s):
             if isinstance(event, Reply):
                 self._take(worker, event)
@@ -256,8 +241,7 @@ class Delivery:
             if layout is not None:
                 self._layouts[worker][number] = layout
         if reply.kind in ("fixed", "payload") and last > first:
-            measured = reply.busy_ns * 1e-9 / (last - first)
-            self._sample_s += (measured - self._sample_s) * (0.2 if self._sample_s else 1.0)
+            self._pace.note(reply.busy_ns, last - first)
         if len(job.replies) < len(job.parts):
             return
         if job.epoch != self.epoch:
@@ -269,7 +253,7 @@ class Delivery:
             job.is_done = True
             if reply.kind == "end":
                 self._turns.retire(worker)
-            self._adapt(reply)
+            self._pace.adapt(reply.needed_bytes)
 
     def _must_redo(self, job: Job) -> bool:
         """Parts that do not fit together (or did not fit the slot) are loaded again as a whole."""
@@ -290,16 +274,6 @@ class Delivery:
         job.parts, job.replies = [(0, job.rows)], {}
         worker, lease = self._make_lease(job, 0)
         self._pool.send(worker, [lease])
-
-    def _adapt(self, reply: Reply) -> None:
-        if self._asked_depth is not None or not self._sent:
-            return
-        batch_s = max(self._sample_s * self._rows_per_job(), 1e-6)
-        depth = min(MAX_DEPTH, max(MIN_DEPTH, int(DEPTH_TARGET_S / batch_s)))
-        if reply.needed_bytes:
-            fitting = MAX_DEPTH_BYTES // (reply.needed_bytes * self._num_workers)
-            depth = max(MIN_DEPTH, min(depth, fitting))
-        self._depth = depth
 
     # -- delivering ------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from penstock.engine.collate import read_leaf, view_batch
+from penstock.engine.collate import is_default_collate, read_leaf, view_batch
 from penstock.engine.layout import Layout, OddSample, read_layout
 from penstock.engine.slots import Ring
 
@@ -118,6 +118,14 @@ class _Copier:
         else:
             torch.index_select(tensor, 0, torch.from_numpy(chosen), out=out)
         self._times_s[use_numpy] = time.perf_counter() - start
+
+
+def is_sliced(dataset: Any, batch_sampler: Any, collate_fn: Any) -> bool:
+    """Are batches of this dataset gathered in one call? Cheap: looks at types only."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    is_plain = type(dataset) is TensorDataset and bool(dataset.tensors) and len(dataset) > 0
+    return is_plain and batch_sampler is not None and is_default_collate(collate_fn)
 
 
 def find_gatherer(dataset: Any) -> Gatherer | None:

@@ -29,6 +29,7 @@ from penstock.engine.memory import PrivateFile, SharedFile
 from penstock.engine.messages import Task
 from penstock.engine.pools import Pool, ProcessPool, ThreadPool, control_cells
 from penstock.engine.slots import Ring
+from penstock.engine.travel import Serialised
 from penstock.errors import StartFailed
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import COLLATE_STREAM, SampleRandomness, watching_reads
@@ -165,15 +166,32 @@ class PooledIterator(_Iterator):
 
     def __init__(self, loader: Any, setup: Setup) -> None:
         super().__init__(loader)
+        self._prepare(setup)
+        self._start(loader)
+        self._reset(loader, first_iter=True)
+
+    @classmethod
+    def continuing(
+        cls, begun: InlineIterator, loader: Any, setup: Setup, serialised: Serialised | None
+    ) -> PooledIterator:
+        """Workers for the rest of an epoch begun inline: same seed, order and positions."""
+        self = cls.__new__(cls)
+        vars(self).update(vars(begun))
+        self._prepare(setup)
+        self._start(loader, serialised)
+        assert self._delivery is not None
+        self._delivery.epoch = begun._epoch - 1
+        self._delivery.start_epoch(self._sampler_iter, position=begun._position)
+        return self
+
+    def _prepare(self, setup: Setup) -> None:
         self._setup = setup
         self._delivery: Delivery | None = None
         self._turn = threading.Lock()
         self._owner = os.getpid()
         self._workers: list[Any] = []
-        self._start(loader)
-        self._reset(loader, first_iter=True)
 
-    def _start(self, loader: Any) -> None:
+    def _start(self, loader: Any, serialised: Serialised | None = None) -> None:
         """Start the workers and what delivers their batches."""
         setup = self._setup
         is_iterable = self._dataset_kind == torch_loader._DatasetKind.Iterable
@@ -187,7 +205,7 @@ class PooledIterator(_Iterator):
         )
         memory = SharedFile.create()
         cells = control_cells(memory)
-        pool = self._make_pool(loader, task, memory, cells)
+        pool = self._make_pool(travellers(self, loader), task, memory, cells, serialised)
         self._delivery = Delivery(
             pool=pool,
             ring=Ring(memory, max_held_bytes=_max_held_bytes()),
@@ -209,18 +227,14 @@ class PooledIterator(_Iterator):
             and not takes_batches(self._dataset)
         )
 
-    def _make_pool(self, loader: Any, task: Task, memory: SharedFile, cells: memoryview) -> Pool:
-        init_fn = loader.worker_init_fn
-        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
-            init_fn = functools.partial(
-                torch_loader._sharding_worker_init_fn, init_fn, self._world_size, self._rank
-            )
-        objects = {
-            "dataset": self._dataset,
-            "collate_fn": self._collate_fn,
-            "worker_init_fn": init_fn,
-            "collators": collate.custom_collators(),
-        }
+    def _make_pool(
+        self,
+        objects: dict[str, Any],
+        task: Task,
+        memory: SharedFile,
+        cells: memoryview,
+        serialised: Serialised | None,
+    ) -> Pool:
         setup = self._setup
         if setup.pool == "thread":
             return ThreadPool(
@@ -237,6 +251,7 @@ class PooledIterator(_Iterator):
             num_workers=setup.num_workers,
             objects=objects,
             memory=memory,
+            serialised=serialised,
         )
         return ProcessPool(launcher, setup.num_workers, cells)
 
@@ -272,3 +287,18 @@ class PooledIterator(_Iterator):
     def __del__(self) -> None:
         if not sys.is_finalizing():  # the exit handlers have stopped the workers by then
             self._shutdown_workers()
+
+
+def travellers(iterator: Any, loader: Any) -> dict[str, Any]:
+    """What workers need of the user's, by the names that error messages use."""
+    init_fn = loader.worker_init_fn
+    if isinstance(iterator._dataset, (IterDataPipe, MapDataPipe)):
+        init_fn = functools.partial(
+            torch_loader._sharding_worker_init_fn, init_fn, iterator._world_size, iterator._rank
+        )
+    return {
+        "dataset": iterator._dataset,
+        "collate_fn": iterator._collate_fn,
+        "worker_init_fn": init_fn,
+        "collators": collate.custom_collators(),
+    }

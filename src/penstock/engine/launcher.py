@@ -21,7 +21,7 @@ from penstock.engine import nursery as nurseries
 from penstock.engine.memory import SharedFile
 from penstock.engine.messages import Assignment, Task
 from penstock.engine.surroundings import describe_surroundings
-from penstock.engine.travel import Packed, serialise
+from penstock.engine.travel import Packed, Serialised, serialise
 from penstock.errors import StartFailed
 
 
@@ -76,6 +76,7 @@ class Launcher:
     Args:
         method: "nursery", "spawn" or "fork".
         objects: dataset, collate_fn, worker_init_fn by name; serialised once, except under fork.
+        serialised: ``objects``, where that was done before.
     """
 
     def __init__(
@@ -86,13 +87,16 @@ class Launcher:
         num_workers: int,
         objects: dict[str, Any],
         memory: SharedFile,
+        serialised: Serialised | None = None,
     ) -> None:
         self._method = method
         self._task = task
         self._num_workers = num_workers
         self._objects = objects
         self._memory = memory
-        self._packed: Packed | None = None if method == "fork" else serialise(objects).seal()
+        self._packed: Packed | None = None
+        if method != "fork":
+            self._packed = (serialised or serialise(objects)).seal()
         self._surroundings = describe_surroundings()
 
     def start(self, number: int) -> tuple[Process, Any]:

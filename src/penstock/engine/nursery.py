@@ -92,6 +92,7 @@ class Nursery:
         finally:
             theirs.close()
         self._is_ready = False
+        self._num_preparing = 0
 
     @property
     def pid(self) -> int:
@@ -135,6 +136,22 @@ class Nursery:
                 unfit = tuple(name for name, _ in modules) if kind == "tainted" else ()
                 raise StartFailed(f"the nursery cannot fork: {value}", unfit=unfit)
             return NurseryWorker(self, value, name)
+
+    def prepare(self, modules: tuple[tuple[str, int], ...], path: list[str]) -> None:
+        """Ask for the user's modules ahead of the first fork; does not wait. See is_warm."""
+        modules = tuple(module for module in modules if module[0] not in self._without)
+        with self._lock:
+            self._num_preparing += 1
+            with suppress(OSError):  # it is gone: the first fork says so
+                self._control.send(("import", (modules, path)))
+
+    def is_warm(self) -> bool:
+        """Would a fork be answered at once? A nursery that is lost answers at once, too."""
+        with self._lock:
+            with suppress(StartFailed):
+                while not self.is_lost and self._control.is_readable(0.0):
+                    self._is_ready = self._receive()[0] == "ready" or self._is_ready
+            return self.is_lost or (self._is_ready and self._num_preparing == 0)
 
     def exit_code(self, pid: int, wait_s: float) -> int | None:
         """The exit code of a worker, or None while it lives; waits up to ``wait_s`` for it."""
@@ -208,6 +225,8 @@ class Nursery:
         message: tuple[Any, ...] = received[0]
         if message[0] == "exit":
             self._exit_codes[message[1]] = message[2]
+        elif message[0] == "imported":
+            self._num_preparing -= 1
         return message
 
     def _lose(self, why: str) -> None:

@@ -1,7 +1,9 @@
 """What parent and nursery say to each other, with descriptors beside the words.
 
 parent -> nursery   ("fork", (modules, path, assignment)) + [channel, memory, parcel, extra...]
-nursery -> parent   ("ready", pid) ("forked", pid) ("tainted", why) ("exit", pid, status)
+parent -> nursery   ("import", (modules, path))
+nursery -> parent   ("ready", pid) ("imported", pid) ("exit", pid, status)
+nursery -> parent   ("forked", pid), or ("tainted" | "stale" | "refused", why)
 """
 
 from __future__ import annotations

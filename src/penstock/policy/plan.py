@@ -27,69 +27,39 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a loader does on this machine. ``str(plan)`` is a table to read."""
+    """What a loader does on this machine. ``str(plan)`` is a table to read.
+
+    Args:
+        slot_memory: Bytes of shared memory for batches under way; None until a batch was seen.
+        warnings: What was asked for and will hurt here, each with its reason.
+    """
 
     pool: Choice
     start_method: Choice
     num_workers: Choice
     prefetch_factor: Choice
+    persistent_workers: Choice
+    pin_memory: Choice
+    threads_per_worker: Choice
+    slot_memory: Choice
     randomness: Choice
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """The choices by name, in the order they are shown."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Choice)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        shown: dict[str, Any] = {
+            name: {"value": choice.value, "reason": choice.reason, "source": choice.source}
+            for name, choice in self.choices.items()
+        }
+        return {**shown, "warnings": list(self.warnings)}
 
     def __str__(self) -> str:
-        rows = [(item.name, getattr(self, item.name)) for item in fields(self)]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {choice}" for name, choice in rows)
-
-
-def choose_num_workers(asked: int | str, num_cores: int) -> Choice:
-    """How many workers.
-
-    Example:
-        >>> choose_num_workers("auto", 4).value
-        4
-        >>> choose_num_workers(3, 64).source
-        'asked'
-    """
-    if asked != "auto":
-        return Choice(asked, "num_workers was given", "asked")
-    return Choice(
-        num_cores, f"num_workers='auto': one for each of the {num_cores} usable cores", "rule"
-    )
-
-
-def choose_pool(asked: str, num_workers: int, *, can_start_processes: bool) -> Choice:
-    """Processes, threads, or no worker at all."""
-    if asked != "auto":
-        return Choice(asked, f"pool={asked!r} was given", "asked")
-    if num_workers == 0:
-        return Choice("inline", "num_workers is 0", "rule")
-    if not can_start_processes:
-        return Choice("thread", "a frozen application has no Python to start workers with", "rule")
-    return Choice("process", "user code may hold the interpreter lock", "rule")
-
-
-def choose_start_method(asked: str | None, pool: str, platform: str) -> Choice:
-    """How worker processes come to be.
-
-    Example:
-        >>> choose_start_method(None, "process", "linux").value
-        'nursery'
-    """
-    if pool != "process":
-        return Choice(None, f"the {pool} pool starts no process", "rule")
-    if asked in ("fork", "spawn"):
-        return Choice(asked, f"multiprocessing_context={asked!r} was given", "asked")
-    if platform == "linux":
-        reason = "a clean process forks workers in milliseconds, whatever this one holds"
-        source: Source = "asked" if asked == "forkserver" else "rule"
-        return Choice("nursery", reason, source)
-    return Choice("spawn", f"{platform} has no safe fork", "rule")
-
-
-def choose_prefetch(asked: int | None, pool: str) -> Choice:
-    """Batches under way per worker: a number, or a range that the engine moves in."""
-    if pool == "inline":
-        return Choice(0, "nothing is loaded ahead without workers", "rule")
-    if asked is not None:
-        return Choice(asked, "prefetch_factor was given", "asked")
-    return Choice("2 to 16", "about 20 ms of work per worker, from measured times", "measured")
+        width = max(len(name) for name in self.choices)
+        rows = [f"{name:<{width}}  {choice}" for name, choice in self.choices.items()]
+        return "\n".join([*rows, *(f"warning: {text}" for text in self.warnings)])

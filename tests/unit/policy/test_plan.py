@@ -2,45 +2,155 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from penstock.policy.plan import (
-    Choice,
-    Plan,
-    choose_num_workers,
-    choose_pool,
-    choose_prefetch,
-    choose_start_method,
-)
+from penstock.machine.facts import Gpu, Machine
+from penstock.policy.given import Wish, Work
+from penstock.policy.plan import Choice
+from penstock.policy.rules import make_plan
+from penstock.policy.workers import choose_num_workers, should_measure
 
 pytestmark = pytest.mark.legacy
 
+GIB = 1 << 30
+
+
+def box(**facts: object) -> Machine:
+    """A plain Linux machine with 4 cores, except for ``facts``."""
+    plain: dict[str, object] = {
+        "os": "linux",
+        "num_cpus": 4,
+        "memory_bytes": 16 * GIB,
+        "available_bytes": 12 * GIB,
+        "torch_build": "cpu",
+    }
+    return Machine(**{**plain, **facts})  # type: ignore[arg-type]
+
+
+SLOW = Work(sample_s=0.01, busy_share=1.0, num_samples=50_000, sample_bytes=150_000)
+TINY = Work(sample_s=2e-6, busy_share=1.0, num_samples=1_000_000, sample_bytes=16)
+
+
+def workers(
+    work: Work, machine: Machine | None = None, method: str = "nursery", **wish: object
+) -> Choice:
+    wishes: dict[str, object] = {"batch_size": 64, **wish}
+    return choose_num_workers(machine or box(), Wish(**wishes), work, method)  # type: ignore[arg-type]
+
 
 def test_a_number_of_workers_that_was_given_is_obeyed() -> None:
-    assert choose_num_workers(0, 8) == Choice(0, "num_workers was given", "asked")
-    assert choose_num_workers(99, 2).value == 99
+    assert workers(Work(), num_workers=0) == Choice(0, "num_workers was given", "asked")
+    assert workers(TINY, num_workers=99).value == 99
 
 
 @pytest.mark.parametrize("cores", [1, 2, 64])
-def test_auto_takes_the_usable_cores_and_says_so(cores: int) -> None:
-    choice = choose_num_workers("auto", cores)
-    assert choice.value == cores
-    assert choice.source == "rule"
+def test_auto_starts_from_the_usable_cores_and_says_so(cores: int) -> None:
+    machine = box(num_cpus=cores, available_bytes=256 * GIB, memory_bytes=256 * GIB)
+    choice = workers(Work(), machine)
+    assert (choice.value, choice.source) == (cores, "rule")
     assert str(cores) in choice.reason
 
 
-def test_the_pool_is_what_was_asked_for() -> None:
-    for pool in ("process", "thread", "inline"):
-        choice = choose_pool(pool, 4, can_start_processes=True)
-        assert (choice.value, choice.source) == (pool, "asked")
+def test_slow_samples_use_the_cores() -> None:
+    choice = workers(SLOW)
+    assert (choice.value, choice.source) == (4, "measured")
+    assert "640 ms" in choice.reason
+
+
+def test_tiny_samples_stay_here_because_handing_over_costs_more() -> None:
+    choice = workers(TINY)
+    assert choice.value == 0
+    assert "handing it over" in choice.reason
+
+
+def test_a_short_epoch_is_not_worth_starting_workers() -> None:
+    few = Work(sample_s=1e-4, busy_share=1.0, num_samples=2_000)
+    assert workers(few).value == 0
+    assert "starting them costs" in workers(few).reason
+    many = Work(sample_s=1e-4, busy_share=1.0, num_samples=2_000_000)
+    assert workers(many).value > 0
+
+
+def test_spawning_must_save_more_than_forking_from_the_nursery() -> None:
+    work = Work(sample_s=1e-3, busy_share=1.0, num_samples=5_000)
+    assert workers(work, method="nursery").value == 4
+    assert workers(work, method="spawn").value == 0
+
+
+def test_a_step_that_limits_needs_no_worker() -> None:
+    quick = Work(sample_s=1e-4, busy_share=1.0, num_samples=10**6, step_s=0.5)
+    choice = workers(quick)
+    assert choice.value == 0
+    assert "the step limits" in choice.reason
+
+
+def test_no_more_workers_than_the_step_can_use() -> None:
+    work = Work(sample_s=0.001, busy_share=1.0, num_samples=10**6, step_s=0.08)
+    assert workers(work, box(num_cpus=16)).value == 2  # 64 ms of loading for a step of 80 ms
+    assert workers(Work(sample_s=0.001, num_samples=10**6), box(num_cpus=16)).value == 16
+
+
+def test_samples_that_wait_get_more_workers_than_cores() -> None:
+    waiting = Work(sample_s=0.01, busy_share=0.02, num_samples=50_000)
+    choice = workers(waiting, box(num_cpus=2))
+    assert 8 <= choice.value <= 32
+    assert "wait" in choice.reason
+
+
+def test_memory_bounds_the_workers() -> None:
+    choice = workers(Work(), box(num_cpus=64, available_bytes=GIB), method="spawn")
+    assert choice.value == 1
+    assert "memory" in choice.reason
+
+
+def test_cuda_on_windows_bounds_the_workers_by_what_each_commits() -> None:
+    laptop = box(os="win32", num_cpus=16, torch_build="cuda")
+    choice = workers(Work(), laptop, method="spawn")
+    assert choice.value == 2
+    assert "CUDA" in choice.reason
+    assert workers(Work(), box(os="win32", num_cpus=16), method="spawn").value == 16
+
+
+def test_a_small_limit_on_files_bounds_the_workers() -> None:
+    assert workers(Work(), box(num_cpus=64, max_fds=128)).value == 16
+
+
+@pytest.mark.parametrize(
+    ("work", "value", "words"),
+    [
+        (Work(is_iterable=True), 1, "iterable"),
+        (Work(is_in_memory=True), 0, "memory speed"),
+        (Work(stays_because="dataset.lock cannot travel"), 0, "dataset.lock"),
+    ],
+)
+def test_some_work_needs_no_measuring(work: Work, value: int, words: str) -> None:
+    choice = workers(work)
+    assert choice.value == value
+    assert words in choice.reason
+    assert not should_measure(box(), Wish(), work, "nursery")
+
+
+def test_a_worker_init_fn_is_not_gone_round() -> None:
+    choice = workers(Work(), has_init_fn=True)
+    assert (choice.value, choice.source) == (4, "rule")
+    assert "worker_init_fn" in choice.reason
+    assert not should_measure(box(), Wish(has_init_fn=True), Work(), "nursery")
 
 
 def test_the_pool_follows_the_number_of_workers_and_the_machine() -> None:
-    assert choose_pool("auto", 0, can_start_processes=True).value == "inline"
-    assert choose_pool("auto", 2, can_start_processes=True).value == "process"
-    frozen = choose_pool("auto", 2, can_start_processes=False)
+    def pool(machine: Machine, **wish: object) -> Choice:
+        return make_plan(machine, Wish(**wish), Work()).pool  # type: ignore[arg-type]
+
+    assert pool(box(), num_workers=0).value == "inline"
+    assert pool(box(), num_workers=2).value == "process"
+    frozen = pool(box(can_start_python=False, is_frozen=True), num_workers=2)
     assert frozen.value == "thread"
     assert "frozen" in frozen.reason
+    for asked in ("process", "thread", "inline"):
+        choice = pool(box(), num_workers=4, pool=asked)
+        assert (choice.value, choice.source) == (asked, "asked")
 
 
 @pytest.mark.parametrize(
@@ -56,36 +166,71 @@ def test_the_pool_follows_the_number_of_workers_and_the_machine() -> None:
     ],
 )
 def test_the_start_method(asked: str | None, platform: str, value: str, source: str) -> None:
-    choice = choose_start_method(asked, "process", platform)
+    wish = Wish(num_workers=2, start_method=asked)
+    choice = make_plan(box(os=platform), wish, Work()).start_method
     assert (choice.value, choice.source) == (value, source)
 
 
 @pytest.mark.parametrize("pool", ["thread", "inline"])
 def test_pools_without_processes_have_no_start_method(pool: str) -> None:
-    assert choose_start_method("spawn", pool, "linux").value is None
+    plan = make_plan(box(), Wish(num_workers=2, pool=pool, start_method="spawn"), Work())
+    assert plan.start_method.value is None
+    assert plan.threads_per_worker.value is None
 
 
 def test_prefetch_that_was_given_is_obeyed_and_else_measured() -> None:
-    assert choose_prefetch(3, "process").value == 3
-    assert choose_prefetch(None, "process").source == "measured"
-    assert choose_prefetch(None, "inline").value == 0
+    given = make_plan(box(), Wish(num_workers=2, prefetch_factor=3), Work())
+    assert given.prefetch_factor == Choice(3, "prefetch_factor was given", "asked")
+    assert make_plan(box(), Wish(num_workers=2), Work()).prefetch_factor.source == "measured"
+    assert make_plan(box(), Wish(num_workers=0), Work()).prefetch_factor.value == 0
 
 
-def test_a_plan_reads_as_a_table_with_every_reason() -> None:
-    plan = Plan(
-        pool=choose_pool("auto", 2, can_start_processes=True),
-        start_method=choose_start_method(None, "process", "linux"),
-        num_workers=choose_num_workers("auto", 2),
-        prefetch_factor=choose_prefetch(None, "process"),
-        randomness=Choice("sample", "a reason of its own", "rule"),
-    )
-    lines = str(plan).splitlines()
-    assert len(lines) == 5
-    assert lines[0].startswith("pool ")
-    assert all("(" in line and ": " in line for line in lines)
-    assert "a reason of its own" in str(plan)
+def test_workers_are_kept_where_starting_them_is_slow() -> None:
+    wish = Wish(num_workers=2)
+    assert make_plan(box(os="win32"), wish, Work()).persistent_workers.value is True
+    assert make_plan(box(), wish, Work()).persistent_workers.value is False
+    asked = make_plan(box(), Wish(num_workers=2, persistent_workers=True), Work())
+    assert asked.persistent_workers.source == "asked"
 
 
-def test_a_choice_cannot_be_changed_afterwards() -> None:
-    with pytest.raises(AttributeError):
-        Choice(1, "x", "rule").value = 2  # type: ignore[misc]
+def test_pinning_follows_the_gpu() -> None:
+    card = Gpu(name="H200", vendor="nvidia", architecture="sm_90")
+    with_gpu = box(gpus=(card,), torch_build="cuda")
+    assert make_plan(with_gpu, Wish(), Work()).pin_memory.value is True
+    assert make_plan(box(), Wish(), Work()).pin_memory.value is False
+    left_out = make_plan(with_gpu, Wish(pin_memory=False), Work()).pin_memory
+    assert left_out.value is False
+    assert "H200" in left_out.reason
+    asked = make_plan(box(), Wish(pin_memory=True), Work()).pin_memory
+    assert (asked.value, asked.source) == (True, "asked")
+
+
+def test_slot_memory_is_counted_and_checked_against_what_is_free() -> None:
+    wish = Wish(num_workers=4, batch_size=64, prefetch_factor=2)
+    plan = make_plan(box(), wish, SLOW)
+    assert plan.slot_memory.value == 4 * 2 * 64 * 150_000
+    assert plan.warnings == ()
+    tight = make_plan(box(available_bytes=50 << 20), wish, SLOW)
+    assert "free" in tight.warnings[0]
+
+
+def test_what_was_asked_for_and_hurts_is_obeyed_with_a_warning() -> None:
+    fork = Wish(num_workers=2, start_method="fork")
+    plan = make_plan(box(has_gpu_context=True), fork, Work())
+    assert plan.start_method.value == "fork"
+    assert "GPU context" in plan.warnings[0]
+    assert make_plan(box(), fork, Work()).warnings == ()
+    laptop = box(os="win32", torch_build="cuda")
+    plan = make_plan(laptop, Wish(num_workers=12), Work())
+    assert plan.num_workers.value == 12
+    assert "1455" in plan.warnings[0]
+
+
+def test_a_plan_reads_as_a_table_with_every_reason_and_turns_into_json() -> None:
+    plan = make_plan(box(has_gpu_context=True), Wish(num_workers=2, start_method="fork"), Work())
+    text = str(plan)
+    for name, choice in plan.choices.items():
+        assert name in text
+        assert choice.reason in text
+    assert "warning: " in text
+    assert json.loads(json.dumps(plan.to_dict()))["num_workers"]["value"] == 2

@@ -1,0 +1,189 @@
+"""Are workers worth it? The first batches are loaded here, timed, and delivered like any other.
+
+    batch 0, 1, ... inline (timed) -- decide(measured) --> rest of the epoch: workers, or inline
+
+Nothing is loaded twice and nothing changes in the batches: positions and seeds go on where the
+inline part stopped. The dataset is serialised before the first sample, so that handles which it
+opens on first use are never sent. While a cold nursery warms up, inline loading goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.engine import nursery as nurseries
+from penstock.engine.fetch import fetch_map, takes_batches
+from penstock.engine.iterators import InlineIterator, PooledIterator, Setup, _Iterator, travellers
+from penstock.engine.surroundings import import_path
+from penstock.engine.travel import Serialised, serialise
+from penstock.errors import CannotTravel
+
+FIRST_GLANCE = 2
+"""Samples after which a nursery may be started already, while the first batch goes on."""
+LOOK_AT = (1, 2, 4, 8)
+"""Inline batches after which the question is asked; the last answer stands."""
+SURE_FROM_S = 0.02
+"""One batch is enough when it took this long; a shorter one may have been a first call's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the inline batches showed, as plain values.
+
+    Args:
+        busy_share: Part of the time that was computing; the rest was waiting.
+        step_s: The quickest time between two batches; None before two steps were seen.
+        stays_because: Why the dataset cannot be sent to a process.
+    """
+
+    sample_s: float = 0.0
+    busy_share: float = 1.0
+    sample_bytes: int = 0
+    step_s: float | None = None
+    stays_because: CannotTravel | None = None
+
+
+Decide = Callable[[Measured], Setup]
+"""What to do from here on, given what was measured."""
+
+
+class AuditionIterator(_Iterator):
+    """Loads inline until it is known whether workers pay, then hands the epoch over.
+
+    Args:
+        setup: How to load inline.
+        decide: Called with what was measured so far; the engine does what it answers.
+        settle: Called once with the last answer, when the question is closed.
+    """
+
+    def __init__(
+        self, loader: Any, setup: Setup, decide: Decide, settle: Callable[[Setup], None]
+    ) -> None:
+        self._loader = loader
+        self._decide = decide
+        self._settle = settle
+        self._pooled: PooledIterator | None = None
+        self._is_settled = False
+        self._nursery: nurseries.Nursery | None = None
+        self._inline = _TimedInline(loader, setup, self._glance)
+        vars(self).update({**vars(self._inline), **vars(self)})
+        self._serialised = self._serialise()
+        self._returned_s: float | None = None
+        self._steps: list[float] = []
+        self._batches: list[Measured] = []
+        self._answer: Setup = setup
+        self._first_s = 0.0
+
+    @property
+    def _workers(self) -> list[Any]:
+        return self._pooled._workers if self._pooled is not None else []
+
+    def _serialise(self) -> Serialised | None:
+        try:
+            return serialise(travellers(self._inline, self._loader))
+        except CannotTravel as error:
+            self._close(self._decide(Measured(stays_because=error)))
+            return None
+
+    def _next_batch(self) -> Any:
+        if self._pooled is None and not self._is_settled:
+            self._consider()
+        if self._pooled is not None:
+            return self._pooled._next_batch()
+        if self._is_settled:
+            return self._inline._next_batch()
+        start_s, busy_s, position = time.perf_counter(), time.process_time(), self._inline._position
+        batch = self._inline._next_batch()
+        end_s = time.perf_counter()
+        num_samples = max(1, self._inline._position - position)
+        wall_s = max(end_s - start_s, 1e-9)
+        self._batches.append(
+            Measured(
+                sample_s=wall_s / num_samples,
+                busy_share=min(1.0, (time.process_time() - busy_s) / wall_s),
+                sample_bytes=_num_bytes(batch) // num_samples,
+            )
+        )
+        self._first_s = self._first_s or wall_s
+        self._returned_s = time.perf_counter()
+        return batch
+
+    def _measured(self) -> Measured:
+        """The quickest batch, and the quickest step after the first: first ones set things up."""
+        quickest = min(self._batches, key=lambda batch: batch.sample_s)
+        return replace(quickest, step_s=min(self._steps[1:], default=None))
+
+    def _glance(self, sample_s: float) -> None:
+        """Called from: the middle of the first batch, with the pace so far."""
+        self._warm_up(self._decide(Measured(sample_s=sample_s)))
+
+    def _warm_up(self, setup: Setup) -> None:
+        if self._nursery is None and setup.start_method == "nursery":
+            assert self._serialised is not None
+            self._nursery = nurseries.current_nursery()
+            self._nursery.prepare(self._serialised.modules, import_path())
+
+    def _consider(self) -> None:
+        num_batches = len(self._batches)
+        if self._returned_s is not None:
+            self._steps.append(time.perf_counter() - self._returned_s)
+        is_sure = num_batches > 1 or self._first_s >= SURE_FROM_S
+        if num_batches in LOOK_AT and is_sure:
+            self._answer = self._decide(self._measured())
+            self._warm_up(self._answer)
+        if not self._answer.num_workers:
+            if num_batches == LOOK_AT[-1]:
+                self._close(self._answer)
+        elif self._nursery is None or self._nursery.is_warm():
+            self._close(self._answer)
+            self._pooled = PooledIterator.continuing(
+                self._inline, self._loader, self._answer, self._serialised
+            )
+
+    def _close(self, setup: Setup) -> None:
+        self._is_settled = True
+        self._settle(setup)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._num_yielded = 0
+        self._returned_s = None
+        (self._pooled or self._inline)._reset(loader, first_iter)
+
+    def _shutdown_workers(self) -> None:
+        if self._pooled is not None:
+            self._pooled._shutdown_workers()
+
+
+class _TimedInline(InlineIterator):
+    """Inline, with a word after the first samples of the first batch."""
+
+    def __init__(self, loader: Any, setup: Setup, glance: Callable[[float], None]) -> None:
+        super().__init__(loader, setup)
+        self._glance: Callable[[float], None] | None = glance
+
+    def _fetch(self, index: Any) -> Any:
+        glance, self._glance = self._glance, None
+        if glance is None or not self._auto_collation or takes_batches(self._dataset):
+            return super()._fetch(index)
+        position, start_s, samples = self._position, time.perf_counter(), []
+        self._position += len(index)
+        for sample in fetch_map(self._dataset, index, position, self._randomness):
+            samples.append(sample)
+            if len(samples) == FIRST_GLANCE:
+                glance((time.perf_counter() - start_s) / FIRST_GLANCE)
+        return samples
+
+
+def _num_bytes(batch: Any) -> int:
+    """Bytes of the tensors and arrays in a batch."""
+    nbytes = getattr(batch, "nbytes", None)
+    if isinstance(nbytes, int):
+        return nbytes
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return sum(_num_bytes(item) for item in batch)
+    return 0

@@ -1,0 +1,188 @@
+"""How many workers are worth it? A small model of one epoch, with and without them.
+
+Loading a batch inline takes its wall time. With ``n`` workers a batch comes every
+
+    max(PARENT_S, (computing + HANDOVER_S) / cores, (wall + HANDOVER_S) / n)
+
+seconds: the parent takes it in, the cores share the computing, and a worker that waits for a disk
+leaves its core to another. The smallest ``n`` that comes near the best is chosen, if what it saves
+in an epoch is more than what starting it costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.machine.facts import Machine
+from penstock.policy.given import Wish, Work
+from penstock.policy.plan import Choice
+from penstock.policy.wording import count, duration, size
+
+PARENT_S = 120e-6
+HANDOVER_S = 250e-6
+"""What the parent does for one batch, and what parent and worker do together beyond loading it."""
+START_S = {"nursery": 0.06, "fork": 0.06, "spawn": 3.0}
+"""Starting workers for one epoch, all together (2 cores, 2 workers, warm nursery)."""
+WORTH_STARTS = 3
+"""Workers must save this many times what starting them costs."""
+NEAR_BEST = 1.05
+GPU_BOUND_SHARE = 0.05
+"""Loading that takes less of a step than this is not worth a worker."""
+MAX_WAITING_WORKERS = 32
+WORKER_BYTES = {"nursery": 48 << 20, "fork": 48 << 20, "spawn": 300 << 20}
+"""Private memory of an idle worker."""
+WINDOWS_CUDA_WORKER_BYTES = 2560 << 20
+"""On Windows each process that imports a CUDA torch commits its libraries (pytorch #59904)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """The most workers that this machine bears, and what sets it."""
+
+    num_workers: int
+    reason: str
+
+
+def choose_num_workers(machine: Machine, wish: Wish, work: Work, method: str) -> Choice:
+    """How many workers.
+
+    Args:
+        method: How they would be started: ``"nursery"``, ``"spawn"`` or ``"fork"``.
+
+    Example:
+        >>> laptop = Machine(os="linux", num_cpus=4, available_bytes=8 << 30)
+        >>> jpeg = Work(sample_s=0.01, busy_share=1.0, num_samples=50_000)
+        >>> print(choose_num_workers(laptop, Wish(batch_size=64), jpeg, "nursery"))
+        4 (measured: a batch takes 640 ms here, about 160 ms with 4 workers on 4 cores)
+    """
+    settled = _settled(machine, wish, work, method)
+    if settled is not None:
+        return settled
+    if work.sample_s is None:
+        ceiling = _ceiling(machine, wish, work, method)
+        return Choice(
+            ceiling.num_workers, f"{ceiling.reason}, if the first batch shows need", "rule"
+        )
+    return _measured(machine, wish, work, method)
+
+
+def should_measure(machine: Machine, wish: Wish, work: Work, method: str) -> bool:
+    """Does the number of workers wait for a measured batch?
+
+    Example:
+        >>> should_measure(Machine(os="linux"), Wish(), Work(), "nursery")
+        True
+        >>> should_measure(Machine(os="linux"), Wish(num_workers=2), Work(), "nursery")
+        False
+    """
+    return work.sample_s is None and _settled(machine, wish, work, method) is None
+
+
+def _settled(machine: Machine, wish: Wish, work: Work, method: str) -> Choice | None:
+    """The choice that no measurement changes, or None."""
+    if wish.num_workers != "auto":
+        return Choice(wish.num_workers, "num_workers was given", "asked")
+    if wish.pool == "inline":
+        return Choice(0, "pool='inline' was given", "rule")
+    if work.is_iterable:
+        reason = "every worker would read all of an iterable dataset: one only, loading ahead"
+        return Choice(1, reason, "rule")
+    if work.is_in_memory:
+        return Choice(0, "tensors in memory are sliced at memory speed; workers only add", "rule")
+    if work.stays_because is not None:
+        return Choice(0, f"the dataset stays in this process: {work.stays_because}", "rule")
+    ceiling = _ceiling(machine, wish, work, method)
+    if wish.has_init_fn:
+        reason = f"{ceiling.reason}; worker_init_fn prepares workers, so no sample is tried here"
+        return Choice(ceiling.num_workers, reason, "rule")
+    if wish.pool == "thread" or not machine.can_start_python:
+        return Choice(ceiling.num_workers, ceiling.reason, "rule")
+    return None
+
+
+def _measured(machine: Machine, wish: Wish, work: Work, method: str) -> Choice:
+    batch_size = wish.batch_size or 1
+    wall_s = (work.sample_s or 0.0) * batch_size
+    shown = f"a batch takes {duration(wall_s)} here"
+    least = 1 if wish.pool == "process" else 0
+    if work.step_s is not None and wall_s < GPU_BOUND_SHARE * work.step_s:
+        reason = f"{shown}, {wall_s / work.step_s:.0%} of a step: the step limits, not loading"
+        return Choice(least, reason, "measured")
+    ceiling = _ceiling(machine, wish, work, method)
+    best = min(_batch_s(n, machine, work, batch_size) for n in range(1, ceiling.num_workers + 1))
+    target = max(NEAR_BEST * best, 0.7 * work.step_s if work.step_s is not None else 0.0)
+    chosen = next(
+        n
+        for n in range(1, ceiling.num_workers + 1)
+        if _batch_s(n, machine, work, batch_size) <= target
+    )
+    pooled_s = _batch_s(chosen, machine, work, batch_size)
+    if pooled_s >= 0.9 * wall_s:
+        reason = f"{shown}; handing it over from a worker would take {duration(pooled_s)}"
+        return Choice(least, reason, "measured")
+    if work.num_samples is not None:
+        epoch_s = work.num_samples / batch_size * wall_s
+        saved_s = epoch_s * (1 - pooled_s / wall_s)
+        if saved_s < WORTH_STARTS * START_S[method]:
+            reason = (
+                f"an epoch takes {duration(epoch_s)} here; workers would save {duration(saved_s)}, "
+                f"starting them costs {duration(START_S[method])}"
+            )
+            return Choice(least, reason, "measured")
+    waits = _waits(work)
+    reason = (
+        f"{shown}, about {duration(pooled_s)} with {count(chosen, 'worker')}"
+        f" on {count(machine.usable_cores, 'core')}{waits}"
+    )
+    return Choice(chosen, reason, "measured")
+
+
+def _batch_s(num_workers: int, machine: Machine, work: Work, batch_size: int) -> float:
+    wall_s = (work.sample_s or 0.0) * batch_size
+    busy_s = wall_s * (1.0 if work.busy_share is None else work.busy_share)
+    cores = machine.usable_cores
+    return max(PARENT_S, (busy_s + HANDOVER_S) / cores, (wall_s + HANDOVER_S) / num_workers)
+
+
+def _waits(work: Work) -> str:
+    if work.busy_share is None or work.busy_share > 0.8:
+        return ""
+    return f"; samples wait {1 - work.busy_share:.0%} of their time, so more workers than cores"
+
+
+def _ceiling(machine: Machine, wish: Wish, work: Work, method: str) -> Ceiling:
+    cores = machine.usable_cores
+    most = Ceiling(num_workers=cores, reason=f"one for each of the {count(cores, 'usable core')}")
+    if work.busy_share is not None and work.busy_share < 0.8:
+        waiting = min(MAX_WAITING_WORKERS, 8 * cores, int(cores / max(work.busy_share, 0.01)))
+        most = Ceiling(num_workers=max(cores, waiting), reason="samples wait more than they work")
+    for limit in (memory_ceiling(machine, wish, work, method), _file_ceiling(machine)):
+        if limit is not None and limit.num_workers < most.num_workers:
+            most = limit
+    return most
+
+
+def memory_ceiling(machine: Machine, wish: Wish, work: Work, method: str) -> Ceiling | None:
+    available = min(
+        machine.available_bytes or machine.usable_memory_bytes,
+        machine.usable_memory_bytes or machine.available_bytes,
+    )
+    if not available:
+        return None
+    each = WORKER_BYTES[method]
+    why = f"{size(each)} a worker"
+    if machine.os == "win32" and machine.torch_build == "cuda":
+        each = WINDOWS_CUDA_WORKER_BYTES
+        why = f"each worker commits about {size(each)} for CUDA's libraries on Windows"
+    if work.sample_bytes is not None:
+        each += 2 * work.sample_bytes * (wish.batch_size or 1)
+        why += ", its batches included"
+    most = max(1, available // 2 // each)
+    return Ceiling(num_workers=most, reason=f"{size(available)} of memory are free, {why}")
+
+
+def _file_ceiling(machine: Machine) -> Ceiling | None:
+    if machine.max_fds is None:
+        return None
+    most = max(1, (machine.max_fds - 64) // 4)
+    return Ceiling(num_workers=most, reason=f"only {machine.max_fds} files may be open (ulimit -n)")
