@@ -140,6 +140,8 @@ LATE_DRAWS = {
     "random, held as an attribute": random.random,
     "numpy, held as an attribute": np.random.randn,
     "torch": lambda: torch.rand(1),
+    "torch's normal": lambda: torch.randn(1, dtype=torch.float64),
+    "torch's seed": lambda: torch.initial_seed() % 100_003,
 }
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.engine import nursery as nurseries
-from penstock.engine.fetch import fetch_map, takes_batches
+from penstock.engine.fetch import call_user, getter, takes_batches
 from penstock.engine.iterators import InlineIterator, PooledIterator, Setup, _Iterator, travellers
 from penstock.engine.surroundings import import_path
 from penstock.engine.travel import Serialised, serialise
@@ -170,8 +170,9 @@ class _TimedInline(InlineIterator):
             return super()._fetch(index)
         position, start_s, samples = self._position, time.perf_counter(), []
         self._position += len(index)
-        for sample in fetch_map(self._dataset, index, position, self._randomness):
-            samples.append(sample)
+        get = getter(self._dataset)
+        for place, one in enumerate(index, position):
+            samples.append(call_user(get, one, place, self._randomness))
             if len(samples) == FIRST_GLANCE:
                 glance((time.perf_counter() - start_s) / FIRST_GLANCE)
         return samples

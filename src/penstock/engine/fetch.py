@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from penstock.order.randomness import SampleRandomness
@@ -47,15 +47,16 @@ def takes_batches(dataset: Any) -> bool:
 
 def fetch_map(
     dataset: Any, indices: list[Any], position: int, randomness: SampleRandomness | None
-) -> Iterator[Any]:
-    """The samples of ``indices``, one by one; ``position`` is the first one's place."""
-    if randomness is not None:
-        randomness.look()
+) -> list[Any]:
+    """The samples of ``indices``; ``position`` is the first one's place."""
     if takes_batches(dataset):
-        yield from call_user(dataset.__getitems__, indices, position, randomness)
-        return
-    for place, index in enumerate(indices, position):
-        yield call_user(getter(dataset), index, place, randomness)
+        if randomness is not None:
+            randomness.look()
+        return list(call_user(dataset.__getitems__, indices, position, randomness))
+    get = getter(dataset)
+    if randomness is None:
+        return [get(index) for index in indices]
+    return randomness.run(get, indices, position)
 
 
 class Stream:

@@ -158,7 +158,7 @@ class InlineIterator(_Iterator):
                 self._randomness.look()
             return call_user(getter(self._dataset), index, position, self._randomness)
         self._position += len(index)
-        return list(fetch_map(self._dataset, index, position, self._randomness))
+        return fetch_map(self._dataset, index, position, self._randomness)
 
 
 class PooledIterator(_Iterator):

@@ -34,7 +34,7 @@ from penstock.engine.messages import (
 )
 from penstock.engine.remote_errors import describe
 from penstock.engine.scratch import Scratch, collating_into
-from penstock.order.randomness import COLLATE_STREAM, SampleRandomness
+from penstock.order.randomness import COLLATE_STREAM, Restless, SampleRandomness
 
 Loaded = tuple[str, Any, int, bool]
 """Kind and content of a reply, the bytes that the batch needs, and whether the slot is kept."""
@@ -143,6 +143,12 @@ class Worker:
         )
 
     def _load(self, lease: Lease) -> Loaded:
+        try:
+            return self._load_once(lease)
+        except Restless:
+            return self._load_once(lease)
+
+    def _load_once(self, lease: Lease) -> Loaded:
         self._check_epoch(lease.epoch)
         if self._gatherer is not None:
             slot = self._slot(lease)
@@ -196,25 +202,44 @@ class Worker:
         return self._one_by_one(lease)
 
     def _one_by_one(self, lease: Lease) -> Iterator[Any]:
-        get, randomness = getter(self._dataset), self._randomness
-        cells, cell, guard = self._cells, self._cell, self._guard
-        epoch = lease.epoch
+        get, randomness, guard = getter(self._dataset), self._randomness, self._guard
+        if guard is not nullcontext:
+            for position, index in self._walk(lease):
+                with guard():
+                    if randomness is not None:
+                        randomness.look()
+                    sample = call_user(get, index, position, randomness)
+                yield sample
+        elif randomness is None:
+            yield from (get(index) for _, index in self._walk(lease))
+        elif randomness.is_silent:
+            yield from self._silently(lease, get, randomness)
+        else:
+            for position, index in self._walk(lease):
+                yield randomness.call(get, index, position)
+
+    def _walk(self, lease: Lease) -> Iterator[tuple[int, Any]]:
+        """Positions and indices of a lease, each noted where the parent sees it."""
+        cells, cell, epoch = self._cells, self._cell, lease.epoch
         cells[cell + 1] = 1
         for position, index in enumerate(lease.index, lease.position):
             if cells[EPOCH_CELL] != epoch:
                 raise _Dropped
             cells[cell] = position
             self._index = index
-            if guard is not nullcontext:
-                with guard():
-                    if randomness is not None:
-                        randomness.look()
-                    sample = call_user(get, index, position, randomness)
-                yield sample
-            elif randomness is not None:  # processes: nothing to guard, and it is the hot loop
-                yield randomness.call(get, index, position)
-            else:
+            yield position, index
+
+    def _silently(self, lease: Lease, get: Any, randomness: SampleRandomness) -> Iterator[Any]:
+        randomness.begin_run()
+        try:
+            for _, index in self._walk(lease):
                 yield get(index)
+        except _Dropped:
+            raise
+        except Exception:
+            randomness.end_run()  # an error may be another with the sample's own randomness
+            raise
+        randomness.end_run()
 
     def _note(self, position: int, index: Any, num_samples: int = 1) -> None:
         self._cells[self._cell + 1] = num_samples

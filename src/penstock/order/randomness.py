@@ -7,21 +7,24 @@ the global generators are set from a key of the sample's own:
     Philox(key = seed, epoch), counter 78 * position -> the 624 words of Python's Mersenne Twister
 
 Any position can be computed alone. Setting all three costs 8 microseconds, setting torch's alone 2
-(16-core x86-64). Most datasets that are quicker than that draw nothing from Python's or NumPy's
-generator, so those two are set only where it matters:
+(16-core x86-64). Datasets that are quicker than that mostly draw nothing, so generators are set
+only where it matters:
 
-    strict: set everything, call.            The first samples, and every dataset that draws.
-    quiet:  set torch, call, look whether Python's or NumPy's generator moved.
-            It did: set everything, call once more, and be strict from then on.
+    strict: set everything, call.          The first samples, and every dataset that draws.
+    quiet:  set torch's, call, look whether Python's or NumPy's moved.
+    silent: call a run of samples (a batch, or a worker's part of one), look whether any moved.
 
-So a dataset that has drawn nothing for its first samples and then begins to draw has one sample
-loaded twice per worker; what the user sees is always the strict result.
+Did one move that should not have: set everything, load that sample (silent: that run) again, and be
+stricter from then on. So a dataset that drew nothing for its first samples and then begins to draw
+has one run loaded twice per worker; what the user sees is always the strict result.
 """
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +44,10 @@ NUM_STRICT = 16
 
 COLLATE_STREAM = 0x636F6C6C617465
 """Mixed into the seed for a user's collate_fn, which draws by its batch's first position."""
+
+
+class Restless(Exception):
+    """Samples drew although none had before: their run must be loaded again."""
 
 
 class SampleRandomness:
@@ -75,7 +82,10 @@ class SampleRandomness:
             self._cells = (*self._python.cells(), *self._numpy.cells())
             self._seen = self._peek()
         self._num_silent = 0
-        self.is_quiet = False
+        self.is_quiet = self.is_silent = False
+        self._torch_moved = False
+        self._torch_state = torch.default_generator.get_state
+        self._equal = torch.equal
         self._draws = not can_peek
         self.begin(0)
 
@@ -126,14 +136,62 @@ class SampleRandomness:
         return function(index) if self._draws else self._call_and_learn(function, index)
 
     def _call_and_learn(self, function: Callable[[Any], Any], index: Any) -> Any:
-        _reads.has_read = False
-        self._seen = self._peek()
+        self.begin_run()
         sample = function(index)
         if not self._is_untouched():
             self._draws = True
+        self._torch_moved = self._torch_moved or self._has_torch_moved()
         self._num_silent += 1
         self.is_quiet = not self._draws and self._num_silent >= NUM_STRICT
+        self.is_silent = self.is_quiet and not self._torch_moved
         return sample
+
+    def begin_run(self) -> None:
+        """Note where the generators stand. Pairs with :meth:`end_run`; only while ``is_silent``."""
+        _reads.has_read = _reads.has_read_torch = False
+        self._seen = self._peek()
+        self._seen_torch = self._torch_state()
+
+    def end_run(self) -> None:
+        """Check that the samples since :meth:`begin_run` drew nothing.
+
+        Raises:
+            Restless: They did. From now on this object is stricter: load the run again.
+        """
+        if not self._is_untouched():
+            self._draws, self.is_quiet, self.is_silent = True, False, False
+        elif self._has_torch_moved():
+            self.is_silent = False
+        else:
+            return
+        raise Restless
+
+    def run(
+        self, function: Callable[[Any], Any], indices: Sequence[Any], position: int
+    ) -> list[Any]:
+        """The samples of ``indices``, of which the first is at ``position``."""
+        if self.is_silent:
+            self.begin_run()
+            try:
+                samples = [function(index) for index in indices]
+                self.end_run()
+                return samples
+            except Restless:
+                pass
+            except Exception:
+                try:
+                    self.end_run()
+                except Restless:
+                    pass  # what went wrong may be another thing with the sample's own randomness
+                else:
+                    raise
+        self.look()
+        return [self.call(function, index, place) for place, index in enumerate(indices, position)]
+
+    def _has_torch_moved(self) -> bool:
+        if self._seed_torch is None:
+            return False  # torch's generator is the user's own here
+        return _reads.has_read_torch or not self._equal(self._torch_state(), self._seen_torch)
 
     def _peek(self) -> tuple[int, int, int]:
         python, numpy, twist = self._cells
@@ -197,30 +255,58 @@ def _hash_seeds(seed: int, epoch: int, position: int) -> list[tuple[int, int]]:
 class _Reads:
     """Did user code read a generator's state without drawing? Then it must be the sample's own."""
 
-    has_read = False
+    def __init__(self) -> None:
+        self.has_read = self.has_read_torch = False
+        self.num_watchers = 0
+        self.originals: list[tuple[Any, str, Any]] = []
 
 
 _reads = _Reads()
 
 
+def _noting(original: Callable[..., Any], mark: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def read(*args: Any, **keywords: Any) -> Any:
+        setattr(_reads, mark, True)
+        return original(*args, **keywords)
+
+    return read
+
+
+_WATCHED = (
+    ("random", "getstate", "has_read"),
+    ("numpy.random", "get_state", "has_read"),
+    ("torch", "initial_seed", "has_read_torch"),
+    ("torch", "get_rng_state", "has_read_torch"),
+    ("torch.random", "initial_seed", "has_read_torch"),
+    ("torch.random", "get_rng_state", "has_read_torch"),
+)
+_stand_ins: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
 @contextmanager
 def watching_reads() -> Iterator[None]:
-    """Notice calls of ``random.getstate`` and ``np.random.get_state`` while this lasts."""
-    originals = random.getstate, np.random.get_state
-
-    def python_getstate() -> Any:
-        _reads.has_read = True
-        return originals[0]()
-
-    def numpy_get_state(*args: Any, **keywords: Any) -> Any:
-        _reads.has_read = True
-        return originals[1](*args, **keywords)
-
-    random.getstate, np.random.get_state = python_getstate, numpy_get_state
+    """Notice calls that read a generator's state (``random.getstate`` and the like) meanwhile."""
+    _reads.num_watchers += 1
+    if _reads.num_watchers == 1:
+        _reads.originals = [_replace_reader(*place) for place in _WATCHED]
     try:
         yield
     finally:
-        random.getstate, np.random.get_state = originals
+        _reads.num_watchers -= 1
+        if _reads.num_watchers == 0:
+            for module, name, original in _reads.originals:
+                setattr(module, name, original)
+
+
+def _replace_reader(module_name: str, name: str, mark: str) -> tuple[Any, str, Any]:
+    module = sys.modules[module_name]
+    original = getattr(module, name)
+    stand_in = _stand_ins.get(original)
+    if stand_in is None:
+        stand_in = _stand_ins[original] = _noting(original, mark)
+    setattr(module, name, stand_in)
+    return module, name, original
 
 
 def seed_worker(base_seed: int, worker: int) -> int:

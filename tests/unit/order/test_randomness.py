@@ -190,7 +190,18 @@ FIRST_DRAWS: dict[str, Callable[[Any], Any]] = {
     ),
     "a seed of its own": lambda _: (random.seed(3), random.random(), np.random.seed(4))[1],
     "then an exception": lambda _: _raise_after(random.random()),
+    "torch.initial_seed": lambda _: torch.initial_seed(),
+    "torch.random.get_rng_state": lambda _: torch.random.get_rng_state()[:40].tolist(),
+    "torch, put back": lambda _: _put_back(
+        torch.get_rng_state, torch.set_rng_state, lambda: torch.rand(1).item()
+    ),
+    "torch, forked": lambda _: _drawn_in_a_fork(),
 }
+
+
+def _drawn_in_a_fork() -> float:
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(1).item()
 
 
 def _put_back(get: Any, put: Any, draw_one: Any) -> Any:
@@ -219,6 +230,54 @@ def test_the_first_draw_after_a_long_silence_is_noticed_and_done_right(name: str
     np.random.seed(99)
     found = outcome(lambda: call_quietly(walker, function, 500))
     assert_same(found, outcome(lambda: fresh(500, function=function)))
+
+
+@pytest.mark.parametrize("name", FIRST_DRAWS)
+def test_a_silent_run_in_which_a_sample_draws_is_loaded_again_and_right(name: str) -> None:
+    def function(index: int) -> Any:
+        return FIRST_DRAWS[name](index) if index == 5 else index
+
+    walker = quiet()
+    assert walker.is_silent
+    torch.manual_seed(99)
+    found = outcome(lambda: run_silently(walker, function, range(8), 500)[5])
+    assert_same(found, outcome(lambda: fresh(505, function=FIRST_DRAWS[name])))
+    assert not walker.is_silent
+
+
+def run_silently(walker: SampleRandomness, function: Any, indices: Any, position: int) -> list[Any]:
+    with watching_reads():
+        return walker.run(function, indices, position)
+
+
+def test_a_silent_run_calls_each_sample_once_and_sets_nothing() -> None:
+    walker = quiet()
+    counted, calls = count_calls(silent)
+    before = random.getstate(), torch.get_rng_state()
+    assert run_silently(walker, counted, range(64), 0) == [silent(0)] * 64
+    assert calls == list(range(64))
+    assert before[0] == random.getstate()
+    assert torch.equal(before[1], torch.get_rng_state())
+    assert walker.is_silent
+
+
+def test_an_exception_in_a_silent_run_is_raised_after_one_call_of_each_sample() -> None:
+    def fail_at_3(index: int) -> int:
+        return [0, 1, 2][index]
+
+    failing, calls = count_calls(fail_at_3)
+    with pytest.raises(IndexError):
+        run_silently(quiet(), failing, range(8), 0)
+    assert calls == [0, 1, 2, 3]
+
+
+def test_a_dataset_that_draws_from_torch_is_quiet_and_never_silent() -> None:
+    walker = make()
+    with watching_reads():
+        for position in range(2 * NUM_STRICT):
+            walker.call(lambda _: torch.rand(1), 0, position)
+    assert walker.is_quiet
+    assert not walker.is_silent
 
 
 @pytest.mark.parametrize("name", ["random.gauss", "np.random.randn"])
