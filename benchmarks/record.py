@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 import penstock
-from penstock.machine.host import usable_cores
+from penstock.machine.collect import machine
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -24,7 +24,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "architecture": platform.machine(),
-        "usable_cores": usable_cores(),
+        "usable_cores": machine().usable_cores,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "os": f"{platform.system()} {platform.release()}",
     }
@@ -58,7 +58,7 @@ def _cpu_model() -> str:
 def save(name: str, content: dict[str, Any]) -> Path:
     """Write a result; returns where."""
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"loader-{name}.json"
+    path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
 

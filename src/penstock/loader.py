@@ -155,7 +155,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         setup = self._setup(plan)
         if setup.pool == "inline":
             return InlineIterator(self, setup)
-        self.check_worker_number_rationality()
+        if plan.num_workers.source == "asked":
+            self.check_worker_number_rationality()
         return PooledIterator(self, setup)
 
     def _setup(self, plan: Plan) -> Setup:

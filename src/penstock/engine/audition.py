@@ -21,8 +21,9 @@ from penstock.engine.surroundings import import_path
 from penstock.engine.travel import Serialised, serialise
 from penstock.errors import CannotTravel
 
-FIRST_GLANCE = 2
-"""Samples after which a nursery may be started already, while the first batch goes on."""
+FIRST_GLANCE, CLEARLY_SLOW_S = 2, 1e-3
+"""Samples after which a nursery may be started already, while the first batch goes on; only if they
+are clearly slow, because the first calls of anything are slower than the rest."""
 LOOK_AT = (1, 2, 4, 8)
 """Inline batches after which the question is asked; the last answer stands."""
 SURE_FROM_S = 0.02
@@ -118,7 +119,8 @@ class AuditionIterator(_Iterator):
 
     def _glance(self, sample_s: float) -> None:
         """Called from: the middle of the first batch, with the pace so far."""
-        self._warm_up(self._decide(Measured(sample_s=sample_s)))
+        if sample_s >= CLEARLY_SLOW_S and not self._is_settled:
+            self._warm_up(self._decide(Measured(sample_s=sample_s)))
 
     def _warm_up(self, setup: Setup) -> None:
         if self._nursery is None and setup.start_method == "nursery":

@@ -1,0 +1,15 @@
+"""Does num_workers="auto" come near the best number of workers, without being told?
+
+python benchmarks/auto.py --only d,e --repeats 3 --save my-laptop
+"""
+
+from __future__ import annotations
+
+import sys
+
+from auto_cases import CASES
+from front import run
+
+if __name__ == "__main__":
+    question = 'Does num_workers="auto" come near the best number of workers?'
+    sys.exit(run("auto", question, CASES, sys.argv[1:]))

@@ -1,0 +1,273 @@
+"""num_workers="auto": the first batches are loaded and timed here; workers come if they pay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
+
+from penstock import DataLoader
+from penstock.engine import nursery as nurseries
+from penstock.machine.collect import machine
+from specimens import Numbers, Samples, Shards, assert_same, collect, draw
+
+legacy = pytest.mark.legacy
+CORES = machine().usable_cores
+needs_cores = pytest.mark.skipif(CORES < 2, reason="one core: workers never pay there")
+
+
+def busy(seconds: float) -> None:
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        pass
+
+
+class Slow(Dataset):
+    """Enough work per sample that workers pay; says who did it."""
+
+    def __init__(self, length: int = 120, work_s: float = 0.006) -> None:
+        self.length = length
+        self.work_s = work_s
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        busy(self.work_s)
+        return *draw(index), os.getpid()
+
+
+@pytest.fixture
+def warm_nursery() -> None:
+    nursery = nurseries.current_nursery()
+    limit_s = time.monotonic() + 60
+    while not nursery.is_warm() and time.monotonic() < limit_s:
+        time.sleep(0.01)
+
+
+def run(loader: DataLoader[Any]) -> tuple[list[int], list[int]]:
+    """Which samples came, and which process loaded each."""
+    batches = list(loader)
+    indices = [int(index) for batch in batches for index in batch[0]]
+    return indices, [int(pid) for batch in batches for pid in batch[-1]]
+
+
+@legacy
+@needs_cores
+@pytest.mark.usefixtures("warm_nursery")
+def test_slow_samples_get_the_cores_and_the_first_batch_is_not_wasted() -> None:
+    loader = DataLoader(Slow(), batch_size=8, num_workers="auto")
+    indices, pids = run(loader)
+    assert indices == list(range(120))  # each once, in order, across the change
+    assert set(pids[:8]) == {os.getpid()}
+    assert os.getpid() not in set(pids[-40:])
+    assert loader.num_workers == CORES
+    choice = loader.plan.num_workers
+    assert choice.source == "measured"
+    assert "a batch takes" in choice.reason
+
+
+@needs_cores
+@pytest.mark.usefixtures("warm_nursery")
+def test_the_bits_do_not_depend_on_where_the_change_came() -> None:
+    def epochs(**arguments: Any) -> list[Any]:
+        torch.manual_seed(0)
+        loader = DataLoader(Slow(), batch_size=8, shuffle=True, **arguments)
+        return [[batch[:-1] for batch in loader] for _ in range(2)]
+
+    for arguments in ({}, {"multiprocessing_context": "spawn"}):
+        assert_same(epochs(num_workers="auto", **arguments), epochs(num_workers=0))
+    kept = epochs(num_workers="auto", persistent_workers=True)
+    assert_same(kept, epochs(num_workers=2, persistent_workers=True))
+
+
+@needs_cores
+def test_a_cold_nursery_is_not_waited_for() -> None:
+    nurseries.close_nursery()
+    loader = DataLoader(Slow(3_000, 0.002), batch_size=8, num_workers="auto")
+    batches = iter(loader)
+    start_s = time.perf_counter()
+    for _ in range(4):
+        assert set(next(batches)[-1].tolist()) == {os.getpid()}
+    # 64 ms of work; importing torch in the nursery takes a second and more.
+    assert time.perf_counter() - start_s < 1.0
+    pids = [int(pid) for batch in batches for pid in batch[-1]]
+    assert os.getpid() not in pids[-8:]
+
+
+@needs_cores
+def test_a_nursery_that_is_killed_while_it_warms_up_is_replaced() -> None:
+    nurseries.close_nursery()
+    loader = DataLoader(Slow(3_000, 0.002), batch_size=8, num_workers="auto")
+    batches = iter(loader)
+    first = next(batches)
+    nursery = nurseries.current_nursery()
+    os.kill(nursery.pid, signal.SIGKILL)
+    indices = [int(index) for batch in [first, *batches] for index in batch[0]]
+    assert indices == list(range(3_000))
+
+
+@legacy
+def test_tiny_samples_are_loaded_here_and_no_process_is_started() -> None:
+    nurseries.close_nursery()
+    loader = DataLoader(Samples(lambda i: i, 5_000), batch_size=50, num_workers="auto")
+    assert torch.cat(collect(loader)).tolist() == list(range(5_000))
+    assert psutil.Process().children() == []
+    assert loader.num_workers == 0
+    assert loader.plan.pool.value == "inline"
+    assert loader.plan.num_workers.source == "measured"
+
+
+@legacy
+def test_tensors_in_memory_need_no_worker_and_no_trial() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=8, num_workers="auto")
+    assert loader.plan.num_workers.value == 0
+    assert "memory" in loader.plan.num_workers.reason
+    assert len(list(loader)) == 5
+
+
+def test_an_iterable_dataset_gets_one_worker_so_that_nothing_comes_twice() -> None:
+    loader = DataLoader(Shards(20), batch_size=5, num_workers="auto")
+    assert torch.cat(list(loader)).tolist() == list(range(20))
+    assert loader.plan.num_workers.value == 1
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_samples_that_wait_get_more_workers_than_there_are_cores() -> None:
+    def wait(index: int) -> int:
+        time.sleep(0.01)
+        return index
+
+    loader = DataLoader(Samples(wait, 320), batch_size=16, num_workers="auto")
+    assert torch.cat(list(loader)).tolist() == list(range(320))
+    assert loader.num_workers > CORES
+    assert "wait" in loader.plan.num_workers.reason
+
+
+class NeedsWorker(Dataset):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        assert get_worker_info() is not None
+        return index
+
+
+def test_what_a_worker_init_fn_prepares_is_never_tried_without_it() -> None:
+    loader = DataLoader(
+        NeedsWorker(), batch_size=8, num_workers="auto", worker_init_fn=lambda number: None
+    )
+    assert torch.cat(list(loader)).tolist() == list(range(40))
+    assert loader.num_workers == CORES
+
+
+class OpensLate(Dataset):
+    """Opens its file on first use, and notes in which process it did."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.handle: Any = None
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> int:
+        busy(0.004)
+        if self.handle is None:
+            self.handle = _Handle(self.path)
+        return index
+
+
+class _Handle:
+    """Cannot travel, as the handles of many libraries cannot."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("a") as log:
+            log.write(f"{os.getpid()}\n")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a handle belongs to its process")
+
+
+@needs_cores
+@pytest.mark.usefixtures("warm_nursery")
+def test_a_handle_that_is_opened_on_first_use_is_opened_once_in_each_process(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "opened"
+    loader = DataLoader(OpensLate(log), batch_size=8, num_workers="auto")
+    assert torch.cat(list(loader)).tolist() == list(range(200))
+    opened = log.read_text().split()
+    assert opened.count(str(os.getpid())) == 1
+    assert 2 <= len(opened) == len(set(opened))
+
+
+def test_a_dataset_that_cannot_travel_is_loaded_here_with_a_warning_that_names_the_part() -> None:
+    dataset = Samples(lambda i: i, 40)
+    dataset.handle = open(os.devnull, "w")  # type: ignore[attr-defined] # noqa: SIM115
+    loader = DataLoader(dataset, batch_size=8, num_workers="auto")
+    with pytest.warns(UserWarning, match=r"dataset\.handle"):
+        batches = list(loader)
+    assert torch.cat(batches).tolist() == list(range(40))
+    assert loader.num_workers == 0
+    assert "dataset.handle" in loader.plan.num_workers.reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(loader)) == 5  # said once
+    dataset.handle.close()  # type: ignore[attr-defined]
+
+
+def test_a_number_that_is_set_later_is_obeyed() -> None:
+    loader = DataLoader(Numbers(), batch_size=4, num_workers="auto")
+    loader.num_workers = 1
+    assert loader.plan.num_workers.value == 1
+    assert loader.plan.num_workers.source == "asked"
+    assert len(list(loader)) == 5
+
+
+@needs_cores
+@pytest.mark.usefixtures("warm_nursery")
+def test_an_epoch_that_is_left_half_way_leaves_nothing_and_the_next_is_whole() -> None:
+    loader = DataLoader(Slow(), batch_size=8, num_workers="auto")
+    for taken in (1, 3, 9):
+        batches = iter(loader)
+        for _ in range(taken):
+            next(batches)
+        del batches
+    assert run(loader)[0] == list(range(120))
+
+
+def test_an_error_in_the_first_batch_is_the_user_s_own() -> None:
+    def fail(index: int) -> int:
+        raise LookupError(f"no sample {index}")
+
+    with pytest.raises(LookupError, match="no sample 0"):
+        list(DataLoader(Samples(fail), batch_size=4, num_workers="auto"))
+
+
+def test_a_short_epoch_is_settled_anew_each_time_and_stays_right() -> None:
+    loader = DataLoader(Numbers(6), batch_size=4, num_workers="auto")
+    for _ in range(3):
+        assert [len(batch[0]) for batch in loader] == [4, 2]
+
+
+def test_a_sampler_without_a_length_and_no_batches_work_too() -> None:
+    def endless() -> Any:
+        yield from range(10)
+
+    class NoLength:
+        def __iter__(self) -> Any:
+            return endless()
+
+    loader = DataLoader(Numbers(), batch_size=4, sampler=NoLength(), num_workers="auto")
+    assert [len(batch[0]) for batch in loader] == [4, 4, 2]
+    alone = DataLoader(Numbers(5), batch_size=None, num_workers="auto")
+    assert [label for _, label in alone] == list(range(5))
