@@ -5,7 +5,6 @@ NVML reads the driver and opens no GPU: afterwards this process has no CUDA cont
 
 from __future__ import annotations
 
-import csv
 import ctypes
 import os
 import sys
@@ -153,8 +152,7 @@ def cards_by_tool(limit_s: float) -> list[NvidiaCard]:
     """
     query = f"--query-gpu={','.join(_SMI_FIELDS)}"
     text = ask_tool(["nvidia-smi", query, "--format=csv,noheader,nounits"], limit_s)
-    rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if row]
-    return [_card_of_row(row) for row in rows]
+    return [_card_of_row(line.split(",")) for line in text.splitlines() if line.strip()]
 
 
 def _card_of_row(row: list[str]) -> NvidiaCard:
