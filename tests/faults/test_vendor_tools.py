@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from leftovers import SETTLE_S
 from penstock.machine import gpu, gpu_watch, nvidia
 from penstock.machine.asking import MAX_ANSWER_BYTES, NoAnswer, NotHere, TookTooLong, ask_tool
 from penstock.machine.collect import machine
@@ -49,9 +50,15 @@ def install(folder: Path, name: str, script: str) -> None:
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
 
 
-def num_sleepers() -> int:
-    commands = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
-    return sum(SLEEP.split() == command for command in commands)
+def num_sleepers(settle_s: float = SETTLE_S) -> int:
+    """How many are left once those that are being killed are gone?"""
+    deadline_s = time.monotonic() + settle_s
+    while True:
+        commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+        num = commands.count(SLEEP.split())
+        if num == 0 or time.monotonic() > deadline_s:
+            return num
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +88,7 @@ def test_control_a_child_that_is_left_would_be_noticed() -> None:
     shell.wait()
     shell.stdout.close()
     try:
-        assert num_sleepers() == 1
+        assert num_sleepers(settle_s=0.2) == 1
     finally:
         os.kill(pid, signal.SIGKILL)
 

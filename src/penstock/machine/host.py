@@ -85,13 +85,13 @@ def cpu_model(cpuinfo: Path = _CPUINFO) -> str:
 
 def _windows_cpu_model() -> str:
     if sys.platform == "win32":  # for the type checker: winreg exists nowhere else
-        import winreg
-
         path = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
         try:
+            import winreg
+
             with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, path) as key:
                 return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
-        except OSError:
+        except (ImportError, OSError):
             pass
     return os.environ.get("PROCESSOR_IDENTIFIER", "")
 
