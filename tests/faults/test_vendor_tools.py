@@ -119,7 +119,7 @@ def test_a_machine_whose_tool_hangs_is_described_without_gpus(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(path, "nvidia-smi", SLEEP)
-    monkeypatch.setattr(gpu, "TOOL_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(gpu, "DRIVER_LIMIT_S", LIMIT_S)
     here = machine()
     assert (here.gpus, here.gpus_seen_by) == ((), "nobody")
     assert here.gpu_trouble == "nvidia-smi did not answer in 0.5 s"

@@ -1,6 +1,7 @@
-"""What does NVIDIA's driver say of its GPUs? Asked of NVML, or of ``nvidia-smi`` without it.
+"""What does NVIDIA's driver say of its GPUs? Asked of ``nvidia-smi``, or of the library NVML.
 
-NVML reads the driver and opens no GPU: afterwards this process has no CUDA context and may fork.
+Neither creates a CUDA context. But NVML leaves a thread of its own in the process that asks: it is
+for a process that will not fork, or where there is no tool.
 """
 
 from __future__ import annotations

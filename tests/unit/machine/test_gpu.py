@@ -40,23 +40,31 @@ def test_nobody_sees_nothing_and_that_is_no_trouble() -> None:
     assert find_gpus() == Sighting(gpus=(), seen_by="nobody", trouble="")
 
 
-def test_nvml_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", lambda: [CARD])
-    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(AssertionError("not needed")))
-    assert find_gpus() == Sighting(gpus=(GEFORCE,), seen_by="nvml")
-
-
-def test_the_tool_is_asked_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tool_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.nvidia, "cards_by_tool", lambda limit_s: [CARD])
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(AssertionError("leaves a thread")))
     assert find_gpus() == Sighting(gpus=(GEFORCE,), seen_by="nvidia-smi")
 
 
-def test_a_library_that_fails_is_told_and_the_tool_is_not_tried(
+def test_the_library_is_asked_where_there_is_no_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", lambda: [CARD])
+    assert find_gpus() == Sighting(gpus=(GEFORCE,), seen_by="nvml")
+
+
+def test_a_tool_that_fails_is_told_and_the_library_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(NoAnswer("nvidia-smi failed")))
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", lambda: [CARD])
+    assert find_gpus() == Sighting(gpus=(GEFORCE,), seen_by="nvml", trouble="nvidia-smi failed")
     monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(NoAnswer("NVML error 18: mismatch")))
-    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(AssertionError("same driver")))
-    assert find_gpus() == Sighting(trouble="NVML error 18: mismatch")
+    assert find_gpus() == Sighting(trouble="nvidia-smi failed; NVML error 18: mismatch")
+
+
+def test_after_a_tool_that_hangs_the_library_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(TookTooLong("nvidia-smi hangs")))
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(AssertionError("same driver")))
+    assert find_gpus() == Sighting(trouble="nvidia-smi hangs")
 
 
 def test_with_both_makers_cards_torch_s_build_decides(monkeypatch: pytest.MonkeyPatch) -> None:
