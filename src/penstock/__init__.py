@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.loader import DataLoader as DataLoader
+    from penstock.machine.collect import machine as machine
+    from penstock.machine.facts import Gpu as Gpu
+    from penstock.machine.facts import Machine as Machine
 
 __version__ = "0.1.0"
 
@@ -17,6 +20,9 @@ _HOMES = {
     "DataLoader": "penstock.loader",
     "Choice": "penstock.policy.plan",
     "Plan": "penstock.policy.plan",
+    "machine": "penstock.machine",
+    "Machine": "penstock.machine.facts",
+    "Gpu": "penstock.machine.facts",
     "PenstockError": "penstock.errors",
     "WorkerDied": "penstock.errors",
     "WorkerTimeout": "penstock.errors",
@@ -33,7 +39,9 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    module = importlib.import_module(home)
+    # `machine` is a room that can be called: there the name is the module itself.
+    return module if home == f"penstock.{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

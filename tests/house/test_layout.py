@@ -127,6 +127,43 @@ def test_a_slow_import_would_be_noticed() -> None:
     assert import_cost_s(f"import time; time.sleep({MAX_IMPORT_S})") >= MAX_IMPORT_S * 0.9
 
 
+# The room that can be called: `penstock.machine` is a package too, whoever imports what first.
+
+CALL_MACHINE = [
+    "import penstock; here = penstock.machine()",
+    "from penstock import machine; here = machine()",
+    "import penstock.machine.facts; here = penstock.machine()",
+    "import penstock.machine; here = penstock.machine()",
+    "import penstock.machine.host; from penstock import machine; here = machine()",
+    "from penstock import machine; import penstock.machine.facts; here = machine()",
+    "from penstock import *; here = machine()",
+    "from penstock.machine.collect import machine; here = machine()",
+]
+
+
+@pytest.mark.parametrize("statement", CALL_MACHINE)
+def test_the_machine_can_be_asked_for_whatever_was_imported_first(statement: str) -> None:
+    code = f"{statement}\nimport penstock\nassert type(here) is penstock.Machine"
+    run_python(f"{code}\nassert isinstance(penstock.machine(), penstock.Machine)")
+
+
+def test_asking_for_the_machine_imports_no_torch_and_no_numpy() -> None:
+    assert heavy_packages_after("import penstock; penstock.machine()") == set()
+
+
+def test_asking_for_the_machine_leaves_the_start_method_open() -> None:
+    code = """
+import multiprocessing, penstock
+assert not penstock.machine().is_start_method_set
+assert multiprocessing.get_start_method(allow_none=True) is None
+multiprocessing.set_start_method("spawn")  # would raise if it had been settled
+assert penstock.machine().is_start_method_set and penstock.machine().start_method == "spawn"
+"""
+    run_python(code)
+    default = run_python("import multiprocessing as m; print(m.get_start_method())")
+    assert run_python("import penstock; print(penstock.machine().start_method)") == default
+
+
 # What a fresh interpreter sees at the front door before and after every name has been loaded.
 # Submodules become attributes as they load: they are rooms, not exports, unless `__all__` says so.
 LIST_EXPORTS = """

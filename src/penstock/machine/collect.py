@@ -1,22 +1,95 @@
-"""What is this computer? Collects every fact."""
+"""What is this computer? Every fact is asked for here, and none that fails takes others with it."""
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
 
-import psutil
-
+from penstock.machine import cgroup, decoders, gpu, host, software
 from penstock.machine.facts import Machine
-from penstock.machine.host import can_start_python, usable_cores
+
+Fact = TypeVar("Fact")
 
 
 def machine() -> Machine:
-    """The computer we are on."""
-    memory = psutil.virtual_memory()
+    """What is this computer? Cheap; opens no GPU, imports no torch, and never raises.
+
+    Example:
+        >>> import penstock
+        >>> penstock.machine().usable_cores >= 1
+        True
+    """
+    return _with_gpus(_with_software(_host()))
+
+
+def _host() -> Machine:
+    total_bytes, available_bytes = _known(host.memory_bytes, (0, 0))
     return Machine(
         os=sys.platform,
-        num_cpus=usable_cores(),
-        memory_bytes=memory.total,
-        available_bytes=memory.available,
-        can_start_python=can_start_python(),
+        os_version=_known(host.os_version, ""),
+        architecture=_known(host.architecture, ""),
+        cpu_model=_known(host.cpu_model, ""),
+        num_cpus=os.cpu_count() or 1,
+        num_affine_cpus=_known(host.num_affine_cpus, None),
+        cpu_quota=_known(cgroup.cpu_quota, None),
+        memory_bytes=total_bytes,
+        available_bytes=available_bytes,
+        memory_limit_bytes=_limit_below(total_bytes),
+        shm_bytes=_known(host.shm_bytes, None),
+        max_fds=_known(host.max_fds, None),
+        is_frozen=host.is_frozen(),
+        can_start_python=host.can_start_python(),
     )
+
+
+def _with_software(known: Machine) -> Machine:
+    torch = _known(software.torch_build, software.TorchBuild())
+    start_method, is_start_method_set = _known(software.start_method, ("spawn", False))
+    return replace(
+        known,
+        is_notebook=_known(software.is_notebook, False),
+        python=platform.python_version(),
+        torch=torch.version,
+        numpy=_known(software.numpy_version, None),
+        torch_build=torch.build,
+        torch_build_version=torch.build_version,
+        environment=_known(software.environment, {}),
+        start_method=start_method,
+        is_start_method_set=is_start_method_set,
+        decoders=_known(decoders.find_decoders, ()),
+        has_turbo=_known(decoders.has_turbo, None),
+    )
+
+
+def _with_gpus(known: Machine) -> Machine:
+    sighting = _known(lambda: gpu.find_gpus(known.torch_build), gpu.Sighting())
+    return replace(
+        known,
+        gpus=sighting.gpus,
+        gpus_seen_by=sighting.seen_by,
+        gpu_trouble=sighting.trouble,
+        has_gpu_context=_known(software.has_gpu_context, False),
+    )
+
+
+def _known(ask: Callable[[], Fact], unknown: Fact) -> Fact:
+    """The answer, or ``unknown`` where asking fails in any way.
+
+    A computer is always stranger than expected, and a fact that is missing must cost a worse
+    guess, not a training run.
+    """
+    try:
+        return ask()
+    except Exception:
+        return unknown
+
+
+def _limit_below(total_bytes: int) -> int | None:
+    """The control groups' limit; one above the memory there is limits nothing."""
+    limit = _known(cgroup.memory_limit_bytes, None)
+    is_idle = limit is not None and 0 < total_bytes <= limit
+    return None if is_idle else limit

@@ -38,19 +38,24 @@ class Machine:
             process, and ``cpu_quota`` (a cgroup's, in cores) may allow less.
         memory_limit_bytes: The cgroup's limit, where there is one below the machine's memory.
         shm_bytes: Size of ``/dev/shm``.
-        torch_build: ``"cuda"``, ``"hip"``, ``"mps"``, ``"cpu"``, or ``"none"`` without torch;
-            ``torch_build_version`` is the toolkit's, as in ``"12.8"``.
-        gpus_seen_by: Who described the GPUs: ``"nvml"``, ``"nvidia-smi"``, ``"kfd"``, ``"torch"``,
-            ``"system_profiler"`` or ``"nobody"``.
+        max_fds: How many descriptors this process may hold; None also where there is no limit.
+        torch_build: ``"cuda"``, ``"hip"``, ``"xpu"``, ``"mps"``, ``"cpu"``, or ``"none"`` without
+            torch; ``torch_build_version`` is the toolkit's, as in ``"12.8"``.
+        gpus: As the drivers list them, whatever ``CUDA_VISIBLE_DEVICES`` hides.
+        gpus_seen_by: Who described the GPUs: ``"nvml"``, ``"nvidia-smi"``, ``"kfd"``,
+            ``"platform"`` (an Apple chip), ``"torch"`` or ``"nobody"``.
+        gpu_trouble: What went wrong when the GPUs were looked for; ``""`` if nothing did.
         has_gpu_context: Has this process opened a GPU already?
         environment: The variables that matter to loading and to GPUs, where they are set.
-        is_start_method_set: Has somebody called ``multiprocessing.set_start_method``?
+        is_start_method_set: Is multiprocessing's start method settled: by ``set_start_method``, or
+            by a first use? (multiprocessing does not keep which.)
         decoders: Libraries here that decode JPEG, by import name.
         has_turbo: Was Pillow built with libjpeg-turbo?
 
     Example:
         >>> from penstock import machine
-        >>> Machine.from_json(machine().to_json()) == machine()
+        >>> here = machine()
+        >>> Machine.from_json(here.to_json()) == here
         True
     """
 
@@ -76,6 +81,7 @@ class Machine:
     torch_build_version: str | None = None
     gpus: tuple[Gpu, ...] = ()
     gpus_seen_by: str = "nobody"
+    gpu_trouble: str = ""
     has_gpu_context: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     start_method: str = "spawn"
@@ -113,13 +119,23 @@ class Machine:
             ValueError: ``text`` is not a JSON object, or names a fact that does not exist.
         """
         values: Any = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError(f"a machine is a JSON object, not a {type(values).__name__}")
-        unknown = sorted(set(values) - {item.name for item in fields(cls)})
-        if unknown:
-            raise ValueError(f"a machine has no {', '.join(unknown)}")
+        _refuse_unknown(cls, "machine", values)
         if "os" not in values:
             raise ValueError('a machine needs at least its \'os\', as in {"os": "linux"}')
-        values["gpus"] = tuple(Gpu(**gpu) for gpu in values.get("gpus", ()))
+        gpus = values.get("gpus", ())
+        for gpu in gpus:
+            _refuse_unknown(Gpu, "GPU", gpu)
+            if not {"name", "vendor"} <= set(gpu):
+                raise ValueError("a GPU needs at least its 'name' and its 'vendor'")
+        values["gpus"] = tuple(Gpu(**gpu) for gpu in gpus)
         values["decoders"] = tuple(values.get("decoders", ()))
         return cls(**values)
+
+
+def _refuse_unknown(kind: type, word: str, values: Any) -> None:
+    """A fact that does not exist is a mistake in the file, and would be lost without a word."""
+    if not isinstance(values, dict):
+        raise ValueError(f"a {word} is a JSON object, not a {type(values).__name__}")
+    unknown = sorted(set(values) - {item.name for item in fields(kind)})
+    if unknown:
+        raise ValueError(f"a {word} has no {', '.join(unknown)}")

@@ -1,15 +1,132 @@
-"""Facts about the host: how many cores this process may use, and whether it can start Pythons."""
+"""What are the operating system, the processor and the memory, and what may this process use?"""
 
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+from penstock.machine.asking import ask_tool
+from penstock.machine.cgroup import MEMBERSHIP, MOUNT, cpu_quota
+
+_CPUINFO = Path("/proc/cpuinfo")
+_SHM = "/dev/shm"
+_TOOL_LIMIT_S = 2.0
+
+# Arm's processors say who made the core and which it is, in numbers: the ones that training
+# machines have. (lscpu has the full table.)
+_ARM_CORES = {
+    ("0x41", "0xd03"): "Cortex-A53",
+    ("0x41", "0xd05"): "Cortex-A55",
+    ("0x41", "0xd07"): "Cortex-A57",
+    ("0x41", "0xd08"): "Cortex-A72",
+    ("0x41", "0xd0b"): "Cortex-A76",
+    ("0x41", "0xd0c"): "Neoverse-N1",
+    ("0x41", "0xd40"): "Neoverse-V1",
+    ("0x41", "0xd42"): "Cortex-A78AE",
+    ("0x41", "0xd49"): "Neoverse-N2",
+    ("0x41", "0xd4f"): "Neoverse-V2",
+    ("0xc0", "0xac3"): "Ampere-1",
+}
+_ARM_MAKERS = {
+    "0x41": "Arm",
+    "0x4e": "NVIDIA",
+    "0x51": "Qualcomm",
+    "0x61": "Apple",
+    "0xc0": "Ampere",
+}
 
 
-def usable_cores(cgroup: Path = _CGROUP) -> int:
+def os_version() -> str:
+    """Which version of the operating system is this, as its owner would say it?
+
+    Example:
+        >>> isinstance(os_version(), str)
+        True
+    """
+    if sys.platform == "win32":
+        # Not platform.version(): from Python 3.12 on it asks WMI, which can take seconds.
+        version = sys.getwindowsversion()
+        return f"{version.major}.{version.minor}.{version.build}"
+    if sys.platform == "darwin":
+        return platform.mac_ver()[0]
+    kernel = os.uname().release
+    try:
+        return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, kernel {kernel}"
+    except (OSError, KeyError):  # a container without a distribution
+        return f"kernel {kernel}"
+
+
+def architecture() -> str:
+    """Which instructions does the processor take: ``"x86_64"``, ``"aarch64"``, ``"arm64"``?"""
+    if sys.platform == "win32":
+        # The first is set where this is a 32-bit Python on a 64-bit Windows.
+        native = os.environ.get("PROCESSOR_ARCHITEW6432")
+        return native or os.environ.get("PROCESSOR_ARCHITECTURE", "")
+    return os.uname().machine
+
+
+def cpu_model(cpuinfo: Path = _CPUINFO) -> str:
+    """Which processor is this? ``""`` where nobody says.
+
+    Example:
+        >>> isinstance(cpu_model(), str)
+        True
+    """
+    if sys.platform == "win32":
+        return _windows_cpu_model()
+    if sys.platform == "darwin":
+        return ask_tool(
+            ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], _TOOL_LIMIT_S
+        ).strip()
+    return _linux_cpu_model(cpuinfo.read_text(encoding="utf-8", errors="replace"))
+
+
+def _windows_cpu_model() -> str:
+    if sys.platform == "win32":  # for the type checker: winreg exists nowhere else
+        path = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+        try:
+            import winreg
+
+            with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, path) as key:
+                return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
+        except (ImportError, OSError):
+            pass
+    return os.environ.get("PROCESSOR_IDENTIFIER", "")
+
+
+def _linux_cpu_model(text: str) -> str:
+    """The processor that ``/proc/cpuinfo`` describes, whatever names its architecture uses."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(name.strip(), value.strip())  # the first core speaks for all
+    for name in ("model name", "cpu"):  # x86; POWER
+        if found.get(name):
+            return found[name]
+    maker, part = found.get("CPU implementer", ""), found.get("CPU part", "")
+    core = _ARM_CORES.get((maker, part))
+    if core:
+        return core
+    if part:
+        return f"{_ARM_MAKERS.get(maker, maker)} core {part}"
+    return found.get("Model") or found.get("Hardware") or ""  # small boards
+
+
+def num_affine_cpus() -> int | None:
+    """How many cores is this process allowed on? None where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    if sys.platform == "win32":
+        import psutil
+
+        return len(psutil.Process().cpu_affinity() or ()) or None
+    return None
+
+
+def usable_cores(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
     """Cores this process may really use: affinity and the cgroup's quota, at least 1.
 
     Example:
@@ -20,27 +137,50 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
         cores = len(os.sched_getaffinity(0))  # type: ignore[attr-defined, unused-ignore]
     except AttributeError:
         cores = os.cpu_count() or 1
-    quota = _cgroup_quota(cgroup)
-    return max(1, min(cores, quota)) if quota else max(1, cores)
+    quota = cpu_quota(mount, membership)
+    return max(1, min(cores, -int(-quota // 1)) if quota else cores)
 
 
-def _cgroup_quota(cgroup: Path) -> int | None:
-    """Whole cores that cgroup v2 or v1 allows, rounded up; None without a limit."""
-    try:
-        limit, period = (cgroup / "cpu.max").read_text().split()[:2]
-        if limit == "max":
-            return None
-        return -(-int(limit) // int(period))
-    except (OSError, ValueError, ZeroDivisionError):
-        pass
-    try:
-        limit_us = int((cgroup / "cpu/cpu.cfs_quota_us").read_text())
-        period_us = int((cgroup / "cpu/cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
+def memory_bytes() -> tuple[int, int]:
+    """How much memory has this computer, and how much of it is free to take?
+
+    Example:
+        >>> total, available = memory_bytes()
+        >>> total >= available > 0
+        True
+    """
+    import psutil  # late: it costs 10 ms, and the front page must stay cheap
+
+    memory = psutil.virtual_memory()
+    return int(memory.total), int(memory.available)
+
+
+def shm_bytes(folder: str = _SHM) -> int | None:
+    """How large is ``/dev/shm``? None where there is none."""
+    if sys.platform == "win32":
         return None
-    return -(-limit_us // period_us) if limit_us > 0 and period_us > 0 else None
+    try:
+        size = os.statvfs(folder)
+    except OSError:
+        return None
+    return size.f_frsize * size.f_blocks
+
+
+def max_fds() -> int | None:
+    """How many descriptors may this process hold? None where there is no limit of the kind."""
+    try:
+        import resource  # POSIX only
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else int(soft)
+
+
+def is_frozen() -> bool:
+    """Is this an application that was frozen into one program (PyInstaller, cx_Freeze)?"""
+    return bool(getattr(sys, "frozen", False))
 
 
 def can_start_python() -> bool:
     """Is there an interpreter to start? Not in a frozen application."""
-    return bool(sys.executable) and not getattr(sys, "frozen", False)
+    return bool(sys.executable) and not is_frozen()

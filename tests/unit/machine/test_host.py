@@ -1,4 +1,4 @@
-"""How many cores this process may use: affinity, and whatever kind of cgroup there is."""
+"""The host: cores that may be used under any kind of cgroup, the processor, limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine.host import can_start_python, usable_cores
+from penstock.machine import host
+from penstock.machine.host import can_start_python, cpu_model, usable_cores
 
 pytestmark = pytest.mark.legacy
 
@@ -107,3 +108,70 @@ def test_a_frozen_application_cannot_start_pythons(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     monkeypatch.setattr(sys, "executable", "")
     assert not can_start_python()
+
+
+X86 = """processor\t: 0
+vendor_id\t: GenuineIntel
+model\t\t: 207
+model name\t: Intel(R) Xeon(R) Processor
+processor\t: 1
+model name\t: another
+"""
+GRAVITON = """processor\t: 0
+BogoMIPS\t: 2100.00
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x1
+CPU part\t: 0xd40
+CPU revision\t: 1
+"""
+RASPBERRY = "processor\t: 0\nHardware\t: BCM2835\nModel\t\t: Raspberry Pi 4 Model B Rev 1.4\n"
+POWER = "processor\t: 0\ncpu\t\t: POWER9, altivec supported\nclock\t\t: 3800.000000MHz\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        (X86, "Intel(R) Xeon(R) Processor"),
+        (GRAVITON, "Neoverse-V1"),
+        (GRAVITON.replace("0xd40", "0xfff"), "Arm core 0xfff"),
+        (GRAVITON.replace("0x41", "0x99"), "0x99 core 0xd40"),
+        (RASPBERRY, "Raspberry Pi 4 Model B Rev 1.4"),
+        (POWER, "POWER9, altivec supported"),
+        ("", ""),
+        ("rubbish without a colon\n: : :\n", ""),
+        ("model name\t:\n", ""),
+    ],
+)
+def test_the_processor(tmp_path: Path, text: str, model: str) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    assert cpu_model(tmp_path / "cpuinfo") == model
+
+
+def test_a_host_without_resource_or_shm_has_unknown_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    assert host.max_fds() is None
+    assert host.shm_bytes(str(tmp_path / "missing")) is None
+
+
+def test_windows_names_its_processor_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROCESSOR_IDENTIFIER", "Intel64 Family 6")
+    monkeypatch.setenv("PROCESSOR_ARCHITECTURE", "AMD64")
+    monkeypatch.delenv("PROCESSOR_ARCHITEW6432", raising=False)
+    monkeypatch.setitem(sys.modules, "winreg", None)
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert cpu_model() == "Intel64 Family 6"
+    assert host.architecture() == "AMD64"
+
+
+def test_macos_asks_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(
+        host, "ask_tool", lambda command, limit_s: asked.append(command) or "Apple M2\n"
+    )
+    assert cpu_model() == "Apple M2"
+    assert asked[0][-1] == "machdep.cpu.brand_string"

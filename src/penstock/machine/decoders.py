@@ -1,0 +1,47 @@
+"""Which libraries that decode JPEG are here, and how fast is Pillow's?"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+
+KNOWN = (
+    "simplejpeg",
+    "turbojpeg",
+    "cv2",
+    "torchvision",
+    "imagecodecs",
+    "pyvips",
+    "kornia_rs",
+    "imageio",
+    "PIL",
+)
+
+
+def find_decoders(known: Iterable[str] = KNOWN) -> tuple[str, ...]:
+    """Which JPEG decoders could be imported? They are looked for, not imported.
+
+    Example:
+        >>> set(find_decoders()) <= set(KNOWN)
+        True
+    """
+    return tuple(name for name in known if _is_importable(name))
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # blocked, or a stand-in without a spec
+        return False
+
+
+def has_turbo() -> bool | None:
+    """Was Pillow built with libjpeg-turbo? None without Pillow, or with one that cannot tell."""
+    if not _is_importable("PIL"):
+        return None
+    try:
+        answer = importlib.import_module("PIL.features").check_feature("libjpeg_turbo")
+    except Exception:  # a broken build of a foreign package may raise anything
+        return None
+    return None if answer is None else bool(answer)

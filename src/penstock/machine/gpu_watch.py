@@ -1,0 +1,212 @@
+"""What are the GPUs doing at this moment? One look, from outside of whatever uses them.
+
+For a process that does nothing else, look after look: it asks NVML first, which needs 9 ms once it
+is loaded (driver 580, H200) and leaves a thread behind. ``gpu.find_gpus`` is for everybody else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.machine import nvidia
+from penstock.machine.asking import NoAnswer, NotHere, TookTooLong, ask_library, ask_tool
+
+_ROCM_SMI = (
+    "rocm-smi",
+    "--showproductname",
+    "--showuse",
+    "--showtemp",
+    "--showpower",
+    "--showmeminfo",
+    "vram",
+    "--json",
+)
+_AMD_SMI = ("amd-smi", "metric", "--usage", "--temperature", "--power", "--mem-usage", "--json")
+_UNIT_BYTES = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}  # AMD writes MB for MiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuReading:
+    """What one GPU is doing. None means: its driver does not say.
+
+    Args:
+        index: The driver's number of the GPU; ``CUDA_VISIBLE_DEVICES`` does not change it.
+        use_percent: Share of the last moment in which at least one kernel ran.
+    """
+
+    index: int
+    name: str
+    use_percent: float | None = None
+    temperature_c: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_w: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """All readings of one moment, who gave them, and why there are none if there are none."""
+
+    readings: tuple[GpuReading, ...] = ()
+    seen_by: str = "nobody"
+    trouble: str = ""
+
+
+def readings(limit_s: float) -> list[GpuReading]:
+    """What is each GPU doing? Empty where nobody can say: ``look`` gives the reason too.
+
+    Example:
+        >>> all(reading.index >= 0 for reading in readings(limit_s=5.0))
+        True
+    """
+    return list(look(limit_s).readings)
+
+
+def look(limit_s: float) -> Look:
+    """What is each GPU doing, and who says so? Each tool asked gets ``limit_s``.
+
+    Example:
+        >>> seen = look(limit_s=5.0)
+        >>> bool(seen.readings) != bool(seen.trouble)
+        True
+    """
+    witnesses: dict[str, Callable[[float], list[GpuReading]]] = {
+        "nvml": _by_nvml,
+        "nvidia-smi": _by_nvidia_smi,
+        "amd-smi": _by_amd_smi,
+        "rocm-smi": _by_rocm_smi,
+    }
+    troubles: list[str] = []
+    for name, ask in witnesses.items():
+        try:
+            found = ask(limit_s)
+        except NotHere:
+            continue
+        except NoAnswer as trouble:
+            troubles.append(str(trouble))
+            if isinstance(trouble, TookTooLong):
+                break  # a driver that hangs hangs for the next tool too
+            continue
+        if found:
+            return Look(readings=tuple(found), seen_by=name)
+    tools = ", ".join(witnesses)
+    return Look(trouble="; ".join(troubles) or f"nothing here reads a GPU: no {tools}")
+
+
+def _by_nvml(limit_s: float) -> list[GpuReading]:
+    return _of_cards(ask_library(nvidia.cards_by_nvml, limit_s, "NVML"))
+
+
+def _by_nvidia_smi(limit_s: float) -> list[GpuReading]:
+    return _of_cards(nvidia.cards_by_tool(limit_s))
+
+
+def _of_cards(cards: list[nvidia.NvidiaCard]) -> list[GpuReading]:
+    return [
+        GpuReading(
+            index=index,
+            name=card.name,
+            use_percent=card.use_percent,
+            temperature_c=card.temperature_c,
+            memory_used_bytes=card.memory_used_bytes,
+            memory_total_bytes=card.memory_bytes,
+            power_w=card.power_w,
+        )
+        for index, card in enumerate(cards)
+    ]
+
+
+def _by_rocm_smi(limit_s: float) -> list[GpuReading]:
+    cards = _json_of(ask_tool(_ROCM_SMI, limit_s), "rocm-smi")
+    if not isinstance(cards, dict):
+        raise NoAnswer("rocm-smi printed JSON that is not an object")
+    return [
+        _of_rocm_card(int(key[4:]), card)
+        for key, card in cards.items()
+        if key.startswith("card") and key[4:].isdigit() and isinstance(card, dict)
+    ]
+
+
+def _of_rocm_card(index: int, card: Mapping[str, Any]) -> GpuReading:
+    """Its names have changed with the years: each fact is known by the words that stayed."""
+
+    def find(*words: str) -> Any:
+        names = (name for name in card if all(word in name.lower() for word in words))
+        return next((card[name] for name in names), None)
+
+    used, total = _number(find("vram", "used")), _number(card.get("VRAM Total Memory (B)"))
+    return GpuReading(
+        index=index,
+        name=str(find("card series") or find("card model") or "AMD GPU"),
+        use_percent=_number(find("gpu use (%)")),
+        temperature_c=_number(find("temperature", "edge") or find("temperature", "junction")),
+        memory_used_bytes=None if used is None else int(used),
+        memory_total_bytes=None if total is None else int(total),
+        power_w=_number(find("package power (w)")),
+    )
+
+
+def _by_amd_smi(limit_s: float) -> list[GpuReading]:
+    cards = _json_of(ask_tool(_AMD_SMI, limit_s), "amd-smi")
+    if isinstance(cards, dict):
+        cards = cards.get("gpu_data")  # since ROCm 7
+    if not isinstance(cards, list):
+        raise NoAnswer("amd-smi printed JSON that is not a list of GPUs")
+    return [_of_amd_card(place, card) for place, card in enumerate(cards) if isinstance(card, dict)]
+
+
+def _of_amd_card(place: int, card: Mapping[str, Any]) -> GpuReading:
+    def find(*path: str) -> Any:
+        value: Any = card
+        for step in path:
+            value = value.get(step) if isinstance(value, dict) else None
+        return value
+
+    temperature = _number(find("temperature", "edge"))
+    if temperature is None:  # the Instinct cards have no sensor at the edge
+        temperature = _number(find("temperature", "hotspot"))
+    index = card.get("gpu")
+    return GpuReading(
+        index=index if isinstance(index, int) else place,
+        name="AMD GPU",
+        use_percent=_number(find("usage", "gfx_activity")),
+        temperature_c=temperature,
+        memory_used_bytes=_bytes(find("mem_usage", "used_vram")),
+        memory_total_bytes=_bytes(find("mem_usage", "total_vram")),
+        power_w=_number(find("power", "socket_power")),
+    )
+
+
+def _json_of(text: str, tool: str) -> Any:
+    """The JSON in what a tool printed; warnings may stand before and after it."""
+    decoder = json.JSONDecoder()
+    for start in re.finditer(r"^[\[{]", text, re.MULTILINE):
+        try:
+            return decoder.raw_decode(text, start.start())[0]
+        except ValueError:  # a line as "[WARNING] ..."
+            continue
+    raise NoAnswer(f"{tool} printed {text.strip()[:80]!r}, which is not JSON")
+
+
+def _number(value: Any) -> float | None:
+    """A number, however a tool wraps it: ``3``, ``"3.0"``, ``{"value": 3, "unit": "%"}``."""
+    if isinstance(value, dict):
+        value = value.get("value")
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):  # N/A, None, a list
+        return None
+    return number if abs(number) < float("inf") else None  # not NaN either
+
+
+def _bytes(value: Any) -> int | None:
+    number = _number(value)
+    unit = value.get("unit", "B") if isinstance(value, dict) else "B"
+    factor = _UNIT_BYTES.get(unit) if isinstance(unit, str) else None
+    return None if number is None or factor is None else int(number * factor)

@@ -1,0 +1,180 @@
+"""What does NVIDIA's driver say of its GPUs? Asked of ``nvidia-smi``, or of the library NVML.
+
+Neither creates a CUDA context. But NVML leaves a thread of its own in the process that asks: it is
+for a process that will not fork, or where there is no tool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.machine.asking import NoAnswer, NotHere, ask_tool
+
+_LINUX_LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
+_WINDOWS_LIBRARIES = (
+    r"%SystemRoot%\System32\nvml.dll",
+    r"%ProgramFiles%\NVIDIA Corporation\NVSMI\nvml.dll",  # drivers before 2018
+)
+_NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE; the driver's version needs less
+_SMI_FIELDS = (
+    "name",
+    "driver_version",
+    "compute_cap",
+    "memory.total",
+    "memory.used",
+    "utilization.gpu",
+    "temperature.gpu",
+    "power.draw",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvidiaCard:
+    """One GPU: what it is, and what it is doing now. None means: the driver does not say."""
+
+    name: str
+    driver: str | None = None
+    architecture: str | None = None
+    memory_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    use_percent: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+def load_nvml() -> Any:
+    """Find the library that came with the driver.
+
+    Raises:
+        NotHere: There is none: no driver of NVIDIA's.
+    """
+    if sys.platform == "darwin":
+        raise NotHere("NVIDIA's driver does not exist for macOS")
+    is_windows = sys.platform == "win32"
+    for name in _WINDOWS_LIBRARIES if is_windows else _LINUX_LIBRARIES:
+        try:
+            return ctypes.CDLL(os.path.expandvars(name))
+        except OSError:
+            continue
+    raise NotHere("NVML is not installed")
+
+
+def cards_by_nvml(load: Callable[[], Any] = load_nvml) -> list[NvidiaCard]:
+    """Which GPUs does NVML list, and what are they doing?
+
+    Raises:
+        NotHere: There is no NVML.
+        NoAnswer: There is one, and it cannot reach its driver.
+    """
+    nvml = load()
+    _check(nvml, nvml.nvmlInit_v2())
+    try:
+        count = ctypes.c_uint()
+        _check(nvml, nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)))
+        driver = _text(nvml.nvmlSystemGetDriverVersion)
+        cards = []
+        for index in range(count.value):
+            handle = ctypes.c_void_p()
+            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0:
+                cards.append(_card(nvml, handle, driver))
+        return cards
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _card(nvml: Any, handle: ctypes.c_void_p, driver: str | None) -> NvidiaCard:
+    """One GPU; a question its driver does not support leaves that fact unknown."""
+    memory, use = _Memory(), _Utilization()
+    major, minor, temperature, milliwatts = (ctypes.c_int() for _ in range(4))
+
+    def is_known(question: str, *arguments: Any) -> bool:
+        function = getattr(nvml, question, None)  # an older library lacks the newer questions
+        return function is not None and function(handle, *arguments) == 0
+
+    by = ctypes.byref
+    knows_arch = is_known("nvmlDeviceGetCudaComputeCapability", by(major), by(minor))
+    knows_memory = is_known("nvmlDeviceGetMemoryInfo", by(memory))
+    knows_use = is_known("nvmlDeviceGetUtilizationRates", by(use))
+    knows_temperature = is_known("nvmlDeviceGetTemperature", 0, by(temperature))
+    knows_power = is_known("nvmlDeviceGetPowerUsage", by(milliwatts))
+    return NvidiaCard(
+        name=_text(nvml.nvmlDeviceGetName, handle) or "NVIDIA GPU",
+        driver=driver,
+        architecture=f"sm_{major.value}{minor.value}" if knows_arch else None,
+        memory_bytes=memory.total if knows_memory else None,
+        memory_used_bytes=memory.used if knows_memory else None,
+        use_percent=float(use.gpu) if knows_use else None,
+        temperature_c=float(temperature.value) if knows_temperature else None,
+        power_w=milliwatts.value / 1000 if knows_power else None,
+    )
+
+
+def _text(question: Callable[..., int], *arguments: Any) -> str | None:
+    buffer = ctypes.create_string_buffer(_NAME_BYTES)
+    if question(*arguments, buffer, ctypes.c_uint(_NAME_BYTES)) != 0:
+        return None
+    return buffer.value.decode("utf-8", errors="replace") or None
+
+
+def _check(nvml: Any, code: int) -> None:
+    if code == 0:
+        return
+    try:
+        nvml.nvmlErrorString.restype = ctypes.c_char_p
+        reason = nvml.nvmlErrorString(code).decode("ascii", errors="replace")
+    except (AttributeError, ctypes.ArgumentError):
+        reason = "no reason given"
+    raise NoAnswer(f"NVML error {code}: {reason}")
+
+
+def cards_by_tool(limit_s: float) -> list[NvidiaCard]:
+    """Which GPUs does ``nvidia-smi`` list, and what are they doing?
+
+    Raises:
+        NotHere: There is no ``nvidia-smi``.
+        NoAnswer: It failed, hung, or printed something else than its table.
+    """
+    query = f"--query-gpu={','.join(_SMI_FIELDS)}"
+    text = ask_tool(["nvidia-smi", query, "--format=csv,noheader,nounits"], limit_s)
+    return [_card_of_row(line.split(",")) for line in text.splitlines() if line.strip()]
+
+
+def _card_of_row(row: list[str]) -> NvidiaCard:
+    if len(row) != len(_SMI_FIELDS) or not row[0].strip():
+        raise NoAnswer(f"nvidia-smi printed {', '.join(row)[:80]!r}, which is not its table")
+    name, driver, capability = (cell.strip() for cell in row[:3])
+    total_mib, used_mib, use, temperature, power_w = (_number(cell) for cell in row[3:])
+    return NvidiaCard(
+        name=name,
+        driver=driver if _number(driver.partition(".")[0]) is not None else None,
+        architecture=f"sm_{capability.replace('.', '')}" if _number(capability) else None,
+        memory_bytes=None if total_mib is None else int(total_mib) << 20,
+        memory_used_bytes=None if used_mib is None else int(used_mib) << 20,
+        use_percent=use,
+        temperature_c=temperature,
+        power_w=power_w,
+    )
+
+
+def _number(cell: str) -> float | None:
+    """The number in a cell; ``[N/A]`` and ``[Not Supported]`` are none."""
+    cell = cell.strip()
+    is_number = cell.isascii() and cell.replace(".", "", 1).isdigit()
+    return float(cell) if is_number else None

@@ -1,0 +1,164 @@
+"""Which Python surroundings are these: versions, torch's build, notebook, environment?
+
+Nothing here imports torch or NumPy, or settles anything by asking.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_VARIABLES = frozenset(
+    {
+        "CUBLAS_WORKSPACE_CONFIG",
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "HSA_OVERRIDE_GFX_VERSION",
+        "LD_PRELOAD",
+        "MKL_NUM_THREADS",
+        "OMP_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "PYTHONHASHSEED",
+        "ROCM_PATH",
+        "ROCR_VISIBLE_DEVICES",
+    }
+)
+_PREFIXES = ("MIOPEN_", "PYTORCH_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchBuild:
+    """Which torch is installed, and what was it built for?"""
+
+    version: str | None = None
+    build: str = "none"
+    build_version: str | None = None
+
+
+def torch_build() -> TorchBuild:
+    """Which torch is here? Asked of the imported one, else read from its ``version.py``.
+
+    Example:
+        >>> torch_build().build in {"cuda", "hip", "xpu", "mps", "cpu", "none"}
+        True
+    """
+    module = sys.modules.get("torch")
+    loaded = getattr(module, "version", None)
+    if loaded is not None:
+        names = ("__version__", "cuda", "hip", "xpu")
+        return _describe({name: getattr(loaded, name, None) for name in names})
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return TorchBuild()
+    return _describe(_constants(_read_version_file(spec.origin)))
+
+
+def _constants(source: str) -> dict[str, object]:
+    """The names that a module sets to plain values, without running it."""
+    found: dict[str, object] = {}
+    for statement in ast.parse(source).body:
+        targets: list[ast.expr] = []
+        if isinstance(statement, ast.Assign):
+            targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        value = getattr(statement, "value", None)
+        if isinstance(value, ast.Constant):
+            found.update(
+                (target.id, value.value) for target in targets if isinstance(target, ast.Name)
+            )
+    return found
+
+
+def _describe(values: Mapping[str, object]) -> TorchBuild:
+    version = None if values.get("__version__") is None else str(values["__version__"])
+    for build in ("hip", "cuda", "xpu"):
+        if values.get(build):
+            return TorchBuild(version=version, build=build, build_version=str(values[build]))
+    is_apple = sys.platform == "darwin" and os.uname().machine == "arm64"
+    return TorchBuild(version=version, build="mps" if is_apple else "cpu")
+
+
+def numpy_version() -> str | None:
+    """Which NumPy is here? None without one.
+
+    Read from its ``version.py``, as torch's: importlib.metadata is 15 ms to import, and is asked
+    only where an old NumPy computes its version.
+    """
+    loaded = getattr(sys.modules.get("numpy"), "__version__", None)
+    if loaded is not None:
+        return str(loaded)
+    spec = importlib.util.find_spec("numpy")
+    if spec is None or spec.origin is None:
+        return None
+    written = _constants(_read_version_file(spec.origin)).get("version")
+    if written is not None:
+        return str(written)
+    from importlib.metadata import version
+
+    return version("numpy")
+
+
+def _read_version_file(origin: str) -> str:
+    return (Path(origin).parent / "version.py").read_text(encoding="utf-8")
+
+
+def has_gpu_context() -> bool:
+    """Has this process opened a GPU already? Not if it has not imported torch.
+
+    Never ``torch.cuda.is_available()``: on ROCm that question itself can open the GPU.
+    """
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda is not None and bool(cuda.is_initialized())
+
+
+def is_notebook() -> bool:
+    """Does this code run in a notebook: Jupyter, VS Code, Colab, Kaggle, Databricks?
+
+    Somebody may import ipykernel without being in a notebook: there must be a kernel.
+    """
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get_ipython() if callable(get_ipython) else None
+    if getattr(shell, "kernel", None) is not None:
+        return True
+    # Databricks ran notebooks without a kernel of Jupyter's for years; its jobs have no dbutils.
+    main = sys.modules.get("__main__")
+    return "DATABRICKS_RUNTIME_VERSION" in os.environ and hasattr(main, "dbutils")
+
+
+def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Which environment variables that matter to loading and to GPUs are set?
+
+    Example:
+        >>> environment({"OMP_NUM_THREADS": "1", "MIOPEN_LOG_LEVEL": "3", "API_KEY": "secret"})
+        {'MIOPEN_LOG_LEVEL': '3', 'OMP_NUM_THREADS': '1'}
+    """
+    variables = os.environ if variables is None else variables
+    return {
+        name: variables[name]
+        for name in sorted(variables)
+        if name in _VARIABLES or name.startswith(_PREFIXES)
+    }
+
+
+def start_method() -> tuple[str, bool]:
+    """How would multiprocessing start a process here, and is that settled already?
+
+    ``multiprocessing.get_start_method()`` would settle it, and a script's own
+    ``set_start_method`` would then fail. ``allow_none`` leaves it open.
+
+    Example:
+        >>> method, is_settled = start_method()
+        >>> method in {"fork", "forkserver", "spawn"}
+        True
+    """
+    settled: str | None = multiprocessing.get_start_method(allow_none=True)
+    if settled is not None:
+        return settled, True
+    return multiprocessing.get_all_start_methods()[0], False  # by its manual, the default is first

@@ -1,0 +1,141 @@
+"""Who is asked for the GPUs, in which order, and what is told when somebody fails."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from penstock.machine import gpu, host, nvidia
+from penstock.machine.asking import NoAnswer, NotHere, TookTooLong, ask_library
+from penstock.machine.facts import Gpu
+from penstock.machine.gpu import Sighting, ask_torch, find_gpus, sight_by_torch
+
+pytestmark = pytest.mark.legacy
+
+RADEON = Gpu(name="Radeon", vendor="amd", architecture="gfx1010")
+CARD = nvidia.NvidiaCard(name="GeForce", architecture="sm_86")
+GEFORCE = Gpu(name="GeForce", vendor="nvidia", architecture="sm_86")
+
+
+def raising(error: Exception) -> Any:
+    def ask(*arguments: Any) -> Any:
+        raise error
+
+    return ask
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Linux machine without any GPU, until a test puts one in."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(NotHere("no NVML")))
+    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(NotHere("no nvidia-smi")))
+    monkeypatch.setattr(gpu.amd, "cards_by_kfd", list)
+
+
+def test_nobody_sees_nothing_and_that_is_no_trouble() -> None:
+    assert find_gpus() == Sighting(gpus=(), seen_by="nobody", trouble="")
+
+
+def test_the_tool_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", lambda limit_s: [CARD])
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(AssertionError("leaves a thread")))
+    assert find_gpus() == Sighting(gpus=(GEFORCE,), seen_by="nvidia-smi")
+
+
+def test_the_library_is_asked_where_there_is_no_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", lambda: [CARD])
+    assert find_gpus() == Sighting(gpus=(GEFORCE,), seen_by="nvml")
+
+
+def test_a_tool_that_fails_is_told_and_the_library_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(NoAnswer("nvidia-smi failed")))
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", lambda: [CARD])
+    assert find_gpus() == Sighting(gpus=(GEFORCE,), seen_by="nvml", trouble="nvidia-smi failed")
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(NoAnswer("NVML error 18: mismatch")))
+    assert find_gpus() == Sighting(trouble="nvidia-smi failed; NVML error 18: mismatch")
+
+
+def test_after_a_tool_that_hangs_the_library_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(TookTooLong("nvidia-smi hangs")))
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(AssertionError("same driver")))
+    assert find_gpus() == Sighting(trouble="nvidia-smi hangs")
+
+
+def test_with_both_makers_cards_torch_s_build_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", lambda: [CARD])
+    monkeypatch.setattr(gpu.amd, "cards_by_kfd", lambda: [RADEON])
+    assert find_gpus("hip") == Sighting(gpus=(RADEON,), seen_by="kfd")
+    assert find_gpus("cuda").seen_by == "nvml"
+
+
+def test_a_broken_driver_of_one_does_not_hide_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(NoAnswer("no driver")))
+    monkeypatch.setattr(gpu.amd, "cards_by_kfd", lambda: [RADEON])
+    assert find_gpus() == Sighting(gpus=(RADEON,), seen_by="kfd", trouble="no driver")
+
+
+@pytest.mark.parametrize(("architecture", "count"), [("arm64", 1), ("x86_64", 0)])
+def test_an_apple_chip_has_its_gpu_on_board(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, count: int
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(host, "architecture", lambda: architecture)
+    monkeypatch.setattr(host, "cpu_model", lambda: "Apple M2")
+    sighting = find_gpus()
+    assert len(sighting.gpus) == count
+    if count:
+        assert (sighting.gpus[0].name, sighting.gpus[0].vendor) == ("Apple M2", "apple")
+        assert sighting.seen_by == "platform"
+
+
+def test_a_library_that_hangs_is_left_behind() -> None:
+    release = threading.Event()
+    with pytest.raises(TookTooLong, match=r"NVML did not answer in 0\.05 s"):
+        ask_library(release.wait, 0.05, "NVML")
+    release.set()
+
+
+def test_a_library_that_raises_raises_here() -> None:
+    with pytest.raises(NoAnswer, match="broken"):
+        ask_library(raising(NoAnswer("broken")), 5.0, "NVML")
+
+
+def say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(gpu, "ask_tool", lambda command, limit_s: text)
+
+
+def test_torch_s_answer_is_found_among_other_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    say(
+        monkeypatch,
+        "some import says hello\n"
+        'penstock-gpus:[{"name": "Radeon", "vendor": "amd", "architecture": "gfx1010"}]\n',
+    )
+    assert sight_by_torch(1.0) == Sighting(gpus=(RADEON,), seen_by="torch")
+    assert ask_torch(1.0) == (RADEON,)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hello\n", "penstock-gpus:[{\n", 'penstock-gpus:[{"x": 1}]\n', "penstock-gpus:3\n"]
+)
+def test_rubbish_from_the_child_is_told(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    say(monkeypatch, text)
+    sighting = sight_by_torch(1.0)
+    assert sighting.gpus == ()
+    assert "no list of GPUs" in sighting.trouble
+
+
+def test_a_child_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "ask_tool", raising(TookTooLong("python did not answer")))
+    assert sight_by_torch(3.0) == Sighting(trouble="torch did not say which GPUs it sees in 3 s")
+
+
+def test_a_frozen_application_asks_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(gpu, "ask_tool", raising(AssertionError("it would start itself")))
+    assert "no Python can be started" in sight_by_torch(1.0).trouble
