@@ -13,7 +13,7 @@ from penstock.engine.audition import AuditionIterator, Measured
 from penstock.engine.gather import is_sliced
 from penstock.engine.iterators import InlineIterator, PooledIterator, Setup
 from penstock.errors import BadArgument
-from penstock.machine.collect import machine
+from penstock.machine.collect import here
 from penstock.policy.given import Wish, Work
 from penstock.policy.plan import Plan
 from penstock.policy.rules import choose_start_method, make_plan
@@ -75,9 +75,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         _check("randomness", randomness, _RANDOMNESS)
         self._is_auto = _checked_workers(num_workers) == "auto"
         if self._is_auto:
-            num_workers = machine().usable_cores  # until the first batch shows how many are needed
-            if not persistent_workers and machine().os != "linux":
-                persistent_workers = True  # spawning takes seconds
+            num_workers = here().usable_cores  # until the first batch shows how many are needed
+            persistent_workers = persistent_workers or here().os != "linux"  # spawning is slow
         keywords: dict[str, Any] = {"prefetch_factor": prefetch_factor, "in_order": in_order}
         if prefetch_factor is None and not _HAS_IN_ORDER:
             keywords.pop("prefetch_factor")  # torch 1.13 has no None there
@@ -113,7 +112,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     @property
     def plan(self) -> Plan:
         """What this loader does here, each choice with its reason."""
-        return make_plan(machine(), self._wish(), self._work_so_far())
+        return make_plan(here(), self._wish(), self._work_so_far())
 
     def _wish(self) -> Wish:
         context = self.multiprocessing_context
@@ -143,13 +142,13 @@ class DataLoader(TorchDataLoader[_T_co]):
         )
 
     def _get_iterator(self) -> Any:
-        wish, work, here = self._wish(), self._work_so_far(), machine()
-        plan = make_plan(here, wish, work)
+        wish, work, facts = self._wish(), self._work_so_far(), here()
+        plan = make_plan(facts, wish, work)
         if not self._has_warned:
             self._has_warned = True
             for text in plan.warnings:
                 warnings.warn(text, stacklevel=3)
-        if should_measure(here, wish, work, choose_start_method(here, wish).value):
+        if should_measure(facts, wish, work, choose_start_method(facts, wish).value):
             inline = replace(self._setup(plan), pool="inline", num_workers=0)
             return AuditionIterator(self, inline, self._decide, self._settle)
         setup = self._setup(plan)

@@ -124,7 +124,8 @@ def test_import_penstock_takes_less_than_50_ms_beyond_the_interpreter() -> None:
 
 
 def test_a_slow_import_would_be_noticed() -> None:
-    assert import_cost_s(f"import time; time.sleep({MAX_IMPORT_S})") >= MAX_IMPORT_S * 0.9
+    # Twice the limit, because what the interpreter itself takes is subtracted, and that varies.
+    assert import_cost_s(f"import time; time.sleep({2 * MAX_IMPORT_S})") >= MAX_IMPORT_S
 
 
 # The room that can be called: `penstock.machine` is a package too, whoever imports what first.

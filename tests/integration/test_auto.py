@@ -16,11 +16,11 @@ from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from penstock import DataLoader
 from penstock.engine import nursery as nurseries
-from penstock.machine.collect import machine
+from penstock.machine.collect import here
 from specimens import Numbers, Samples, Shards, assert_same, collect, draw
 
 legacy = pytest.mark.legacy
-CORES = machine().usable_cores
+CORES = here().usable_cores
 needs_cores = pytest.mark.skipif(CORES < 2, reason="one core: workers never pay there")
 
 

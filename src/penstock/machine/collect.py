@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import sys
@@ -24,6 +25,32 @@ def machine() -> Machine:
         True
     """
     return _with_gpus(_with_software(_host()))
+
+
+def here() -> Machine:
+    """What a loader's choices rest on: all but GPUs and decoders, in microseconds.
+
+    Starts no process and imports nothing, so it may be asked for each epoch. What can change while
+    a program runs (free memory, affinity, a GPU context) is asked anew.
+    """
+    _, available_bytes = _known(host.memory_bytes, (0, 0))
+    return replace(
+        _lasting_facts(),
+        available_bytes=available_bytes,
+        num_affine_cpus=_known(host.num_affine_cpus, None),
+        has_gpu_context=_known(software.has_gpu_context, False),
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _lasting_facts() -> Machine:
+    torch = _known(software.torch_build, software.TorchBuild())
+    return replace(
+        _host(),
+        torch=torch.version,
+        torch_build=torch.build,
+        torch_build_version=torch.build_version,
+    )
 
 
 def _host() -> Machine:

@@ -88,6 +88,8 @@ def _choose_persistence(wish: Wish, pool: str, method: str | None) -> Choice:
 
 def _choose_pinning(machine: Machine, wish: Wish) -> Choice:
     cards = [gpu.name for gpu in machine.gpus if gpu.vendor in ("nvidia", "amd")]
+    if not cards and machine.has_gpu_context:
+        cards = ["GPU"]  # opened already, whatever its name
     has_card = bool(cards) and machine.torch_build in ("cuda", "hip")
     if wish.pin_memory is None:
         if has_card:
