@@ -138,10 +138,14 @@ def end_process(code: int = 0) -> None:
 
 def spawned_main(handle: int) -> None:
     """Entry of a worker that was spawned on its own."""
-    from multiprocessing import connection
+    if sys.platform == "win32":  # pragma: no cover
+        from penstock.engine import windows
 
-    name = "PipeConnection" if sys.platform == "win32" else "Connection"
-    channel = getattr(connection, name)(handle)
+        channel: Any = windows.connect(handle)
+    else:
+        from multiprocessing import connection
+
+        channel = connection.Connection(handle)
     _leave_ctrl_c_to_parent()
     try:
         parent, assignment, fds = pickle.loads(channel.recv_bytes())

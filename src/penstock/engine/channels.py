@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import select
 import struct
-import sys
 from collections import deque
 from multiprocessing import connection
 from typing import Any
@@ -98,7 +97,9 @@ class Channel:
         self.close()
 
 
-class _WindowsChannel:  # pragma: no cover - the same face over a named pipe
+class PlainChannel:
+    """The same face over multiprocessing's own connection, for systems without ``poll``."""
+
     has_unsent = False
     fd = -1
 
@@ -131,7 +132,11 @@ class _WindowsChannel:  # pragma: no cover - the same face over a named pipe
 
 def make_channel(pipe: Any) -> Any:
     """The parent's end for this system."""
-    return _WindowsChannel(pipe) if sys.platform == "win32" else Channel(pipe)
+    return Channel(pipe) if _HAS_POLL else PlainChannel(pipe)
+
+
+_HAS_POLL = hasattr(select, "poll")
+"""Not on Windows, where a pipe is no file descriptor."""
 
 
 class Switchboard:
@@ -140,14 +145,14 @@ class Switchboard:
     def __init__(self, channels: list[Any]) -> None:
         self._channels = channels
         self._by_fd = {channel.fd: number for number, channel in enumerate(channels)}
-        self._poller = None if sys.platform == "win32" else select.poll()
+        self._poller = select.poll() if _HAS_POLL else None
         if self._poller is not None:
             for channel in channels:
                 self._poller.register(channel.fd, select.POLLIN)
 
     def wait(self, timeout_s: float) -> list[int]:
         """The numbers of the channels that have something to read (or have ended)."""
-        if self._poller is None:  # pragma: no cover
+        if self._poller is None:
             open_channels = {c.pipe: n for n, c in enumerate(self._channels) if c.is_open}
             return [open_channels[pipe] for pipe in connection.wait(open_channels, timeout_s)]
         unsent = [channel for channel in self._channels if channel.has_unsent]

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import subprocess
-import sys
 from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any, Protocol
@@ -151,9 +150,9 @@ class Launcher:
 
     def _spawned(self, number: int, channel: Any, name: str) -> Process:
         assert self._packed is not None
-        fds = [channel.fileno()]
-        if sys.platform != "win32":
-            fds += [self._memory.fd, self._packed.file.fd, *self._packed.fds]
+        fds = [channel.fileno(), *self._packed.fds]
+        # What has a path is opened by it in the worker; the rest is inherited.
+        fds += [file.fd for file in (self._memory, self._packed.file) if not file.path]
         process = nurseries.start_child(f"spawned_main({channel.fileno()})", tuple(fds))
         return SpawnedWorker(process, name)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import tempfile
 from dataclasses import dataclass
 
@@ -64,21 +63,18 @@ class SharedFile:
                 return cls(os.memfd_create("penstock", os.MFD_CLOEXEC), is_sparse=True)
             except OSError:
                 pass  # an old kernel or a seccomp filter: the temporary file does the same work
-        if sys.platform == "win32":  # pragma: no cover
-            path = tempfile.mktemp(prefix="penstock-")
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_BINARY | os.O_TEMPORARY
-            return cls(os.open(path, flags), path=path, is_sparse=False)
         fd, path = tempfile.mkstemp(prefix="penstock-")
+        if hasattr(os, "O_TEMPORARY"):  # Windows: workers open it by name, see FileHandle
+            os.close(fd)
+            return cls(_open_by_name(path), path=path, is_sparse=False)
         os.unlink(path)
         return cls(fd, is_sparse=False)
 
     @classmethod
     def attach(cls, handle: FileHandle) -> SharedFile:
         """Open in a worker what the parent created. Pairs with :meth:`handle`."""
-        if handle.path and sys.platform == "win32":  # pragma: no cover
-            flags = os.O_RDWR | os.O_BINARY | os.O_TEMPORARY
-            return cls(os.open(handle.path, flags), path=handle.path, is_sparse=False)
-        return cls(handle.fd, is_sparse=False)
+        fd = _open_by_name(handle.path) if handle.path else handle.fd
+        return cls(fd, is_sparse=False)
 
     def handle(self) -> FileHandle:
         """What :meth:`attach` needs in the other process."""
@@ -112,6 +108,12 @@ class SharedFile:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _open_by_name(path: str) -> int:
+    """A descriptor with which the file disappears once all others of it are closed, too."""
+    flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_TEMPORARY", 0)
+    return os.open(path, flags)
 
 
 class PrivateFile(SharedFile):

@@ -27,6 +27,9 @@ from penstock.engine.nursery_protocol import Control
 from penstock.engine.surroundings import THREAD_LIMITS, import_path
 from penstock.errors import StartFailed
 
+if sys.platform == "win32":  # pragma: no cover
+    from penstock.engine import windows
+
 START_LIMIT_S = 120.0
 """How long a nursery may take to import torch; 2 s is usual, a cold network disk takes a minute."""
 ANSWER_LIMIT_S = 120.0
@@ -252,17 +255,13 @@ def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     environ.update(dict.fromkeys(THREAD_LIMITS, "1"))
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     command = [sys.executable, *flags, "-c", code]
-    extra: dict[str, Any] = {}
     if sys.platform == "win32":  # pragma: no cover
-        for handle in fds:
-            os.set_handle_inheritable(handle, True)
-        extra["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP  # no Ctrl-C for workers
-        extra["startupinfo"] = subprocess.STARTUPINFO(lpAttributeList={"handle_list": list(fds)})
+        options = windows.inheriting(fds)
     else:
-        extra["pass_fds"] = fds
+        options: dict[str, Any] = {"pass_fds": fds}
     try:
         with _sigint_blocked():
-            return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, **extra)
+            return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, **options)
     except OSError as error:
         raise StartFailed(
             f"could not start {sys.executable!r}: {error}",
@@ -274,7 +273,7 @@ def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
 @contextmanager
 def _sigint_blocked() -> Iterator[None]:
     """A child started in here ignores Ctrl-C until it says otherwise: no tracebacks of imports."""
-    if not hasattr(signal, "pthread_sigmask"):  # pragma: no cover
+    if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -1,0 +1,164 @@
+"""Windows semantics on Linux: the spawn path with every POSIX-only facility taken away.
+
+A ``sitecustomize`` does the taking, so it is in force in the program and in each worker, before any
+of our code is imported. What is left that only Windows runs is listed in engine/windows.py.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripting import run
+
+ENGINE = Path(__file__).resolve().parents[2] / "src" / "penstock" / "engine"
+MAX_WINDOWS_LINES = 48
+
+BLOCKER = """
+import builtins, os, select, signal, socket, sys
+# What does here in its own way what it does on Windows in another.
+import multiprocessing.connection, multiprocessing.popen_spawn_posix, selectors, subprocess
+import tempfile, shutil, numpy, psutil, torch
+
+for name in ("fork", "forkpty", "memfd_create", "register_at_fork", "sched_getaffinity",
+             "sched_setaffinity", "posix_fallocate", "pidfd_open", "set_blocking",
+             "geteuid", "statvfs", "mkfifo", "killpg", "setsid"):
+    if hasattr(os, name):
+        delattr(os, name)
+os.O_TEMPORARY = 0  # Windows opens shared files by name; there the system deletes them
+for name in ("poll", "epoll"):
+    delattr(select, name)
+for name in ("SCM_RIGHTS", "CMSG_SPACE", "CMSG_LEN", "send_fds", "recv_fds"):
+    if hasattr(socket, name):
+        delattr(socket, name)
+for name in [name for name in dir(signal) if name.startswith("SIG")]:
+    if name not in ("SIGINT", "SIGTERM", "SIGABRT", "SIGFPE", "SIGILL", "SIGSEGV", "SIG_DFL",
+                    "SIG_IGN") and not isinstance(getattr(signal, name), type):
+        delattr(signal, name)
+for name in ("pthread_sigmask", "pthread_kill", "sigwait", "alarm", "setitimer"):
+    delattr(signal, name)
+
+real_kill = os.kill
+def kill(pid, number):
+    assert number in (0, 15), f"signal {number} does not exist here"
+    real_kill(pid, number)
+os.kill = kill
+
+BLOCKED = {"fcntl", "resource", "termios", "pty", "grp", "pwd", "_posixshmem"}
+real_import = builtins.__import__
+def blocked_import(name, globals=None, locals=None, fromlist=(), level=0):
+    asker = (globals or {}).get("__name__", "")
+    if name in BLOCKED and (asker.startswith("penstock") or asker == "__main__"):
+        raise ImportError(f"no module named {name!r} here")
+    return real_import(name, globals, locals, fromlist, level)
+builtins.__import__ = blocked_import
+"""
+
+PROGRAM = """
+import glob, os, sys, tempfile
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from penstock import DataLoader
+
+print("blocked:", not hasattr(os, "fork"), flush=True)
+
+class Data(Dataset):
+    def __init__(self):
+        self.table = np.arange(3_000_000, dtype=np.float64)
+        self.scale = lambda x: 2 * x
+    def __len__(self):
+        return 60
+    def __getitem__(self, index):
+        if index == 33 and os.environ.get("FAIL"):
+            raise ValueError("sample 33")
+        self.table[index] = -1.0  # a worker's own
+        return torch.full((4,), self.scale(float(index))), np.random.rand(), os.getpid()
+
+data = Data()
+arguments = dict(batch_size=6, multiprocessing_context="spawn")
+
+def epoch(**more):
+    torch.manual_seed(1)
+    more = {**arguments, **more} if more else {"batch_size": 6}
+    loader = DataLoader(data, **more)
+    return [(x.tolist(), r.tolist(), p.tolist()) for x, r, p in loader]
+
+if os.environ.get("FAIL"):
+    try:
+        epoch(num_workers=2)
+    except ValueError as error:
+        print("error:", "sample 33" in str(error))
+    sys.exit()
+here, there = epoch(), epoch(num_workers=2)
+data.table[:] = np.arange(3_000_000)
+print("same:", [b[:2] for b in here] == [b[:2] for b in there])
+print("elsewhere:", os.getpid() not in {p for b in there for p in b[2]})
+held = list(DataLoader(data, num_workers=2, **arguments))
+print("held:", [int(v) for b in held for v in b[0][:, 0]] == [2 * i for i in range(60)])
+kept = DataLoader(data, num_workers=2, persistent_workers=True, **arguments)
+print("kept:", sum(len(b[0]) for _ in range(2) for b in kept))
+half = iter(kept); next(half); del half
+kept.close()
+print("custom:", [b for b in DataLoader(data, num_workers=1, collate_fn=len, **arguments)])
+print("own:", data.table[:60].tolist() == list(range(60)))
+auto = DataLoader(data, num_workers="auto", **arguments)
+print("auto:", sum(len(b[0]) for b in auto))
+"""
+
+
+@pytest.fixture
+def without_posix(tmp_path: Path) -> dict[str, str]:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(BLOCKER)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    path = [str(folder), *(entry for entry in sys.path if entry)]
+    return {"PYTHONPATH": ":".join(path), "TMPDIR": str(scratch)}
+
+
+def test_the_spawn_path_needs_no_posix(tmp_path: Path, without_posix: dict[str, str]) -> None:
+    result = run(PROGRAM, tmp_path, **without_posix)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "blocked: True",
+        "same: True",
+        "elsewhere: True",
+        "held: True",
+        "kept: 120",
+        "custom: [6, 6, 6, 6, 6, 6, 6, 6, 6, 6]",
+        "own: True",
+        "auto: 60",
+    ]
+    assert result.stderr == ""
+
+
+def test_an_error_travels_without_posix(tmp_path: Path, without_posix: dict[str, str]) -> None:
+    result = run(PROGRAM, tmp_path, **without_posix, FAIL="1")
+    assert "error: True" in result.stdout, result.stderr
+
+
+def test_the_nursery_would_not_run_there(tmp_path: Path, without_posix: dict[str, str]) -> None:
+    """The control: what is taken away is needed by the other start methods."""
+    source = PROGRAM.replace('multiprocessing_context="spawn"', "pool='process'")
+    result = run(source, tmp_path, **without_posix)
+    assert result.returncode != 0
+    assert result.stdout.splitlines() == ["blocked: True"]
+    assert "SIGCHLD" in result.stderr or "nursery" in result.stderr
+
+
+def test_what_only_windows_runs_is_in_one_place_and_small() -> None:
+    lines = (ENGINE / "windows.py").read_text().splitlines()
+    assert len(lines) <= MAX_WINDOWS_LINES
+    asking = re.compile(r"sys\.platform|os\.name|platform\.system")
+    for path in sorted(ENGINE.glob("*.py")):
+        asks = [line.strip() for line in path.read_text().splitlines() if asking.search(line)]
+        if path.name == "windows.py":
+            continue
+        # Elsewhere the system is only asked to reach that module.
+        assert all('sys.platform == "win32"' in ask for ask in asks), (path.name, asks)
+        assert len(asks) <= 2, (path.name, asks)
