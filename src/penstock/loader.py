@@ -180,6 +180,7 @@ class DataLoader(TorchDataLoader[_T_co]):
                 busy_share=measured.busy_share,
                 sample_bytes=measured.sample_bytes,
                 step_s=measured.step_s,
+                step_busy_s=measured.step_busy_s,
                 num_samples=self._num_samples(),
             )
         return self._setup(self.plan)

@@ -37,6 +37,7 @@ class Measured:
     Args:
         busy_share: Part of the time that was computing; the rest was waiting.
         step_s: The quickest time between two batches; None before two steps were seen.
+        step_busy_s: What was computed here during that step, on all cores together.
         stays_because: Why the dataset cannot be sent to a process.
     """
 
@@ -44,6 +45,7 @@ class Measured:
     busy_share: float = 1.0
     sample_bytes: int = 0
     step_s: float | None = None
+    step_busy_s: float = 0.0
     stays_because: CannotTravel | None = None
 
 
@@ -72,8 +74,8 @@ class AuditionIterator(_Iterator):
         self._inline = _TimedInline(loader, setup, self._glance)
         vars(self).update({**vars(self._inline), **vars(self)})
         self._serialised = self._serialise()
-        self._returned_s: float | None = None
-        self._steps: list[float] = []
+        self._returned: tuple[float, float] | None = None
+        self._steps: list[tuple[float, float]] = []
         self._batches: list[Measured] = []
         self._answer: Setup = setup
         self._first_s = 0.0
@@ -109,13 +111,14 @@ class AuditionIterator(_Iterator):
             )
         )
         self._first_s = self._first_s or wall_s
-        self._returned_s = time.perf_counter()
+        self._returned = time.perf_counter(), time.process_time()
         return batch
 
     def _measured(self) -> Measured:
         """The quickest batch, and the quickest step after the first: first ones set things up."""
         quickest = min(self._batches, key=lambda batch: batch.sample_s)
-        return replace(quickest, step_s=min(self._steps[1:], default=None))
+        step_s, step_busy_s = min(self._steps[1:], default=(None, 0.0))
+        return replace(quickest, step_s=step_s, step_busy_s=step_busy_s)
 
     def _glance(self, sample_s: float) -> None:
         """Called from: the middle of the first batch, with the pace so far."""
@@ -130,8 +133,9 @@ class AuditionIterator(_Iterator):
 
     def _consider(self) -> None:
         num_batches = len(self._batches)
-        if self._returned_s is not None:
-            self._steps.append(time.perf_counter() - self._returned_s)
+        if self._returned is not None:
+            step_s = time.perf_counter() - self._returned[0]
+            self._steps.append((step_s, time.process_time() - self._returned[1]))
         is_sure = num_batches > 1 or self._first_s >= SURE_FROM_S
         if num_batches in LOOK_AT and is_sure:
             self._answer = self._decide(self._measured())
@@ -151,7 +155,7 @@ class AuditionIterator(_Iterator):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._num_yielded = 0
-        self._returned_s = None
+        self._returned = None
         (self._pooled or self._inline)._reset(loader, first_iter)
 
     def _shutdown_workers(self) -> None:

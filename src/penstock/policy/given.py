@@ -35,7 +35,8 @@ class Work:
             waiting for a disk or a network.
         num_samples: Length of the dataset or of its sampler.
         sample_bytes: Size of one sample as tensors.
-        step_s: What the training step takes between two batches.
+        step_s: What the training step takes between two batches; ``step_busy_s`` is what it
+            computes on this machine's cores meanwhile, all of them added up.
         is_iterable: An IterableDataset: each worker would read all of it.
         is_in_memory: The engine slices it (TensorDataset and its like).
         stays_because: Why the dataset cannot be sent to a worker process.
@@ -46,6 +47,7 @@ class Work:
     num_samples: int | None = None
     sample_bytes: int | None = None
     step_s: float | None = None
+    step_busy_s: float = 0.0
     is_iterable: bool = False
     is_in_memory: bool = False
     stays_because: str | None = None

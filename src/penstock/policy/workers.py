@@ -1,12 +1,12 @@
 """How many workers are worth it? A small model of one epoch, with and without them.
 
-Loading a batch inline takes its wall time. With ``n`` workers a batch comes every
+Inline, a batch and the step that uses it follow each other. With ``n`` workers one such round takes
 
-    max(PARENT_S, (computing + HANDOVER_S) / cores, (wall + HANDOVER_S) / n)
+    max(PARENT_S, (wall + HANDOVER_S) / n, step, (computing of both + HANDOVER_S) / cores)
 
-seconds: the parent takes it in, the cores share the computing, and a worker that waits for a disk
-leaves its core to another. The smallest ``n`` that comes near the best is chosen, if what it saves
-in an epoch is more than what starting it costs.
+seconds: the parent takes the batch in, a worker that waits for a disk leaves its core to another,
+the step runs meanwhile, and the cores share all that is computed. The smallest ``n`` that comes
+near the best is chosen, if what it saves in an epoch is more than what starting it costs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ START_S = {"nursery": 0.06, "fork": 0.06, "spawn": 3.0}
 """Starting workers for one epoch, all together (2 cores, 2 workers, warm nursery)."""
 WORTH_STARTS = 3
 """Workers must save this many times what starting them costs."""
+SLACK = 1.25
+WORTH_SHARE = 0.9
+"""Workers must shorten a round at least to this part of it: the model is not more precise."""
 NEAR_BEST = 1.05
 GPU_BOUND_SHARE = 0.05
 """Loading that takes less of a step than this is not worth a worker."""
@@ -53,7 +56,7 @@ def choose_num_workers(machine: Machine, wish: Wish, work: Work, method: str) ->
         >>> laptop = Machine(os="linux", num_cpus=4, available_bytes=8 << 30)
         >>> jpeg = Work(sample_s=0.01, busy_share=1.0, num_samples=50_000)
         >>> print(choose_num_workers(laptop, Wish(batch_size=64), jpeg, "nursery"))
-        4 (measured: a batch takes 640 ms here, about 160 ms with 4 workers on 4 cores)
+        4 (measured: a batch takes 640 ms here, about 160 ms in all with 4 workers on 4 cores)
     """
     settled = _settled(machine, wish, work, method)
     if settled is not None:
@@ -101,47 +104,45 @@ def _settled(machine: Machine, wish: Wish, work: Work, method: str) -> Choice | 
 
 
 def _measured(machine: Machine, wish: Wish, work: Work, method: str) -> Choice:
-    batch_size = wish.batch_size or 1
-    wall_s = (work.sample_s or 0.0) * batch_size
+    batch_size, least = wish.batch_size or 1, 1 if wish.pool == "process" else 0
+    wall_s, step_s = (work.sample_s or 0.0) * batch_size, work.step_s or 0.0
     shown = f"a batch takes {duration(wall_s)} here"
-    least = 1 if wish.pool == "process" else 0
-    if work.step_s is not None and wall_s < GPU_BOUND_SHARE * work.step_s:
-        reason = f"{shown}, {wall_s / work.step_s:.0%} of a step: the step limits, not loading"
+    if wall_s < GPU_BOUND_SHARE * step_s:
+        reason = f"{shown}, {wall_s / step_s:.0%} of a step: the step limits, not loading"
         return Choice(least, reason, "measured")
-    ceiling = _ceiling(machine, wish, work, method)
-    best = min(_batch_s(n, machine, work, batch_size) for n in range(1, ceiling.num_workers + 1))
-    target = max(NEAR_BEST * best, 0.7 * work.step_s if work.step_s is not None else 0.0)
-    chosen = next(
-        n
-        for n in range(1, ceiling.num_workers + 1)
-        if _batch_s(n, machine, work, batch_size) <= target
-    )
-    pooled_s = _batch_s(chosen, machine, work, batch_size)
-    if pooled_s >= 0.9 * wall_s:
-        reason = f"{shown}; handing it over from a worker would take {duration(pooled_s)}"
+    rounds = {
+        n: _round_s(n, machine, work, batch_size)
+        for n in range(1, _ceiling(machine, wish, work, method).num_workers + 1)
+    }
+    chosen = min(n for n in rounds if rounds[n] <= NEAR_BEST * min(rounds.values()))
+    inline_s, pooled_s = wall_s + step_s, rounds[chosen]
+    with_step = f" and the step {duration(step_s)}" if step_s else ""
+    if pooled_s > WORTH_SHARE * inline_s:
+        reason = f"{shown}{with_step}; with workers a round would take {duration(pooled_s)}"
         return Choice(least, reason, "measured")
     if work.num_samples is not None:
-        epoch_s = work.num_samples / batch_size * wall_s
-        saved_s = epoch_s * (1 - pooled_s / wall_s)
+        saved_s = work.num_samples / batch_size * (inline_s - pooled_s)
         if saved_s < WORTH_STARTS * START_S[method]:
             reason = (
-                f"an epoch takes {duration(epoch_s)} here; workers would save {duration(saved_s)}, "
-                f"starting them costs {duration(START_S[method])}"
+                f"{shown}{with_step}; in an epoch workers would save {duration(saved_s)}, "
+                f"and starting them costs {duration(START_S[method])}"
             )
             return Choice(least, reason, "measured")
-    waits = _waits(work)
     reason = (
-        f"{shown}, about {duration(pooled_s)} with {count(chosen, 'worker')}"
-        f" on {count(machine.usable_cores, 'core')}{waits}"
+        f"{shown}{with_step}, about {duration(pooled_s)} in all with {count(chosen, 'worker')}"
+        f" on {count(machine.usable_cores, 'core')}{_waits(work)}"
     )
     return Choice(chosen, reason, "measured")
 
 
-def _batch_s(num_workers: int, machine: Machine, work: Work, batch_size: int) -> float:
+def _round_s(num_workers: int, machine: Machine, work: Work, batch_size: int) -> float:
+    """One batch and one step, with workers."""
     wall_s = (work.sample_s or 0.0) * batch_size
     busy_s = wall_s * (1.0 if work.busy_share is None else work.busy_share)
-    cores = machine.usable_cores
-    return max(PARENT_S, (busy_s + HANDOVER_S) / cores, (wall_s + HANDOVER_S) / num_workers)
+    if work.step_s is not None:
+        wall_s *= SLACK  # batches vary, and a late one holds the step
+    computed_s = (busy_s + work.step_busy_s + HANDOVER_S) / machine.usable_cores
+    return max(PARENT_S, (wall_s + HANDOVER_S) / num_workers, work.step_s or 0.0, computed_s)
 
 
 def _waits(work: Work) -> str:

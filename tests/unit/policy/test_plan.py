@@ -62,7 +62,7 @@ def test_slow_samples_use_the_cores() -> None:
 def test_tiny_samples_stay_here_because_handing_over_costs_more() -> None:
     choice = workers(TINY)
     assert choice.value == 0
-    assert "handing it over" in choice.reason
+    assert "with workers a round would take" in choice.reason
 
 
 def test_a_short_epoch_is_not_worth_starting_workers() -> None:
@@ -88,8 +88,19 @@ def test_a_step_that_limits_needs_no_worker() -> None:
 
 def test_no_more_workers_than_the_step_can_use() -> None:
     work = Work(sample_s=0.001, busy_share=1.0, num_samples=10**6, step_s=0.08)
-    assert workers(work, box(num_cpus=16)).value == 2  # 64 ms of loading for a step of 80 ms
+    assert workers(work, box(num_cpus=16)).value == 1  # 64 ms of loading behind a step of 80 ms
+    quicker = Work(sample_s=0.001, busy_share=1.0, num_samples=10**6, step_s=0.02)
+    assert workers(quicker, box(num_cpus=16)).value == 4
     assert workers(Work(sample_s=0.001, num_samples=10**6), box(num_cpus=16)).value == 16
+
+
+def test_a_step_that_fills_the_cores_leaves_nothing_for_workers() -> None:
+    work = Work(sample_s=0.001, busy_share=1.0, num_samples=10**6, step_s=1.0, step_busy_s=3.9)
+    choice = workers(work)
+    assert choice.value == 0
+    assert "a round would take" in choice.reason
+    idle = Work(sample_s=0.002, busy_share=1.0, num_samples=10**6, step_s=1.0, step_busy_s=0.1)
+    assert workers(idle).value == 1
 
 
 def test_samples_that_wait_get_more_workers_than_cores() -> None:
