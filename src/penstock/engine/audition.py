@@ -20,6 +20,7 @@ from penstock.engine.iterators import InlineIterator, PooledIterator, Setup, _It
 from penstock.engine.surroundings import import_path
 from penstock.engine.travel import Serialised, serialise
 from penstock.errors import CannotTravel
+from penstock.machine.host import queued_s
 
 FIRST_GLANCE, CLEARLY_SLOW_S = 2, 1e-3
 """Samples after which a nursery may be started already, while the first batch goes on; only if they
@@ -98,7 +99,7 @@ class AuditionIterator(_Iterator):
             return self._pooled._next_batch()
         if self._is_settled:
             return self._inline._next_batch()
-        start_s, busy_s, position = time.perf_counter(), time.process_time(), self._inline._position
+        start_s, busy_s, position = time.perf_counter(), _busy_s(), self._inline._position
         batch = self._inline._next_batch()
         end_s = time.perf_counter()
         num_samples = max(1, self._inline._position - position)
@@ -106,7 +107,7 @@ class AuditionIterator(_Iterator):
         self._batches.append(
             Measured(
                 sample_s=wall_s / num_samples,
-                busy_share=min(1.0, (time.process_time() - busy_s) / wall_s),
+                busy_share=min(1.0, (_busy_s() - busy_s) / wall_s),
                 sample_bytes=_num_bytes(batch) // num_samples,
             )
         )
@@ -182,6 +183,11 @@ class _TimedInline(InlineIterator):
             if len(samples) == FIRST_GLANCE:
                 glance((time.perf_counter() - start_s) / FIRST_GLANCE)
         return samples
+
+
+def _busy_s() -> float:
+    """Time spent computing, or ready to while others held the cores: not waiting for data."""
+    return time.process_time() + queued_s()
 
 
 def _num_bytes(batch: Any) -> int:

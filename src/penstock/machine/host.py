@@ -184,3 +184,16 @@ def is_frozen() -> bool:
 def can_start_python() -> bool:
     """Is there an interpreter to start? Not in a frozen application."""
     return bool(sys.executable) and not is_frozen()
+
+
+def queued_s() -> float:
+    """Seconds that this thread was ready to run while others held the cores; 0 where unknown.
+
+    Example:
+        >>> queued_s() >= 0
+        True
+    """
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0

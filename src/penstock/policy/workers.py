@@ -116,7 +116,7 @@ def _measured(machine: Machine, wish: Wish, work: Work, method: str) -> Choice:
     }
     chosen = min(n for n in rounds if rounds[n] <= NEAR_BEST * min(rounds.values()))
     inline_s, pooled_s = wall_s + step_s, rounds[chosen]
-    with_step = f" and the step {duration(step_s)}" if step_s else ""
+    with_step = f" and the step {duration(step_s)}" if step_s > 0.01 * wall_s else ""
     if pooled_s > WORTH_SHARE * inline_s:
         reason = f"{shown}{with_step}; with workers a round would take {duration(pooled_s)}"
         return Choice(least, reason, "measured")
@@ -139,10 +139,11 @@ def _round_s(num_workers: int, machine: Machine, work: Work, batch_size: int) ->
     """One batch and one step, with workers."""
     wall_s = (work.sample_s or 0.0) * batch_size
     busy_s = wall_s * (1.0 if work.busy_share is None else work.busy_share)
-    if work.step_s is not None:
-        wall_s *= SLACK  # batches vary, and a late one holds the step
     computed_s = (busy_s + work.step_busy_s + HANDOVER_S) / machine.usable_cores
-    return max(PARENT_S, (wall_s + HANDOVER_S) / num_workers, work.step_s or 0.0, computed_s)
+    loaded_s, step_s = (wall_s + HANDOVER_S) / num_workers, work.step_s or 0.0
+    if loaded_s <= step_s:
+        loaded_s *= SLACK  # batches vary, and a late one holds the step
+    return max(PARENT_S, loaded_s, step_s, computed_s)
 
 
 def _waits(work: Work) -> str:
