@@ -23,6 +23,7 @@ from rich.table import Table
 from penstock.cli.demo_images import KINDS, GeneratedImages
 from penstock.cli.race_report import Race, describe_race
 from penstock.cli.stopwatch import Lap, take_turns, time_loader
+from penstock.machine.collect import machine
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 64
 NUM_TURNS = 5
-WARM_UP_S, WINDOW_S = 0.4, 1.2
-"""Ten turns of this and two starts of workers each take about 20 s: with the training, half a
+WARM_UP_S, WINDOW_S = 0.4, 1.0
+"""Fifteen turns of this with starts of workers take about 25 s: with the training, well under a
 minute on 2 cores."""
 
 
@@ -78,7 +79,11 @@ def _show(console: Console, images: GeneratedImages, options: DemoOptions) -> No
     )
     training = _train(console, loader, device, options.train_s)
     _show_training(console, training)
-    num_workers = loader.plan.num_workers.value
+    if options.num_workers == "auto":
+        console.print(f"  num_workers='auto' became {loader.plan.num_workers}")
+    num_workers = loader.num_workers or machine().usable_cores
+    if options.num_workers == 0:
+        num_workers = 0
     console.print(
         f"\nLoading alone: the same images in batches of {BATCH_SIZE}, {num_workers} workers each; "
         f"{NUM_TURNS} turns each, in alternation"
@@ -94,7 +99,7 @@ def _make_loader(whose: str, images: GeneratedImages, num_workers: int | str) ->
     from penstock.loader import DataLoader
 
     sampler = torch.utils.data.RandomSampler(images, replacement=True, num_samples=10**9)
-    make: Any = DataLoader if whose == "penstock" else torch.utils.data.DataLoader
+    make: Any = torch.utils.data.DataLoader if whose == "torch" else DataLoader
     loader: DataLoader[Any] = make(
         images, batch_size=BATCH_SIZE, sampler=sampler, num_workers=num_workers
     )
@@ -190,18 +195,19 @@ def _show_training(console: Console, training: Training) -> None:
 
 def _race(console: Console, images: GeneratedImages, num_workers: int, cold_s: float) -> Race:
     def turn(whose: str) -> Lap | str:
+        count = 0 if whose == "alone" else num_workers
         try:
             return time_loader(
-                lambda: _make_loader(whose, images, num_workers),
+                lambda: _make_loader(whose, images, count),
                 warm_up_s=WARM_UP_S,
                 window_s=WINDOW_S,
             )
         except RuntimeError as error:
-            if whose == "penstock":
+            if whose != "torch":
                 raise
             return str(error)  # a small /dev/shm ends PyTorch's workers: that is a result
 
-    names = ("penstock", "torch")
+    names = ("penstock", "torch", "alone") if num_workers else ("penstock", "torch")
     with _progress(console, NUM_TURNS * len(names), "") as report:
         turns_done = iter(range(NUM_TURNS * len(names)))
         laps = take_turns(
@@ -212,8 +218,10 @@ def _race(console: Console, images: GeneratedImages, num_workers: int, cold_s: f
     failures = [lap for lap in laps["torch"] if isinstance(lap, str)]
     return Race(
         batch_size=BATCH_SIZE,
+        num_workers=num_workers,
         cold_s=cold_s if num_workers else None,
         ours=[lap for lap in laps["penstock"] if isinstance(lap, Lap)],
+        alone=[lap for lap in laps.get("alone", []) if isinstance(lap, Lap)],
         theirs=[lap for lap in laps["torch"] if isinstance(lap, Lap)] if not failures else [],
         failure=failures[0] if failures else None,
     )

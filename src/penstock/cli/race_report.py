@@ -22,15 +22,19 @@ class Race:
     """What both loaders did, turn by turn.
 
     Args:
+        num_workers: What both raced with.
+        alone: Our loader without workers.
         cold_s: Our first batch in this process, nursery included; None without workers.
         theirs: Empty when PyTorch's loader failed.
         failure: What it failed with.
     """
 
     batch_size: int
+    num_workers: int
     cold_s: float | None
     ours: Sequence[Lap]
     theirs: Sequence[Lap]
+    alone: Sequence[Lap] = ()
     failure: str | None = None
 
     def rates(self, laps: Sequence[Lap]) -> list[float]:
@@ -59,9 +63,21 @@ def describe_race(console: Console, race: Race) -> None:
     console.print(table)
     if race.failure is not None:
         console.print(f"PyTorch's DataLoader failed here: {race.failure}", markup=False)
-        return
-    for sentence in conclude(race):
-        console.print(sentence)
+    else:
+        for sentence in conclude(race):
+            console.print(sentence)
+    if race.alone:
+        console.print(_against_none(race))
+
+
+def _against_none(race: Race) -> str:
+    """What workers bring, beside none."""
+    gain = compare(race.rates(race.ours), race.rates(race.alone))
+    alone = _as_rate(Summary.of(race.rates(race.alone)))
+    return (
+        f"Workers: {race.num_workers} load {gain.median:.2f} times as fast as none "
+        f"({alone} images a second)."
+    )
 
 
 def conclude(race: Race) -> list[str]:
@@ -69,7 +85,8 @@ def conclude(race: Race) -> list[str]:
 
     Example:
         >>> laps = [Lap(first_batch_s=0.1, batches_per_s=rate) for rate in (10.0, 11.0, 12.0)]
-        >>> print(*conclude(Race(batch_size=1, cold_s=None, ours=laps, theirs=laps)), sep="\\n")
+        >>> race = Race(batch_size=1, num_workers=0, cold_s=None, ours=laps, theirs=laps)
+        >>> print(*conclude(race), sep="\\n")
         Loading: no difference beyond noise.
         First batch: no difference beyond noise.
     """
