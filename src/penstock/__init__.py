@@ -9,12 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.engine.shared_dict import SharedDict as SharedDict
+    from penstock.engine.shared_list import SharedList as SharedList
     from penstock.loader import DataLoader as DataLoader
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "DataLoader": "penstock.loader",
+    "SharedList": "penstock.engine.shared_list",
+    "SharedDict": "penstock.engine.shared_dict",
     "Choice": "penstock.policy.plan",
     "Plan": "penstock.policy.plan",
     "PenstockError": "penstock.errors",

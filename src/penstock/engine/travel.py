@@ -28,6 +28,8 @@ import numpy as np
 from penstock.engine.memory import FileHandle, SharedFile, round_up
 
 _BUFFER_GRAIN = 64
+_MAX_FDS_BESIDE = 200
+"""One message to the nursery takes 250 descriptors, ours among them."""
 _inherited_fds: list[int] = []
 
 
@@ -49,12 +51,15 @@ class Packed:
     file: SharedFile
     parcel: Parcel
     fds: list[int] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    """Who owns these descriptors: they stay open while workers may be started."""
 
     def parcel_for(self, handle: FileHandle) -> Parcel:
         return replace(self.parcel, handle=handle)
 
     def close(self) -> None:
         self.file.close()
+        self.kept.clear()
 
 
 class _InheritedFd:
@@ -72,6 +77,12 @@ class _Spawning:
 
     def __init__(self) -> None:
         self.fds: list[int] = []
+        self.kept: list[Any] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Would one more descriptor be too many? What can travel as a copy then does."""
+        return len(self.fds) >= _MAX_FDS_BESIDE
 
     def duplicate_for_child(self, fd: int) -> int:
         if sys.platform == "win32":  # pragma: no cover
@@ -198,6 +209,7 @@ def serialise(objects: dict[str, Any]) -> Serialised:
         stream=stream,
         buffers=buffers,
         fds=stand_in.fds,
+        kept=stand_in.kept,
         modules=tuple((name, _generation(name)) for name in sorted(_importable(pickler.modules))),
     )
 
@@ -209,6 +221,7 @@ class Serialised:
     stream: io.BytesIO
     buffers: list[pickle.PickleBuffer]
     fds: list[int]
+    kept: list[Any]
     modules: tuple[tuple[str, int], ...]
 
     def seal(self) -> Packed:
@@ -233,7 +246,7 @@ class Serialised:
             num_bytes=end,
             modules=self.modules,
         )
-        return Packed(file, parcel, self.fds)
+        return Packed(file, parcel, self.fds, self.kept)
 
 
 def _importable(names: set[str]) -> set[str]:

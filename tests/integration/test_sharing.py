@@ -1,0 +1,114 @@
+"""Real workers read shared data: by reference, at one copy, with no descriptor left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset
+
+from penstock import DataLoader, SharedDict, SharedList
+from specimens import WAYS
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+class Names(Dataset):
+    """Sample i: the length of name i, its label, and how much memory is this process's alone."""
+
+    def __init__(self, names: Any, labels: Any = None) -> None:
+        self.names = names
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[int, int, int]:
+        name = self.names[index] if self.names else ""
+        label = self.labels[name] if self.labels else 0
+        touched = sum(len(name) for name in self.names)
+        return touched, label, private_bytes()
+
+
+def private_bytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Private_Dirty:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no such line")
+
+
+def names(count: int) -> list[str]:
+    return [f"folder/image-{number:09d}.jpg" for number in range(count)]
+
+
+@needs_proc
+@pytest.mark.legacy
+@pytest.mark.parametrize("way", WAYS)
+def test_workers_of_every_kind_read_shared_lists_and_dicts(way: str) -> None:
+    plain = names(100)
+    dataset = Names(SharedList(plain), SharedDict(zip(plain, range(100), strict=True)))
+    for _ in range(2):
+        batches = list(DataLoader(dataset, batch_size=4, **WAYS[way]))
+        assert [label for _, labels, _ in batches for label in labels.tolist()] == list(range(16))
+        assert {n for touched, _, _ in batches for n in touched.tolist()} == {100 * 26}
+
+
+@needs_proc
+@pytest.mark.legacy
+def test_torch_s_own_loader_shares_it_too_when_it_spawns() -> None:
+    dataset = Names(SharedList(names(100)))
+    loader = TorchDataLoader(dataset, batch_size=16, num_workers=1, multiprocessing_context="spawn")
+    assert [touched[0].item() for touched, _, _ in loader] == [100 * 26]
+
+
+@needs_proc
+@pytest.mark.parametrize("way", ["nursery", "fork"])
+def test_a_worker_pays_for_a_plain_list_and_not_for_a_shared_one(way: str) -> None:
+    def most_private(content: Any) -> int:
+        loader = DataLoader(Names(content), batch_size=8, **WAYS[way])
+        return max(int(memory.max()) for _, _, memory in loader)
+
+    plain = names(300_000)
+    shared = SharedList(plain)
+    nothing = most_private([])
+    with_plain = most_private(plain)
+    del plain
+    gc.collect()
+    assert most_private(shared) - nothing < 4e6
+    assert with_plain - nothing > 15e6
+
+
+@needs_proc
+@pytest.mark.legacy
+def test_twenty_loaders_leave_no_descriptor_behind() -> None:
+    dataset = Names(SharedList(names(50)), SharedDict((name, 0) for name in names(50)))
+    list(DataLoader(dataset, batch_size=8, num_workers=1))  # the nursery's own, once
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        list(DataLoader(dataset, batch_size=8, num_workers=1))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@needs_proc
+@pytest.mark.legacy
+def test_a_worker_gains_no_descriptor_from_epoch_to_epoch() -> None:
+    class Counting(Dataset):
+        def __init__(self) -> None:
+            self.names = SharedList(names(50))
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return len(os.listdir("/proc/self/fd"))
+
+    loader = DataLoader(Counting(), batch_size=4, num_workers=1, persistent_workers=True)
+    counts = [batch.max().item() for _ in range(3) for batch in loader]
+    loader.close()
+    assert len(set(counts)) == 1
