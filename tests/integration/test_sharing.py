@@ -112,3 +112,89 @@ def test_a_worker_gains_no_descriptor_from_epoch_to_epoch() -> None:
     counts = [batch.max().item() for _ in range(3) for batch in loader]
     loader.close()
     assert len(set(counts)) == 1
+
+
+# -- handles ---------------------------------------------------------------------------------------
+
+
+class Lazy(Dataset):
+    """The pattern that manuals teach: opened on first use, in the worker."""
+
+    def __init__(self, path: Path, opened: Any) -> None:
+        self.path = path
+        self.open = opened
+        self.handle: Any = None
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if self.handle is None:
+            self.handle = self.open(self.path)
+        return read(self.handle, index)
+
+
+class Eager(Lazy):
+    """Opened where the dataset is made, as beginners write it."""
+
+    def __init__(self, path: Path, opened: Any) -> None:
+        super().__init__(path, opened)
+        self.handle = opened(path)
+
+
+def read(handle: Any, index: int) -> int:
+    if type(handle).__name__ == "Environment":
+        with handle.begin() as transaction:
+            return int(transaction.get(str(index).encode()))
+    return int(handle["x"][index])
+
+
+def open_hdf5(path: Path) -> Any:
+    import h5py
+
+    return h5py.File(path, "r")
+
+
+def open_lmdb(path: Path) -> Any:
+    import lmdb
+
+    return lmdb.open(str(path), readonly=True, lock=False)
+
+
+def make_hdf5(path: Path) -> Any:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path, "w") as file:
+        file["x"] = range(12)
+    return open_hdf5
+
+
+def make_lmdb(path: Path) -> Any:
+    lmdb = pytest.importorskip("lmdb")
+    with lmdb.open(str(path)) as environment, environment.begin(write=True) as transaction:
+        for number in range(12):
+            transaction.put(str(number).encode(), str(number).encode())
+    return open_lmdb
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", [Lazy, Eager])
+@pytest.mark.parametrize("make", [make_hdf5, make_lmdb])
+def test_databases_are_read_in_two_epochs_by_two_workers(
+    tmp_path: Path, make: Any, kind: Any, persistent: bool
+) -> None:
+    path = tmp_path / "data"
+    dataset = kind(path, make(path))
+    loader = DataLoader(dataset, batch_size=3, num_workers=2, persistent_workers=persistent)
+    for _ in range(2):
+        assert [x for batch in loader for x in batch.tolist()] == list(range(12))
+    loader.close()
+    if dataset.handle is not None:
+        assert read(dataset.handle, 5) == 5  # ours was left alone
+        dataset.handle.close()
+
+
+def test_an_open_hdf5_file_reaches_a_spawned_worker(tmp_path: Path) -> None:
+    dataset = Eager(tmp_path / "data", make_hdf5(tmp_path / "data"))
+    loader = DataLoader(dataset, batch_size=12, num_workers=1, multiprocessing_context="spawn")
+    assert [batch.tolist() for batch in loader] == [list(range(12))]
+    dataset.handle.close()

@@ -4,8 +4,8 @@
 
 Lambdas, closures, local classes and everything from ``__main__`` or a notebook travel by value
 (cloudpickle). Arrays and tensors leave the pickle stream as buffers that every worker maps
-copy-on-write. multiprocessing primitives travel as under spawn. What cannot travel is named down
-to its attribute.
+copy-on-write. multiprocessing primitives travel as under spawn, open handles are opened again.
+What cannot travel is named down to its attribute.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from penstock.engine.handles import Reopener
 from penstock.engine.memory import FileHandle, SharedFile, round_up
 
 _BUFFER_GRAIN = 64
@@ -53,6 +54,8 @@ class Packed:
     fds: list[int] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     """Who owns these descriptors: they stay open while workers may be started."""
+    notes: tuple[str, ...] = ()
+    """What was done with open handles and large arrays that the user may want to know."""
 
     def parcel_for(self, handle: FileHandle) -> Parcel:
         return replace(self.parcel, handle=handle)
@@ -109,6 +112,7 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, buffer_callback: Any = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.modules: set[str] = set()
+        self.handles = Reopener()
         self._reducers = _process_reducers()
 
     def reducer_override(self, obj: Any) -> Any:
@@ -125,8 +129,9 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = _reduce_tensor(obj)
             if reduced is not None:
                 return reduced
-        if isinstance(obj, io.IOBase) and _is_open_file(obj):
-            raise TypeError("an open file belongs to the process that opened it")
+        reopening = self.handles.reduce(obj)
+        if reopening is not None:
+            return reopening
         reducer = self._reducers.get(kind)
         if reducer is not None and not _is_unshared_storage(obj):
             return reducer(obj)
@@ -142,11 +147,6 @@ def _is_unshared_storage(obj: Any) -> bool:
         return False
     inner = getattr(obj, "_untyped_storage", None) or getattr(obj, "_storage", None) or obj
     return not inner.is_shared()
-
-
-def _is_open_file(obj: io.IOBase) -> bool:
-    in_memory = isinstance(obj, (io.BytesIO, io.StringIO))
-    return not in_memory and obj not in (sys.stdin, sys.stdout, sys.stderr)
 
 
 def _reduce_tensor(obj: Any) -> Any:
@@ -210,6 +210,7 @@ def serialise(objects: dict[str, Any]) -> Serialised:
         buffers=buffers,
         fds=stand_in.fds,
         kept=stand_in.kept,
+        notes=pickler.handles.notes,
         modules=tuple((name, _generation(name)) for name in sorted(_importable(pickler.modules))),
     )
 
@@ -222,6 +223,7 @@ class Serialised:
     buffers: list[pickle.PickleBuffer]
     fds: list[int]
     kept: list[Any]
+    notes: list[str]
     modules: tuple[tuple[str, int], ...]
 
     def seal(self) -> Packed:
@@ -246,7 +248,7 @@ class Serialised:
             num_bytes=end,
             modules=self.modules,
         )
-        return Packed(file, parcel, self.fds, self.kept)
+        return Packed(file, parcel, self.fds, self.kept, tuple(self.notes))
 
 
 def _importable(names: set[str]) -> set[str]:
