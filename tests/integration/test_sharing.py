@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from penstock import DataLoader, SharedDict, SharedList
+from penstock.engine import adoption
 from specimens import WAYS
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -198,3 +201,80 @@ def test_an_open_hdf5_file_reaches_a_spawned_worker(tmp_path: Path) -> None:
     loader = DataLoader(dataset, batch_size=12, num_workers=1, multiprocessing_context="spawn")
     assert [batch.tolist() for batch in loader] == [list(range(12))]
     dataset.handle.close()
+
+
+# -- large arrays ----------------------------------------------------------------------------------
+
+
+class Rows(Dataset):
+    """Sample i: the sum of the array without its first element, and that element."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return int(self.array[1:].sum()), int(self.array[0])
+
+
+class Scribbling(Rows):
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        self.array[len(self.array) // 2] = -1
+        return super().__getitem__(index)
+
+
+def family_pss(loader_iterator: Any) -> int:
+    pids = [os.getpid(), *(worker.pid for worker in loader_iterator._workers)]
+    return sum(psutil.Process(pid).memory_full_info().pss for pid in pids)
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption, "_busy_threads", list)
+
+
+@needs_proc
+@pytest.mark.legacy
+@pytest.mark.usefixtures("one_thread")
+def test_a_large_array_exists_once_and_twice_when_adoption_is_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def memory_with(array: Any) -> int:
+        batches = iter(DataLoader(Rows(array), batch_size=1, num_workers=2))
+        for _ in range(4):
+            next(batches)
+        total = family_pss(batches)
+        del batches
+        return total
+
+    num_bytes = 192 << 20
+    nothing = memory_with(np.zeros(8, np.uint8))
+    array = np.ones(num_bytes, np.uint8)
+    once = (memory_with(array) - nothing) / num_bytes
+    assert 0.9 < once < 1.15
+    del array
+    monkeypatch.setenv("PENSTOCK_ADOPT", "0")
+    twice = (memory_with(np.ones(num_bytes, np.uint8)) - nothing) / num_bytes
+    assert 1.9 < twice < 2.2
+
+
+@needs_proc
+@pytest.mark.legacy
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("way", ["nursery", "spawn"])
+def test_writes_on_either_side_stay_there_and_the_next_epoch_sees_ours(way: str) -> None:
+    array = np.ones(adoption.MIN_BYTES // 8 + 1000, np.int64)
+    for epoch in range(2):
+        array[0] = 10 + epoch
+        batches = iter(DataLoader(Scribbling(array), batch_size=2, **WAYS[way]))
+        first = next(batches)
+        array[1] = 1000  # the workers have theirs
+        second = next(batches)
+        array[1] = 1
+        assert (array[0], array.min()) == (10 + epoch, 1)
+        for sums, firsts in (first, second):
+            assert sums.tolist() == [len(array) - 3] * 2
+            assert firsts.tolist() == [10 + epoch] * 2
+        del batches
