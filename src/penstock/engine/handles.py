@@ -19,6 +19,7 @@ import sys
 from typing import Any
 
 from penstock.engine import databases
+from penstock.engine.mappings import Survey
 from penstock.engine.memmaps import reduce_memmap
 
 _MAX_TEXT_BYTES = 64 << 20
@@ -34,6 +35,7 @@ class Reopener:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self._survey = Survey()
         self._hdf5: dict[int, databases.Hdf5File] = {}
 
     def reduce(self, obj: Any) -> tuple[Any, ...] | None:
@@ -46,7 +48,7 @@ class Reopener:
             return _reduce_file(obj) if _is_open_file(obj) else None
         module = type(obj).__module__.partition(".")[0]
         if module == "numpy":
-            return reduce_memmap(obj, self.notes)
+            return reduce_memmap(obj, self._survey, self.notes)
         if module == "zipfile" and type(obj).__name__ == "ZipFile":
             return _reduce_zip(obj)
         if module == "tarfile" and type(obj).__name__ == "TarFile":

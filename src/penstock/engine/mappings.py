@@ -1,6 +1,7 @@
 """What lies at an address of this process? Linux tells in /proc; elsewhere nobody does.
 
 areas(start, end)         the mappings that cover a range, with their file, rights and flags
+Survey().at(address)      the same for one address, from a list that is read once
 is_unwritten(start, end)  has nobody written to this range of a private mapping of a file?
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import mmap
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +79,24 @@ def _area(head: re.Match[str], flags: frozenset[str]) -> Area:
         name=name,
         flags=flags,
     )
+
+
+class Survey:
+    """All mappings, listed once on first need: for many questions about what does not change."""
+
+    def __init__(self) -> None:
+        self._areas: list[Area] | None = None
+        self._starts: list[int] = []
+
+    def at(self, address: int) -> Area | None:
+        """The mapping at an address, if the system tells."""
+        if self._areas is None:
+            self._areas = areas(0, sys.maxsize)
+            self._starts = [area.start for area in self._areas]
+        place = bisect_right(self._starts, address) - 1
+        if place < 0 or self._areas[place].end <= address:
+            return None
+        return self._areas[place]
 
 
 def covers(found: list[Area], start: int, end: int) -> bool:

@@ -15,18 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.mappings import Area, address_of, areas, is_unwritten
+from penstock.engine.mappings import Area, Survey, address_of, areas, is_unwritten
 
 _MIN_BYTES = 1 << 16
 """A smaller array is cheaper in the parcel than as a mapping of its own."""
 
 
-def reduce_memmap(array: Any, notes: list[str]) -> tuple[Any, ...] | None:
-    """How to map it again; None: it is no mapped array, or must travel by value."""
+def reduce_memmap(array: Any, survey: Survey, notes: list[str]) -> tuple[Any, ...] | None:
+    """How to map it again; None: it is no mapped array, or must travel by value.
+
+    Args:
+        survey: One for all arrays: a dataset may map thousands of files.
+        notes: Gets a line where the array travels by value.
+    """
     root = _memmap_behind(array)
     if root is None or array.nbytes < _MIN_BYTES or array.dtype.hasobject:
         return None
-    reason = _why_not(root, array)
+    reason = _why_not(root, array, survey)
     if reason:
         notes.append(f"an array of {root.filename} travels by value: {reason}")
         return None
@@ -80,23 +85,31 @@ def _bounds(array: Any) -> tuple[int, int]:
     return low, high + array.itemsize
 
 
-def _why_not(root: Any, array: Any) -> str:
+def _why_not(root: Any, array: Any, survey: Survey) -> str:
     low, high = _bounds(array)
     begin = address_of(root._mmap)
     if not begin <= low <= high <= begin + len(root._mmap):
         return "it does not lie inside the mapping"
     try:
-        with open(root.filename, "rb") as file:
-            fresh = mmap.mmap(file.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ)
+        if not _is_still_there(root.filename, survey.at(begin)):
+            return "another file has that name now"
     except (OSError, ValueError) as error:
         return f"the file cannot be mapped again ({error})"
-    ours, theirs = _first(begin), _first(address_of(fresh))
-    if ours is not None and theirs is not None and ours.file != theirs.file:
-        return "another file has that name now"
     if root.mode == "c" and not is_unwritten(low, high):
         return "mode 'c', and it holds writes that are not in the file (or may: nobody can tell)"
     return ""
 
 
-def _first(address: int) -> Area | None:
-    return next(iter(areas(address, address + 1)), None)
+def _is_still_there(filename: Any, area: Area | None) -> bool:
+    """Does the name still lead to the file that is mapped here? True where nobody can tell."""
+    found = os.stat(filename)
+    if area is None:
+        return True
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+    if area.file == (device, str(found.st_ino)):
+        return True
+    # Overlays and btrfs list other numbers than stat gives: compare like with like.
+    with open(filename, "rb") as file:
+        fresh = mmap.mmap(file.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ)
+    place = address_of(fresh)
+    return [each.file for each in areas(place, place + 1)] == [area.file]
