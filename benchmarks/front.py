@@ -51,7 +51,7 @@ def run(name: str, question: str, cases: Cases, arguments: Sequence[str]) -> int
         command = shlex.join(["python", f"benchmarks/{name}.py", *arguments])
         content = {"benchmark": name, "date": today(), "command": command}
         path = save(
-            f"{name}-{options.save}",
+            options.save,
             {**content, "machine": machine, "versions": versions, "cases": records},
         )
         console.print(f"Saved as benchmarks/results/{path.name}")

@@ -56,9 +56,9 @@ def _cpu_model() -> str:
 
 
 def save(name: str, content: dict[str, Any]) -> Path:
-    """Write a result; returns where."""
+    """Write a result under the name of its benchmark; returns where."""
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    path = RESULTS / f"{content['benchmark']}-{name}.json"
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
 

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
+from penstock.engine.handles import is_handle
 from penstock.errors import CannotTravel
 
 _MAX_DEPTH = 12
@@ -55,8 +56,8 @@ def _descend(path: str, value: Any, reason: BaseException) -> tuple[str, Any, Ba
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    if type(value).__module__.startswith("multiprocessing"):
-        return  # a lock or queue is at fault as such, not some inner part of it
+    if type(value).__module__.startswith("multiprocessing") or is_handle(value):
+        return  # a lock, queue or open file is at fault as such, not some inner part of it
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):

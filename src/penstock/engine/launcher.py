@@ -116,6 +116,11 @@ class Launcher:
             theirs.close()
         return process, ours
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was done with open handles and large arrays on the way to the workers."""
+        return () if self._packed is None else self._packed.notes
+
     def close(self) -> None:
         """Drop the parcel; workers that are running have mapped it."""
         if self._packed is not None:

@@ -94,10 +94,30 @@ class SharedFile:
         self.num_bytes = offset + room
         return offset
 
+    def append(self, content: bytes | bytearray | memoryview) -> None:
+        """Write at the end, through the descriptor. Pairs with :meth:`settle`."""
+        view = memoryview(content).cast("B")
+        os.lseek(self.fd, self.num_bytes, os.SEEK_SET)
+        while view.nbytes:
+            written = os.write(self.fd, view[: 1 << 30])  # Windows and macOS stop short of 2 GiB
+            self.num_bytes += written
+            view = view[written:]
+
+    def settle(self) -> None:
+        """Round the size up after the last :meth:`append`, so that all of it can be mapped."""
+        self.num_bytes = round_up(max(self.num_bytes, 1))
+        os.ftruncate(self.fd, self.num_bytes)
+
     def map(self, offset: int, num_bytes: int, *, private: bool = False) -> mmap.mmap:
         """Map a piece; ``private`` gives copy-on-write pages that nobody else sees change."""
+        return self._map(offset, num_bytes, mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE)
+
+    def map_readonly(self, num_bytes: int) -> mmap.mmap:
+        """Map the beginning so that nobody can write to it, not even by mistake."""
+        return self._map(0, num_bytes, mmap.ACCESS_READ)
+
+    def _map(self, offset: int, num_bytes: int, access: int) -> mmap.mmap:
         length = round_up(max(num_bytes, 1), mmap.PAGESIZE)
-        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
         return mmap.mmap(self.fd, length, offset=offset, access=access)
 
     def close(self) -> None:

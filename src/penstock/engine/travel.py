@@ -4,8 +4,8 @@
 
 Lambdas, closures, local classes and everything from ``__main__`` or a notebook travel by value
 (cloudpickle). Arrays and tensors leave the pickle stream as buffers that every worker maps
-copy-on-write. multiprocessing primitives travel as under spawn. What cannot travel is named down
-to its attribute.
+copy-on-write. multiprocessing primitives travel as under spawn, open handles are opened again.
+What cannot travel is named down to its attribute.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from penstock.engine import adoption
+from penstock.engine.handles import Reopener
 from penstock.engine.memory import FileHandle, SharedFile, round_up
 
 _BUFFER_GRAIN = 64
+_MAX_FDS_BESIDE = 200
+"""One message to the nursery takes 250 descriptors, ours among them."""
 _inherited_fds: list[int] = []
 
 
@@ -40,6 +44,8 @@ class Parcel:
     spans: tuple[tuple[int, int], ...]
     num_bytes: int
     modules: tuple[tuple[str, int], ...]
+    apart: tuple[tuple[int, int], ...] = ()
+    """Buffers in a file of their own: which span, and which descriptor beside the parcel."""
 
 
 @dataclass
@@ -49,12 +55,17 @@ class Packed:
     file: SharedFile
     parcel: Parcel
     fds: list[int] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    """Who owns these descriptors: they stay open while workers may be started."""
+    notes: tuple[str, ...] = ()
+    """What was done with open handles and large arrays that the user may want to know."""
 
     def parcel_for(self, handle: FileHandle) -> Parcel:
         return replace(self.parcel, handle=handle)
 
     def close(self) -> None:
         self.file.close()
+        self.kept.clear()
 
 
 class _InheritedFd:
@@ -72,6 +83,12 @@ class _Spawning:
 
     def __init__(self) -> None:
         self.fds: list[int] = []
+        self.kept: list[Any] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Would one more descriptor be too many? What can travel as a copy then does."""
+        return len(self.fds) >= _MAX_FDS_BESIDE
 
     def duplicate_for_child(self, fd: int) -> int:
         if sys.platform == "win32":  # pragma: no cover
@@ -98,6 +115,8 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, buffer_callback: Any = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.modules: set[str] = set()
+        self.large_tensors: list[Any] = []
+        self.handles = Reopener()
         self._reducers = _process_reducers()
 
     def reducer_override(self, obj: Any) -> Any:
@@ -113,9 +132,11 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if torch is not None and isinstance(obj, torch.Tensor):
             reduced = _reduce_tensor(obj)
             if reduced is not None:
+                self._note_size(obj)
                 return reduced
-        if isinstance(obj, io.IOBase) and _is_open_file(obj):
-            raise TypeError("an open file belongs to the process that opened it")
+        reopening = self.handles.reduce(obj)
+        if reopening is not None:
+            return reopening
         reducer = self._reducers.get(kind)
         if reducer is not None and not _is_unshared_storage(obj):
             return reducer(obj)
@@ -124,6 +145,10 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
             _refuse_fork_primitive(obj)
         return super().reducer_override(obj)
 
+    def _note_size(self, tensor: Any) -> None:
+        if tensor.numel() * tensor.element_size() >= adoption.MIN_BYTES:
+            self.large_tensors.append(tensor)
+
 
 def _is_unshared_storage(obj: Any) -> bool:
     """A storage that torch would move to shared memory under its owner's feet."""
@@ -131,11 +156,6 @@ def _is_unshared_storage(obj: Any) -> bool:
         return False
     inner = getattr(obj, "_untyped_storage", None) or getattr(obj, "_storage", None) or obj
     return not inner.is_shared()
-
-
-def _is_open_file(obj: io.IOBase) -> bool:
-    in_memory = isinstance(obj, (io.BytesIO, io.StringIO))
-    return not in_memory and obj not in (sys.stdin, sys.stdout, sys.stderr)
 
 
 def _reduce_tensor(obj: Any) -> Any:
@@ -198,6 +218,9 @@ def serialise(objects: dict[str, Any]) -> Serialised:
         stream=stream,
         buffers=buffers,
         fds=stand_in.fds,
+        kept=stand_in.kept,
+        notes=pickler.handles.notes,
+        large_tensors=pickler.large_tensors,
         modules=tuple((name, _generation(name)) for name in sorted(_importable(pickler.modules))),
     )
 
@@ -209,31 +232,63 @@ class Serialised:
     stream: io.BytesIO
     buffers: list[pickle.PickleBuffer]
     fds: list[int]
+    kept: list[Any]
+    notes: list[str]
+    large_tensors: list[Any]
     modules: tuple[tuple[str, int], ...]
 
     def seal(self) -> Packed:
-        """Copy stream and buffers into shared memory. Pairs with :meth:`Packed.close`."""
+        """Copy stream and buffers into shared memory. Pairs with :meth:`Packed.close`.
+
+        A large buffer that can be shared with this process is not copied: see
+        :mod:`penstock.engine.adoption`.
+        """
         content = self.stream.getbuffer()
         views = [buffer.raw() for buffer in self.buffers]
+        adopted, notes = self._adopt(views)
         end = round_up(content.nbytes, _BUFFER_GRAIN)
         spans = []
-        for view in views:
+        for place, view in enumerate(views):
+            if place in adopted:
+                spans.append((adopted[place].start, view.nbytes))
+                continue
             spans.append((end, view.nbytes))
             end = round_up(end + view.nbytes, _BUFFER_GRAIN)
         file = SharedFile.create()
         file.grow(end)
         mapping = file.map(0, end)
         mapping[: content.nbytes] = content
-        for (start, length), view in zip(spans, views, strict=True):
-            mapping[start : start + length] = view
+        for place, ((start, length), view) in enumerate(zip(spans, views, strict=True)):
+            if place not in adopted:
+                mapping[start : start + length] = view
+        fds = [*self.fds, *(shared.file.fd for shared in adopted.values())]
         parcel = Parcel(
             handle=file.handle(),
             stream_bytes=content.nbytes,
             spans=tuple(spans),
             num_bytes=end,
             modules=self.modules,
+            apart=tuple((place, len(self.fds) + order) for order, place in enumerate(adopted)),
         )
-        return Packed(file, parcel, self.fds)
+        return Packed(file, parcel, fds, [*self.kept, *adopted.values()], tuple(notes))
+
+    def _adopt(self, views: list[memoryview]) -> tuple[dict[int, adoption.Adopted], list[str]]:
+        """The buffers that need no copy, by place; and what to say about the large ones."""
+        adopted: dict[int, adoption.Adopted] = {}
+        notes = list(self.notes)
+        for place, view in enumerate(views):
+            if view.nbytes < adoption.MIN_BYTES:
+                continue
+            size = f"{view.nbytes / 1e9:.2f} GB"
+            outcome: adoption.Adopted | str = "too many descriptors"
+            if len(self.fds) + len(adopted) < _MAX_FDS_BESIDE:
+                outcome = adoption.adopt(view, self.large_tensors)
+            if isinstance(outcome, str):
+                notes.append(f"a buffer of {size} is copied once for all workers: {outcome}")
+            else:
+                adopted[place] = outcome
+                notes.append(f"a buffer of {size} is shared with this process: no copy")
+        return adopted, notes
 
 
 def _importable(names: set[str]) -> set[str]:
@@ -265,6 +320,18 @@ def unpack(parcel: Parcel, fds: list[int]) -> dict[str, Any]:
     mapping = file.map(0, parcel.num_bytes, private=True)
     file.close()
     whole = memoryview(mapping)
-    buffers = [whole[start : start + length] for start, length in parcel.spans]
+    apart = {place: _map_apart(fds[fd], parcel.spans[place]) for place, fd in parcel.apart}
+    buffers = [
+        apart[place] if place in apart else whole[start : start + length]
+        for place, (start, length) in enumerate(parcel.spans)
+    ]
     objects: dict[str, Any] = pickle.loads(whole[: parcel.stream_bytes], buffers=buffers)
     return objects
+
+
+def _map_apart(fd: int, span: tuple[int, int]) -> memoryview:
+    file = SharedFile.attach(FileHandle(fd=fd))
+    start, length = span
+    mapping = file.map(0, start + length, private=True)
+    file.close()
+    return memoryview(mapping)[start : start + length]

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.engine.travel import Packed, Parcel, serialise, unpack
+from penstock.engine.travel import Packed, serialise, unpack
 from specimens import Numbers, assert_same
+from travelling import worker_side
 
 pytestmark = pytest.mark.legacy
-
-
-def worker_side(packed: Packed) -> Parcel:
-    """The parcel as a worker gets it: with a descriptor of its own, which unpacking closes."""
-    return packed.parcel_for(replace(packed.parcel.handle, fd=os.dup(packed.file.fd)))
 
 
 @contextmanager

@@ -1,0 +1,361 @@
+"""A large array and its workers share one copy; where that is not safe, it is copied and said."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import mmap
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine import adoption
+from penstock.engine.mappings import areas, is_unwritten
+from penstock.engine.travel import Packed, serialise
+from travelling import arrive
+
+pytestmark = [
+    pytest.mark.legacy,
+    pytest.mark.skipif(sys.platform != "linux", reason="Linux only"),
+]
+
+NUM_BYTES = adoption.MIN_BYTES + 3 * mmap.PAGESIZE + 40
+SLACK = 12 << 20
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program without threads: whatever earlier tests left waiting is not looked at."""
+    if threading.active_count() > 1:
+        monkeypatch.setattr(adoption, "_busy_threads", list)
+
+
+def numbers(num_bytes: int = NUM_BYTES) -> np.ndarray:
+    return np.arange(num_bytes // 8)
+
+
+def pack(value: Any) -> Packed:
+    return serialise({"value": value}).seal()
+
+
+def own_bytes() -> int:
+    """Memory of this process alone, and what it shares, each page counted once."""
+    total = 0
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        name, *rest = line.split()
+        total += int(rest[0]) * 1024 if name == "Anonymous:" else 0
+    return total
+
+
+def is_shared(packed: Packed) -> bool:
+    shared = [note.endswith("no copy") for note in packed.notes]
+    assert shared
+    assert len(packed.parcel.apart) == sum(shared)
+    return all(shared)
+
+
+VALUES: dict[str, Any] = {
+    "an array": numbers,
+    "rows of an array": lambda: np.arange(NUM_BYTES // 4)[NUM_BYTES // 16 :],
+    "columns first": lambda: np.asfortranarray(np.arange(1 << 23, dtype=np.int64).reshape(64, -1)),
+    "odd bytes": lambda: np.arange(NUM_BYTES + 7, dtype=np.uint8)[3:],
+    "a tensor": lambda: torch.arange(NUM_BYTES // 8),
+    "a view of a tensor": lambda: torch.arange(NUM_BYTES // 4)[1000:].view(2, -1),
+    "a tensor of NumPy's": lambda: torch.from_numpy(numbers()),
+    "a tensor that is not contiguous": lambda: torch.arange(NUM_BYTES // 4).view(-1, 2)[:, 0],
+}
+
+
+def as_array(value: Any) -> np.ndarray:
+    return np.ascontiguousarray(value.numpy() if isinstance(value, torch.Tensor) else value)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_content_and_address_stay_and_workers_see_the_same(name: str) -> None:
+    value = VALUES[name]()
+    address = as_array(value).ctypes.data if name == "an array" else None
+    expected = as_array(value).copy()
+    packed = pack(value)
+    assert is_shared(packed)
+    again = arrive(packed)
+    assert type(again) is type(value)
+    np.testing.assert_array_equal(as_array(again), expected)
+    np.testing.assert_array_equal(as_array(value), expected)
+    assert address in (None, as_array(value).ctypes.data)
+    packed.close()
+
+
+def test_nobody_s_writes_are_seen_by_anybody_else() -> None:
+    value = numbers()
+    packed = pack(value)
+    one, other = arrive(packed), arrive(packed)
+    middle = len(value) // 2
+    value[[0, middle, -1]] = -1
+    one[[1, middle + 1, -2]] = -2
+    assert [other[place] for place in (0, middle, 1, middle + 1)] == [0, middle, 1, middle + 1]
+    assert (value[middle + 1], one[middle]) == (middle + 1, middle)
+    packed.close()
+
+
+def test_there_is_one_copy_and_without_adoption_there_are_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    value = numbers()
+    before = own_bytes()
+    packed = pack(value)
+    assert own_bytes() - before < -NUM_BYTES + SLACK  # our pages are the file's now
+    packed.close()
+    monkeypatch.setenv("PENSTOCK_ADOPT", "0")
+    value = numbers()
+    before = own_bytes()
+    packed = pack(value)
+    assert abs(own_bytes() - before) < SLACK  # ours, and a copy in the parcel
+    assert packed.parcel.num_bytes > NUM_BYTES
+    assert "PENSTOCK_ADOPT=0" in packed.notes[0]
+    packed.close()
+
+
+@pytest.mark.parametrize("make", [numbers, lambda: torch.arange(NUM_BYTES // 8)])
+def test_a_second_epoch_uses_the_same_file_until_somebody_writes(make: Any) -> None:
+    value = make()
+    inodes = []
+    for epoch in range(4):
+        if epoch == 2:
+            value[len(value) // 2] = -1
+        packed = pack(value)
+        assert is_shared(packed)
+        inodes.append(os.fstat(packed.fds[0]).st_ino)
+        assert int(arrive(packed)[len(value) // 2]) == int(value[len(value) // 2])
+        packed.close()
+    assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_write_at_the_edges_is_noticed_too(place: int) -> None:
+    value = numbers()
+    pack(value).close()
+    value[place] = -5
+    packed = pack(value)
+    assert arrive(packed)[place] == -5
+    packed.close()
+
+
+def test_the_memory_and_the_descriptor_go_with_the_array() -> None:
+    num_fds = len(os.listdir("/proc/self/fd"))
+    for make in (numbers, lambda: torch.arange(NUM_BYTES // 8)):
+        value = make()
+        pack(value).close()
+        assert len(adoption._adopted) == 1
+        assert len(os.listdir("/proc/self/fd")) == num_fds + 1
+        del value
+        gc.collect()
+        assert adoption._adopted == {}
+        assert len(os.listdir("/proc/self/fd")) == num_fds
+        assert not any("memfd:penstock" in area.name for area in areas(0, sys.maxsize))
+
+
+def test_a_worker_started_after_the_array_is_gone_still_gets_it() -> None:
+    packed = pack(numbers())
+    gc.collect()
+    assert arrive(packed)[7] == 7
+    packed.close()
+
+
+def test_a_forked_child_that_writes_changes_its_own_array_only() -> None:
+    value = numbers()
+    pack(value).close()
+    child = os.fork()
+    if child == 0:
+        value[:] = 0  # in the child's own pages
+        os._exit(int(value.any()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert value[-1] == len(value) - 1
+
+
+def test_growing_in_place_copies_because_the_block_is_no_longer_one_mapping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unwatched:
+        def finalize(self, *_: Any) -> Any:
+            return self
+
+        ref = finalize
+
+    value = numbers()
+    monkeypatch.setattr(adoption, "weakref", Unwatched())
+    pack(value).close()
+    monkeypatch.undo()
+    adoption._adopted.clear()
+    value.resize(len(value) * 2, refcheck=False)  # realloc; NumPy refuses it while we watch
+    assert (value[1], value[len(value) // 2 - 1], value[-1]) == (1, len(value) // 2 - 1, 0)
+
+
+def test_two_views_that_overlap_both_arrive() -> None:
+    value = np.arange(2 * NUM_BYTES // 8)
+    packed = pack([value[: NUM_BYTES // 8 + 50], value[1000:]])
+    one, two = arrive(packed)
+    assert one[-1] == NUM_BYTES // 8 + 49
+    assert two[0] == 1000
+    np.testing.assert_array_equal(value, np.arange(len(value)))
+    packed.close()
+
+
+# -- where it is not safe --------------------------------------------------------------------------
+
+
+def reason_against(value: Any) -> str:
+    packed = pack(value)
+    assert not is_shared(packed)
+    assert packed.parcel.num_bytes > NUM_BYTES
+    np.testing.assert_array_equal(as_array(arrive(packed)), as_array(value))
+    packed.close()
+    return packed.notes[0]
+
+
+def test_a_small_array_is_copied_without_a_word() -> None:
+    packed = pack(np.zeros(1 << 20))
+    assert packed.notes == ()
+    assert packed.parcel.apart == ()
+    packed.close()
+
+
+def test_not_while_another_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, name="busy")
+    thread.start()
+    try:
+        assert "another thread" in reason_against(numbers())
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_threads_that_only_draw_progress_bars_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    done = threading.Event()
+
+    class Monitor(threading.Thread):
+        __module__ = "tqdm._monitor"
+
+        def run(self) -> None:
+            done.wait()
+
+    before = adoption._busy_threads()
+    monitor = Monitor()
+    monitor.start()
+    try:
+        assert adoption._busy_threads() == before
+    finally:
+        done.set()
+        monitor.join()
+
+
+def test_not_an_array_that_is_mapped_from_a_file(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", numbers())
+    mapped = np.load(tmp_path / "a.npy", mmap_mode="r+")
+    tensor = torch.from_numpy(np.asarray(mapped))
+    assert "another kind" in reason_against(tensor)
+
+
+def test_not_memory_of_others() -> None:
+    block = mmap.mmap(-1, NUM_BYTES + mmap.PAGESIZE)
+    assert "belongs to" in reason_against(np.frombuffer(block, np.uint8))
+    private = mmap.mmap(-1, NUM_BYTES + 64, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(private, dtype=torch.uint8)[32:]
+    assert "glibc" in reason_against(tensor) or "nobody can tell" in reason_against(tensor)
+
+
+def test_not_locked_memory() -> None:
+    value = numbers()
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = ctypes.c_void_p(value.ctypes.data)
+    if libc.mlock(address, ctypes.c_size_t(4096)):
+        pytest.skip("this user may not lock memory")
+    assert "locked" in reason_against(value)
+    libc.munlock(address, ctypes.c_size_t(4096))
+
+
+def test_not_memory_that_forks_do_not_inherit_as_drivers_ask_for() -> None:
+    value = numbers()
+    low, _ = adoption.whole_pages(value.ctypes.data, value.nbytes)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(mmap.PAGESIZE), 10) == 0
+    assert "special" in reason_against(value)
+
+
+def test_not_where_proc_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption, "areas", lambda *_, **__: [])
+    assert "nobody can tell" in reason_against(numbers())
+
+
+def test_not_with_a_gpu_library_that_may_have_pinned_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_driver(*arguments: Any, **keywords: Any) -> Any:
+        found = areas(*arguments, **keywords)
+        return [*found, adoption.Area(**{**vars(found[-1]), "name": "/usr/lib/libcuda.so.1"})]
+
+    monkeypatch.setattr(adoption, "areas", with_driver)
+    monkeypatch.setattr(adoption, "covers", lambda *_: True)
+    monkeypatch.setattr(adoption, "_why_not", lambda *_: "")
+    packed = pack(numbers())
+    assert is_shared(packed)  # the driver is loaded, but torch says that nothing is pinned
+    packed.close()
+    monkeypatch.setitem(sys.modules, "cupy", sys)
+    assert "cupy may have pinned it" in reason_against(numbers())
+
+
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_a_mapping_that_fails_in_the_middle_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, is_mended: bool
+) -> None:
+    calls = []
+    real = adoption._call_mmap
+
+    def fail_at_second(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == 2 or (len(calls) == 3 and not is_mended):
+            return errno.ENOMEM
+        return real(*arguments)
+
+    monkeypatch.setattr(adoption, "_call_mmap", fail_at_second)
+    value = numbers()
+    assert "mapping failed" in reason_against(value)
+    assert len(calls) == 3
+    np.testing.assert_array_equal(value, numbers())
+    monkeypatch.setattr(adoption, "_call_mmap", real)
+    packed = pack(value)  # the next time it works, over what is mapped in part
+    assert is_shared(packed)
+    packed.close()
+
+
+def test_a_file_that_cannot_grow_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(adoption, "_write", full)
+    assert "no space left" in reason_against(numbers())
+
+
+# -- what /proc tells ------------------------------------------------------------------------------
+
+
+def test_a_written_page_of_a_private_mapping_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * mmap.PAGESIZE))
+    with open(path, "r+b") as file:
+        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
+    start, end = mapped.ctypes.data, mapped.ctypes.data + mapped.nbytes
+    assert mapped.sum() == 0
+    assert is_unwritten(start, end)
+    mapped[40 * mmap.PAGESIZE] = 1
+    assert not is_unwritten(start, end)
+    assert is_unwritten(start, start + 40 * mmap.PAGESIZE)
