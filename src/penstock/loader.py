@@ -85,7 +85,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._asked_prefetch = prefetch_factor
         self._auto_workers = num_workers if self._is_auto else None
         self._work = Work()
-        self._has_warned = False
+        self._notes: dict[str, None] = {}
+        self._warned: set[str] = set()
         self.pool = pool
         self.randomness = randomness
         super().__init__(
@@ -112,7 +113,8 @@ class DataLoader(TorchDataLoader[_T_co]):
     @property
     def plan(self) -> Plan:
         """What this loader does here, each choice with its reason."""
-        return make_plan(here(), self._wish(), self._work_so_far())
+        plan = make_plan(here(), self._wish(), self._work_so_far())
+        return replace(plan, notes=tuple(self._notes))
 
     def _wish(self) -> Wish:
         context = self.multiprocessing_context
@@ -144,10 +146,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     def _get_iterator(self) -> Any:
         wish, work, facts = self._wish(), self._work_so_far(), here()
         plan = make_plan(facts, wish, work)
-        if not self._has_warned:
-            self._has_warned = True
-            for text in plan.warnings:
-                warnings.warn(text, stacklevel=3)
+        self._warn(plan, stacklevel=4)
         if should_measure(facts, wish, work, choose_start_method(facts, wish).value):
             inline = replace(self._setup(plan), pool="inline", num_workers=0)
             return AuditionIterator(self, inline, self._decide, self._settle)
@@ -166,7 +165,22 @@ class DataLoader(TorchDataLoader[_T_co]):
             depth=self._asked_prefetch,
             per_sample=plan.randomness.value == "sample",
             in_order=self.in_order,
+            tell=self._notes.setdefault,
+            learn=self._learn,
         )
+
+    def _warn(self, plan: Plan, stacklevel: int) -> None:
+        for text in plan.warnings:
+            if text not in self._warned:
+                self._warned.add(text)
+                warnings.warn(text, stacklevel=stacklevel)
+
+    def _learn(self, batch_bytes: int) -> None:
+        """A batch was seen: check what all of them together need. Called from: the iterator."""
+        if self._work.sample_bytes is None:
+            sample_bytes = batch_bytes // (self._rows_per_batch() or 1)
+            self._work = replace(self._work, sample_bytes=sample_bytes)
+            self._warn(self.plan, stacklevel=6)
 
     def _decide(self, measured: Measured) -> Setup:
         """What the batches loaded so far say. Called from: the audition."""

@@ -207,7 +207,7 @@ def test_auto_takes_the_usable_cores_and_says_why() -> None:
     assert 1 <= loader.num_workers <= cores
     assert loader.plan.num_workers.value == loader.num_workers
     assert loader.plan.num_workers.source == "rule"
-    assert "auto" in loader.plan.num_workers.reason
+    assert "usable core" in loader.plan.num_workers.reason
     assert len(collect(loader)) == 5
 
 

@@ -135,6 +135,11 @@ class Delivery:
                 raise StopIteration
             self._wait(started)
 
+    @property
+    def batch_bytes(self) -> int:
+        """The most memory that a batch has needed so far."""
+        return self._ring.needed_bytes
+
     # -- leasing ---------------------------------------------------------------------------------
 
     def _lease(self) -> None:

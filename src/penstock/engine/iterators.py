@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,10 @@ class Setup:
     depth: int | None
     per_sample: bool
     in_order: bool
+    tell: Callable[[str], None] = lambda note: None
+    """Takes notes about what was done where something is not as usual, for the user's plan."""
+    learn: Callable[[int], None] = lambda batch_bytes: None
+    """Told once how much memory a batch needs."""
 
 
 def _max_held_bytes() -> int:
@@ -190,6 +195,7 @@ class PooledIterator(_Iterator):
         self._turn = threading.Lock()
         self._owner = os.getpid()
         self._workers: list[Any] = []
+        self._has_learnt = False
 
     def _start(self, loader: Any, serialised: Serialised | None = None) -> None:
         """Start the workers and what delivers their batches."""
@@ -204,11 +210,13 @@ class PooledIterator(_Iterator):
             shared_seed=self._shared_seed,
         )
         memory = SharedFile.create()
+        if memory.note:
+            setup.tell(memory.note)
         cells = control_cells(memory)
         pool = self._make_pool(travellers(self, loader), task, memory, cells, serialised)
         self._delivery = Delivery(
             pool=pool,
-            ring=Ring(memory, max_held_bytes=_max_held_bytes()),
+            ring=Ring(memory, max_held_bytes=_max_held_bytes(), tell=setup.tell),
             cells=cells,
             task=task,
             depth=setup.depth,
@@ -253,6 +261,8 @@ class PooledIterator(_Iterator):
             memory=memory,
             serialised=serialised,
         )
+        for note in launcher.notes:
+            setup.tell(note)
         return ProcessPool(launcher, setup.num_workers, cells)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -273,6 +283,9 @@ class PooledIterator(_Iterator):
         with self._turn:  # several threads may share one iterator
             try:
                 batch = self._delivery.next()
+                if not self._has_learnt:
+                    self._has_learnt = True
+                    self._setup.learn(self._delivery.batch_bytes)
             except StopIteration:
                 if not self._persistent_workers:
                     self._shutdown_workers()

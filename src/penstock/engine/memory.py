@@ -46,6 +46,7 @@ class SharedFile:
         self.path = path
         self.is_sparse = is_sparse
         self.num_bytes = 0
+        self.note = ""
 
     @classmethod
     def create(cls, *, allow_memfd: bool = True) -> SharedFile:
@@ -58,17 +59,20 @@ class SharedFile:
             b'\\x00\\x00\\x00'
             >>> file.close()
         """
+        note = ""
         if allow_memfd and hasattr(os, "memfd_create"):
             try:
                 return cls(os.memfd_create("penstock", os.MFD_CLOEXEC), is_sparse=True)
-            except OSError:
-                pass  # an old kernel or a seccomp filter: the temporary file does the same work
+            except OSError as error:  # an old kernel or a seccomp filter
+                note = f"batches lie in a file in {tempfile.gettempdir()}: no memfd here ({error})"
         fd, path = tempfile.mkstemp(prefix="penstock-")
         if hasattr(os, "O_TEMPORARY"):  # Windows: workers open it by name, see FileHandle
             os.close(fd)
             return cls(_open_by_name(path), path=path, is_sparse=False)
         os.unlink(path)
-        return cls(fd, is_sparse=False)
+        file = cls(fd, is_sparse=False)
+        file.note = note
+        return file
 
     @classmethod
     def attach(cls, handle: FileHandle) -> SharedFile:

@@ -20,6 +20,7 @@ import mmap
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -62,12 +63,20 @@ class Ring:
     Args:
         file: The shared file that the slots are cut from.
         max_held_bytes: How much memory the user may hold in views before deliveries become copies.
+        tell: Takes a note when memory is not to be had as usual.
     """
 
-    def __init__(self, file: SharedFile, *, max_held_bytes: int) -> None:
+    def __init__(
+        self,
+        file: SharedFile,
+        *,
+        max_held_bytes: int,
+        tell: Callable[[str], None] = lambda note: None,
+    ) -> None:
         self._file = file
+        self._tell = tell
         self._max_held_bytes = max_held_bytes
-        self._needed = 0
+        self.needed_bytes = 0
         self._free: list[Slot] = []
         self._returned: deque[Slot] = deque()
         self._held: dict[Slot, int] = {}
@@ -79,24 +88,27 @@ class Ring:
         self._collect()
         while self._free:
             slot = self._free.pop()  # the last one used: its pages are mapped and in the cache
-            if slot.capacity >= self._needed:
+            if slot.capacity >= self.needed_bytes:
                 return slot
             self.num_slots -= 1  # too small by now: let it go
         self._add_segment()
         return self._free.pop()
 
     def _add_segment(self) -> None:
-        if self._needed:
-            capacity = round_up(self._needed + self._needed // 4)
+        if self.needed_bytes:
+            capacity = round_up(self.needed_bytes + self.needed_bytes // 4)
         else:
             capacity = PROVISIONAL_BYTES if self._file.is_sparse else PROVISIONAL_BYTES_ON_DISK
         count = min(MAX_SLOTS_PER_SEGMENT, max(FIRST_SLOTS, self.num_slots))
         try:
             segment = Segment(self._file.grow(capacity * count), capacity * count)
             mapping = self._file.map(*segment)
-        except OSError:
-            # A limit on address space or file size (ulimit -v, -f): one slot at a time, then.
-            capacity, count = self._needed or PROVISIONAL_BYTES_ON_DISK, 1
+        except OSError as error:
+            self._tell(
+                f"slots are made one at a time ({error}): a limit on address space or file size "
+                "(ulimit -v, ulimit -f), or a full disk"
+            )
+            capacity, count = self.needed_bytes or PROVISIONAL_BYTES_ON_DISK, 1
             capacity = round_up(capacity)
             segment = Segment(self._file.grow(capacity), capacity)
             mapping = self._file.map(*segment)
@@ -110,11 +122,11 @@ class Ring:
 
     def fit(self, num_bytes: int) -> None:
         """Learn that batches need this much: slots taken from now on are large enough."""
-        self._needed = max(self._needed, num_bytes)
+        self.needed_bytes = max(self.needed_bytes, num_bytes)
 
     def fits(self, slot: Slot) -> bool:
         """Is the slot large enough for what batches are known to need?"""
-        return slot.capacity >= self._needed
+        return slot.capacity >= self.needed_bytes
 
     def drop(self, slot: Slot) -> None:
         """Never use a slot again: a worker keeps a tensor that lies in it."""

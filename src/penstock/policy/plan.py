@@ -32,6 +32,7 @@ class Plan:
     Args:
         slot_memory: Bytes of shared memory for batches under way; None until a batch was seen.
         warnings: What was asked for and will hurt here, each with its reason.
+        notes: What was done on the way where something is not as usual, once workers have started.
     """
 
     pool: Choice
@@ -44,6 +45,7 @@ class Plan:
     slot_memory: Choice
     randomness: Choice
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -57,9 +59,10 @@ class Plan:
             name: {"value": choice.value, "reason": choice.reason, "source": choice.source}
             for name, choice in self.choices.items()
         }
-        return {**shown, "warnings": list(self.warnings)}
+        return {**shown, "warnings": list(self.warnings), "notes": list(self.notes)}
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.choices)
         rows = [f"{name:<{width}}  {choice}" for name, choice in self.choices.items()]
-        return "\n".join([*rows, *(f"warning: {text}" for text in self.warnings)])
+        rows += [f"warning: {text}" for text in self.warnings]
+        return "\n".join([*rows, *(f"note: {text}" for text in self.notes)])
