@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.loader import DataLoader as DataLoader
+    from penstock.policy.planning import plan as plan
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ _HOMES = {
     "DataLoader": "penstock.loader",
     "Choice": "penstock.policy.plan",
     "Plan": "penstock.policy.plan",
+    "plan": "penstock.policy.planning",
     "PenstockError": "penstock.errors",
     "WorkerDied": "penstock.errors",
     "WorkerTimeout": "penstock.errors",
