@@ -26,6 +26,7 @@ _HOMES = {
     "CannotTravel": "penstock.errors",
     "MismatchedSamples": "penstock.errors",
     "BadArgument": "penstock.errors",
+    "BadTarget": "penstock.errors",
 }
 
 __all__ = ["__version__", *_HOMES]

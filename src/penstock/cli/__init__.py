@@ -86,6 +86,53 @@ def demo(
     run_demo(DemoOptions(train_s=seconds, num_workers=num_workers, num_images=images))
 
 
+@app.command()
+def doctor(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[SCRIPT:NAME]", help="A dataset or loader to try."),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="The script's own.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For a program.")] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Ask torch which GPUs it can use, in a child process.")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show what the GPUs are doing.")] = False,
+    data: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", help="Where the data lies; several times.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples in a batch; the loader's, or 32.")
+    ] = None,
+    workers: Annotated[
+        str, typer.Option(metavar="auto|N", callback=_checked_workers, help="As planned, or N.")
+    ] = "auto",
+    timeout: Annotated[
+        float, typer.Option(min=1.0, max=86_400.0, help="Seconds for the dataset's trial.")
+    ] = 60.0,
+) -> None:
+    """Say what this machine is, what would be done here, and what is wrong, with its cure."""
+    if watch:
+        from penstock.cli.doctor.watch import run_watch
+
+        raise typer.Exit(run_watch(as_json=as_json))
+    from penstock.cli.doctor.command import DoctorOptions, run_doctor
+
+    options = DoctorOptions(
+        target=target,
+        arguments=tuple(arguments or ()),
+        folders=tuple(data or ()),
+        as_json=as_json,
+        asks_torch=gpu,
+        batch_size=batch_size,
+        num_workers=None if workers == "auto" else int(workers),
+        limit_s=timeout,
+    )
+    raise typer.Exit(run_doctor(options))
+
+
 def main() -> NoReturn:
     """Run the command line and exit.
 

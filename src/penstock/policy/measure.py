@@ -11,6 +11,8 @@ from typing import Any
 
 _STEP = 0.6180339887498949
 """The golden section: its multiples, taken modulo 1, fill the unit interval evenly at any count."""
+_TOO_SHORT_TO_WAIT_S = 100e-6
+"""The clocks are read at a microsecond's distance, and no disk answers in less than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,7 @@ def pace_of(samples: Iterable[TimedSample]) -> Pace | None:
     walls = sorted(wall_s for _, wall_s, _, _ in counted)
     total_s = max(sum(walls), 1e-9)
     slowest = max(counted, key=lambda row: row[1])
+    busy_share = min(1.0, sum(busy_s for _, _, busy_s, _ in counted) / total_s)
     return Pace(
         num_samples=len(good),
         first_s=good[0][1],
@@ -121,7 +124,7 @@ def pace_of(samples: Iterable[TimedSample]) -> Pace | None:
         slowest_s=slowest[1],
         slowest_index=slowest[0],
         mean_s=total_s / len(walls),
-        busy_share=min(1.0, sum(busy_s for _, _, busy_s, _ in counted) / total_s),
+        busy_share=busy_share if total_s / len(walls) > _TOO_SHORT_TO_WAIT_S else 1.0,
         sample_bytes=int(statistics.mean(size for _, _, _, size in good)),
     )
 
