@@ -19,7 +19,8 @@ SMALL_SHM_BYTES = 1 << 30
 """A container has 64 MiB unless told otherwise; a machine of its own has half its memory."""
 FEW_FILES = {"linux": 1024, "darwin": 256}
 """Less than what the system gives to everybody: somebody lowered it."""
-LITTLE_MEMORY_BYTES = 1 << 30
+LITTLE_MEMORY_BYTES, HARDLY_ANY_MEMORY_BYTES = 1 << 30, 256 << 20
+"""Guessed: a worker takes 50 MB and its batches; torch with the training step takes more."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 GPU_BUILDS = ("cuda", "hip", "xpu")
 BUILD_OF_VENDOR = {"nvidia": "cuda", "amd": "hip"}
@@ -83,8 +84,8 @@ def _judge_torch(machine: Machine, plan: Plan) -> Iterable[Problem]:
         yield Problem(
             code="torch-without-gpu",
             severity="note",
-            what=f"torch {machine.torch} is a CPU build, and there is a {card.name}",
-            why="the card stays idle",
+            what=f"torch {machine.torch} is a CPU build",
+            why=f"the {card.name} stays idle",
             cure="pip install torch --index-url https://download.pytorch.org/whl/"
             + ("cu128" if card.vendor == "nvidia" else "rocm6.4"),
         )
@@ -107,9 +108,10 @@ def _judge_start_method(machine: Machine, plan: Plan) -> Iterable[Problem]:
         return
     if machine.start_method == "fork":
         has_gpu = machine.torch_build in GPU_BUILDS and (machine.gpus or machine.has_gpu_context)
+        is_unsafe = has_gpu or machine.os == "darwin"  # Apple's frameworks crash after a fork
         yield Problem(
             code="fork-set",
-            severity="harm" if has_gpu else "note",
+            severity="harm" if is_unsafe else "note",
             what="somebody settled multiprocessing's start method on 'fork'",
             why="a forked child of a process that uses a GPU or threads hangs or crashes; "
             "Penstock's workers are not forked from this process, PyTorch's and others' are",
@@ -172,11 +174,13 @@ def _judge_memory(machine: Machine, plan: Plan) -> Iterable[Problem]:
     is_limit = free == machine.memory_limit_bytes
     yield Problem(
         code="memory-low",
-        severity="harm",
+        severity="harm" if free < HARDLY_ANY_MEMORY_BYTES else "note",
         what=f"{size(free)} of memory "
         + ("is all that the control group allows" if is_limit else "are free"),
         why="the kernel kills workers when it runs out",
-        cure="docker run --memory=8g ..." if is_limit else "DataLoader(..., num_workers=0)",
+        cure="docker run --memory=8g ..."
+        if is_limit
+        else "DataLoader(..., num_workers=1, prefetch_factor=2)",
     )
 
 
@@ -206,17 +210,19 @@ def _judge_threads(machine: Machine, plan: Plan) -> Iterable[Problem]:
     num_workers = plan.num_workers.value if plan.pool.value == "process" else 0
     settings = {name: machine.environment.get(name, "") for name in THREAD_VARIABLES}
     given = {name: int(text) for name, text in settings.items() if text.strip().isdecimal()}
-    for name, threads in given.items():
-        if num_workers and threads > 1 and threads * num_workers > cores:
-            yield Problem(
-                code="threads-times-workers",
-                severity="slow",
-                what=f"{name}={threads} with {count(num_workers, 'worker')}: "
-                f"{threads * num_workers} threads on {count(cores, 'core')}",
-                why="they take turns on the cores. Penstock starts its workers with one thread; "
-                "what a worker loads later, and PyTorch's workers, follow the variable",
-                cure=f"export {name}={max(1, cores // num_workers)}",
-            )
+    crowding = {name: n for name, n in given.items() if n > 1 and n * num_workers > cores}
+    if crowding:
+        name, threads = max(crowding.items(), key=lambda item: item[1])
+        fitting = max(1, cores // num_workers)
+        yield Problem(
+            code="threads-times-workers",
+            severity="slow",
+            what=f"{name}={threads} with {count(num_workers, 'worker')}: "
+            f"{threads * num_workers} threads on {count(cores, 'core')}",
+            why="they take turns on the cores. Penstock starts its workers with one thread; what "
+            "a worker loads later, and PyTorch's workers, follow the variable",
+            cure="export " + " ".join(f"{each}={fitting}" for each in crowding),
+        )
     seen = machine.num_affine_cpus or machine.num_cpus
     if machine.cpu_quota and seen >= 2 * cores and not given:
         yield Problem(

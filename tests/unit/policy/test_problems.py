@@ -84,8 +84,9 @@ def test_a_healthy_machine_has_no_problem(machine: Machine) -> None:
         ),
         ("quota-unseen", "slow", "OMP_NUM_THREADS=2", {"cpu_quota": 2.0}),
         ("few-files", "slow", "ulimit -n", {"max_fds": 200}),
-        ("memory-low", "harm", "num_workers=0", {"available_bytes": GIB // 2}),
-        ("memory-low", "harm", "--memory", {"memory_limit_bytes": GIB // 2}),
+        ("memory-low", "note", "num_workers=1", {"available_bytes": GIB // 2}),
+        ("memory-low", "harm", "num_workers=1", {"available_bytes": GIB // 8}),
+        ("memory-low", "note", "--memory", {"memory_limit_bytes": GIB // 2}),
         ("torch-missing", "harm", "pip install torch", {"torch_build": "none", "torch": None}),
         ("torch-without-gpu", "note", "cu128", {"torch_build": "cpu"}),
         ("gpu-driver", "harm", "reboot", {"gpu_trouble": "nvidia-smi did not answer in 2 s"}),
@@ -109,6 +110,11 @@ def test_fork_without_a_gpu_is_only_a_note() -> None:
     assert problems_of(machine)["fork-set"].severity == "note"
 
 
+def test_fork_on_macos_is_harm_without_a_gpu() -> None:
+    machine = healthy(os="darwin", is_start_method_set=True, torch_build="mps", gpus=())
+    assert problems_of(machine)["fork-set"].severity == "harm"
+
+
 def test_the_default_start_method_is_nobody_s_doing() -> None:
     assert problems_of(healthy(start_method="fork", is_start_method_set=False)) == {}
 
@@ -127,6 +133,10 @@ def test_threads_are_counted_against_the_workers_of_the_plan() -> None:
     assert "20 threads on 16 cores" in found.what
     assert found.cure == "export OMP_NUM_THREADS=3"
     assert problems_of(machine, Wish(num_workers=0)) == {}
+    both = healthy(environment={"OMP_NUM_THREADS": "8", "MKL_NUM_THREADS": "16"})
+    found = problems_of(both, Wish(num_workers=4))["threads-times-workers"]
+    assert found.what.startswith("MKL_NUM_THREADS=16 with 4 workers: 64 threads")
+    assert found.cure == "export OMP_NUM_THREADS=4 MKL_NUM_THREADS=4"
 
 
 @pytest.mark.parametrize("text", ["", "many", "-3", "1,2"])

@@ -70,7 +70,7 @@ def parts_of(dataset: Any) -> Iterator[Part]:
 
 def _children(part: Part) -> Iterator[Part]:
     value = part.value
-    if isinstance(value, _LEAVES) or hasattr(value, "nbytes"):
+    if isinstance(value, _LEAVES) or _is_array(value):
         return
     if isinstance(value, _CONTAINERS):
         yield from _elements(part)
@@ -132,7 +132,11 @@ def is_large(value: Any) -> bool:
     if not isinstance(value, _CONTAINERS) or len(value) <= MANY_ITEMS:
         return False
     items = itertools.islice(value.values() if isinstance(value, dict) else iter(value), _LOOK_AT)
-    return not any(hasattr(item, "nbytes") for item in items)
+    return not any(_is_array(item) for item in items)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def estimate_bytes(container: Any) -> int:
