@@ -307,6 +307,6 @@ def judge_storage(path: str, storage: Storage, *, is_data: bool = True) -> list[
             severity=severity,
             what=f"{path} lies on {kind}{on}",
             why=storage.advice,
-            cure=f"rsync -a {path} /path/on/an/ssd/",
+            cure=f"{'aws s3 sync' if '://' in path else 'rsync -a'} {path} /path/on/an/ssd/",
         )
     ]

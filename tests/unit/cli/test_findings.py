@@ -88,6 +88,7 @@ def test_a_dataset_in_order_has_no_problem() -> None:
             "dataset.table is a tensor on cuda:0",
             {"tensors_on_gpu": [{"path": "dataset.table", "device": "cuda:0"}]},
         ),
+        ("sample-on-gpu", "harm", "cuda:0", {"devices": ["cuda:0"]}),
         (
             "forms-differ",
             "harm",

@@ -17,7 +17,7 @@ import torch
 
 from penstock.cli.doctor import parts
 from penstock.cli.doctor.container_lines import find_line
-from penstock.cli.doctor.sample_form import are_equal, form_of, skeleton_of
+from penstock.cli.doctor.sample_form import are_equal, devices_in, form_of, skeleton_of
 
 pytestmark = pytest.mark.legacy
 
@@ -178,6 +178,39 @@ def test_paths_that_exist_are_found_and_other_texts_are_not(tmp_path: Path) -> N
     assert parts.path_in(file) == str(tmp_path)
     for value in ("no such file", "", "x" * 5000, "a\0b", 7, None):
         assert parts.path_in(value) is None
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it lies on a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:1")
+
+
+def test_a_tensor_on_a_gpu_is_found_in_datasets_and_samples() -> None:
+    class Data:
+        def __init__(self) -> None:
+            self.tables = {"x": [torch.zeros(1).as_subclass(OnGpu)]}
+
+    found = {
+        part.path: parts.device_of(part.value)
+        for part in parts.parts_of(Data())
+        if parts.device_of(part.value)
+    }
+    assert found == {"dataset.tables['x'][0]": "cuda:1"}
+    assert devices_in((torch.zeros(2), {"a": torch.zeros(1).as_subclass(OnGpu)})) == {"cuda:1"}
+
+
+def test_an_object_whose_attributes_raise_is_passed_by() -> None:
+    class Odd:
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+        def __getattribute__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    assert len(list(parts.parts_of([Odd(), "x"]))) == 3
 
 
 def test_a_tensor_on_the_cpu_is_on_no_gpu() -> None:

@@ -145,6 +145,14 @@ def _judge_travel(notes: Notes) -> Iterator[Problem]:
             why="it cannot be sent to a worker process; batches are moved to the GPU in the loop",
             cure=f"{path} = {path}.cpu()",
         )
+    for device in notes.get("devices", ()):
+        yield Problem(
+            code="sample-on-gpu",
+            severity="harm",
+            what=f"samples are tensors on {device}",
+            why="every worker would open the GPU, and memory of a GPU does not travel back",
+            cure=f"batch = batch.to({device!r}, non_blocking=True)  # in the loop, not __getitem__",
+        )
     travel = notes.get("travel")
     if travel and not travel["is_ok"] and travel.get("path") not in on_gpu:
         yield Problem(

@@ -65,12 +65,19 @@ def parts_of(dataset: Any) -> Iterator[Part]:
         keep.append(part.value)
         yield part
         if depth < _MAX_DEPTH:
-            queue.extend((child, depth + 1) for child in _children(part))
+            queue.extend((child, depth + 1) for child in _known_children(part))
+
+
+def _known_children(part: Part) -> list[Part]:
+    try:
+        return list(_children(part))
+    except Exception:  # an object whose attributes raise when they are looked at
+        return []
 
 
 def _children(part: Part) -> Iterator[Part]:
     value = part.value
-    if isinstance(value, _LEAVES) or _is_array(value):
+    if isinstance(value, _LEAVES) or is_array(value):
         return
     if isinstance(value, _CONTAINERS):
         yield from _elements(part)
@@ -94,18 +101,14 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
         return
-    for name, cell in zip(
-        getattr(getattr(value, "__code__", None), "co_freevars", ()),
-        getattr(value, "__closure__", None) or (),
-        strict=False,
-    ):
-        try:
-            yield f"<closure {name}>", cell.cell_contents
-        except ValueError:
-            continue  # a cell that was never filled
+    if isinstance(value, types.FunctionType):
+        yield from _closure(value)
     if isinstance(value, types.MethodType):
         yield "__self__", value.__self__
-    own = getattr(value, "__dict__", None)
+    try:
+        own = vars(value)
+    except Exception:  # it has none, or a __getattribute__ that fails
+        own = {}
     if isinstance(own, dict):
         yield from list(own.items())
     for kind in type(value).__mro__:
@@ -117,6 +120,14 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                     yield name, member.__get__(value)
                 except AttributeError:
                     continue  # a slot that was never filled
+
+
+def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"<closure {name}>", cell.cell_contents
+        except ValueError:
+            continue  # a cell that was never filled
 
 
 # -- what is worth knowing of a part ------------------------------------------------------------
@@ -132,11 +143,13 @@ def is_large(value: Any) -> bool:
     if not isinstance(value, _CONTAINERS) or len(value) <= MANY_ITEMS:
         return False
     items = itertools.islice(value.values() if isinstance(value, dict) else iter(value), _LOOK_AT)
-    return not any(_is_array(item) for item in items)
+    return not any(is_array(item) for item in items)
 
 
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
+def is_array(value: Any) -> bool:
+    """Is it a tensor or an array, of whatever library?"""
+    # Asked of the type: an object's own __getattr__ may do or raise anything.
+    return hasattr(type(value), "shape") and hasattr(type(value), "dtype")
 
 
 def estimate_bytes(container: Any) -> int:

@@ -145,7 +145,7 @@ def _dataset_rows(notes: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "is", "not known: see the problems below"
     if notes.get("type"):
         length = notes.get("length")
-        shown = "no length" if length is None else count(length, "sample")
+        shown = "no length" if length is None else f"{length:,} samples"
         loader = notes.get("loader")
         through = f", from a {loader['made_by']} DataLoader" if loader else ""
         yield "is", f"{notes['type']} ({notes['kind']}), {shown}{through}"
@@ -182,6 +182,7 @@ def _travel_rows(notes: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             f"yes, in {duration(travel['took_s'])}: {size(travel['private_bytes'])} for each "
             f"worker, {size(travel['shared_bytes'])} shared by all",
         )
+        yield from (("", note) for note in travel["notes"])
     elif travel:
         yield "travels", f"no: {travel['what']}"
     batch = notes.get("batch")

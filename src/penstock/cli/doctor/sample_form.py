@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.cli.doctor.parts import device_of, is_array
+
 _SHOWN_ITEMS = 6
 _MAX_DEPTH = 6
 
@@ -17,7 +19,7 @@ def form_of(sample: Any, depth: int = _MAX_DEPTH) -> str:
         >>> form_of(({"name": "cat", "box": [1, 2]}, 3.5))
         '({name: str, box: [int, int]}, float)'
     """
-    if hasattr(sample, "shape") and hasattr(sample, "dtype"):
+    if is_array(sample):
         numbers = ", ".join(str(int(length)) for length in sample.shape)
         dtype = str(sample.dtype).removeprefix("torch.")
         return f"{type(sample).__name__} {dtype} [{numbers}]"
@@ -52,7 +54,7 @@ def skeleton_of(sample: Any, depth: int = _MAX_DEPTH) -> Any:
         >>> skeleton_of([1, "a"]) == skeleton_of([2, "b"]) != skeleton_of([1])
         True
     """
-    if hasattr(sample, "shape") and hasattr(sample, "dtype"):
+    if is_array(sample):
         return tuple(int(length) for length in sample.shape)
     if depth == 0 or isinstance(sample, (str, bytes)):
         return type(sample).__name__
@@ -63,6 +65,21 @@ def skeleton_of(sample: Any, depth: int = _MAX_DEPTH) -> Any:
     if isinstance(sample, (bool, int, float)):
         return "number"
     return type(sample).__name__
+
+
+def devices_in(sample: Any) -> set[str]:
+    """The GPUs on which tensors of a sample lie.
+
+    Example:
+        >>> devices_in([1, "a"])
+        set()
+    """
+    if isinstance(sample, Mapping):
+        sample = list(sample.values())
+    if isinstance(sample, (list, tuple)):
+        return set().union(*map(devices_in, sample))
+    device = device_of(sample)
+    return set() if device is None else {device}
 
 
 def are_equal(one: Any, other: Any) -> bool:
@@ -78,7 +95,7 @@ def are_equal(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(are_equal, one, other))
-    if hasattr(one, "shape") and hasattr(one, "dtype"):
+    if is_array(one):
         if tuple(one.shape) != tuple(other.shape) or one.dtype != other.dtype:
             return False
         same: Any = (one == other) | ((one != one) & (other != other))  # NaN equals NaN here

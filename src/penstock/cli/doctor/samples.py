@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.cli.doctor.sample_form import are_equal, form_of, skeleton_of
+from penstock.cli.doctor.sample_form import are_equal, devices_in, form_of, skeleton_of
 from penstock.cli.doctor.user_code import describe_error, place_of
 from penstock.policy.measure import Pace, TimedSample, pace_of, timed_samples
 
@@ -46,6 +46,7 @@ class SampleTrial:
     num_yielded: int | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
     forms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    devices: set[str] = field(default_factory=set)
 
     def run(self) -> dict[str, Any]:
         """Load samples for about two seconds; the notes of it."""
@@ -55,6 +56,7 @@ class SampleTrial:
             "samples": asdict(self.pace) if self.pace is not None else None,
             "errors": self.errors,
             "forms": list(self.forms.values()),
+            "devices": sorted(self.devices),
             "draws": sorted(watch.moved),
             "num_yielded": self.num_yielded,
         }
@@ -93,6 +95,7 @@ class SampleTrial:
         skeleton = repr(skeleton_of(timed.sample))
         if skeleton not in self.forms and len(self.forms) < MAX_FORMS:
             self.forms[skeleton] = {"index": timed.index, "form": form_of(timed.sample)}
+            self.devices |= devices_in(timed.sample)
 
     # -- the ends ----------------------------------------------------------------------------------
 

@@ -170,6 +170,7 @@ class Stages:
                 "took_s": time.perf_counter() - start_s,
                 "private_bytes": sent.stream.getbuffer().nbytes,
                 "shared_bytes": sum(buffer.raw().nbytes for buffer in sent.buffers),
+                "notes": list(getattr(sent, "notes", ())),
             }
         )
         return True
@@ -177,21 +178,30 @@ class Stages:
     def _look_inside(self) -> list[tuple[str, Any, Any]]:
         """Note what is found; the generators are given back, to see whether samples move them."""
         self.notes.doing("looking inside the dataset")
-        containers, on_gpu, folders, generators = [], [], dict[str, None](), []
+        found: dict[str, list[Any]] = {"containers": [], "tensors_on_gpu": [], "folders": []}
+        generators: list[tuple[str, Any, Any]] = []
         for part in parts.parts_of(self.dataset):
-            if parts.is_large(part.value):
-                containers.append(self._describe_container(part))
-            device = parts.device_of(part.value)
-            if device is not None:
-                on_gpu.append({"path": part.path, "device": device})
-            state = parts.generator_state(part.value)
-            if state is not None:
-                generators.append((part.path, part.value, state))
-            folder = parts.path_in(part.value) if len(folders) < MAX_PATHS else None
-            if folder is not None:
-                folders[folder] = None
-        self.notes.save(containers=containers, tensors_on_gpu=on_gpu, folders=list(folders))
+            try:
+                self._judge_part(part, found, generators)
+            except Exception:  # an object that cannot even be asked what it is
+                continue
+        self.notes.save(**found)
         return generators
+
+    def _judge_part(
+        self, part: parts.Part, found: dict[str, list[Any]], generators: list[tuple[str, Any, Any]]
+    ) -> None:
+        if parts.is_large(part.value):
+            found["containers"].append(self._describe_container(part))
+        device = parts.device_of(part.value)
+        if device is not None:
+            found["tensors_on_gpu"].append({"path": part.path, "device": device})
+        state = parts.generator_state(part.value)
+        if state is not None:
+            generators.append((part.path, part.value, state))
+        folder = parts.path_in(part.value) if len(found["folders"]) < MAX_PATHS else None
+        if folder is not None and folder not in found["folders"]:
+            found["folders"].append(folder)
 
     def _describe_container(self, part: parts.Part) -> dict[str, Any]:
         line = find_line(part, self.target.script, self.target.name)
@@ -260,8 +270,7 @@ class Stages:
             ),
             stays_because=None if travel["is_ok"] else travel["what"],
         )
-        here = machine()
-        self.notes.save(machine=asdict(here), plan=make_plan(here, wish, work).to_dict())
+        self.notes.save(plan=make_plan(machine(), wish, work).to_dict())
 
 
 def _held(path: str, generator: Any, before: Any) -> dict[str, Any]:

@@ -89,7 +89,9 @@ def main(folder: str, options_text: str) -> None:
             }
         )
     notes.save(is_finished=True)
-    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads and exit handlers of the script's may wait for ever; the parent cleans up
 
 
 def _try(notes: Notes, options: dict[str, Any], deadline: float) -> None:
@@ -112,7 +114,3 @@ def _try(notes: Notes, options: dict[str, Any], deadline: float) -> None:
         options=options,
         deadline=deadline,
     ).run()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
