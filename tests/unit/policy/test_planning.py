@@ -112,6 +112,18 @@ def test_exceptions_are_told_and_not_counted_in_the_pace() -> None:
     assert pace_of(timed[1:2]) is None
 
 
+def test_waiting_is_told_from_working_on_a_busy_machine() -> None:
+    def work(index: int) -> int:
+        return sum(range(30_000))
+
+    working = pace_of(timed_samples(work, range(100), limit_s=60.0))
+    waiting = pace_of(timed_samples(lambda index: time.sleep(0.005), range(10), limit_s=60.0))
+    assert working is not None
+    assert waiting is not None
+    assert working.busy_share > 0.8
+    assert waiting.busy_share < 0.3
+
+
 def test_a_limit_of_nothing_still_loads_what_must_be_loaded() -> None:
     assert len(list(timed_samples(lambda i: i, range(10), limit_s=0.0, at_least=3))) == 3
 
