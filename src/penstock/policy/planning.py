@@ -48,8 +48,6 @@ def plan(
 
     Example:
         >>> import penstock
-        >>> print(penstock.plan(range(1000), batch_size=10, num_workers=2).num_workers)
-        2 (asked: num_workers was given)
         >>> print(penstock.plan(range(1000), batch_size=10).pool.value)
         inline
     """

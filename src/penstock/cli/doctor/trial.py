@@ -71,27 +71,18 @@ def main(folder: str, options_text: str) -> None:
     try:
         _try(notes, options, deadline)
     except TrialFailed as failed:
-        notes.save(
-            failure={
-                "kind": failed.kind,
-                "what": failed.what,
-                "where": failed.where,
-                "cure": failed.cure,
-            }
-        )
+        notes.save(failure=_failure(failed.kind, failed.what, failed.where, failed.cure))
     except Exception as error:  # ours or the script's: never a traceback
-        notes.save(
-            failure={
-                "kind": "failed",
-                "what": f"trying the dataset failed with {describe_error(error)}",
-                "where": place_of(error),
-                "cure": "",
-            }
-        )
+        what = f"trying the dataset failed with {describe_error(error)}"
+        notes.save(failure=_failure("failed", what, place_of(error), ""))
     notes.save(is_finished=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads and exit handlers of the script's may wait for ever; the parent cleans up
+
+
+def _failure(kind: str, what: str, where: str | None, cure: str) -> dict[str, str | None]:
+    return {"kind": kind, "what": what, "where": where, "cure": cure}
 
 
 def _try(notes: Notes, options: dict[str, Any], deadline: float) -> None:
