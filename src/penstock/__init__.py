@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.machine.collect import machine as machine
     from penstock.machine.facts import Gpu as Gpu
     from penstock.machine.facts import Machine as Machine
+    from penstock.policy.planning import plan as plan
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ _HOMES = {
     "machine": "penstock.machine",
     "Machine": "penstock.machine.facts",
     "Gpu": "penstock.machine.facts",
+    "plan": "penstock.policy.planning",
     "PenstockError": "penstock.errors",
     "WorkerDied": "penstock.errors",
     "WorkerTimeout": "penstock.errors",
@@ -34,6 +36,7 @@ _HOMES = {
     "CannotTravel": "penstock.errors",
     "MismatchedSamples": "penstock.errors",
     "BadArgument": "penstock.errors",
+    "BadTarget": "penstock.errors",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -7,6 +7,7 @@
     +-- CannotTravel       [T01]  also TypeError and pickle.PicklingError: not serialisable
     +-- MismatchedSamples  [S01]  also RuntimeError: samples of one batch differ in shape or form
     +-- BadArgument        [A01]  also ValueError: an argument of ours has a value we do not know
+    +-- BadTarget          [D01]  also ValueError: there is nothing to try at ``script.py:name``
 
 Each class also derives from what PyTorch or the standard library raises in that place, so an
 ``except RuntimeError`` written for PyTorch's DataLoader keeps working. Every code has a page under
@@ -112,3 +113,9 @@ class BadArgument(PenstockError, ValueError):
     """An argument that only Penstock knows has a value that it does not know."""
 
     code = "A01"
+
+
+class BadTarget(PenstockError, ValueError):
+    """What a command was told to try, as ``script.py:name``, cannot be found or read."""
+
+    code = "D01"

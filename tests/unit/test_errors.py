@@ -19,6 +19,7 @@ ALSO = {
     errors.CannotTravel: (TypeError, pickle.PicklingError),
     errors.MismatchedSamples: (RuntimeError,),
     errors.BadArgument: (ValueError,),
+    errors.BadTarget: (ValueError,),
 }
 
 

@@ -86,6 +86,63 @@ def demo(
     run_demo(DemoOptions(train_s=seconds, num_workers=num_workers, num_images=images))
 
 
+_Target = Annotated[
+    str | None, typer.Argument(metavar="[SCRIPT:NAME]", help="A dataset or loader to try.")
+]
+_Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="The script's own.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="For a program.")]
+_Gpu = Annotated[
+    bool, typer.Option("--gpu", help="Ask torch which GPUs it can use, in a child process.")
+]
+_Watch = Annotated[bool, typer.Option("--watch", help="Show what the GPUs are doing.")]
+_Data = Annotated[
+    list[str] | None, typer.Option(metavar="PATH", help="Where the data lies; several times.")
+]
+_BatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Samples in a batch; the loader's, or 32.")
+]
+_Workers = Annotated[
+    str, typer.Option(metavar="auto|N", callback=_checked_workers, help="As planned, or N.")
+]
+_Timeout = Annotated[
+    float, typer.Option(min=1.0, max=86_400.0, help="Seconds for the dataset's trial.")
+]
+
+
+@app.command()
+def doctor(
+    target: _Target = None,
+    arguments: _Arguments = None,
+    as_json: _Json = False,
+    gpu: _Gpu = False,
+    watch: _Watch = False,
+    data: _Data = None,
+    batch_size: _BatchSize = None,
+    workers: _Workers = "auto",
+    timeout: _Timeout = 60.0,
+) -> None:
+    """Say what this machine is, what would be done here, and what is wrong, with its cure."""
+    if watch:
+        from penstock.cli.doctor.watch import run_watch
+
+        raise typer.Exit(run_watch(as_json=as_json))
+    from penstock.cli.doctor.command import DoctorOptions, run_doctor
+
+    options = DoctorOptions(
+        target=target,
+        arguments=tuple(arguments or ()),
+        folders=tuple(data or ()),
+        as_json=as_json,
+        asks_torch=gpu,
+        batch_size=batch_size,
+        num_workers=None if workers == "auto" else int(workers),
+        limit_s=timeout,
+    )
+    raise typer.Exit(run_doctor(options))
+
+
 def main() -> NoReturn:
     """Run the command line and exit.
 

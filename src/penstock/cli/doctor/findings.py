@@ -1,0 +1,270 @@
+"""What in the notes of a trial is a problem, and what cures it? Pure: notes in, problems out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from penstock.policy.problem import Problem
+from penstock.policy.wording import count, duration, size
+
+UNEVEN = 5.0
+"""A tenth of the samples takes this many times the median: worth saying."""
+UNEVEN_FROM_S = 1e-3
+HEAVY_BYTES = 256 << 20
+"""Sent to each worker as a private copy: more than the worker itself takes."""
+_SHOWN_INDICES = 3
+
+Notes = Mapping[str, Any]
+
+
+def find_dataset_problems(notes: Notes) -> list[Problem]:
+    """Everything in a trial's notes that somebody should do something about.
+
+    Example:
+        >>> for problem in find_dataset_problems({"length": 0, "kind": "map"}):
+        ...     print(problem.code, problem.severity)
+        empty harm
+    """
+    judges = (
+        _judge_failure,
+        _judge_length,
+        _judge_ends,
+        _judge_errors,
+        _judge_travel,
+        _judge_containers,
+        _judge_forms,
+        _judge_batch,
+        _judge_randomness,
+        _judge_pace,
+        _judge_workers,
+    )
+    return [problem for judge in judges for problem in judge(notes)]
+
+
+def _judge_failure(notes: Notes) -> Iterator[Problem]:
+    failure = notes.get("failure")
+    if failure:
+        yield Problem(
+            code=f"trial-{failure['kind']}",
+            severity="harm",
+            what=failure["what"],
+            why="the trial of the dataset ended there",
+            cure=failure["cure"],
+            where=failure["where"],
+        )
+
+
+# -- length ----------------------------------------------------------------------------------------
+
+
+def _judge_length(notes: Notes) -> Iterator[Problem]:
+    error = notes.get("length_error")
+    if error and not (error["is_absent"] and notes.get("kind") == "iterable"):
+        yield Problem(
+            code="no-length",
+            severity="harm",
+            what="the dataset has no __len__"
+            if error["is_absent"]
+            else f"len(dataset) raises {error['what']}",
+            why="a loader cannot make an order without it, unless it is given a sampler",
+            cure="def __len__(self): return len(self.samples)",
+            where=error["where"],
+        )
+    if notes.get("length") == 0:
+        yield Problem(
+            code="empty",
+            severity="harm",
+            what="len(dataset) is 0",
+            why="there is nothing to load; a path or a filter is wrong",
+            cure="assert len(dataset) > 0",
+        )
+
+
+def _judge_ends(notes: Notes) -> Iterator[Problem]:
+    length = notes.get("length")
+    found = notes.get("num_reachable")
+    if found is None and notes.get("kind") == "iterable":
+        found = notes.get("num_yielded")
+    is_short = length is not None and found is not None and 0 < found != length
+    if is_short:
+        how = "yields" if notes.get("kind") == "iterable" else "has"
+        yield Problem(
+            code="length-lies",
+            severity="harm",
+            what=f"len(dataset) is {length:,}, but the dataset {how} {found:,}",
+            why="an epoch ends in an exception, or has a wrong number of batches",
+            cure=f"def __len__(self): return {found}",
+        )
+    elif notes.get("goes_on_after_end"):
+        yield Problem(
+            code="no-end",
+            severity="note",
+            what=f"dataset[{length}] gives a sample, although len(dataset) is {length:,}",
+            why="samples past the length are never loaded; `for sample in dataset` does not end",
+            cure="if not 0 <= index < len(self): raise IndexError(index)",
+        )
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def _judge_errors(notes: Notes) -> Iterator[Problem]:
+    reachable = notes.get("num_reachable") or 0
+    alike: dict[tuple[str, str | None], list[Any]] = {}
+    for error in notes.get("errors", ()):
+        is_past = error["is_index_error"] and 0 < reachable <= _as_int(error["index"])
+        if not is_past:  # else the length lies, which was said
+            alike.setdefault((error["what"], error["where"]), []).append(error["index"])
+    for (what, where), indices in alike.items():
+        shown = ", ".join(f"dataset[{index!r}]" for index in indices[:_SHOWN_INDICES])
+        if notes.get("kind") == "iterable":
+            shown = f"sample {indices[0]} of the stream"
+        more = f" and {len(indices) - _SHOWN_INDICES} more" * (len(indices) > _SHOWN_INDICES)
+        yield Problem(
+            code="sample-raises",
+            severity="harm",
+            what=f"{shown}{more} raised {what}",
+            why="an epoch ends there",
+            cure=f"if index == {indices[0]!r}: breakpoint()  # in __getitem__",
+            where=where,
+        )
+
+
+def _as_int(index: Any) -> int:
+    return index if isinstance(index, int) else -1
+
+
+def _judge_travel(notes: Notes) -> Iterator[Problem]:
+    on_gpu = {item["path"]: item["device"] for item in notes.get("tensors_on_gpu", ())}
+    for path, device in on_gpu.items():
+        yield Problem(
+            code="tensor-on-gpu",
+            severity="harm",
+            what=f"{path} is a tensor on {device}",
+            why="it cannot be sent to a worker process; batches are moved to the GPU in the loop",
+            cure=f"{path} = {path}.cpu()",
+        )
+    for device in notes.get("devices", ()):
+        yield Problem(
+            code="sample-on-gpu",
+            severity="harm",
+            what=f"samples are tensors on {device}",
+            why="every worker would open the GPU, and memory of a GPU does not travel back",
+            cure=f"batch = batch.to({device!r}, non_blocking=True)  # in the loop, not __getitem__",
+        )
+    travel = notes.get("travel")
+    if travel and not travel["is_ok"] and travel.get("path") not in on_gpu:
+        yield Problem(
+            code="cannot-travel",
+            severity="harm",
+            what=travel["what"],
+            why="without travel there are no worker processes; num_workers='auto' loads inline",
+            cure=travel["cure"] or "DataLoader(..., pool='thread')",
+        )
+
+
+def _judge_containers(notes: Notes) -> Iterator[Problem]:
+    for item in notes.get("containers", ()):
+        yield Problem(
+            code="large-container",
+            severity="slow",
+            what=f"{item['path']} is a {item['kind']} of {item['num_items']:,} Python objects, "
+            f"about {size(item['num_bytes'])}",
+            why=f"every worker gets a copy of its own. Now: {item['now']}",
+            cure=item["instead"],
+            where=item["where"],
+        )
+    travel = notes.get("travel") or {}
+    if not notes.get("containers") and travel.get("private_bytes", 0) > HEAVY_BYTES:
+        yield Problem(
+            code="heavy",
+            severity="slow",
+            what=f"{size(travel['private_bytes'])} of the dataset are Python objects",
+            why="every worker gets a copy of its own; arrays and tensors are shared",
+            cure="self.table = numpy.asarray(self.table)",
+        )
+
+
+def _judge_forms(notes: Notes) -> Iterator[Problem]:
+    forms = notes.get("forms", ())
+    if len(forms) < 2 or not notes.get("stacks_by_default"):
+        return
+    one, other = forms[:2]
+    yield Problem(
+        code="forms-differ",
+        severity="harm",
+        what=f"dataset[{one['index']!r}] is {one['form']}, dataset[{other['index']!r}] is "
+        f"{other['form']}",
+        why="samples that differ in shape cannot be stacked into one batch",
+        cure="DataLoader(..., collate_fn=list)  # or resize in __getitem__",
+    )
+
+
+def _judge_batch(notes: Notes) -> Iterator[Problem]:
+    batch = notes.get("batch")
+    if batch and not batch["is_ok"] and len(notes.get("forms", ())) < 2:
+        yield Problem(
+            code="batch-fails",
+            severity="harm",
+            what=f"a batch through one worker failed: {batch['what']}",
+            why="its samples loaded in one process, alone",
+            cure="DataLoader(..., num_workers=0)  # to see it without a worker",
+            where=batch["where"],
+        )
+
+
+# -- what is odd or slow ---------------------------------------------------------------------------
+
+
+def _judge_randomness(notes: Notes) -> Iterator[Problem]:
+    held = notes.get("held_generators", ())
+    for item in held:
+        yield Problem(
+            code="held-generator",
+            severity="harm" if item["has_moved"] else "note",
+            what=f"{item['path']} is a {item['type']} of the dataset's own"
+            + (", and samples draw from it" if item["has_moved"] else ""),
+            why="each worker gets the same copy, so samples repeat each other's numbers, and they "
+            "change with the number of workers",
+            cure="random.random(), numpy.random.rand() or torch.rand() in __getitem__",
+        )
+    if notes.get("repeats") is False and not any(item["has_moved"] for item in held):
+        yield Problem(
+            code="unrepeatable",
+            severity="note",
+            what="a sample loaded twice with the same seeds is not the same",
+            why="it draws from something that no seed reaches (a numpy.random.default_rng() made "
+            "anew, the clock), or it counts its calls",
+            cure="random.random(), numpy.random.rand() or torch.rand() in __getitem__",
+        )
+
+
+def _judge_pace(notes: Notes) -> Iterator[Problem]:
+    pace = notes.get("samples")
+    if not pace or pace["p90_s"] < UNEVEN_FROM_S:
+        return
+    if pace["p90_s"] > UNEVEN * pace["median_s"]:
+        yield Problem(
+            code="uneven",
+            severity="note",
+            what=f"a tenth of the samples takes {duration(pace['p90_s'])} or more, the median is "
+            f"{duration(pace['median_s'])}",
+            why="one slow sample holds up its batch; Penstock shares a batch out over all workers",
+            cure=f"dataset[{pace['slowest_index']!r}]  # {duration(pace['slowest_s'])}",
+        )
+
+
+def _judge_workers(notes: Notes) -> Iterator[Problem]:
+    loader, plan = notes.get("loader"), notes.get("plan")
+    if not loader or not plan or loader["num_workers"] != 0:
+        return
+    choice = plan["num_workers"]
+    if choice["source"] == "measured" and choice["value"] > 0:
+        yield Problem(
+            code="no-workers",
+            severity="slow",
+            what=f"the loader has num_workers=0; the plan is {count(choice['value'], 'worker')}",
+            why=choice["reason"],
+            cure=f"DataLoader(..., num_workers={choice['value']})",
+        )

@@ -1,0 +1,208 @@
+"""What lies inside a dataset? Large containers, tensors on a GPU, generators, paths.
+
+Only looks: nothing is called, loaded or changed. Of a long list the first few elements speak for
+the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+MANY_ITEMS = 100_000
+"""More small Python objects than this cost each worker tens of megabytes and seconds to send."""
+_MAX_PARTS = 20_000
+_MAX_DEPTH = 8
+_LOOK_AT = 32
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_LEAVES = (str, bytes, bytearray, int, float, complex, bool, type, types.ModuleType, PurePath)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Something inside the dataset.
+
+    Args:
+        path: How to get there, as in ``dataset.table['names']``.
+        owner, attribute: The object that holds it, or holds what holds it, and by which name.
+    """
+
+    path: str
+    value: Any
+    owner: Any
+    attribute: str
+
+
+def parts_of(dataset: Any) -> Iterator[Part]:
+    """Everything inside a dataset, nearest first.
+
+    Example:
+        >>> class Data:
+        ...     def __init__(self):
+        ...         self.table = {"names": ["a", "b"]}
+        >>> [part.path for part in parts_of(Data())][:3]
+        ['dataset', 'dataset.table', "dataset.table['names']"]
+    """
+    queue = deque([(Part(path="dataset", value=dataset, owner=None, attribute=""), 0)])
+    seen: set[int] = set()
+    keep: list[Any] = []  # an id is only good while its object lives
+    for _ in range(_MAX_PARTS):
+        if not queue:
+            return
+        part, depth = queue.popleft()
+        if id(part.value) in seen:
+            continue
+        seen.add(id(part.value))
+        keep.append(part.value)
+        yield part
+        if depth < _MAX_DEPTH:
+            queue.extend((child, depth + 1) for child in _known_children(part))
+
+
+def _known_children(part: Part) -> list[Part]:
+    try:
+        return list(_children(part))
+    except Exception:  # an object whose attributes raise when they are looked at
+        return []
+
+
+def _children(part: Part) -> Iterator[Part]:
+    value = part.value
+    if isinstance(value, _LEAVES) or is_array(value):
+        return
+    if isinstance(value, _CONTAINERS):
+        yield from _elements(part)
+        return
+    for name, child in _attributes(value):
+        yield Part(path=f"{part.path}.{name}", value=child, owner=value, attribute=name)
+
+
+def _elements(part: Part) -> Iterator[Part]:
+    value = part.value
+    if isinstance(value, dict):
+        pairs: Iterator[tuple[Any, Any]] = iter(value.items())
+    else:
+        pairs = enumerate(value)
+    for key, child in itertools.islice(pairs, _LOOK_AT):
+        path = f"{part.path}[{key!r:.40}]"
+        yield Part(path=path, value=child, owner=part.owner, attribute=part.attribute)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+        return
+    if isinstance(value, types.FunctionType):
+        yield from _closure(value)
+    if isinstance(value, types.MethodType):
+        yield "__self__", value.__self__
+    try:
+        own = vars(value)
+    except Exception:  # it has none, or a __getattribute__ that fails
+        own = {}
+    if isinstance(own, dict):
+        yield from list(own.items())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            member = kind.__dict__.get(name)
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    yield name, member.__get__(value)
+                except AttributeError:
+                    continue  # a slot that was never filled
+
+
+def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"<closure {name}>", cell.cell_contents
+        except ValueError:
+            continue  # a cell that was never filled
+
+
+# -- what is worth knowing of a part ------------------------------------------------------------
+
+
+def is_large(value: Any) -> bool:
+    """Is it a container of so many small Python objects that each worker suffers?
+
+    Example:
+        >>> is_large(["x"] * 200_000), is_large(["x"] * 10)
+        (True, False)
+    """
+    if not isinstance(value, _CONTAINERS) or len(value) <= MANY_ITEMS:
+        return False
+    items = itertools.islice(value.values() if isinstance(value, dict) else iter(value), _LOOK_AT)
+    return not any(is_array(item) for item in items)
+
+
+def is_array(value: Any) -> bool:
+    """Is it a tensor or an array, of whatever library?"""
+    # Asked of the type: an object's own __getattr__ may do or raise anything.
+    return hasattr(type(value), "shape") and hasattr(type(value), "dtype")
+
+
+def estimate_bytes(container: Any) -> int:
+    """What a large container takes as Python objects, judged by its first elements."""
+    items: Any = container.items() if isinstance(container, dict) else container
+    few = [_own_bytes(item) for item in itertools.islice(iter(items), _LOOK_AT)]
+    return sys.getsizeof(container) + len(container) * sum(few) // max(1, len(few))
+
+
+def _own_bytes(item: Any, depth: int = 3) -> int:
+    total = sys.getsizeof(item)
+    if depth and isinstance(item, _CONTAINERS):
+        inner: Any = (
+            itertools.chain(*item.items()) if isinstance(item, dict) else itertools.islice(item, 64)
+        )
+        total += sum(_own_bytes(child, depth - 1) for child in inner)
+    return total
+
+
+def device_of(value: Any) -> str | None:
+    """The GPU on which a tensor lies; None for anything else."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return None
+    return None if value.device.type in ("cpu", "meta") else str(value.device)
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a generator object that a dataset holds; None for anything else.
+
+    The global ones do not count: workers have their own.
+    """
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if isinstance(value, random.Random):
+        is_global = value is random._inst or isinstance(value, random.SystemRandom)
+        return None if is_global else value.getstate()
+    if numpy is not None:
+        if isinstance(value, numpy.random.Generator):
+            return repr(value.bit_generator.state)
+        if isinstance(value, numpy.random.RandomState) and value is not numpy.random.mtrand._rand:
+            return repr(value.get_state(legacy=False))
+    if torch is not None and isinstance(value, torch.Generator):
+        return None if value is torch.default_generator else bytes(value.get_state().tolist())
+    return None
+
+
+def path_in(value: Any) -> str | None:
+    """The folder of a file or folder that a text or path names and that exists."""
+    if not isinstance(value, (str, PurePath)):
+        return None
+    text = str(value)
+    if not 1 < len(text) < 1024 or "\n" in text or "\0" in text:
+        return None
+    if os.path.isdir(text):
+        return text
+    return os.path.dirname(os.path.abspath(text)) if os.path.isfile(text) else None

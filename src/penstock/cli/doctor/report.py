@@ -1,0 +1,192 @@
+"""What the doctor found, for a person: facts, plan, dataset, problems. Built from plain records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from penstock.machine.facts import Gpu, Machine
+from penstock.machine.storage import Storage
+from penstock.policy.problem import Problem
+from penstock.policy.wording import count, duration, size
+
+_STYLES = {"harm": "bold red", "slow": "yellow", "note": "cyan"}
+_GENERATORS = {"python": "random", "numpy": "numpy.random", "torch": "torch"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """All that the doctor found.
+
+    Args:
+        plan: As :meth:`penstock.policy.plan.Plan.to_dict` gives it.
+        seen_by_torch: The GPUs that torch can use, where it was asked.
+        dataset: The notes of a trial.
+    """
+
+    machine: Machine
+    plan: Mapping[str, Any]
+    problems: list[Problem]
+    storage: Mapping[str, Storage]
+    seen_by_torch: tuple[Gpu, ...] | None = None
+    dataset: Mapping[str, Any] | None = None
+
+
+def print_report(console: Console, findings: Findings) -> None:
+    """Print all of it. In a pipe there is no colour, and no line is broken to paste wrong."""
+    _section(console, "Machine", _machine_rows(findings))
+    if findings.dataset is not None:
+        _section(console, f"Dataset {findings.dataset['target']}", _dataset_rows(findings.dataset))
+    choices = {name: value for name, value in findings.plan.items() if isinstance(value, dict)}
+    rows = [
+        (name, f"{choice['value']}  ({choice['source']}: {choice['reason']})")
+        for name, choice in choices.items()
+    ]
+    _section(console, "Plan", rows)
+    _print_problems(console, findings.problems)
+
+
+def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    kept = list(rows)
+    width = max((len(name) for name, _ in kept), default=0)
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    for name, value in kept:
+        line = Text.assemble(("  " + name.ljust(width) + "  ", "dim"), value)
+        console.print(line, soft_wrap=True)
+    console.print()
+
+
+def _print_problems(console: Console, problems: list[Problem]) -> None:
+    console.print(Text("Problems", style="bold"), soft_wrap=True)
+    if not problems:
+        console.print(Text("  none found", style="green"), soft_wrap=True)
+    for problem in problems:
+        where = f"{problem.where}: " if problem.where else ""
+        lines = (
+            Text.assemble(
+                (f"  {problem.severity}  ", _STYLES[problem.severity]), where + problem.what
+            ),
+            Text(f"        {problem.why}", style="dim"),
+            Text.assemble("        ", ("cure: ", "green"), (problem.cure, "bold")),
+        )
+        for line in lines if problem.cure else lines[:2]:
+            console.print(line, soft_wrap=True)
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def _machine_rows(findings: Findings) -> Iterable[tuple[str, str]]:
+    machine = findings.machine
+    yield "system", ", ".join(filter(None, (machine.os, machine.os_version, machine.architecture)))
+    quota = f", quota {machine.cpu_quota:.3g}" if machine.cpu_quota else ""
+    usable = f"{machine.usable_cores} of {count(machine.num_cpus, 'core')} usable{quota}"
+    yield "processor", ", ".join(filter(None, (machine.cpu_model, usable)))
+    yield "memory", _memory(machine)
+    yield "python", _software(machine)
+    yield "GPUs", _gpus(machine)
+    if findings.seen_by_torch is not None:
+        names = [gpu.name for gpu in findings.seen_by_torch]
+        yield "torch can use", ", ".join(names) or "no GPU"
+    settled = "settled" if machine.is_start_method_set else "by default"
+    yield "start method", f"{machine.start_method} ({settled})"
+    if machine.environment:
+        texts = [f"{name}={value}" for name, value in machine.environment.items()]
+        yield "environment", ", ".join(texts)
+    turbo = {True: " (Pillow with turbo)", False: " (Pillow without turbo)"}
+    decoders = ", ".join(machine.decoders) or "none"
+    yield "JPEG decoders", decoders + turbo.get(machine.has_turbo, "")  # type: ignore[arg-type]
+    for path, storage in findings.storage.items():
+        on = " ".join(filter(None, (storage.device, storage.filesystem)))
+        yield "data", f"{path}: {storage.kind}" + (f" ({on})" if on else "")
+
+
+def _memory(machine: Machine) -> str:
+    texts = [f"{size(machine.available_bytes)} free of {size(machine.memory_bytes)}"]
+    if machine.memory_limit_bytes:
+        texts.append(f"limit {size(machine.memory_limit_bytes)}")
+    if machine.shm_bytes is not None:
+        texts.append(f"/dev/shm {size(machine.shm_bytes)}")
+    if machine.max_fds is not None:
+        texts.append(f"{machine.max_fds:,} open files")
+    return ", ".join(texts)
+
+
+def _software(machine: Machine) -> str:
+    build = machine.torch_build
+    if machine.torch_build_version:
+        build += f" {machine.torch_build_version}"
+    texts = [machine.python, f"torch {machine.torch} ({build})" if machine.torch else "no torch"]
+    if machine.numpy:
+        texts.append(f"NumPy {machine.numpy}")
+    return ", ".join(texts)
+
+
+def _gpus(machine: Machine) -> str:
+    cards = []
+    for gpu in machine.gpus:
+        memory = size(gpu.memory_bytes) if gpu.memory_bytes else None
+        facts = ", ".join(filter(None, (gpu.architecture, memory)))
+        cards.append(f"{gpu.name} ({facts})" if facts else gpu.name)
+    if not cards:
+        return "none seen" + (f": {machine.gpu_trouble}" if machine.gpu_trouble else "")
+    return f"{', '.join(cards)}; by {machine.gpus_seen_by}"
+
+
+# -- the dataset -----------------------------------------------------------------------------------
+
+
+def _dataset_rows(notes: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    if not notes.get("type"):
+        yield "is", "not known: see the problems below"
+    if notes.get("type"):
+        length = notes.get("length")
+        shown = "no length" if length is None else f"{length:,} samples"
+        loader = notes.get("loader")
+        through = f", from a {loader['made_by']} DataLoader" if loader else ""
+        yield "is", f"{notes['type']} ({notes['kind']}), {shown}{through}"
+    if notes.get("forms"):
+        yield "a sample", notes["forms"][0]["form"]
+    yield from _pace_rows(notes.get("samples"))
+    yield from _travel_rows(notes)
+    if notes.get("draws"):
+        drawn = ", ".join(_GENERATORS[name] for name in notes["draws"])
+        yield "randomness", f"samples draw from {drawn}: set for each sample"
+    elif "draws" in notes:
+        yield "randomness", "no global generator moved"
+
+
+def _pace_rows(pace: Mapping[str, Any] | None) -> Iterable[tuple[str, str]]:
+    if not pace:
+        return
+    yield (
+        "time",
+        f"{duration(pace['median_s'])} median, {duration(pace['p10_s'])} to "
+        f"{duration(pace['p90_s'])} (tenth to ninetieth percentile), "
+        f"{duration(pace['slowest_s'])} slowest; {pace['num_samples']:,} tried, the first took "
+        f"{duration(pace['first_s'])}",
+    )
+    waiting = 1 - pace["busy_share"]
+    yield "", f"{size(pace['sample_bytes'])} each; {waiting:.0%} of the time is waiting"
+
+
+def _travel_rows(notes: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    travel = notes.get("travel")
+    if travel and travel["is_ok"]:
+        yield (
+            "travels",
+            f"yes, in {duration(travel['took_s'])}: {size(travel['private_bytes'])} for each "
+            f"worker, {size(travel['shared_bytes'])} shared by all",
+        )
+        yield from (("", note) for note in travel["notes"])
+    elif travel:
+        yield "travels", f"no: {travel['what']}"
+    batch = notes.get("batch")
+    if batch and batch["is_ok"]:
+        held = batch["worker_bytes"]
+        worker = f"; the worker holds {size(held)} of its own" if held else ""
+        yield "a batch", f"{batch['form']}, the first after {duration(batch['first_s'])}{worker}"

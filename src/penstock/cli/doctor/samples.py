@@ -1,0 +1,190 @@
+"""What do samples do when they are loaded? Time, form, exceptions, randomness, the ends.
+
+Called from: the trial's process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.cli.doctor.sample_form import are_equal, devices_in, form_of, skeleton_of
+from penstock.cli.doctor.user_code import describe_error, place_of
+from penstock.policy.measure import Pace, TimedSample, pace_of, timed_samples
+
+SAMPLES_S = 2.0
+AT_LEAST = 3
+MAX_SAMPLES = 10_000
+MAX_ERRORS = 5
+MAX_FORMS = 2
+WATCHED = 64
+"""Samples before and after which the generators are compared: about 0.1 ms each time."""
+
+
+@dataclass(kw_only=True)
+class SampleTrial:
+    """Loads samples of one dataset and notes what happens.
+
+    Args:
+        length: What the dataset says of itself, if it says something.
+        indices: Which samples to load; for a stream, only how many.
+        doing: Told what is about to be loaded, in case it never comes back.
+    """
+
+    dataset: Any
+    is_iterable: bool
+    length: int | None
+    indices: Iterable[Any]
+    doing: Callable[[str], None]
+    good: list[Any] = field(default_factory=list)
+    pace: Pace | None = None
+    num_yielded: int | None = None
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    forms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    devices: set[str] = field(default_factory=set)
+
+    def run(self) -> dict[str, Any]:
+        """Load samples for about two seconds; the notes of it."""
+        watch = _Watch()
+        self.pace = pace_of(self._noted(watch))
+        return {
+            "samples": asdict(self.pace) if self.pace is not None else None,
+            "errors": self.errors,
+            "forms": list(self.forms.values()),
+            "devices": sorted(self.devices),
+            "draws": sorted(watch.moved),
+            "num_yielded": self.num_yielded,
+        }
+
+    def _noted(self, watch: _Watch) -> Iterator[TimedSample]:
+        loaded = timed_samples(
+            self._loader(), watch.before_each(self.indices), SAMPLES_S, at_least=AT_LEAST
+        )
+        for timed in loaded:
+            watch.compare()
+            if isinstance(timed.error, StopIteration) and self.is_iterable:
+                self.num_yielded = timed.index
+                return
+            if timed.error is None:
+                self.good.append(timed.index)
+                self._note_form(timed)
+            elif len(self.errors) < MAX_ERRORS:
+                self.errors.append(_error_note(timed))
+            yield timed
+            if timed.error is not None and self.is_iterable:
+                return  # a stream does not go on after an exception
+
+    def _loader(self) -> Callable[[Any], Any]:
+        stream = iter(self.dataset) if self.is_iterable else None
+
+        def load(index: Any) -> Any:
+            self.doing(f"loading {self.name_of(index)}")
+            return self.dataset[index] if stream is None else next(stream)
+
+        return load
+
+    def name_of(self, index: Any) -> str:
+        return f"sample {index} of the stream" if self.is_iterable else f"dataset[{index!r}]"
+
+    def _note_form(self, timed: TimedSample) -> None:
+        skeleton = repr(skeleton_of(timed.sample))
+        if skeleton not in self.forms and len(self.forms) < MAX_FORMS:
+            self.forms[skeleton] = {"index": timed.index, "form": form_of(timed.sample)}
+            self.devices |= devices_in(timed.sample)
+
+    # -- the ends ----------------------------------------------------------------------------------
+
+    def try_ends(self) -> dict[str, Any]:
+        """Does the length lie? The last sample must be there, and none after it."""
+        if self.is_iterable or not self.length:
+            return {}
+        notes: dict[str, Any] = {}
+        if not self._is_there(self.length - 1):
+            notes["num_reachable"] = self._count_reachable(self.length)
+        notes["goes_on_after_end"] = self._is_there(self.length, is_surely=True)
+        return notes
+
+    def _is_there(self, index: int, *, is_surely: bool = False) -> bool:
+        """Is there a sample? One that fails for another reason than its index is there, but bad."""
+        if index in self.good:
+            return True
+        self.doing(f"loading {self.name_of(index)}")
+        try:
+            self.dataset[index]
+        except (IndexError, KeyError):
+            return False
+        except Exception:
+            return not is_surely
+        return True
+
+    def _count_reachable(self, length: int) -> int:
+        """By halving: samples are taken to be there up to some index, and not after it."""
+        low, high = -1, length - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._is_there(middle):
+                low = middle
+            else:
+                high = middle
+        return low + 1
+
+    # -- randomness --------------------------------------------------------------------------------
+
+    def try_twice(self) -> dict[str, Any]:
+        """Is a sample the same when all three global generators are?"""
+        if self.is_iterable or not self.good:
+            return {}
+        index = self.good[0]
+        self.doing(f"loading {self.name_of(index)} twice")
+        twins = []
+        for _ in range(2):
+            random.seed(0)
+            np.random.seed(0)
+            torch.default_generator.manual_seed(0)
+            try:
+                twins.append(self.dataset[index])
+            except Exception:  # it loaded before: it keeps a count of its own, say
+                return {}
+        return {"repeats": are_equal(*twins)}
+
+
+class _Watch:
+    """Which global generators do samples draw from? Compared around each of the first samples."""
+
+    def __init__(self) -> None:
+        self.moved: set[str] = set()
+        self._before: dict[str, Any] | None = None
+
+    def before_each(self, indices: Iterable[Any]) -> Iterator[Any]:
+        for place, index in enumerate(indices):
+            self._before = _states() if place < WATCHED else None
+            yield index
+
+    def compare(self) -> None:
+        if self._before is not None:
+            after = _states()
+            self.moved |= {name for name, state in after.items() if state != self._before[name]}
+
+
+def _states() -> dict[str, Any]:
+    numpy_state: Any = np.random.get_state(legacy=False)
+    return {
+        "python": random.getstate(),
+        "numpy": (numpy_state["state"]["pos"], numpy_state["state"]["key"].tobytes()),
+        "torch": torch.default_generator.get_state().numpy().tobytes(),
+    }
+
+
+def _error_note(timed: TimedSample) -> dict[str, Any]:
+    assert timed.error is not None
+    return {
+        "index": timed.index,
+        "what": describe_error(timed.error),
+        "where": place_of(timed.error),
+        "is_index_error": isinstance(timed.error, (IndexError, KeyError)),
+    }

@@ -1,0 +1,200 @@
+"""Runs a script up to the name that is wanted, and no further.
+
+    child process of the doctor:
+    statement, statement, ... the one that binds the name | a training loop: never run
+                                                          | def, class, import: still run
+
+The body of ``if __name__ == "__main__":`` counts as top level. Definitions further down are run
+too, because methods of the dataset may call them.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from penstock.cli.doctor.target import Target, bound_names
+from penstock.cli.doctor.user_code import describe_error, place_of
+
+_PLAIN = (str, bytes, int, float, complex, types.ModuleType)
+
+
+class TrialFailed(Exception):
+    """The trial cannot go on; the text says why.
+
+    Args:
+        kind: ``"script"``, ``"name"`` or ``"making"``.
+    """
+
+    def __init__(self, kind: str, what: str, where: str | None = None, cure: str = "") -> None:
+        super().__init__(what)
+        self.kind, self.what, self.where, self.cure = kind, what, where, cure
+
+
+def run_script(target: Target, arguments: list[str], note: Callable[[str], None]) -> Any:
+    """The value of the target's name; this process's ``__main__`` is the script from then on.
+
+    Raises:
+        TrialFailed: The script raised before that, or ended, or bound nothing usable.
+    """
+    main = types.ModuleType("__main__")
+    path = target.script.absolute()
+    vars(main).update(__file__=str(path), __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    sys.path.insert(0, str(path.parent))
+    sys.argv[:] = [str(target.script), *arguments]
+    namespace = vars(main)
+    statements = _with_flags(list(_flattened(target.tree.body)))
+    for statement, flags in statements:
+        note(f"running {target.script}:{statement.lineno}")
+        _execute(statement, flags, namespace, target)
+        if _is_usable(namespace.get(target.name)):
+            break
+    else:
+        raise _unusable(target, namespace)
+    for statement, flags in statements:  # goes on where the loop above stopped
+        if _only_defines(statement) and not _binds(statement, target.name):
+            try:
+                exec(_compiled(statement, flags, target), namespace)
+            except Exception:  # it may need what was left out
+                pass
+    return namespace[target.name]
+
+
+def _flattened(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        if isinstance(statement, ast.If) and _is_main_guard(statement.test):
+            yield from _flattened(statement.body)
+        else:
+            yield statement
+
+
+def _is_main_guard(test: ast.expr) -> bool:
+    return isinstance(test, ast.Compare) and ast.unparse(test) in (
+        "__name__ == '__main__'",
+        "'__main__' == __name__",
+    )
+
+
+def _with_flags(statements: list[ast.stmt]) -> Iterator[tuple[ast.stmt, int]]:
+    """Each statement with the ``__future__`` imports in force: it is compiled on its own."""
+    flags = 0
+    for statement in statements:
+        if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
+            for alias in statement.names:
+                feature = getattr(__future__, alias.name, None)
+                flags |= getattr(feature, "compiler_flag", 0)
+        yield statement, flags
+
+
+def _compiled(statement: ast.stmt, flags: int, target: Target) -> types.CodeType:
+    module = ast.Module(body=[statement], type_ignores=[])
+    path = str(target.script.absolute())
+    code: types.CodeType = compile(module, path, "exec", flags=flags, dont_inherit=True)
+    return code
+
+
+def _execute(statement: ast.stmt, flags: int, namespace: dict[str, Any], target: Target) -> None:
+    line = f"{target.script}:{statement.lineno}"
+    try:
+        exec(_compiled(statement, flags, target), namespace)
+    except SystemExit as ended:
+        raise TrialFailed(
+            "script",
+            f"the script ended with exit code {ended.code} before {target.name!r} was there",
+            where=line,
+            cure=f"penstock doctor {target} -- ARGUMENTS OF THE SCRIPT",
+        ) from ended
+    except Exception as error:
+        place = place_of(error)
+        inside = f" in {place}" if place and not place.startswith(str(target.script)) else ""
+        raise TrialFailed(
+            "script",
+            f"the script raised {describe_error(error)}{inside}",
+            where=place if place and not inside else line,
+            cure=f"python {target.script}",
+        ) from error
+
+
+def _is_usable(value: Any) -> bool:
+    """Is this what was meant, and not a first, empty or textual value of that name?"""
+    if value is None or isinstance(value, _PLAIN):
+        return False
+    if isinstance(value, (list, tuple, dict, set)):
+        return len(value) > 0
+    return callable(value) or hasattr(value, "__getitem__") or hasattr(value, "__iter__")
+
+
+def _unusable(target: Target, namespace: dict[str, Any]) -> TrialFailed:
+    if target.name not in namespace:
+        return TrialFailed("name", f"{target.script} ran to its end without a {target.name!r}")
+    kind = type(namespace[target.name]).__name__
+    return TrialFailed(
+        "name",
+        f"{target.name} is {'None' if kind == 'NoneType' else f'of type {kind}'}: no dataset, no "
+        "loader, and nothing that makes one",
+    )
+
+
+def _only_defines(statement: ast.stmt) -> bool:
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return True
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return True
+    if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+        try:
+            ast.literal_eval(statement.value)
+        except ValueError:
+            return False
+        return True
+    return False
+
+
+def _binds(statement: ast.stmt, name: str) -> bool:
+    return name in bound_names(ast.Module(body=[statement], type_ignores=[]))
+
+
+def make_dataset(value: Any, target: Target) -> Any:
+    """The dataset or loader itself: a class or function is called.
+
+    Raises:
+        TrialFailed: It needs arguments, raises, or makes something else.
+    """
+    is_maker = isinstance(value, type) or not (
+        hasattr(value, "__getitem__") or hasattr(value, "__iter__")
+    )
+    if not is_maker:
+        return value
+    missing = _required(value)
+    if missing:
+        raise TrialFailed(
+            "making",
+            f"{target.name}() needs arguments: {', '.join(missing)}",
+            cure=f"dataset = {target.name}(...)  # in the script, then: penstock doctor "
+            f"{target.script}:dataset",
+        )
+    try:
+        made = value()
+    except Exception as error:
+        what = f"{target.name}() raised {describe_error(error)}"
+        raise TrialFailed("making", what, where=place_of(error)) from error
+    if isinstance(made, (tuple, types.GeneratorType)) or not _is_usable(made) or callable(made):
+        raise TrialFailed("making", f"{target.name}() gave a {type(made).__name__}, not a dataset")
+    return made
+
+
+def _required(maker: Any) -> list[str]:
+    try:
+        parameters = inspect.signature(maker).parameters.values()
+    except (TypeError, ValueError):  # written in C: calling it will tell
+        return []
+    return [
+        item.name
+        for item in parameters
+        if item.default is item.empty and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
+    ]

@@ -1,0 +1,296 @@
+"""The stages of a trial: length, travel, parts, samples, one batch through a worker, the plan.
+
+Called from: the trial's process. Each stage notes plain values; none decides what is a problem.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.cli.doctor import parts
+from penstock.cli.doctor.container_lines import find_line
+from penstock.cli.doctor.sample_form import form_of
+from penstock.cli.doctor.samples import AT_LEAST, MAX_SAMPLES, SampleTrial
+from penstock.cli.doctor.target import Target
+from penstock.cli.doctor.user_code import describe_error, place_of
+from penstock.engine.collate import is_default_collate
+from penstock.engine.gather import is_sliced
+from penstock.engine.travel import serialise
+from penstock.errors import CannotTravel
+from penstock.loader import DataLoader
+from penstock.machine.collect import machine
+from penstock.policy.given import Wish, Work
+from penstock.policy.measure import is_iterable_only, spread_indices
+from penstock.policy.rules import make_plan
+
+if TYPE_CHECKING:
+    from penstock.cli.doctor.trial import Notes
+
+DEFAULT_BATCH_SIZE = 32
+BATCH_LIMIT_S = 30.0
+MAX_PATHS = 3
+
+
+@dataclass(kw_only=True)
+class Stages:
+    """One dataset, tried from the outside in.
+
+    Args:
+        loader: What the script made of it, if it did; its arguments are tried too.
+        options: ``batch_size`` and ``num_workers``, None where they are not asked for.
+        deadline: When the parent will lose patience, on the monotonic clock.
+    """
+
+    notes: Notes
+    target: Target
+    dataset: Any
+    loader: Any
+    options: dict[str, Any]
+    deadline: float
+
+    def run(self) -> None:
+        self._note_kind()
+        length = self._try_length()
+        travels = self._try_travel()
+        generators = self._look_inside()
+        samples = SampleTrial(
+            dataset=self.dataset,
+            is_iterable=self.is_iterable,
+            length=length,
+            indices=self._indices(length),
+            doing=self.notes.doing,
+        )
+        self.notes.save(**samples.run())
+        self.notes.save(held_generators=[_held(*generator) for generator in generators])
+        self.notes.save(**samples.try_ends())
+        self.notes.save(**samples.try_twice())
+        self._try_batch(samples.good if travels else [])
+        self._note_plan(samples, length)
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    @property
+    def is_iterable(self) -> bool:
+        return is_iterable_only(self.dataset)
+
+    @property
+    def batch_size(self) -> int | None:
+        if self.options["batch_size"] is not None:
+            return int(self.options["batch_size"])
+        if self.loader is None:
+            return DEFAULT_BATCH_SIZE
+        sizes = (self.loader.batch_size, getattr(self.loader.batch_sampler, "batch_size", None))
+        return next((size for size in sizes if isinstance(size, int)), None)
+
+    @property
+    def stacks_by_default(self) -> bool:
+        if self.loader is None:
+            return True
+        return self.batch_size is not None and is_default_collate(self.loader.collate_fn)
+
+    def _note_kind(self) -> None:
+        kind = type(self.dataset)
+        loader = None
+        if self.loader is not None:
+            context = self.loader.multiprocessing_context
+            loader = {
+                "made_by": type(self.loader).__module__.partition(".")[0],
+                "num_workers": self.loader.num_workers,
+                "start_method": context.get_start_method() if context is not None else None,
+            }
+        self.notes.save(
+            target=str(self.target),
+            type=kind.__qualname__,
+            module=kind.__module__,
+            kind="iterable" if self.is_iterable else "map",
+            loader=loader,
+            batch_size=self.batch_size,
+            stacks_by_default=self.stacks_by_default,
+            machine=asdict(machine()),
+        )
+
+    def _try_length(self) -> int | None:
+        self.notes.doing("len(dataset)")
+        length, error = None, None
+        try:
+            length = len(self.dataset)
+        except Exception as raised:
+            error = {
+                "what": describe_error(raised),
+                "where": place_of(raised),
+                "is_absent": not hasattr(type(self.dataset), "__len__"),
+            }
+        self.notes.save(length=length, length_error=error)
+        return length
+
+    def _indices(self, length: int | None) -> Iterable[Any]:
+        sampler = getattr(self.loader, "sampler", None)
+        usual = (torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler)
+        if self.is_iterable:
+            return range(MAX_SAMPLES)
+        if sampler is not None and not isinstance(sampler, usual):
+            return itertools.islice(iter(sampler), MAX_SAMPLES)  # its keys may be anything
+        if length is None:
+            return range(AT_LEAST)
+        return spread_indices(length, MAX_SAMPLES)
+
+    # -- travel, and what is inside ----------------------------------------------------------------
+
+    def _try_travel(self) -> bool:
+        """Before the first sample, as a loader does: what is opened on first use is not sent."""
+        self.notes.doing("sending the dataset to a worker (pickling it)")
+        objects = {"dataset": self.dataset}
+        if self.loader is not None:
+            objects["collate_fn"] = self.loader.collate_fn
+        start_s = time.perf_counter()
+        try:
+            sent = serialise(objects)
+        except CannotTravel as error:
+            lines = [line.strip() for line in str(error).splitlines()]
+            cure = next((line for line in lines if line.startswith("Try: ")), "")
+            path = error.facts.get("path")
+            self.notes.save(
+                travel={
+                    "is_ok": False,
+                    "what": error.what,
+                    "path": path,
+                    "cure": cure.removeprefix("Try: "),
+                }
+            )
+            return False
+        self.notes.save(
+            travel={
+                "is_ok": True,
+                "took_s": time.perf_counter() - start_s,
+                "private_bytes": sent.stream.getbuffer().nbytes,
+                "shared_bytes": sum(buffer.raw().nbytes for buffer in sent.buffers),
+                "notes": list(getattr(sent, "notes", ())),
+            }
+        )
+        return True
+
+    def _look_inside(self) -> list[tuple[str, Any, Any]]:
+        """Note what is found; the generators are given back, to see whether samples move them."""
+        self.notes.doing("looking inside the dataset")
+        found: dict[str, list[Any]] = {"containers": [], "tensors_on_gpu": [], "folders": []}
+        generators: list[tuple[str, Any, Any]] = []
+        for part in parts.parts_of(self.dataset):
+            try:
+                self._judge_part(part, found, generators)
+            except Exception:  # an object that cannot even be asked what it is
+                continue
+        self.notes.save(**found)
+        return generators
+
+    def _judge_part(
+        self, part: parts.Part, found: dict[str, list[Any]], generators: list[tuple[str, Any, Any]]
+    ) -> None:
+        if parts.is_large(part.value):
+            found["containers"].append(self._describe_container(part))
+        device = parts.device_of(part.value)
+        if device is not None:
+            found["tensors_on_gpu"].append({"path": part.path, "device": device})
+        state = parts.generator_state(part.value)
+        if state is not None:
+            generators.append((part.path, part.value, state))
+        folder = parts.path_in(part.value) if len(found["folders"]) < MAX_PATHS else None
+        if folder is not None and folder not in found["folders"]:
+            found["folders"].append(folder)
+
+    def _describe_container(self, part: parts.Part) -> dict[str, Any]:
+        line = find_line(part, self.target.script, self.target.name)
+        return {
+            "path": part.path,
+            "kind": type(part.value).__name__,
+            "num_items": len(part.value),
+            "num_bytes": parts.estimate_bytes(part.value),
+            **asdict(line),
+        }
+
+    # -- a batch, and the plan ---------------------------------------------------------------------
+
+    def _try_batch(self, good: list[Any]) -> None:
+        """One real batch through one real worker, of samples that loaded here."""
+        if not good or not machine().can_start_python:
+            self.notes.save(batch=None)
+            return
+        self.notes.doing("loading a batch through one worker process")
+        limit_s = max(1.0, min(BATCH_LIMIT_S, self.deadline - time.monotonic() - 2.0))
+        arguments: dict[str, Any] = {"batch_size": self.batch_size, "timeout": limit_s}
+        if not self.is_iterable:
+            arguments["sampler"] = good[: self.batch_size or 1]
+        if self.loader is not None:
+            arguments["collate_fn"] = self.loader.collate_fn
+            arguments["worker_init_fn"] = self.loader.worker_init_fn
+        start_s = time.perf_counter()
+        try:
+            iterator: Any = iter(DataLoader(self.dataset, num_workers=1, **arguments))
+            batch = next(iterator)
+        except Exception as error:
+            note = {"is_ok": False, "what": _first_lines(error), "where": place_of(error)}
+            self.notes.save(batch=note)
+            return
+        self.notes.save(
+            batch={
+                "is_ok": True,
+                "first_s": time.perf_counter() - start_s,
+                "form": form_of(batch),
+                "worker_bytes": _private_bytes(iterator._workers),
+            }
+        )
+        iterator._shutdown_workers()
+
+    def _note_plan(self, samples: SampleTrial, length: int | None) -> None:
+        self.notes.doing("making the plan")
+        asked, loader = self.options["num_workers"], self.notes.values["loader"]
+        if asked is None and loader and loader["num_workers"] > 0:
+            asked = loader["num_workers"]  # 0 is torch's default: nobody asked for it
+        travel, pace = self.notes.values["travel"], samples.pace
+        wish = Wish(
+            num_workers="auto" if asked is None else asked,
+            start_method=loader["start_method"] if loader else None,
+            batch_size=self.batch_size,
+        )
+        work = Work(
+            sample_s=pace.mean_s if pace else None,
+            busy_share=pace.busy_share if pace else None,
+            sample_bytes=pace.sample_bytes if pace else None,
+            num_samples=length,
+            is_iterable=self.is_iterable,
+            is_in_memory=is_sliced(
+                self.dataset,
+                self.loader.batch_sampler if self.loader is not None else "default",
+                getattr(self.loader, "collate_fn", torch.utils.data.default_collate),
+            ),
+            stays_because=None if travel["is_ok"] else travel["what"],
+        )
+        self.notes.save(plan=make_plan(machine(), wish, work).to_dict())
+
+
+def _held(path: str, generator: Any, before: Any) -> dict[str, Any]:
+    has_moved = parts.generator_state(generator) != before
+    return {"path": path, "type": type(generator).__name__, "has_moved": has_moved}
+
+
+def _first_lines(error: Exception) -> str:
+    """The error without the worker's traceback, which torch puts into the text."""
+    text = str(error)
+    if "Original Traceback" in text:
+        text = text[: text.index("Original Traceback")] + text.splitlines()[-1]
+    return " ".join(text.split())[:600]
+
+
+def _private_bytes(workers: list[Any]) -> int | None:
+    """What a worker holds of its own, after one batch."""
+    import psutil
+
+    try:
+        return int(psutil.Process(workers[0].pid).memory_full_info().uss)
+    except (psutil.Error, IndexError, AttributeError, OSError):
+        return None

@@ -1,0 +1,174 @@
+"""``script.py:name``: which script is meant, and which name in it? Looked at, not run."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import BadTarget
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_USAGE = "penstock doctor train.py:dataset"
+_SHOWN = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A script, its statements, and the name in it that is to be tried."""
+
+    script: Path
+    name: str
+    tree: ast.Module
+
+    def __str__(self) -> str:
+        return f"{self.script}:{self.name}"
+
+
+def find_target(text: str) -> Target:
+    """What ``text`` means, as far as that can be said without running the script.
+
+    Raises:
+        BadTarget: There is no such script, it is no Python, or it never binds such a name.
+
+    Example:
+        >>> find_target("train.py")
+        Traceback (most recent call last):
+        penstock.errors.BadTarget: BadTarget [D01]: 'train.py' is not SCRIPT:NAME
+          Try: penstock doctor train.py:dataset
+    """
+    script_text, colon, name = text.rpartition(":")
+    if not colon or (len(script_text) == 1 and name[:1] in ("\\", "/")):  # C:\train.py
+        script_text, name = text, ""
+    script = Path(script_text)
+    if not script_text or (not name and not script.exists()):
+        raise BadTarget(f"{text!r} is not SCRIPT:NAME", remedy=_USAGE)
+    tree = _parse(script)
+    target = Target(script=script, name=name, tree=tree)
+    if not name.isidentifier():
+        what = f"{name!r} is not a name" if name else f"{text!r} names nothing in the script"
+        raise BadTarget(what, remedy=_suggest(target))
+    if name not in bound_names(tree) and not _binds_unseen_names(tree):
+        raise BadTarget(
+            f"{script} has no {name!r} at its top level",
+            where=_local_place(target),
+            remedy=_suggest(target),
+        )
+    return target
+
+
+def _parse(script: Path) -> ast.Module:
+    if script.is_dir():
+        raise BadTarget(f"{script} is a folder, not a script", remedy=_USAGE)
+    if script.suffix == ".ipynb":
+        raise BadTarget(
+            f"{script} is a notebook",
+            remedy=f"jupyter nbconvert --to script {script}",
+        )
+    try:
+        source = script.read_bytes()
+    except OSError as error:
+        near = difflib.get_close_matches(script.name, _scripts_beside(script), n=1, cutoff=0.75)
+        remedy = f"penstock doctor {script.with_name(near[0])}:..." if near else _USAGE
+        raise BadTarget(
+            f"{script} cannot be read: {error.strerror or error}", remedy=remedy
+        ) from None
+    try:
+        return ast.parse(source, filename=str(script))
+    except SyntaxError as error:
+        line = f"{script}:{error.lineno}" if error.lineno else str(script)
+        raise BadTarget(f"{script} is not Python: {error.msg}", where=line) from None
+    except ValueError as error:  # null bytes, on Python before 3.12
+        raise BadTarget(f"{script} is not Python: {error}") from None
+
+
+def _scripts_beside(script: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(script.parent) if name.endswith(".py")]
+    except OSError:
+        return []
+
+
+def bound_names(tree: ast.Module) -> dict[str, int]:
+    """Names that a script binds outside of functions and classes, with the line of each.
+
+    Example:
+        >>> bound_names(ast.parse("import a.b\\nfor i in x:\\n  y = z = 1\\ndef f():\\n  w = 2"))
+        {'a': 1, 'i': 2, 'y': 3, 'z': 3, 'f': 4}
+    """
+    names: dict[str, int] = {}
+    for node in _outside_scopes(tree):
+        found: list[str] = []
+        if isinstance(node, _SCOPES) and not isinstance(node, ast.Lambda):
+            found = [node.name]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found = [node.id]
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+        for name in found:
+            names.setdefault(name, getattr(node, "lineno", 0))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):  # a function may bind it when it is called
+            names.update({name: node.lineno for name in node.names if name not in names})
+    return names
+
+
+def _outside_scopes(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, _SCOPES):
+            yield from _outside_scopes(child)
+
+
+def _binds_unseen_names(tree: ast.Module) -> bool:
+    """Does it do something after which any name may exist?"""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            return True
+        if isinstance(node, ast.Name) and node.id in ("globals", "exec"):
+            return True
+    return False
+
+
+def _local_place(target: Target) -> str | None:
+    """The function that has a local variable of this name, if one has."""
+    for node in ast.walk(target.tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        for inner in ast.walk(node):
+            is_bound = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+            if is_bound and getattr(inner, "id", None) == target.name:
+                line = getattr(inner, "lineno", node.lineno)
+                return (
+                    f"{target.script}:{line}: it is local to {node.name}(). Let a function "
+                    "without arguments return the dataset, and name that"
+                )
+    return None
+
+
+def _suggest(target: Target) -> str:
+    """A line with the names that may have been meant."""
+    names = [name for name in bound_names(target.tree) if not name.startswith("_")]
+    near = difflib.get_close_matches(target.name, names, n=1, cutoff=0.5) if target.name else []
+    if near:
+        return f"penstock doctor {target.script}:{near[0]}"
+    imported = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(target.tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
+    own = sorted((name for name in names if name not in imported), key=_is_unlikely)[:_SHOWN]
+    if not own:
+        return _USAGE
+    return f"penstock doctor {target.script}:{own[0]}" + (
+        f"  (or {', '.join(own[1:])})" if own[1:] else ""
+    )
+
+
+def _is_unlikely(name: str) -> bool:
+    """Does a name not sound like a dataset?"""
+    return not any(part in name.lower() for part in ("data", "ds", "set", "loader", "train"))

@@ -1,0 +1,91 @@
+"""``penstock doctor --watch``: what are the GPUs doing, once a second?
+
+A table that renews itself for a person, a line for each GPU and second in a pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from penstock.machine.gpu_watch import GpuReading, Look, look
+from penstock.policy.wording import size
+
+LIMIT_S = 2.0
+INTERVAL_S = 1.0
+MAX_SILENCE = 5
+"""So many seconds without a reading in a row, and there is nothing to watch."""
+
+
+def run_watch(*, as_json: bool, ask: Callable[[float], Look] = look) -> int:
+    """Show the GPUs until Ctrl-C; the exit code.
+
+    Args:
+        ask: Who looks at the GPUs, given a limit in seconds.
+    """
+    first = ask(LIMIT_S)
+    if not first.readings:
+        typer.echo(f"Nothing to watch: {first.trouble}.", err=True)
+        return 1
+    console = Console()
+    try:
+        if console.is_terminal and not as_json:
+            with Live(_table(first), console=console, auto_refresh=False) as live:
+                return _follow(first, ask, lambda seen: live.update(_table(seen), refresh=True))
+        return _follow(first, ask, _print_json if as_json else _print_lines)
+    except KeyboardInterrupt:
+        return 0  # the usual way to end it
+
+
+def _follow(seen: Look, ask: Callable[[float], Look], show: Callable[[Look], None]) -> int:
+    silence = 0
+    while True:
+        start_s = time.monotonic()
+        show(seen)
+        silence = 0 if seen.readings else silence + 1
+        if silence >= MAX_SILENCE:
+            typer.echo(f"No reading for {MAX_SILENCE} times: {seen.trouble}.", err=True)
+            return 1
+        time.sleep(max(0.0, INTERVAL_S - (time.monotonic() - start_s)))
+        seen = ask(LIMIT_S)
+
+
+def _table(seen: Look) -> Table:
+    table = Table("GPU", "use", "temperature", "memory", "power", caption=seen.trouble or None)
+    for reading in seen.readings:
+        table.add_row(f"{reading.index} {reading.name}", *_cells(reading))
+    return table
+
+
+def _cells(reading: GpuReading) -> tuple[str, str, str, str]:
+    used, total = reading.memory_used_bytes, reading.memory_total_bytes
+    return (
+        _amount(reading.use_percent, "%"),
+        _amount(reading.temperature_c, "°C"),
+        "-" if used is None else size(used) + (f" of {size(total)}" if total else ""),
+        _amount(reading.power_w, "W"),
+    )
+
+
+def _amount(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:.0f} {unit}"
+
+
+def _print_lines(seen: Look) -> None:
+    now = time.strftime("%H:%M:%S")
+    for reading in seen.readings:
+        use, temperature, memory, power = _cells(reading)
+        typer.echo(f"{now}  GPU {reading.index}  {use}  {temperature}  {memory}  {power}")
+    if not seen.readings:
+        typer.echo(f"{now}  {seen.trouble}")
+
+
+def _print_json(seen: Look) -> None:
+    typer.echo(json.dumps({"time_s": round(time.time(), 3), **asdict(seen)}))

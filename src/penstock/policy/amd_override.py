@@ -1,0 +1,133 @@
+"""Does an AMD card pose as one that torch has kernels for? ``HSA_OVERRIDE_GFX_VERSION`` decides.
+
+ROCm's libraries are built for some architectures of each family. A card of another one runs only
+where the variable makes it pose as a sibling with the same instructions:
+
+    RDNA1    gfx101x   10.1.0  (10.3.0 is in use, and has instructions that these cards lack)
+    RDNA2    gfx103x   10.3.0  (gfx1030 is what the others pose as)
+    RDNA3    gfx110x   11.0.0  (gfx1100 likewise; newer builds of torch know the others too)
+    RDNA3.5, RDNA4 and the Instinct cards: none
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from penstock.machine.facts import Gpu, Machine
+from penstock.policy.problem import Problem, Severity
+
+VARIABLE = "HSA_OVERRIDE_GFX_VERSION"
+
+_INTEGRATED = frozenset({"gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1037", "gfx1103"})
+"""Graphics inside a processor. Judged only where there is no card beside it."""
+_KNOWS_ALL_RDNA3 = (6, 4)
+"""From this HIP on, pytorch.org's wheels hold kernels for gfx1101 and gfx1102 too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """Cards that share their instructions.
+
+    Args:
+        override: What the variable should be; None: it should not be set.
+        native: The architecture that others of the family pose as.
+    """
+
+    name: str
+    override: str | None
+    native: str | None = None
+
+
+_NO_OVERRIDE = _Family(name="this family", override=None)
+
+
+def judge_override(machine: Machine) -> list[Problem]:
+    """What is wrong with the override for the AMD card of this machine, if there is one.
+
+    Example:
+        >>> card = Gpu(name="RX 6600", vendor="amd", architecture="gfx1032")
+        >>> for problem in judge_override(Machine(os="linux", torch_build="hip", gpus=(card,))):
+        ...     print(problem.cure)
+        export HSA_OVERRIDE_GFX_VERSION=10.3.0
+    """
+    cards = [gpu for gpu in machine.gpus if gpu.vendor == "amd" and gpu.architecture]
+    if machine.os != "linux" or machine.torch_build != "hip" or not cards:
+        return []  # no other torch reads the variable
+    discrete = [card for card in cards if card.architecture not in _INTEGRATED]
+    card = (discrete or cards)[0]
+    family = _family_of(card.architecture or "")
+    found = machine.environment.get(VARIABLE, "").strip()
+    if not found:
+        return _judge_unset(card, family, machine)
+    if found == family.override:
+        return []
+    return [_wrong(card, family, found)]
+
+
+def _family_of(architecture: str) -> _Family:
+    if architecture.startswith("gfx101"):
+        return _Family(name="RDNA1", override="10.1.0")
+    if architecture.startswith("gfx103"):
+        return _Family(name="RDNA2", override="10.3.0", native="gfx1030")
+    if architecture.startswith("gfx110"):
+        return _Family(name="RDNA3", override="11.0.0", native="gfx1100")
+    return _NO_OVERRIDE
+
+
+def _judge_unset(card: Gpu, family: _Family, machine: Machine) -> list[Problem]:
+    if family.override is None or card.architecture == family.native:
+        return []
+    severity: Severity = "harm"
+    why = f"torch finds no kernels for {card.architecture} and fails with 'invalid device function'"
+    if card.architecture in _INTEGRATED:
+        severity = "note"
+        why += "; a processor's own graphics are nobody's promise, so check the results"
+    elif family.name == "RDNA3" and _hip_version(machine) >= _KNOWS_ALL_RDNA3:
+        severity = "note"
+        why = f"most builds for HIP {machine.torch_build_version} know {card.architecture}; others "
+        why += "fail with 'invalid device function'"
+    elif family.name == "RDNA1":
+        why += ". AMD's engineers name 10.1.0 for this family; it needs a torch with kernels for "
+        why += "gfx1010, which AMD builds and pytorch.org does not"
+    return [
+        Problem(
+            code="override-unset",
+            severity=severity,
+            what=f"{VARIABLE} is not set, and the {card.name} is {card.architecture} "
+            f"({family.name})",
+            why=why,
+            cure=f"export {VARIABLE}={family.override}",
+        )
+    ]
+
+
+def _wrong(card: Gpu, family: _Family, found: str) -> Problem:
+    what = f"{VARIABLE}={found}, and the {card.name} is {card.architecture}"
+    if family.override is None:
+        return Problem(
+            code="override-wrong",
+            severity="harm",
+            what=what,
+            why=f"the card poses as another family, whose kernels crash on it or give wrong "
+            f"numbers; torch's newer builds know {card.architecture}",
+            cure=f"unset {VARIABLE}",
+        )
+    why = f"the card poses as another family: kernels crash or give wrong numbers on {family.name}"
+    if family.name == "RDNA1" and found == "10.3.0":
+        why = (
+            "known to be in use with RDNA1, with convolutions that raise, crash or give wrong "
+            "numbers; AMD's engineers name 10.1.0, with a torch that holds kernels for gfx1010"
+        )
+    return Problem(
+        code="override-wrong",
+        severity="harm",
+        what=f"{what} ({family.name})",
+        why=why,
+        cure=f"export {VARIABLE}={family.override}",
+    )
+
+
+def _hip_version(machine: Machine) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", machine.torch_build_version or "")
+    return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -1,0 +1,190 @@
+"""What does one sample take? Loaded here, one after the other, within a time limit."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_STEP = 0.6180339887498949
+"""The golden section: its multiples, taken modulo 1, fill the unit interval evenly at any count."""
+_TOO_SHORT_TO_WAIT_S = 100e-6
+"""The clocks are read at a microsecond's distance, and no disk answers in less than this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedSample:
+    """One sample, or the exception that came in its place.
+
+    Args:
+        busy_s: What the processor worked of ``wall_s``; the rest was waiting.
+    """
+
+    index: Any
+    wall_s: float
+    busy_s: float
+    sample: Any = None
+    error: Exception | None = None
+
+
+def timed_samples(
+    load: Callable[[Any], Any], indices: Iterable[Any], limit_s: float, at_least: int = 1
+) -> Iterator[TimedSample]:
+    """Load samples until ``limit_s`` is used up by loading, but at least so many.
+
+    Example:
+        >>> [timed.sample for timed in timed_samples(lambda i: i * i, [0, 1, 2], limit_s=60.0)]
+        [0, 1, 4]
+    """
+    spent_s = 0.0
+    for num_done, index in enumerate(indices):
+        if spent_s >= limit_s and num_done >= at_least:
+            return
+        sample, error = None, None
+        switches, busy_s, start_s = _num_waits(), time.process_time(), time.perf_counter()
+        try:
+            sample = load(index)
+        except Exception as raised:  # the consumer's to judge
+            error = raised
+        wall_s = time.perf_counter() - start_s
+        busy_s = time.process_time() - busy_s
+        if switches is not None and switches == _num_waits():
+            busy_s = wall_s  # it never waited: what is missing, another program had the core for
+        spent_s += wall_s
+        yield TimedSample(index=index, wall_s=wall_s, busy_s=busy_s, sample=sample, error=error)
+
+
+def _num_waits() -> int | None:
+    """How often has this thread let go of its core by itself? None where nobody counts."""
+    try:
+        import resource  # POSIX only
+
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    except (ImportError, AttributeError):
+        return None
+
+
+def spread_indices(length: int, most: int) -> Iterator[int]:
+    """Indices from all over a dataset, no one twice: first, last, middle, then in between.
+
+    Example:
+        >>> list(spread_indices(10, most=6))
+        [0, 9, 5, 6, 2, 8]
+    """
+    seen: set[int] = set()
+    golden = (int(length * (place * _STEP % 1.0)) for place in range(1, 4 * most))
+    firsts = (0, length - 1, length // 2)
+    for index in (*firsts[: max(0, length)], *golden):
+        if len(seen) >= min(most, length):
+            return
+        if index not in seen:
+            seen.add(index)
+            yield index
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What samples take, from several of them.
+
+    Args:
+        p10_s, p90_s: A tenth of the samples was quicker, a tenth slower.
+        first_s: The very first, which often opens files or fills caches: not counted in the others.
+        busy_share: Part of the time that was computing; the rest was waiting.
+    """
+
+    num_samples: int
+    first_s: float
+    median_s: float
+    p10_s: float
+    p90_s: float
+    slowest_s: float
+    slowest_index: Any
+    mean_s: float
+    busy_share: float
+    sample_bytes: int
+
+
+def pace_of(samples: Iterable[TimedSample]) -> Pace | None:
+    """The pace of samples that loaded; None if none did.
+
+    Example:
+        >>> pace = pace_of(timed_samples(lambda i: b"x" * 100, range(20), limit_s=60.0))
+        >>> pace.num_samples, pace.sample_bytes
+        (20, 100)
+    """
+    good: list[tuple[Any, float, float, int]] = [
+        (timed.index, timed.wall_s, timed.busy_s, num_bytes(timed.sample))
+        for timed in samples
+        if timed.error is None
+    ]
+    if not good:
+        return None
+    counted = good[1:] or good
+    walls = sorted(wall_s for _, wall_s, _, _ in counted)
+    total_s = max(sum(walls), 1e-9)
+    slowest = max(counted, key=lambda row: row[1])
+    busy_share = min(1.0, sum(busy_s for _, _, busy_s, _ in counted) / total_s)
+    return Pace(
+        num_samples=len(good),
+        first_s=good[0][1],
+        median_s=statistics.median(walls),
+        p10_s=walls[len(walls) // 10],
+        p90_s=walls[min(len(walls) - 1, len(walls) * 9 // 10)],
+        slowest_s=slowest[1],
+        slowest_index=slowest[0],
+        mean_s=total_s / len(walls),
+        busy_share=busy_share if total_s / len(walls) > _TOO_SHORT_TO_WAIT_S else 1.0,
+        sample_bytes=int(statistics.mean(size for _, _, _, size in good)),
+    )
+
+
+def num_bytes(sample: Any) -> int:
+    """Bytes of the tensors, arrays and texts in a sample.
+
+    Example:
+        >>> num_bytes({"name": "ab", "data": [b"xyz", 7]})
+        13
+    """
+    nbytes = getattr(sample, "nbytes", None)
+    if isinstance(nbytes, int):
+        return nbytes
+    if hasattr(sample, "element_size") and hasattr(sample, "nelement"):
+        return int(sample.element_size() * sample.nelement())  # a tensor of torch 1.13
+    if isinstance(sample, (str, bytes, bytearray)):
+        return len(sample)
+    if isinstance(sample, (bool, int, float)):
+        return 8  # what it becomes in a batch
+    if isinstance(sample, Mapping):
+        sample = list(sample.values())
+    if isinstance(sample, (list, tuple)):
+        return sum(num_bytes(item) for item in sample)
+    return 0
+
+
+def is_iterable_only(dataset: Any) -> bool:
+    """Is it read from front to back, as torch's IterableDataset, rather than by index?"""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(dataset, torch.utils.data.IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+
+
+def is_sliced_in_memory(dataset: Any) -> bool:
+    """Is it a TensorDataset, or a part of one, of which a batch is a single copy?"""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False  # then nobody has made one
+    while type(dataset) is torch.utils.data.Subset:
+        dataset = dataset.dataset
+    return type(dataset) is torch.utils.data.TensorDataset
+
+
+def length_of(dataset: Any) -> int | None:
+    """How many samples it says it has; None if it does not say."""
+    try:
+        return len(dataset)
+    except Exception:  # absent, negative, not a number, or user code that fails
+        return None

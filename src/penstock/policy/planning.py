@@ -1,0 +1,99 @@
+"""What would a loader do here? The plan without the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.machine.collect import machine
+from penstock.order.generators import preserved_generators
+from penstock.policy.given import Wish, Work
+from penstock.policy.measure import (
+    TimedSample,
+    is_iterable_only,
+    is_sliced_in_memory,
+    length_of,
+    pace_of,
+    spread_indices,
+    timed_samples,
+)
+from penstock.policy.plan import Plan
+from penstock.policy.rules import make_plan
+
+LIMIT_S = 0.5
+MAX_SAMPLES = 64
+
+
+def plan(
+    dataset: Any = None,
+    *,
+    batch_size: int | None = 1,
+    num_workers: int | str = "auto",
+    pool: str = "auto",
+    start_method: str | None = None,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool | None = None,
+    pin_memory: bool | None = None,
+    randomness: str = "sample",
+) -> Plan:
+    """What would ``DataLoader`` with these arguments do on this machine, and why?
+
+    Args:
+        dataset: A few of its samples are loaded here and timed, for about half a second. Without
+            one, the plan is what the machine alone says.
+        start_method: What ``multiprocessing_context`` would be.
+
+    Raises:
+        Whatever ``dataset[i]`` raises.
+
+    Example:
+        >>> import penstock
+        >>> print(penstock.plan(range(1000), batch_size=10).pool.value)
+        inline
+    """
+    wish = Wish(
+        num_workers=num_workers,
+        pool=pool,
+        start_method=start_method,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent_workers,
+        pin_memory=pin_memory,
+        batch_size=batch_size,
+        randomness=randomness,
+    )
+    return make_plan(machine(), wish, Work() if dataset is None else measure_work(dataset))
+
+
+def measure_work(dataset: Any, limit_s: float = LIMIT_S) -> Work:
+    """What is the work like? From a few samples, loaded with the caller's generators put away.
+
+    Example:
+        >>> measure_work(list(range(100))).num_samples
+        100
+    """
+    if is_iterable_only(dataset):
+        return Work(is_iterable=True)  # its samples have no index, and one worker reads it anyway
+    length = length_of(dataset)
+    if is_sliced_in_memory(dataset):
+        return Work(is_in_memory=True, num_samples=length)
+    if length is None:
+        return Work()
+    with preserved_generators():
+        indices = spread_indices(length, MAX_SAMPLES)
+        pace = pace_of(_raising(timed_samples(lambda i: dataset[i], indices, limit_s)))
+    if pace is None:
+        return Work(num_samples=length)
+    return Work(
+        sample_s=pace.mean_s,
+        busy_share=pace.busy_share,
+        num_samples=length,
+        sample_bytes=pace.sample_bytes,
+    )
+
+
+def _raising(samples: Iterator[TimedSample]) -> Iterator[TimedSample]:
+    """The samples; the first exception of user code is the caller's."""
+    for timed in samples:
+        if timed.error is not None:
+            raise timed.error
+        yield timed

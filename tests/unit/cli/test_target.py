@@ -1,0 +1,119 @@
+"""``script.py:name`` is found, or a clear line says why not; nothing is run for it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.doctor.target import bound_names, find_target
+from penstock.errors import BadTarget
+
+pytestmark = pytest.mark.legacy
+
+SCRIPT = """
+import torch
+from data import Images as Pictures
+
+def main():
+    local_set = Pictures()
+    return local_set
+
+if __name__ == "__main__":
+    train_set = main()
+    raise SystemExit("this must never be run here")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize("name", ["train_set", "Pictures", "main"])
+def test_a_name_at_the_top_level_or_under_the_guard_is_found(script: Path, name: str) -> None:
+    target = find_target(f"{script}:{name}")
+    assert (target.script, target.name) == (script, name)
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(BadTarget) as caught:
+        find_target(text)
+    message = str(caught.value)
+    assert "Traceback" not in message
+    return message
+
+
+def test_a_name_that_is_nearly_right_is_suggested(script: Path) -> None:
+    assert f"penstock doctor {script}:train_set" in refusal(f"{script}:trainset")
+
+
+def test_a_local_variable_is_told_where_it_lives(script: Path) -> None:
+    message = refusal(f"{script}:local_set")
+    assert f"{script}:6" in message
+    assert "local to main()" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x", "'x' is not SCRIPT:NAME"),
+        ("", "'' is not SCRIPT:NAME"),
+        ("x.py:", "is not SCRIPT:NAME"),
+        (":ds", "is not SCRIPT:NAME"),
+        ("missing.py:ds", "cannot be read"),
+        (r"C:\train.py", "is not SCRIPT:NAME"),
+    ],
+)
+def test_a_text_that_names_nothing_is_refused(
+    text: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in refusal(text)
+
+
+def test_a_script_without_a_name_gets_names_suggested(script: Path) -> None:
+    for text in (str(script), f"{script}:"):
+        assert f"penstock doctor {script}:train_set" in refusal(text)
+    assert "is not a name" in refusal(f"{script}:1+1")
+
+
+def test_a_misspelt_file_is_suggested(script: Path) -> None:
+    assert f"{script}:..." in refusal(f"{script.with_name('trian.py')}:ds")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\x00\xff\xfe rubbish \x00", "is not Python"),
+        (b"def f(:\n", "is not Python"),
+        (b"\xff\xfe\xfa = 1\n", "is not Python"),
+    ],
+)
+def test_a_file_that_is_no_python_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "rubbish.py"
+    path.write_bytes(content)
+    assert said in refusal(f"{path}:ds")
+
+
+def test_a_folder_and_a_notebook_are_refused(tmp_path: Path) -> None:
+    assert "folder" in refusal(f"{tmp_path}:ds")
+    notebook = tmp_path / "train.ipynb"
+    notebook.write_text("{}")
+    assert "nbconvert" in refusal(f"{notebook}:ds")
+
+
+def test_a_script_that_may_bind_anything_is_given_the_benefit_of_the_doubt(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("from data import *\n")
+    assert find_target(f"{path}:anything").name == "anything"
+
+
+def test_names_are_found_wherever_a_module_binds_them() -> None:
+    source = (
+        "with a as b:\n  c, (d, *e) = f\nfor g in h: pass\n(i := 1)\ndef j():\n  global k\n  l = 1"
+    )
+    assert set(bound_names(ast.parse(source))) == set("bcdegijk")

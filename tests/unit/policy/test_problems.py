@@ -1,0 +1,267 @@
+"""Every problem is found where it is, and nowhere else: each has a machine without it beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.machine.facts import Gpu, Machine
+from penstock.machine.storage import Storage
+from penstock.policy.given import Wish, Work
+from penstock.policy.problem import Problem, worst_first
+from penstock.policy.problems import find_problems, judge_storage
+from penstock.policy.rules import make_plan
+
+pytestmark = pytest.mark.legacy
+
+GIB = 1 << 30
+H200 = Gpu(name="NVIDIA H200", vendor="nvidia", architecture="sm_90")
+
+
+def healthy(**facts: object) -> Machine:
+    """A Linux workstation in order, except for ``facts``."""
+    plain: dict[str, object] = {
+        "os": "linux",
+        "num_cpus": 16,
+        "num_affine_cpus": 16,
+        "memory_bytes": 64 * GIB,
+        "available_bytes": 48 * GIB,
+        "shm_bytes": 32 * GIB,
+        "max_fds": 1024,
+        "torch": "2.13.0",
+        "torch_build": "cuda",
+        "torch_build_version": "12.8",
+        "gpus": (H200,),
+        "gpus_seen_by": "nvml",
+        "start_method": "fork",
+        "decoders": ("cv2", "PIL"),
+        "has_turbo": True,
+    }
+    return Machine(**{**plain, **facts})  # type: ignore[arg-type]
+
+
+def problems_of(machine: Machine, wish: Wish | None = None) -> dict[str, Problem]:
+    found = find_problems(machine, make_plan(machine, wish or Wish(), Work()))
+    return {problem.code: problem for problem in found}
+
+
+HEALTHY = [
+    healthy(),
+    healthy(torch_build="cpu", gpus=()),
+    healthy(os="darwin", torch_build="mps", gpus=(), shm_bytes=None, max_fds=256),
+    healthy(os="win32", torch_build="cpu", gpus=(), shm_bytes=None, max_fds=None),
+    healthy(memory_bytes=2 * GIB, available_bytes=int(1.5 * GIB), shm_bytes=GIB),
+    healthy(environment={"OMP_NUM_THREADS": "1"}),
+    healthy(has_turbo=None, decoders=()),
+]
+
+
+@pytest.mark.parametrize("machine", HEALTHY, ids=lambda machine: machine.os)
+def test_a_healthy_machine_has_no_problem(machine: Machine) -> None:
+    assert problems_of(machine) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "severity", "cure", "facts"),
+    [
+        ("shm-small", "note", "--shm-size", {"shm_bytes": 64 << 20}),
+        ("one-core", "slow", "auto", {"num_cpus": 1, "num_affine_cpus": 1}),
+        ("one-core", "slow", "taskset", {"num_affine_cpus": 1}),
+        (
+            "one-core",
+            "slow",
+            "--cpus",
+            {"cpu_quota": 0.5, "environment": {"OMP_NUM_THREADS": "1"}},
+        ),
+        ("fork-set", "harm", "'spawn'", {"is_start_method_set": True}),
+        ("context-set", "note", "force", {"is_start_method_set": True, "start_method": "spawn"}),
+        ("gpu-context", "note", "multiprocessing_context", {"has_gpu_context": True}),
+        ("pillow-without-turbo", "slow", "pip install", {"has_turbo": False}),
+        (
+            "threads-times-workers",
+            "slow",
+            "OMP_NUM_THREADS=1",
+            {"environment": {"OMP_NUM_THREADS": "8"}},
+        ),
+        ("quota-unseen", "slow", "OMP_NUM_THREADS=2", {"cpu_quota": 2.0}),
+        ("few-files", "slow", "ulimit -n", {"max_fds": 200}),
+        ("memory-low", "note", "num_workers=1", {"available_bytes": GIB // 2}),
+        ("memory-low", "harm", "num_workers=1", {"available_bytes": GIB // 8}),
+        ("memory-low", "note", "--memory", {"memory_limit_bytes": GIB // 2}),
+        ("torch-missing", "harm", "pip install torch", {"torch_build": "none", "torch": None}),
+        ("torch-without-gpu", "note", "cu128", {"torch_build": "cpu"}),
+        ("gpu-driver", "harm", "reboot", {"gpu_trouble": "nvidia-smi did not answer in 2 s"}),
+        ("windows-commit", "note", "page file", {"os": "win32", "shm_bytes": None}),
+        ("frozen", "note", "thread", {"is_frozen": True, "can_start_python": False}),
+    ],
+)
+def test_a_problem_is_found_with_the_line_that_cures_it(
+    code: str, severity: str, cure: str, facts: dict[str, object]
+) -> None:
+    found = problems_of(healthy(**facts))
+    assert set(found) == {code}
+    assert found[code].severity == severity
+    assert cure in found[code].cure
+    assert found[code].what
+    assert found[code].why
+
+
+def test_fork_without_a_gpu_is_only_a_note() -> None:
+    machine = healthy(is_start_method_set=True, torch_build="cpu", gpus=())
+    assert problems_of(machine)["fork-set"].severity == "note"
+
+
+def test_fork_on_macos_is_harm_without_a_gpu() -> None:
+    machine = healthy(os="darwin", is_start_method_set=True, torch_build="mps", gpus=())
+    assert problems_of(machine)["fork-set"].severity == "harm"
+
+
+def test_the_default_start_method_is_nobody_s_doing() -> None:
+    assert problems_of(healthy(start_method="fork", is_start_method_set=False)) == {}
+
+
+def test_fork_that_was_asked_for_beside_a_gpu_context_is_harm() -> None:
+    found = problems_of(healthy(has_gpu_context=True), Wish(num_workers=2, start_method="fork"))
+    assert set(found) == {"asked-for-trouble"}
+    assert found["asked-for-trouble"].severity == "harm"
+    assert "Leave multiprocessing_context out" in found["asked-for-trouble"].cure
+
+
+def test_threads_are_counted_against_the_workers_of_the_plan() -> None:
+    machine = healthy(environment={"OMP_NUM_THREADS": "4"})
+    assert problems_of(machine, Wish(num_workers=4)) == {}
+    found = problems_of(machine, Wish(num_workers=5))["threads-times-workers"]
+    assert "20 threads on 16 cores" in found.what
+    assert found.cure == "export OMP_NUM_THREADS=3"
+    assert problems_of(machine, Wish(num_workers=0)) == {}
+    both = healthy(environment={"OMP_NUM_THREADS": "8", "MKL_NUM_THREADS": "16"})
+    found = problems_of(both, Wish(num_workers=4))["threads-times-workers"]
+    assert found.what.startswith("MKL_NUM_THREADS=16 with 4 workers: 64 threads")
+    assert found.cure == "export OMP_NUM_THREADS=4 MKL_NUM_THREADS=4"
+
+
+@pytest.mark.parametrize("text", ["", "many", "-3", "1,2"])
+def test_a_thread_count_that_is_none_is_passed_over(text: str) -> None:
+    assert problems_of(healthy(environment={"OMP_NUM_THREADS": text})) == {}
+
+
+def test_a_quota_that_somebody_has_accounted_for_is_no_problem() -> None:
+    machine = healthy(cpu_quota=2.0, environment={"OMP_NUM_THREADS": "1"})
+    assert problems_of(machine) == {}
+    assert problems_of(healthy(cpu_quota=12.0)) == {}
+
+
+def test_a_driver_in_trouble_is_a_note_where_torch_has_no_use_for_it() -> None:
+    machine = healthy(gpu_trouble="NVML: no driver", torch_build="cpu", gpus=())
+    assert problems_of(machine)["gpu-driver"].severity == "note"
+
+
+def amd(
+    architecture: str, override: str | None = None, hip: str = "6.2", **facts: object
+) -> Machine:
+    cards = tuple(
+        Gpu(name=f"card {name}", vendor="amd", architecture=name)
+        for name in architecture.split("+")
+    )
+    environment = {} if override is None else {"HSA_OVERRIDE_GFX_VERSION": override}
+    return healthy(
+        torch_build="hip",
+        torch_build_version=hip,
+        gpus=cards,
+        gpus_seen_by="kfd",
+        environment=environment,
+        **facts,
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "override"),
+    [
+        ("gfx1010", "10.1.0"),
+        ("gfx1012", "10.1.0"),
+        ("gfx1030", None),
+        ("gfx1030", "10.3.0"),
+        ("gfx1032", "10.3.0"),
+        ("gfx1034", " 10.3.0 "),
+        ("gfx1036", "10.3.0"),
+        ("gfx1100", None),
+        ("gfx1101", "11.0.0"),
+        ("gfx1151", None),
+        ("gfx1201", None),
+        ("gfx942", None),
+        ("gfx1036+gfx1030", None),  # a processor's own graphics beside a card
+    ],
+)
+def test_an_override_that_is_right_for_its_family_is_no_problem(
+    architecture: str, override: str | None
+) -> None:
+    assert problems_of(amd(architecture, override)) == {}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "override", "code", "severity", "cure"),
+    [
+        ("gfx1010", None, "override-unset", "harm", "=10.1.0"),
+        ("gfx1010", "10.3.0", "override-wrong", "harm", "=10.1.0"),
+        ("gfx1031", None, "override-unset", "harm", "=10.3.0"),
+        ("gfx1032", "11.0.0", "override-wrong", "harm", "=10.3.0"),
+        ("gfx1030", "rubbish", "override-wrong", "harm", "=10.3.0"),
+        ("gfx1036", None, "override-unset", "note", "=10.3.0"),
+        ("gfx1102", None, "override-unset", "harm", "=11.0.0"),
+        ("gfx1201", "11.0.0", "override-wrong", "harm", "unset "),
+        ("gfx942", "10.3.0", "override-wrong", "harm", "unset "),
+    ],
+)
+def test_an_override_that_is_unset_or_wrong_is_named_with_the_right_one(
+    architecture: str, override: str | None, code: str, severity: str, cure: str
+) -> None:
+    found = problems_of(amd(architecture, override))
+    assert set(found) == {code}
+    assert found[code].severity == severity
+    assert cure in found[code].cure
+    assert architecture in found[code].what
+
+
+def test_rdna1_posing_as_rdna2_is_told_about_convolutions() -> None:
+    assert "convolutions" in problems_of(amd("gfx1010", "10.3.0"))["override-wrong"].why
+
+
+def test_newer_builds_know_all_of_rdna3() -> None:
+    assert problems_of(amd("gfx1102", hip="6.4.43483"))["override-unset"].severity == "note"
+
+
+def test_the_override_is_nothing_to_a_torch_without_hip() -> None:
+    assert "override-unset" not in problems_of(
+        healthy(
+            gpus=(Gpu(name="RX 5600 XT", vendor="amd", architecture="gfx1010"),), torch_build="cpu"
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", ["spinning", "network"])
+def test_slow_storage_is_named_with_its_device(kind: str) -> None:
+    storage = Storage(kind=kind, device="sda", advice="Pack the samples.")
+    (problem,) = judge_storage("data", storage)
+    assert (problem.code, problem.severity) == (f"storage-{kind}", "slow")
+    assert "data" in problem.what
+    assert "sda" in problem.what
+    (guess,) = judge_storage(".", storage, is_data=False)
+    assert guess.severity == "note"
+
+
+@pytest.mark.parametrize("kind", ["ram", "nvme", "ssd", "unknown"])
+def test_other_storage_is_no_problem(kind: str) -> None:
+    assert judge_storage("data", Storage(kind=kind)) == []
+
+
+def test_the_worst_comes_first() -> None:
+    machine = healthy(shm_bytes=64 << 20, has_turbo=False, gpu_trouble="hangs")
+    found = find_problems(machine, make_plan(machine, Wish(), Work()))
+    assert [problem.severity for problem in found] == ["harm", "slow", "note"]
+    assert worst_first(reversed(found)) == found
+
+
+def test_problems_with_storage_come_with_the_others() -> None:
+    machine = healthy()
+    disk = {"data": Storage(kind="spinning", device="sdb")}
+    found = find_problems(machine, make_plan(machine, Wish(), Work()), disk)
+    assert [problem.code for problem in found] == ["storage-spinning"]
