@@ -50,6 +50,7 @@ def _lasting_facts() -> Machine:
         torch=torch.version,
         torch_build=torch.build,
         torch_build_version=torch.build_version,
+        environment=_known(software.environment, {}),
     )
 
 

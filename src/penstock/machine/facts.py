@@ -103,6 +103,17 @@ class Machine:
         return max(1, cores)
 
     @property
+    def num_local_ranks(self) -> int:
+        """Processes that train on this machine together, as torchrun says; 1 without it.
+
+        Example:
+            >>> Machine(os="linux", environment={"LOCAL_WORLD_SIZE": "8"}).num_local_ranks
+            8
+        """
+        said = self.environment.get("LOCAL_WORLD_SIZE", "")
+        return max(1, int(said)) if said.isdecimal() else 1
+
+    @property
     def usable_memory_bytes(self) -> int:
         """Memory this process may really use: the machine's, or the cgroup's limit."""
         return min(self.memory_bytes, self.memory_limit_bytes or self.memory_bytes)

@@ -21,6 +21,7 @@ _VARIABLES = frozenset(
         "HIP_VISIBLE_DEVICES",
         "HSA_OVERRIDE_GFX_VERSION",
         "LD_PRELOAD",
+        "LOCAL_WORLD_SIZE",
         "MKL_NUM_THREADS",
         "OMP_NUM_THREADS",
         "OPENBLAS_NUM_THREADS",

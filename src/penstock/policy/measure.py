@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.machine.host import queued_s
+
 _STEP = 0.6180339887498949
 """The golden section: its multiples, taken modulo 1, fill the unit interval evenly at any count."""
 _TOO_SHORT_TO_WAIT_S = 100e-6
@@ -44,27 +46,16 @@ def timed_samples(
         if spent_s >= limit_s and num_done >= at_least:
             return
         sample, error = None, None
-        switches, busy_s, start_s = _num_waits(), time.process_time(), time.perf_counter()
+        busy_s, start_s = time.process_time() + queued_s(), time.perf_counter()
         try:
             sample = load(index)
         except Exception as raised:  # the consumer's to judge
             error = raised
         wall_s = time.perf_counter() - start_s
-        busy_s = time.process_time() - busy_s
-        if switches is not None and switches == _num_waits():
-            busy_s = wall_s  # it never waited: what is missing, another program had the core for
+        # A core that another program had is not waiting for data.
+        busy_s = min(wall_s, time.process_time() + queued_s() - busy_s)
         spent_s += wall_s
         yield TimedSample(index=index, wall_s=wall_s, busy_s=busy_s, sample=sample, error=error)
-
-
-def _num_waits() -> int | None:
-    """How often has this thread let go of its core by itself? None where nobody counts."""
-    try:
-        import resource  # POSIX only
-
-        return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-    except (ImportError, AttributeError):
-        return None
 
 
 def spread_indices(length: int, most: int) -> Iterator[int]:

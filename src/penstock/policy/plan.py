@@ -61,6 +61,13 @@ class Plan:
         }
         return {**shown, "warnings": list(self.warnings), "notes": list(self.notes)}
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Plan:
+        """The plan that :meth:`to_dict` described."""
+        lists = {name: tuple(values[name]) for name in ("warnings", "notes")}
+        choices = {name: Choice(**value) for name, value in values.items() if name not in lists}
+        return cls(**{**choices, **lists})  # type: ignore[arg-type]
+
     def __str__(self) -> str:
         width = max(len(name) for name in self.choices)
         rows = [f"{name:<{width}}  {choice}" for name, choice in self.choices.items()]

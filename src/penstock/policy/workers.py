@@ -33,7 +33,7 @@ GPU_BOUND_SHARE = 0.05
 """Loading that takes less of a step than this is not worth a worker."""
 MAX_WAITING_WORKERS = 32
 WORKER_BYTES = {"nursery": 48 << 20, "fork": 48 << 20, "spawn": 300 << 20}
-"""Private memory of an idle worker."""
+"""Private memory of a worker: idle ones had 10 and 146 MiB, the user's libraries come on top."""
 WINDOWS_CUDA_WORKER_BYTES = 2560 << 20
 """On Windows each process that imports a CUDA torch commits its libraries (pytorch #59904)."""
 
@@ -44,6 +44,9 @@ class Ceiling:
 
     num_workers: int
     reason: str
+
+
+_OWN_CEILING = Ceiling(num_workers=64, reason="more than 64 workers are only made when asked for")
 
 
 def choose_num_workers(machine: Machine, wish: Wish, work: Work, method: str) -> Choice:
@@ -153,12 +156,18 @@ def _waits(work: Work) -> str:
 
 
 def _ceiling(machine: Machine, wish: Wish, work: Work, method: str) -> Ceiling:
-    cores = machine.usable_cores
+    cores, ranks = machine.usable_cores, machine.num_local_ranks
     most = Ceiling(num_workers=cores, reason=f"one for each of the {count(cores, 'usable core')}")
+    if ranks > 1:
+        reason = f"{count(cores, 'usable core')} for {ranks} ranks on this machine"
+        most = Ceiling(num_workers=max(1, cores // ranks), reason=reason)
     if work.busy_share is not None and work.busy_share < 0.8:
-        waiting = min(MAX_WAITING_WORKERS, 8 * cores, int(cores / max(work.busy_share, 0.01)))
-        most = Ceiling(num_workers=max(cores, waiting), reason="samples wait more than they work")
-    for limit in (memory_ceiling(machine, wish, work, method), _file_ceiling(machine)):
+        share = max(work.busy_share, 0.01)
+        waiting = min(MAX_WAITING_WORKERS, 8 * cores, int(most.num_workers / share))
+        reason = "samples wait more than they work"
+        most = Ceiling(num_workers=max(most.num_workers, waiting), reason=reason)
+    limits = (memory_ceiling(machine, wish, work, method), _file_ceiling(machine), _OWN_CEILING)
+    for limit in limits:
         if limit is not None and limit.num_workers < most.num_workers:
             most = limit
     return most

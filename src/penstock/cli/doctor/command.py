@@ -20,7 +20,7 @@ from penstock.machine.facts import Gpu, Machine
 from penstock.machine.gpu import Sighting, sight_by_torch
 from penstock.machine.storage import Storage, storage_of
 from penstock.policy.given import Wish, Work
-from penstock.policy.plan import Choice, Plan
+from penstock.policy.plan import Plan
 from penstock.policy.problem import Problem, worst_first
 from penstock.policy.problems import find_problems, judge_storage
 from penstock.policy.rules import make_plan
@@ -141,11 +141,8 @@ def _machine_in(notes: dict[str, Any] | None) -> Machine | None:
 
 
 def _plan_in(notes: dict[str, Any] | None) -> Plan | None:
-    values = dict((notes or {}).get("plan") or {})
-    if not values:
-        return None
-    warnings = tuple(values.pop("warnings"))
-    return Plan(**{name: Choice(**choice) for name, choice in values.items()}, warnings=warnings)
+    values = (notes or {}).get("plan")
+    return Plan.from_dict(values) if values else None
 
 
 def _judge_data(
