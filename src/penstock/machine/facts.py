@@ -119,7 +119,7 @@ class Machine:
         if unknown:
             raise ValueError(f"a machine has no {', '.join(unknown)}")
         if "os" not in values:
-            raise ValueError('a machine needs at least its \'os\', as in {"os": "linux"}')
+            raise ValueError("a machine needs at least its 'os', as in {\"os\": \"linux\"}")
         values["gpus"] = tuple(Gpu(**gpu) for gpu in values.get("gpus", ()))
         values["decoders"] = tuple(values.get("decoders", ()))
         return cls(**values)
