@@ -22,9 +22,9 @@ from penstock.engine.travel import Serialised, serialise
 from penstock.errors import CannotTravel
 from penstock.machine.host import queued_s
 
-FIRST_GLANCE, CLEARLY_SLOW_S = 2, 1e-3
-"""Samples after which a nursery may be started already, while the first batch goes on; only if they
-are clearly slow, because the first calls of anything are slower than the rest."""
+GLANCE_FROM, GLANCE_AT, CLEARLY_SLOW_S = 1, 3, 1e-3
+"""If the second and third sample are clearly slow, a nursery may be started already, while the first
+batch goes on. The very first call of anything is slower than the rest, and tells nothing."""
 LOOK_AT = (1, 2, 4, 8)
 """Inline batches after which the question is asked; the last answer stands."""
 SURE_FROM_S = 0.02
@@ -175,13 +175,15 @@ class _TimedInline(InlineIterator):
         glance, self._glance = self._glance, None
         if glance is None or not self._auto_collation or takes_batches(self._dataset):
             return super()._fetch(index)
-        position, start_s, samples = self._position, time.perf_counter(), []
+        position, start_s, samples = self._position, 0.0, []
         self._position += len(index)
         get = getter(self._dataset)
         for place, one in enumerate(index, position):
             samples.append(call_user(get, one, place, self._randomness))
-            if len(samples) == FIRST_GLANCE:
-                glance((time.perf_counter() - start_s) / FIRST_GLANCE)
+            if len(samples) == GLANCE_FROM:
+                start_s = time.perf_counter()
+            elif len(samples) == GLANCE_AT:
+                glance((time.perf_counter() - start_s) / (GLANCE_AT - GLANCE_FROM))
         return samples
 
 
