@@ -23,8 +23,8 @@ from penstock.errors import CannotTravel
 from penstock.machine.host import queued_s
 
 GLANCE_FROM, GLANCE_AT, CLEARLY_SLOW_S = 1, 3, 1e-3
-"""If the second and third sample are clearly slow, a nursery may be started already, while the first
-batch goes on. The very first call of anything is slower than the rest, and tells nothing."""
+"""If the second and third sample are clearly slow, a nursery may be started already, while the
+first batch goes on. The very first call of anything is slower than the rest, and tells nothing."""
 LOOK_AT = (1, 2, 4, 8)
 """Inline batches after which the question is asked; the last answer stands."""
 SURE_FROM_S = 0.02

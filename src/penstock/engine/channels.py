@@ -132,10 +132,10 @@ class PlainChannel:
 
 def make_channel(pipe: Any) -> Any:
     """The parent's end for this system."""
-    return Channel(pipe) if _HAS_POLL else PlainChannel(pipe)
+    return Channel(pipe) if HAS_POLL else PlainChannel(pipe)
 
 
-_HAS_POLL = hasattr(select, "poll")
+HAS_POLL = hasattr(select, "poll")
 """Not on Windows, where a pipe is no file descriptor."""
 
 
@@ -145,7 +145,7 @@ class Switchboard:
     def __init__(self, channels: list[Any]) -> None:
         self._channels = channels
         self._by_fd = {channel.fd: number for number, channel in enumerate(channels)}
-        self._poller = select.poll() if _HAS_POLL else None
+        self._poller = select.poll() if HAS_POLL else None
         if self._poller is not None:
             for channel in channels:
                 self._poller.register(channel.fd, select.POLLIN)

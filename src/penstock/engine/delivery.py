@@ -53,6 +53,7 @@ class Delivery:
     Args:
         depth: Batches per worker under way; None: chosen from measured times.
         can_split: May one batch be filled by several workers?
+        splits_first: Should the first be, so that it comes early? Not while workers start up.
         in_turn: Must batches go round the workers strictly?
     """
 
@@ -65,6 +66,7 @@ class Delivery:
         task: Task,
         depth: int | None,
         can_split: bool,
+        splits_first: bool,
         in_turn: bool,
         in_order: bool,
         timeout_s: float,
@@ -74,6 +76,7 @@ class Delivery:
         self._cells = cells
         self._task = task
         self._can_split = can_split
+        self._splits_first = splits_first
         self._in_order = in_order
         self._timeout_s = timeout_s
         self._num_workers = len(pool.processes)
@@ -180,7 +183,9 @@ class Delivery:
     def _cut(self, job: Job) -> Iterator[tuple[int, Lease]]:
         num_parts = 1
         if self._can_split:
-            num_parts = self._pace.num_parts(job.rows, is_first=job.number == 0)
+            num_parts = self._pace.num_parts(
+                job.rows, is_first=job.number == 0 and self._splits_first
+            )
         bounds = [job.rows * part // num_parts for part in range(num_parts + 1)]
         job.parts = list(itertools.pairwise(bounds))
         for part in range(num_parts):

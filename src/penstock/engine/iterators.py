@@ -221,6 +221,7 @@ class PooledIterator(_Iterator):
             task=task,
             depth=setup.depth,
             can_split=self._can_split(task),
+            splits_first=setup.start_method != "spawn",
             in_turn=not task.per_sample,
             in_order=setup.in_order,
             timeout_s=self._timeout,

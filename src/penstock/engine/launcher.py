@@ -12,16 +12,23 @@ import multiprocessing
 import os
 import pickle
 import subprocess
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import connection
 from typing import Any, Protocol
 
 from penstock.engine import nursery as nurseries
+from penstock.engine.channels import HAS_POLL
 from penstock.engine.memory import SharedFile
 from penstock.engine.messages import Assignment, Task
 from penstock.engine.surroundings import describe_surroundings
 from penstock.engine.travel import Packed, Serialised, serialise
 from penstock.errors import StartFailed
+from penstock.machine.host import usable_cores
+
+MAX_UNREAD_BYTES = 64 << 10
+"""What a pipe surely takes while nobody reads it."""
 
 
 class Process(Protocol):
@@ -38,39 +45,52 @@ class Process(Protocol):
 
 
 class SpawnedWorker:
-    """A worker with an interpreter of its own."""
+    """A worker with an interpreter of its own, started by :meth:`begin`.
 
-    def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
-        self._process = process
+    Args:
+        start: Starts the process.
+    """
+
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]], name: str) -> None:
+        self._start = start
+        self._process: subprocess.Popen[bytes] | None = None
         self.name = name
         self.daemon = True
 
+    def begin(self) -> None:
+        self._process = self._start()
+
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
 
     @property
     def exitcode(self) -> int | None:
-        return self._process.poll()
+        return self._process.poll() if self._process is not None else None
 
     def is_alive(self) -> bool:
-        return self.exitcode is None
+        return self._process is not None and self.exitcode is None
 
     def join(self, timeout: float | None = None) -> None:
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout)
 
     def terminate(self) -> None:
-        self._process.terminate()
+        if self._process is not None:
+            self._process.terminate()
 
     def kill(self) -> None:
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
 
 
 class Launcher:
     """Starts the workers of one loader.
+
+    Spawned workers import torch each, which takes a core for a second and more. No more are started
+    at once than there are cores, so that the first is ready soon; each one that reports brings the
+    next (:meth:`start_next`).
 
     Args:
         method: "nursery", "spawn" or "fork".
@@ -97,6 +117,8 @@ class Launcher:
         if method != "fork":
             self._packed = (serialised or serialise(objects)).seal()
         self._surroundings = describe_surroundings()
+        self._waiting: deque[tuple[SpawnedWorker, Any]] = deque()
+        self._num_at_once = usable_cores() if HAS_POLL else num_workers
 
     def start(self, number: int) -> tuple[Process, Any]:
         """One worker process and the parent's end of the pipe to it."""
@@ -111,10 +133,26 @@ class Launcher:
             process = starters[self._method](number, theirs, name)
         except BaseException:
             ours.close()
+            theirs.close()
             raise
-        finally:
+        if isinstance(process, SpawnedWorker):
+            greeting = self._greeting(number)
+            self._waiting.append((process, theirs))
+            if number < self._num_at_once or len(greeting) > MAX_UNREAD_BYTES:
+                self.start_next()
+            ours.send_bytes(greeting)
+        else:
             theirs.close()
         return process, ours
+
+    def start_next(self) -> None:
+        """Begin one more of the spawned workers that wait. Called when another has reported."""
+        if self._waiting:
+            process, theirs = self._waiting.popleft()
+            try:
+                process.begin()
+            finally:
+                theirs.close()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -123,6 +161,8 @@ class Launcher:
 
     def close(self) -> None:
         """Drop the parcel; workers that are running have mapped it."""
+        while self._waiting:
+            self._waiting.popleft()[-1].close()
         if self._packed is not None:
             self._packed.close()
 
@@ -158,16 +198,14 @@ class Launcher:
         fds = [channel.fileno(), *self._packed.fds]
         # What has a path is opened by it in the worker; the rest is inherited.
         fds += [file.fd for file in (self._memory, self._packed.file) if not file.path]
-        process = nurseries.start_child(f"spawned_main({channel.fileno()})", tuple(fds))
-        return SpawnedWorker(process, name)
+        call = f"spawned_main({channel.fileno()})"
+        return SpawnedWorker(lambda: nurseries.start_child(call, tuple(fds)), name)
 
-    def greet(self, number: int, channel: Any) -> None:
-        """Send a spawned worker its assignment. Called once, after :meth:`start`."""
-        if self._method != "spawn":
-            return
+    def _greeting(self, number: int) -> bytes:
+        """What a spawned worker reads first: its assignment."""
         assert self._packed is not None
         greeting = (os.getpid(), self._assignment(number), self._packed.fds)
-        channel.send_bytes(pickle.dumps(greeting, protocol=5))
+        return pickle.dumps(greeting, protocol=5)
 
     def _forked(self, number: int, channel: Any, name: str) -> Process:
         context = multiprocessing.get_context("fork")

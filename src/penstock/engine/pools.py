@@ -62,7 +62,6 @@ class ProcessPool:
             for number in range(num_workers):
                 process, pipe = launcher.start(number)
                 self.processes.append(process)
-                launcher.greet(number, pipe)
                 self._channels.append(make_channel(pipe))
         except BaseException:
             self.stop()
@@ -93,6 +92,7 @@ class ProcessPool:
         events: list[tuple[int, Any]] = []
         for worker in self._switchboard.wait(timeout_s):
             channel = self._channels[worker]
+            self._launcher.start_next()
             events += [(worker, pickle.loads(frame)) for frame in channel.read()]
             if not channel.is_open and not self._is_stopped:
                 self._switchboard.forget(worker)
