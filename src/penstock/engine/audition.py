@@ -25,10 +25,11 @@ from penstock.machine.host import queued_s
 GLANCE_FROM, GLANCE_AT, CLEARLY_SLOW_S = 1, 3, 1e-3
 """If the second and third sample are clearly slow, a nursery may be started already, while the
 first batch goes on. The very first call of anything is slower than the rest, and tells nothing."""
-LOOK_AT = (1, 2, 4, 8)
-"""Inline batches after which the question is asked; the last answer stands."""
 SURE_FROM_S = 0.02
-"""One batch is enough when it took this long; a shorter one may have been a first call's."""
+"""The question is first asked when inline loading has taken this long: shorter may be a first
+call's. Then after twice as many batches, and twice as many again."""
+MAX_QUESTIONS = 4
+"""The last answer stands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,11 @@ class AuditionIterator(_Iterator):
         self._serialised = self._serialise()
         self._returned: tuple[float, float] | None = None
         self._steps: list[tuple[float, float]] = []
-        self._batches: list[Measured] = []
+        self._quickest = Measured(sample_s=float("inf"))
+        self._num_batches = self._num_questions = 0
+        self._next_question = 1
+        self._spent_s = 0.0
         self._answer: Setup = setup
-        self._first_s = 0.0
 
     @property
     def _workers(self) -> list[Any]:
@@ -100,26 +103,29 @@ class AuditionIterator(_Iterator):
         if self._is_settled:
             return self._inline._next_batch()
         start_s, busy_s, position = time.perf_counter(), _busy_s(), self._inline._position
-        batch = self._inline._next_batch()
+        try:
+            batch = self._inline._next_batch()
+        except StopIteration:
+            self._conclude()
+            raise
         end_s = time.perf_counter()
         num_samples = max(1, self._inline._position - position)
         wall_s = max(end_s - start_s, 1e-9)
-        self._batches.append(
-            Measured(
+        self._num_batches += 1
+        self._spent_s += wall_s
+        if wall_s / num_samples < self._quickest.sample_s:
+            self._quickest = Measured(
                 sample_s=wall_s / num_samples,
                 busy_share=min(1.0, (_busy_s() - busy_s) / wall_s),
                 sample_bytes=_num_bytes(batch) // num_samples,
             )
-        )
-        self._first_s = self._first_s or wall_s
         self._returned = time.perf_counter(), time.process_time()
         return batch
 
     def _measured(self) -> Measured:
         """The quickest batch, and the quickest step after the first: first ones set things up."""
-        quickest = min(self._batches, key=lambda batch: batch.sample_s)
         step_s, step_busy_s = min(self._steps[1:], default=(None, 0.0))
-        return replace(quickest, step_s=step_s, step_busy_s=step_busy_s)
+        return replace(self._quickest, step_s=step_s, step_busy_s=step_busy_s)
 
     def _glance(self, sample_s: float) -> None:
         """Called from: the middle of the first batch, with the pace so far."""
@@ -133,22 +139,29 @@ class AuditionIterator(_Iterator):
             self._nursery.prepare(self._serialised.modules, import_path())
 
     def _consider(self) -> None:
-        num_batches = len(self._batches)
         if self._returned is not None:
             step_s = time.perf_counter() - self._returned[0]
             self._steps.append((step_s, time.process_time() - self._returned[1]))
-        is_sure = num_batches > 1 or self._first_s >= SURE_FROM_S
-        if num_batches in LOOK_AT and is_sure:
+        if self._spent_s >= SURE_FROM_S and self._num_batches >= self._next_question:
+            self._num_questions += 1
+            self._next_question = 2 * self._num_batches
             self._answer = self._decide(self._measured())
             self._warm_up(self._answer)
         if not self._answer.num_workers:
-            if num_batches == LOOK_AT[-1]:
+            if self._num_questions == MAX_QUESTIONS:
                 self._close(self._answer)
         elif self._nursery is None or self._nursery.is_warm():
             self._close(self._answer)
             self._pooled = PooledIterator.continuing(
                 self._inline, self._loader, self._answer, self._serialised
             )
+
+    def _conclude(self) -> None:
+        """The epoch ended before the question was closed: if the answer is no, it is final."""
+        if self._num_batches:
+            answer = self._decide(self._measured())
+            if not answer.num_workers:
+                self._close(answer)
 
     def _close(self, setup: Setup) -> None:
         self._is_settled = True

@@ -101,6 +101,8 @@ class InlineIterator(_Iterator):
         self._gatherer: Gatherer | None = None
         if self._auto_collation and self._collates_by_default:
             self._gatherer = find_gatherer(self._dataset)
+        can_batch = takes_batches(self._dataset)
+        self._is_plain = self._collates_by_default and self._auto_collation and not can_batch
         self._ring: Ring | None = None
         if self._gatherer is not None:
             self._ring = Ring(PrivateFile(), max_held_bytes=_max_held_bytes())
@@ -136,6 +138,9 @@ class InlineIterator(_Iterator):
                 samples = self._stream.fetch(index)
             except Exhausted:
                 raise StopIteration from None
+        elif self._randomness is not None and self._randomness.is_silent and self._is_plain:
+            position, self._position = self._position, self._position + len(index)
+            samples = self._randomness.run_apart(getter(self._dataset), index, position)
         elif self._randomness is not None:
             with preserved_generators(), watching_reads():
                 samples = self._fetch(index)

@@ -62,6 +62,11 @@ class PythonGenerator:
         ctypes.memmove(self._address, saved[0], 4 + _STATE_BYTES)
         self._twister.gauss_next = saved[1]  # type: ignore[attr-defined]
 
+    def restore_reserve(self, saved: Any) -> None:
+        """The same, when it is known that nobody has drawn since :meth:`save`."""
+        if self._index is not None and saved[1] is not None:
+            self._twister.gauss_next = saved[1]  # type: ignore[attr-defined]
+
 
 class NumpyGenerator:
     """The generator behind ``np.random.rand()``."""
@@ -92,6 +97,14 @@ class NumpyGenerator:
         if state["has_gauss"]:
             np.random.set_state({**state, "has_gauss": 0})
         return state, values
+
+    def restore_reserve(self, saved: Any) -> None:
+        """Like :meth:`restore`, when it is known that nobody has drawn since :meth:`save`."""
+        state, values = saved
+        has_reserve = not isinstance(state, bytes) and state["has_gauss"]
+        if has_reserve:
+            np.random.set_state(state)
+        self._without_reserve = None if has_reserve else values
 
     def restore(self, saved: Any) -> None:
         state, values = saved

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.order.generators import numpy_generator, python_generator
+from penstock.order.generators import numpy_generator, preserved_generators, python_generator
 
 _MASK = (1 << 64) - 1
 _BLOCKS = 78
@@ -85,6 +85,7 @@ class SampleRandomness:
         self.is_quiet = self.is_silent = False
         self._torch_moved = False
         self._torch_state = torch.default_generator.get_state
+        self._set_torch_state = torch.default_generator.set_state
         self._equal = torch.equal
         self._draws = not can_peek
         self.begin(0)
@@ -188,6 +189,47 @@ class SampleRandomness:
         self.look()
         return [self.call(function, index, place) for place, index in enumerate(indices, position)]
 
+    def run_apart(
+        self, function: Callable[[Any], Any], indices: Sequence[Any], position: int
+    ) -> list[Any]:
+        """Like :meth:`run`, and leaves the caller's own generators as they were.
+
+        Called from: the process of the training loop, whose generators are in use.
+        """
+        if self.is_silent:
+            samples = self._run_silently_apart(function, indices)
+            if samples is not None:
+                return samples
+        with preserved_generators(), watching_reads():
+            return self.run(function, indices, position)
+
+    def _run_silently_apart(
+        self, function: Callable[[Any], Any], indices: Sequence[Any]
+    ) -> list[Any] | None:
+        """A silent run that saves and looks only once; None if samples drew after all."""
+        python, numpy = self._python.save(), self._numpy.save()
+        self.begin_run()
+        samples = failure = None
+        _watch()
+        try:
+            samples = [function(index) for index in indices]
+        except Exception as error:
+            failure = error
+        finally:
+            _unwatch()
+        try:
+            self.end_run()
+        except Restless:
+            self._python.restore(python)
+            self._numpy.restore(numpy)
+            self._set_torch_state(self._seen_torch)
+            return None
+        self._python.restore_reserve(python)
+        self._numpy.restore_reserve(numpy)
+        if failure is not None:
+            raise failure
+        return samples
+
     def _has_torch_moved(self) -> bool:
         if self._seed_torch is None:
             return False  # torch's generator is the user's own here
@@ -287,16 +329,24 @@ _stand_ins: dict[Callable[..., Any], Callable[..., Any]] = {}
 @contextmanager
 def watching_reads() -> Iterator[None]:
     """Notice calls that read a generator's state (``random.getstate`` and the like) meanwhile."""
-    _reads.num_watchers += 1
-    if _reads.num_watchers == 1:
-        _reads.originals = [_replace_reader(*place) for place in _WATCHED]
+    _watch()
     try:
         yield
     finally:
-        _reads.num_watchers -= 1
-        if _reads.num_watchers == 0:
-            for module, name, original in _reads.originals:
-                setattr(module, name, original)
+        _unwatch()
+
+
+def _watch() -> None:
+    _reads.num_watchers += 1
+    if _reads.num_watchers == 1:
+        _reads.originals = [_replace_reader(*place) for place in _WATCHED]
+
+
+def _unwatch() -> None:
+    _reads.num_watchers -= 1
+    if _reads.num_watchers == 0:
+        for module, name, original in _reads.originals:
+            setattr(module, name, original)
 
 
 def _replace_reader(module_name: str, name: str, mark: str) -> tuple[Any, str, Any]:

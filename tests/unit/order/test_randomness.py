@@ -250,6 +250,33 @@ def run_silently(walker: SampleRandomness, function: Any, indices: Any, position
         return walker.run(function, indices, position)
 
 
+@pytest.mark.parametrize("name", FIRST_DRAWS)
+def test_a_run_apart_is_right_and_leaves_the_caller_s_generators_as_they_were(name: str) -> None:
+    def function(index: int) -> Any:
+        return FIRST_DRAWS[name](index) if index == 5 else index
+
+    walker = quiet()
+    expected = outcome(lambda: fresh(505, function=FIRST_DRAWS[name]))
+    random.gauss(0, 1)  # leaves one in reserve, and so does the next
+    np.random.randn()
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    for _ in range(2):  # with a silent walker, and with one that has become stricter
+        assert_same(outcome(lambda: walker.run_apart(function, range(8), 500)[5]), expected)
+        assert_same((random.getstate(), np.random.get_state(), torch.get_rng_state()), state)
+    assert not walker.is_silent
+
+
+def test_a_silent_run_apart_puts_back_what_was_in_reserve() -> None:
+    walker = quiet()
+    random.gauss(0, 1)
+    np.random.randn()
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    for _ in range(3):
+        assert walker.run_apart(lambda index: index, range(8), 0) == list(range(8))
+        assert_same((random.getstate(), np.random.get_state(), torch.get_rng_state()), state)
+    assert walker.is_silent
+
+
 def test_a_silent_run_calls_each_sample_once_and_sets_nothing() -> None:
     walker = quiet()
     counted, calls = count_calls(silent)
