@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.shared_dict import SharedDict as SharedDict
-    from penstock.engine.shared_list import SharedList as SharedList
+    from penstock.engine.shared.shared_dict import SharedDict as SharedDict
+    from penstock.engine.shared.shared_list import SharedList as SharedList
     from penstock.loader import DataLoader as DataLoader
     from penstock.machine.collect import machine as machine
     from penstock.machine.facts import Gpu as Gpu
@@ -21,8 +21,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DataLoader": "penstock.loader",
-    "SharedList": "penstock.engine.shared_list",
-    "SharedDict": "penstock.engine.shared_dict",
+    "SharedList": "penstock.engine.shared.shared_list",
+    "SharedDict": "penstock.engine.shared.shared_dict",
     "Choice": "penstock.policy.plan",
     "Plan": "penstock.policy.plan",
     "machine": "penstock.machine",

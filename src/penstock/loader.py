@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock.engine.audition import AuditionIterator, Measured
-from penstock.engine.gather import is_sliced
+from penstock.engine.batch.gather import is_sliced
 from penstock.engine.iterators import InlineIterator, PooledIterator, Setup
 from penstock.errors import BadArgument
 from penstock.machine.collect import here

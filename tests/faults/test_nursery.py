@@ -20,9 +20,9 @@ from torch.utils.data import TensorDataset
 import leftovers
 import scripting
 from penstock import DataLoader, WorkerDied
-from penstock.engine import nursery as nurseries
 from penstock.engine.memory import SharedFile
 from penstock.engine.slots import Ring
+from penstock.engine.start import nursery as nurseries
 from specimens import Numbers, collect
 
 pytestmark = pytest.mark.fault

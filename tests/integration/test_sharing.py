@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from penstock import DataLoader, SharedDict, SharedList
-from penstock.engine import adoption
+from penstock.engine.travel import adoption
 from specimens import WAYS
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -11,4 +11,7 @@
 
 A batch is written once, by the worker, into a slot of shared memory; what crosses a pipe is a few
 bytes. ``Delivery`` puts parts together, keeps the order, and notices a dead worker.
+
+Sub-rooms: ``start`` (how workers come to be), ``travel`` (how the user's objects reach them),
+``shared`` (containers that all of them share), ``batch`` (from samples to a batch in a slot).
 """

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.engine import nursery as nurseries
-from penstock.engine.fetch import call_user, getter, takes_batches
+from penstock.engine.batch.fetch import call_user, getter, takes_batches
 from penstock.engine.iterators import InlineIterator, PooledIterator, Setup, _Iterator, travellers
-from penstock.engine.surroundings import import_path
-from penstock.engine.travel import Serialised, serialise
+from penstock.engine.start import nursery as nurseries
+from penstock.engine.start.surroundings import import_path
+from penstock.engine.travel.parcel import Serialised, serialise
 from penstock.errors import CannotTravel
 from penstock.machine.host import queued_s
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine import payload
+from penstock.engine.batch import payload
 from penstock.engine.messages import EPOCH_CELL, NOTHING, Fresh, Lease, Reply, Task, position_cell
 from penstock.engine.obituary import write_obituary, write_timeout
 from penstock.engine.pace import Pace
@@ -338,7 +338,7 @@ class Delivery:
         return payload.read(written, root), True
 
     def _open_fixed(self, job: Job, layout: Any) -> Any:
-        from penstock.engine.collate import view_batch
+        from penstock.engine.batch.collate import view_batch
 
         _, num_bytes = layout.places(job.rows)
         contents = [job.replies[part][1].content for part in range(len(job.parts))]

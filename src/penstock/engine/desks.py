@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 
-from penstock.engine import payload
+from penstock.engine.batch import payload
 from penstock.engine.memory import SharedFile
 from penstock.engine.messages import Fresh, Lease, Reply
 

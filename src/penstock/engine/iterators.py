@@ -20,17 +20,24 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data import dataloader as torch_loader
 
-from penstock.engine import collate
+from penstock.engine.batch import collate
+from penstock.engine.batch.fetch import (
+    Exhausted,
+    Stream,
+    call_user,
+    fetch_map,
+    getter,
+    takes_batches,
+)
+from penstock.engine.batch.gather import Gatherer, find_gatherer
+from penstock.engine.batch.layout import OddSample
 from penstock.engine.delivery import Delivery
-from penstock.engine.fetch import Exhausted, Stream, call_user, fetch_map, getter, takes_batches
-from penstock.engine.gather import Gatherer, find_gatherer
-from penstock.engine.launcher import Launcher
-from penstock.engine.layout import OddSample
 from penstock.engine.memory import PrivateFile, SharedFile
 from penstock.engine.messages import Task
 from penstock.engine.pools import Pool, ProcessPool, ThreadPool, control_cells
 from penstock.engine.slots import Ring
-from penstock.engine.travel import Serialised
+from penstock.engine.start.launcher import Launcher
+from penstock.engine.travel.parcel import Serialised
 from penstock.errors import StartFailed
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import COLLATE_STREAM, SampleRandomness, watching_reads

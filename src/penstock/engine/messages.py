@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.engine.memory import FileHandle
-from penstock.engine.travel import Parcel
+from penstock.engine.travel.parcel import Parcel
 
 CONTROL_BYTES = 65536
 CELLS_PER_WORKER = 8

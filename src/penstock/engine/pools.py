@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 from penstock.engine.channels import Switchboard, make_channel
 from penstock.engine.desks import QueueDesk, dump_leases
-from penstock.engine.launcher import Launcher, Process
 from penstock.engine.memory import SharedFile
 from penstock.engine.messages import CONTROL_BYTES, EPOCH_CELL, NOTHING, STOP, Fresh, Lease, Task
+from penstock.engine.start.launcher import Launcher, Process
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import watching_reads
 

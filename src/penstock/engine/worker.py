@@ -17,11 +17,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.engine import collate, payload
-from penstock.engine.collate import is_default_collate
-from penstock.engine.fetch import Exhausted, Stream, call_user, getter, seed_pipes, takes_batches
-from penstock.engine.gather import find_gatherer
-from penstock.engine.layout import Layout, OddSample
+from penstock.engine.batch import collate, payload
+from penstock.engine.batch.collate import is_default_collate
+from penstock.engine.batch.fetch import (
+    Exhausted,
+    Stream,
+    call_user,
+    getter,
+    seed_pipes,
+    takes_batches,
+)
+from penstock.engine.batch.gather import find_gatherer
+from penstock.engine.batch.layout import Layout, OddSample
+from penstock.engine.batch.scratch import Scratch, collating_into
 from penstock.engine.messages import (
     EPOCH_CELL,
     NOTHING,
@@ -33,7 +41,6 @@ from penstock.engine.messages import (
     position_cell,
 )
 from penstock.engine.remote_errors import describe
-from penstock.engine.scratch import Scratch, collating_into
 from penstock.order.randomness import COLLATE_STREAM, Restless, SampleRandomness
 
 Loaded = tuple[str, Any, int, bool]

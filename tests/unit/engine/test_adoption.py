@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine import adoption
-from penstock.engine.mappings import areas, is_unwritten
-from penstock.engine.travel import Packed, serialise
+from penstock.engine.travel.mappings import areas, is_unwritten
+from penstock.engine.travel.parcel import Packed, adoption, serialise
 from travelling import arrive
 
 pytestmark = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.travel import serialise
+from penstock.engine.travel.parcel import serialise
 from penstock.errors import CannotTravel
 
 pytestmark = pytest.mark.legacy

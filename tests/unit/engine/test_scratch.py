@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-from penstock.engine import collate, scratch
+from penstock.engine.batch import collate, scratch
 from specimens import assert_same
 
 pytestmark = pytest.mark.legacy

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.travel import Packed, serialise, unpack
+from penstock.engine.travel.parcel import Packed, serialise, unpack
 from specimens import Numbers, assert_same
 from travelling import worker_side
 

@@ -231,7 +231,7 @@ class _ElementPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _part, (self._parts.token, place)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
-            from penstock.engine.payload import reduce_tensor
+            from penstock.engine.batch.payload import reduce_tensor
 
             reduced = reduce_tensor(obj)
             if reduced is not None:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar, overload
 
 import numpy as np
 
-from penstock.engine.flat import Column, ColumnWriter, chunks_of
+from penstock.engine.shared.flat import Column, ColumnWriter, chunks_of
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.mappings import Area, Survey, address_of, areas, is_unwritten
+from penstock.engine.travel.mappings import Area, Survey, address_of, areas, is_unwritten
 
 _MIN_BYTES = 1 << 16
 """A smaller array is cheaper in the parcel than as a mapping of its own."""

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from penstock.engine.collate import is_default_collate, read_leaf, view_batch
-from penstock.engine.layout import Layout, OddSample, read_layout
+from penstock.engine.batch.collate import is_default_collate, read_leaf, view_batch
+from penstock.engine.batch.layout import Layout, OddSample, read_layout
 from penstock.engine.slots import Ring
 
 TRY_OTHER_EVERY = 64

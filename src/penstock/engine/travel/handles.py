@@ -5,8 +5,8 @@
 
 An open file belongs to the process that opened it: two processes that share one also share its
 position. What was opened for reading, by name, is opened again in each worker. Anything else is
-refused with the reason, and :mod:`penstock.engine.culprit` says where it was found. No library is
-imported for this: what is not loaded cannot be held.
+refused with the reason, and :mod:`penstock.engine.travel.culprit` says where it was found. No
+library is imported for this: what is not loaded cannot be held.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import stat
 import sys
 from typing import Any
 
-from penstock.engine import databases
-from penstock.engine.mappings import Survey
-from penstock.engine.memmaps import reduce_memmap
+from penstock.engine.travel import databases
+from penstock.engine.travel.mappings import Survey
+from penstock.engine.travel.memmaps import reduce_memmap
 
 _MAX_TEXT_BYTES = 64 << 20
 """How much of a text file is searched for carriage returns; a quarter of a second, uncached."""

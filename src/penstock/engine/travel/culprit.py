@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.engine.handles import is_handle
+from penstock.engine.travel.handles import is_handle
 from penstock.errors import CannotTravel
 
 _MAX_DEPTH = 12
@@ -29,7 +29,7 @@ def explain(objects: dict[str, Any], error: BaseException) -> CannotTravel:
 
 
 def _failure(value: Any) -> BaseException | None:
-    from penstock.engine.travel import TravelPickler, _Spawning, _spawning
+    from penstock.engine.travel.parcel import TravelPickler, _Spawning, _spawning
 
     try:
         with _spawning(_Spawning()):

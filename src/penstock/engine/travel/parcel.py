@@ -25,9 +25,9 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from penstock.engine import adoption
-from penstock.engine.handles import Reopener
 from penstock.engine.memory import FileHandle, SharedFile, round_up
+from penstock.engine.travel import adoption
+from penstock.engine.travel.handles import Reopener
 
 _BUFFER_GRAIN = 64
 _MAX_FDS_BESIDE = 200
@@ -165,7 +165,7 @@ def _reduce_tensor(obj: Any) -> Any:
         from torch.multiprocessing import reductions
 
         return reductions.reduce_tensor(obj)  # type: ignore[no-untyped-call]
-    from penstock.engine.payload import reduce_tensor
+    from penstock.engine.batch.payload import reduce_tensor
 
     return reduce_tensor(obj)
 
@@ -211,7 +211,7 @@ def serialise(objects: dict[str, Any]) -> Serialised:
         with _spawning(stand_in):
             pickler.dump(objects)
     except Exception as error:
-        from penstock.engine.culprit import explain
+        from penstock.engine.travel.culprit import explain
 
         raise explain(objects, error) from error
     return Serialised(
@@ -241,7 +241,7 @@ class Serialised:
         """Copy stream and buffers into shared memory. Pairs with :meth:`Packed.close`.
 
         A large buffer that can be shared with this process is not copied: see
-        :mod:`penstock.engine.adoption`.
+        :mod:`penstock.engine.travel.adoption`.
         """
         content = self.stream.getbuffer()
         views = [buffer.raw() for buffer in self.buffers]

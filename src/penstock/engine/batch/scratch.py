@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from penstock.engine.collate import STANDARD_COLLATORS
+from penstock.engine.batch.collate import STANDARD_COLLATORS
 from penstock.engine.memory import round_up
 
 _TORCH_COLLATE_TENSOR = STANDARD_COLLATORS[torch.Tensor]

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
-from penstock.engine.flat import Column, ColumnWriter
+from penstock.engine.shared.flat import Column, ColumnWriter
 
 T = TypeVar("T")
 _SHOWN = 3

@@ -18,12 +18,12 @@ from contextlib import suppress
 from multiprocessing import connection
 from typing import Any, Protocol
 
-from penstock.engine import nursery as nurseries
 from penstock.engine.channels import HAS_POLL
 from penstock.engine.memory import SharedFile
 from penstock.engine.messages import Assignment, Task
-from penstock.engine.surroundings import describe_surroundings
-from penstock.engine.travel import Packed, Serialised, serialise
+from penstock.engine.start import nursery as nurseries
+from penstock.engine.start.surroundings import describe_surroundings
+from penstock.engine.travel.parcel import Packed, Serialised, serialise
 from penstock.errors import StartFailed
 from penstock.machine.host import usable_cores
 
@@ -226,9 +226,11 @@ def _forked_main(
     """Entry of a worker that was forked from the user's process because the user asked for it."""
     import torch
 
-    from penstock.engine import boot, payload, remote_errors, scratch
+    from penstock.engine import remote_errors
+    from penstock.engine.batch import payload, scratch
     from penstock.engine.desks import PipeDesk
     from penstock.engine.messages import CONTROL_BYTES
+    from penstock.engine.start import boot
     from penstock.engine.worker import Worker
 
     task, number, num_workers, parent = given

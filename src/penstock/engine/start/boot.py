@@ -22,10 +22,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from penstock.engine import nursery_protocol as protocol
 from penstock.engine.memory import SharedFile
 from penstock.engine.messages import CONTROL_BYTES, Assignment, Task
-from penstock.engine.surroundings import enter
+from penstock.engine.start import nursery_protocol as protocol
+from penstock.engine.start.surroundings import enter
 
 _PR_SET_PDEATHSIG = 1
 
@@ -50,9 +50,9 @@ def _make_worker(channel: Any, assignment: Assignment, fds: list[int]) -> Any:
     enter(assignment.surroundings)
     import torch
 
-    from penstock.engine import collate, payload, scratch
+    from penstock.engine.batch import collate, payload, scratch
     from penstock.engine.desks import PipeDesk
-    from penstock.engine.travel import unpack
+    from penstock.engine.travel.parcel import unpack
     from penstock.engine.worker import Worker
 
     torch.set_num_threads(1)
@@ -88,7 +88,7 @@ def prepare_worker(number: int, num_workers: int, task: Task, objects: dict[str,
     import torch
     from torch.utils.data._utils import worker as torch_worker
 
-    from penstock.engine.fetch import seed_pipes
+    from penstock.engine.batch.fetch import seed_pipes
     from penstock.order.randomness import seed_worker
 
     seed = seed_worker(task.base_seed, number)
@@ -139,7 +139,7 @@ def end_process(code: int = 0) -> None:
 def spawned_main(handle: int) -> None:
     """Entry of a worker that was spawned on its own."""
     if sys.platform == "win32":  # pragma: no cover
-        from penstock.engine import windows
+        from penstock.engine.start import windows
 
         channel: Any = windows.connect(handle)
     else:

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.engine.mappings import Area, address_of, areas, covers, is_unwritten
 from penstock.engine.memory import SharedFile
+from penstock.engine.travel.mappings import Area, address_of, areas, covers, is_unwritten
 
 MIN_BYTES = 64 << 20
 """glibc serves blocks of more than 32 MiB by mmap always; below this a copy costs little."""

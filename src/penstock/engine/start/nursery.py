@@ -23,12 +23,12 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from penstock.engine.messages import Assignment
-from penstock.engine.nursery_protocol import Control
-from penstock.engine.surroundings import THREAD_LIMITS, import_path
+from penstock.engine.start.nursery_protocol import Control
+from penstock.engine.start.surroundings import THREAD_LIMITS, import_path
 from penstock.errors import StartFailed
 
 if sys.platform == "win32":  # pragma: no cover
-    from penstock.engine import windows
+    from penstock.engine.start import windows
 
 START_LIMIT_S = 120.0
 """How long a nursery may take to import torch; 2 s is usual, a cold network disk takes a minute."""
@@ -246,10 +246,10 @@ class Nursery:
 
 
 def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """Start a Python that runs ``penstock.engine.boot.<call>`` and never the user's main module."""
+    """Start a Python that runs ``boot.<call>`` and never the user's main module."""
     code = (
         f"import sys; sys.path[:] = {import_path()!r}; "
-        f"from penstock.engine import boot; boot.{call}"
+        f"from penstock.engine.start import boot; boot.{call}"
     )
     environ = dict(os.environ, PYTHONHASHSEED=os.environ.get("PYTHONHASHSEED", "0"))
     environ.update(dict.fromkeys(THREAD_LIMITS, "1"))

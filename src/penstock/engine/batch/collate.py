@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from penstock.engine.layout import (
+from penstock.engine.batch.layout import (
     Layout,
     Leaf,
     OddSample,
@@ -345,7 +345,7 @@ def default_collate(samples: list[Any], indices: list[Any], path: str = "") -> A
     try:
         return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
     except (RuntimeError, TypeError, KeyError, ValueError, IndexError) as error:
-        from penstock.engine.mismatch import find_mismatch
+        from penstock.engine.batch.mismatch import find_mismatch
 
         if all(_is_dataclass_like(sample) for sample in samples):
             return _collate_dataclasses(samples, indices, path)

@@ -1,0 +1,1 @@
+"""Millions of small objects in memory that every worker shares."""

@@ -1,0 +1,1 @@
+"""Starting worker processes: from a nursery, spawned, or forked by request."""

@@ -1,0 +1,1 @@
+"""How do the user's objects reach a worker?"""
