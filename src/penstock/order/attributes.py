@@ -23,7 +23,7 @@ MAX_ITEMS = 64
 """Of a list or dictionary: transforms come in short ones, samples in long ones."""
 
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), np.ndarray, np.generic)
-_OPAQUE = (types.ModuleType, type, range, memoryview, types.BuiltinFunctionType)
+_OPAQUE = (types.ModuleType, type, range, memoryview)
 _FOREIGN_ROOTS = {"builtins", "torch", "torchvision", "numpy", "collections", "functools"}
 """Classes of these hold no generators in their modules that a sample would draw from."""
 _GENERATORS = (
@@ -73,9 +73,9 @@ def _inside(path: str, value: Any, modules: set[str], seen: set[int]) -> Iterato
         yield f"{path}.func", value.func
         yield f"{path}.args", value.args
         yield f"{path}.keywords", value.keywords
-    elif isinstance(value, types.MethodType):
+    elif hasattr(value, "__self__"):  # a bound method, of Python's or of a compiled class
         yield f"{path}.__self__", value.__self__
-        yield f"{path}.__func__", value.__func__
+        yield f"{path}.__func__", getattr(value, "__func__", None)
     elif isinstance(value, types.FunctionType):
         yield from _of_function(path, value, modules)
     else:

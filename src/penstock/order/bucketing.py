@@ -98,7 +98,9 @@ class BucketedBatches:
             size = batch_size
             if max_tokens is not None:
                 size = max_tokens // max(1, int(lengths[first]))
-            last = min(first + size * bucket_batches, len(lengths))
+            last = first + size * bucket_batches
+            if len(lengths) - last < size * bucket_batches // 2:
+                last = len(lengths)  # a small rest of its own would be the same batch every epoch
             firsts.append(first)
             sizes.append(size)
             batches_before.append(batches_before[-1] - (first - last) // size)

@@ -267,7 +267,8 @@ def _accumulate(weights: npt.ArrayLike) -> npt.NDArray[np.float64]:
             f"weights[{bad[0]}]={values[bad[0]]} is not a finite number from 0 up",
             remedy="a weight of 0 for samples that are never to be drawn",
         )
-    cumulative: npt.NDArray[np.float64] = np.cumsum(values)
+    with np.errstate(over="ignore"):
+        cumulative: npt.NDArray[np.float64] = np.cumsum(values)
     if not 0 < cumulative[-1] < np.inf:
         raise BadArgument(
             f"the weights sum to {cumulative[-1]}", remedy="weights with a finite sum above 0"

@@ -42,7 +42,7 @@ def seed_all(seed: int, deterministic: bool | str = True, benchmark: bool = Fals
     """Seed Python's, NumPy's and torch's generators, and switch torch to repeatable algorithms.
 
     Args:
-        seed: A whole number of 64 bits.
+        seed: A whole number of 64 bits (of which torch's generator on the CPU uses the lower 32).
         deterministic: True: an operation that has no repeatable form raises. ``"warn"``: it warns.
             False: torch is free to choose.
         benchmark: May cuDNN (MIOpen) time its algorithms and take the fastest? Another one may win
@@ -146,10 +146,10 @@ def _has_miopen_switch() -> bool:
 
 
 def _set_workspace(done: list[str], cannot: list[str]) -> None:
-    """cuBLAS is repeatable only with a fixed workspace, which it reads when it starts."""
+    """Older torch leaves its workspace to cuBLAS, which reads this variable when it starts."""
     import torch
 
-    if torch.version.cuda is None:
+    if torch.version.cuda is None or not _needs_workspace():
         return
     value = os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
     if value not in _WORKSPACES:
@@ -165,10 +165,26 @@ def _set_workspace(done: list[str], cannot: list[str]) -> None:
         done.append(f"{_WORKSPACE}={value}")
 
 
+def _needs_workspace() -> bool:
+    """Does this torch refuse matrix products without the variable? Its own description says so.
+
+    The check and the sentence left torch together (pull request 161749). Without docstrings
+    (``python -OO``) it is set to be safe.
+    """
+    import torch
+
+    text = torch.use_deterministic_algorithms.__doc__
+    return text is None or _WORKSPACE in text
+
+
 def _look_at_hash_seed(done: list[str], cannot: list[str]) -> None:
-    fixed = os.environ.get("PYTHONHASHSEED", "random")
-    if not sys.flags.hash_randomization or fixed != "random":
-        done.append(f"the order of sets of strings: PYTHONHASHSEED={fixed} since the start")
+    asked = os.environ.get("PYTHONHASHSEED", "random")
+    if not sys.flags.hash_randomization:
+        done.append("the order of sets of strings: PYTHONHASHSEED=0 since the start")
+    elif asked.isdigit() and int(asked):  # the flag tells nothing then: it is 1 either way
+        done.append(
+            f"the order of sets of strings, if PYTHONHASHSEED={asked} was set before Python started"
+        )
     else:
         cannot.append(
             "the order of sets of strings, which Python fixes when it starts. "
