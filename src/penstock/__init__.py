@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from penstock.machine.collect import machine as machine
     from penstock.machine.facts import Gpu as Gpu
     from penstock.machine.facts import Machine as Machine
+    from penstock.order.bucketing import BucketedBatches as BucketedBatches
+    from penstock.order.drawing import rng as rng
+    from penstock.order.sampling import SeededOrder as SeededOrder
+    from penstock.order.sampling import WeightedOrder as WeightedOrder
+    from penstock.order.seeding import seed_all as seed_all
+    from penstock.order.seeding import seeded as seeded
+    from penstock.order.splitting import split as split
     from penstock.policy.planning import plan as plan
 
 __version__ = "0.1.0"
@@ -29,6 +36,13 @@ _HOMES = {
     "Machine": "penstock.machine.facts",
     "Gpu": "penstock.machine.facts",
     "plan": "penstock.policy.planning",
+    "rng": "penstock.order.drawing",
+    "seed_all": "penstock.order.seeding",
+    "seeded": "penstock.order.seeding",
+    "split": "penstock.order.splitting",
+    "SeededOrder": "penstock.order.sampling",
+    "WeightedOrder": "penstock.order.sampling",
+    "BucketedBatches": "penstock.order.bucketing",
     "PenstockError": "penstock.errors",
     "WorkerDied": "penstock.errors",
     "WorkerTimeout": "penstock.errors",

@@ -30,7 +30,9 @@ from typing import Any
 
 import numpy as np
 
+from penstock.order.drawing import OUTSIDE, UNKNOWN, SampleStream, here
 from penstock.order.generators import numpy_generator, preserved_generators, python_generator
+from penstock.order.keys import OWN_STREAM, make_key, mix
 
 _MASK = (1 << 64) - 1
 _BLOCKS = 78
@@ -56,6 +58,8 @@ class SampleRandomness:
     Args:
         seed: The loader's base seed.
         with_torch: False leaves torch's generator alone (the user seeded it in worker_init_fn).
+        also_set: Called with 64 bits of the sample's own before each sample, for generators that
+            only the dataset knows (:mod:`penstock.order.foreign`). Every sample is strict then.
 
     Called from: whoever loads samples, in that process or thread, one at a time. Pairs with
     :func:`watching_reads`, which should be active meanwhile.
@@ -69,7 +73,13 @@ class SampleRandomness:
         True
     """
 
-    def __init__(self, seed: int, *, with_torch: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        with_torch: bool = True,
+        also_set: Callable[[int], None] | None = None,
+    ) -> None:
         import torch
 
         self._seed = seed & _MASK
@@ -87,7 +97,10 @@ class SampleRandomness:
         self._torch_state = torch.default_generator.get_state
         self._set_torch_state = torch.default_generator.set_state
         self._equal = torch.equal
-        self._draws = not can_peek
+        self._also_set = also_set
+        self._draws = not can_peek or also_set is not None
+        self._stream_of_rng = SampleStream()
+        self._outer: SampleStream | None = None
         self.begin(0)
 
     def begin(self, epoch: int) -> None:
@@ -95,6 +108,8 @@ class SampleRandomness:
         self._epoch = epoch
         self._seeds: list[tuple[int, int]] = []
         self._first_seed = 0
+        self._stream_of_rng.begin(self._seed, epoch)
+        self._own_key = make_key(OWN_STREAM, self._seed, epoch & _MASK)
         self._new_stream()
 
     def look(self, *, is_used: bool = False) -> None:
@@ -116,39 +131,60 @@ class SampleRandomness:
 
     def call(self, function: Callable[[Any], Any], index: Any, position: int) -> Any:
         """``function(index)``, drawing what the sample at ``position`` draws."""
-        if self.is_quiet:
-            place = position - self._first_seed
-            if not 0 <= place < len(self._seeds):
-                self._seeds_at(position)
-                place = 0
-            if self._seed_torch is not None:
-                self._seed_torch(self._seeds[place][1])
-            try:
-                sample = function(index)
-            except Exception:
-                if self._is_untouched():
-                    raise
-            else:
-                python, numpy, twist = self._cells
-                if (python.value, numpy.value, twist.value) == self._seen and not _reads.has_read:
-                    return sample
-            self.is_quiet, self._draws = False, True
-        self.set_generators(position)
-        return function(index) if self._draws else self._call_and_learn(function, index)
+        stream = self._stream_of_rng
+        if here.stream is not stream:
+            outer, here.stream = here.stream, stream
+            if outer is not None and outer.entered != OUTSIDE:  # a loader inside a sample
+                try:
+                    return self.call(function, index, position)
+                finally:
+                    here.stream = outer
+        stream.entered = position
+        try:
+            if self.is_quiet:
+                place = position - self._first_seed
+                if not 0 <= place < len(self._seeds):
+                    self._seeds_at(position)
+                    place = 0
+                if self._seed_torch is not None:
+                    self._seed_torch(self._seeds[place][1])
+                try:
+                    sample = function(index)
+                except Exception:
+                    if self._is_untouched():
+                        raise
+                else:
+                    python, numpy, twist = self._cells
+                    seen = python.value, numpy.value, twist.value
+                    if seen == self._seen and not _reads.has_read:
+                        return sample
+                self.is_quiet, self._draws = False, True
+                stream.entered = position
+            self.set_generators(position)
+            return function(index) if self._draws else self._call_and_learn(function, index)
+        finally:
+            stream.entered = OUTSIDE
 
     def _call_and_learn(self, function: Callable[[Any], Any], index: Any) -> Any:
-        self.begin_run()
+        self._note_generators()
         sample = function(index)
         if not self._is_untouched():
             self._draws = True
         self._torch_moved = self._torch_moved or self._has_torch_moved()
         self._num_silent += 1
         self.is_quiet = not self._draws and self._num_silent >= NUM_STRICT
-        self.is_silent = self.is_quiet and not self._torch_moved
+        is_told_apart = self._torch_moved or self._stream_of_rng.was_asked
+        self.is_silent = self.is_quiet and not is_told_apart
         return sample
 
     def begin_run(self) -> None:
         """Note where the generators stand. Pairs with :meth:`end_run`; only while ``is_silent``."""
+        self._note_generators()
+        stream = self._stream_of_rng
+        self._outer, here.stream = here.stream, stream
+        stream.entered = UNKNOWN
+
+    def _note_generators(self) -> None:
         _reads.has_read = _reads.has_read_torch = False
         self._seen = self._peek()
         self._seen_torch = self._torch_state()
@@ -159,9 +195,11 @@ class SampleRandomness:
         Raises:
             Restless: They did. From now on this object is stricter: load the run again.
         """
+        self._stream_of_rng.entered = OUTSIDE
+        here.stream, self._outer = self._outer, None
         if not self._is_untouched():
             self._draws, self.is_quiet, self.is_silent = True, False, False
-        elif self._has_torch_moved():
+        elif self._has_torch_moved() or self._stream_of_rng.was_asked:
             self.is_silent = False
         else:
             return
@@ -249,6 +287,8 @@ class SampleRandomness:
         np.random.seed(numpy_seed)
         if self._seed_torch is not None:
             self._seed_torch(torch_seed)
+        if self._also_set is not None:
+            self._also_set(mix(self._own_key + position))
 
     # -- keys ------------------------------------------------------------------------------------
 

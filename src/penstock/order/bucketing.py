@@ -1,0 +1,218 @@
+"""Batches of samples of similar length, as a function of (seed, epoch).
+
+    lengths, sorted, longest first    | bucket 0 | bucket 1 | bucket 2 ...
+    each bucket shuffled by itself    | batch batch ...
+    the order of all batches shuffled
+
+A bucket is ``bucket_batches`` batches' worth of neighbours, so a batch has little padding and other
+company in each epoch. Where the cuts lie does not depend on the epoch: neither does ``len``. Any
+batch is computed alone; only the sorted order is kept, 8 bytes per sample.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import BadArgument
+from penstock.order.keys import (
+    BATCH_STREAM,
+    BUCKET_STREAM,
+    checked_count,
+    checked_seed,
+    make_key,
+    mix,
+)
+from penstock.order.permutation import Permutation
+from penstock.order.sharding import Shard
+
+
+class BucketedBatches:
+    """A batch sampler (``batch_sampler=``) that puts samples of similar length together.
+
+    With several ranks, each takes every ``world_size``-th batch of the same order.
+
+    Args:
+        lengths: One whole number for each sample.
+        batch_size: Samples in a batch; or
+        max_tokens: how much a batch may hold when all are padded to its longest.
+        bucket_batches: Batches' worth of neighbours that are shuffled together. More: more variety
+            and more padding.
+        drop_last: Leave out the one batch that is not full (it may stand anywhere in the epoch),
+            and the batches that do not make a whole step of all ranks.
+        padding: Repeat batches from the start until all ranks have equally many.
+
+    Example:
+        >>> batches = BucketedBatches([5, 1, 9, 2, 8, 1], batch_size=2, bucket_batches=1, seed=0)
+        >>> list(batches)
+        [[5, 1], [2, 4], [0, 3]]
+        >>> batches[1]
+        [2, 4]
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        bucket_batches: int = 100,
+        seed: int = 0,
+        epoch: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        padding: bool = False,
+    ) -> None:
+        checked_count("bucket_batches", bucket_batches, 1)
+        self.seed = checked_seed(seed)
+        self.batch_size = batch_size
+        values = _checked_lengths(lengths)
+        limit = _checked_limit(values, batch_size, max_tokens)
+        self._samples = np.argsort(-values, kind="stable").astype(np.int64, copy=False)
+        self._cut(values[self._samples], limit, bucket_batches)
+        num_batches = int(self._batches_before[-1])
+        if drop_last and num_batches and len(self._rows(num_batches - 1)) < self._sizes[-1]:
+            num_batches -= 1  # only the last bucket can have a batch that is not full
+        self._shard = Shard(
+            length=num_batches,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+            padding=padding,
+        )
+        self.set_epoch(epoch)
+
+    def _cut(
+        self, lengths: npt.NDArray[np.int64], limit: tuple[int, int | None], bucket_batches: int
+    ) -> None:
+        """Lay out the buckets: where each begins, how large its batches are, how many."""
+        batch_size, max_tokens = limit
+        firsts, sizes, batches_before, first = [], [], [0], 0
+        while first < len(lengths):
+            size = batch_size
+            if max_tokens is not None:
+                size = max_tokens // max(1, int(lengths[first]))
+            last = first + size * bucket_batches
+            if len(lengths) - last < size * bucket_batches // 2:
+                last = len(lengths)  # a small rest of its own would be the same batch every epoch
+            firsts.append(first)
+            sizes.append(size)
+            batches_before.append(batches_before[-1] - (first - last) // size)
+            first = last
+        self._firsts = np.array([*firsts, len(lengths)], dtype=np.int64)
+        self._sizes = np.array(sizes, dtype=np.int64)
+        self._batches_before = np.array(batches_before, dtype=np.int64)
+
+    # -- the whole epoch -------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Turn to another epoch. An iteration that has begun stays in its own."""
+        self.epoch = checked_count("epoch", epoch, most=(1 << 63) - 1)
+        key = make_key(BATCH_STREAM, self.seed, self.epoch)
+        self._order = Permutation(self._shard.length, key)
+        self._shuffles: dict[int, Permutation] = {}
+
+    @property
+    def length(self) -> int:
+        """Batches in the epoch, over all ranks."""
+        return self._shard.length
+
+    def batch_at(self, position: int) -> list[int]:
+        """The indices of the batch at ``position`` of the epoch, whichever rank has it."""
+        rows = self._rows(self._order.index_at(position))
+        bucket = int(np.searchsorted(self._firsts, rows.start, side="right")) - 1
+        first = int(self._firsts[bucket])
+        shuffle = self._shuffles.get(bucket)
+        if shuffle is None:
+            key = mix(make_key(BUCKET_STREAM, self.seed, self.epoch) + bucket)
+            shuffle = Permutation(int(self._firsts[bucket + 1]) - first, key)
+            self._shuffles[bucket] = shuffle
+        places = shuffle.at(np.arange(rows.start - first, rows.stop - first))
+        found: list[int] = self._samples[places + first].tolist()
+        return found
+
+    def _rows(self, batch: int) -> range:
+        """Which places of the sorted, bucket by bucket shuffled samples make up a batch."""
+        bucket = int(np.searchsorted(self._batches_before, batch, side="right")) - 1
+        size = int(self._sizes[bucket])
+        first = int(self._firsts[bucket]) + (batch - int(self._batches_before[bucket])) * size
+        return range(first, min(first + size, int(self._firsts[bucket + 1])))
+
+    # -- this rank -------------------------------------------------------------------------------
+
+    @property
+    def start(self) -> int:
+        """The batch of the epoch, counted over all ranks, at which this order begins."""
+        return self._shard.start
+
+    def starting_at(self, position: int) -> BucketedBatches:
+        """The same without the first ``position`` batches of the epoch (over all ranks)."""
+        rest = copy.copy(self)
+        rest._shard = replace(self._shard, start=checked_count("position", position))
+        return rest
+
+    def global_position(self, place: int) -> int:
+        """A number for the first sample of this rank's ``place``-th batch; decides its randomness.
+
+        The rest of the batch follows it. No two samples of an epoch share one (padding aside).
+        """
+        return self._rows(self._order.index_at(self._position(place))).start
+
+    def _position(self, place: int) -> int:
+        if place < 0:
+            place += len(self)
+        if not 0 <= place < len(self):
+            raise IndexError(f"batch {place} of {len(self)}")
+        return self._shard.position(place) % self.length
+
+    def __len__(self) -> int:
+        return self._shard.num_own
+
+    def __getitem__(self, place: int) -> list[int]:
+        return self.batch_at(self._position(place))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        frozen = copy.copy(self)
+        for place in range(len(frozen)):
+            yield frozen[place]
+
+
+def _checked_lengths(lengths: Any) -> npt.NDArray[np.int64]:
+    values = np.asarray(lengths)
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        raise BadArgument(
+            f"lengths is an array of {values.dtype} with shape {values.shape}; "
+            "one whole number for each sample is needed",
+            remedy="BucketedBatches([len(text) for text in texts], batch_size=32)",
+        )
+    values = values.astype(np.int64)
+    if values.size and values.min() < 0:
+        bad = int(values.argmin())
+        raise BadArgument(f"lengths[{bad}]={values[bad]} is negative")
+    return values
+
+
+def _checked_limit(
+    lengths: npt.NDArray[np.int64], batch_size: int | None, max_tokens: int | None
+) -> tuple[int, int | None]:
+    if (batch_size is None) == (max_tokens is None):
+        raise BadArgument(
+            f"batch_size={batch_size} and max_tokens={max_tokens}: exactly one must be given",
+            remedy="BucketedBatches(lengths, batch_size=32)",
+        )
+    if batch_size is not None:
+        return checked_count("batch_size", batch_size, 1), None
+    max_tokens = checked_count("max_tokens", max_tokens, 1)
+    if lengths.size and lengths.max() > max_tokens:
+        longest = int(lengths.argmax())
+        raise BadArgument(
+            f"lengths[{longest}]={lengths[longest]} alone is more than max_tokens={max_tokens}",
+            remedy=f"max_tokens={lengths[longest]}",
+        )
+    return 0, max_tokens

@@ -1,0 +1,100 @@
+"""One number per (seed, epoch): what orders, weights, splits and ``rng()`` are computed from.
+
+The hash is splitmix64's finaliser, folded over the words. Whole numbers only, so every machine has
+the same bits; written out here because it is a promise, not a detail:
+
+    mix(x): x ^= x >> 30;  x *= 0xBF58476D1CE4E5B9
+            x ^= x >> 27;  x *= 0x94D049BB133111EB;  x ^= x >> 31        (all modulo 2**64)
+    key   = mix(mix(mix(stream) ^ seed + GOLDEN) ^ epoch + GOLDEN)       (^ binds tighter than +)
+
+``mix`` is a bijection, so two epochs of one seed never share a key, nor do two seeds in one epoch.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import BadArgument
+
+Words = npt.NDArray[np.uint64]
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+# One stream for each use, so that a shuffle tells nothing about a split with the same seed.
+ORDER_STREAM = 0x6F72646572
+SPLIT_STREAM = 0x73706C6974
+WEIGHT_STREAM = 0x776569676874
+BATCH_STREAM = 0x6261746368
+BUCKET_STREAM = 0x6275636B6574
+RNG_STREAM = 0x726E67
+OWN_STREAM = 0x6F776E
+
+
+def mix(word: int) -> int:
+    """Spread ``word`` over 64 bits; a bijection.
+
+    Example:
+        >>> hex(mix(GOLDEN))  # the first number of splitmix64 with seed 0
+        '0xe220a8397b1dcdaf'
+    """
+    word &= MASK
+    word = (word ^ (word >> 30)) * _FIRST & MASK
+    word = (word ^ (word >> 27)) * _SECOND & MASK
+    return word ^ (word >> 31)
+
+
+def make_key(stream: int, seed: int, epoch: int = 0) -> int:
+    """The 64-bit key of an epoch, for one use."""
+    return mix((mix((mix(stream) ^ (seed & MASK)) + GOLDEN) ^ epoch) + GOLDEN)
+
+
+def hash_counters(key: int, counters: Words) -> Words:
+    """A 64-bit number for each counter: splitmix64 started at ``key``, each place alone."""
+    words: Words = (counters + np.uint64(1)) * np.uint64(GOLDEN)
+    words += np.uint64(key)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(_FIRST)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(_SECOND)
+    words ^= words >> np.uint64(31)
+    return words
+
+
+def checked_seed(seed: Any) -> int:
+    """``seed`` as a plain int.
+
+    Raises:
+        BadArgument: It is no whole number, or outside of what torch.manual_seed takes, too.
+    """
+    value = _whole("seed", seed)
+    if not -(1 << 63) <= value < 1 << 64:
+        raise BadArgument(
+            f"seed={value} does not fit in 64 bits",
+            remedy="a seed from -2**63 to 2**64 - 1, such as seed=0",
+        )
+    return value
+
+
+def checked_count(name: str, value: Any, least: int = 0, most: int = 1 << 62) -> int:
+    """``value`` as a plain int from ``least`` to ``most``.
+
+    Raises:
+        BadArgument: It is none.
+    """
+    count = _whole(name, value)
+    if not least <= count <= most:
+        bounds = f"at least {least}" if count < least else f"at most {most}"
+        raise BadArgument(f"{name}={count} must be {bounds}", remedy=f"{name}={least}")
+    return count
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise BadArgument(f"{name}={value!r} is not a whole number", remedy=f"{name}=0") from None

@@ -1,0 +1,115 @@
+"""Which of the epoch's positions belong to this rank?
+
+A global batch is ``world_size * batch_size`` consecutive positions, of which rank r takes the r-th
+part:
+
+    positions   0 1 2 3 | 4 5 6 7 | 8 9      batch_size 2, world_size 2, 10 samples
+    rank 0      0 1       4 5       8
+    rank 1          2 3       6 7     9
+
+So the parts put side by side are the epoch's order, and another number of ranks with the same
+global batch has the same batches. What is left at the end is dealt out evenly: nothing is lost,
+nothing is there twice, and a rank may have one sample less than another, or no last batch at all
+where fewer samples than ranks are left (gradient averaging then waits for ever: use one of the
+other two). ``drop_last`` leaves the incomplete global batch out. ``padding`` fills it up from the
+start of the order, to the next multiple of ``world_size``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import BadArgument
+from penstock.order.keys import checked_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One rank's part of ``length`` positions, of which the first ``start`` are over.
+
+    Example:
+        >>> one, other = (Shard(length=10, batch_size=2, rank=r, world_size=2) for r in (0, 1))
+        >>> one.positions(0, one.num_own).tolist(), other.positions(0, other.num_own).tolist()
+        ([0, 1, 4, 5, 8], [2, 3, 6, 7, 9])
+    """
+
+    length: int
+    batch_size: int = 1
+    rank: int = 0
+    world_size: int = 1
+    drop_last: bool = False
+    padding: bool = False
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        checked_count("length", self.length)
+        checked_count("batch_size", self.batch_size, 1)
+        checked_count("world_size", self.world_size, 1)
+        checked_count("rank", self.rank, 0, self.world_size - 1)
+        checked_count("position", self.start, 0, self.length)
+        if self.drop_last and self.padding:
+            raise BadArgument(
+                "drop_last=True and padding=True exclude each other",
+                remedy="drop_last=True to leave out what is left at the end, or padding=True to "
+                "repeat some samples",
+            )
+
+    @property
+    def num_own(self) -> int:
+        """How many positions are this rank's."""
+        num_whole, (first, last) = self._num_whole, self._tail
+        return num_whole * self.batch_size + last - first
+
+    def positions(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Where the rank's ``first``-th to (exclusive) ``last``-th sample stand in the epoch.
+
+        Positions past the length are padding: they stand for ``position % length``.
+        """
+        own = np.arange(first, last, dtype=np.int64)
+        if self.world_size == 1:
+            return own + self.start
+        size, num_in_whole = self.batch_size, self._num_whole * self.batch_size
+        found = own + own // size * (self.world_size - 1) * size + (self.start + self.rank * size)
+        if last > num_in_whole:
+            # From one's place in the rank's tail to the place in the order.
+            shift = self.start + num_in_whole * (self.world_size - 1) + self._tail[0]
+            np.copyto(found, own + shift, where=own >= num_in_whole)
+        return found
+
+    def position(self, own: int) -> int:
+        """Where the rank's ``own``-th sample stands in the epoch."""
+        return int(self.positions(own, own + 1)[0])
+
+    @property
+    def _num_whole(self) -> int:
+        return (self.length - self.start) // (self.batch_size * self.world_size)
+
+    @property
+    def _tail(self) -> tuple[int, int]:
+        """This rank's piece of the incomplete global batch at the end."""
+        num_left = (self.length - self.start) % (self.batch_size * self.world_size)
+        if self.drop_last:
+            return 0, 0
+        if self.padding:
+            num_left = -(-num_left // self.world_size) * self.world_size
+        size = self.world_size
+        return num_left * self.rank // size, num_left * (self.rank + 1) // size
+
+
+def rank_here() -> tuple[int, int]:
+    """(rank, world_size) of this process, as torch.distributed knows them.
+
+    Raises:
+        BadArgument: torch.distributed is not running, so nobody knows.
+    """
+    import torch.distributed as distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    raise BadArgument(
+        "shard=True, but torch.distributed is not initialised: which rank is this?",
+        remedy="torch.distributed.init_process_group() before, or rank=..., world_size=...",
+    )

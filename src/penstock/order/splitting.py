@@ -1,0 +1,133 @@
+"""Parts of a dataset, divided by a seed: no list of indices, the same parts on every machine.
+
+The one module of this room that imports torch when it is loaded, because a part is one of torch's
+datasets. Nothing else in the room imports it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from penstock.errors import BadArgument
+from penstock.order.keys import SPLIT_STREAM, checked_seed, make_key
+from penstock.order.permutation import Permutation
+
+_CHUNK = 4096
+
+
+class Indices(Sequence[int]):
+    """A run of a shuffle as a sequence of indices, computed when they are looked at."""
+
+    def __init__(self, shuffle: Permutation, places: range) -> None:
+        self._shuffle = shuffle
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> Indices: ...
+    def __getitem__(self, place: int | slice) -> int | Indices:
+        if isinstance(place, slice):
+            return Indices(self._shuffle, self._places[place])
+        return self._shuffle.index_at(self._places[place])
+
+    def __iter__(self) -> Iterator[int]:
+        for first in range(0, len(self), _CHUNK):
+            yield from self._shuffle.at(np.array(self._places[first : first + _CHUNK])).tolist()
+
+    def __contains__(self, index: object) -> bool:
+        if not isinstance(index, int) or not 0 <= index < self._shuffle.length:
+            return False
+        return self._shuffle.position_of(index) in self._places
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._shuffle.at(np.array(self._places, dtype=np.int64)).astype(dtype or np.int64)
+
+    def __repr__(self) -> str:
+        return f"Indices({len(self)} of {self._shuffle.length})"
+
+
+class Part(Dataset[Any]):
+    """Some samples of a dataset; like torch's ``Subset``, without the list.
+
+    Args:
+        dataset: The whole.
+        indices: Which of its samples belong to this part.
+    """
+
+    def __init__(self, dataset: Any, indices: Indices) -> None:
+        self.dataset = dataset
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, list):
+            return self.dataset[[self.indices[each] for each in place]]
+        return self.dataset[self.indices[place]]
+
+    @property
+    def __getitems__(self) -> Callable[[list[int]], list[Any]]:
+        """Only there where the dataset offers it: loaders ask whether a dataset takes batches."""
+        get_many = self.dataset.__getitems__
+        return lambda places: get_many([self.indices[place] for place in places])
+
+    def __repr__(self) -> str:
+        return f"Part({len(self)} of {len(self.dataset)} samples)"
+
+
+def split(dataset: Any, lengths: Sequence[Any], seed: int = 0) -> list[Part]:
+    """Divide a dataset at random: every sample is in exactly one part.
+
+    Which sample goes where is a function of the seed, the dataset's length and the lengths alone.
+    Memory: constant, whatever the length.
+
+    Args:
+        dataset: Anything with ``len()`` and ``dataset[i]``.
+        lengths: Numbers of samples, or fractions that sum to 1. A fraction is rounded down; what is
+            left over goes to the parts in turn, the first one first, as in torch's random_split.
+        seed: A whole number of 64 bits.
+
+    Example:
+        >>> import penstock
+        >>> train, test = penstock.split([10, 11, 12, 13, 14], [0.8, 0.2], seed=1)
+        >>> [*train], [*test]
+        ([14, 13, 10, 11], [12])
+    """
+    shuffle = Permutation(len(dataset), make_key(SPLIT_STREAM, checked_seed(seed)))
+    parts, first = [], 0
+    for num_samples in _count(len(dataset), lengths):
+        places = range(first, first + num_samples)
+        parts.append(Part(dataset, Indices(shuffle, places)))
+        first += num_samples
+    return parts
+
+
+def _count(total: int, lengths: Sequence[Any]) -> list[int]:
+    """How many samples each part gets."""
+    if not all(isinstance(length, (int, float, np.number)) and length >= 0 for length in lengths):
+        raise BadArgument(
+            f"lengths={lengths!r} must be numbers from 0 up", remedy="split(dataset, [0.8, 0.2])"
+        )
+    if math.isclose(math.fsum(lengths), 1):
+        counts: list[int] = []
+        for fraction in lengths:  # a sum a hair above 1 must not give out more than there is
+            counts.append(min(math.floor(total * fraction), total - sum(counts)))
+        for place in range(total - sum(counts)):
+            counts[place % len(counts)] += 1
+        return counts
+    if sum(lengths) != total or any(length != int(length) for length in lengths):
+        raise BadArgument(
+            f"lengths={lengths!r} sum neither to 1 nor to the {total} samples of the dataset",
+            remedy=f"split(dataset, [0.8, 0.2]), or numbers that sum to {total}",
+        )
+    return [int(length) for length in lengths]
