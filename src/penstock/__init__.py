@@ -50,6 +50,7 @@ _HOMES = {
     "CannotTravel": "penstock.errors",
     "MismatchedSamples": "penstock.errors",
     "BadArgument": "penstock.errors",
+    "BadState": "penstock.errors",
     "BadTarget": "penstock.errors",
 }
 

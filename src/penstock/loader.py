@@ -14,6 +14,9 @@ from penstock.engine.batch.gather import is_sliced
 from penstock.engine.iterators import InlineIterator, PooledIterator, Setup
 from penstock.errors import BadArgument
 from penstock.machine.collect import here
+from penstock.order.course import Course
+from penstock.order.keys import checked_seed
+from penstock.order.resume import Resumable, make_order
 from penstock.policy.given import Wish, Work
 from penstock.policy.plan import Plan
 from penstock.policy.rules import choose_start_method, make_plan
@@ -27,7 +30,7 @@ _HAS_IN_ORDER = "in_order" in TorchDataLoader.__init__.__code__.co_varnames
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-class DataLoader(TorchDataLoader[_T_co]):
+class DataLoader(Resumable, TorchDataLoader[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` that needs no recipe.
 
     All of torch's arguments keep their meaning. The ones of our own:
@@ -37,6 +40,11 @@ class DataLoader(TorchDataLoader[_T_co]):
         pool: ``"process"``, ``"thread"``, ``"inline"``, or ``"auto"``.
         randomness: ``"sample"``: the generators are set before each sample from its position, so
             the number of workers changes nothing. ``"worker"``: torch's way, one seed per worker.
+        seed: Order and randomness are functions of (seed, epoch, position) and nothing else. None:
+            torch's sampler, and a seed drawn where torch draws its own.
+        shard: True: this rank's part, as torch.distributed numbers the ranks. Or give ``rank`` and
+            ``world_size``.
+        padding: With ranks: repeat samples from the start until all have equally many.
 
     Example:
         >>> import torch
@@ -70,6 +78,11 @@ class DataLoader(TorchDataLoader[_T_co]):
         in_order: bool = True,
         pool: str = "auto",
         randomness: str = "sample",
+        seed: int | None = None,
+        shard: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        padding: bool = False,
     ) -> None:
         _check("pool", pool, _POOLS)
         _check("randomness", randomness, _RANDOMNESS)
@@ -89,11 +102,31 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._warned: set[str] = set()
         self.pool = pool
         self.randomness = randomness
+        self.seed = None if seed is None else checked_seed(seed)
+        self.shard, self.rank, self.world_size, self.padding = shard, rank, world_size, padding
+        self._course = Course(self.seed)
+        order, ranks = None, (shard, rank, world_size)
+        if sampler is None and batch_sampler is None:
+            if not isinstance(dataset, torch.utils.data.IterableDataset):
+                order = make_order(
+                    dataset,
+                    seed=self.seed,
+                    shuffle=bool(shuffle),
+                    batch_size=batch_size,
+                    drop_last=drop_last,
+                    ranks=ranks,
+                    padding=padding,
+                )
+        elif shard or rank is not None or world_size is not None:
+            raise BadArgument(
+                "ranks are shared out only where no sampler was given: it may do so itself",
+                remedy="DataLoader(..., shard=True) without sampler and batch_sampler",
+            )
         super().__init__(
             dataset,
             batch_size,
-            shuffle,
-            sampler,
+            shuffle if order is None else None,
+            sampler if order is None else order,
             batch_sampler,
             num_workers,  # type: ignore[arg-type]
             collate_fn,
@@ -131,10 +164,6 @@ class DataLoader(TorchDataLoader[_T_co]):
             has_init_fn=self.worker_init_fn is not None,
         )
 
-    def _rows_per_batch(self) -> int | None:
-        sizes = (self.batch_size, getattr(self.batch_sampler, "batch_size", None))
-        return next((size for size in sizes if isinstance(size, int)), None)
-
     def _work_so_far(self) -> Work:
         is_iterable = isinstance(self.dataset, torch.utils.data.IterableDataset)
         return replace(
@@ -144,6 +173,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         )
 
     def _get_iterator(self) -> Any:
+        self._turn()
         wish, work, facts = self._wish(), self._work_so_far(), here()
         plan = make_plan(facts, wish, work)
         self._warn(plan, stacklevel=4)
@@ -165,6 +195,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             depth=self._asked_prefetch,
             per_sample=plan.randomness.value == "sample",
             in_order=self.in_order,
+            course=self._course,
+            turn=self._turn,
             tell=self._notes.setdefault,
             learn=self._learn,
         )

@@ -102,14 +102,14 @@ class AuditionIterator(_Iterator):
             return self._pooled._next_batch()
         if self._is_settled:
             return self._inline._next_batch()
-        start_s, busy_s, position = time.perf_counter(), _busy_s(), self._inline._position
+        start_s, busy_s, place = time.perf_counter(), _busy_s(), self._inline._place
         try:
             batch = self._inline._next_batch()
         except StopIteration:
             self._conclude()
             raise
         end_s = time.perf_counter()
-        num_samples = max(1, self._inline._position - position)
+        num_samples = max(1, self._inline._place - place)
         wall_s = max(end_s - start_s, 1e-9)
         self._num_batches += 1
         self._spent_s += wall_s
@@ -188,8 +188,7 @@ class _TimedInline(InlineIterator):
         glance, self._glance = self._glance, None
         if glance is None or not self._auto_collation or takes_batches(self._dataset):
             return super()._fetch(index)
-        position, start_s, samples = self._position, 0.0, []
-        self._position += len(index)
+        position, start_s, samples = self._advance(len(index)), 0.0, []
         get = getter(self._dataset)
         for place, one in enumerate(index, position):
             samples.append(call_user(get, one, place, self._randomness))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,21 +87,37 @@ class Delivery:
         self._failure: BaseException | None = None
         self.is_closed = False
         self.epoch = -1
+        self._key_epoch = 0
+        self._position_of: Callable[[int], int] | None = None
         self._indices: Iterator[Any] = iter(())
         self._begin()
 
     def _begin(self) -> None:
-        self._sent = self._next = self._position = 0
+        self._sent = self._next = self._place = 0
         self._num_open = 0
         self._has_more = True
         self._sampler_error: BaseException | None = None
         self._turns.begin()
 
     def start_epoch(
-        self, indices: Iterator[Any], shared_seed: int | None = None, *, position: int = 0
+        self,
+        epoch: int,
+        indices: Iterator[Any],
+        *,
+        shared_seed: int | None = None,
+        place: int = 0,
+        position_of: Callable[[int], int] | None = None,
     ) -> None:
-        """Begin to load ``indices``; what an earlier epoch left under way is dropped."""
+        """Begin to load ``indices``; what an earlier epoch left under way is dropped.
+
+        Args:
+            epoch: The epoch that randomness is computed for. The engine's own count goes up by one
+                each time, also when an epoch is begun again.
+            place: Samples of this stream that are over.
+            position_of: From a place in the stream to the position in the epoch.
+        """
         self.epoch += 1
+        self._key_epoch, self._position_of = epoch, position_of
         self._cells[EPOCH_CELL] = self.epoch
         for key in [key for key, job in self._jobs.items() if job.is_done]:
             self._ring.give_back(self._jobs.pop(key).slot)  # loaded, but nobody took it
@@ -110,7 +126,7 @@ class Delivery:
                 self._pool.send(worker, [Fresh(self.epoch, shared_seed)])
         self._indices = indices
         self._begin()
-        self._position = position
+        self._place = place
         self._lease()
 
     def next(self) -> Any:
@@ -172,11 +188,12 @@ class Delivery:
         if self._task.auto_collation and not hasattr(index, "__getitem__"):
             index = list(index)  # a set or an iterator: torch takes those too
         rows = len(index) if self._task.auto_collation else 1
-        job = Job(self.epoch, self._sent, index, self._position, rows, self._ring.take())
+        position = self._place if self._position_of is None else self._position_of(self._place)
+        job = Job(self.epoch, self._sent, index, position, rows, self._ring.take())
         self._jobs[job.epoch, job.number] = job
         self._sent += 1
         self._num_open += 1
-        self._position += rows
+        self._place += rows
         self._pace.open_batch(rows)
         return job
 
@@ -208,6 +225,7 @@ class Delivery:
             job.slot.segment,
             job.slot.start,
             job.slot.capacity,
+            self._key_epoch,
         )
         return worker, lease
 

@@ -39,6 +39,7 @@ from penstock.engine.slots import Ring
 from penstock.engine.start.launcher import Launcher
 from penstock.engine.travel.parcel import Serialised
 from penstock.errors import StartFailed
+from penstock.order.course import Course, Walk
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import COLLATE_STREAM, SampleRandomness, watching_reads
 
@@ -55,6 +56,10 @@ class Setup:
     in_order: bool
     tell: Callable[[str], None] = lambda note: None
     """Takes notes about what was done where something is not as usual, for the user's plan."""
+    course: Course | None = None
+    """Epoch, seeds and progress, shared with the loader; None: this iterator counts for itself."""
+    turn: Callable[[], None] = lambda: None
+    """Turns the course to the next epoch."""
     learn: Callable[[int], None] = lambda batch_bytes: None
     """Told once how much memory a batch needs."""
 
@@ -69,14 +74,34 @@ class _Iterator(torch_loader._BaseDataLoaderIter):
 
     _pin_memory: bool
     _base_seed: int
+    _index_sampler: Any
+
+    def _enter(self, setup: Setup) -> None:
+        """Take over what the loader asks, after torch's own beginning."""
+        self._setup = setup
+        self._course = setup.course or Course(None)
+        self._base_seed = self._course.settle_base(self._base_seed)
+
+    def _position_of(self) -> Callable[[int], int] | None:
+        walk = self._index_sampler
+        return walk.positions() if isinstance(walk, Walk) else None
 
     def __next__(self) -> Any:
         # torch's own __next__ marks the batch for its profiler and warns about
         # wrong lengths; both only where somebody can see it.
-        if getattr(self, "_IterableDataset_len_called", None) is not None or _profiler_enabled():
-            return super().__next__()
-        batch: Any = self._next_batch()
-        self._num_yielded += 1
+        try:
+            if (
+                getattr(self, "_IterableDataset_len_called", None) is not None
+                or _profiler_enabled()
+            ):
+                batch: Any = super().__next__()
+            else:
+                batch = self._next_batch()
+                self._num_yielded += 1
+        except StopIteration:
+            self._course.is_over = True
+            raise
+        self._course.num_batches += 1
         return batch
 
     def _next_data(self) -> Any:
@@ -98,12 +123,12 @@ class InlineIterator(_Iterator):
 
     def __init__(self, loader: Any, setup: Setup) -> None:
         super().__init__(loader)
+        self._enter(setup)
         self._randomness: SampleRandomness | None = None
         self._collate_randomness: SampleRandomness | None = None
         if setup.per_sample:
             self._randomness = SampleRandomness(self._base_seed)
             self._collate_randomness = SampleRandomness(self._base_seed ^ COLLATE_STREAM)
-        self._epoch = -1
         self._collates_by_default = collate.is_default_collate(self._collate_fn)
         self._gatherer: Gatherer | None = None
         if self._auto_collation and self._collates_by_default:
@@ -116,12 +141,12 @@ class InlineIterator(_Iterator):
         self._begin()
 
     def _begin(self) -> None:
-        self._epoch += 1
-        self._position = 0
+        self._place = 0
+        self._position_at = self._position_of()
         if self._randomness is not None:
             assert self._collate_randomness is not None
-            self._randomness.begin(self._epoch)
-            self._collate_randomness.begin(self._epoch)
+            self._randomness.begin(self._course.key_epoch)
+            self._collate_randomness.begin(self._course.key_epoch)
         self._stream: Stream | None = None
         if self._dataset_kind == torch_loader._DatasetKind.Iterable:
             self._stream = Stream(
@@ -129,8 +154,15 @@ class InlineIterator(_Iterator):
             )
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._setup.turn()
         super()._reset(loader, first_iter)
         self._begin()
+
+    def _advance(self, num_samples: int) -> int:
+        """The position of the next samples, which are taken now."""
+        place, self._place = self._place, self._place + num_samples
+        self._position = place if self._position_at is None else self._position_at(place)
+        return self._position
 
     def _shutdown_workers(self) -> None:
         """There are none; others call this by name."""
@@ -146,7 +178,7 @@ class InlineIterator(_Iterator):
             except Exhausted:
                 raise StopIteration from None
         elif self._randomness is not None and self._randomness.is_silent and self._is_plain:
-            position, self._position = self._position, self._position + len(index)
+            position = self._advance(len(index))
             samples = self._randomness.run_apart(getter(self._dataset), index, position)
         elif self._randomness is not None:
             with preserved_generators(), watching_reads():
@@ -161,21 +193,17 @@ class InlineIterator(_Iterator):
         return self._finished(self._collate_fn(samples))
 
     def _collate(self, samples: Any) -> Any:
-        num_samples = len(samples) if self._auto_collation else 1
-        position = self._position - num_samples
         if self._collate_randomness is not None and self._randomness is not None:
             self._collate_randomness.look(is_used=self._randomness.has_drawn)
-        return call_user(self._collate_fn, samples, position, self._collate_randomness)
+        return call_user(self._collate_fn, samples, self._position, self._collate_randomness)
 
     def _fetch(self, index: Any) -> Any:
-        position = self._position
         if not self._auto_collation:
-            self._position += 1
+            position = self._advance(1)
             if self._randomness is not None:
                 self._randomness.look()
             return call_user(getter(self._dataset), index, position, self._randomness)
-        self._position += len(index)
-        return fetch_map(self._dataset, index, position, self._randomness)
+        return fetch_map(self._dataset, index, self._advance(len(index)), self._randomness)
 
 
 class PooledIterator(_Iterator):
@@ -183,7 +211,8 @@ class PooledIterator(_Iterator):
 
     def __init__(self, loader: Any, setup: Setup) -> None:
         super().__init__(loader)
-        self._prepare(setup)
+        self._enter(setup)
+        self._prepare()
         self._start(loader)
         self._reset(loader, first_iter=True)
 
@@ -194,15 +223,19 @@ class PooledIterator(_Iterator):
         """Workers for the rest of an epoch begun inline: same seed, order and positions."""
         self = cls.__new__(cls)
         vars(self).update(vars(begun))
-        self._prepare(setup)
+        self._setup = setup
+        self._prepare()
         self._start(loader, serialised)
         assert self._delivery is not None
-        self._delivery.epoch = begun._epoch - 1
-        self._delivery.start_epoch(self._sampler_iter, position=begun._position)
+        self._delivery.start_epoch(
+            self._course.key_epoch,
+            self._sampler_iter,
+            place=begun._place,
+            position_of=self._position_of(),
+        )
         return self
 
-    def _prepare(self, setup: Setup) -> None:
-        self._setup = setup
+    def _prepare(self) -> None:
         self._delivery: Delivery | None = None
         self._turn = threading.Lock()
         self._owner = os.getpid()
@@ -279,11 +312,18 @@ class PooledIterator(_Iterator):
         return ProcessPool(launcher, setup.num_workers, cells)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if not first_iter:
+            self._setup.turn()
         super()._reset(loader, first_iter)
         if self._delivery is None or self._delivery.is_closed:
             self._start(loader)  # persistent workers after a failure: a new crew
         assert self._delivery is not None
-        self._delivery.start_epoch(self._sampler_iter, self._shared_seed)
+        self._delivery.start_epoch(
+            self._course.key_epoch,
+            self._sampler_iter,
+            shared_seed=self._shared_seed,
+            position_of=self._position_of(),
+        )
 
     def _next_batch(self) -> Any:
         assert self._delivery is not None

@@ -46,6 +46,8 @@ class Lease(NamedTuple):
     segment: tuple[int, int]
     start: int
     slot_bytes: int
+    key_epoch: int = 0
+    """The epoch that randomness is computed for; ``epoch`` counts passes of the engine."""
 
 
 class Fresh(NamedTuple):

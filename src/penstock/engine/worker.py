@@ -103,7 +103,7 @@ class Worker:
         self._keeps_torch_seed = bool(objects.get("keeps_torch_seed"))
         self._randomness: SampleRandomness | None = None
         self._collate_randomness: SampleRandomness | None = None
-        self._randomness_epoch = 0
+        self._randomness_epoch = NOTHING
         if task.per_sample:
             with_torch = not self._keeps_torch_seed
             self._randomness = SampleRandomness(task.base_seed, with_torch=with_torch)
@@ -190,8 +190,8 @@ class Worker:
                 return self._stream.fetch(lease.index)
         if self._randomness is not None and self._randomness_epoch != lease.epoch:
             assert self._collate_randomness is not None
-            self._randomness.begin(lease.epoch)
-            self._collate_randomness.begin(lease.epoch)
+            self._randomness.begin(lease.key_epoch)
+            self._collate_randomness.begin(lease.key_epoch)
             self._randomness_epoch = lease.epoch
         if self._randomness is not None:
             assert self._collate_randomness is not None

@@ -1,0 +1,159 @@
+"""How does a loader go on in the middle of an epoch? What it adds to torch's class for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.errors import BadArgument, BadState
+from penstock.order.course import Course, Mark, Walk
+from penstock.order.keys import checked_count
+from penstock.order.sampling import Order, SeededOrder
+from penstock.order.sharding import rank_here
+from penstock.order.state import State
+
+
+class Resumable:
+    """Epochs that are counted, state_dict, and set_epoch, over torch's index samplers.
+
+    Pairs with: torch's DataLoader as the next base class.
+    """
+
+    seed: int | None
+    _course: Course
+    dataset: Any
+    sampler: Any
+    batch_sampler: Any
+    batch_size: int | None
+    num_workers: int
+
+    @property
+    def _index_sampler(self) -> Any:
+        return Walk(super()._index_sampler, self._course, self._rows_per_batch())  # type: ignore[misc]
+
+    def _rows_per_batch(self) -> int | None:
+        sizes = (self.batch_size, getattr(self.batch_sampler, "batch_size", None))
+        return next((size for size in sizes if isinstance(size, int)), None)
+
+    def _turn(self) -> None:
+        """Turn to the next epoch. Called once before each is iterated."""
+        self._course.turn(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next epoch is this one. Not needed, because epochs are counted; but honoured."""
+        self._course.set_epoch(checked_count("epoch", epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: what was delivered counts, not what was loaded ahead.
+
+        Plain data of a few hundred bytes, valid for another number of workers, another pool, and
+        another number of ranks with the same global batch.
+
+        Example:
+            >>> from penstock import DataLoader
+            >>> loader = DataLoader(list(range(8)), batch_size=2, shuffle=True, seed=0)
+            >>> batches = iter(loader)
+            >>> first = next(batches)
+            >>> state = loader.state_dict()
+            >>> other = DataLoader(list(range(8)), batch_size=2, shuffle=True, seed=0)
+            >>> other.load_state_dict(state)
+            >>> [b.tolist() for b in other] == [b.tolist() for b in batches]
+            True
+        """
+        return self._state(self._course.mark(self._global_batch(), self._length())).to_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state`` with the next epoch that is begun; nothing before it is loaded.
+
+        Raises:
+            BadState: It belongs to another loader, or is none; this one is left as it was.
+        """
+        saved = State.from_dict(state)
+        saved.refuse_unlike(self._state(Mark(epoch=0, position=0)))
+        rows = self._global_batch()
+        if self._order() is None and rows and saved.position % rows:
+            raise BadState(f"the state is at {saved.position}, within a batch of {rows} samples")
+        if saved.sampler is not None:
+            self.sampler.load_state_dict(saved.sampler)
+        self._course.resume(
+            Mark(
+                epoch=saved.epoch,
+                position=saved.position,
+                base_seed=saved.base_seed,
+                base_epoch=saved.base_epoch or 0,
+                shuffle_seed=saved.shuffle_seed,
+            )
+        )
+
+    def _state(self, mark: Mark) -> State:
+        return State(
+            epoch=mark.epoch,
+            position=mark.position,
+            seed=self.seed,
+            base_seed=mark.base_seed,
+            base_epoch=mark.base_epoch or None,
+            shuffle_seed=mark.shuffle_seed,
+            length=self._length(),
+            global_batch=self._global_batch(),
+        )
+
+    def _order(self) -> Order | None:
+        return self.sampler if isinstance(self.sampler, Order) else None
+
+    def _global_batch(self) -> int | None:
+        rows, order = self._rows_per_batch(), self._order()
+        return rows * order.world_size if rows and order is not None else rows
+
+    def _length(self) -> int | None:
+        order = self._order()
+        if order is not None:
+            return order.length
+        try:
+            return len(self.sampler)
+        except (TypeError, NotImplementedError):
+            return None
+
+
+def make_order(
+    dataset: Any,
+    *,
+    seed: int | None,
+    shuffle: bool,
+    batch_size: int | None,
+    drop_last: bool,
+    ranks: tuple[bool, int | None, int | None],
+    padding: bool,
+) -> SeededOrder | None:
+    """The order of ours, where a seed or a rank asks for one.
+
+    Args:
+        ranks: The loader's ``shard``, ``rank`` and ``world_size``.
+    """
+    rank, world_size = _shared_out(*ranks)
+    if seed is None and world_size == 1:
+        return None
+    if seed is None and shuffle:
+        raise BadArgument(
+            "ranks that shuffle need the same seed, or samples are lost and doubled",
+            remedy="DataLoader(..., seed=0, shard=True)",
+        )
+    return SeededOrder(
+        dataset,
+        seed=seed or 0,
+        shuffle=shuffle,
+        batch_size=batch_size or 1,
+        rank=rank,
+        world_size=world_size,
+        drop_last=drop_last and world_size > 1,
+        padding=padding,
+    )
+
+
+def _shared_out(shard: bool, rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if rank is None and world_size is None:
+        return rank_here() if shard else (0, 1)
+    if rank is None or world_size is None:
+        raise BadArgument(
+            f"rank={rank} and world_size={world_size}: one does not work without the other",
+            remedy="DataLoader(..., rank=0, world_size=2), or shard=True under torch.distributed",
+        )
+    return rank, world_size

@@ -1,0 +1,99 @@
+"""Where a loader stands, as a few hundred bytes that JSON can hold.
+
+The epoch's order and each sample's randomness are computed from (seed, epoch, position), so that is
+the state; the rest is there to refuse a state that belongs to something else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from penstock.errors import BadState
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The state of one loader.
+
+    Args:
+        position: Samples of the epoch that were delivered, counted over all ranks.
+        base_seed, base_epoch, shuffle_seed: What was drawn where no ``seed=`` was given, and when.
+        global_batch: Samples in a batch of all ranks together.
+        sampler, dataset: The state that these offer of their own.
+    """
+
+    epoch: int
+    position: int
+    seed: int | None = None
+    base_seed: int | None = None
+    base_epoch: int | None = None
+    shuffle_seed: int | None = None
+    length: int | None = None
+    global_batch: int | None = None
+    num_workers: int | None = None
+    sampler: Any = None
+    dataset: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what is not known is left out.
+
+        Example:
+            >>> State(epoch=2, position=640, seed=0, length=1000).to_dict()
+            {'version': 1, 'epoch': 2, 'position': 640, 'seed': 0, 'length': 1000}
+        """
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        return {"version": VERSION, **values}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> State:
+        """The state that ``values`` describes.
+
+        Raises:
+            BadState: It is no state, of another version, truncated or edited.
+        """
+        if not isinstance(values, dict) or "version" not in values:
+            raise BadState(f"this is no state of a loader: {str(values)[:80]}")
+        if values["version"] != VERSION:
+            raise BadState(
+                f"the state has version {values['version']!r}, this Penstock reads {VERSION}",
+                remedy="resume with the Penstock that saved it, or start the epoch anew",
+            )
+        known = {item.name for item in fields(cls)}
+        content = {name: value for name, value in values.items() if name != "version"}
+        unknown, missing = sorted(set(content) - known), {"epoch", "position"} - set(content)
+        if unknown or missing:
+            raise BadState(
+                f"the state has {unknown or 'no'} {sorted(missing) or 'unknown'} entries"
+            )
+        for name in known - {"sampler", "dataset"}:
+            value = content.get(name)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            is_signed = name in ("seed", "base_seed", "shuffle_seed")
+            if value is not None and not (is_whole and (is_signed or value >= 0)):
+                raise BadState(f"the state's {name} is {value!r}, not a whole number from 0 up")
+        state = cls(**content)
+        if state.length is not None and state.position > state.length:
+            raise BadState(f"the state is at {state.position} of {state.length} samples")
+        return state
+
+    def refuse_unlike(self, now: State) -> None:
+        """Check that this state belongs to a loader that stands at ``now``.
+
+        Raises:
+            BadState: Dataset length, seed or global batch differ; both sides are printed.
+        """
+        names = {"length": "samples", "seed": "seed", "global_batch": "samples in a global batch"}
+        unlike = [
+            f"{words}: {getattr(self, name)} in the state, {getattr(now, name)} here"
+            for name, words in names.items()
+            if getattr(self, name) != getattr(now, name)
+        ]
+        if unlike:
+            raise BadState(
+                f"the state belongs to another loader; {'; '.join(unlike)}",
+                remedy="the dataset, seed=, batch_size= and number of ranks it was saved with "
+                "(ranks may change if ranks x batch_size stays)",
+            )
