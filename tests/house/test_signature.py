@@ -12,7 +12,7 @@ from penstock import DataLoader
 
 pytestmark = pytest.mark.legacy
 
-OUR_OWN = {"pool", "randomness"}
+OUR_OWN = {"pool", "randomness", "seed", "shard", "rank", "world_size", "padding"}
 NEWER_THAN_SOME_TORCH = {"in_order"}
 DIFFERENT_DEFAULTS_IN_OLD_TORCH = {
     "prefetch_factor": 2,  # 1.13: the number 2; since 2.0: None, which means 2

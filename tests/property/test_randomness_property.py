@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.order.generators import preserved_generators
-from penstock.order.randomness import SampleRandomness, watching_reads
+from penstock.order.randomness import SampleRandomness
+from penstock.order.reads import watching_reads
 from specimens import assert_same
 
 pytestmark = pytest.mark.legacy

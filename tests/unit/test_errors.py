@@ -20,6 +20,7 @@ ALSO = {
     errors.MismatchedSamples: (RuntimeError,),
     errors.BadArgument: (ValueError,),
     errors.BadTarget: (ValueError,),
+    errors.BadState: (ValueError,),
 }
 
 

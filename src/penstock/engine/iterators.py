@@ -41,7 +41,8 @@ from penstock.engine.travel.parcel import Serialised
 from penstock.errors import StartFailed
 from penstock.order.course import Course, Walk
 from penstock.order.generators import preserved_generators
-from penstock.order.randomness import COLLATE_STREAM, SampleRandomness, watching_reads
+from penstock.order.randomness import COLLATE_STREAM, SampleRandomness
+from penstock.order.reads import watching_reads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from penstock.engine.memory import SharedFile
 from penstock.engine.messages import CONTROL_BYTES, EPOCH_CELL, NOTHING, STOP, Fresh, Lease, Task
 from penstock.engine.start.launcher import Launcher, Process
 from penstock.order.generators import preserved_generators
-from penstock.order.randomness import watching_reads
+from penstock.order.reads import watching_reads
 
 GRACE_S = 0.5
 """How long a worker may take to finish its present sample when it is told to stop."""

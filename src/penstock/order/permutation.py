@@ -78,7 +78,7 @@ class Permutation:
         return self.length <= TABLE_LENGTH
 
     def index_at(self, position: int) -> int:
-        """The index that stands at ``position``. 4 microseconds."""
+        """The index that stands at ``position``. About 6 microseconds."""
         self._check(position)
         if self.is_table:
             return int(self._table[position])

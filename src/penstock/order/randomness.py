@@ -21,11 +21,8 @@ has one run loaded twice per worker; what the user sees is always the strict res
 
 from __future__ import annotations
 
-import functools
 import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +30,7 @@ import numpy as np
 from penstock.order.drawing import OUTSIDE, UNKNOWN, SampleStream, here
 from penstock.order.generators import numpy_generator, preserved_generators, python_generator
 from penstock.order.keys import OWN_STREAM, make_key, mix
+from penstock.order.reads import reads, unwatch, watch, watching_reads
 
 _MASK = (1 << 64) - 1
 _BLOCKS = 78
@@ -156,7 +154,7 @@ class SampleRandomness:
                 else:
                     python, numpy, twist = self._cells
                     seen = python.value, numpy.value, twist.value
-                    if seen == self._seen and not _reads.has_read:
+                    if seen == self._seen and not reads.has_read:
                         return sample
                 self.is_quiet, self._draws = False, True
                 stream.entered = position
@@ -185,7 +183,7 @@ class SampleRandomness:
         stream.entered = UNKNOWN
 
     def _note_generators(self) -> None:
-        _reads.has_read = _reads.has_read_torch = False
+        reads.has_read = reads.has_read_torch = False
         self._seen = self._peek()
         self._seen_torch = self._torch_state()
 
@@ -248,13 +246,13 @@ class SampleRandomness:
         python, numpy = self._python.save(), self._numpy.save()
         self.begin_run()
         samples = failure = None
-        _watch()
+        watch()
         try:
             samples = [function(index) for index in indices]
         except Exception as error:
             failure = error
         finally:
-            _unwatch()
+            unwatch()
         try:
             self.end_run()
         except Restless:
@@ -271,14 +269,14 @@ class SampleRandomness:
     def _has_torch_moved(self) -> bool:
         if self._seed_torch is None:
             return False  # torch's generator is the user's own here
-        return _reads.has_read_torch or not self._equal(self._torch_state(), self._seen_torch)
+        return reads.has_read_torch or not self._equal(self._torch_state(), self._seen_torch)
 
     def _peek(self) -> tuple[int, int, int]:
         python, numpy, twist = self._cells
         return python.value, numpy.value, twist.value
 
     def _is_untouched(self) -> bool:
-        return self._seen == self._peek() and not _reads.has_read
+        return self._seen == self._peek() and not reads.has_read
 
     def set_generators(self, position: int) -> None:
         """Set all generators to the state of the sample at ``position``."""
@@ -332,71 +330,6 @@ def _hash_seeds(seed: int, epoch: int, position: int) -> list[tuple[int, int]]:
     numpy_seeds = (pairs[:, 0] >> np.uint64(32)).tolist()
     torch_seeds = (pairs[:, 1] >> np.uint64(1)).tolist()
     return list(zip(numpy_seeds, torch_seeds, strict=True))
-
-
-class _Reads:
-    """Did user code read a generator's state without drawing? Then it must be the sample's own."""
-
-    def __init__(self) -> None:
-        self.has_read = self.has_read_torch = False
-        self.num_watchers = 0
-        self.originals: list[tuple[Any, str, Any]] = []
-
-
-_reads = _Reads()
-
-
-def _noting(original: Callable[..., Any], mark: str) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def read(*args: Any, **keywords: Any) -> Any:
-        setattr(_reads, mark, True)
-        return original(*args, **keywords)
-
-    return read
-
-
-_WATCHED = (
-    ("random", "getstate", "has_read"),
-    ("numpy.random", "get_state", "has_read"),
-    ("torch", "initial_seed", "has_read_torch"),
-    ("torch", "get_rng_state", "has_read_torch"),
-    ("torch.random", "initial_seed", "has_read_torch"),
-    ("torch.random", "get_rng_state", "has_read_torch"),
-)
-_stand_ins: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-@contextmanager
-def watching_reads() -> Iterator[None]:
-    """Notice calls that read a generator's state (``random.getstate`` and the like) meanwhile."""
-    _watch()
-    try:
-        yield
-    finally:
-        _unwatch()
-
-
-def _watch() -> None:
-    _reads.num_watchers += 1
-    if _reads.num_watchers == 1:
-        _reads.originals = [_replace_reader(*place) for place in _WATCHED]
-
-
-def _unwatch() -> None:
-    _reads.num_watchers -= 1
-    if _reads.num_watchers == 0:
-        for module, name, original in _reads.originals:
-            setattr(module, name, original)
-
-
-def _replace_reader(module_name: str, name: str, mark: str) -> tuple[Any, str, Any]:
-    module = sys.modules[module_name]
-    original = getattr(module, name)
-    stand_in = _stand_ins.get(original)
-    if stand_in is None:
-        stand_in = _stand_ins[original] = _noting(original, mark)
-    setattr(module, name, stand_in)
-    return module, name, original
 
 
 def seed_worker(base_seed: int, worker: int) -> int:

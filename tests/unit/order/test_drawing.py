@@ -12,7 +12,8 @@ import pytest
 import penstock
 from penstock import rng
 from penstock.order.generators import preserved_generators
-from penstock.order.randomness import NUM_STRICT, Restless, SampleRandomness, watching_reads
+from penstock.order.randomness import NUM_STRICT, Restless, SampleRandomness
+from penstock.order.reads import watching_reads
 
 pytestmark = pytest.mark.legacy
 

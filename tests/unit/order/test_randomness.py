@@ -12,7 +12,8 @@ import torch
 
 from penstock.order import generators, randomness
 from penstock.order.generators import preserved_generators
-from penstock.order.randomness import NUM_STRICT, SampleRandomness, watching_reads
+from penstock.order.randomness import NUM_STRICT, SampleRandomness
+from penstock.order.reads import watching_reads
 from specimens import assert_same, differences
 
 pytestmark = pytest.mark.legacy

@@ -207,9 +207,15 @@ def test_a_batch_of_a_rank_is_a_run_of_positions() -> None:
     assert positions[:4] == [4, 5, 6, 7]
 
 
-def test_the_rank_is_asked_from_torch_distributed_or_refused() -> None:
+def test_the_rank_is_asked_from_torch_distributed_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(BadArgument, match="not initialised"):
         rank_here()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    assert rank_here() == (2, 4)
 
 
 # -- weights ---------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def _make_worker(channel: Any, assignment: Assignment, fds: list[int]) -> Any:
 
 def serve(worker: Any) -> None:
     """Run a worker until the parent is gone or has hung up."""
-    from penstock.order.randomness import watching_reads
+    from penstock.order.reads import watching_reads
 
     try:
         with watching_reads():
