@@ -64,9 +64,9 @@ def run(loader: DataLoader[Any]) -> tuple[list[int], list[int]]:
 @needs_cores
 @pytest.mark.usefixtures("warm_nursery")
 def test_slow_samples_get_the_cores_and_the_first_batch_is_not_wasted() -> None:
-    loader = DataLoader(Slow(), batch_size=8, num_workers="auto")
+    loader = DataLoader(Slow(400), batch_size=8, num_workers="auto")
     indices, pids = run(loader)
-    assert indices == list(range(120))  # each once, in order, across the change
+    assert indices == list(range(400))  # each once, in order, across the change
     assert set(pids[:8]) == {os.getpid()}
     assert os.getpid() not in set(pids[-40:])
     assert loader.num_workers == CORES
