@@ -16,11 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from penstock.engine.batch import payload
 from penstock.engine.messages import EPOCH_CELL, NOTHING, Fresh, Lease, Reply, Task, position_cell
 from penstock.engine.obituary import write_obituary, write_timeout
+from penstock.engine.opening import open_fixed, open_payload
 from penstock.engine.pace import Pace
 from penstock.engine.pools import Death, Pool
 from penstock.engine.remote_errors import ErrorReport, rebuild
@@ -55,6 +53,7 @@ class Delivery:
         can_split: May one batch be filled by several workers?
         splits_first: Should the first be, so that it comes early? Not while workers start up.
         in_turn: Must batches go round the workers strictly?
+        tell: Takes notes for the user's plan.
     """
 
     def __init__(
@@ -70,6 +69,7 @@ class Delivery:
         in_turn: bool,
         in_order: bool,
         timeout_s: float,
+        tell: Callable[[str], None] = lambda note: None,
     ) -> None:
         self._pool = pool
         self._ring = ring
@@ -79,6 +79,7 @@ class Delivery:
         self._splits_first = splits_first
         self._in_order = in_order
         self._timeout_s = timeout_s
+        self._tell = tell
         self._num_workers = len(pool.processes)
         self._pace = Pace(depth, self._num_workers)
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
@@ -249,6 +250,8 @@ class Delivery:
                 self._fail(write_obituary(worker, event.pid, event.exit_code, index))
             elif event[0] == "note":
                 warnings.warn(event[1], stacklevel=5)
+            elif event[0] == "tell":
+                self._tell(event[1])
             else:
                 report: ErrorReport = event[1]
                 self._fail(rebuild(report))
@@ -330,42 +333,14 @@ class Delivery:
                 raise rebuild(reply.content)
         worker, reply = job.replies[0]
         if reply.kind == "payload":
-            batch, keep_slot = self._open_payload(job, reply)
+            batch, keep_slot = open_payload(self._ring, job.slot, reply)
         else:
-            batch, keep_slot = self._open_fixed(job, self._layout(worker, reply)), True
+            replies = [job.replies[part][1] for part in range(len(job.parts))]
+            layout = self._layout(worker, reply)
+            batch, keep_slot = open_fixed(self._ring, job.slot, job.rows, layout, replies), True
         self._close_job(job, keep_slot=keep_slot)
         self._lease()
         return batch
-
-    def _memory_of(self, job: Job, num_bytes: int, *, is_kept: bool = False) -> np.ndarray:
-        """The slot's bytes for a delivery: lent, or copied when the user holds many already."""
-        if is_kept:
-            self._ring.drop(job.slot)
-            return job.slot.view(num_bytes)
-        if self._ring.is_crowded():
-            copied: np.ndarray = job.slot.view(num_bytes).copy()
-            self._ring.give_back(job.slot)
-            return copied
-        return self._ring.lend(job.slot, num_bytes)
-
-    def _open_payload(self, job: Job, reply: Reply) -> tuple[Any, bool]:
-        written: payload.PayloadMap = reply.content
-        if written.inline is not None:
-            return payload.read(written, None), reply.is_kept
-        root = self._memory_of(job, written.num_bytes, is_kept=reply.is_kept)
-        return payload.read(written, root), True
-
-    def _open_fixed(self, job: Job, layout: Any) -> Any:
-        from penstock.engine.batch.collate import view_batch
-
-        _, num_bytes = layout.places(job.rows)
-        contents = [job.replies[part][1].content for part in range(len(job.parts))]
-        filled = sum(content[2] for content in contents)
-        objects = contents[0][3]
-        for content in contents[1:]:
-            objects = [left + right for left, right in zip(objects, content[3], strict=True)]
-        root = self._memory_of(job, num_bytes)
-        return view_batch(layout, root, job.rows, filled, objects)
 
     # -- faults ----------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ from penstock.engine.start.launcher import Launcher
 from penstock.engine.travel.parcel import Serialised
 from penstock.errors import StartFailed
 from penstock.order.course import Course, Walk
+from penstock.order.foreign import OwnGenerators
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import COLLATE_STREAM, SampleRandomness
 from penstock.order.reads import watching_reads
@@ -128,7 +129,11 @@ class InlineIterator(_Iterator):
         self._randomness: SampleRandomness | None = None
         self._collate_randomness: SampleRandomness | None = None
         if setup.per_sample:
-            self._randomness = SampleRandomness(self._base_seed)
+            own = OwnGenerators(self._dataset)
+            self._randomness = SampleRandomness(self._base_seed, also_set=own.set if own else None)
+            for one in own.found:
+                if not one.can_be_set:
+                    setup.tell(f"{one}: its draws depend on who loads the sample")
             self._collate_randomness = SampleRandomness(self._base_seed ^ COLLATE_STREAM)
         self._collates_by_default = collate.is_default_collate(self._collate_fn)
         self._gatherer: Gatherer | None = None
@@ -271,6 +276,7 @@ class PooledIterator(_Iterator):
             in_turn=not task.per_sample,
             in_order=setup.in_order,
             timeout_s=self._timeout,
+            tell=setup.tell,
         )
         self._workers = pool.processes
 

@@ -12,18 +12,15 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.engine.channels import Switchboard, make_channel
 from penstock.engine.desks import QueueDesk, dump_leases
+from penstock.engine.gate import Gate
 from penstock.engine.memory import SharedFile
 from penstock.engine.messages import CONTROL_BYTES, EPOCH_CELL, NOTHING, STOP, Fresh, Lease, Task
 from penstock.engine.start.launcher import Launcher, Process
-from penstock.order.generators import preserved_generators
-from penstock.order.reads import watching_reads
 
 GRACE_S = 0.5
 """How long a worker may take to finish its present sample when it is told to stop."""
@@ -143,8 +140,8 @@ class WorkerThread(threading.Thread):
 class ThreadPool:
     """Worker threads: nothing travels, the interpreter is shared.
 
-    With per-sample randomness user code runs one sample at a time, because the generators that it
-    draws from are global; each sample leaves them as it found them.
+    With per-sample randomness, samples that draw from the global generators run one at a time, and
+    leave them as they found them; samples that do not run at once.
     """
 
     def __init__(
@@ -162,10 +159,7 @@ class ThreadPool:
         self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._leases: list[queue.SimpleQueue[list[Lease | Fresh] | None]] = []
         self.processes: list[Process] = []
-        lock = threading.Lock()
-        guard: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if task.per_sample:
-            guard = _one_at_a_time(lock)
+        gate = Gate() if task.per_sample else None
         objects = {**objects, "init_error": _call_init(objects.get("worker_init_fn"), num_workers)}
         for number in range(num_workers):
             leases: queue.SimpleQueue[list[Lease | Fresh] | None] = queue.SimpleQueue()
@@ -175,7 +169,7 @@ class ThreadPool:
                 objects=objects,
                 desk=QueueDesk(number, memory, leases, self._replies),
                 cells=cells,
-                guard=guard,
+                gate=gate,
                 is_thread=True,
             )
             thread = WorkerThread(
@@ -208,15 +202,6 @@ class ThreadPool:
         for thread in self.processes:
             thread.join(max(0.0, limit - time.monotonic()))
         _living_pools.discard(self)
-
-
-def _one_at_a_time(lock: threading.Lock) -> Callable[[], AbstractContextManager[Any]]:
-    @contextmanager
-    def guard() -> Iterator[None]:
-        with lock, preserved_generators(), watching_reads():
-            yield
-
-    return guard
 
 
 def _call_init(init_fn: Any, num_workers: int) -> BaseException | None:

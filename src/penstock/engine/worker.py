@@ -11,8 +11,8 @@ from __future__ import annotations
 import mmap
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ from penstock.engine.batch.fetch import (
 from penstock.engine.batch.gather import find_gatherer
 from penstock.engine.batch.layout import Layout, OddSample
 from penstock.engine.batch.scratch import Scratch, collating_into
+from penstock.engine.gate import Gate
 from penstock.engine.messages import (
     EPOCH_CELL,
     NOTHING,
@@ -41,11 +42,16 @@ from penstock.engine.messages import (
     position_cell,
 )
 from penstock.engine.remote_errors import describe
+from penstock.order.foreign import OwnGenerator, OwnGenerators
 from penstock.order.randomness import COLLATE_STREAM, Restless, SampleRandomness
 
 Loaded = tuple[str, Any, int, bool]
 """Kind and content of a reply, the bytes that the batch needs, and whether the slot is kept."""
 
+_ALONE_NOTE = (
+    "samples draw from the global generators, which threads share: they are loaded one at a time. "
+    "penstock.rng(), or pool='process', loads them at once"
+)
 _SEED_NOTE = (
     "worker_init_fn set torch's seed. It is kept as asked: what torch draws in the dataset now "
     "depends on the number of workers. Leave torch.manual_seed out of worker_init_fn to get the "
@@ -71,7 +77,7 @@ class _Dropped(Exception):
 
 
 class Worker:
-    """One worker. ``guard`` wraps each call of user code (threads share generators)."""
+    """One worker. ``gate``: who may run user code at once, where threads share generators."""
 
     def __init__(
         self,
@@ -81,7 +87,7 @@ class Worker:
         objects: dict[str, Any],
         desk: Desk,
         cells: memoryview,
-        guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        gate: Gate | None = None,
         is_thread: bool = False,
     ) -> None:
         self._number = number
@@ -91,7 +97,8 @@ class Worker:
         self._desk = desk
         self._cells = cells
         self._cell = position_cell(number)
-        self._guard = guard
+        self._gate = gate
+        self._guard = nullcontext if gate is None else gate.alone
         # sys.exit ends a worker process, which is seen; a thread must say so itself.
         self._caught: type[BaseException] = BaseException if is_thread else Exception
         self._where = f"in DataLoader worker {'thread' if is_thread else 'process'} {number}"
@@ -104,9 +111,14 @@ class Worker:
         self._randomness: SampleRandomness | None = None
         self._collate_randomness: SampleRandomness | None = None
         self._randomness_epoch = NOTHING
+        self._own: list[OwnGenerator] = []
         if task.per_sample:
             with_torch = not self._keeps_torch_seed
-            self._randomness = SampleRandomness(task.base_seed, with_torch=with_torch)
+            own = OwnGenerators(self._dataset, is_worker=not is_thread)
+            self._own = own.found
+            self._randomness = SampleRandomness(
+                task.base_seed, with_torch=with_torch, also_set=own.set if own else None
+            )
             self._collate_randomness = SampleRandomness(
                 task.base_seed ^ COLLATE_STREAM, with_torch=with_torch
             )
@@ -117,6 +129,9 @@ class Worker:
         """Serve until the parent says stop or is gone."""
         if self._keeps_torch_seed and self._task.per_sample and self._number == 0:
             self._desk.put(("note", _SEED_NOTE))
+        for one in self._own if self._number == 0 else ():
+            if not one.can_be_set:
+                self._desk.put(("note", f"{one}: its draws depend on who loads the sample"))
         while True:
             leases = self._desk.get()
             if leases is None:
@@ -209,10 +224,15 @@ class Worker:
         return self._one_by_one(lease)
 
     def _one_by_one(self, lease: Lease) -> Iterator[Any]:
-        get, randomness, guard = getter(self._dataset), self._randomness, self._guard
-        if guard is not nullcontext:
+        get, randomness, gate = getter(self._dataset), self._randomness, self._gate
+        if gate is not None and randomness is not None and randomness.is_silent:
+            with gate.together():
+                samples = list(self._silently(lease, get, randomness))
+            yield from samples
+        elif gate is not None:
+            self._tell_alone()
             for position, index in self._walk(lease):
-                with guard():
+                with gate.alone():
                     if randomness is not None:
                         randomness.look()
                     sample = call_user(get, index, position, randomness)
@@ -224,6 +244,10 @@ class Worker:
         else:
             for position, index in self._walk(lease):
                 yield randomness.call(get, index, position)
+
+    def _tell_alone(self) -> None:
+        if self._randomness is not None and self._randomness.is_known_to_draw:
+            self._desk.put(("tell", _ALONE_NOTE))
 
     def _walk(self, lease: Lease) -> Iterator[tuple[int, Any]]:
         """Positions and indices of a lease, each noted where the parent sees it."""
@@ -239,8 +263,7 @@ class Worker:
     def _silently(self, lease: Lease, get: Any, randomness: SampleRandomness) -> Iterator[Any]:
         randomness.begin_run()
         try:
-            for _, index in self._walk(lease):
-                yield get(index)
+            yield from randomness.samples_of(get, self._walk(lease))
         except _Dropped:
             raise
         except Exception:

@@ -22,7 +22,7 @@ has one run loaded twice per worker; what the user sees is always the strict res
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,7 @@ class SampleRandomness:
         if can_peek:
             self._cells = (*self._python.cells(), *self._numpy.cells())
             self._seen = self._peek()
+        self._reads_seen = reads.of_globals
         self._num_silent = 0
         self.is_quiet = self.is_silent = False
         self._torch_moved = False
@@ -99,6 +100,7 @@ class SampleRandomness:
         self._draws = not can_peek or also_set is not None
         self._stream_of_rng = SampleStream()
         self._outer: SampleStream | None = None
+        self._names_samples = False
         self.begin(0)
 
     def begin(self, epoch: int) -> None:
@@ -121,11 +123,16 @@ class SampleRandomness:
             return
         if is_used:
             self.set_generators(0)
-        self._seen = self._peek()
+        self._seen, self._reads_seen = self._peek(), reads.of_globals
 
     @property
     def has_drawn(self) -> bool:
         return self._draws
+
+    @property
+    def is_known_to_draw(self) -> bool:
+        """Has any sample moved or read one of the global generators?"""
+        return self._draws or self._torch_moved
 
     def call(self, function: Callable[[Any], Any], index: Any, position: int) -> Any:
         """``function(index)``, drawing what the sample at ``position`` draws."""
@@ -154,7 +161,7 @@ class SampleRandomness:
                 else:
                     python, numpy, twist = self._cells
                     seen = python.value, numpy.value, twist.value
-                    if seen == self._seen and not reads.has_read:
+                    if seen == self._seen and reads.of_globals == self._reads_seen:
                         return sample
                 self.is_quiet, self._draws = False, True
                 stream.entered = position
@@ -171,8 +178,7 @@ class SampleRandomness:
         self._torch_moved = self._torch_moved or self._has_torch_moved()
         self._num_silent += 1
         self.is_quiet = not self._draws and self._num_silent >= NUM_STRICT
-        is_told_apart = self._torch_moved or self._stream_of_rng.was_asked
-        self.is_silent = self.is_quiet and not is_told_apart
+        self.is_silent = self.is_quiet and not self._torch_moved
         return sample
 
     def begin_run(self) -> None:
@@ -180,10 +186,26 @@ class SampleRandomness:
         self._note_generators()
         stream = self._stream_of_rng
         self._outer, here.stream = here.stream, stream
-        stream.entered = UNKNOWN
+        stream.entered, self._names_samples = UNKNOWN, stream.was_asked
+
+    def samples_of(
+        self, function: Callable[[Any], Any], placed: Iterable[tuple[int, Any]]
+    ) -> Iterator[Any]:
+        """The samples of a silent run, one by one; ``placed``: positions and indices.
+
+        Called from: between :meth:`begin_run` and :meth:`end_run`.
+        """
+        if not self._names_samples:
+            for _, index in placed:
+                yield function(index)
+            return
+        stream = self._stream_of_rng
+        for position, index in placed:
+            stream.entered = position  # somebody here asks for rng()
+            yield function(index)
 
     def _note_generators(self) -> None:
-        reads.has_read = reads.has_read_torch = False
+        self._reads_seen, self._torch_reads_seen = reads.of_globals, reads.of_torch
         self._seen = self._peek()
         self._seen_torch = self._torch_state()
 
@@ -197,10 +219,10 @@ class SampleRandomness:
         here.stream, self._outer = self._outer, None
         if not self._is_untouched():
             self._draws, self.is_quiet, self.is_silent = True, False, False
-        elif self._has_torch_moved() or self._stream_of_rng.was_asked:
-            self.is_silent = False
-        else:
-            return
+        elif self._has_torch_moved():
+            self.is_silent, self._torch_moved = False, True
+        elif self._stream_of_rng.was_asked == self._names_samples:
+            return  # rng() was not asked for, or samples were told apart
         raise Restless
 
     def run(
@@ -210,7 +232,7 @@ class SampleRandomness:
         if self.is_silent:
             self.begin_run()
             try:
-                samples = [function(index) for index in indices]
+                samples = self._all_of(function, indices, position)
                 self.end_run()
                 return samples
             except Restless:
@@ -233,14 +255,21 @@ class SampleRandomness:
         Called from: the process of the training loop, whose generators are in use.
         """
         if self.is_silent:
-            samples = self._run_silently_apart(function, indices)
+            samples = self._run_silently_apart(function, indices, position)
             if samples is not None:
                 return samples
         with preserved_generators(), watching_reads():
             return self.run(function, indices, position)
 
+    def _all_of(
+        self, function: Callable[[Any], Any], indices: Sequence[Any], position: int
+    ) -> list[Any]:
+        if self._names_samples:
+            return list(self.samples_of(function, enumerate(indices, position)))
+        return [function(index) for index in indices]
+
     def _run_silently_apart(
-        self, function: Callable[[Any], Any], indices: Sequence[Any]
+        self, function: Callable[[Any], Any], indices: Sequence[Any], position: int
     ) -> list[Any] | None:
         """A silent run that saves and looks only once; None if samples drew after all."""
         python, numpy = self._python.save(), self._numpy.save()
@@ -248,7 +277,7 @@ class SampleRandomness:
         samples = failure = None
         watch()
         try:
-            samples = [function(index) for index in indices]
+            samples = self._all_of(function, indices, position)
         except Exception as error:
             failure = error
         finally:
@@ -269,14 +298,15 @@ class SampleRandomness:
     def _has_torch_moved(self) -> bool:
         if self._seed_torch is None:
             return False  # torch's generator is the user's own here
-        return reads.has_read_torch or not self._equal(self._torch_state(), self._seen_torch)
+        has_read = reads.of_torch != self._torch_reads_seen
+        return has_read or not self._equal(self._torch_state(), self._seen_torch)
 
     def _peek(self) -> tuple[int, int, int]:
         python, numpy, twist = self._cells
         return python.value, numpy.value, twist.value
 
     def _is_untouched(self) -> bool:
-        return self._seen == self._peek() and not reads.has_read
+        return self._seen == self._peek() and reads.of_globals == self._reads_seen
 
     def set_generators(self, position: int) -> None:
         """Set all generators to the state of the sample at ``position``."""

@@ -14,10 +14,10 @@ from typing import Any
 
 
 class Reads:
-    """What was read since the marks were last cleared, and who watches."""
+    """How often states were read (Python's and NumPy's, torch's), and who watches."""
 
     def __init__(self) -> None:
-        self.has_read = self.has_read_torch = False
+        self.of_globals = self.of_torch = 0
         self.num_watchers = 0
         self.originals: list[tuple[Any, str, Any]] = []
 
@@ -28,19 +28,19 @@ reads = Reads()
 def _noting(original: Callable[..., Any], mark: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def read(*args: Any, **keywords: Any) -> Any:
-        setattr(reads, mark, True)
+        setattr(reads, mark, getattr(reads, mark) + 1)
         return original(*args, **keywords)
 
     return read
 
 
 _WATCHED = (
-    ("random", "getstate", "has_read"),
-    ("numpy.random", "get_state", "has_read"),
-    ("torch", "initial_seed", "has_read_torch"),
-    ("torch", "get_rng_state", "has_read_torch"),
-    ("torch.random", "initial_seed", "has_read_torch"),
-    ("torch.random", "get_rng_state", "has_read_torch"),
+    ("random", "getstate", "of_globals"),
+    ("numpy.random", "get_state", "of_globals"),
+    ("torch", "initial_seed", "of_torch"),
+    ("torch", "get_rng_state", "of_torch"),
+    ("torch.random", "initial_seed", "of_torch"),
+    ("torch.random", "get_rng_state", "of_torch"),
 )
 _stand_ins: dict[Callable[..., Any], Callable[..., Any]] = {}
 

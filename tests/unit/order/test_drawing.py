@@ -71,10 +71,13 @@ def test_half_of_a_word_left_over_does_not_reach_the_next_sample() -> None:
     assert randomness.call(half, 0, 1) == fresh(1, half)
 
 
-def test_a_dataset_that_only_asks_is_quiet_and_never_silent() -> None:
+def test_a_dataset_that_only_asks_is_silent_and_its_samples_are_told_apart() -> None:
     randomness = quiet(function=ask)
-    assert randomness.is_quiet  # the global generators have not moved
-    assert not randomness.is_silent  # but samples must be told apart
+    assert randomness.is_silent  # the global generators have not moved
+    with watching_reads():
+        found = randomness.run(lambda _: ask(), range(8), 100)
+    assert found == [fresh(100 + place) for place in range(8)]
+    assert randomness.is_silent
 
 
 def test_samples_of_a_thousand_positions_differ_and_look_uniform() -> None:
@@ -98,7 +101,7 @@ def test_the_first_to_ask_in_a_silent_run_gets_the_run_loaded_again() -> None:
         found = randomness.run(late, range(8), 100)
     assert found == [*[0.0] * 5, fresh(105), 0.0, 0.0]
     assert calls == [*range(8), *range(8)]
-    assert not randomness.is_silent
+    assert randomness.is_silent  # and from now on it tells samples apart
     with watching_reads():  # the next run is right at once
         assert randomness.run(late, range(8), 200)[5] == fresh(205)
     assert len(calls) == 24

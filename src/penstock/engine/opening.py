@@ -1,0 +1,49 @@
+"""From a slot that workers have filled to the batch that the user sees.
+
+Called from: the parent, when it is the batch's turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.batch import payload
+from penstock.engine.messages import Reply
+from penstock.engine.slots import Ring, Slot
+
+
+def open_payload(ring: Ring, slot: Slot, reply: Reply) -> tuple[Any, bool]:
+    """What a collate_fn made; and whether its slot is in use from now on."""
+    written: payload.PayloadMap = reply.content
+    if written.inline is not None:
+        return payload.read(written, None), reply.is_kept
+    root = _memory_of(ring, slot, written.num_bytes, is_kept=reply.is_kept)
+    return payload.read(written, root), True
+
+
+def open_fixed(ring: Ring, slot: Slot, rows: int, layout: Any, replies: list[Reply]) -> Any:
+    """A batch of the default collate, put together from the parts that workers filled."""
+    from penstock.engine.batch.collate import view_batch
+
+    _, num_bytes = layout.places(rows)
+    contents = [reply.content for reply in replies]
+    filled = sum(content[2] for content in contents)
+    objects = contents[0][3]
+    for content in contents[1:]:
+        objects = [left + right for left, right in zip(objects, content[3], strict=True)]
+    root = _memory_of(ring, slot, num_bytes)
+    return view_batch(layout, root, rows, filled, objects)
+
+
+def _memory_of(ring: Ring, slot: Slot, num_bytes: int, *, is_kept: bool = False) -> np.ndarray:
+    """The slot's bytes for a delivery: lent, or copied when the user holds many already."""
+    if is_kept:
+        ring.drop(slot)
+        return slot.view(num_bytes)
+    if ring.is_crowded():
+        copied: np.ndarray = slot.view(num_bytes).copy()
+        ring.give_back(slot)
+        return copied
+    return ring.lend(slot, num_bytes)
