@@ -164,19 +164,26 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
             has_init_fn=self.worker_init_fn is not None,
         )
 
+    def _is_iterable(self) -> bool:
+        return isinstance(self.dataset, torch.utils.data.IterableDataset)
+
     def _work_so_far(self) -> Work:
-        is_iterable = isinstance(self.dataset, torch.utils.data.IterableDataset)
         return replace(
             self._work,
-            is_iterable=is_iterable,
+            is_iterable=self._is_iterable(),
             is_in_memory=is_sliced(self.dataset, self.batch_sampler, self.collate_fn),
         )
 
     def _get_iterator(self) -> Any:
         self._turn()
+        iterator = self._make_iterator()
+        self._replay(iterator)
+        return iterator
+
+    def _make_iterator(self) -> Any:
         wish, work, facts = self._wish(), self._work_so_far(), here()
         plan = make_plan(facts, wish, work)
-        self._warn(plan, stacklevel=4)
+        self._warn(plan, stacklevel=5)
         if should_measure(facts, wish, work, choose_start_method(facts, wish).value):
             inline = replace(self._setup(plan), pool="inline", num_workers=0)
             return AuditionIterator(self, inline, self._decide, self._settle)

@@ -54,6 +54,7 @@ class Delivery:
         splits_first: Should the first be, so that it comes early? Not while workers start up.
         in_turn: Must batches go round the workers strictly?
         tell: Takes notes for the user's plan.
+        on_state: Told what a worker's iterable dataset says of itself with each batch.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Delivery:
         in_order: bool,
         timeout_s: float,
         tell: Callable[[str], None] = lambda note: None,
+        on_state: Callable[[int, Any], None] | None = None,
     ) -> None:
         self._pool = pool
         self._ring = ring
@@ -80,6 +82,7 @@ class Delivery:
         self._in_order = in_order
         self._timeout_s = timeout_s
         self._tell = tell
+        self._on_state = on_state
         self._num_workers = len(pool.processes)
         self._pace = Pace(depth, self._num_workers)
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
@@ -107,6 +110,7 @@ class Delivery:
         *,
         shared_seed: int | None = None,
         place: int = 0,
+        first_worker: int = 0,
         position_of: Callable[[int], int] | None = None,
     ) -> None:
         """Begin to load ``indices``; what an earlier epoch left under way is dropped.
@@ -115,6 +119,7 @@ class Delivery:
             epoch: The epoch that randomness is computed for. The engine's own count goes up by one
                 each time, also when an epoch is begun again.
             place: Samples of this stream that are over.
+            first_worker: Who begins, where workers take turns.
             position_of: From a place in the stream to the position in the epoch.
         """
         self.epoch += 1
@@ -127,6 +132,7 @@ class Delivery:
                 self._pool.send(worker, [Fresh(self.epoch, shared_seed)])
         self._indices = indices
         self._begin()
+        self._turns.begin(first_worker)
         self._place = place
         self._lease()
 
@@ -338,6 +344,8 @@ class Delivery:
             replies = [job.replies[part][1] for part in range(len(job.parts))]
             layout = self._layout(worker, reply)
             batch, keep_slot = open_fixed(self._ring, job.slot, job.rows, layout, replies), True
+        if reply.state is not None and self._on_state is not None:
+            self._on_state(worker, reply.state)
         self._close_job(job, keep_slot=keep_slot)
         self._lease()
         return batch

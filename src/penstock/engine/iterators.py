@@ -155,6 +155,9 @@ class InlineIterator(_Iterator):
             self._collate_randomness.begin(self._course.key_epoch)
         self._stream: Stream | None = None
         if self._dataset_kind == torch_loader._DatasetKind.Iterable:
+            if 0 in self._course.streams:  # resumed: it goes on by itself
+                dataset: Any = self._dataset
+                dataset.load_state_dict(self._course.streams[0])
             self._stream = Stream(
                 self._dataset, auto_collation=self._auto_collation, drop_last=self._drop_last
             )
@@ -277,8 +280,13 @@ class PooledIterator(_Iterator):
             in_order=setup.in_order,
             timeout_s=self._timeout,
             tell=setup.tell,
+            on_state=self._note_stream,
         )
         self._workers = pool.processes
+
+    def _note_stream(self, worker: int, state: Any) -> None:
+        self._course.streams[worker] = state
+        self._course.next_worker = (worker + 1) % len(self._workers)
 
     def _can_split(self, task: Task) -> bool:
         return (
@@ -329,6 +337,7 @@ class PooledIterator(_Iterator):
             self._course.key_epoch,
             self._sampler_iter,
             shared_seed=self._shared_seed,
+            first_worker=self._course.next_worker,
             position_of=self._position_of(),
         )
 
@@ -374,4 +383,5 @@ def travellers(iterator: Any, loader: Any) -> dict[str, Any]:
         "collate_fn": iterator._collate_fn,
         "worker_init_fn": init_fn,
         "collators": collate.custom_collators(),
+        "streams": dict(iterator._course.streams),
     }

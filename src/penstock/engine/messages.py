@@ -73,6 +73,8 @@ class Reply(NamedTuple):
     needed_bytes: int
     busy_ns: int
     is_kept: bool = False
+    state: Any = None
+    """What an iterable dataset says of itself after this batch, where it has a state_dict."""
 
 
 @dataclass(frozen=True, kw_only=True)

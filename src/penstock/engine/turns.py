@@ -21,10 +21,10 @@ class Turns:
         self._in_turn = in_turn
         self.begin()
 
-    def begin(self) -> None:
-        """A new epoch: everyone takes part again, beginning with worker 0."""
+    def begin(self, first: int = 0) -> None:
+        """A new epoch: everyone takes part again, beginning with worker ``first``."""
         self._is_active = [True] * len(self._loads)
-        self._last = -1
+        self._last = first - 1
 
     def give(self, rows: int, limit: int | None = None) -> int:
         """The worker for a part of ``rows``; one with ``limit`` samples or more is passed over."""

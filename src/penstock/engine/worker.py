@@ -42,6 +42,7 @@ from penstock.engine.messages import (
     position_cell,
 )
 from penstock.engine.remote_errors import describe
+from penstock.order.course import own_state_of
 from penstock.order.foreign import OwnGenerator, OwnGenerators
 from penstock.order.randomness import COLLATE_STREAM, Restless, SampleRandomness
 
@@ -102,6 +103,7 @@ class Worker:
         # sys.exit ends a worker process, which is seen; a thread must say so itself.
         self._caught: type[BaseException] = BaseException if is_thread else Exception
         self._where = f"in DataLoader worker {'thread' if is_thread else 'process'} {number}"
+        self._own_state = objects.get("streams", {}).get(number)
         self._stream: Stream | None = None
         self._stream_epoch = NOTHING
         self._layouts: dict[Any, int] = {}
@@ -160,8 +162,9 @@ class Worker:
             content = describe(error, worker=self._number, where=self._where, index=index)
         self._cells[self._cell] = NOTHING
         busy_ns = time.perf_counter_ns() - start_ns
+        state = own_state_of(self._dataset) if self._task.is_iterable and kind != "error" else None
         return Reply(
-            lease.epoch, lease.job, lease.part, kind, content, needed_bytes, busy_ns, is_kept
+            lease.epoch, lease.job, lease.part, kind, content, needed_bytes, busy_ns, is_kept, state
         )
 
     def _load(self, lease: Lease) -> Loaded:
@@ -194,6 +197,9 @@ class Worker:
         if task.is_iterable:
             if self._stream_epoch != lease.epoch or self._stream is None:
                 with self._guard():
+                    if self._own_state is not None:  # resumed: it goes on by itself
+                        self._dataset.load_state_dict(self._own_state)
+                        self._own_state = None
                     self._stream = Stream(
                         self._dataset,
                         auto_collation=task.auto_collation,

@@ -11,9 +11,11 @@ sample is loaded for them.
 
 from __future__ import annotations
 
+import base64
+import copy
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.order.sampling import Order
@@ -37,6 +39,13 @@ class Course:
         self.base_seed: int | None = seed
         self.base_epoch = 0
         self.shuffle_seed: int | None = None
+        self.generator_state: str | None = None
+        """Of the user's generator, before the sampler drew the epoch's order from it."""
+        self.own_state: Any = None
+        """What the sampler said of itself when the epoch was begun."""
+        self.streams: dict[int, Any] = {}
+        """What an iterable dataset said of itself after the last delivered batch, by worker."""
+        self.next_worker = 0
         self._next_epoch = 0
         self._resumed: Mark | None = None
 
@@ -58,15 +67,21 @@ class Course:
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         mark, self._resumed = self._resumed, None
         self.start, self.num_batches, self.is_over = 0, 0, False
-        self.shuffle_seed = None
+        self.shuffle_seed = self.generator_state = None
+        self.streams, self.next_worker = {}, 0
         if mark is not None:
             self.start, self.shuffle_seed = mark.position, mark.shuffle_seed
+            self.generator_state = mark.generator_state
+            self.streams, self.next_worker = dict(mark.streams), mark.next_worker
             if self.seed is None:
                 self.base_seed, self.base_epoch = mark.base_seed, mark.base_epoch
         elif self.seed is None:
             self.base_seed = None
         if isinstance(sampler, Order):
             sampler.set_epoch(self.epoch)
+        elif mark is not None and mark.own_state is not None:
+            sampler.load_state_dict(copy.deepcopy(mark.own_state))
+        self.own_state = own_state_of(sampler)
 
     def settle_base(self, drawn: int) -> int:
         """The base seed of a new iterator: ``drawn`` by torch just now, unless it is known."""
@@ -85,18 +100,40 @@ class Course:
             base_seed=None if self.seed is not None else self.base_seed,
             base_epoch=0 if self.seed is not None else self.base_epoch,
             shuffle_seed=self.shuffle_seed,
+            generator_state=self.generator_state,
+            own_state=self.own_state,
+            streams=dict(self.streams),
+            next_worker=self.next_worker,
         )
+
+
+def own_state_of(owner: Any) -> Any:
+    """The state that a sampler or dataset of the user's offers, as it is now; None: it has none."""
+    if isinstance(owner, Order) or not hasattr(owner, "load_state_dict"):
+        return None
+    ask = getattr(owner, "state_dict", None)
+    return copy.deepcopy(ask()) if callable(ask) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A place to go on from; the seeds are those that were drawn where none was given."""
+    """A place to go on from; the seeds are those that were drawn where none was given.
+
+    Args:
+        own_state: What the sampler said of itself when the epoch was begun.
+        streams: What an iterable dataset said of itself after its last batch, by worker.
+        next_worker: Whose batch of it comes next.
+    """
 
     epoch: int
     position: int
     base_seed: int | None = None
     base_epoch: int = 0
     shuffle_seed: int | None = None
+    generator_state: str | None = None
+    own_state: Any = None
+    streams: dict[int, Any] = field(default_factory=dict)
+    next_worker: int = 0
 
 
 class Walk:
@@ -105,12 +142,16 @@ class Walk:
     Args:
         indices: The loader's index sampler: a batch sampler, or a sampler without batching.
         rows: Samples of one rank in a batch; None without batching or where it varies.
+        is_endless: The indices of an iterable dataset say nothing; there is none to drop.
     """
 
-    def __init__(self, indices: Any, course: Course, rows: int | None) -> None:
+    def __init__(
+        self, indices: Any, course: Course, rows: int | None, *, is_endless: bool = False
+    ) -> None:
         self._indices = indices
         self._course = course
         self._rows = rows
+        self._is_endless = is_endless
 
     @property
     def order(self) -> Order | None:
@@ -123,7 +164,9 @@ class Walk:
 
     def __iter__(self) -> Iterator[Any]:
         start, order = self._course.start, self.order
-        if order is None:
+        if self._is_endless:
+            yield from self._indices
+        elif order is None:
             yield from itertools.islice(self._drawn(), start // (self._rows or 1), None)
         elif order is self._indices:
             yield from order.starting_at(start)
@@ -139,6 +182,10 @@ class Walk:
         from torch.utils.data import RandomSampler
 
         sampler = getattr(self._indices, "sampler", self._indices)
+        if type(sampler) is RandomSampler and sampler.generator is not None:
+            self._course.generator_state = _set_or_note(
+                sampler.generator, self._course.generator_state
+            )
         if type(sampler) is not RandomSampler or sampler.generator is not None:
             yield from self._indices
             return
@@ -163,3 +210,13 @@ class Walk:
         if order is None or order.world_size == 1:
             return lambda place: start + place
         return order.starting_at(start).global_position
+
+
+def _set_or_note(generator: Any, known: str | None) -> str:
+    """Put the user's generator into a state that is known, or tell the one it is in."""
+    import torch
+
+    if known is None:
+        return base64.b64encode(generator.get_state().numpy().tobytes()).decode("ascii")
+    generator.set_state(torch.frombuffer(bytearray(base64.b64decode(known)), dtype=torch.uint8))
+    return known

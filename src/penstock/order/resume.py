@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
+from dataclasses import replace
 from typing import Any
 
 from penstock.errors import BadArgument, BadState
-from penstock.order.course import Course, Mark, Walk
+from penstock.order.course import Course, Mark, Walk, own_state_of
 from penstock.order.keys import checked_count
 from penstock.order.sampling import Order, SeededOrder
 from penstock.order.sharding import rank_here
@@ -28,7 +31,12 @@ class Resumable:
 
     @property
     def _index_sampler(self) -> Any:
-        return Walk(super()._index_sampler, self._course, self._rows_per_batch())  # type: ignore[misc]
+        indices: Any = super()._index_sampler  # type: ignore[misc]
+        rows = self._rows_per_batch()
+        return Walk(indices, self._course, rows, is_endless=self._is_iterable())
+
+    def _is_iterable(self) -> bool:
+        raise AssertionError("the loader knows")
 
     def _rows_per_batch(self) -> int | None:
         sizes = (self.batch_size, getattr(self.batch_sampler, "batch_size", None))
@@ -36,7 +44,12 @@ class Resumable:
 
     def _turn(self) -> None:
         """Turn to the next epoch. Called once before each is iterated."""
-        self._course.turn(self.sampler)
+        self._course.turn(self._stateful_sampler())
+
+    def _stateful_sampler(self) -> Any:
+        """The user's batch sampler, if it has a state of its own; else the sampler."""
+        has_state = hasattr(self.batch_sampler, "load_state_dict")
+        return self.batch_sampler if has_state else self.sampler
 
     def set_epoch(self, epoch: int) -> None:
         """The next epoch is this one. Not needed, because epochs are counted; but honoured."""
@@ -59,7 +72,11 @@ class Resumable:
             >>> [b.tolist() for b in other] == [b.tolist() for b in batches]
             True
         """
-        return self._state(self._course.mark(self._global_batch(), self._length())).to_dict()
+        mark = self._course.mark(self._global_batch(), self._length())
+        if self._is_iterable() and not self.num_workers and not self._course.is_over:
+            own = own_state_of(self.dataset)
+            mark = replace(mark, streams={0: own} if own is not None else {})
+        return self._state(mark).to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state`` with the next epoch that is begun; nothing before it is loaded.
@@ -72,8 +89,8 @@ class Resumable:
         rows = self._global_batch()
         if self._order() is None and rows and saved.position % rows:
             raise BadState(f"the state is at {saved.position}, within a batch of {rows} samples")
-        if saved.sampler is not None:
-            self.sampler.load_state_dict(saved.sampler)
+        streams = saved.dataset or {}
+        self._refuse_streams(saved)
         self._course.resume(
             Mark(
                 epoch=saved.epoch,
@@ -81,17 +98,53 @@ class Resumable:
                 base_seed=saved.base_seed,
                 base_epoch=saved.base_epoch or 0,
                 shuffle_seed=saved.shuffle_seed,
+                generator_state=saved.generator_state,
+                own_state=saved.sampler,
+                streams={int(worker): own for worker, own in streams.get("streams", {}).items()},
+                next_worker=streams.get("next", 0),
             )
         )
 
+    def _refuse_streams(self, saved: State) -> None:
+        """An iterable dataset is shared out by worker, so their number must stay."""
+        before, now = saved.num_workers, self.num_workers
+        if before is not None and before != now and max(before, now) > 1:
+            raise BadState(
+                f"an iterable dataset is shared out by worker: {before} workers in the state, "
+                f"{now} here",
+                remedy=f"DataLoader(..., num_workers={before})",
+            )
+
+    def _replay(self, batches: Any) -> None:
+        """Load and drop what was delivered before, where the dataset cannot skip it itself."""
+        course = self._course
+        if not self._is_iterable() or not course.start or course.streams:
+            return
+        num_batches, course.start = course.start // (self._rows_per_batch() or 1), 0
+        warnings.warn(
+            f"the dataset has no state_dict of its own: {num_batches} batches are loaded once more "
+            "and dropped, to go on where the state was saved",
+            stacklevel=5,
+        )
+        for _ in itertools.islice(batches, num_batches):
+            pass
+
     def _state(self, mark: Mark) -> State:
+        streams: dict[str, Any] | None = None
+        if mark.streams:
+            own = {str(worker): state for worker, state in mark.streams.items()}
+            streams = {"streams": own, "next": mark.next_worker}
         return State(
+            sampler=mark.own_state,
+            dataset=streams,
+            num_workers=self.num_workers if self._is_iterable() else None,
             epoch=mark.epoch,
             position=mark.position,
             seed=self.seed,
             base_seed=mark.base_seed,
             base_epoch=mark.base_epoch or None,
             shuffle_seed=mark.shuffle_seed,
+            generator_state=mark.generator_state,
             length=self._length(),
             global_batch=self._global_batch(),
         )
@@ -107,6 +160,8 @@ class Resumable:
         order = self._order()
         if order is not None:
             return order.length
+        if self._is_iterable():
+            return None
         try:
             return len(self.sampler)
         except (TypeError, NotImplementedError):

@@ -22,6 +22,7 @@ class State:
         position: Samples of the epoch that were delivered, counted over all ranks.
         base_seed, base_epoch, shuffle_seed: What was drawn where no ``seed=`` was given, and when.
         global_batch: Samples in a batch of all ranks together.
+        generator_state: Of the generator that the user gave, before the order was drawn from it.
         sampler, dataset: The state that these offer of their own.
     """
 
@@ -31,6 +32,7 @@ class State:
     base_seed: int | None = None
     base_epoch: int | None = None
     shuffle_seed: int | None = None
+    generator_state: str | None = None
     length: int | None = None
     global_batch: int | None = None
     num_workers: int | None = None
@@ -68,7 +70,7 @@ class State:
             raise BadState(
                 f"the state has {unknown or 'no'} {sorted(missing) or 'unknown'} entries"
             )
-        for name in known - {"sampler", "dataset"}:
+        for name in known - {"sampler", "dataset", "generator_state"}:
             value = content.get(name)
             is_whole = isinstance(value, int) and not isinstance(value, bool)
             is_signed = name in ("seed", "base_seed", "shuffle_seed")

@@ -1,0 +1,180 @@
+"""Resuming with states that others own: samplers, generators, iterable datasets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, RandomSampler, get_worker_info
+
+from penstock import BadState, DataLoader
+from specimens import Draws, Numbers, assert_same, collect
+
+pytestmark = pytest.mark.legacy
+
+
+def stop_and_go(make: Any, taken: int, **other: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """What came after ``taken`` batches, in one go and after a stop; and the state between."""
+    loader = make()
+    batches = iter(loader)
+    for _ in range(taken):
+        next(batches)
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = collect(batches)
+    resumed = make(**other)
+    resumed.load_state_dict(state)
+    return rest, collect(resumed), state
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torch_s_shuffle_without_a_seed_goes_on(num_workers: int) -> None:
+    def make(**other: Any) -> DataLoader[Any]:
+        return DataLoader(Draws(40), batch_size=4, shuffle=True, num_workers=num_workers, **other)
+
+    torch.manual_seed(5)
+    rest, resumed, state = stop_and_go(make, 3)
+    assert_same(resumed, rest)
+    assert len(json.dumps(state)) < 400
+
+
+def test_a_generator_of_the_user_s_goes_on() -> None:
+    def make(seed: int = 4) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return DataLoader(Draws(40), batch_size=4, shuffle=True, generator=generator)
+
+    rest, resumed, _ = stop_and_go(make, 3, seed=99)
+    assert_same(resumed, rest)
+    other = make(seed=99)
+    assert [batch[0].tolist() for batch in other][3:] != [batch[0].tolist() for batch in rest]
+
+
+class Backwards:
+    """A sampler with a state: how often it was used."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.num_uses = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        self.num_uses += 1
+        start = self.num_uses
+        return iter([(start - place) % self.length for place in range(self.length)])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_uses": self.num_uses}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_uses = state["num_uses"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_s_own_state_is_saved_through_it(num_workers: int) -> None:
+    def run(taken: int) -> tuple[list[Any], DataLoader[Any]]:
+        loader = DataLoader(
+            Numbers(20), batch_size=4, sampler=Backwards(20), num_workers=num_workers, seed=0
+        )
+        list(loader)
+        batches = iter(loader)
+        for _ in range(taken):
+            next(batches)
+        return batches, loader  # type: ignore[return-value]
+
+    batches, loader = run(2)
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = collect(batches)
+    resumed = DataLoader(Numbers(20), batch_size=4, sampler=Backwards(20), seed=0)
+    resumed.load_state_dict(state)
+    assert_same(collect(resumed), rest)
+
+
+class Counting(IterableDataset):
+    """Counts; each worker its own numbers. With a state of its own."""
+
+    def __init__(self, length: int = 24) -> None:
+        self.length = length
+        self.done = 0
+        self.num_loaded = 0
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        own = list(range(first, self.length, step))
+        start, self.done = self.done, 0
+        for place in range(start, len(own)):
+            self.done = place + 1
+            self.num_loaded += 1
+            yield own[place]
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+class Stateless(Counting):
+    state_dict = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("taken", [0, 1, 3, 5])
+def test_an_iterable_dataset_goes_on_by_itself(num_workers: int, taken: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Counting(), batch_size=3, num_workers=num_workers)
+
+    rest, resumed, _ = stop_and_go(make, taken)
+    assert_same(resumed, rest)
+
+
+def test_an_iterable_dataset_that_goes_on_loads_nothing_twice() -> None:
+    dataset = Counting()
+    loader = DataLoader(dataset, batch_size=3)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    state = loader.state_dict()
+    other = Counting()
+    resumed = DataLoader(other, batch_size=3)
+    resumed.load_state_dict(state)
+    assert torch.cat(list(resumed)).tolist() == list(range(15, 24))
+    assert other.num_loaded == 9
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_iterable_dataset_without_a_state_is_replayed_and_the_loader_says_so(
+    num_workers: int,
+) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Stateless(), batch_size=3, num_workers=num_workers)
+
+    with pytest.warns(UserWarning, match="4 batches are loaded once more"):
+        rest, resumed, _ = stop_and_go(make, 4)
+    assert_same(resumed, rest)
+
+
+def test_an_iterable_dataset_cannot_change_its_number_of_workers() -> None:
+    loader = DataLoader(Counting(), batch_size=3, num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    del batches
+    other = DataLoader(Counting(), batch_size=3, num_workers=3)
+    with pytest.raises(BadState, match="2 workers in the state, 3 here"):
+        other.load_state_dict(state)
+    assert len(list(other)) == 9  # as it was: 8 numbers for each of 3 workers
+
+
+def test_a_sampler_of_torch_s_made_by_hand_goes_on() -> None:
+    def make() -> DataLoader[Any]:
+        dataset = Draws(30)
+        return DataLoader(dataset, batch_size=4, sampler=RandomSampler(dataset))
+
+    torch.manual_seed(1)
+    rest, resumed, _ = stop_and_go(make, 2)
+    assert_same(resumed, rest)
