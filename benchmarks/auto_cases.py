@@ -101,7 +101,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Pace], Any]]] = {
     ),
     "c": ("Large samples that cost little, 150 KB", lambda pace: Pictures(_size(pace, 3.0, 6e-5))),
     "d": ("Light work, 0.2 ms a sample", lambda pace: Working(_size(pace, 4.0, 2e-4), 2e-4)),
-    "e": ("Heavy work, 10 ms a sample", lambda pace: Working(_size(pace, 8.0, 1e-2), 1e-2)),
+    "e": ("Heavy work, 10 ms a sample", lambda pace: Working(_size(pace, 20.0, 1e-2), 1e-2)),
     "f": (
         "Waiting for a disk or a network, 5 ms a sample",
         lambda pace: Working(_size(pace, 8.0, 5e-3), 5e-3, waits=True),
