@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from penstock.engine.audition import AuditionIterator, Measured
 from penstock.engine.batch.gather import is_sliced
 from penstock.engine.iterators import InlineIterator, PooledIterator, Setup
+from penstock.engine.traces import Traces
 from penstock.errors import BadArgument
 from penstock.machine.collect import here
 from penstock.order.course import Course
@@ -100,6 +101,7 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
         self._work = Work()
         self._notes: dict[str, None] = {}
         self._warned: set[str] = set()
+        self._traces = Traces(dataset)
         self.pool = pool
         self.randomness = randomness
         self.seed = None if seed is None else checked_seed(seed)
@@ -177,9 +179,11 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
         wish, work, facts = self._wish(), self._work_so_far(), here()
         plan = make_plan(facts, wish, work)
         self._warn(plan, stacklevel=4)
+        if plan.pool.value == "process":
+            self._traces.undo()
         if should_measure(facts, wish, work, choose_start_method(facts, wish).value):
             inline = replace(self._setup(plan), pool="inline", num_workers=0)
-            return AuditionIterator(self, inline, self._decide, self._settle)
+            return AuditionIterator(self, inline, self._traces, self._decide, self._settle)
         setup = self._setup(plan)
         if setup.pool == "inline":
             return InlineIterator(self, setup)

@@ -210,6 +210,17 @@ def test_a_handle_that_is_opened_on_first_use_is_opened_once_in_each_process(
     assert 2 <= len(opened) == len(set(opened))
 
 
+@needs_cores
+@pytest.mark.usefixtures("warm_nursery")
+def test_what_the_first_batches_opened_here_is_not_sent_in_the_next_epoch(tmp_path: Path) -> None:
+    dataset = OpensLate(tmp_path / "opened")
+    loader = DataLoader(torch.utils.data.Subset(dataset, range(200)), 8, num_workers="auto")
+    for _ in range(2):
+        assert torch.cat(list(loader)).tolist() == list(range(200))
+    assert loader.num_workers > 0
+    assert dataset.handle is None  # as if workers had loaded it all
+
+
 def test_a_dataset_that_cannot_travel_is_loaded_here_with_a_warning_that_names_the_part() -> None:
     dataset = Samples(lambda i: i, 40)
     dataset.handle = open(os.devnull, "w")  # type: ignore[attr-defined] # noqa: SIM115
