@@ -175,8 +175,13 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
         )
 
     def _get_iterator(self) -> Any:
-        self._turn()
         wish, work, facts = self._wish(), self._work_so_far(), here()
+        if self.persistent_workers and self._iterator is not None and wish.num_workers == "auto":
+            # No worker was worth it: the base seed is drawn once all the same, so that the bits
+            # do not depend on how fast this machine is.
+            self._iterator._reset(self)
+            return self._iterator
+        self._turn()
         plan = make_plan(facts, wish, work)
         self._warn(plan, stacklevel=4)
         if plan.pool.value == "process":

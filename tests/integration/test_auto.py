@@ -89,6 +89,19 @@ def test_the_bits_do_not_depend_on_where_the_change_came() -> None:
     assert_same(kept, epochs(num_workers=2, persistent_workers=True))
 
 
+def test_the_bits_of_persistent_workers_do_not_depend_on_whether_they_pay() -> None:
+    def epochs(**arguments: Any) -> list[Any]:
+        torch.manual_seed(0)
+        data = Samples(draw, 40)
+        loader = DataLoader(data, 8, shuffle=True, persistent_workers=True, **arguments)
+        batches = [list(loader) for _ in range(3)]
+        loader.close()
+        assert loader.num_workers == (0 if arguments["num_workers"] == "auto" else 2)
+        return batches
+
+    assert_same(epochs(num_workers="auto"), epochs(num_workers=2))
+
+
 @needs_cores
 def test_a_cold_nursery_is_not_waited_for() -> None:
     nurseries.close_nursery()
