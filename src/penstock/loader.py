@@ -242,9 +242,11 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
 
     def _num_samples(self) -> int | None:
         try:
-            return len(self) * (self._rows_per_batch() or 1)
+            most = len(self) * (self._rows_per_batch() or 1)
         except (TypeError, NotImplementedError):
             return None  # a sampler without a length
+        length = None if self._rows_per_batch() is None else self._length()
+        return most if length is None else min(most, length)
 
     def _settle(self, setup: Setup) -> None:
         self.num_workers = self._auto_workers = setup.num_workers
