@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from penstock.engine.audition import AuditionIterator, Measured
 from penstock.engine.batch.gather import is_sliced
 from penstock.engine.iterators import InlineIterator, PooledIterator, Setup
+from penstock.engine.traces import Traces
 from penstock.errors import BadArgument
 from penstock.machine.collect import here
 from penstock.order.course import Course
@@ -100,6 +101,7 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
         self._work = Work()
         self._notes: dict[str, None] = {}
         self._warned: set[str] = set()
+        self._traces = Traces(dataset)
         self.pool = pool
         self.randomness = randomness
         self.seed = None if seed is None else checked_seed(seed)
@@ -175,6 +177,12 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
         )
 
     def _get_iterator(self) -> Any:
+        is_auto = self._wish().num_workers == "auto"
+        if is_auto and self.persistent_workers and self._iterator is not None:
+            # No worker was worth it: the base seed is drawn once all the same, so that the bits
+            # do not depend on how fast this machine is.
+            self._iterator._reset(self)
+            return self._iterator
         self._turn()
         iterator = self._make_iterator()
         self._replay(iterator)
@@ -184,9 +192,11 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
         wish, work, facts = self._wish(), self._work_so_far(), here()
         plan = make_plan(facts, wish, work)
         self._warn(plan, stacklevel=5)
+        if plan.pool.value == "process":
+            self._traces.undo()
         if should_measure(facts, wish, work, choose_start_method(facts, wish).value):
             inline = replace(self._setup(plan), pool="inline", num_workers=0)
-            return AuditionIterator(self, inline, self._decide, self._settle)
+            return AuditionIterator(self, inline, self._traces, self._decide, self._settle)
         setup = self._setup(plan)
         if setup.pool == "inline":
             return InlineIterator(self, setup)
@@ -240,9 +250,11 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
 
     def _num_samples(self) -> int | None:
         try:
-            return len(self) * (self._rows_per_batch() or 1)
+            most = len(self) * (self._rows_per_batch() or 1)
         except (TypeError, NotImplementedError):
             return None  # a sampler without a length
+        length = None if self._rows_per_batch() is None else self._length()
+        return most if length is None else min(most, length)
 
     def _settle(self, setup: Setup) -> None:
         self.num_workers = self._auto_workers = setup.num_workers

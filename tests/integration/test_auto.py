@@ -89,6 +89,19 @@ def test_the_bits_do_not_depend_on_where_the_change_came() -> None:
     assert_same(kept, epochs(num_workers=2, persistent_workers=True))
 
 
+def test_the_bits_of_persistent_workers_do_not_depend_on_whether_they_pay() -> None:
+    def epochs(**arguments: Any) -> list[Any]:
+        torch.manual_seed(0)
+        data = Samples(draw, 40)
+        loader = DataLoader(data, 8, shuffle=True, persistent_workers=True, **arguments)
+        batches = [list(loader) for _ in range(3)]
+        loader.close()
+        assert loader.num_workers == (0 if arguments["num_workers"] == "auto" else 2)
+        return batches
+
+    assert_same(epochs(num_workers="auto"), epochs(num_workers=2))
+
+
 @needs_cores
 def test_a_cold_nursery_is_not_waited_for() -> None:
     nurseries.close_nursery()
@@ -208,6 +221,17 @@ def test_a_handle_that_is_opened_on_first_use_is_opened_once_in_each_process(
     opened = log.read_text().split()
     assert opened.count(str(os.getpid())) == 1
     assert 2 <= len(opened) == len(set(opened))
+
+
+@needs_cores
+@pytest.mark.usefixtures("warm_nursery")
+def test_what_the_first_batches_opened_here_is_not_sent_in_the_next_epoch(tmp_path: Path) -> None:
+    dataset = OpensLate(tmp_path / "opened")
+    loader = DataLoader(torch.utils.data.Subset(dataset, range(200)), 8, num_workers="auto")
+    for _ in range(2):
+        assert torch.cat(list(loader)).tolist() == list(range(200))
+    assert loader.num_workers > 0
+    assert dataset.handle is None  # as if workers had loaded it all
 
 
 def test_a_dataset_that_cannot_travel_is_loaded_here_with_a_warning_that_names_the_part() -> None:

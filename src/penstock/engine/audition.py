@@ -4,13 +4,15 @@
 
 Nothing is loaded twice and nothing changes in the batches: positions and seeds go on where the
 inline part stopped. The dataset is serialised before the first sample, so that handles which it
-opens on first use are never sent. While a cold nursery warms up, inline loading goes on.
+opens on first use are never sent; nor are they in later epochs, see :mod:`penstock.engine.traces`.
+While a cold nursery warms up, inline loading goes on.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from penstock.engine.batch.fetch import call_user, getter, takes_batches
 from penstock.engine.iterators import InlineIterator, PooledIterator, Setup, _Iterator, travellers
 from penstock.engine.start import nursery as nurseries
 from penstock.engine.start.surroundings import import_path
+from penstock.engine.traces import Traces
 from penstock.engine.travel.parcel import Serialised, serialise
 from penstock.errors import CannotTravel
 from penstock.machine.host import queued_s
@@ -62,14 +65,21 @@ class AuditionIterator(_Iterator):
 
     Args:
         setup: How to load inline.
+        traces: Notes what loading here leaves in the dataset.
         decide: Called with what was measured so far; the engine does what it answers.
         settle: Called once with the last answer, when the question is closed.
     """
 
     def __init__(
-        self, loader: Any, setup: Setup, decide: Decide, settle: Callable[[Setup], None]
+        self,
+        loader: Any,
+        setup: Setup,
+        traces: Traces,
+        decide: Decide,
+        settle: Callable[[Setup], None],
     ) -> None:
         self._loader = loader
+        self._traces = traces
         self._decide = decide
         self._settle = settle
         self._pooled: PooledIterator | None = None
@@ -105,6 +115,10 @@ class AuditionIterator(_Iterator):
         if self._is_settled:
             return self._inline._next_batch()
         is_close = self._num_batches < CLOSE_LOOKS
+        with self._traces.watching() if is_close else nullcontext():
+            return self._next_timed(is_close)
+
+    def _next_timed(self, is_close: bool) -> Any:
         busy_s = _busy_s() if is_close else 0.0
         start_s, place = time.perf_counter(), self._inline._place
         try:
@@ -156,6 +170,7 @@ class AuditionIterator(_Iterator):
                 self._close(self._answer)
         elif self._nursery is None or self._nursery.is_warm():
             self._close(self._answer)
+            self._traces.undo()
             self._pooled = PooledIterator.continuing(
                 self._inline, self._loader, self._answer, self._serialised
             )

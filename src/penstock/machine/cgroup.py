@@ -130,5 +130,5 @@ def _count(text: str) -> int | None:
 def _read(path: Path) -> str | None:
     try:
         return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
+    except (OSError, ValueError):  # a name with a zero byte in it is a ValueError
         return None

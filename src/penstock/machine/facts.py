@@ -7,8 +7,9 @@ that the vendor dropped is replayed from a file, without owning one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import inf
 from typing import Any
 
 
@@ -127,13 +128,17 @@ class Machine:
         """The machine that ``text`` describes; facts it does not name are unknown.
 
         Raises:
-            ValueError: ``text`` is not a JSON object, or names a fact that does not exist.
+            ValueError: ``text`` is not a JSON object, names a fact that does not exist, or gives
+                one a value of the wrong kind.
         """
-        values: Any = json.loads(text)
+        try:
+            values: Any = json.loads(text)
+        except RecursionError:
+            raise ValueError("a machine is a JSON object, not a tower of brackets") from None
         _refuse_unknown(cls, "machine", values)
         if "os" not in values:
             raise ValueError('a machine needs at least its \'os\', as in {"os": "linux"}')
-        gpus = values.get("gpus", ())
+        gpus = values.get("gpus", [])
         for gpu in gpus:
             _refuse_unknown(Gpu, "GPU", gpu)
             if not {"name", "vendor"} <= set(gpu):
@@ -147,6 +152,28 @@ def _refuse_unknown(kind: type, word: str, values: Any) -> None:
     """A fact that does not exist is a mistake in the file, and would be lost without a word."""
     if not isinstance(values, dict):
         raise ValueError(f"a {word} is a JSON object, not a {type(values).__name__}")
-    unknown = sorted(set(values) - {item.name for item in fields(kind)})
+    kinds = {item.name: str(item.type) for item in fields(kind)}
+    unknown = sorted(set(values) - set(kinds))
     if unknown:
         raise ValueError(f"a {word} has no {', '.join(unknown)}")
+    for name, value in values.items():
+        if not any(_IS_KIND[part.partition("[")[0]](value) for part in kinds[name].split(" | ")):
+            raise ValueError(f"{name} of a {word} is {kinds[name]}, not {value!r}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+_IS_KIND: dict[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "int": _is_count,
+    "float": lambda value: _is_count(value) or (isinstance(value, float) and 0 <= value < inf),
+    "bool": lambda value: isinstance(value, bool),
+    "None": lambda value: value is None,
+    "tuple": lambda value: isinstance(value, list),
+    "Mapping": lambda value: (
+        isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+    ),
+}
+"""What JSON may give for each annotation of a fact."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from penstock.errors import BadArgument
 from penstock.machine.collect import machine
 from penstock.order.generators import preserved_generators
 from penstock.policy.given import Wish, Work
@@ -44,6 +45,7 @@ def plan(
         start_method: What ``multiprocessing_context`` would be.
 
     Raises:
+        BadArgument: An argument has a value that the loader would refuse too.
         Whatever ``dataset[i]`` raises.
 
     Example:
@@ -61,7 +63,30 @@ def plan(
         batch_size=batch_size,
         randomness=randomness,
     )
+    _refuse_unknown(wish)
     return make_plan(machine(), wish, Work() if dataset is None else measure_work(dataset))
+
+
+def _refuse_unknown(wish: Wish) -> None:
+    """What the loader refuses has no plan."""
+    is_known = {
+        "num_workers": wish.num_workers == "auto" or _is_count(wish.num_workers, least=0),
+        "batch_size": wish.batch_size is None or _is_count(wish.batch_size, least=1),
+        "prefetch_factor": wish.prefetch_factor is None or _is_count(wish.prefetch_factor, least=1),
+        "pool": wish.pool in ("auto", "process", "thread", "inline"),
+        "start_method": wish.start_method in (None, "fork", "forkserver", "spawn"),
+        "randomness": wish.randomness in ("sample", "worker"),
+    }
+    for name, is_fine in is_known.items():
+        if not is_fine:
+            raise BadArgument(
+                f"no loader can have {name}={getattr(wish, name)!r}",
+                remedy=f"penstock.plan(dataset) without {name}",
+            )
+
+
+def _is_count(value: object, *, least: int) -> bool:
+    return isinstance(value, int) and value >= least
 
 
 def measure_work(dataset: Any, limit_s: float = LIMIT_S) -> Work:

@@ -6,7 +6,7 @@ Inline, a batch and the step that uses it follow each other. With ``n`` workers 
 
 seconds: the parent takes the batch in, a worker that waits for a disk leaves its core to another,
 the step runs meanwhile, and the cores share all that is computed. The smallest ``n`` that comes
-near the best is chosen, if what it saves in an epoch is more than what starting it costs.
+near the best is chosen, starting them included, if what it saves in an epoch is more than that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PARENT_S = 120e-6
 HANDOVER_S = 250e-6
 """What the parent does for one batch, and what parent and worker do together beyond loading it."""
 START_S = {"nursery": 0.06, "fork": 0.06, "spawn": 3.0}
-"""Starting workers for one epoch, all together (2 cores, 2 workers, warm nursery)."""
+"""Starting one worker for each core (2 cores, 2 workers, warm nursery). More take turns: 16 of them
+on 2 cores took 0.4 s, and 22 s to spawn."""
 WORTH_STARTS = 3
 """Workers must save this many times what starting them costs."""
 SLACK = 1.25
@@ -108,6 +109,8 @@ def _settled(machine: Machine, wish: Wish, work: Work, method: str) -> Choice | 
 
 def _measured(machine: Machine, wish: Wish, work: Work, method: str) -> Choice:
     batch_size, least = wish.batch_size or 1, 1 if wish.pool == "process" else 0
+    if work.num_samples:
+        batch_size = min(batch_size, work.num_samples)
     wall_s, step_s = (work.sample_s or 0.0) * batch_size, work.step_s or 0.0
     shown = f"a batch takes {duration(wall_s)} here"
     if wall_s < GPU_BOUND_SHARE * step_s:
@@ -117,7 +120,10 @@ def _measured(machine: Machine, wish: Wish, work: Work, method: str) -> Choice:
         n: _round_s(n, machine, work, batch_size)
         for n in range(1, _ceiling(machine, wish, work, method).num_workers + 1)
     }
-    chosen = min(n for n in rounds if rounds[n] <= NEAR_BEST * min(rounds.values()))
+    epochs = {
+        n: _epoch_s(n, round_s, machine, work, batch_size, method) for n, round_s in rounds.items()
+    }
+    chosen = min(n for n in epochs if epochs[n] <= NEAR_BEST * min(epochs.values()))
     inline_s, pooled_s = wall_s + step_s, rounds[chosen]
     with_step = f" and the step {duration(step_s)}" if step_s > 0.01 * wall_s else ""
     if pooled_s > WORTH_SHARE * inline_s:
@@ -125,10 +131,11 @@ def _measured(machine: Machine, wish: Wish, work: Work, method: str) -> Choice:
         return Choice(least, reason, "measured")
     if work.num_samples is not None:
         saved_s = work.num_samples / batch_size * (inline_s - pooled_s)
-        if saved_s < WORTH_STARTS * START_S[method]:
+        start_s = _start_s(chosen, machine, method)
+        if saved_s < WORTH_STARTS * start_s:
             reason = (
                 f"{shown}{with_step}; in an epoch workers would save {duration(saved_s)}, "
-                f"and starting them costs {duration(START_S[method])}"
+                f"and starting them costs {duration(start_s)}"
             )
             return Choice(least, reason, "measured")
     reason = (
@@ -147,6 +154,20 @@ def _round_s(num_workers: int, machine: Machine, work: Work, batch_size: int) ->
     if loaded_s <= step_s:
         loaded_s *= SLACK  # batches vary, and a late one holds the step
     return max(PARENT_S, loaded_s, step_s, computed_s)
+
+
+def _epoch_s(
+    num_workers: int, round_s: float, machine: Machine, work: Work, batch_size: int, method: str
+) -> float:
+    """A whole epoch and its start; of one whose length is not known, a round."""
+    if work.num_samples is None:
+        return round_s
+    num_rounds = work.num_samples / batch_size
+    return num_rounds * round_s + _start_s(num_workers, machine, method)
+
+
+def _start_s(num_workers: int, machine: Machine, method: str) -> float:
+    return START_S[method] * max(1.0, num_workers / machine.usable_cores)
 
 
 def _waits(work: Work) -> str:

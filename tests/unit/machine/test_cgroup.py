@@ -128,7 +128,9 @@ def test_a_file_that_cannot_be_read_is_no_limit_and_hides_no_other(tmp_path: Pat
     assert cpu_quota(tmp_path, own) == 5.0
 
 
-@pytest.mark.parametrize("line", ["", "rubbish", "0:", "0::", "0::relative", "::::", "\x00"])
+@pytest.mark.parametrize(
+    "line", ["", "rubbish", "0:", "0::", "0::relative", "::::", "\x00", "0::/a\x00b"]
+)
 def test_an_odd_membership_leaves_the_mount_itself(tmp_path: Path, line: str) -> None:
     mount = tree(tmp_path / "cgroup", cpu_dot_max="200000 100000")
     assert cpu_quota(mount, member(tmp_path, line)) == 2.0

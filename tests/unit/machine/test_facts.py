@@ -25,6 +25,15 @@ def test_what_is_not_said_is_unknown() -> None:
         ('{"os": "linux", "gpus": [{"name": "A"}]}', "a GPU needs at least"),
         ('{"os": "linux", "gpus": [3]}', "a GPU is a JSON object, not a int"),
         ("rubbish", "Expecting value"),
+        ("[" * 100_000, "not a tower of brackets"),
+        ('{"os": null}', "os of a machine is str, not None"),
+        ('{"os": "linux", "num_cpus": "4"}', "num_cpus of a machine is int, not '4'"),
+        ('{"os": "linux", "num_cpus": true}', "num_cpus of a machine is int"),
+        ('{"os": "linux", "cpu_quota": NaN}', "cpu_quota of a machine is float"),
+        ('{"os": "linux", "max_fds": -1}', "max_fds of a machine is int"),
+        ('{"os": "linux", "gpus": null}', "gpus of a machine is tuple"),
+        ('{"os": "linux", "environment": {"LOCAL_WORLD_SIZE": 8}}', "environment of a machine"),
+        ('{"os": "linux", "gpus": [{"name": null, "vendor": "amd"}]}', "name of a GPU is str"),
     ],
 )
 def test_a_file_that_is_wrong_says_what_is_wrong(text: str, reason: str) -> None:

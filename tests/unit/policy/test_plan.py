@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -245,3 +246,19 @@ def test_a_plan_reads_as_a_table_with_every_reason_and_turns_into_json() -> None
         assert choice.reason in text
     assert "warning: " in text
     assert json.loads(json.dumps(plan.to_dict()))["num_workers"]["value"] == 2
+
+
+def test_starting_more_workers_than_cores_costs_more_than_starting_two() -> None:
+    waits = Work(sample_s=0.004, busy_share=0.1, num_samples=3_000)
+    pair = Machine(os="linux", num_cpus=2, memory_bytes=16 << 30, available_bytes=16 << 30)
+    wish = Wish(batch_size=8, start_method="spawn")
+    assert make_plan(pair, wish, waits).num_workers.value == 0  # 16 of them took twice as long
+    long = make_plan(pair, wish, replace(waits, num_samples=300_000)).num_workers
+    short = make_plan(pair, Wish(batch_size=8), replace(waits, num_samples=300)).num_workers
+    assert 2 < short.value < long.value
+
+
+def test_a_dataset_smaller_than_a_batch_is_not_counted_as_a_whole_one() -> None:
+    one = Work(sample_s=0.02, busy_share=1.0, num_samples=1)
+    pair = Machine(os="linux", num_cpus=2)
+    assert make_plan(pair, Wish(batch_size=64), one).num_workers.value == 0

@@ -130,3 +130,21 @@ def test_a_limit_of_nothing_still_loads_what_must_be_loaded() -> None:
 
 def test_bytes_are_counted_in_nested_samples() -> None:
     assert num_bytes((torch.zeros(2, 3), {"a": [b"xy", 1.5]}, None)) == 24 + 2 + 8
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_workers": -1},
+        {"num_workers": "many"},
+        {"batch_size": -3},
+        {"prefetch_factor": 0},
+        {"pool": "swimming"},
+        {"start_method": "slowly"},
+        {"randomness": "none"},
+    ],
+)
+def test_what_no_loader_takes_has_no_plan(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(penstock.BadArgument, match=f"no loader can have {name}="):
+        penstock.plan(range(10), **wrong)
