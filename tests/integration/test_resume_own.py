@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, RandomSampler, get_worker_info
 
 from penstock import BadState, DataLoader
@@ -178,3 +179,43 @@ def test_a_sampler_of_torch_s_made_by_hand_goes_on() -> None:
     torch.manual_seed(1)
     rest, resumed, _ = stop_and_go(make, 2)
     assert_same(resumed, rest)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_two_iterators_at_once_walk_two_epochs(num_workers: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Draws(24), batch_size=4, shuffle=True, seed=2, num_workers=num_workers)
+
+    loader = make()
+    first, second = zip(*zip(loader, loader, strict=True), strict=True)
+    alone = make()
+    assert_same([collect(first), collect(second)], [collect(alone), collect(alone)])
+
+
+def test_two_iterators_at_once_shuffle_as_torch_s_do() -> None:
+    def indices(kind: Any) -> list[Any]:
+        torch.manual_seed(0)
+        loader = kind(Numbers(12), batch_size=4, shuffle=True)
+        return [[a[1].tolist(), b[1].tolist()] for a, b in zip(loader, loader, strict=True)]
+
+    assert indices(DataLoader) == indices(TorchDataLoader)
+
+
+def test_the_state_is_that_of_the_iterator_begun_last() -> None:
+    loader = DataLoader(Numbers(20), batch_size=4, seed=0)
+    older, newer = iter(loader), iter(loader)
+    for _ in range(3):
+        next(older)
+    next(newer)
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"]) == (1, 4)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"persistent_workers": True, "num_workers": "auto"}])
+def test_each_epoch_of_a_loader_counts_from_its_own_start(arguments: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(20), batch_size=4, seed=0, **arguments)
+    assert len(list(loader)) == 5
+    for taken, _ in enumerate(loader, 1):
+        state = loader.state_dict()
+        expected = (1, 4 * taken) if taken < 5 else (2, 0)
+        assert (state["epoch"], state["position"]) == expected

@@ -190,6 +190,7 @@ class AuditionIterator(_Iterator):
         self._num_yielded = 0
         self._returned = None
         (self._pooled or self._inline)._reset(loader, first_iter)
+        self._turn_number = self._course.num_turns
 
     def _shutdown_workers(self) -> None:
         if self._pooled is not None:

@@ -83,6 +83,7 @@ class _Iterator(torch_loader._BaseDataLoaderIter):
         self._setup = setup
         self._course = setup.course or Course(None)
         self._base_seed = self._course.settle_base(self._base_seed)
+        self._turn_number = self._course.num_turns
 
     def _position_of(self) -> Callable[[int], int] | None:
         walk = self._index_sampler
@@ -101,9 +102,11 @@ class _Iterator(torch_loader._BaseDataLoaderIter):
                 batch = self._next_batch()
                 self._num_yielded += 1
         except StopIteration:
-            self._course.is_over = True
+            if self._course.num_turns == self._turn_number:
+                self._course.is_over = True
             raise
-        self._course.num_batches += 1
+        if self._course.num_turns == self._turn_number:
+            self._course.num_batches += 1
         return batch
 
     def _next_data(self) -> Any:
@@ -164,6 +167,7 @@ class InlineIterator(_Iterator):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._setup.turn()
+        self._turn_number = self._course.num_turns
         super()._reset(loader, first_iter)
         self._begin()
 
@@ -329,6 +333,7 @@ class PooledIterator(_Iterator):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:
             self._setup.turn()
+            self._turn_number = self._course.num_turns
         super()._reset(loader, first_iter)
         if self._delivery is None or self._delivery.is_closed:
             self._start(loader)  # persistent workers after a failure: a new crew

@@ -36,6 +36,8 @@ class Course:
         self.num_batches = 0
         """Batches that were delivered since."""
         self.is_over = True
+        self.num_turns = 0
+        """Tells iterators apart: only the last one begun moves the course on."""
         self.base_seed: int | None = seed
         self.base_epoch = 0
         self.shuffle_seed: int | None = None
@@ -65,6 +67,7 @@ class Course:
     def turn(self, sampler: Any) -> None:
         """Begin the next epoch. Called once before each is iterated."""
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        self.num_turns += 1
         mark, self._resumed = self._resumed, None
         self.start, self.num_batches, self.is_over = 0, 0, False
         self.shuffle_seed = self.generator_state = None
@@ -136,6 +139,20 @@ class Mark:
     next_worker: int = 0
 
 
+class _Noted:
+    """What was drawn for one epoch; told to the course while that is still the present one."""
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+        self._num_turns = course.num_turns
+        self.shuffle_seed = course.shuffle_seed
+        self.generator_state = course.generator_state
+
+    def keep(self, name: str, value: Any) -> None:
+        if self._course.num_turns == self._num_turns:
+            setattr(self._course, name, value)
+
+
 class Walk:
     """The batches of indices of an epoch, from the course's start on.
 
@@ -163,37 +180,42 @@ class Walk:
         return len(self._indices)
 
     def __iter__(self) -> Iterator[Any]:
+        # What the course says now counts: another iterator may have turned it by the first batch.
         start, order = self._course.start, self.order
         if self._is_endless:
-            yield from self._indices
-        elif order is None:
-            yield from itertools.islice(self._drawn(), start // (self._rows or 1), None)
-        elif order is self._indices:
-            yield from order.starting_at(start)
-        else:
-            rest = type(self._indices)(
-                order.starting_at(start), self._indices.batch_size, self._indices.drop_last
-            )
-            yield from rest
+            return iter(self._indices)
+        if order is None:
+            return itertools.islice(self._drawn(), start // (self._rows or 1), None)
+        rest = order.starting_at(start)
+        if order is self._indices:
+            return iter(rest)
+        return iter(type(self._indices)(rest, self._indices.batch_size, self._indices.drop_last))
 
     def _drawn(self) -> Iterator[Any]:
         """The user's own sampler; what torch's RandomSampler draws for itself is noted."""
-        import torch
         from torch.utils.data import RandomSampler
 
         sampler = getattr(self._indices, "sampler", self._indices)
-        if type(sampler) is RandomSampler and sampler.generator is not None:
-            self._course.generator_state = _set_or_note(
-                sampler.generator, self._course.generator_state
-            )
-        if type(sampler) is not RandomSampler or sampler.generator is not None:
-            yield from self._indices
-            return
-        if self._course.shuffle_seed is None:  # exactly as RandomSampler does it
-            drawn = int(torch.empty((), dtype=torch.int64).random_().item())
-            self._course.shuffle_seed = drawn
+        if type(sampler) is not RandomSampler:
+            return iter(self._indices)
+        noted = _Noted(self._course)
+        if sampler.generator is None:
+            return self._shuffled(sampler, noted)
+        return self._shuffled_by(sampler.generator, noted)
+
+    def _shuffled_by(self, generator: Any, noted: _Noted) -> Iterator[Any]:
+        noted.keep("generator_state", _set_or_note(generator, noted.generator_state))
+        yield from self._indices
+
+    def _shuffled(self, sampler: Any, noted: _Noted) -> Iterator[Any]:
+        import torch
+
+        seed = noted.shuffle_seed
+        if seed is None:  # exactly as RandomSampler does it
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        noted.keep("shuffle_seed", seed)
         generator = torch.Generator()
-        generator.manual_seed(self._course.shuffle_seed)
+        generator.manual_seed(seed)
         sampler.generator = generator
         try:
             batches = iter(self._indices)
