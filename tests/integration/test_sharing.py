@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from penstock import DataLoader, SharedDict, SharedList
 from penstock.engine.travel import adoption
+from scripting import run
 from specimens import WAYS
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -277,3 +278,32 @@ def test_writes_on_either_side_stay_there_and_the_next_epoch_sees_ours(way: str)
             assert sums.tolist() == [len(array) - 3] * 2
             assert firsts.tolist() == [10 + epoch] * 2
         del batches
+
+
+CLASSES = """
+import multiprocessing, pickle, sys
+from penstock import SharedList
+
+class Box:
+    pass
+
+def look(boxes):
+    assert type(boxes[0]) is Box, (type(boxes[0]), Box)
+    assert boxes[1](1) == 2
+
+if __name__ == "__main__":
+    if sys.argv[1] == "make":
+        boxes = SharedList([Box(), lambda x: x + 1])
+        process = multiprocessing.get_context("spawn").Process(target=look, args=(boxes,))
+        process.start()
+        process.join()
+        pickle.dump(boxes, open("boxes", "wb"))
+        sys.exit(process.exitcode)
+    look(pickle.load(open("boxes", "rb")))
+"""
+
+
+def test_where_the_script_runs_again_elements_have_its_own_classes(tmp_path: Path) -> None:
+    for what in ("make", "load"):
+        done = run(CLASSES, tmp_path, what)
+        assert done.returncode == 0, done.stderr

@@ -201,11 +201,29 @@ class Parts:
     def __getitem__(self, place: int) -> Any:
         if self._parts is None:
             assert self._blob is not None
-            self._parts = pickle.loads(self._blob)
+            names, by_value = pickle.loads(self._blob)
+            known = [name and _find(*name) for name in names]
+            if any(part is None for part in known):
+                made = pickle.loads(by_value)
+                known = [made[at] if part is None else part for at, part in enumerate(known)]
+            self._parts = known
         return self._parts[place]
 
     def dump(self) -> bytes:
-        return cloudpickle.dumps(self._parts, protocol=5) if self._parts else b""
+        """By value, and by name: where the script itself runs, its own class is meant."""
+        if not self._parts:
+            return b""
+        names = [(part.__module__, part.__qualname__) for part in self._parts]
+        own = [n if _find(*n) is part else None for n, part in zip(names, self._parts, strict=True)]
+        return pickle.dumps((own, cloudpickle.dumps(self._parts, protocol=5)), protocol=5)
+
+
+def _find(module: str, qualname: str) -> Any:
+    """What has this name in this process, or None."""
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 _living: weakref.WeakValueDictionary[int, Parts] = weakref.WeakValueDictionary()
