@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from penstock import DataLoader
+from penstock import DataLoader, split
+from penstock.engine.batch.gather import is_sliced
 from specimens import QUICK_WAYS, WAYS, assert_same, collect, differences
 
 pytestmark = pytest.mark.legacy
@@ -115,3 +116,13 @@ def test_slicing_leaves_the_global_generators_alone() -> None:
     torch.manual_seed(0)
     list(DataLoader(TensorDataset(torch.zeros(6)), batch_size=2))
     assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_part_of_a_split_is_sliced_and_right(num_workers: int) -> None:
+    whole = TensorDataset(torch.arange(100), torch.arange(100.0).view(50, 2).repeat(2, 1))
+    for part in split(whole, [0.7, 0.3], seed=1):
+        assert is_sliced(part, object(), torch.utils.data.default_collate)
+        loader = DataLoader(part, batch_size=8, shuffle=True, num_workers=num_workers)
+        seen = [pair for batch in loader for pair in zip(*(x.tolist() for x in batch), strict=True)]
+        assert sorted(seen) == sorted((a.item(), b.tolist()) for a, b in part)

@@ -39,6 +39,14 @@ class Indices(Sequence[int]):
             return Indices(self._shuffle, self._places[place])
         return self._shuffle.index_at(self._places[place])
 
+    def at(self, places: Any) -> np.ndarray:
+        """The indices at many places at once; negative places count from the end."""
+        wanted = np.asarray(places, dtype=np.int64)
+        wanted = np.where(wanted < 0, wanted + len(self), wanted)
+        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
+            raise IndexError(f"places {places} are out of range for {len(self)} samples")
+        return self._shuffle.at(wanted * self._places.step + self._places.start)
+
     def __iter__(self) -> Iterator[int]:
         for first in range(0, len(self), _CHUNK):
             yield from self._shuffle.at(np.array(self._places[first : first + _CHUNK])).tolist()

@@ -16,6 +16,7 @@ from torch.utils.data import Subset, TensorDataset
 from penstock.engine.batch.collate import is_default_collate, read_leaf, view_batch
 from penstock.engine.batch.layout import Layout, OddSample, read_layout
 from penstock.engine.slots import Ring
+from penstock.order.splitting import Part
 
 TRY_OTHER_EVERY = 64
 """Copies after which both ways are timed once more."""
@@ -66,7 +67,8 @@ class Gatherer:
 
     def _resolve(self, index: list[int]) -> np.ndarray:
         for rows in self._rows:
-            index = [rows[place] for place in index]
+            many = getattr(rows, "at", None)  # a part of penstock.split
+            index = many(index) if many is not None else [rows[place] for place in index]
         chosen = np.asarray(index, dtype=None if len(index) else np.int64)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
             raise OddSample
@@ -122,7 +124,7 @@ class _Copier:
 
 def is_sliced(dataset: Any, batch_sampler: Any, collate_fn: Any) -> bool:
     """Are batches of this dataset gathered in one call? Cheap: looks at types only."""
-    while type(dataset) is Subset:
+    while type(dataset) in (Subset, Part):
         dataset = dataset.dataset
     is_plain = type(dataset) is TensorDataset and bool(dataset.tensors) and len(dataset) > 0
     return is_plain and batch_sampler is not None and is_default_collate(collate_fn)
@@ -131,7 +133,7 @@ def is_sliced(dataset: Any, batch_sampler: Any, collate_fn: Any) -> bool:
 def find_gatherer(dataset: Any) -> Gatherer | None:
     """The gatherer for a dataset that only slices tensors; None for any other."""
     rows = []
-    while type(dataset) is Subset:
+    while type(dataset) in (Subset, Part):
         rows.append(dataset.indices)
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or not dataset.tensors or not len(dataset):
