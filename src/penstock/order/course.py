@@ -46,14 +46,16 @@ class Course:
         return self.epoch - self.base_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next epoch to begin is this one, from its start."""
-        self._next_epoch, self._resumed, self.is_over = epoch, None, True
+        """The next epoch to begin is this one: from its start, unless it was to be resumed."""
+        if self._resumed is not None and self._resumed.epoch != epoch:
+            self._resumed = None
+        self._next_epoch, self.is_over = epoch, True
 
     def resume(self, mark: Mark) -> None:
         """The next epoch to begin is that of ``mark``, in the middle."""
         self._next_epoch, self._resumed, self.is_over = mark.epoch, mark, True
 
-    def turn(self, sampler: Any) -> None:
+    def turn(self, order: Order | None) -> None:
         """Begin the next epoch. Called once before each is iterated."""
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         mark, self._resumed = self._resumed, None
@@ -65,8 +67,8 @@ class Course:
                 self.base_seed, self.base_epoch = mark.base_seed, mark.base_epoch
         elif self.seed is None:
             self.base_seed = None
-        if isinstance(sampler, Order):
-            sampler.set_epoch(self.epoch)
+        if order is not None:
+            order.set_epoch(self.epoch)
 
     def settle_base(self, drawn: int) -> int:
         """The base seed of a new iterator: ``drawn`` by torch just now, unless it is known."""
@@ -74,10 +76,14 @@ class Course:
             self.base_seed, self.base_epoch = drawn, self.epoch
         return self.base_seed
 
-    def mark(self, global_batch: int | None, length: int | None) -> Mark:
-        """Where the loader stands now: in the present epoch, or at the start of the next."""
+    def mark(self, global_batch: int | None, end: int | None) -> Mark:
+        """Where the loader stands now: in the present epoch, or at the start of the next.
+
+        Args:
+            end: The position at which the epoch is over, where that is known.
+        """
         position = self.start + self.num_batches * (global_batch or 1)
-        if self.is_over or (length is not None and position >= length):
+        if self.is_over or (end is not None and position >= end):
             return self._resumed or Mark(epoch=self._next_epoch, position=0)
         return Mark(
             epoch=self.epoch,
@@ -105,35 +111,50 @@ class Walk:
     Args:
         indices: The loader's index sampler: a batch sampler, or a sampler without batching.
         rows: Samples of one rank in a batch; None without batching or where it varies.
+        is_batched: Is what the indices give a batch of them, and not one?
     """
 
-    def __init__(self, indices: Any, course: Course, rows: int | None) -> None:
+    def __init__(self, indices: Any, course: Course, rows: int | None, *, is_batched: bool) -> None:
         self._indices = indices
         self._course = course
         self._rows = rows
+        self._is_batched = is_batched
+        self._num_dropped = 0
 
     @property
     def order(self) -> Order | None:
-        """The order of ours that the indices come from, if it is one."""
-        sampler = getattr(self._indices, "sampler", self._indices)
+        """The order of ours that the indices come from, if it is one.
+
+        A batch sampler of the user's own may do anything with it, so that one is replayed.
+        """
+        from torch.utils.data import BatchSampler
+
+        is_plain = type(self._indices) is BatchSampler
+        sampler = self._indices.sampler if is_plain else self._indices
         return sampler if isinstance(sampler, Order) else None
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def __iter__(self) -> Iterator[Any]:
+        # The course is read now: another iterator may turn it before this one is first asked.
         start, order = self._course.start, self.order
         if order is None:
-            yield from itertools.islice(self._drawn(), start // (self._rows or 1), None)
-        elif order is self._indices:
-            yield from order.starting_at(start)
-        else:
-            rest = type(self._indices)(
-                order.starting_at(start), self._indices.batch_size, self._indices.drop_last
-            )
-            yield from rest
+            drawn = self._drawn(self._course.shuffle_seed)
+            return self._without(drawn, start // (self._rows or 1))
+        rest = order.starting_at(start)
+        if order is self._indices:
+            return iter(rest)
+        return iter(type(self._indices)(rest, self._indices.batch_size, self._indices.drop_last))
 
-    def _drawn(self) -> Iterator[Any]:
+    def _without(self, batches: Iterator[Any], num_over: int) -> Iterator[Any]:
+        """What is left after ``num_over``, whose samples are counted: a batch may be short."""
+        self._num_dropped = 0
+        for batch in itertools.islice(batches, num_over):
+            self._num_dropped += len(list(batch)) if self._is_batched else 1
+        yield from batches
+
+    def _drawn(self, shuffle_seed: int | None) -> Iterator[Any]:
         """The user's own sampler; what torch's RandomSampler draws for itself is noted."""
         import torch
         from torch.utils.data import RandomSampler
@@ -142,11 +163,11 @@ class Walk:
         if type(sampler) is not RandomSampler or sampler.generator is not None:
             yield from self._indices
             return
-        if self._course.shuffle_seed is None:  # exactly as RandomSampler does it
-            drawn = int(torch.empty((), dtype=torch.int64).random_().item())
-            self._course.shuffle_seed = drawn
+        if shuffle_seed is None:  # exactly as RandomSampler does it
+            shuffle_seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        self._course.shuffle_seed = shuffle_seed
         generator = torch.Generator()
-        generator.manual_seed(self._course.shuffle_seed)
+        generator.manual_seed(shuffle_seed)
         sampler.generator = generator
         try:
             batches = iter(self._indices)
@@ -158,8 +179,13 @@ class Walk:
             yield from batches
 
     def positions(self) -> Callable[[int], int]:
-        """From a rank's place in what is walked to the position in the epoch."""
+        """From a rank's place in what is walked to the position in the epoch.
+
+        Called with places that were walked already, so that what was dropped is known.
+        """
         start, order = self._course.start, self.order
-        if order is None or order.world_size == 1:
+        if order is None:
+            return lambda place: self._num_dropped + place
+        if order.world_size == 1:
             return lambda place: start + place
         return order.starting_at(start).global_position

@@ -24,11 +24,17 @@ class Resumable:
     sampler: Any
     batch_sampler: Any
     batch_size: int | None
+    drop_last: bool
     num_workers: int
 
     @property
     def _index_sampler(self) -> Any:
-        return Walk(super()._index_sampler, self._course, self._rows_per_batch())  # type: ignore[misc]
+        return Walk(
+            super()._index_sampler,  # type: ignore[misc]
+            self._course,
+            self._rows_per_batch(),
+            is_batched=self.batch_sampler is not None,
+        )
 
     def _rows_per_batch(self) -> int | None:
         sizes = (self.batch_size, getattr(self.batch_sampler, "batch_size", None))
@@ -36,7 +42,7 @@ class Resumable:
 
     def _turn(self) -> None:
         """Turn to the next epoch. Called once before each is iterated."""
-        self._course.turn(self.sampler)
+        self._course.turn(self._order())
 
     def set_epoch(self, epoch: int) -> None:
         """The next epoch is this one. Not needed, because epochs are counted; but honoured."""
@@ -59,7 +65,7 @@ class Resumable:
             >>> [b.tolist() for b in other] == [b.tolist() for b in batches]
             True
         """
-        return self._state(self._course.mark(self._global_batch(), self._length())).to_dict()
+        return self._state(self._course.mark(self._global_batch(), self._end())).to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state`` with the next epoch that is begun; nothing before it is loaded.
@@ -69,9 +75,7 @@ class Resumable:
         """
         saved = State.from_dict(state)
         saved.refuse_unlike(self._state(Mark(epoch=0, position=0)))
-        rows = self._global_batch()
-        if self._order() is None and rows and saved.position % rows:
-            raise BadState(f"the state is at {saved.position}, within a batch of {rows} samples")
+        self._refuse_undrawn(saved)
         if saved.sampler is not None:
             self.sampler.load_state_dict(saved.sampler)
         self._course.resume(
@@ -96,8 +100,20 @@ class Resumable:
             global_batch=self._global_batch(),
         )
 
+    def _refuse_undrawn(self, saved: State) -> None:
+        """Without ``seed=``, the middle of an epoch is known only with what was drawn for it."""
+        from torch.utils.data import RandomSampler
+
+        needed = {} if self.seed is not None else {"base_seed": saved.base_seed}
+        if type(self.sampler) is RandomSampler and self.sampler.generator is None:
+            needed["shuffle_seed"] = saved.shuffle_seed
+        missing = [name for name, value in needed.items() if value is None]
+        if saved.position and missing:
+            raise BadState(f"the state has no {' and no '.join(missing)}: it was cut off or edited")
+
     def _order(self) -> Order | None:
-        return self.sampler if isinstance(self.sampler, Order) else None
+        order: Order | None = self._index_sampler.order
+        return order
 
     def _global_batch(self) -> int | None:
         rows, order = self._rows_per_batch(), self._order()
@@ -107,10 +123,21 @@ class Resumable:
         order = self._order()
         if order is not None:
             return order.length
+        is_users = self.batch_size is None and self.batch_sampler is not None
         try:
+            if is_users:  # the sampler says nothing about what a batch sampler does
+                return len(self.batch_sampler) * (self._rows_per_batch() or 1)
             return len(self.sampler)
         except (TypeError, NotImplementedError):
             return None
+
+    def _end(self) -> int | None:
+        """The position at which an epoch is over: before the length where a rest is dropped."""
+        length, rows, order = self._length(), self._global_batch(), self._order()
+        drops = self.drop_last or getattr(self.batch_sampler, "drop_last", False)
+        if order is not None:
+            drops = drops or order.drop_last
+        return length // rows * rows if length is not None and rows and drops else length
 
 
 def make_order(

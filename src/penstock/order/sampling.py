@@ -75,6 +75,10 @@ class Order:
         return self._shard.world_size
 
     @property
+    def drop_last(self) -> bool:
+        return self._shard.drop_last
+
+    @property
     def start(self) -> int:
         """The position of the epoch at which this order begins."""
         return self._shard.start
