@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.engine.replay import replay as replay
     from penstock.engine.shared.shared_dict import SharedDict as SharedDict
     from penstock.engine.shared.shared_list import SharedList as SharedList
     from penstock.loader import DataLoader as DataLoader
@@ -37,6 +38,7 @@ _HOMES = {
     "Gpu": "penstock.machine.facts",
     "plan": "penstock.policy.planning",
     "rng": "penstock.order.drawing",
+    "replay": "penstock.engine.replay",
     "seed_all": "penstock.order.seeding",
     "seeded": "penstock.order.seeding",
     "split": "penstock.order.splitting",

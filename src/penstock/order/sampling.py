@@ -97,6 +97,12 @@ class Order:
         rest._shard = replace(self._shard, start=checked_count("position", position))
         return rest
 
+    def for_rank(self: Self, rank: int) -> Self:
+        """The same order as another rank has it."""
+        other = copy.copy(self)
+        other._shard = replace(self._shard, rank=rank)
+        return other
+
     def global_position(self, place: int) -> int:
         """The position in the epoch of this rank's ``place``-th sample; decides its randomness.
 
