@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.engine.replay import replay as replay
     from penstock.engine.shared.shared_dict import SharedDict as SharedDict
     from penstock.engine.shared.shared_list import SharedList as SharedList
     from penstock.loader import DataLoader as DataLoader
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from penstock.order.seeding import seeded as seeded
     from penstock.order.splitting import split as split
     from penstock.policy.planning import plan as plan
+    from penstock.verify.checking import verify as verify
+    from penstock.verify.verdict import Verdict as Verdict
 
 __version__ = "0.1.0"
 
@@ -37,12 +40,15 @@ _HOMES = {
     "Gpu": "penstock.machine.facts",
     "plan": "penstock.policy.planning",
     "rng": "penstock.order.drawing",
+    "replay": "penstock.engine.replay",
     "seed_all": "penstock.order.seeding",
     "seeded": "penstock.order.seeding",
     "split": "penstock.order.splitting",
     "SeededOrder": "penstock.order.sampling",
     "WeightedOrder": "penstock.order.sampling",
     "BucketedBatches": "penstock.order.bucketing",
+    "verify": "penstock.verify",
+    "Verdict": "penstock.verify.verdict",
     "PenstockError": "penstock.errors",
     "WorkerDied": "penstock.errors",
     "WorkerTimeout": "penstock.errors",
@@ -62,7 +68,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     module = importlib.import_module(home)
-    # `machine` is a room that can be called: there the name is the module itself.
+    # `machine` and `verify` are rooms that can be called: there the name is the module itself.
     return module if home == f"penstock.{name}" else getattr(module, name)
 
 

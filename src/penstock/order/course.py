@@ -57,15 +57,21 @@ class Course:
         return self.epoch - self.base_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next epoch to begin is this one, from its start."""
-        self._next_epoch, self._resumed, self.is_over = epoch, None, True
+        """The next epoch to begin is this one: from its start, unless it was to be resumed."""
+        if self._resumed is not None and self._resumed.epoch != epoch:
+            self._resumed = None
+        self._next_epoch, self.is_over = epoch, True
 
     def resume(self, mark: Mark) -> None:
         """The next epoch to begin is that of ``mark``, in the middle."""
         self._next_epoch, self._resumed, self.is_over = mark.epoch, mark, True
 
-    def turn(self, sampler: Any) -> None:
-        """Begin the next epoch. Called once before each is iterated."""
+    def turn(self, order: Order | None, sampler: Any) -> None:
+        """Begin the next epoch. Called once before each is iterated.
+
+        Args:
+            order: Ours, if the indices come from one; else ``sampler`` may have a state of its own.
+        """
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         self.num_turns += 1
         mark, self._resumed = self._resumed, None
@@ -80,11 +86,11 @@ class Course:
                 self.base_seed, self.base_epoch = mark.base_seed, mark.base_epoch
         elif self.seed is None:
             self.base_seed = None
-        if isinstance(sampler, Order):
-            sampler.set_epoch(self.epoch)
+        if order is not None:
+            order.set_epoch(self.epoch)
         elif mark is not None and mark.own_state is not None:
             sampler.load_state_dict(copy.deepcopy(mark.own_state))
-        self.own_state = own_state_of(sampler)
+        self.own_state = own_state_of(sampler) if order is None else None
 
     def settle_base(self, drawn: int) -> int:
         """The base seed of a new iterator: ``drawn`` by torch just now, unless it is known."""
@@ -92,10 +98,14 @@ class Course:
             self.base_seed, self.base_epoch = drawn, self.epoch
         return self.base_seed
 
-    def mark(self, global_batch: int | None, length: int | None) -> Mark:
-        """Where the loader stands now: in the present epoch, or at the start of the next."""
+    def mark(self, global_batch: int | None, end: int | None) -> Mark:
+        """Where the loader stands now: in the present epoch, or at the start of the next.
+
+        Args:
+            end: The position at which the epoch is over, where that is known.
+        """
         position = self.start + self.num_batches * (global_batch or 1)
-        if self.is_over or (length is not None and position >= length):
+        if self.is_over or (end is not None and position >= end):
             return self._resumed or Mark(epoch=self._next_epoch, position=0)
         return Mark(
             epoch=self.epoch,
@@ -159,21 +169,36 @@ class Walk:
     Args:
         indices: The loader's index sampler: a batch sampler, or a sampler without batching.
         rows: Samples of one rank in a batch; None without batching or where it varies.
+        is_batched: Is what the indices give a batch of them, and not one?
         is_endless: The indices of an iterable dataset say nothing; there is none to drop.
     """
 
     def __init__(
-        self, indices: Any, course: Course, rows: int | None, *, is_endless: bool = False
+        self,
+        indices: Any,
+        course: Course,
+        rows: int | None,
+        *,
+        is_batched: bool,
+        is_endless: bool = False,
     ) -> None:
         self._indices = indices
         self._course = course
         self._rows = rows
+        self._is_batched = is_batched
         self._is_endless = is_endless
+        self._num_dropped = 0
 
     @property
     def order(self) -> Order | None:
-        """The order of ours that the indices come from, if it is one."""
-        sampler = getattr(self._indices, "sampler", self._indices)
+        """The order of ours that the indices come from, if it is one.
+
+        A batch sampler of the user's own may do anything with it, so that one is replayed.
+        """
+        from torch.utils.data import BatchSampler
+
+        is_plain = type(self._indices) is BatchSampler
+        sampler = self._indices.sampler if is_plain else self._indices
         return sampler if isinstance(sampler, Order) else None
 
     def __len__(self) -> int:
@@ -185,11 +210,18 @@ class Walk:
         if self._is_endless:
             return iter(self._indices)
         if order is None:
-            return itertools.islice(self._drawn(), start // (self._rows or 1), None)
+            return self._without(self._drawn(), start // (self._rows or 1))
         rest = order.starting_at(start)
         if order is self._indices:
             return iter(rest)
         return iter(type(self._indices)(rest, self._indices.batch_size, self._indices.drop_last))
+
+    def _without(self, batches: Iterator[Any], num_over: int) -> Iterator[Any]:
+        """What is left after ``num_over``, whose samples are counted: a batch may be short."""
+        self._num_dropped = 0
+        for batch in itertools.islice(batches, num_over):
+            self._num_dropped += len(list(batch)) if self._is_batched else 1
+        yield from batches
 
     def _drawn(self) -> Iterator[Any]:
         """The user's own sampler; what torch's RandomSampler draws for itself is noted."""
@@ -227,9 +259,14 @@ class Walk:
             yield from batches
 
     def positions(self) -> Callable[[int], int]:
-        """From a rank's place in what is walked to the position in the epoch."""
+        """From a rank's place in what is walked to the position in the epoch.
+
+        Called with places that were walked already, so that what was dropped is known.
+        """
         start, order = self._course.start, self.order
-        if order is None or order.world_size == 1:
+        if order is None:
+            return lambda place: self._num_dropped + place
+        if order.world_size == 1:
             return lambda place: start + place
         return order.starting_at(start).global_position
 

@@ -27,13 +27,19 @@ class Resumable:
     sampler: Any
     batch_sampler: Any
     batch_size: int | None
+    drop_last: bool
     num_workers: int
 
     @property
     def _index_sampler(self) -> Any:
         indices: Any = super()._index_sampler  # type: ignore[misc]
-        rows = self._rows_per_batch()
-        return Walk(indices, self._course, rows, is_endless=self._is_iterable())
+        return Walk(
+            indices,
+            self._course,
+            self._rows_per_batch(),
+            is_batched=self.batch_sampler is not None,
+            is_endless=self._is_iterable(),
+        )
 
     def _is_iterable(self) -> bool:
         raise AssertionError("the loader knows")
@@ -44,7 +50,7 @@ class Resumable:
 
     def _turn(self) -> None:
         """Turn to the next epoch. Called once before each is iterated."""
-        self._course.turn(self._stateful_sampler())
+        self._course.turn(self._order(), self._stateful_sampler())
 
     def _stateful_sampler(self) -> Any:
         """The user's batch sampler, if it has a state of its own; else the sampler."""
@@ -72,7 +78,7 @@ class Resumable:
             >>> [b.tolist() for b in other] == [b.tolist() for b in batches]
             True
         """
-        mark = self._course.mark(self._global_batch(), self._length())
+        mark = self._course.mark(self._global_batch(), self._end())
         if self._is_iterable() and not self.num_workers and not self._course.is_over:
             own = own_state_of(self.dataset)
             mark = replace(mark, streams={0: own} if own is not None else {})
@@ -86,11 +92,9 @@ class Resumable:
         """
         saved = State.from_dict(state)
         saved.refuse_unlike(self._state(Mark(epoch=0, position=0)))
-        rows = self._global_batch()
-        if self._order() is None and rows and saved.position % rows:
-            raise BadState(f"the state is at {saved.position}, within a batch of {rows} samples")
-        streams = saved.dataset or {}
+        self._refuse_undrawn(saved)
         self._refuse_streams(saved)
+        streams = saved.dataset or {}
         self._course.resume(
             Mark(
                 epoch=saved.epoch,
@@ -149,8 +153,20 @@ class Resumable:
             global_batch=self._global_batch(),
         )
 
+    def _refuse_undrawn(self, saved: State) -> None:
+        """Without ``seed=``, the middle of an epoch is known only with what was drawn for it."""
+        from torch.utils.data import RandomSampler
+
+        needed = {} if self.seed is not None else {"base_seed": saved.base_seed}
+        if type(self.sampler) is RandomSampler and self.sampler.generator is None:
+            needed["shuffle_seed"] = saved.shuffle_seed
+        missing = [name for name, value in needed.items() if value is None]
+        if saved.position and missing:
+            raise BadState(f"the state has no {' and no '.join(missing)}: it was cut off or edited")
+
     def _order(self) -> Order | None:
-        return self.sampler if isinstance(self.sampler, Order) else None
+        order: Order | None = self._index_sampler.order
+        return order
 
     def _global_batch(self) -> int | None:
         rows, order = self._rows_per_batch(), self._order()
@@ -162,10 +178,21 @@ class Resumable:
             return order.length
         if self._is_iterable():
             return None
+        is_users = self.batch_size is None and self.batch_sampler is not None
         try:
+            if is_users:  # the sampler says nothing about what a batch sampler does
+                return len(self.batch_sampler) * (self._rows_per_batch() or 1)
             return len(self.sampler)
         except (TypeError, NotImplementedError):
             return None
+
+    def _end(self) -> int | None:
+        """The position at which an epoch is over: before the length where a rest is dropped."""
+        length, rows, order = self._length(), self._global_batch(), self._order()
+        drops = self.drop_last or getattr(self.batch_sampler, "drop_last", False)
+        if order is not None:
+            drops = drops or order.drop_last
+        return length // rows * rows if length is not None and rows and drops else length
 
 
 def make_order(

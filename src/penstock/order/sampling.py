@@ -75,6 +75,10 @@ class Order:
         return self._shard.world_size
 
     @property
+    def drop_last(self) -> bool:
+        return self._shard.drop_last
+
+    @property
     def start(self) -> int:
         """The position of the epoch at which this order begins."""
         return self._shard.start
@@ -92,6 +96,12 @@ class Order:
         rest = copy.copy(self)
         rest._shard = replace(self._shard, start=checked_count("position", position))
         return rest
+
+    def for_rank(self: Self, rank: int) -> Self:
+        """The same order as another rank has it."""
+        other = copy.copy(self)
+        other._shard = replace(self._shard, rank=rank)
+        return other
 
     def global_position(self, place: int) -> int:
         """The position in the epoch of this rank's ``place``-th sample; decides its randomness.

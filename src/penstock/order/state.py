@@ -12,6 +12,7 @@ from typing import Any
 from penstock.errors import BadState
 
 VERSION = 1
+MAX_EPOCH = (1 << 63) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class State:
         """
         if not isinstance(values, dict) or "version" not in values:
             raise BadState(f"this is no state of a loader: {str(values)[:80]}")
-        if values["version"] != VERSION:
+        if values["version"] != VERSION or isinstance(values["version"], bool):
             raise BadState(
                 f"the state has version {values['version']!r}, this Penstock reads {VERSION}",
                 remedy="resume with the Penstock that saved it, or start the epoch anew",
@@ -72,14 +73,26 @@ class State:
             )
         for name in known - {"sampler", "dataset", "generator_state"}:
             value = content.get(name)
+            if value is None and name not in ("epoch", "position"):
+                continue
             is_whole = isinstance(value, int) and not isinstance(value, bool)
             is_signed = name in ("seed", "base_seed", "shuffle_seed")
-            if value is not None and not (is_whole and (is_signed or value >= 0)):
+            if value is None or not (is_whole and (is_signed or value >= 0)):
                 raise BadState(f"the state's {name} is {value!r}, not a whole number from 0 up")
         state = cls(**content)
-        if state.length is not None and state.position > state.length:
-            raise BadState(f"the state is at {state.position} of {state.length} samples")
+        state._refuse_impossible()
         return state
+
+    def _refuse_impossible(self) -> None:
+        """No loader ever stood there: an epoch that is over is saved as the start of the next."""
+        if self.epoch > MAX_EPOCH:
+            raise BadState(f"the state's epoch is {self.epoch}, the largest is {MAX_EPOCH}")
+        if self.length is not None and self.position >= max(1, self.length):
+            raise BadState(f"the state is at {self.position} of {self.length} samples")
+        if self.global_batch and self.position % self.global_batch:
+            raise BadState(
+                f"the state is at {self.position}, within a batch of {self.global_batch} samples"
+            )
 
     def refuse_unlike(self, now: State) -> None:
         """Check that this state belongs to a loader that stands at ``now``.

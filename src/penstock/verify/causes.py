@@ -1,0 +1,236 @@
+"""Why do two runs differ? Concluded from further runs, each of which changes one thing.
+
+the reference once more      differs: no setting is to blame (time, id(), nobody's generator)
+the other setting once more  differs: chance decides, the order of arrival
+all samples of the epoch     the same ones in another order; or the whole stream several times
+another hash seed            differs: the order of a set
+another seed                 the values follow: drawn from generators that each worker seeds
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.verify.differences import first_place
+from penstock.verify.fresh import HASH_SEEDS
+from penstock.verify.hashing import as_array
+from penstock.verify.settings import Setting
+from penstock.verify.stream import Record
+from penstock.verify.verdict import Cause
+
+_TAKES_DATA = "from penstock import DataLoader  # DataLoader(..., seed=0)"
+_CLOCKS: tuple[Callable[[], float], ...] = (time.time, time.monotonic, time.perf_counter)
+_CLOCK_SCALES = (1.0, 1e3, 1e6, 1e9)
+_RECENT_S = 3600.0
+_LOWEST_ADDRESS, _HIGHEST_ADDRESS = 1 << 20, 1 << 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Two runs that differ, and the means to run more.
+
+    Args:
+        place: (Epoch, batch) of the first difference.
+        values: The two values of the field that differs, if it could be found.
+        run: Runs a setting again; with another seed of the caller's generators, if given.
+        run_afresh: Runs a setting in a new process with a hash seed.
+    """
+
+    reference: Setting
+    setting: Setting
+    one: Record
+    other: Record
+    place: tuple[int, int]
+    values: tuple[Any, Any] | None
+    run: Callable[..., Record]
+    run_afresh: Callable[[Setting, str], Record]
+
+
+def find_cause(case: Case) -> Cause:
+    """The likely cause of a difference."""
+    look = _look_at_values(case.values)
+    if _is_repeated(case):
+        return Cause(
+            code="repeated-stream",
+            text="each worker gives the whole stream: the iterable does not share it out",
+            cure="torch.utils.data.get_worker_info() in __iter__, and only this worker's part",
+        )
+    if case.setting.is_fresh:
+        return _cause_in_process(case, look)
+    again = case.run(case.reference)
+    if first_place(case.one, again) is not None:
+        said = f"{case.reference.name}, run once more, differs from itself"
+        return look or Cause(
+            code="unseeded",
+            text="the values do not follow from any seed: a generator that nobody seeds "
+            "(np.random.default_rng() in a sample, os.urandom), time, or id()",
+            cure="penstock.rng() in __getitem__",
+            evidence=(said,),
+        )
+    if case.setting.resumed_with is not None:
+        return _cause_in_resuming(case)
+    return _cause_in_workers(case, look)
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def _look_at_values(values: tuple[Any, Any] | None) -> Cause | None:
+    """Do the values look like the time, or like addresses?"""
+    numbers = [_number(value) for value in values or ()]
+    if len(numbers) < 2:
+        return None
+    if all(number is not None and _is_time(number) for number in numbers):
+        return Cause(
+            code="time",
+            text="the values are the time at which they were made",
+            cure="leave the clock out of what a sample returns",
+            evidence=(f"both are within an hour of now: {numbers[0]:.6g}, {numbers[1]:.6g}",),
+        )
+    if all(number is not None and _is_address(number) for number in numbers):
+        return Cause(
+            code="address",
+            text="the values look like addresses: id(), or a hash of an object that has none of "
+            "its own",
+            cure="a number of the sample's own, such as its index, instead of id()",
+            evidence=(f"{hex(int(numbers[0] or 0))}, {hex(int(numbers[1] or 0))}",),
+        )
+    return None
+
+
+def _number(value: Any) -> float | None:
+    array = as_array(value)
+    if array is not None:
+        numbers = array[1].reshape(-1)
+        return float(numbers[0]) if numbers.size and numbers.dtype.kind in "iuf" else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _is_time(number: float) -> bool:
+    if not np.isfinite(number) or number <= 1.0:
+        return False
+    return any(
+        0 <= clock() - number / scale < min(_RECENT_S, clock() / 2)
+        for clock in _CLOCKS
+        for scale in _CLOCK_SCALES
+    )
+
+
+def _is_address(number: float) -> bool:
+    is_whole = number == int(number) if np.isfinite(number) else False
+    return is_whole and _LOWEST_ADDRESS <= number < _HIGHEST_ADDRESS and int(number) % 8 == 0
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def _is_repeated(case: Case) -> bool:
+    ours, theirs = (Counter(_rows(record, case.place[0])) for record in (case.one, case.other))
+    num_workers = case.setting.arguments.get("num_workers", 0)
+    is_more = bool(ours) and sum(theirs.values()) > sum(ours.values())
+    return is_more and theirs == Counter({row: num * num_workers for row, num in ours.items()})
+
+
+def _rows(record: Record, epoch: int) -> list[bytes]:
+    return record.rows(epoch) if epoch < len(record.epochs) else []
+
+
+def _cause_in_hashes(case: Case) -> Cause | None:
+    """Do processes differ by their hash seed alone?"""
+    try:
+        first, again = (case.run_afresh(case.reference, HASH_SEEDS[0]) for _ in range(2))
+        second = case.run_afresh(case.reference, HASH_SEEDS[1])
+    except Exception:
+        return None  # the factory cannot be run elsewhere
+    if first_place(first, again) is not None or first_place(first, second) is None:
+        return None
+    seeds = " and ".join(HASH_SEEDS)
+    return Cause(
+        code="hash-order",
+        text="the order of a set (or of a dictionary made from one) follows the hash seed",
+        cure="sorted(...), or PYTHONHASHSEED=0 python train.py",
+        evidence=(f"two processes with PYTHONHASHSEED {seeds} differ; with the same, not",),
+    )
+
+
+def _cause_in_process(case: Case, look: Cause | None) -> Cause:
+    """A new process differs: by its hash seed, or by anything else that is new in it."""
+    return (
+        _cause_in_hashes(case)
+        or look
+        or Cause(
+            code="process",
+            text="it depends on the process: its environment, its number, or what ran in it before",
+            evidence=("a new process with the same arguments differs",),
+        )
+    )
+
+
+def _cause_in_resuming(case: Case) -> Cause:
+    epoch = case.place[0]
+    ours, theirs = (Counter(_rows(record, epoch)) for record in (case.one, case.other))
+    num_lost, num_doubled = sum((ours - theirs).values()), sum((theirs - ours).values())
+    said = f"of {sum(ours.values())} samples, {num_lost} are missing and {num_doubled} are others"
+    return Cause(
+        code="resume",
+        text="state_dict() does not bring back the place, the order or the randomness",
+        cure=_TAKES_DATA,
+        evidence=(said,),
+    )
+
+
+def _cause_in_workers(case: Case, look: Cause | None) -> Cause:
+    epoch = case.place[0]
+    other_again = case.run(case.setting)
+    is_stable = first_place(case.other, other_again) is None
+    said = f"{case.setting.name}, run once more, " + (
+        "is equal to itself" if is_stable else "differs from itself"
+    )
+    if Counter(_rows(case.one, epoch)) == Counter(_rows(case.other, epoch)):
+        same = "the epoch has the same samples, in another order"
+        if is_stable:
+            return Cause(
+                code="worker-order",
+                text="the order follows the number of workers: each has its own part of the stream",
+                cure="a dataset with __getitem__, or the same number of workers every time",
+                evidence=(same, said),
+            )
+        return Cause(
+            code="arrival-order",
+            text="batches are given as they arrive, and that is not the same twice",
+            cure="in_order=True",
+            evidence=(same, said),
+        )
+    if look is not None:
+        return look
+    if not is_stable:
+        return Cause(
+            code="worker-state",
+            text="it matters which worker loads a sample, and when: state that the dataset keeps",
+            cure="no attribute that __getitem__ changes",
+            evidence=(said,),
+        )
+    return _cause_in_hashes(case) or _seeds_or_state(case, said)
+
+
+def _seeds_or_state(case: Case, said: str) -> Cause:
+    reseeded = case.run(case.setting, seed=1)
+    if first_place(case.other, reseeded) is not None:
+        return Cause(
+            code="worker-seeds",
+            text="random numbers are drawn from generators that each worker seeds for itself",
+            cure=_TAKES_DATA,
+            evidence=(said, "another seed gives other values"),
+        )
+    return Cause(
+        code="worker-state",
+        text="values follow the worker (its number, or a count that it keeps), not a seed",
+        cure="no attribute that __getitem__ changes, no worker id in a sample",
+        evidence=(said, "another seed changes nothing"),
+    )

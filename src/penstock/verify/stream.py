@@ -1,0 +1,239 @@
+"""One run of a loader under a setting, batch after batch.
+
+    generators set -> factory -> loader -> batch, batch, ...        as it comes
+                                   | state_dict, workers killed     in the middle, where asked
+                      factory -> loader, load_state_dict -> batch ... the rest
+
+The caller's generators are set to the same numbers before each run, so a loader that takes its
+seeds from there gets the same ones, and they are put back afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.order.generators import preserved_generators
+from penstock.verify.hashing import digest, rows_of
+from penstock.verify.settings import Factory, Setting
+
+MAX_DELAY_S = 0.004
+NUM_DELAYS = 200
+"""Delays in one run or one worker: enough to change who comes first, and 0.4 s in all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A batch that was seen: its hash, and those of its samples if it has any."""
+
+    whole: bytes
+    rows: tuple[bytes, ...] | None
+
+
+@dataclass
+class Record:
+    """What a run gave."""
+
+    epochs: list[list[Batch]] = field(default_factory=list)
+    took_s: float = 0.0
+
+    @property
+    def digest(self) -> str:
+        """One hash over everything, to compare by eye."""
+        return digest([[batch.whole for batch in epoch] for epoch in self.epochs]).hex()
+
+    @property
+    def num_batches(self) -> int:
+        return sum(map(len, self.epochs))
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(rows) for epoch in self.epochs for rows in map(_rows, epoch))
+
+    def rows(self, epoch: int) -> list[bytes]:
+        """The hashes of an epoch's samples, in order."""
+        return [row for batch in self.epochs[epoch] for row in _rows(batch)]
+
+
+def _rows(batch: Batch) -> tuple[bytes, ...]:
+    return batch.rows if batch.rows is not None else (batch.whole,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How much of a loader is run.
+
+    Args:
+        max_batches: Of each epoch; None: all.
+        stops: Batches of each epoch after which an interrupted run is killed.
+        seed: Of the caller's generators.
+    """
+
+    num_epochs: int = 2
+    max_batches: int | None = None
+    stops: tuple[int, ...] = ()
+    seed: int = 0
+
+
+def record(factory: Factory, setting: Setting, extent: Extent) -> Record:
+    """Run a loader and hash all that it gives."""
+    found, start_s = Record(), time.perf_counter()
+    for epoch, _, batch in walk(factory, setting, extent):
+        while len(found.epochs) <= epoch:
+            found.epochs.append([])
+        rows = rows_of(batch)
+        hashes = None if rows is None else tuple(digest(row) for row in rows)
+        found.epochs[epoch].append(Batch(whole=digest(batch), rows=hashes))
+    found.took_s = time.perf_counter() - start_s
+    return found
+
+
+def capture(factory: Factory, setting: Setting, extent: Extent, place: tuple[int, int]) -> Any:
+    """The batch at ``place`` (epoch, number) of a new run, or None if it has none there."""
+    for epoch, number, batch in walk(factory, setting, extent):
+        if (epoch, number) == place:
+            return pickle.loads(pickle.dumps(_plain(batch)))  # shares nothing with the loader
+    return None
+
+
+def _plain(batch: Any) -> Any:
+    """Lists and arrays instead of classes that may not be picklable."""
+    rows = rows_of(batch)
+    return batch if rows is None else rows
+
+
+def walk(factory: Factory, setting: Setting, extent: Extent) -> Iterator[tuple[int, int, Any]]:
+    """(Epoch, number, batch) of a run. What it started is over when the walk is."""
+    with _generators_at(extent.seed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the same ones with each setting, and not the question
+        run = _Run(factory, setting, extent)
+        try:
+            yield from run.walk()
+        finally:
+            run.close()
+
+
+class _Run:
+    def __init__(self, factory: Factory, setting: Setting, extent: Extent) -> None:
+        self._factory, self._setting, self._extent = factory, setting, extent
+        self._batches: Any = None
+        self._loader = factory(**setting.arguments)
+        if setting.delays == "samples":
+            _delay_samples(self._loader)
+
+    def walk(self) -> Iterator[tuple[int, int, Any]]:
+        for epoch in range(self._extent.num_epochs):
+            self._batches, number = iter(self._loader), 0
+            stop = self._stop_in(epoch)
+            while number != self._extent.max_batches:
+                if number == stop:
+                    self._die_and_resume()
+                try:
+                    batch = next(self._batches)
+                except StopIteration:
+                    break
+                yield epoch, number, batch
+                del batch  # a loader that reuses memory must not be held up
+                number += 1
+                if self._setting.delays == "consumer" and number < NUM_DELAYS:
+                    time.sleep(_random_s())
+            if self._batches is self._loader:
+                return  # an iterator has one epoch
+            self._batches = None
+
+    def _stop_in(self, epoch: int) -> int | None:
+        """Where to die. Epochs after a resumed one count only where no seed is drawn for them."""
+        if self._setting.resumed_with is None or epoch >= len(self._extent.stops):
+            return None
+        is_last = epoch == self._extent.num_epochs - 1
+        has_seed = getattr(self._loader, "seed", None) is not None
+        return self._extent.stops[epoch] if is_last or has_seed else None
+
+    def _die_and_resume(self) -> None:
+        state = pickle.loads(pickle.dumps(self._loader.state_dict()))
+        kill_workers(self._batches)
+        self.close()
+        self._loader = self._factory(**(self._setting.resumed_with or {}))
+        self._loader.load_state_dict(state)
+        self._batches = iter(self._loader)
+
+    def close(self) -> None:
+        """End this run's workers, also those that were to be kept."""
+        batches, self._batches = self._batches, None
+        for name, owner in (("_shutdown_workers", batches), ("close", self._loader)):
+            with suppress(Exception):  # dead workers may make it complain
+                getattr(owner, name, lambda: None)()
+
+
+@contextmanager
+def _generators_at(seed: int) -> Iterator[None]:
+    import torch
+
+    with preserved_generators():
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def kill_workers(batches: Any) -> None:
+    """Kill the worker processes of an iterator, as the memory limit of a container would."""
+    import psutil
+
+    own = {child.pid for child in psutil.Process().children(recursive=True)}
+    try:
+        for worker in getattr(batches, "_workers", ()):
+            if getattr(worker, "pid", None) in own:
+                os.kill(worker.pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+        time.sleep(0.05)
+    except (RuntimeError, ProcessLookupError):
+        pass  # torch's loader raises from its signal handler, wherever the program is
+
+
+# -- delays ----------------------------------------------------------------------------------------
+
+
+def _random_s() -> float:
+    """Not from a generator: the delays must not be the same twice, and must move nobody's."""
+    return int.from_bytes(os.urandom(2), "little") / 65536 * MAX_DELAY_S
+
+
+class Delayed:
+    """A dataset whose samples take unequal times."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.num_left = NUM_DELAYS
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.num_left:
+            self.num_left -= 1
+            time.sleep(_random_s())
+        return self.dataset[index]
+
+
+class CannotDelay(Exception):
+    """The loader's samples are out of reach."""
+
+
+def _delay_samples(loader: Any) -> None:
+    from torch.utils.data import IterableDataset
+
+    dataset = vars(loader).get("dataset") if hasattr(loader, "__dict__") else None
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    if is_stream or hasattr(dataset, "__getitems__"):
+        raise CannotDelay("its samples are not loaded one by one from a .dataset")
+    vars(loader)["dataset"] = Delayed(dataset)  # torch's class refuses the assignment

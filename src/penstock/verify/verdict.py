@@ -1,0 +1,154 @@
+"""The answer: one row for each setting, and the first difference with its likely cause."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+OUTCOMES = ("same", "differs", "failed", "skipped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """How one setting went.
+
+    Args:
+        outcome: ``"same"`` or ``"differs"``, as the reference has it; ``"failed"``: it raised;
+            ``"skipped"``: the factory or the loader does not offer it.
+        note: Why, for the last two.
+    """
+
+    setting: str
+    outcome: str
+    digest: str = ""
+    num_batches: int = 0
+    num_samples: int = 0
+    took_s: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Why two runs differ, and what to do about it.
+
+    Args:
+        code: ``time``, ``address``, ``unseeded``, ``worker-seeds``, ``worker-state``,
+            ``worker-order``, ``arrival-order``, ``repeated-stream``, ``hash-order``, ``process``,
+            ``resume`` or ``unknown``.
+        evidence: The runs that it was concluded from.
+    """
+
+    code: str
+    text: str
+    cure: str = ""
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first sample that is not the same.
+
+    Args:
+        one, other: The two settings.
+        row: The sample within the batch; None: the batch as a whole, or there is none.
+        field: Its path in the sample, as in ``['image']``.
+        left, right: The two values, shortened.
+        how: In what they differ.
+    """
+
+    one: str
+    other: str
+    epoch: int
+    batch: int
+    row: int | None = None
+    field: str = ""
+    left: str = ""
+    right: str = ""
+    how: str = ""
+    cause: Cause = Cause(code="unknown", text="not known")
+
+    def __str__(self) -> str:
+        row = "" if self.row is None else f", sample {self.row}"
+        place = f", field {self.field}" if self.field else ""
+        lines = [
+            f"First difference: epoch {self.epoch}, batch {self.batch}{row}{place}: {self.how}",
+            f"  {self.one}: {self.left}" if self.left else "",
+            f"  {self.other}: {self.right}" if self.right else "",
+            f"  likely: {self.cause.text} ({self.cause.code})",
+            *(f"    {line}" for line in self.cause.evidence),
+            f"  try: {self.cause.cure}" if self.cause.cure else "",
+        ]
+        return "\n".join(line for line in lines if line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Is a loader's stream the same under every setting? True and False as a condition.
+
+    Example:
+        >>> verdict = Verdict(rows=(Row(setting="0 workers", outcome="same", digest="ab12"),))
+        >>> bool(verdict), verdict.is_same
+        (True, True)
+        >>> print(verdict)
+        setting    outcome  batches  samples  seconds  hash
+        0 workers  same           0        0      0.0  ab12
+        <BLANKLINE>
+        The same bits under every setting.
+    """
+
+    rows: tuple[Row, ...]
+    difference: Difference | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_same(self) -> bool:
+        """No setting differs, and none failed."""
+        return all(row.outcome in ("same", "skipped") for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return self.is_same
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a program: plain values."""
+        return {
+            "is_same": self.is_same,
+            "rows": [asdict(row) for row in self.rows],
+            "difference": None if self.difference is None else asdict(self.difference),
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Verdict:
+        """What :meth:`to_dict` wrote."""
+        difference = values["difference"]
+        if difference is not None:
+            cause = {**difference["cause"], "evidence": tuple(difference["cause"]["evidence"])}
+            difference = Difference(**{**difference, "cause": Cause(**cause)})
+        return cls(
+            rows=tuple(Row(**row) for row in values["rows"]),
+            difference=difference,
+            notes=tuple(values["notes"]),
+        )
+
+    def __str__(self) -> str:
+        lines = [*_table(self.rows), "", *self.notes]
+        if self.difference is not None:
+            lines.append(str(self.difference))
+        elif self.is_same:
+            lines.append("The same bits under every setting.")
+        else:
+            lines.append("No difference was found, but not every setting could be run.")
+        return "\n".join(lines)
+
+
+def _table(rows: tuple[Row, ...]) -> list[str]:
+    width = max(len("setting"), *(len(row.setting) for row in rows))
+    heading = "outcome  batches  samples  seconds  hash"
+    lines = [f"{'setting'.ljust(width)}  {heading}"]
+    for row in rows:
+        line = f"{row.setting.ljust(width)}  {row.outcome:<7}"
+        if row.outcome in ("same", "differs"):
+            numbers = f"{row.num_batches:>7}  {row.num_samples:>7}  {row.took_s:>7.1f}"
+            line += f"  {numbers}  {row.digest}"
+        lines.append(f"{line}  {row.note}".rstrip())
+    return lines
