@@ -152,7 +152,7 @@ def test_the_nursery_would_not_run_there(tmp_path: Path, without_posix: dict[str
 
 
 def test_what_only_windows_runs_is_in_one_place_and_small() -> None:
-    lines = (ENGINE / "windows.py").read_text().splitlines()
+    lines = (ENGINE / "start" / "windows.py").read_text().splitlines()
     assert len(lines) <= MAX_WINDOWS_LINES
     asks = [
         f"{path.name}: {line.strip()}"
