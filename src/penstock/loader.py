@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -213,9 +215,9 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
             per_sample=plan.randomness.value == "sample",
             in_order=self.in_order,
             course=self._course,
-            turn=self._turn,
+            turn=_weakly(self._turn),
             tell=self._notes.setdefault,
-            learn=self._learn,
+            learn=_weakly(self._learn),
         )
 
     def _warn(self, plan: Plan, stacklevel: int) -> None:
@@ -264,6 +266,19 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
         if self._iterator is not None:
             self._iterator._shutdown_workers()  # type: ignore[attr-defined]
             self._iterator = None
+
+
+def _weakly(method: Any) -> Callable[..., None]:
+    """Calls the method while its loader lives. A persistent iterator is held by its loader: if it
+    held the loader, too, workers would outlive both until the garbage collector runs."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        alive = ref()
+        if alive is not None:
+            alive(*arguments)
+
+    return call
 
 
 def _check(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -378,3 +379,33 @@ def test_a_result_that_refers_to_itself_comes_back_whole() -> None:
     loader = DataLoader(Samples(lambda i: i, 4), batch_size=2, num_workers=1, collate_fn=knot)
     for batch in loader:
         assert batch[2] is batch
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True},
+        {"num_workers": "auto", "persistent_workers": True},
+        {"num_workers": "auto"},
+        {"num_workers": 2, "seed": 0},
+        {"num_workers": 2, "pool": "thread"},
+    ],
+)
+def test_nothing_waits_for_the_garbage_collector(arguments: dict[str, Any]) -> None:
+    def slow(index: int) -> int:
+        time.sleep(0.002)
+        return index
+
+    gc.collect()
+    gc.disable()
+    try:
+        loader = DataLoader(Samples(slow, 400), batch_size=4, **arguments)
+        batches = iter(loader)
+        for _ in range(60):
+            next(batches)
+        iterator = weakref.ref(batches)
+        del batches, loader
+        assert iterator() is None  # so its workers have been stopped
+    finally:
+        gc.enable()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from penstock.engine.batch.fetch import call_user, getter, takes_batches
@@ -78,15 +79,17 @@ class AuditionIterator(_Iterator):
         decide: Decide,
         settle: Callable[[Setup], None],
     ) -> None:
-        self._loader = loader
+        # Not the loader itself: a persistent one holds us, and both would wait for the collector.
+        self._like_loader = SimpleNamespace(worker_init_fn=loader.worker_init_fn)
         self._traces = traces
-        self._decide = decide
-        self._settle = settle
+        self._decide: Decide | None = decide
+        self._settle: Callable[[Setup], None] | None = settle
         self._pooled: PooledIterator | None = None
         self._is_settled = False
         self._nursery: nurseries.Nursery | None = None
         self._inline = _TimedInline(loader, setup, self._glance)
         vars(self).update({**vars(self._inline), **vars(self)})
+        vars(self).pop("_glance_once")  # it is the inline part's, and would hold us
         self._serialised = self._serialise()
         self._returned: tuple[float, float] | None = None
         self._steps: list[tuple[float, float]] = []
@@ -102,9 +105,9 @@ class AuditionIterator(_Iterator):
 
     def _serialise(self) -> Serialised | None:
         try:
-            return serialise(travellers(self._inline, self._loader))
+            return serialise(travellers(self._inline, self._like_loader))
         except CannotTravel as error:
-            self._close(self._decide(Measured(stays_because=error)))
+            self._close(self._ask(Measured(stays_because=error)))
             return None
 
     def _next_batch(self) -> Any:
@@ -148,7 +151,7 @@ class AuditionIterator(_Iterator):
     def _glance(self, sample_s: float) -> None:
         """Called from: the middle of the first batch, with the pace so far."""
         if sample_s >= CLEARLY_SLOW_S and not self._is_settled:
-            self._warm_up(self._decide(Measured(sample_s=sample_s)))
+            self._warm_up(self._ask(Measured(sample_s=sample_s)))
 
     def _warm_up(self, setup: Setup) -> None:
         if self._nursery is None and setup.start_method == "nursery":
@@ -163,7 +166,7 @@ class AuditionIterator(_Iterator):
         if self._spent_s >= SURE_FROM_S and self._num_batches >= self._next_question:
             self._num_questions += 1
             self._next_question = 2 * self._num_batches
-            self._answer = self._decide(self._measured())
+            self._answer = self._ask(self._measured())
             self._warm_up(self._answer)
         if not self._answer.num_workers:
             if self._num_questions == MAX_QUESTIONS:
@@ -172,19 +175,25 @@ class AuditionIterator(_Iterator):
             self._close(self._answer)
             self._traces.undo()
             self._pooled = PooledIterator.continuing(
-                self._inline, self._loader, self._answer, self._serialised
+                self._inline, self._like_loader, self._answer, self._serialised
             )
 
     def _conclude(self) -> None:
         """The epoch ended before the question was closed: if the answer is no, it is final."""
         if self._num_batches:
-            answer = self._decide(self._measured())
+            answer = self._ask(self._measured())
             if not answer.num_workers:
                 self._close(answer)
 
     def _close(self, setup: Setup) -> None:
+        assert self._settle is not None
         self._is_settled = True
         self._settle(setup)
+        self._decide = self._settle = None
+
+    def _ask(self, measured: Measured) -> Setup:
+        assert self._decide is not None
+        return self._decide(measured)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._num_yielded = 0
@@ -202,10 +211,10 @@ class _TimedInline(InlineIterator):
 
     def __init__(self, loader: Any, setup: Setup, glance: Callable[[float], None]) -> None:
         super().__init__(loader, setup)
-        self._glance: Callable[[float], None] | None = glance
+        self._glance_once: Callable[[float], None] | None = glance
 
     def _fetch(self, index: Any) -> Any:
-        glance, self._glance = self._glance, None
+        glance, self._glance_once = self._glance_once, None
         if glance is None or not self._auto_collation or takes_batches(self._dataset):
             return super()._fetch(index)
         position, start_s, samples = self._advance(len(index)), 0.0, []

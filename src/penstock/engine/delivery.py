@@ -54,7 +54,8 @@ class Delivery:
         splits_first: Should the first be, so that it comes early? Not while workers start up.
         in_turn: Must batches go round the workers strictly?
         tell: Takes notes for the user's plan.
-        on_state: Told what a worker's iterable dataset says of itself with each batch.
+        on_state: Told what a worker's iterable dataset says of itself with each batch, and whose
+            turn is next.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Delivery:
         in_order: bool,
         timeout_s: float,
         tell: Callable[[str], None] = lambda note: None,
-        on_state: Callable[[int, Any], None] | None = None,
+        on_state: Callable[[int, Any, int], None] | None = None,
     ) -> None:
         self._pool = pool
         self._ring = ring
@@ -345,7 +346,7 @@ class Delivery:
             layout = self._layout(worker, reply)
             batch, keep_slot = open_fixed(self._ring, job.slot, job.rows, layout, replies), True
         if reply.state is not None and self._on_state is not None:
-            self._on_state(worker, reply.state)
+            self._on_state(worker, reply.state, (worker + 1) % self._num_workers)
         self._close_job(job, keep_slot=keep_slot)
         self._lease()
         return batch

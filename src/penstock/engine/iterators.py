@@ -284,13 +284,9 @@ class PooledIterator(_Iterator):
             in_order=setup.in_order,
             timeout_s=self._timeout,
             tell=setup.tell,
-            on_state=self._note_stream,
+            on_state=self._course.note_stream,
         )
         self._workers = pool.processes
-
-    def _note_stream(self, worker: int, state: Any) -> None:
-        self._course.streams[worker] = state
-        self._course.next_worker = (worker + 1) % len(self._workers)
 
     def _can_split(self, task: Task) -> bool:
         return (

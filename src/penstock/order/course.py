@@ -98,6 +98,10 @@ class Course:
             self.base_seed, self.base_epoch = drawn, self.epoch
         return self.base_seed
 
+    def note_stream(self, worker: int, state: Any, next_worker: int) -> None:
+        """A batch of an iterable dataset was delivered, which then said this of itself."""
+        self.streams[worker], self.next_worker = state, next_worker
+
     def mark(self, global_batch: int | None, end: int | None) -> Mark:
         """Where the loader stands now: in the present epoch, or at the start of the next.
 
