@@ -28,8 +28,6 @@ from penstock.policy.workers import should_measure
 _POOLS = ("auto", "process", "thread", "inline")
 _RANDOMNESS = ("sample", "worker")
 _HAS_IN_ORDER = "in_order" in TorchDataLoader.__init__.__code__.co_varnames
-
-
 _T_co = TypeVar("_T_co", covariant=True)
 
 
@@ -146,6 +144,8 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
         )
         self.in_order = in_order
         self.shuffle = shuffle
+        if self._is_auto:  # what needs no measuring is known now
+            self.num_workers = self._auto_workers = self.plan.num_workers.value
 
     @property
     def plan(self) -> Plan:
@@ -269,8 +269,8 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
 
 
 def _weakly(method: Any) -> Callable[..., None]:
-    """Calls the method while its loader lives. A persistent iterator is held by its loader: if it
-    held the loader, too, workers would outlive both until the garbage collector runs."""
+    """Calls the method while its loader lives: an iterator that the loader holds must not hold it,
+    or workers would outlive both until the garbage collector runs."""
     ref = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:

@@ -295,3 +295,20 @@ def test_a_sampler_without_a_length_and_no_batches_work_too() -> None:
     assert [len(batch[0]) for batch in loader] == [4, 4, 2]
     alone = DataLoader(Numbers(5), batch_size=None, num_workers="auto")
     assert [label for _, label in alone] == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments", "expected"),
+    [
+        (Shards(20), {}, 1),
+        (Numbers(), {"pool": "inline"}, 0),
+        (TensorDataset(torch.arange(40)), {}, 0),
+        (Numbers(), {}, CORES),
+    ],
+)
+def test_the_attribute_says_what_is_known_before_any_batch(
+    dataset: Any, arguments: dict[str, Any], expected: int
+) -> None:
+    loader = DataLoader(dataset, batch_size=5, num_workers="auto", **arguments)
+    assert loader.num_workers == loader.plan.num_workers.value == expected
+    assert loader.plan.num_workers.source == "rule"

@@ -381,8 +381,16 @@ def test_a_worker_count_that_is_none_is_a_usage_error() -> None:
 
 
 def test_where_the_data_lies_can_be_said(tmp_path: Path) -> None:
-    found = json.loads(doctor("--json", "--data", str(tmp_path), "--data", "/nowhere").stdout)
-    assert set(found["storage"]) == {str(tmp_path), "/nowhere"}
+    other = tmp_path / "other"
+    other.mkdir()
+    found = json.loads(doctor("--json", "--data", str(tmp_path), "--data", str(other)).stdout)
+    assert set(found["storage"]) == {str(tmp_path), str(other)}
+
+
+def test_data_that_is_nowhere_is_said_to_be(tmp_path: Path) -> None:
+    result = doctor("--data", str(tmp_path / "nowhere"))
+    assert result.returncode == 2
+    assert "no such file or folder" in result.stderr
 
 
 # -- vendor tools --------------------------------------------------------------------------------

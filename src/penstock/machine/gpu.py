@@ -28,8 +28,9 @@ from penstock.machine import amd, host, nvidia
 from penstock.machine.asking import NoAnswer, NotHere, TookTooLong, ask_library, ask_tool
 from penstock.machine.facts import Gpu
 
-DRIVER_LIMIT_S = 5.0
-"""Guessed: a driver without persistence mode wakes its cards first, about a second for each."""
+DRIVER_LIMIT_S = 2.0
+"""How long a driver may take to list its cards: 30 ms is usual. A guess, and so low because the
+doctor must answer in 3 s also beside a tool that hangs; ``doctor --gpu`` has more patience."""
 
 
 @dataclass(frozen=True, kw_only=True)

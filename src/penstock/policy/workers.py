@@ -22,8 +22,8 @@ PARENT_S = 120e-6
 HANDOVER_S = 250e-6
 """What the parent does for one batch, and what parent and worker do together beyond loading it."""
 START_S = {"nursery": 0.06, "fork": 0.06, "spawn": 3.0}
-"""Starting one worker for each core (2 cores, 2 workers, warm nursery). More take turns: 16 of them
-on 2 cores took 0.4 s, and 22 s to spawn."""
+"""Starting one worker for each core. More take their turns: until 2, 8 and 16 workers had given a
+batch each, a warm nursery took 0.05, 0.2 and 0.26 s, spawning 1.8, 7 and 14 s (2 cores, load 4)."""
 WORTH_STARTS = 3
 """Workers must save this many times what starting them costs."""
 SLACK = 1.25

@@ -6,6 +6,7 @@ import ast
 import json
 import sys
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -149,6 +150,9 @@ def _judge_data(
     options: DoctorOptions, notes: dict[str, Any] | None
 ) -> tuple[dict[str, Storage], list[Problem]]:
     """What the data lies on: as told, as found in the dataset, or else this folder as a guess."""
+    for folder in options.folders:
+        if not Path(folder).exists():
+            raise BadTarget(f"--data {folder}: there is no such file or folder")
     folders = options.folders or tuple((notes or {}).get("folders", ()))
     is_data = bool(folders)
     storage = {folder: storage_of(folder) for folder in folders or (".",)}
