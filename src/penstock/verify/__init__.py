@@ -6,7 +6,7 @@
 
     checking    runs the factory's loader under each setting, and compares
       settings    which settings there are, and which of them the factory takes
-      stream      one run: batch after batch, delayed or killed and resumed where the setting says so
+      stream      one run, batch after batch: delayed, or killed and resumed
       hashing     a batch and its samples as hashes
       - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - another process
       fresh       the same run in a new interpreter, with another hash seed

@@ -34,7 +34,7 @@ class Cause:
     Args:
         code: ``time``, ``address``, ``unseeded``, ``worker-seeds``, ``worker-state``,
             ``worker-order``, ``arrival-order``, ``repeated-stream``, ``hash-order``, ``process``,
-            ``resume`` or ``unknown``.
+            ``kept-state``, ``resume`` or ``unknown``.
         evidence: The runs that it was concluded from.
     """
 
