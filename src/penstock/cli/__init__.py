@@ -143,6 +143,60 @@ def doctor(
     raise typer.Exit(run_doctor(options))
 
 
+_Loader = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[SCRIPT:NAME]",
+        help="A function that makes a loader (num_workers=... if it takes it), or a loader.",
+    ),
+]
+_Epochs = Annotated[int, typer.Option(min=1, max=1000, help="Epochs to compare.")]
+_MaxBatches = Annotated[int | None, typer.Option(min=1, help="Compare only so many of each epoch.")]
+_VerifyTimeout = Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Seconds for it all.")]
+
+
+def _checked_counts(text: str) -> str:
+    if text and all(part.strip().isdecimal() for part in text.split(",")):
+        return text
+    raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0,1,2,5")
+
+
+_Counts = Annotated[
+    str,
+    typer.Option(
+        metavar="N,N,...", callback=_checked_counts, help="Workers; the first is the reference."
+    ),
+]
+
+
+@app.command()
+def verify(
+    target: _Loader = None,
+    arguments: _Arguments = None,
+    epochs: _Epochs = 2,
+    max_batches: _MaxBatches = None,
+    workers: _Counts = "0,1,2,5",
+    as_json: _Json = False,
+    timeout: _VerifyTimeout = 600.0,
+) -> None:
+    """Say whether a loader gives the same bits whatever loads them; alone: this machine's training.
+
+    Exit status: 0 the same, 1 different, 2 usage.
+    """
+    from penstock.cli.verify import VerifyOptions, run_verify
+
+    options = VerifyOptions(
+        target=target,
+        arguments=tuple(arguments or ()),
+        epochs=epochs,
+        max_batches=max_batches,
+        workers=tuple(int(part) for part in workers.split(",")),
+        as_json=as_json,
+        limit_s=timeout,
+    )
+    raise typer.Exit(run_verify(options))
+
+
 def main() -> NoReturn:
     """Run the command line and exit.
 

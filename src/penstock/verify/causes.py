@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from penstock.verify.differences import first_place
 from penstock.verify.fresh import HASH_SEEDS
 from penstock.verify.hashing import as_array
 from penstock.verify.settings import Setting
-from penstock.verify.stream import Record
+from penstock.verify.stream import CannotDelay, Record
 from penstock.verify.verdict import Cause
 
 _TAKES_DATA = "from penstock import DataLoader  # DataLoader(..., seed=0)"
@@ -38,6 +38,7 @@ class Case:
     Args:
         place: (Epoch, batch) of the first difference.
         values: The two values of the field that differs, if it could be found.
+        has_own_seed: The loader was given a seed, so the caller's generators do not matter.
         run: Runs a setting again; with another seed of the caller's generators, if given.
         run_afresh: Runs a setting in a new process with a hash seed.
     """
@@ -48,6 +49,7 @@ class Case:
     other: Record
     place: tuple[int, int]
     values: tuple[Any, Any] | None
+    has_own_seed: bool = False
     run: Callable[..., Record]
     run_afresh: Callable[[Setting, str], Record]
 
@@ -65,14 +67,7 @@ def find_cause(case: Case) -> Cause:
         return _cause_in_process(case, look)
     again = case.run(case.reference)
     if first_place(case.one, again) is not None:
-        said = f"{case.reference.name}, run once more, differs from itself"
-        return look or Cause(
-            code="unseeded",
-            text="the values do not follow from any seed: a generator that nobody seeds "
-            "(np.random.default_rng() in a sample, os.urandom), time, or id()",
-            cure="penstock.rng() in __getitem__",
-            evidence=(said,),
-        )
+        return look or _cause_without_seed(case)
     if case.setting.resumed_with is not None:
         return _cause_in_resuming(case)
     return _cause_in_workers(case, look)
@@ -112,6 +107,12 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
+def _is_fraction(values: tuple[Any, Any] | None) -> bool:
+    """Is this the kind of number that is drawn, and not counted?"""
+    numbers = [_number(value) for value in values or ()]
+    return any(number is not None and number % 1 != 0 for number in numbers)
+
+
 def _is_time(number: float) -> bool:
     if not np.isfinite(number) or number <= 1.0:
         return False
@@ -144,11 +145,13 @@ def _rows(record: Record, epoch: int) -> list[bytes]:
 def _cause_in_hashes(case: Case) -> Cause | None:
     """Do processes differ by their hash seed alone?"""
     try:
-        first, again = (case.run_afresh(case.reference, HASH_SEEDS[0]) for _ in range(2))
-        second = case.run_afresh(case.reference, HASH_SEEDS[1])
+        first, second = (case.run_afresh(case.reference, hash_seed) for hash_seed in HASH_SEEDS)
+        if first_place(first, second) is None:
+            return None
+        again = case.run_afresh(case.reference, HASH_SEEDS[0])
     except Exception:
         return None  # the factory cannot be run elsewhere
-    if first_place(first, again) is not None or first_place(first, second) is None:
+    if first_place(first, again) is not None:
         return None
     seeds = " and ".join(HASH_SEEDS)
     return Cause(
@@ -157,6 +160,33 @@ def _cause_in_hashes(case: Case) -> Cause | None:
         cure="sorted(...), or PYTHONHASHSEED=0 python train.py",
         evidence=(f"two processes with PYTHONHASHSEED {seeds} differ; with the same, not",),
     )
+
+
+def _cause_without_seed(case: Case) -> Cause:
+    """The reference differs from itself: by what ran before it in this process, or by nothing."""
+    said = f"{case.reference.name}, run once more, differs from itself"
+    if _are_new_processes_alike(case):
+        return Cause(
+            code="kept-state",
+            text="the dataset keeps something from one run to the next",
+            cure="no attribute that __getitem__ changes",
+            evidence=(said, "two new processes are equal"),
+        )
+    return Cause(
+        code="unseeded",
+        text="the values do not follow from any seed: a generator that nobody seeds "
+        "(np.random.default_rng() in a sample, os.urandom), time, or id()",
+        cure="penstock.rng() in __getitem__",
+        evidence=(said,),
+    )
+
+
+def _are_new_processes_alike(case: Case) -> bool:
+    try:
+        first, second = (case.run_afresh(case.reference, HASH_SEEDS[0]) for _ in range(2))
+    except Exception:
+        return False  # the factory cannot be run elsewhere
+    return first_place(first, second) is None
 
 
 def _cause_in_process(case: Case, look: Cause | None) -> Cause:
@@ -187,8 +217,7 @@ def _cause_in_resuming(case: Case) -> Cause:
 
 def _cause_in_workers(case: Case, look: Cause | None) -> Cause:
     epoch = case.place[0]
-    other_again = case.run(case.setting)
-    is_stable = first_place(case.other, other_again) is None
+    is_stable = _is_stable(case)
     said = f"{case.setting.name}, run once more, " + (
         "is equal to itself" if is_stable else "differs from itself"
     )
@@ -216,17 +245,32 @@ def _cause_in_workers(case: Case, look: Cause | None) -> Cause:
             cure="no attribute that __getitem__ changes",
             evidence=(said,),
         )
-    return _cause_in_hashes(case) or _seeds_or_state(case, said)
+    found = None if _is_fraction(case.values) else _cause_in_hashes(case)
+    return found or _seeds_or_state(case, said)
+
+
+def _is_stable(case: Case) -> bool:
+    """Is the other setting equal to itself, also when samples take unequal times?"""
+    for delays in (None, "samples", "consumer", "samples"):
+        try:
+            again = case.run(replace(case.setting, delays=delays or case.setting.delays))
+        except CannotDelay:
+            continue
+        if first_place(case.other, again) is not None:
+            return False
+    return True
 
 
 def _seeds_or_state(case: Case, said: str) -> Cause:
     reseeded = case.run(case.setting, seed=1)
-    if first_place(case.other, reseeded) is not None:
+    follows_seed = first_place(case.other, reseeded) is not None
+    if follows_seed or (case.has_own_seed and _is_fraction(case.values)):
+        seen = "another seed gives other values" if follows_seed else "they are no whole numbers"
         return Cause(
             code="worker-seeds",
             text="random numbers are drawn from generators that each worker seeds for itself",
             cure=_TAKES_DATA,
-            evidence=(said, "another seed gives other values"),
+            evidence=(said, seen),
         )
     return Cause(
         code="worker-state",

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from penstock.errors import BadArgument
+from penstock.order.generators import preserved_generators
 from penstock.order.keys import checked_count
 from penstock.verify.causes import Case, find_cause
 from penstock.verify.differences import (
@@ -40,6 +41,8 @@ def verify(
     epochs: int = 2,
     workers: Sequence[int] = WORKERS,
     max_batches: int | None = None,
+    start_methods: Sequence[str] | None = None,
+    new_process: bool = True,
     tell: Callable[[str], None] = lambda setting: None,
 ) -> Verdict:
     """Does a loader give the same bits whatever loads them? Any loader: ours, torch's, an iterable.
@@ -57,6 +60,8 @@ def verify(
         epochs: How many are compared.
         workers: Numbers of workers, of which the first is the reference.
         max_batches: Compare only so many of each epoch.
+        start_methods: Of worker processes; None: all that this system has. Spawn is slow.
+        new_process: Also in a new process with another hash seed; takes a few seconds.
         tell: Called with each setting's name before it is run.
 
     Raises:
@@ -80,7 +85,10 @@ def verify(
     numbers = [checked_count("workers", number) for number in workers]
     factory = factory_of(make_loader)
     takes = taken_by(factory)
-    settings = list_settings(numbers, takes_workers=takes("num_workers"))
+    settings = list_settings(
+        numbers, takes_workers=takes("num_workers"), start_methods=start_methods
+    )
+    settings = [setting for setting in settings if new_process or not setting.is_fresh]
     extent = Extent(num_epochs=epochs, max_batches=max_batches)
     return _Trial(factory, takes, settings, extent, tell).run()
 
@@ -96,7 +104,8 @@ class _Trial:
     ) -> None:
         self._factory, self._takes, self._extent, self._tell = factory, takes, extent, tell
         self._reference, *self._others = settings
-        self._loader = factory(**self._reference.arguments)  # to look at, not to run
+        with preserved_generators():
+            self._loader = factory(**self._reference.arguments)  # to look at, not to run
 
     def run(self) -> Verdict:
         """Run all settings; explain the first that differs."""
@@ -170,6 +179,7 @@ class _Trial:
             other=other,
             place=place,
             values=values,
+            has_own_seed=getattr(self._loader, "seed", None) is not None,
             run=self._run,
             run_afresh=lambda again, hash_seed: record_afresh(
                 self._factory, again, self._extent, hash_seed

@@ -37,12 +37,15 @@ class Setting:
         return {*self.arguments, *(self.resumed_with or ())}
 
 
-def list_settings(workers: Sequence[int], *, takes_workers: bool) -> list[Setting]:
+def list_settings(
+    workers: Sequence[int], *, takes_workers: bool, start_methods: Sequence[str] | None = None
+) -> list[Setting]:
     """All settings; the first is what the others are compared with.
 
     Args:
         workers: Numbers of workers, of which the first is the reference.
         takes_workers: False: the factory makes the loader as it is, and only that is run.
+        start_methods: None: all that there are.
     """
     first: dict[str, Any] = {"num_workers": workers[0]} if takes_workers else {}
     name = _count(workers[0]) if takes_workers else "as it is"
@@ -57,7 +60,7 @@ def list_settings(workers: Sequence[int], *, takes_workers: bool) -> list[Settin
             for number in workers[1:]
         ]
         settings.append(Setting(name="2 threads", arguments={"num_workers": 2, "pool": "thread"}))
-        for method in _start_methods():
+        for method in _start_methods() if start_methods is None else start_methods:
             more = {"multiprocessing_context": method}
             settings.append(Setting(name=f"2 workers, {method}", arguments={**some, **more}))
         for depth in (1, 8):

@@ -34,7 +34,7 @@ class Cause:
     Args:
         code: ``time``, ``address``, ``unseeded``, ``worker-seeds``, ``worker-state``,
             ``worker-order``, ``arrival-order``, ``repeated-stream``, ``hash-order``, ``process``,
-            ``resume`` or ``unknown``.
+            ``kept-state``, ``resume`` or ``unknown``.
         evidence: The runs that it was concluded from.
     """
 
@@ -136,6 +136,8 @@ class Verdict:
             lines.append(str(self.difference))
         elif self.is_same:
             lines.append("The same bits under every setting.")
+        elif any(row.outcome == "differs" for row in self.rows):
+            lines.append("Not the same bits.")
         else:
             lines.append("No difference was found, but not every setting could be run.")
         return "\n".join(lines)

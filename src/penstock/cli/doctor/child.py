@@ -1,4 +1,4 @@
-"""Starts the trial of a dataset in a process of its own, and reads what it noted.
+"""Starts the trial of a dataset or loader in a process of its own, and reads what it noted.
 
 The child may hang, crash, print or end in any way: the answer comes within the limit, and says
 what it was doing. Nothing of it outlives the call.
@@ -18,10 +18,11 @@ from typing import Any
 
 from penstock.cli.doctor.user_code import place_in_stack
 
-# What the child runs. The arguments: the parent's sys.path, so that both find the same packages.
+# What the child runs. The arguments: the parent's sys.path, so that both find the same packages,
+# and the module that tries.
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from penstock.cli.doctor.trial import main; main(*sys.argv[2:])"
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "importlib.import_module(sys.argv[2]).main(*sys.argv[3:])"
 )
 _MAX_PRINTED = 2000
 
@@ -43,12 +44,22 @@ class TrialOptions:
 
 def try_dataset(options: TrialOptions) -> dict[str, Any]:
     """The notes of a trial; ``failure`` in them is None if it came to its end."""
-    with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as name:
+    return run_trial("penstock.cli.doctor.trial", {**asdict(options), "command": "doctor"})
+
+
+def run_trial(module: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The notes of any trial.
+
+    Args:
+        module: Its ``main(folder, options)`` runs in the child.
+        options: Plain values, of which ``command``, ``target`` and ``limit_s`` are used here.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"penstock-{options['command']}-") as name:
         folder = Path(name)
         with open(folder / "printed", "wb") as printed:
-            process = _start(folder, options, printed)
+            process = _start(module, folder, options, printed)
             try:
-                exit_code: int | None = process.wait(options.limit_s)
+                exit_code: int | None = process.wait(options["limit_s"])
             except subprocess.TimeoutExpired:
                 exit_code = None
             finally:
@@ -56,9 +67,11 @@ def try_dataset(options: TrialOptions) -> dict[str, Any]:
         return _read(folder, exit_code, options)
 
 
-def _start(folder: Path, options: TrialOptions, printed: Any) -> subprocess.Popen[bytes]:
+def _start(
+    module: str, folder: Path, options: dict[str, Any], printed: Any
+) -> subprocess.Popen[bytes]:
     paths = json.dumps([os.path.abspath(path) for path in sys.path])
-    command = [sys.executable, "-c", _BOOT, paths, str(folder), json.dumps(asdict(options))]
+    command = [sys.executable, "-c", _BOOT, paths, module, str(folder), json.dumps(options)]
     extra: dict[str, Any] = {"start_new_session": True}
     if sys.platform == "win32":
         extra = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
@@ -90,8 +103,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _read(folder: Path, exit_code: int | None, options: TrialOptions) -> dict[str, Any]:
-    notes: dict[str, Any] = {"target": options.target, "failure": None}
+def _read(folder: Path, exit_code: int | None, options: dict[str, Any]) -> dict[str, Any]:
+    target, limit_s = options["target"], options["limit_s"]
+    notes: dict[str, Any] = {"target": target, "failure": None}
     try:
         notes.update(json.loads((folder / "notes.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -102,11 +116,11 @@ def _read(folder: Path, exit_code: int | None, options: TrialOptions) -> dict[st
         stage = _text(folder / "stage").strip() or "starting"
         notes["failure"] = {
             "kind": "limit" if exit_code is None else "death",
-            "what": _ending(exit_code, stage, options.limit_s),
+            "what": _ending(exit_code, stage, limit_s),
             "where": place_in_stack(_text(folder / "stack")),
-            "cure": f"penstock doctor {options.target} --timeout {options.limit_s * 5:g}"
+            "cure": f"penstock {options['command']} {target} --timeout {limit_s * 5:g}"
             if exit_code is None
-            else f"python -X faulthandler {options.target.rpartition(':')[0]}",
+            else f"python -X faulthandler {target.rpartition(':')[0]}",
         }
     failure = notes["failure"]
     if failure and failure["kind"] == "script" and "exit code" in failure["what"] and printed:

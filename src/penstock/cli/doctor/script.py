@@ -108,7 +108,7 @@ def _execute(statement: ast.stmt, flags: int, namespace: dict[str, Any], target:
             "script",
             f"the script ended with exit code {ended.code} before {target.name!r} was there",
             where=line,
-            cure=f"penstock doctor {target} -- ARGUMENTS OF THE SCRIPT",
+            cure=f"penstock {target.command} {target} -- ARGUMENTS OF THE SCRIPT",
         ) from ended
     except Exception as error:
         place = place_of(error)

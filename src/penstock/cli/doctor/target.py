@@ -12,23 +12,27 @@ from pathlib import Path
 from penstock.errors import BadTarget
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-_USAGE = "penstock doctor train.py:dataset"
+_USAGES = {
+    "doctor": "penstock doctor train.py:dataset",
+    "verify": "penstock verify train.py:make_loader",
+}
 _SHOWN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A script, its statements, and the name in it that is to be tried."""
+    """A script, its statements, and the name in it that is to be tried, by which command."""
 
     script: Path
     name: str
     tree: ast.Module
+    command: str = "doctor"
 
     def __str__(self) -> str:
         return f"{self.script}:{self.name}"
 
 
-def find_target(text: str) -> Target:
+def find_target(text: str, command: str = "doctor") -> Target:
     """What ``text`` means, as far as that can be said without running the script.
 
     Raises:
@@ -45,9 +49,9 @@ def find_target(text: str) -> Target:
         script_text, name = text, ""
     script = Path(script_text)
     if not script_text or (not name and not script.exists()):
-        raise BadTarget(f"{text!r} is not SCRIPT:NAME", remedy=_USAGE)
-    tree = _parse(script)
-    target = Target(script=script, name=name, tree=tree)
+        raise BadTarget(f"{text!r} is not SCRIPT:NAME", remedy=_USAGES[command])
+    tree = _parse(script, command)
+    target = Target(script=script, name=name, tree=tree, command=command)
     if not name.isidentifier():
         what = f"{name!r} is not a name" if name else f"{text!r} names nothing in the script"
         raise BadTarget(what, remedy=_suggest(target))
@@ -60,9 +64,9 @@ def find_target(text: str) -> Target:
     return target
 
 
-def _parse(script: Path) -> ast.Module:
+def _parse(script: Path, command: str) -> ast.Module:
     if script.is_dir():
-        raise BadTarget(f"{script} is a folder, not a script", remedy=_USAGE)
+        raise BadTarget(f"{script} is a folder, not a script", remedy=_USAGES[command])
     if script.suffix == ".ipynb":
         raise BadTarget(
             f"{script} is a notebook",
@@ -72,9 +76,9 @@ def _parse(script: Path) -> ast.Module:
         source = script.read_bytes()
     except OSError as error:
         near = difflib.get_close_matches(script.name, _scripts_beside(script), n=1, cutoff=0.75)
-        remedy = f"penstock doctor {script.with_name(near[0])}:..." if near else _USAGE
+        meant = f"penstock {command} {script.with_name(near[0])}:..." if near else None
         raise BadTarget(
-            f"{script} cannot be read: {error.strerror or error}", remedy=remedy
+            f"{script} cannot be read: {error.strerror or error}", remedy=meant or _USAGES[command]
         ) from None
     try:
         return ast.parse(source, filename=str(script))
@@ -142,9 +146,10 @@ def _local_place(target: Target) -> str | None:
             is_bound = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
             if is_bound and getattr(inner, "id", None) == target.name:
                 line = getattr(inner, "lineno", node.lineno)
+                wanted = "loader" if target.command == "verify" else "dataset"
                 return (
                     f"{target.script}:{line}: it is local to {node.name}(). Let a function "
-                    "without arguments return the dataset, and name that"
+                    f"without arguments return the {wanted}, and name that"
                 )
     return None
 
@@ -154,7 +159,7 @@ def _suggest(target: Target) -> str:
     names = [name for name in bound_names(target.tree) if not name.startswith("_")]
     near = difflib.get_close_matches(target.name, names, n=1, cutoff=0.5) if target.name else []
     if near:
-        return f"penstock doctor {target.script}:{near[0]}"
+        return f"penstock {target.command} {target.script}:{near[0]}"
     imported = {
         alias.asname or alias.name.partition(".")[0]
         for node in ast.walk(target.tree)
@@ -163,8 +168,8 @@ def _suggest(target: Target) -> str:
     }
     own = sorted((name for name in names if name not in imported), key=_is_unlikely)[:_SHOWN]
     if not own:
-        return _USAGE
-    return f"penstock doctor {target.script}:{own[0]}" + (
+        return _USAGES[target.command]
+    return f"penstock {target.command} {target.script}:{own[0]}" + (
         f"  (or {', '.join(own[1:])})" if own[1:] else ""
     )
 

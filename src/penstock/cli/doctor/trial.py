@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ class Notes:
         os.replace(unfinished, self._folder / "notes.json")
 
 
+Attempt = Callable[[Notes, dict[str, Any], float], None]
+
+
 def main(folder: str, options_text: str) -> None:
     """Called from: the child's command line.
 
@@ -60,7 +64,16 @@ def main(folder: str, options_text: str) -> None:
         options_text: A JSON object: ``target``, ``arguments``, ``limit_s``, ``batch_size``,
             ``num_workers``.
     """
-    options = json.loads(options_text)
+    conduct(folder, json.loads(options_text), _try)
+
+
+def conduct(folder: str, options: dict[str, Any], attempt: Attempt) -> None:
+    """Run an attempt, note how it ended, and end this process.
+
+    Args:
+        options: ``limit_s`` is used here.
+        attempt: Called with the notes, the options, and when time is up.
+    """
     notes = Notes(Path(folder))
     deadline = time.monotonic() + options["limit_s"]
     stack = open(Path(folder) / "stack", "w", encoding="utf-8")  # noqa: SIM115 - until we end
@@ -69,11 +82,11 @@ def main(folder: str, options_text: str) -> None:
         max(0.1, options["limit_s"] - STACK_AHEAD_S), file=stack, exit=False
     )
     try:
-        _try(notes, options, deadline)
+        attempt(notes, options, deadline)
     except TrialFailed as failed:
         notes.save(failure=_failure(failed.kind, failed.what, failed.where, failed.cure))
     except Exception as error:  # ours or the script's: never a traceback
-        what = f"trying the dataset failed with {describe_error(error)}"
+        what = f"trying it failed with {describe_error(error)}"
         notes.save(failure=_failure("failed", what, place_of(error), ""))
     notes.save(is_finished=True)
     sys.stdout.flush()

@@ -1,0 +1,58 @@
+"""Verifies a script's loader, or this machine, in a child process of ``penstock verify``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from penstock.cli.doctor.script import TrialFailed, run_script
+from penstock.cli.doctor.target import Target, find_target
+from penstock.cli.doctor.trial import Notes, conduct
+from penstock.errors import BadArgument
+
+
+def main(folder: str, options_text: str) -> None:
+    """Called from: the child's command line."""
+    options = json.loads(options_text)
+    conduct(folder, options, _verify_script if options["target"] else _verify_machine)
+
+
+def _verify_script(notes: Notes, options: dict[str, Any], deadline: float) -> None:
+    target = find_target(options["target"], "verify")
+    value = run_script(target, options["arguments"], notes.doing)
+    from penstock.verify.checking import verify  # late: it imports torch, the script may set it up
+
+    try:
+        verdict = verify(
+            _maker(value, target),
+            epochs=options["epochs"],
+            workers=options["workers"],
+            max_batches=options["max_batches"],
+            tell=lambda setting: notes.doing(f"running {target.name} with {setting}"),
+        )
+    except BadArgument as error:
+        raise TrialFailed("name", f"{target.name}: {error.what}") from error
+    notes.save(verdict=verdict.to_dict())
+
+
+def _maker(value: Any, target: Target) -> Any:
+    """A factory, or a loader that is made again; any other iterable is run as it is."""
+    from torch.utils.data import DataLoader, Dataset
+
+    if isinstance(value, Dataset) or (isinstance(value, type) and issubclass(value, Dataset)):
+        raise TrialFailed(
+            "name",
+            f"{target.name} is a dataset: verify runs a loader",
+            cure=f"def make_loader(num_workers=0): ...  # then: penstock verify "
+            f"{target.script}:make_loader",
+        )
+    if isinstance(value, DataLoader) or not hasattr(value, "__iter__"):
+        return value
+    return lambda: value
+
+
+def _verify_machine(notes: Notes, options: dict[str, Any], deadline: float) -> None:
+    from penstock.verify.training import verify_training
+
+    verdict = verify_training(tell=lambda device: notes.doing(f"training on {device}"))
+    notes.save(verdict=verdict.to_dict())

@@ -1,0 +1,194 @@
+"""Is the same small training twice equal to the last bit on this machine, and if not, where not?
+
+    seeds -> model and data -> forward, backward, step, forward, ...    every tensor hashed
+    seeds -> model and data -> forward, backward, step, forward, ...    again; compared in order
+
+The model has what most have (convolution, normalisation, pooling, a linear layer) and two things
+that accelerators are known to add up in the order of arrival: the gradient of a bilinear resize,
+and an index_add. Each device trains as torch comes, and with ``seed_all(deterministic=True)``.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.order.seeding import seeded
+from penstock.verify.hashing import digest
+from penstock.verify.verdict import Row, Verdict
+
+NUM_STEPS = 8
+NUM_SAMPLES = 16
+NUM_CLASSES = 10
+MODES = {"as it comes": False, "deterministic=True": True}
+
+Trace = list[tuple[str, bytes]]
+"""What was computed, in order: a name, and a hash of the bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Where to train; the name is for people."""
+
+    kind: str
+    name: str
+
+
+def verify_training(tell: Callable[[str], None] = lambda device: None) -> Verdict:
+    """Train twice on each device of this machine, and compare.
+
+    Example:
+        >>> verdict = verify_training()
+        >>> verdict.rows[0].setting
+        'cpu, as it comes'
+    """
+    rows = []
+    for device in find_devices():
+        for mode, is_deterministic in MODES.items():
+            tell(f"{device.name}, {mode}")
+            rows.append(_compare(device, mode, is_deterministic))
+    return Verdict(rows=tuple(rows), notes=tuple(_advice(rows)))
+
+
+def find_devices() -> list[Device]:
+    """The processor, and an accelerator if torch can use one."""
+    import torch
+
+    found = [Device(kind="cpu", name="cpu")]
+    if torch.cuda.is_available():
+        found.append(Device(kind="cuda", name=torch.cuda.get_device_name(0)))
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        found.append(Device(kind="xpu", name=torch.xpu.get_device_name(0)))
+    if torch.backends.mps.is_available():
+        found.append(Device(kind="mps", name="mps"))
+    return found
+
+
+def _compare(device: Device, mode: str, is_deterministic: bool) -> Row:
+    setting, start_s = f"{device.name}, {mode}", time.perf_counter()
+    try:
+        first, second = (train(device.kind, is_deterministic) for _ in range(2))
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        return Row(setting=setting, outcome="failed", note=f"{type(error).__name__}: {text}")
+    where = first_difference(first, second)
+    return Row(
+        setting=setting,
+        outcome="same" if where is None else "differs",
+        digest=digest([bits for _, bits in first]).hex(),
+        num_batches=NUM_STEPS,
+        num_samples=NUM_STEPS * NUM_SAMPLES,
+        took_s=time.perf_counter() - start_s,
+        note="" if where is None else f"first in: {where}",
+    )
+
+
+def first_difference(first: Trace, second: Trace) -> str | None:
+    """The name of the first thing that is not the same in two trainings.
+
+    Example:
+        >>> first_difference([("loss", b"a"), ("conv", b"b")], [("loss", b"a"), ("conv", b"c")])
+        'conv'
+    """
+    for (name, one), (_, other) in zip(first, second, strict=True):
+        if one != other:
+            return name
+    return None
+
+
+def _advice(rows: list[Row]) -> Iterator[str]:
+    outcomes = {row.setting: row.outcome for row in rows}
+    for row in rows:
+        device, _, mode = row.setting.rpartition(", ")
+        is_cured = outcomes.get(f"{device}, deterministic=True") == "same"
+        if mode == "as it comes" and row.outcome == "differs" and is_cured:
+            yield f"{device}: penstock.seed_all(0, deterministic=True) makes it the same."
+
+
+# -- one training ----------------------------------------------------------------------------------
+
+
+def train(kind: str, is_deterministic: bool) -> Trace:
+    """Train for a few steps; returns the hash of every activation, gradient and weight."""
+    import torch
+    from torch.nn import functional
+
+    trace: Trace = []
+    # Some torch versions warn that an operation has no repeatable form before they raise.
+    with seeded(0, deterministic=is_deterministic), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = _make_model().to(kind)
+        _watch(model, trace)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        numbers = np.random.RandomState(0)  # the data is no matter of torch's
+        for step in range(NUM_STEPS):
+            images = numbers.standard_normal((NUM_SAMPLES, 3, 32, 32)).astype(np.float32)
+            labels = numbers.randint(0, NUM_CLASSES, NUM_SAMPLES)
+            _STEP[0] = step
+            optimizer.zero_grad()
+            output = model(torch.from_numpy(images).to(kind))
+            loss = functional.cross_entropy(output, torch.from_numpy(labels).to(kind))
+            trace.append((f"step {step}, the loss", digest(loss)))
+            loss.backward()  # type: ignore[no-untyped-call]
+            parameters = list(model.named_parameters())
+            for name, weight in reversed(parameters):  # backward comes to the last layer first
+                trace.append((f"step {step}, the gradient of {name}", digest(weight.grad)))
+            optimizer.step()
+            for name, weight in parameters:
+                trace.append((f"step {step}, the new {name}", digest(weight)))
+    return trace
+
+
+_STEP = [0]
+"""The step that the hooks are in."""
+
+
+def _watch(model: Any, trace: Trace) -> None:
+    for name, layer in model.named_children():
+
+        def note(_layer: Any, _inputs: Any, output: Any, name: str = name) -> None:
+            trace.append((f"step {_STEP[0]}, the output of {name}", digest(output)))
+
+        layer.register_forward_hook(note)
+
+
+def _make_model() -> Any:
+    from collections import OrderedDict
+
+    from torch import nn
+
+    return nn.Sequential(
+        OrderedDict(
+            [
+                ("convolution", nn.Conv2d(3, 16, 3, padding=1)),
+                ("normalisation", nn.BatchNorm2d(16)),
+                ("activation", nn.ReLU()),
+                ("pooling", nn.MaxPool2d(2)),
+                ("depthwise", nn.Conv2d(16, 16, 3, padding=1, groups=16)),
+                ("resize", nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False)),
+                ("second_convolution", nn.Conv2d(16, 32, 3, stride=2)),
+                ("index_add", _make_index_add()),
+                ("linear", nn.Linear(64, NUM_CLASSES)),
+            ]
+        )
+    )
+
+
+def _make_index_add() -> Any:
+    import torch
+    from torch import nn
+
+    class IndexAdd(nn.Module):
+        """Adds up all places of the image into 64 bins, many to each."""
+
+        def forward(self, images: Any) -> Any:
+            flat = images.flatten(1)
+            bins = torch.arange(flat.shape[1], device=flat.device) * 7919 % 64
+            return torch.zeros(len(flat), 64, device=flat.device).index_add(1, bins, flat) / 50
+
+    return IndexAdd()

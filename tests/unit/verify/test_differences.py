@@ -1,0 +1,134 @@
+"""Where two runs part, and how it is said."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.verify.differences import (
+    describe,
+    describe_move,
+    first_leaf,
+    first_place,
+    first_row,
+)
+from penstock.verify.stream import Batch, Record
+from penstock.verify.verdict import Cause, Difference, Row, Verdict
+
+
+def run_of(*epochs: list[str]) -> Record:
+    """A record whose batches are words and whose samples are letters."""
+    return Record(
+        epochs=[
+            [
+                Batch(whole=word.encode(), rows=tuple(letter.encode() for letter in word))
+                for word in epoch
+            ]
+            for epoch in epochs
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "place"),
+    [
+        ([["ab", "cd"]], [["ab", "cd"]], None),
+        ([["ab", "cd"]], [["ab", "ce"]], (0, 1)),
+        ([["ab"], ["cd"]], [["ab"], ["xd"]], (1, 0)),
+        ([["ab", "cd"]], [["ab"]], (0, 1)),
+        ([["ab"]], [["ab"], ["cd"]], (1, 0)),
+    ],
+)
+def test_the_first_batch_that_differs(one: Any, other: Any, place: Any) -> None:
+    assert first_place(run_of(*one), run_of(*other)) == place
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "row"), [("abc", "axc", 1), ("abc", "ab", 2), ("abc", "abc", None)]
+)
+def test_the_first_sample_that_differs(one: str, other: str, row: int | None) -> None:
+    assert first_row(run_of([one]), run_of([other]), (0, 0)) == row
+
+
+def test_a_batch_that_only_one_run_has_is_not_taken_apart() -> None:
+    assert first_row(run_of(["ab"]), run_of(["ab", "cd"]), (0, 1)) is None
+
+
+def test_a_move_says_where_the_sample_went() -> None:
+    moved = describe_move(run_of(["ab", "cd"]), run_of(["cb", "ad"]), (0, 0), 0)
+    assert "another order" in moved
+    assert "batch 1 as sample 0" in moved
+    assert not describe_move(run_of(["ab"]), run_of(["xb"]), (0, 0), 0)
+
+
+def test_the_first_field_that_differs() -> None:
+    one = {"x": torch.zeros(3), "y": 1}
+    assert first_leaf(one, {"x": torch.zeros(3), "y": 2}) == ("['y']", 1, 2)
+    assert first_leaf(one, one) is None
+    assert first_leaf({"x": 1}, {"x": 1, "y": 2}) == ("['y']", None, 2)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (1, 2, "other values"),
+        (1, "1", "int and str"),
+        (torch.zeros(2), torch.zeros(3), "other shapes"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "other dtypes"),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), "1 of 2 numbers, the first at [1]"),
+        (np.array([0.0]), np.array([-0.0]), "other bits"),
+        (torch.tensor(True), torch.tensor(False), "other numbers"),
+        (np.array([True, False]), np.array([True, True]), "1 of 2 numbers"),
+        (np.array(["a"]), np.array(["b"]), "1 of 1 numbers"),
+        (torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16), "numbers"),
+        (np.array([1, "a"], dtype=object), np.array([2, "a"], dtype=object), "1 of 2 numbers"),
+    ],
+)
+def test_how_two_values_differ(one: Any, other: Any, words: str) -> None:
+    assert words in describe(one, other)[0]
+
+
+def test_long_values_are_shortened() -> None:
+    assert len(describe("x" * 1000, "y")[1]) == 100
+
+
+# -- the verdict -----------------------------------------------------------------------------------
+
+SAME = Row(setting="0 workers", outcome="same", digest="ab", num_batches=3, num_samples=12)
+SKIPPED = Row(setting="2 threads", outcome="skipped", note="no pool")
+DIFFERS = Row(setting="2 workers", outcome="differs", digest="cd")
+FAILED = Row(setting="5 workers", outcome="failed", note="OSError: no")
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_same"),
+    [((SAME, SKIPPED), True), ((SAME, DIFFERS), False), ((SAME, FAILED), False)],
+)
+def test_a_verdict_is_true_only_if_nothing_differs_and_nothing_failed(
+    rows: tuple[Row, ...], is_same: bool
+) -> None:
+    assert bool(Verdict(rows=rows)) is Verdict(rows=rows).is_same is is_same
+
+
+def test_a_verdict_survives_json_and_says_all() -> None:
+    cause = Cause(code="time", text="it is the clock", cure="no clock", evidence=("seen twice",))
+    difference = Difference(
+        one="0 workers",
+        other="2 workers",
+        epoch=1,
+        batch=2,
+        row=3,
+        field="['t']",
+        left="1",
+        right="2",
+        how="other numbers",
+        cause=cause,
+    )
+    verdict = Verdict(rows=(SAME, DIFFERS), difference=difference, notes=("a note",))
+    assert Verdict.from_dict(json.loads(json.dumps(verdict.to_dict()))) == verdict
+    for words in ("epoch 1, batch 2, sample 3, field ['t']", "the clock", "seen twice", "no clock"):
+        assert words in str(verdict)
