@@ -80,16 +80,16 @@ def test_small_seeds_are_what_each_library_makes_of_them() -> None:
     ("deterministic", "flags"),
     [(True, (True, True, False)), ("warn", (True, True, True)), (False, (False, False, False))],
 )
-@pytest.mark.parametrize("benchmark", [True, False])
-def test_the_switches_are_set(deterministic: Any, flags: Any, benchmark: bool) -> None:
-    told = seed_all(0, deterministic=deterministic, benchmark=benchmark)
-    assert torch.backends.cudnn.benchmark is benchmark
+@pytest.mark.parametrize("is_benchmark", [True, False])
+def test_the_switches_are_set(deterministic: Any, flags: Any, is_benchmark: bool) -> None:
+    told = seed_all(0, deterministic=deterministic, benchmark=is_benchmark)
+    assert torch.backends.cudnn.benchmark is is_benchmark
     assert flags == (
         torch.backends.cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    assert f"benchmark={benchmark}" in str(told)
+    assert f"benchmark={is_benchmark}" in str(told)
 
 
 @pytest.mark.parametrize(
