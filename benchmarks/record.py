@@ -6,6 +6,7 @@ import json
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,6 +39,8 @@ def describe_versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "unknown"
+    with suppress(PackageNotFoundError):  # a peer that takes part where it is installed
+        found["torchdata"] = version("torchdata")
     return found
 
 

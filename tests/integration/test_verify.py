@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -206,8 +207,8 @@ def test_settings_that_a_factory_does_not_take_are_skipped_and_said() -> None:
     rows = {
         row.setting: row for row in penstock.verify(ours(), workers=(0, 2), new_process=False).rows
     }
-    assert rows["2 threads"].outcome == "skipped"
-    assert "does not take pool" in rows["2 threads"].note
+    assert rows["2 workers, threads"].outcome == "skipped"
+    assert "does not take pool" in rows["2 workers, threads"].note
     handed_on = penstock.verify(
         lambda **settings: TorchDataLoader(Numbers(), **settings),
         workers=(0,),
@@ -215,7 +216,7 @@ def test_settings_that_a_factory_does_not_take_are_skipped_and_said() -> None:
         start_methods=["fork"],
         new_process=False,
     )
-    threads = next(row for row in handed_on.rows if row.setting == "2 threads")
+    threads = next(row for row in handed_on.rows if row.setting == "2 workers, threads")
     assert (threads.outcome, "pool" in threads.note) == ("skipped", True)
 
 
@@ -272,7 +273,21 @@ def test_which_arguments_a_factory_takes() -> None:
     assert taken_by(lambda **settings: [])("pool")
 
 
-def test_the_first_setting_is_the_reference() -> None:
-    names = [setting.name for setting in list_settings([2, 4], takes_workers=True)]
-    assert names[:3] == ["2 workers", "2 workers, again", "4 workers"]
+@pytest.mark.parametrize("workers", [[2, 4], [0, 1, 2, 5], [3], [1]])
+def test_the_first_setting_is_the_reference_and_others_change_one_thing(workers: list[int]) -> None:
+    settings = list_settings(workers, takes_workers=True)
+    names = [setting.name for setting in settings]
+    assert names[1] == f"{names[0]}, again"
+    assert settings[0].arguments == {"num_workers": workers[0]}
     assert len(set(names)) == len(names)
+    for setting in settings:
+        assert setting.name.startswith(str(setting.arguments["num_workers"]))
+
+
+def test_the_room_can_be_called_whatever_was_imported_first() -> None:
+    import penstock.verify.verdict
+    from penstock import verify
+
+    assert verify is penstock.verify
+    assert verify(lambda: [1], new_process=False)
+    assert cloudpickle.loads(cloudpickle.dumps(verify)) is verify

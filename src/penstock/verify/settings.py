@@ -6,7 +6,7 @@ import inspect
 import multiprocessing
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.errors import BadArgument
@@ -47,36 +47,42 @@ def list_settings(
         takes_workers: False: the factory makes the loader as it is, and only that is run.
         start_methods: None: all that there are.
     """
-    first: dict[str, Any] = {"num_workers": workers[0]} if takes_workers else {}
-    name = _count(workers[0]) if takes_workers else "as it is"
-    settings = [
-        Setting(name=name, arguments=first),
-        Setting(name=f"{name}, again", arguments=first),
-    ]
-    some = {"num_workers": max(2, workers[0])}
-    if takes_workers:
-        settings += [
-            Setting(name=_count(number), arguments={"num_workers": number})
-            for number in workers[1:]
-        ]
-        settings.append(Setting(name="2 threads", arguments={"num_workers": 2, "pool": "thread"}))
-        for method in _start_methods() if start_methods is None else start_methods:
-            more = {"multiprocessing_context": method}
-            settings.append(Setting(name=f"2 workers, {method}", arguments={**some, **more}))
-        for depth in (1, 8):
-            more_depth = {"prefetch_factor": depth}
-            settings.append(
-                Setting(name=f"2 workers, prefetch {depth}", arguments={**some, **more_depth})
-            )
-        settings.append(Setting(name="2 workers, slow samples", arguments=some, delays="samples"))
-    busy, after = (some, {"num_workers": 3}) if takes_workers else ({}, {})
-    label, later = ("2 workers", " with 3") if takes_workers else ("as it is", "")
+    if not takes_workers:
+        first, busy, after = Setting(name="as it is"), Setting(name="as it is"), {}
+        others, later = [], ""
+    else:
+        first, busy = (_with(number) for number in (workers[0], workers[0] or 2))
+        others = [_with(number) for number in workers[1:]]
+        others += _settings_of_workers(busy, start_methods)
+        num_after = busy.arguments["num_workers"] + 1
+        after, later = {"num_workers": num_after}, f" with {num_after}"
     return [
-        *settings,
-        Setting(name=f"{label}, slow consumer", arguments=busy, delays="consumer"),
-        Setting(name=f"{label}, killed and resumed{later}", arguments=busy, resumed_with=after),
-        Setting(name=f"{name}, new process", arguments=first, is_fresh=True),
+        first,
+        replace(first, name=f"{first.name}, again"),
+        *others,
+        replace(busy, name=f"{busy.name}, slow consumer", delays="consumer"),
+        replace(busy, name=f"{busy.name}, killed and resumed{later}", resumed_with=after),
+        replace(first, name=f"{first.name}, new process", is_fresh=True),
     ]
+
+
+def _settings_of_workers(busy: Setting, start_methods: Sequence[str] | None) -> list[Setting]:
+    """What can be changed about workers; their number stays that of ``busy``."""
+    methods = _start_methods() if start_methods is None else start_methods
+    changes: dict[str, dict[str, Any]] = {
+        "threads": {"pool": "thread"},
+        **{method: {"multiprocessing_context": method} for method in methods},
+        **{f"prefetch {depth}": {"prefetch_factor": depth} for depth in (1, 8)},
+    }
+    settings = [
+        replace(busy, name=f"{busy.name}, {change}", arguments={**busy.arguments, **more})
+        for change, more in changes.items()
+    ]
+    return [*settings, replace(busy, name=f"{busy.name}, slow samples", delays="samples")]
+
+
+def _with(number: int) -> Setting:
+    return Setting(name=_count(number), arguments={"num_workers": number})
 
 
 def _count(number: int) -> str:

@@ -1,0 +1,99 @@
+"""Real torchvision v2 transforms: one hash of the pixels over 3 epochs, whatever loads them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+import penstock
+import streams
+from penstock import DataLoader
+from specimens import assert_same
+
+pytest.importorskip("torchvision")
+v2 = pytest.importorskip("torchvision.transforms.v2")
+from torchvision import datasets  # noqa: E402
+
+pytestmark = [pytest.mark.vision, pytest.mark.timeout(240)]
+
+QUICK = streams.grid(("thread", "nursery"))
+TRANSFORM = v2.Compose(
+    [
+        v2.ToImage(),
+        v2.RandomResizedCrop((16, 16), antialias=True),
+        v2.RandomHorizontalFlip(),
+        v2.RandAugment(),
+        v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.RandomErasing(p=0.5),
+    ]
+)
+
+
+class Images:
+    """Small images, made once: what is random is the transform."""
+
+    def __init__(self, transform: Any = TRANSFORM) -> None:
+        fake = datasets.FakeData(40, (3, 24, 24), num_classes=5)
+        self.images = [fake[index] for index in range(40)]
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = self.images[index]
+        return self.transform(image), int(label)
+
+
+IMAGES = Images()
+
+
+def make(**arguments: Any) -> Any:
+    return DataLoader(IMAGES, batch_size=7, shuffle=True, seed=5, **arguments)
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    return streams.hashed(streams.whole(make()))
+
+
+@pytest.mark.parametrize("way", QUICK)
+def test_transforms_give_one_hash(way: str, expected: str) -> None:
+    assert streams.hashed(streams.whole(make(**QUICK[way]))) == expected
+
+
+@pytest.mark.parametrize("way", ["2 workers, nursery, prefetch 1", "7 workers, thread, prefetch 4"])
+def test_transforms_give_one_hash_when_killed_and_resumed(way: str, expected: str) -> None:
+    ways = itertools.cycle([QUICK[way], {}, {"num_workers": 3}])
+    assert streams.hashed(streams.interrupted(make, ways, random.Random(way))) == expected
+
+
+@pytest.mark.slow
+def test_transforms_give_one_hash_under_spawn(expected: str) -> None:
+    loader = make(num_workers=2, multiprocessing_context="spawn", persistent_workers=True)
+    assert streams.hashed(streams.whole(loader)) == expected
+    loader.close()
+
+
+def test_a_transformed_sample_is_replayed() -> None:
+    images, _ = next(iter(make(num_workers=3)))
+    first = penstock.SeededOrder(40, seed=5).index_at(0)
+    assert_same(
+        torch.as_tensor(penstock.replay(make(), 0, first)[0]).as_subclass(torch.Tensor), images[0]
+    )
+
+
+def test_torch_s_own_loader_fails_with_2_against_4_workers() -> None:
+    def theirs(num_workers: int) -> str:
+        torch.manual_seed(0)
+        loader = TorchDataLoader(IMAGES, batch_size=7, num_workers=num_workers)
+        return streams.hashed(streams.whole(loader))
+
+    assert theirs(2) != theirs(4)
+    assert theirs(2) == theirs(2)

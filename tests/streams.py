@@ -1,0 +1,135 @@
+"""The stream of a loader as one hash, whole or in pieces: what "the same bits" is measured by."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch.utils.data import Dataset
+
+import penstock
+
+GOLDEN = "a944804c4ae65799"
+"""Order and drawn numbers of 3 epochs of :func:`make`: the same for Python 3.10 to 3.13 and torch
+1.13.1 to 2.13. Another value breaks what somebody wrote into a paper."""
+NUM_EPOCHS = 3
+WORKERS = (1, 2, 4, 7)
+POOLS: dict[str, dict[str, Any]] = {
+    "thread": {"pool": "thread"},
+    "nursery": {},
+    "spawn": {"multiprocessing_context": "spawn"},
+}
+PREFETCH = (1, 4)
+
+Make = Callable[..., Any]
+
+
+class Augmented(Dataset):
+    """Sample i is i and what an augmentation draws: whole numbers, and fractions as their bits.
+
+    Nothing passes through a logarithm, so every machine draws the same.
+    """
+
+    def __init__(self, length: int = 60) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        for _ in range(index % 3):  # unequal amounts, so that a leak would shift the next
+            random.random(), np.random.rand(), torch.rand(1)
+        drawn = [
+            index,
+            random.getrandbits(62),
+            random.randrange(1000),
+            int(random.random() * 2**53),
+            int(np.random.randint(0, 1000)),
+            int(np.random.rand() * 2**53),
+            int(torch.randint(0, 1000, (1,))),
+            int(torch.rand(1).item() * 2**24),
+            int(penstock.rng().integers(0, 1000)),
+        ]
+        return torch.tensor(drawn, dtype=torch.int64)
+
+
+def make(dataset: Any = None, **arguments: Any) -> Any:
+    """The loader that the constant belongs to; the arguments must not matter."""
+    dataset = Augmented() if dataset is None else dataset
+    return penstock.DataLoader(dataset, batch_size=7, shuffle=True, seed=11, **arguments)
+
+
+def numbers_of(batch: Any) -> bytes:
+    """The bits of a batch with its shape, the same in any byte order."""
+    if isinstance(batch, (list, tuple)):
+        return b"".join(numbers_of(part) for part in batch)
+    array = batch.numpy()
+    return str(array.shape).encode() + array.astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+def hashed(batches: Any) -> str:
+    """One hash of batches, in order."""
+    state = hashlib.sha256()
+    for batch in batches:
+        state.update(numbers_of(batch))
+    return state.hexdigest()[:16]
+
+
+def whole(loader: Any) -> Iterator[Any]:
+    """All epochs of a loader, one after the other."""
+    for _ in range(NUM_EPOCHS):
+        yield from loader
+
+
+def interrupted(make: Make, ways: Iterator[dict[str, Any]], chance: random.Random) -> Iterator[Any]:
+    """The same epochs, killed at random positions and taken up by another loader each time.
+
+    Args:
+        make: Makes a loader.
+        ways: What each of the loaders is made with.
+        chance: Decides where.
+    """
+    loader = make(**next(ways))
+    num_over = 0
+    while num_over < NUM_EPOCHS:
+        batches = iter(loader)
+        num_left = chance.randrange(0, len(loader) + 2)
+        yield from itertools.islice(batches, num_left)
+        state = json.dumps(loader.state_dict())
+        kill(batches)
+        del batches
+        loader.close()
+        num_over = json.loads(state)["epoch"]
+        loader = make(**next(ways))
+        loader.load_state_dict(json.loads(state))
+
+
+def kill(batches: Any) -> None:
+    """Kill what loads, as the machine would."""
+    family = {child.pid for child in psutil.Process().children(recursive=True)}
+    for worker in getattr(batches, "_workers", ()):
+        if worker.pid in family:
+            os.kill(worker.pid, signal.SIGKILL)
+
+
+def grid(pools: tuple[str, ...] = tuple(POOLS)) -> dict[str, dict[str, Any]]:
+    """Every number of workers, pool and prefetch depth."""
+    return {
+        f"{num_workers} workers, {pool}, prefetch {depth}": {
+            "num_workers": num_workers,
+            "prefetch_factor": depth,
+            **POOLS[pool],
+        }
+        for pool in pools
+        for num_workers in WORKERS
+        for depth in PREFETCH
+    }
