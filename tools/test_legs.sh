@@ -1,5 +1,6 @@
 #!/bin/sh
-# Runs the test legs one after the other, then says which ran, which did not, and why.
+# Runs the test legs one after the other, then says which ran, which did not, and why. Environments
+# that are not there yet are built on the way.
 # Called by `make test`; exits with 1 if any leg failed. A leg that was skipped is no failure.
 set -u
 
@@ -31,9 +32,25 @@ run_leg() {
     note "$1: $outcome (set-up $((ready_s - start_s)) s, tests $(($(date +%s) - ready_s)) s)"
 }
 
-run_leg core
-run_leg vision
+# The other environments are built while the core leg runs: downloads leave most of the cores free.
+"$make" --no-print-directory env-core || exit 1
+has_legacy=false
 if [ -e .venv-legacy/.ready ] || [ -n "$(tools/find_python.sh 3.10)" ]; then
+    has_legacy=true
+fi
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+{
+    "$make" --no-print-directory env-vision
+    if "$has_legacy"; then "$make" --no-print-directory env-legacy; fi
+} >"$log" 2>&1 &
+setup=$!
+
+run_leg core
+wait "$setup"
+cat "$log"
+run_leg vision
+if "$has_legacy"; then
     run_leg legacy
 else
     note "legacy: skipped (no Python 3.10 that starts was found; torch 1.13.1 needs it)"
