@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, RandomSampler, get_worker_info
 
-from penstock import BadState, DataLoader
+from penstock import BadState, BucketedBatches, DataLoader, replay
 from specimens import Draws, Numbers, assert_same, collect
 
 pytestmark = pytest.mark.legacy
@@ -219,3 +220,33 @@ def test_each_epoch_of_a_loader_counts_from_its_own_start(arguments: dict[str, A
         state = loader.state_dict()
         expected = (1, 4 * taken) if taken < 5 else (2, 0)
         assert (state["epoch"], state["position"]) == expected
+
+
+def test_buckets_turn_with_the_epochs_of_the_loader() -> None:
+    batches = BucketedBatches([3, 9, 4, 8, 5, 7, 6, 2], batch_size=2, seed=0)
+    loader = DataLoader(Numbers(8), batch_sampler=batches)
+    epochs = [[batch[1].tolist() for batch in loader] for _ in range(4)]
+    for epoch in epochs:
+        assert sorted(index for batch in epoch for index in batch) == list(range(8))
+    assert len({str(epoch) for epoch in epochs}) > 1
+
+
+def test_a_generator_of_the_dataset_s_own_draws_the_same_anywhere_and_is_replayed() -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.generator = np.random.default_rng()
+
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            return index, float(self.generator.random())
+
+    def epoch(**arguments: Any) -> list[Any]:
+        return collect(DataLoader(Own(), batch_size=4, shuffle=True, seed=1, **arguments))
+
+    assert_same(epoch(num_workers=2), epoch())
+    drawn = {int(i): float(x) for batch in epoch() for i, x in zip(*batch, strict=True)}
+    assert len(set(drawn.values())) == 24
+    loader = DataLoader(Own(), batch_size=4, shuffle=True, seed=1)
+    assert replay(loader, 0, 7) == (7, drawn[7])

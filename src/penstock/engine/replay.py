@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.engine.batch.fetch import fetch_map, takes_batches
 from penstock.errors import BadArgument
+from penstock.order.foreign import OwnGenerators
 from penstock.order.generators import preserved_generators
 from penstock.order.keys import checked_count
 from penstock.order.randomness import SampleRandomness
@@ -52,7 +53,8 @@ def replay(loader: Any, epoch: int, index: int) -> Any:
     first, last = _rows_beside(order, loader, position)
     if not takes_batches(loader.dataset) or loader.batch_size is None:
         first, last = position, position + 1
-    randomness = SampleRandomness(loader.seed)
+    own = OwnGenerators(loader.dataset)
+    randomness = SampleRandomness(loader.seed, also_set=own.set if own else None)
     randomness.begin(epoch)
     indices = [order.index_at(place % order.length) for place in range(first, last)]
     with preserved_generators(), watching_reads():

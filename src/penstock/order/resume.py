@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.errors import BadArgument, BadState
+from penstock.order.bucketing import BucketedBatches
 from penstock.order.course import Course, Mark, Walk, own_state_of
 from penstock.order.keys import checked_count
 from penstock.order.sampling import Order, SeededOrder
@@ -51,6 +52,8 @@ class Resumable:
     def _turn(self) -> None:
         """Turn to the next epoch. Called once before each is iterated."""
         self._course.turn(self._order(), self._stateful_sampler())
+        if isinstance(self.batch_sampler, BucketedBatches):
+            self.batch_sampler.set_epoch(self._course.epoch)
 
     def _stateful_sampler(self) -> Any:
         """The user's batch sampler, if it has a state of its own; else the sampler."""
