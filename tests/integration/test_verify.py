@@ -20,7 +20,8 @@ from penstock import BadArgument, DataLoader, Verdict
 from penstock.verify.settings import list_settings, taken_by
 from specimens import Draws, Numbers, Samples, Shards
 
-pytestmark = pytest.mark.timeout(240)
+# Each verdict starts a dozen loaders and programs: minutes in all.
+pytestmark = [pytest.mark.timeout(240), pytest.mark.soak]
 
 
 def ours(dataset: Any = None, **fixed: Any) -> Callable[..., Any]:
