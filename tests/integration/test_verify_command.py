@@ -14,7 +14,7 @@ import pytest
 import penstock.verify.training as training
 import scripting
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.soak]
 
 SCRIPT = """
 import random, time
