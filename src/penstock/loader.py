@@ -108,20 +108,20 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
         self.shard, self.rank, self.world_size, self.padding = shard, rank, world_size, padding
         self._course = Course(self.seed)
         order, ranks = None, (shard, rank, world_size)
-        if sampler is None and batch_sampler is None:
-            if not isinstance(dataset, torch.utils.data.IterableDataset):
-                order = make_order(
-                    dataset,
-                    seed=self.seed,
-                    shuffle=bool(shuffle),
-                    batch_size=batch_size,
-                    drop_last=drop_last,
-                    ranks=ranks,
-                    padding=padding,
-                )
+        is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+        if sampler is None and batch_sampler is None and not is_iterable:
+            order = make_order(
+                dataset,
+                seed=self.seed,
+                shuffle=bool(shuffle),
+                batch_size=batch_size,
+                drop_last=drop_last,
+                ranks=ranks,
+                padding=padding,
+            )
         elif shard or rank is not None or world_size is not None:
             raise BadArgument(
-                "ranks are shared out only where no sampler was given: it may do so itself",
+                "ranks are shared out only where no sampler was given and samples have an index",
                 remedy="DataLoader(..., shard=True) without sampler and batch_sampler",
             )
         super().__init__(
