@@ -21,7 +21,7 @@ from penstock.policy.wording import count, duration, size
 PARENT_S = 120e-6
 HANDOVER_S = 250e-6
 """What the parent does for one batch, and what parent and worker do together beyond loading it.
-Guesses from the rates of tiny batches (3,000 to 5,000 a second with 2 workers), not measured apart."""
+Guesses from the rates of tiny batches (3,000 to 5,000 a second, 2 workers), not measured apart."""
 START_S = {"nursery": 0.06, "fork": 0.06, "spawn": 3.0}
 """Starting one worker for each core. More take their turns: until 2, 8 and 16 workers had given a
 batch each, a warm nursery took 0.05, 0.2 and 0.26 s, spawning 1.8, 7 and 14 s (2 cores, load 4)."""
