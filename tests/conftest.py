@@ -7,6 +7,7 @@ process is warm on purpose and may stay; its workers may not.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "filterwarnings", "ignore:This DataLoader will create .* worker processes:UserWarning"
     )
+    # A shell that starts us in the background ignores Ctrl-C, and programs that tests start would
+    # inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         from hypothesis import settings
     except ImportError:  # the vision leg's folder needs none

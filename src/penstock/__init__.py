@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.engine.bad_file import BadSample as BadSample
     from penstock.engine.replay import replay as replay
     from penstock.engine.shared.shared_dict import SharedDict as SharedDict
     from penstock.engine.shared.shared_list import SharedList as SharedList
@@ -52,6 +53,11 @@ _HOMES = {
     "PenstockError": "penstock.errors",
     "WorkerDied": "penstock.errors",
     "WorkerTimeout": "penstock.errors",
+    "SampleTimeout": "penstock.errors",
+    "Stuck": "penstock.errors",
+    "TooManyBad": "penstock.errors",
+    "NoSubstitute": "penstock.errors",
+    "BadSample": "penstock.engine.bad_file",
     "StartFailed": "penstock.errors",
     "CannotTravel": "penstock.errors",
     "MismatchedSamples": "penstock.errors",

@@ -98,6 +98,18 @@ class StartFailed(PenstockError, RuntimeError):
     code = "W03"
 
 
+class SampleTimeout(PenstockError, RuntimeError):
+    """A sample took longer than the ``sample_timeout_s`` that the loader was given, twice."""
+
+    code = "W04"
+
+
+class Stuck(PenstockError, RuntimeError):
+    """The loader waits for something that nobody is doing: a fault of its own, with all stacks."""
+
+    code = "W05"
+
+
 class CannotTravel(PenstockError, pickle.PicklingError, TypeError):
     """Something that a worker process needs cannot be sent to another process."""
 
@@ -110,10 +122,31 @@ class MismatchedSamples(PenstockError, RuntimeError):
     code = "S01"
 
 
+class TooManyBad(PenstockError, RuntimeError):
+    """More samples were bad than ``max_bad`` allows."""
+
+    code = "S02"
+
+
+class NoSubstitute(PenstockError, RuntimeError):
+    """A bad sample was to be replaced, and every substitute tried was bad, too."""
+
+    code = "S03"
+
+
 class BadArgument(PenstockError, ValueError):
     """An argument that only Penstock knows has a value that it does not know."""
 
     code = "A01"
+
+    @classmethod
+    def unless_one_of(cls, name: str, value: object, known: tuple[str, ...]) -> None:
+        """Raise unless ``value`` is one of the words that are known."""
+        if value not in known:
+            raise cls(
+                f"{name}={value!r} is not known; it is one of {', '.join(map(repr, known))}",
+                remedy=f"DataLoader(..., {name}={known[0]!r})",
+            )
 
 
 class BadTarget(PenstockError, ValueError):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -13,7 +11,10 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock.engine.audition import AuditionIterator, Measured
 from penstock.engine.batch.gather import is_sliced
-from penstock.engine.iterators import InlineIterator, PooledIterator, Setup
+from penstock.engine.forgiving import Forgiving, weakly
+from penstock.engine.inline import InlineIterator
+from penstock.engine.iterators import Setup
+from penstock.engine.pooled import PooledIterator
 from penstock.engine.traces import Traces
 from penstock.errors import BadArgument
 from penstock.machine.collect import here
@@ -31,7 +32,7 @@ _HAS_IN_ORDER = "in_order" in TorchDataLoader.__init__.__code__.co_varnames
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-class DataLoader(Resumable, TorchDataLoader[_T_co]):
+class DataLoader(Forgiving, Resumable, TorchDataLoader[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` that needs no recipe.
 
     All of torch's arguments keep their meaning. The ones of our own:
@@ -46,6 +47,13 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
         shard: True: this rank's part, as torch.distributed numbers the ranks. Or give ``rank`` and
             ``world_size``.
         padding: With ranks: repeat samples from the start until all have equally many.
+        on_error: What becomes of a sample that raises: ``"raise"``; ``"skip"``: the batch is
+            shorter; ``"replace"``: another sample in its place; or a function of (index, error)
+            that returns a sample, or None to skip it.
+        max_bad: More bad samples than this in an epoch (a count, or a part below 1.0) are an error.
+        bad_samples_file: A file that gets a line of JSON for each; ``penstock doctor`` reads it.
+        max_restarts: Workers that died or hung and are replaced, within ten minutes.
+        sample_timeout_s: A sample that takes longer counts as hung; None: no limit.
 
     Example:
         >>> import torch
@@ -84,9 +92,15 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
         rank: int | None = None,
         world_size: int | None = None,
         padding: bool = False,
+        on_error: Any = "raise",
+        max_bad: float | None = None,
+        bad_samples_file: Any = None,
+        max_restarts: int = 100,
+        sample_timeout_s: float | None = None,
     ) -> None:
-        _check("pool", pool, _POOLS)
-        _check("randomness", randomness, _RANDOMNESS)
+        BadArgument.unless_one_of("pool", pool, _POOLS)
+        BadArgument.unless_one_of("randomness", randomness, _RANDOMNESS)
+        self._settle_faults(on_error, max_bad, bad_samples_file, max_restarts, sample_timeout_s)
         self._is_auto = _checked_workers(num_workers) == "auto"
         if self._is_auto:
             num_workers = here().usable_cores  # until the first batch shows how many are needed
@@ -215,9 +229,10 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
             per_sample=plan.randomness.value == "sample",
             in_order=self.in_order,
             course=self._course,
-            turn=_weakly(self._turn),
+            turn=weakly(self._turn),
             tell=self._notes.setdefault,
-            learn=_weakly(self._learn),
+            learn=weakly(self._learn),
+            **self._fault_setup(),
         )
 
     def _warn(self, plan: Plan, stacklevel: int) -> None:
@@ -266,27 +281,6 @@ class DataLoader(Resumable, TorchDataLoader[_T_co]):
         if self._iterator is not None:
             self._iterator._shutdown_workers()  # type: ignore[attr-defined]
             self._iterator = None
-
-
-def _weakly(method: Any) -> Callable[..., None]:
-    """Calls the method while its loader lives: an iterator that the loader holds must not hold it,
-    or workers would outlive both until the garbage collector runs."""
-    ref = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        alive = ref()
-        if alive is not None:
-            alive(*arguments)
-
-    return call
-
-
-def _check(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise BadArgument(
-            f"{name}={value!r} is not known; it is one of {', '.join(map(repr, known))}",
-            remedy=f"DataLoader(..., {name}={known[0]!r})",
-        )
 
 
 def _checked_workers(num_workers: Any) -> int | str:

@@ -12,7 +12,10 @@ from penstock import DataLoader
 
 pytestmark = pytest.mark.legacy
 
-OUR_OWN = {"pool", "randomness", "seed", "shard", "rank", "world_size", "padding"}
+OUR_OWN = {
+    *("pool", "randomness", "seed", "shard", "rank", "world_size", "padding"),
+    *("on_error", "max_bad", "bad_samples_file", "max_restarts", "sample_timeout_s"),
+}
 NEWER_THAN_SOME_TORCH = {"in_order"}
 DIFFERENT_DEFAULTS_IN_OLD_TORCH = {
     "prefetch_factor": 2,  # 1.13: the number 2; since 2.0: None, which means 2

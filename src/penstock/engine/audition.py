@@ -18,7 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.engine.batch.fetch import call_user, getter, takes_batches
-from penstock.engine.iterators import InlineIterator, PooledIterator, Setup, _Iterator, travellers
+from penstock.engine.inline import InlineIterator
+from penstock.engine.iterators import LoaderIterator, Setup
+from penstock.engine.pooled import PooledIterator, travellers
 from penstock.engine.start import nursery as nurseries
 from penstock.engine.start.surroundings import import_path
 from penstock.engine.traces import Traces
@@ -61,7 +63,7 @@ Decide = Callable[[Measured], Setup]
 """What to do from here on, given what was measured."""
 
 
-class AuditionIterator(_Iterator):
+class AuditionIterator(LoaderIterator):
     """Loads inline until it is known whether workers pay, then hands the epoch over.
 
     Args:

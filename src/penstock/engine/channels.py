@@ -144,11 +144,17 @@ class Switchboard:
 
     def __init__(self, channels: list[Any]) -> None:
         self._channels = channels
-        self._by_fd = {channel.fd: number for number, channel in enumerate(channels)}
+        self._by_fd: dict[int, int] = {}
         self._poller = select.poll() if HAS_POLL else None
+        for number in range(len(channels)):
+            self.watch(number)
+
+    def watch(self, number: int) -> None:
+        """Watch a channel that is new in its place."""
         if self._poller is not None:
-            for channel in channels:
-                self._poller.register(channel.fd, select.POLLIN)
+            fd = self._channels[number].fd
+            self._by_fd[fd] = number
+            self._poller.register(fd, select.POLLIN)
 
     def wait(self, timeout_s: float) -> list[int]:
         """The numbers of the channels that have something to read (or have ended)."""
@@ -171,6 +177,7 @@ class Switchboard:
         return ready
 
     def forget(self, number: int) -> None:
-        """Stop watching a channel that has ended."""
-        if self._poller is not None:
-            self._poller.unregister(self._channels[number].fd)
+        """Stop watching a channel, if it is watched."""
+        fd = self._channels[number].fd
+        if self._poller is not None and self._by_fd.pop(fd, None) is not None:
+            self._poller.unregister(fd)

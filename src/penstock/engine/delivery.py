@@ -13,36 +13,18 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.messages import EPOCH_CELL, NOTHING, Fresh, Lease, Reply, Task, position_cell
-from penstock.engine.obituary import write_obituary, write_timeout
-from penstock.engine.opening import open_fixed, open_payload
+from penstock.engine.jobs import Job
+from penstock.engine.messages import EPOCH_CELL, Fresh, Lease, Reply, Task
+from penstock.engine.obituary import Fault
 from penstock.engine.pace import Pace
 from penstock.engine.pools import Death, Pool
+from penstock.engine.recovery import Limits, Recovery
 from penstock.engine.remote_errors import ErrorReport, rebuild
-from penstock.engine.slots import Ring, Slot
+from penstock.engine.slots import Ring
 from penstock.engine.turns import Turns
-from penstock.errors import WorkerTimeout
-
-POLL_S = 1.0
-"""The longest sleep while waiting: after it, timeouts and Ctrl-C are looked at again."""
-
-
-@dataclass(eq=False)
-class Job:
-    """One batch under way."""
-
-    epoch: int
-    number: int
-    index: Any
-    position: int
-    rows: int
-    slot: Slot
-    parts: list[tuple[int, int]] = field(default_factory=list)
-    replies: dict[int, tuple[int, Reply]] = field(default_factory=dict)
-    is_done: bool = False
+from penstock.errors import PenstockError
 
 
 class Delivery:
@@ -56,6 +38,9 @@ class Delivery:
         tell: Takes notes for the user's plan.
         on_state: Told what a worker's iterable dataset says of itself with each batch, and whose
             turn is next.
+        limits: When a worker that is lost ends the epoch.
+        poison: Samples that take down workers, and are not tried again; grows by ``on_poison``.
+        on_bad: Told what was bad in a batch before it is delivered; may raise.
     """
 
     def __init__(
@@ -73,6 +58,10 @@ class Delivery:
         timeout_s: float,
         tell: Callable[[str], None] = lambda note: None,
         on_state: Callable[[int, Any, int], None] | None = None,
+        limits: Limits | None = None,
+        poison: dict[Any, Exception] | None = None,
+        on_bad: Callable[[list[Any]], None] = lambda found: None,
+        on_poison: Callable[[Any, Exception], None] = lambda index, error: None,
     ) -> None:
         self._pool = pool
         self._ring = ring
@@ -88,6 +77,18 @@ class Delivery:
         self._pace = Pace(depth, self._num_workers)
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
         self._turns = Turns(self._num_workers, in_turn=in_turn)
+        self._poison = {} if poison is None else poison
+        self._on_bad = on_bad
+        self.num_empty = 0
+        """Batches of which nothing was left, since somebody last looked."""
+        self._recovery = Recovery(
+            pool=pool,
+            turns=self._turns,
+            cells=cells,
+            limits=limits or Limits(),
+            task=task,
+            poisoned=on_poison,
+        )
         self._jobs: dict[tuple[int, int], Job] = {}
         self._failure: BaseException | None = None
         self.is_closed = False
@@ -128,9 +129,12 @@ class Delivery:
         self._cells[EPOCH_CELL] = self.epoch
         for key in [key for key, job in self._jobs.items() if job.is_done]:
             self._ring.give_back(self._jobs.pop(key).slot)  # loaded, but nobody took it
+        fresh = None
         if shared_seed is not None and self.epoch > 0:
+            fresh = Fresh(self.epoch, shared_seed)
             for worker in range(self._num_workers):
-                self._pool.send(worker, [Fresh(self.epoch, shared_seed)])
+                self._pool.send(worker, [fresh])
+        self._recovery.begin(self.epoch, fresh)
         self._indices = indices
         self._begin()
         self._turns.begin(first_worker)
@@ -147,12 +151,16 @@ class Delivery:
         if self._failure is not None:
             raise self._failure
         started = time.monotonic()
+        self._recovery.resting()
         while True:
             job = self._ready_job()
             if job is not None:
-                if job.replies[0][1].kind == "end":
+                if job.kind in ("end", "empty"):
                     self._close_job(job)
                     self._lease()
+                    self.num_empty += job.kind == "empty"
+                    if job.bad:
+                        self._on_bad(job.bad)
                     continue
                 return self._deliver(job)
             if not self._num_open:
@@ -220,7 +228,6 @@ class Delivery:
         first, last = job.parts[part]
         is_whole = len(job.parts) == 1
         limit = None if self._in_order else self._pace.depth * self._pace.rows_per_batch
-        worker = self._turns.give(last - first, limit)
         lease = Lease(
             job.epoch,
             job.number,
@@ -234,27 +241,38 @@ class Delivery:
             job.slot.start,
             job.slot.capacity,
             self._key_epoch,
+            self._known_poison(job, first, last),
         )
-        return worker, lease
+        return self._turns.give(lease, limit), lease
+
+    def _known_poison(self, job: Job, first: int, last: int) -> tuple[tuple[int, Exception], ...]:
+        if not self._poison:
+            return ()
+        indices = list(job.index)[first:last] if self._task.auto_collation else [job.index]
+        return tuple(
+            (row, self._poison[index])
+            for row, index in enumerate(indices)
+            if isinstance(index, (int, str)) and index in self._poison
+        )
 
     # -- receiving -------------------------------------------------------------------------------
 
     def _wait(self, started: float) -> None:
-        timeout_s = POLL_S
+        timeout_s = self._recovery.patience_s
         if self._timeout_s > 0:
             left = self._timeout_s - (time.monotonic() - started)
             if left <= 0:
-                raise self._timed_out()
+                raise self._recovery.timed_out(self._timeout_s, self._next)
             timeout_s = min(timeout_s, left)
         nap_s = self._pace.nap_s(self._num_open)
         if nap_s:
             time.sleep(nap_s)
-        for worker, event in self._pool.receive(timeout_s):
+        events = self._pool.receive(timeout_s)
+        for worker, event in events:
             if isinstance(event, Reply):
                 self._take(worker, event)
             elif isinstance(event, Death):
-                index = self._index_of(worker)
-                self._fail(write_obituary(worker, event.pid, event.exit_code, index))
+                self._replace(self._recovery.fault_of(worker, event))
             elif event[0] == "note":
                 warnings.warn(event[1], stacklevel=5)
             elif event[0] == "tell":
@@ -262,6 +280,31 @@ class Delivery:
             else:
                 report: ErrorReport = event[1]
                 self._fail(rebuild(report))
+        if not self.is_closed:
+            self._look(has_news=bool(events))
+
+    def _look(self, *, has_news: bool) -> None:
+        try:
+            faults = self._recovery.overdue(has_news=has_news)
+        except PenstockError as error:
+            self._fail(error)
+        else:
+            for fault in faults:
+                self._replace(fault)
+
+    def _replace(self, fault: Fault) -> None:
+        """Another worker takes over what a lost one owed."""
+        worker = fault.worker
+        try:
+            preface = self._recovery.replace(fault)
+        except (PenstockError, OSError) as error:
+            self._fail(error)
+        else:
+            self._layouts[worker] = {}
+            for lease in self._turns.owed(worker):
+                if lease.epoch != self.epoch:
+                    self._take(worker, Reply(*lease.key, "dropped", None, 0, 0))
+            self._pool.send(worker, [*preface, *self._turns.owed(worker)])
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
@@ -271,21 +314,24 @@ class Delivery:
     def _take(self, worker: int, reply: Reply) -> None:
         job = self._jobs[reply.epoch, reply.job]
         first, last = job.parts[reply.part]
-        self._turns.take_back(worker, last - first)
-        job.replies[reply.part] = (worker, reply)
+        self._turns.take_back(worker, reply.key)
+        self._recovery.heard(worker, reply)
         self._ring.fit(reply.needed_bytes)
+        layout = None
         if reply.kind == "fixed":
-            number, layout, _, _ = reply.content
-            if layout is not None:
-                self._layouts[worker][number] = layout
+            number, new_layout, _, _ = reply.content
+            if new_layout is not None:
+                self._layouts[worker][number] = new_layout
+            layout = self._layouts[worker][number]
+        job.take(worker, reply, layout)
         if reply.kind in ("fixed", "payload") and last > first:
             self._pace.note(reply.busy_ns, last - first)
-        if len(job.replies) < len(job.parts):
+        if not job.is_complete:
             return
         if job.epoch != self.epoch:
             self._jobs.pop((job.epoch, job.number))
             self._ring.give_back(job.slot)
-        elif self._must_redo(job):
+        elif job.must_be_redone:
             self._redo(job)
         else:
             job.is_done = True
@@ -293,23 +339,11 @@ class Delivery:
                 self._turns.retire(worker)
             self._pace.adapt(reply.needed_bytes)
 
-    def _must_redo(self, job: Job) -> bool:
-        """Parts that do not fit together (or did not fit the slot) are loaded again as a whole."""
-        kinds = {reply.kind for _, reply in job.replies.values()}
-        if "error" in kinds or len(job.parts) == 1:
-            return False
-        if kinds != {"fixed"}:
-            return True
-        return len({self._layout(*pair) for pair in job.replies.values()}) > 1
-
-    def _layout(self, worker: int, reply: Reply) -> Any:
-        return self._layouts[worker][reply.content[0]]
-
     def _redo(self, job: Job) -> None:
         if not self._ring.fits(job.slot):
             self._ring.give_back(job.slot)
             job.slot = self._ring.take()
-        job.parts, job.replies = [(0, job.rows)], {}
+        job.make_whole()
         worker, lease = self._make_lease(job, 0)
         self._pool.send(worker, [lease])
 
@@ -332,47 +366,23 @@ class Delivery:
             self._ring.give_back(job.slot)
 
     def _deliver(self, job: Job) -> Any:
-        for part in range(len(job.parts)):
-            reply = job.replies[part][1]
-            if reply.kind == "error":
-                self._close_job(job)
-                self._lease()
-                raise rebuild(reply.content)
-        worker, reply = job.replies[0]
-        if reply.kind == "payload":
-            batch, keep_slot = open_payload(self._ring, job.slot, reply)
-        else:
-            replies = [job.replies[part][1] for part in range(len(job.parts))]
-            layout = self._layout(worker, reply)
-            batch, keep_slot = open_fixed(self._ring, job.slot, job.rows, layout, replies), True
-        if reply.state is not None and self._on_state is not None:
-            self._on_state(worker, reply.state, (worker + 1) % self._num_workers)
+        try:
+            for reply in job.in_order:
+                if reply.kind == "error":
+                    raise rebuild(reply.content)
+            if job.bad:
+                self._on_bad(job.bad)
+        except BaseException:
+            self._close_job(job)
+            self._lease()
+            raise
+        batch, keep_slot = job.open(self._ring)
+        state = job.replies[0].state
+        if state is not None and self._on_state is not None:
+            self._on_state(job.worker, state, (job.worker + 1) % self._num_workers)
         self._close_job(job, keep_slot=keep_slot)
         self._lease()
         return batch
-
-    # -- faults ----------------------------------------------------------------------------------
-
-    def _index_of(self, worker: int) -> Any:
-        """What a worker is loading: an index, a list of them (``__getitems__``), or None."""
-        cell = position_cell(worker)
-        position, num_samples = self._cells[cell], self._cells[cell + 1]
-        for job in self._jobs.values():
-            place = position - job.position
-            if position == NOTHING or job.epoch != self.epoch or not 0 <= place < job.rows:
-                continue
-            if not self._task.auto_collation:
-                return job.index
-            return (
-                list(job.index)[place : place + num_samples]
-                if num_samples > 1
-                else job.index[place]
-            )
-        return None
-
-    def _timed_out(self) -> WorkerTimeout:
-        busy = {worker: self._index_of(worker) for worker in range(self._num_workers)}
-        return write_timeout(self._timeout_s, self._next, busy)
 
     def close(self) -> None:
         """Stop the workers and let go of the memory. Batches that the user holds stay valid."""

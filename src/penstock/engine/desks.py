@@ -11,7 +11,7 @@ import cloudpickle
 
 from penstock.engine.batch import payload
 from penstock.engine.memory import SharedFile
-from penstock.engine.messages import Fresh, Lease, Reply
+from penstock.engine.messages import Errand, Lease, Reply, Resume
 
 
 def dump_leases(leases: list[Any] | None) -> bytes:
@@ -21,7 +21,9 @@ def dump_leases(leases: list[Any] | None) -> bytes:
     return cloudpickle.dumps(leases, protocol=5)  # type: ignore[no-any-return]
 
 
-def _is_plain(lease: Lease | Fresh) -> bool:
+def _is_plain(lease: Errand) -> bool:
+    if isinstance(lease, Resume):
+        return lease.state is None
     index = lease.index if isinstance(lease, Lease) else None
     first = index[0] if type(index) is list and index else index
     return first is None or type(first) in (int, str)
@@ -56,7 +58,7 @@ class PipeDesk(_MappedSlots):
         super().__init__(memory)
         self._channel = channel
 
-    def get(self) -> list[Lease | Fresh] | None:
+    def get(self) -> list[Errand] | None:
         try:
             message = pickle.loads(self._channel.recv_bytes())
         except (EOFError, OSError):
@@ -74,7 +76,7 @@ class QueueDesk(_MappedSlots):
         self,
         number: int,
         memory: SharedFile,
-        leases: queue.SimpleQueue[list[Lease | Fresh] | None],
+        leases: queue.SimpleQueue[list[Errand] | None],
         replies: queue.SimpleQueue[tuple[int, Any]],
     ) -> None:
         super().__init__(memory)
@@ -82,7 +84,7 @@ class QueueDesk(_MappedSlots):
         self._leases = leases
         self._replies = replies
 
-    def get(self) -> list[Lease | Fresh] | None:
+    def get(self) -> list[Errand] | None:
         return self._leases.get()
 
     def put(self, reply: Reply | tuple[str, str]) -> None:

@@ -1,9 +1,9 @@
 """What crosses a pipe: leases to a worker, replies from it; plain tuples, a few bytes each.
 
-    parent -> worker   [Lease | Fresh, ...]        load these parts, in this order; None: stop
-    worker -> parent   Reply                       one per lease, at once
-    worker -> parent   ("failed", report)          could not start at all
-    worker -> parent   ("note", text)              something the user should know
+    parent -> worker   [Lease | Fresh | Resume, ...]   load these parts, in this order; None: stop
+    worker -> parent   Reply                           one per lease, at once
+    worker -> parent   ("failed", report)              could not start at all
+    worker -> parent   ("note" | "tell", text)         something the user should know
 
 The first page of the shared file is the control page: 64-bit cells that need no message.
 """
@@ -27,9 +27,21 @@ NOTHING = -1
 def position_cell(worker: int) -> int:
     """The control cell where a worker notes the position that it is loading (or NOTHING).
 
-    The next cell says how many samples it loads at once: more than 1 with ``__getitems__``.
+    The cells after it are named by the constants below.
     """
     return CELLS_PER_WORKER * (1 + worker)
+
+
+NUM_SAMPLES = 1
+"""How many samples the worker loads at once: more than 1 with ``__getitems__``."""
+SINCE = 2
+"""Since when (time.monotonic_ns) it runs the user's code; 0: it does not. Only with a limit."""
+PEAK_KB = 3
+"""The most memory that it has held so far, as of its last reply."""
+STACK_FD = 4
+"""The descriptor, in the worker, of the file that its stack is written to when asked for."""
+IS_IDLE = 5
+"""1 while it waits for leases."""
 
 
 class Lease(NamedTuple):
@@ -48,6 +60,18 @@ class Lease(NamedTuple):
     slot_bytes: int
     key_epoch: int = 0
     """The epoch that randomness is computed for; ``epoch`` counts passes of the engine."""
+    bad: tuple[tuple[int, Exception], ...] = ()
+    """Rows (counted from this part's first) that are not to be loaded, and why: poison."""
+    is_suspect: bool = False
+    """One of these samples takes down workers: load them one by one, to see which."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.epoch, self.job, self.part
+
+    @property
+    def num_samples(self) -> int:
+        return self.rows if self.is_whole else len(self.index)
 
 
 class Fresh(NamedTuple):
@@ -57,12 +81,26 @@ class Fresh(NamedTuple):
     shared_seed: int
 
 
+class Resume(NamedTuple):
+    """To a replacement, before its first lease: where its stream of an iterable dataset stood.
+
+    ``state``: what the dataset said of itself; without one, ``num_batches`` are taken and dropped.
+    """
+
+    epoch: int
+    state: Any
+    num_batches: int
+
+
+Errand = Lease | Fresh | Resume
+
+
 class Reply(NamedTuple):
     """What became of a lease.
 
     ``kind``: "fixed" (content: layout number, layout or None, filled rows, objects), "payload"
     (content: PayloadMap), "odd" (send it whole), "error" (content: ErrorReport), "end" (an iterable
-    is exhausted), "dropped" (its epoch is over).
+    is exhausted), "dropped" (its epoch is over), "empty" (all of its samples were bad).
     """
 
     epoch: int
@@ -75,6 +113,12 @@ class Reply(NamedTuple):
     is_kept: bool = False
     state: Any = None
     """What an iterable dataset says of itself after this batch, where it has a state_dict."""
+    bad: tuple[Any, ...] = ()
+    """What was wrong with samples that were left out or replaced: Found."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.epoch, self.job, self.part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +131,10 @@ class Task:
     per_sample: bool
     base_seed: int
     shared_seed: int | None
+    has_limit: bool = False
+    """Is it noted since when the user's code runs?"""
+    num_indices: int | None = None
+    """See :class:`penstock.engine.tolerance.Careful`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,18 +23,42 @@ def open_payload(ring: Ring, slot: Slot, reply: Reply) -> tuple[Any, bool]:
     return payload.read(written, root), True
 
 
-def open_fixed(ring: Ring, slot: Slot, rows: int, layout: Any, replies: list[Reply]) -> Any:
-    """A batch of the default collate, put together from the parts that workers filled."""
+def open_fixed(
+    ring: Ring, slot: Slot, rows: int, layout: Any, replies: list[Reply], first_rows: list[int]
+) -> Any:
+    """A batch of the default collate, put together from the parts that workers filled.
+
+    Args:
+        first_rows: Where each part begins.
+    """
     from penstock.engine.batch.collate import view_batch
 
     _, num_bytes = layout.places(rows)
     contents = [reply.content for reply in replies]
-    filled = sum(content[2] for content in contents)
+    counts = [content[2] for content in contents]
+    filled = sum(counts)
     objects = contents[0][3]
     for content in contents[1:]:
         objects = [left + right for left, right in zip(objects, content[3], strict=True)]
+    if filled < rows:
+        _close_gaps(slot.view(num_bytes), layout, rows, first_rows, counts)
     root = _memory_of(ring, slot, num_bytes)
     return view_batch(layout, root, rows, filled, objects)
+
+
+def _close_gaps(
+    memory: np.ndarray, layout: Any, rows: int, first_rows: list[int], counts: list[int]
+) -> None:
+    """Parts with samples left out move up, so that the rows that are there stand together."""
+    offsets, _ = layout.places(rows)
+    for leaf, offset in zip(layout.leaves, offsets, strict=True):
+        size, end = leaf.item_bytes, 0
+        for first, count in zip(first_rows, counts, strict=True):
+            source = offset + first * size
+            target = offset + end * size
+            if source != target:
+                memory[target : target + count * size] = memory[source : source + count * size]
+            end += count
 
 
 def _memory_of(ring: Ring, slot: Slot, num_bytes: int, *, is_kept: bool = False) -> np.ndarray:

@@ -19,8 +19,20 @@ from penstock.engine.channels import Switchboard, make_channel
 from penstock.engine.desks import QueueDesk, dump_leases
 from penstock.engine.gate import Gate
 from penstock.engine.memory import SharedFile
-from penstock.engine.messages import CONTROL_BYTES, EPOCH_CELL, NOTHING, STOP, Fresh, Lease, Task
+from penstock.engine.messages import (
+    CELLS_PER_WORKER,
+    CONTROL_BYTES,
+    EPOCH_CELL,
+    NOTHING,
+    STACK_FD,
+    STOP,
+    Errand,
+    Task,
+    position_cell,
+)
+from penstock.engine.stacks import stack_of_thread, take_stack
 from penstock.engine.start.launcher import Launcher, Process
+from penstock.errors import StartFailed
 
 GRACE_S = 0.5
 """How long a worker may take to finish its present sample when it is told to stop."""
@@ -33,6 +45,8 @@ class Death:
 
     pid: int | None
     exit_code: int | None
+    is_orphaned: bool = False
+    """The nursery was lost, and all workers with it: no sample is to blame."""
 
 
 class Pool(Protocol):
@@ -42,6 +56,8 @@ class Pool(Protocol):
 
     def send(self, worker: int, leases: list[Any]) -> None: ...
     def receive(self, timeout_s: float) -> list[tuple[int, Any]]: ...
+    def replace(self, worker: int) -> None: ...
+    def stack_of(self, worker: int) -> str: ...
     def stop(self) -> None: ...
 
 
@@ -94,12 +110,52 @@ class ProcessPool:
             if not channel.is_open and not self._is_stopped:
                 self._switchboard.forget(worker)
                 events.append((worker, self._autopsy(worker)))
-        return events
+        return events or self._find_deaths()
+
+    def _find_deaths(self) -> list[tuple[int, Any]]:
+        """Workers that ended although their pipe is open: a child of theirs holds it."""
+        return [
+            (worker, self._autopsy(worker))
+            for worker, process in enumerate(self.processes)
+            if process.exitcode is not None and self._channels[worker].is_open
+        ]
 
     def _autopsy(self, worker: int) -> Death:
         process = self.processes[worker]
         process.join(EXIT_CODE_WAIT_S)
-        return Death(pid=process.pid, exit_code=process.exitcode)
+        is_orphaned = getattr(process, "is_orphaned", False)
+        return Death(pid=process.pid, exit_code=process.exitcode, is_orphaned=is_orphaned)
+
+    def replace(self, worker: int) -> None:
+        """Make sure that a worker is gone, and start another with the same number.
+
+        Raises:
+            StartFailed, OSError: The other does not start.
+        """
+        process = self.processes[worker]
+        if process.is_alive():
+            process.kill()
+        process.join(GRACE_S)
+        if process.is_alive():  # stuck in the kernel: it might still write into a slot
+            raise StartFailed(
+                f"worker {worker} (pid {process.pid}) cannot be ended: it ignores SIGKILL",
+                likely="it waits in the kernel for a disk or a network share that does not answer.",
+                remedy="look at the storage; `cat /proc/PID/stack` as root says where it waits",
+            )
+        self._switchboard.forget(worker)
+        self._channels[worker].close()
+        first = position_cell(worker)
+        for cell in range(first, first + CELLS_PER_WORKER):
+            self._cells[cell] = NOTHING
+        self.processes[worker], pipe = self._launcher.start(worker, at_once=True)
+        self._channels[worker] = make_channel(pipe)
+        self._switchboard.watch(worker)
+
+    def stack_of(self, worker: int) -> str:
+        """Where a worker stands, as text."""
+        process = self.processes[worker]
+        fd = self._cells[position_cell(worker) + STACK_FD]
+        return take_stack(process.pid if process.is_alive() else None, fd)
 
     def stop(self) -> None:
         """End all workers: let them finish a sample, then terminate, then kill. Bounded."""
@@ -157,12 +213,12 @@ class ThreadPool:
 
         self._cells = cells
         self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._leases: list[queue.SimpleQueue[list[Lease | Fresh] | None]] = []
+        self._leases: list[queue.SimpleQueue[list[Errand] | None]] = []
         self.processes: list[Process] = []
         gate = Gate() if task.per_sample else None
         objects = {**objects, "init_error": _call_init(objects.get("worker_init_fn"), num_workers)}
         for number in range(num_workers):
-            leases: queue.SimpleQueue[list[Lease | Fresh] | None] = queue.SimpleQueue()
+            leases: queue.SimpleQueue[list[Errand] | None] = queue.SimpleQueue()
             worker = Worker(
                 number=number,
                 task=task,
@@ -193,6 +249,13 @@ class ThreadPool:
                 events.append(self._replies.get_nowait())
         except queue.Empty:
             return events
+
+    def replace(self, worker: int) -> None:
+        raise AssertionError("threads do not die")
+
+    def stack_of(self, worker: int) -> str:
+        """Where a worker thread stands, as text."""
+        return stack_of_thread(self.processes[worker].ident)  # type: ignore[attr-defined]
 
     def stop(self) -> None:
         self._cells[EPOCH_CELL] = STOP

@@ -1,23 +1,21 @@
-"""Whose turn is it? Chooses the worker for the next part, and knows how much each has to do."""
+"""Whose turn is it? Chooses the worker for the next part, and knows what each one still owes."""
 
 from __future__ import annotations
 
+from penstock.engine.messages import Lease
+
 
 class Turns:
-    """The load of each worker, in samples.
+    """The leases that each worker has not answered yet, in the order in which it works on them.
 
     Args:
         in_turn: Go round the workers strictly (randomness of the worker, iterable datasets);
             otherwise the one with the least to do is next.
-
-    Example:
-        >>> turns = Turns(2, in_turn=False)
-        >>> [turns.give(rows) for rows in (5, 1, 1)]
-        [0, 1, 1]
     """
 
     def __init__(self, num_workers: int, *, in_turn: bool) -> None:
         self._loads = [0] * num_workers
+        self._owed: list[dict[tuple[int, int, int], Lease]] = [{} for _ in range(num_workers)]
         self._in_turn = in_turn
         self.begin()
 
@@ -26,15 +24,28 @@ class Turns:
         self._is_active = [True] * len(self._loads)
         self._last = first - 1
 
-    def give(self, rows: int, limit: int | None = None) -> int:
-        """The worker for a part of ``rows``; one with ``limit`` samples or more is passed over."""
+    def give(self, lease: Lease, limit: int | None = None) -> int:
+        """The worker for a lease; one with ``limit`` samples or more is passed over."""
         worker = self._choose(limit)
-        self._loads[worker] += rows
+        self._owed[worker][lease.key] = lease
+        self._loads[worker] += lease.num_samples
         return worker
 
-    def take_back(self, worker: int, rows: int) -> None:
-        """A worker has answered for ``rows`` samples."""
-        self._loads[worker] -= rows
+    def take_back(self, worker: int, key: tuple[int, int, int]) -> None:
+        """A worker has answered a lease."""
+        self._loads[worker] -= self._owed[worker].pop(key).num_samples
+
+    def owed(self, worker: int) -> list[Lease]:
+        """What a worker has not answered; it works on the first."""
+        return list(self._owed[worker].values())
+
+    def amend(self, worker: int, lease: Lease) -> None:
+        """Put ``lease`` in the place of the one with the same key."""
+        self._owed[worker][lease.key] = lease
+
+    @property
+    def has_owed(self) -> bool:
+        return any(self._owed)
 
     def retire(self, worker: int) -> None:
         """A worker has no more to give in this epoch."""

@@ -17,13 +17,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from penstock.engine.badge import Badge, EpochOver
 from penstock.engine.batch import collate, payload
 from penstock.engine.batch.collate import is_default_collate
 from penstock.engine.batch.fetch import (
+    AllBad,
     Exhausted,
     Stream,
     call_user,
     getter,
+    one_getter,
     seed_pipes,
     takes_batches,
 )
@@ -31,17 +34,9 @@ from penstock.engine.batch.gather import find_gatherer
 from penstock.engine.batch.layout import Layout, OddSample
 from penstock.engine.batch.scratch import Scratch, collating_into
 from penstock.engine.gate import Gate
-from penstock.engine.messages import (
-    EPOCH_CELL,
-    NOTHING,
-    STOP,
-    Fresh,
-    Lease,
-    Reply,
-    Task,
-    position_cell,
-)
+from penstock.engine.messages import NOTHING, Errand, Fresh, Lease, Reply, Resume, Task
 from penstock.engine.remote_errors import describe
+from penstock.engine.tolerance import Careful
 from penstock.order.course import own_state_of
 from penstock.order.foreign import OwnGenerator, OwnGenerators
 from penstock.order.randomness import COLLATE_STREAM, Restless, SampleRandomness
@@ -63,7 +58,7 @@ _SEED_NOTE = (
 class Desk(Protocol):
     """Where a worker gets leases and puts replies."""
 
-    def get(self) -> list[Lease | Fresh] | None:
+    def get(self) -> list[Errand] | None:
         """The next leases; waits. None: the parent is gone or says stop."""
 
     def put(self, reply: Reply | tuple[str, str]) -> None:
@@ -71,10 +66,6 @@ class Desk(Protocol):
 
     def segment(self, place: tuple[int, int]) -> mmap.mmap:
         """A segment of the shared file, mapped here."""
-
-
-class _Dropped(Exception):
-    """The lease's epoch is over: nobody waits for it."""
 
 
 class Worker:
@@ -96,19 +87,18 @@ class Worker:
         self._dataset = objects["dataset"]
         self._collate = objects["collate_fn"]
         self._desk = desk
-        self._cells = cells
-        self._cell = position_cell(number)
+        self._badge = Badge(cells, number, has_limit=task.has_limit)
         self._gate = gate
         self._guard = nullcontext if gate is None else gate.alone
         # sys.exit ends a worker process, which is seen; a thread must say so itself.
         self._caught: type[BaseException] = BaseException if is_thread else Exception
         self._where = f"in DataLoader worker {'thread' if is_thread else 'process'} {number}"
         self._own_state = objects.get("streams", {}).get(number)
+        self._num_again = 0
         self._stream: Stream | None = None
         self._stream_epoch = NOTHING
         self._layouts: dict[Any, int] = {}
         self._init_error: BaseException | None = objects.get("init_error")
-        self._index: Any = None
         self._keeps_torch_seed = bool(objects.get("keeps_torch_seed"))
         self._randomness: SampleRandomness | None = None
         self._collate_randomness: SampleRandomness | None = None
@@ -125,6 +115,16 @@ class Worker:
                 task.base_seed ^ COLLATE_STREAM, with_torch=with_torch
             )
         self._writes_slots = task.auto_collation and is_default_collate(self._collate)
+        on_error = objects.get("on_error", "raise")
+        self._careful: Careful | None = None
+        if on_error != "raise":
+            self._careful = Careful(
+                on_error,
+                self._dataset,
+                seed=task.base_seed,
+                num_indices=task.num_indices,
+                none_is_bad=is_default_collate(self._collate),
+            )
         self._gatherer = find_gatherer(self._dataset) if self._writes_slots else None
 
     def run(self) -> None:
@@ -135,12 +135,16 @@ class Worker:
             if not one.can_be_set:
                 self._desk.put(("note", f"{one}: its draws depend on who loads the sample"))
         while True:
+            self._badge.show_idle(True)
             leases = self._desk.get()
+            self._badge.show_idle(False)
             if leases is None:
                 return
             for lease in leases:
                 if isinstance(lease, Fresh):
                     self._dataset = seed_pipes(self._dataset, lease.shared_seed)
+                elif isinstance(lease, Resume):
+                    self._own_state, self._num_again = lease.state, lease.num_batches
                 else:
                     self._desk.put(self._serve(lease))
 
@@ -151,30 +155,66 @@ class Worker:
             if self._init_error is not None:
                 error, self._init_error = self._init_error, None
                 raise error
+            if self._careful is not None:
+                self._careful.found = []
             kind, content, needed_bytes, is_kept = self._load(lease)
-        except _Dropped:
+        except EpochOver:
             kind, content = "dropped", None
+        except AllBad:
+            kind, content = "empty", None
         except Exhausted:
             kind, content = "end", None
         except self._caught as error:
-            index = self._index if self._cells[self._cell] != NOTHING else None
-            kind = "error"
+            index, kind = self._badge.index, "error"
             content = describe(error, worker=self._number, where=self._where, index=index)
-        self._cells[self._cell] = NOTHING
+        self._badge.show_done()
         busy_ns = time.perf_counter_ns() - start_ns
         state = own_state_of(self._dataset) if self._task.is_iterable and kind != "error" else None
-        return Reply(
-            lease.epoch, lease.job, lease.part, kind, content, needed_bytes, busy_ns, is_kept, state
-        )
+        bad = tuple(self._careful.found) if self._careful is not None else ()
+        return Reply(*lease.key, kind, content, needed_bytes, busy_ns, is_kept, state, bad)
 
     def _load(self, lease: Lease) -> Loaded:
+        if (lease.bad or lease.is_suspect) and self._careful is not None:
+            return self._load_carefully(lease, self._careful)
         try:
-            return self._load_once(lease)
-        except Restless:
-            return self._load_once(lease)
+            try:
+                return self._load_once(lease)
+            except Restless:
+                return self._load_once(lease)
+        except (EpochOver, Exhausted, AllBad):
+            raise
+        except Exception:
+            if self._careful is None or self._task.is_iterable:
+                raise
+            return self._load_carefully(lease, self._careful)
+
+    def _load_carefully(self, lease: Lease, careful: Careful) -> Loaded:
+        """One sample at a time, in spite of bad ones."""
+        if careful.needs_whole_batch and not lease.is_whole:
+            return "odd", None, 0, False
+        self._badge.check_epoch(lease.epoch)
+        self._begin_randomness(lease)
+        get = one_getter(self._dataset)
+
+        def load(index: Any, position: int) -> Any:
+            with self._guard():
+                if self._randomness is not None:
+                    self._randomness.look()
+                return call_user(get, index, position, self._randomness)
+
+        index = lease.index if self._task.auto_collation else [lease.index]
+        poison = {lease.position + row: error for row, error in lease.bad}
+        samples = careful.samples(load, self._walk(lease), lease.key_epoch, list(index), poison)
+        if not samples:
+            if not lease.is_whole:
+                return "odd", None, 0, False
+            raise AllBad
+        if self._writes_slots:
+            return self._fill(lease, samples)
+        return self._collate_freely(lease, samples if self._task.auto_collation else samples[0])
 
     def _load_once(self, lease: Lease) -> Loaded:
-        self._check_epoch(lease.epoch)
+        self._badge.check_epoch(lease.epoch)
         if self._gatherer is not None:
             slot = self._slot(lease)
             _, num_bytes = self._gatherer.layout.places(lease.rows)
@@ -204,30 +244,35 @@ class Worker:
                         self._dataset,
                         auto_collation=task.auto_collation,
                         drop_last=task.drop_last,
+                        take_next=self._careful.next_of if self._careful is not None else None,
                     )
-                self._stream_epoch = lease.epoch
-            self._cells[self._cell] = NOTHING
+                    for _ in range(self._num_again):  # another worker delivered those
+                        self._stream.fetch(lease.index)
+                self._num_again, self._stream_epoch = 0, lease.epoch
+            self._badge.show_no_sample(runs_user_code=True)
             with self._guard():
-                return self._stream.fetch(lease.index)
-        if self._randomness is not None and self._randomness_epoch != lease.epoch:
-            assert self._collate_randomness is not None
-            self._randomness.begin(lease.key_epoch)
-            self._collate_randomness.begin(lease.key_epoch)
-            self._randomness_epoch = lease.epoch
-        if self._randomness is not None:
-            assert self._collate_randomness is not None
-            self._randomness.look(is_used=self._collate_randomness.has_drawn)
+                return self._stream.fetch(lease.index, lease.position)
+        self._begin_randomness(lease)
         if not task.auto_collation:
-            self._note(lease.position, lease.index)
+            self._badge.show(lease.position, lease.index)
             with self._guard():
                 get = getter(self._dataset)
                 return call_user(get, lease.index, lease.position, self._randomness)
         if takes_batches(self._dataset):
-            self._note(lease.position, list(lease.index), len(lease.index))
+            self._badge.show(lease.position, list(lease.index), len(lease.index))
             with self._guard():
                 get = self._dataset.__getitems__
                 return call_user(get, lease.index, lease.position, self._randomness)
         return self._one_by_one(lease)
+
+    def _begin_randomness(self, lease: Lease) -> None:
+        if self._randomness is None or self._collate_randomness is None:
+            return
+        if self._randomness_epoch != lease.epoch:
+            self._randomness.begin(lease.key_epoch)
+            self._collate_randomness.begin(lease.key_epoch)
+            self._randomness_epoch = lease.epoch
+        self._randomness.look(is_used=self._collate_randomness.has_drawn)
 
     def _one_by_one(self, lease: Lease) -> Iterator[Any]:
         get, randomness, gate = getter(self._dataset), self._randomness, self._gate
@@ -257,35 +302,19 @@ class Worker:
 
     def _walk(self, lease: Lease) -> Iterator[tuple[int, Any]]:
         """Positions and indices of a lease, each noted where the parent sees it."""
-        cells, cell, epoch = self._cells, self._cell, lease.epoch
-        cells[cell + 1] = 1
-        for position, index in enumerate(lease.index, lease.position):
-            if cells[EPOCH_CELL] != epoch:
-                raise _Dropped
-            cells[cell] = position
-            self._index = index
-            yield position, index
+        indices = lease.index if self._task.auto_collation else [lease.index]
+        return self._badge.walk(indices, lease.position, lease.epoch)
 
     def _silently(self, lease: Lease, get: Any, randomness: SampleRandomness) -> Iterator[Any]:
         randomness.begin_run()
         try:
             yield from randomness.samples_of(get, self._walk(lease))
-        except _Dropped:
+        except EpochOver:
             raise
         except Exception:
             randomness.end_run()  # an error may be another with the sample's own randomness
             raise
         randomness.end_run()
-
-    def _note(self, position: int, index: Any, num_samples: int = 1) -> None:
-        self._cells[self._cell + 1] = num_samples
-        self._cells[self._cell] = position
-        self._index = index
-
-    def _check_epoch(self, epoch: int) -> None:
-        now = self._cells[EPOCH_CELL]
-        if now == STOP or now != epoch:
-            raise _Dropped
 
     # -- filling ---------------------------------------------------------------------------------
 
@@ -296,7 +325,7 @@ class Worker:
         iterator, needed_bytes = iter(samples), 0
         try:
             writer.take(iterator)
-            self._cells[self._cell] = NOTHING
+            self._badge.show_no_sample()
             if writer.layout is not None:
                 objects = writer.finish()
                 return self._filled(writer.layout, writer.num_filled, objects, lease)
@@ -308,8 +337,9 @@ class Worker:
         if not lease.is_whole:
             return "odd", None, needed_bytes, False
         odd.extend(iterator)
-        self._cells[self._cell] = NOTHING
+        self._badge.show_no_sample()
         indices = [] if self._task.is_iterable else list(lease.index)
+        indices = indices if len(indices) == len(odd) else []  # some were left out
         with self._guard():
             batch = collate.default_collate(odd, indices)
         written = payload.write(batch, buffer)
@@ -332,7 +362,7 @@ class Worker:
 
     def _collate_freely(self, lease: Lease, samples: Any) -> Loaded:
         """The user's collate_fn on the whole list; its default_collate writes to our memory."""
-        self._cells[self._cell] = NOTHING
+        self._badge.show_no_sample(runs_user_code=True)
         root = self._slot(lease)
         scratch = Scratch(root)
         with collating_into(scratch), self._guard():

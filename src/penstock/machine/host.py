@@ -186,6 +186,21 @@ def can_start_python() -> bool:
     return bool(sys.executable) and not is_frozen()
 
 
+def peak_kb() -> int:
+    """The most memory that this process has held so far, in KiB; 0 where the system does not say.
+
+    Example:
+        >>> peak_kb() >= 0
+        True
+    """
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak // 1024 if sys.platform == "darwin" else peak
+
+
 def queued_s() -> float:
     """Seconds that this thread was ready to run while others held the cores; 0 where unknown.
 

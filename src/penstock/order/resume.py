@@ -98,6 +98,7 @@ class Resumable:
         self._refuse_undrawn(saved)
         self._refuse_streams(saved)
         streams = saved.dataset or {}
+        self._restore_bad(saved.epoch, saved.bad or {})
         self._course.resume(
             Mark(
                 epoch=saved.epoch,
@@ -154,7 +155,15 @@ class Resumable:
             generator_state=mark.generator_state,
             length=self._length(),
             global_batch=self._global_batch(),
+            bad=self._bad_in(mark.epoch) or None,
         )
+
+    def _bad_in(self, epoch: int) -> dict[str, list[Any]]:
+        """What the state says about bad samples; the loader's own."""
+        return {}
+
+    def _restore_bad(self, epoch: int, bad: dict[str, list[Any]]) -> None:
+        """Take over what :meth:`_bad_in` said when the state was saved."""
 
     def _refuse_undrawn(self, saved: State) -> None:
         """Without ``seed=``, the middle of an epoch is known only with what was drawn for it."""

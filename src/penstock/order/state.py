@@ -25,6 +25,8 @@ class State:
         global_batch: Samples in a batch of all ranks together.
         generator_state: Of the generator that the user gave, before the order was drawn from it.
         sampler, dataset: The state that these offer of their own.
+        bad: ``positions`` of this epoch at which samples were bad, and the indices of samples that
+            took down workers (``poison``).
     """
 
     epoch: int
@@ -39,6 +41,7 @@ class State:
     num_workers: int | None = None
     sampler: Any = None
     dataset: Any = None
+    bad: dict[str, list[Any]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what is not known is left out.
@@ -71,7 +74,7 @@ class State:
             raise BadState(
                 f"the state has {unknown or 'no'} {sorted(missing) or 'unknown'} entries"
             )
-        for name in known - {"sampler", "dataset", "generator_state"}:
+        for name in known - {"sampler", "dataset", "generator_state", "bad"}:
             value = content.get(name)
             if value is None and name not in ("epoch", "position"):
                 continue
@@ -79,6 +82,7 @@ class State:
             is_signed = name in ("seed", "base_seed", "shuffle_seed")
             if value is None or not (is_whole and (is_signed or value >= 0)):
                 raise BadState(f"the state's {name} is {value!r}, not a whole number from 0 up")
+        _refuse_bad(content.get("bad"))
         state = cls(**content)
         state._refuse_impossible()
         return state
@@ -112,3 +116,15 @@ class State:
                 remedy="the dataset, seed=, batch_size= and number of ranks it was saved with "
                 "(ranks may change if ranks x batch_size stays)",
             )
+
+
+def _refuse_bad(bad: Any) -> None:
+    if bad is None:
+        return
+    kinds = {"positions": (int,), "poison": (int, str)}
+    is_right = isinstance(bad, dict) and set(bad) <= set(kinds)
+    for name, values in bad.items() if is_right else ():
+        is_right = is_right and isinstance(values, list)
+        is_right = is_right and all(type(value) in kinds[name] for value in values)
+    if not is_right:
+        raise BadState(f"the state's list of bad samples is none: {str(bad)[:80]}")

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.obituary import write_obituary
+from penstock.engine.obituary import Fault, write_obituary
+from penstock.engine.supervisor import Supervisor, Verdict
 
 pytestmark = pytest.mark.legacy
 
 
+def obituary(worker: int, pid: int, exit_code: int, index: Any) -> Any:
+    return write_obituary(Fault(worker=worker, pid=pid, exit_code=exit_code, index=index))
+
+
 def test_a_signal_is_named_with_its_likely_cause() -> None:
-    error: Any = write_obituary(2, 4181, -int(signal.SIGKILL), 90412)
+    error: Any = obituary(2, 4181, -int(signal.SIGKILL), 90412)
     text = str(error)
     assert "SIGKILL" in text
     assert "sample 90412" in text
@@ -24,16 +29,31 @@ def test_a_signal_is_named_with_its_likely_cause() -> None:
 
 
 def test_an_exit_code_is_given_as_it_was() -> None:
-    error: Any = write_obituary(0, 1, 3, None)
+    error: Any = obituary(0, 1, 3, None)
     assert "exit code 3" in str(error)
     assert "SIG" not in str(error)
     assert error.sample_index is None
 
 
 def test_a_signal_without_a_name_is_given_by_number() -> None:
-    assert "40" in str(write_obituary(0, 1, -40, None))
+    assert "40" in str(obituary(0, 1, -40, None))
 
 
 def test_torch_s_words_are_kept_so_that_scripts_that_look_for_them_go_on() -> None:
-    assert "DataLoader worker (pid 7) is killed by signal: " in str(write_obituary(0, 7, -11, 0))
-    assert isinstance(write_obituary(0, 7, -11, 0), RuntimeError)
+    assert "DataLoader worker (pid 7) is killed by signal: " in str(obituary(0, 7, -11, 0))
+    assert isinstance(obituary(0, 7, -11, 0), RuntimeError)
+
+
+def test_the_limit_is_named_with_its_number() -> None:
+    fault = Fault(worker=0, pid=1, exit_code=-9)
+    text = str(write_obituary(fault, Verdict.LIMIT, Supervisor(max_restarts=17)))
+    assert "max_restarts=17" in text
+
+
+def test_a_hang_is_told_with_its_time_and_its_stack() -> None:
+    fault = Fault(worker=1, pid=5, how="hung", index=7, seconds=2.5, stack="  File decode.py")
+    error: Any = write_obituary(fault, Verdict.POISON, Supervisor(max_restarts=1))
+    assert "2.5 s" in str(error)
+    assert "sample 7" in str(error)
+    assert "File decode.py" in str(error)
+    assert (error.seconds, error.sample_index, error.stack) == (2.5, 7, "  File decode.py")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.order.randomness import SampleRandomness
@@ -15,6 +15,10 @@ from penstock.order.randomness import SampleRandomness
 
 class Exhausted(Exception):
     """The worker's share of an iterable dataset has ended."""
+
+
+class AllBad(Exception):
+    """Every sample of a batch was bad: there is nothing to deliver."""
 
 
 def call_user(
@@ -31,6 +35,13 @@ def getter(dataset: Any) -> Callable[[Any], Any]:
     TypeError is the one that torch's users know."""
     found: Callable[[Any], Any] | None = getattr(dataset, "__getitem__", None)
     return found if found is not None else functools.partial(operator.getitem, dataset)
+
+
+def one_getter(dataset: Any) -> Callable[[Any], Any]:
+    """One sample at a time, also of a dataset that loads whole batches."""
+    if not takes_batches(dataset):
+        return getter(dataset)
+    return lambda index: dataset.__getitems__([index])[0]
 
 
 def takes_batches(dataset: Any) -> bool:
@@ -59,39 +70,57 @@ def fetch_map(
     return randomness.run(get, indices, position)
 
 
-class Stream:
-    """One pass over an iterable dataset."""
+TakeNext = Callable[[Iterator[Any], int], list[Any]]
+"""Takes the next sample of an iterator: a list of one, or of none if it is to be left out."""
 
-    def __init__(self, dataset: Any, *, auto_collation: bool, drop_last: bool) -> None:
+
+class Stream:
+    """One pass over an iterable dataset.
+
+    Args:
+        take_next: Does with bad samples as the user said; None: they raise.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        auto_collation: bool,
+        drop_last: bool,
+        take_next: TakeNext | None = None,
+    ) -> None:
         self._samples = iter(dataset)
+        self._take_next = take_next
         self._auto_collation = auto_collation
         self._drop_last = drop_last
         self._has_ended = False
 
-    def fetch(self, index: Any) -> Any:
+    def fetch(self, index: Any, position: int = 0) -> Any:
         """The next batch as a list of samples, or the next sample when batching is off.
 
         Raises:
             Exhausted: Nothing (or, with ``drop_last``, too little) is left.
+            AllBad: There was something, and all of it is left out.
         """
         if self._has_ended:
             raise Exhausted
-        if not self._auto_collation:
+        samples: list[Any] = []
+        num_taken = 0
+        for place, _ in enumerate(index if self._auto_collation else (None,), position):
             try:
-                return next(self._samples)
-            except StopIteration:
-                self._has_ended = True
-                raise Exhausted from None
-        samples = []
-        for _ in index:
-            try:
-                samples.append(next(self._samples))
+                if self._take_next is None:
+                    samples.append(next(self._samples))
+                else:
+                    samples.extend(self._take_next(self._samples, place))
+                num_taken += 1
             except StopIteration:
                 self._has_ended = True
                 break
-        if not samples or (self._drop_last and len(samples) < len(index)):
+        if not num_taken or (self._drop_last and self._auto_collation and num_taken < len(index)):
             raise Exhausted
-        return samples
+        if not samples:
+            raise AllBad
+        return samples if self._auto_collation else samples[0]
 
 
 def seed_pipes(dataset: Any, shared_seed: int | None) -> Any:

@@ -23,7 +23,8 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.engine.memory import SharedFile
-from penstock.engine.messages import CONTROL_BYTES, Assignment, Task
+from penstock.engine.messages import CONTROL_BYTES, STACK_FD, Assignment, Task, position_cell
+from penstock.engine.stacks import offer_stack
 from penstock.engine.start import nursery_protocol as protocol
 from penstock.engine.start.surroundings import enter
 
@@ -58,6 +59,7 @@ def _make_worker(channel: Any, assignment: Assignment, fds: list[int]) -> Any:
     torch.set_num_threads(1)
     memory = SharedFile.attach(assignment.memory)
     cells = memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
+    cells[position_cell(assignment.worker) + STACK_FD] = offer_stack()
     objects = unpack(assignment.parcel, fds)
     payload.remember_parent_classes()
     scratch.install_scratch_collate()

@@ -120,8 +120,12 @@ class Launcher:
         self._waiting: deque[tuple[SpawnedWorker, Any]] = deque()
         self._num_at_once = usable_cores() if HAS_POLL else num_workers
 
-    def start(self, number: int) -> tuple[Process, Any]:
-        """One worker process and the parent's end of the pipe to it."""
+    def start(self, number: int, *, at_once: bool = False) -> tuple[Process, Any]:
+        """One worker process and the parent's end of the pipe to it.
+
+        Args:
+            at_once: Do not wait for other workers to come up first.
+        """
         ours, theirs = connection.Pipe(duplex=True)
         name = f"penstock-worker-{number}"
         starters: dict[str, Callable[[int, Any, str], Process]] = {
@@ -137,9 +141,10 @@ class Launcher:
             raise
         if isinstance(process, SpawnedWorker):
             greeting = self._greeting(number)
-            self._waiting.append((process, theirs))
-            if number < self._num_at_once or len(greeting) > MAX_UNREAD_BYTES:
-                self.start_next()
+            if at_once or number < self._num_at_once or len(greeting) > MAX_UNREAD_BYTES:
+                self._begin(process, theirs)
+            else:
+                self._waiting.append((process, theirs))
             ours.send_bytes(greeting)
         else:
             theirs.close()
@@ -148,11 +153,13 @@ class Launcher:
     def start_next(self) -> None:
         """Begin one more of the spawned workers that wait. Called when another has reported."""
         if self._waiting:
-            process, theirs = self._waiting.popleft()
-            try:
-                process.begin()
-            finally:
-                theirs.close()
+            self._begin(*self._waiting.popleft())
+
+    def _begin(self, process: SpawnedWorker, theirs: Any) -> None:
+        try:
+            process.begin()
+        finally:
+            theirs.close()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -229,7 +236,8 @@ def _forked_main(
     from penstock.engine import remote_errors
     from penstock.engine.batch import payload, scratch
     from penstock.engine.desks import PipeDesk
-    from penstock.engine.messages import CONTROL_BYTES
+    from penstock.engine.messages import CONTROL_BYTES, STACK_FD, position_cell
+    from penstock.engine.stacks import offer_stack
     from penstock.engine.start import boot
     from penstock.engine.worker import Worker
 
@@ -238,6 +246,7 @@ def _forked_main(
     boot.watch_parent(parent)
     torch.set_num_threads(1)
     cells = memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
+    cells[position_cell(number) + STACK_FD] = offer_stack()
     scratch.install_scratch_collate()
     payload.prefer_references()
     remote_errors.prefer_references()

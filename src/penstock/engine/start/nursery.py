@@ -57,6 +57,11 @@ class NurseryWorker:
                 self._nursery.forget(self.pid)
         return self._code
 
+    @property
+    def is_orphaned(self) -> bool:
+        """Has the nursery gone, and taken this worker with it?"""
+        return self._nursery.is_lost
+
     def is_alive(self) -> bool:
         return self.exitcode is None
 

@@ -1,0 +1,190 @@
+"""Without workers: the caller's own thread loads each batch when it is asked for."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from torch.utils.data import dataloader as torch_loader
+
+from penstock.engine.batch import collate
+from penstock.engine.batch.fetch import (
+    AllBad,
+    Exhausted,
+    Stream,
+    call_user,
+    fetch_map,
+    getter,
+    one_getter,
+    takes_batches,
+)
+from penstock.engine.batch.gather import Gatherer, find_gatherer
+from penstock.engine.batch.layout import OddSample
+from penstock.engine.iterators import LoaderIterator, Setup, max_held_bytes
+from penstock.engine.memory import PrivateFile
+from penstock.engine.slots import Ring
+from penstock.engine.tolerance import Careful
+from penstock.order.foreign import OwnGenerators
+from penstock.order.generators import preserved_generators
+from penstock.order.randomness import COLLATE_STREAM, SampleRandomness
+from penstock.order.reads import watching_reads
+
+
+class InlineIterator(LoaderIterator):
+    """No workers: the caller's own thread loads each batch when it is asked for."""
+
+    def __init__(self, loader: Any, setup: Setup) -> None:
+        super().__init__(loader)
+        self._enter(setup)
+        self._randomness: SampleRandomness | None = None
+        self._collate_randomness: SampleRandomness | None = None
+        if setup.per_sample:
+            own = OwnGenerators(self._dataset)
+            self._randomness = SampleRandomness(self._base_seed, also_set=own.set if own else None)
+            for one in own.found:
+                if not one.can_be_set:
+                    setup.tell(f"{one}: its draws depend on who loads the sample")
+            self._collate_randomness = SampleRandomness(self._base_seed ^ COLLATE_STREAM)
+        self._collates_by_default = collate.is_default_collate(self._collate_fn)
+        self._gatherer: Gatherer | None = None
+        if self._auto_collation and self._collates_by_default:
+            self._gatherer = find_gatherer(self._dataset)
+        can_batch = takes_batches(self._dataset)
+        self._is_plain = self._collates_by_default and self._auto_collation and not can_batch
+        self._careful: Careful | None = None
+        if setup.on_error != "raise":
+            self._careful = Careful(
+                setup.on_error,
+                self._dataset,
+                seed=self._base_seed,
+                num_indices=setup.num_indices,
+                none_is_bad=self._collates_by_default,
+            )
+        self._ring: Ring | None = None
+        if self._gatherer is not None:
+            self._ring = Ring(PrivateFile(), max_held_bytes=max_held_bytes())
+        self._begin()
+
+    def _begin(self) -> None:
+        self._place = 0
+        self._position_at = self._position_of()
+        if self._randomness is not None:
+            assert self._collate_randomness is not None
+            self._randomness.begin(self._course.key_epoch)
+            self._collate_randomness.begin(self._course.key_epoch)
+        self._stream: Stream | None = None
+        if self._dataset_kind == torch_loader._DatasetKind.Iterable:
+            if 0 in self._course.streams:  # resumed: it goes on by itself
+                dataset: Any = self._dataset
+                dataset.load_state_dict(self._course.streams[0])
+            self._stream = Stream(
+                self._dataset,
+                auto_collation=self._auto_collation,
+                drop_last=self._drop_last,
+                take_next=self._careful.next_of if self._careful is not None else None,
+            )
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._setup.turn()
+        self._turn_number = self._course.num_turns
+        super()._reset(loader, first_iter)
+        self._begin()
+
+    def _advance(self, num_samples: int) -> int:
+        """The position of the next samples, which are taken now."""
+        place, self._place = self._place, self._place + num_samples
+        self._position = place if self._position_at is None else self._position_at(place)
+        return self._position
+
+    def _shutdown_workers(self) -> None:
+        """There are none; others call this by name."""
+
+    def _next_batch(self) -> Any:
+        while True:
+            index, place = next(self._sampler_iter), self._place
+            try:
+                batch = self._load(index)
+            except Exhausted:
+                raise StopIteration from None
+            except AllBad:
+                self._tell_bad()
+                self._count_empty()
+                continue
+            except Exception:
+                if self._careful is None or self._stream is not None:
+                    raise
+                self._place = place
+                try:
+                    batch = self._load_carefully(index, self._careful)
+                except AllBad:
+                    self._tell_bad()
+                    self._count_empty()
+                    continue
+            self._tell_bad()
+            return self._finished(batch)
+
+    def _tell_bad(self) -> None:
+        if self._careful is not None and self._careful.found:
+            found, self._careful.found = self._careful.found, []
+            self._setup.on_bad(found)
+
+    def _load(self, index: Any) -> Any:
+        if self._gatherer is not None and self._ring is not None:
+            with suppress(OddSample):  # slices as indices, say: the usual way
+                batch = self._gatherer.gather(index, self._ring)
+                self._place += len(index)
+                return batch
+        if self._stream is not None:
+            samples = self._stream.fetch(index, self._place)
+            self._place += len(samples) if self._auto_collation else 1
+        elif self._randomness is not None and self._randomness.is_silent and self._is_plain:
+            position = self._advance(len(index))
+            samples = self._randomness.run_apart(getter(self._dataset), index, position)
+        elif self._randomness is not None:
+            with preserved_generators(), watching_reads():
+                samples = self._fetch(index)
+                if not self._collates_by_default:
+                    return self._collate(samples)
+        else:
+            samples = self._fetch(index)
+        return self._put_together(samples, index)
+
+    def _put_together(self, samples: Any, index: Any) -> Any:
+        if self._collates_by_default and self._auto_collation:
+            indices = [] if self._stream is not None else list(index)
+            indices = indices if len(indices) == len(samples) else []  # some were left out
+            return collate.default_collate(samples, indices)
+        return self._collate_fn(samples)
+
+    def _load_carefully(self, index: Any, careful: Careful) -> Any:
+        """One sample at a time, in spite of bad ones."""
+        get = one_getter(self._dataset)
+        indices = list(index) if self._auto_collation else [index]
+        placed = enumerate(indices, self._advance(len(indices)))
+        with preserved_generators(), watching_reads():
+            if self._randomness is not None:
+                self._randomness.look()
+
+            def load(one: Any, position: int) -> Any:
+                return call_user(get, one, position, self._randomness)
+
+            samples = careful.samples(load, placed, self._course.key_epoch, indices)
+            if not samples:
+                raise AllBad
+            whole = samples if self._auto_collation else samples[0]
+            if self._randomness is not None and not self._collates_by_default:
+                return self._collate(whole)
+        return self._put_together(whole, index)
+
+    def _collate(self, samples: Any) -> Any:
+        if self._collate_randomness is not None and self._randomness is not None:
+            self._collate_randomness.look(is_used=self._randomness.has_drawn)
+        return call_user(self._collate_fn, samples, self._position, self._collate_randomness)
+
+    def _fetch(self, index: Any) -> Any:
+        if not self._auto_collation:
+            position = self._advance(1)
+            if self._randomness is not None:
+                self._randomness.look()
+            return call_user(getter(self._dataset), index, position, self._randomness)
+        return fetch_map(self._dataset, index, self._advance(len(index)), self._randomness)

@@ -1,0 +1,290 @@
+"""When a worker is lost: who was it, what was it at, and who takes its place?
+
+    Death (its pipe ended), or overdue() (it hangs) -> Fault -> Supervisor's verdict
+        -> a new worker with the same number, which loads again what the old one owed
+
+What it owed goes into the same rows of the same slots with the same randomness, so the batches are
+the same. An iterable dataset has no positions: its replacement goes on from the state that the
+dataset offered last, or takes what was delivered once more and drops it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.engine.messages import (
+    IS_IDLE,
+    NOTHING,
+    NUM_SAMPLES,
+    PEAK_KB,
+    SINCE,
+    Fresh,
+    Reply,
+    Resume,
+    Task,
+    position_cell,
+)
+from penstock.engine.obituary import Fault, write_obituary, write_stuck, write_timeout
+from penstock.engine.pools import Death, Pool
+from penstock.engine.stacks import all_stacks
+from penstock.engine.supervisor import Supervisor, Verdict
+from penstock.engine.turns import Turns
+from penstock.errors import StartFailed, Stuck, WorkerTimeout
+
+log = logging.getLogger("penstock")
+
+OWN_LIMIT_S = 30.0
+"""A worker that waits for work although it has some, or a parent that waits for nobody, is a fault
+of ours (or somebody has stopped the worker): after this long it is not waited for any longer."""
+LOOK_S = 0.2
+"""How often workers are looked at where samples have a limit."""
+ASLEEP_S = 5.0
+"""Looks this far apart mean that this process itself was stopped: nobody is blamed for it."""
+START_PAUSES_S = (0.1, 0.5, 2.0)
+"""A worker that does not start (no memory, no process to be had) is tried again after these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the user allows: how many restarts, how long a sample may take, and whether a sample
+    that takes down workers may be left out."""
+
+    max_restarts: int = 100
+    sample_timeout_s: float | None = None
+    is_tolerant: bool = False
+
+
+class Recovery:
+    """Replaces the workers of one pool.
+
+    Args:
+        turns: Who owes what.
+        poisoned: Told of each sample that took down workers twice, where that is tolerated.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        turns: Turns,
+        cells: memoryview,
+        limits: Limits,
+        task: Task,
+        poisoned: Callable[[Any, Exception], None] = lambda index, error: None,
+    ) -> None:
+        self._pool = pool
+        self._turns = turns
+        self._cells = cells
+        self._limits = limits
+        self._task = task
+        self._poisoned = poisoned
+        self._supervisor = Supervisor(limits.max_restarts)
+        self._answers = [0] * len(pool.processes)
+        self._states: list[Any] = [None] * len(pool.processes)
+        self._epoch = NOTHING
+        self._fresh: Fresh | None = None
+        self._amnesty_ns = self._looked_ns = self._heard_ns = time.monotonic_ns()
+
+    @property
+    def num_restarts(self) -> int:
+        return self._supervisor.num_restarts
+
+    @property
+    def patience_s(self) -> float:
+        """How long may the parent sleep before it looks again?"""
+        return 1.0 if self._limits.sample_timeout_s is None else LOOK_S
+
+    def begin(self, epoch: int, fresh: Fresh | None) -> None:
+        """An epoch begins. ``fresh``: what its workers were told first."""
+        self._epoch, self._fresh = epoch, fresh
+        self._answers = [0] * len(self._answers)
+        self._states = [None] * len(self._states)
+        self._supervisor.forget_strikes()
+
+    def heard(self, worker: int, reply: Reply) -> None:
+        """A worker has answered."""
+        if reply.epoch == self._epoch and self._task.is_iterable:
+            self._answers[worker] += 1
+            self._states[worker] = reply.state
+
+    # -- what is it doing ------------------------------------------------------------------------
+
+    def index_at(self, worker: int) -> Any:
+        """What a worker is loading: an index, a list of them (``__getitems__``), or None."""
+        return self._place(worker)[1]
+
+    def _place(self, worker: int) -> tuple[int | None, Any]:
+        """The position that a worker is at, and the index there."""
+        cell = position_cell(worker)
+        position, num_samples = self._cells[cell], self._cells[cell + NUM_SAMPLES]
+        for lease in self._turns.owed(worker)[:1]:
+            row = position - lease.position
+            is_there = position != NOTHING and 0 <= row < lease.num_samples
+            if not is_there or lease.epoch != self._epoch:
+                continue
+            if not self._task.auto_collation:
+                return position, lease.index
+            indices = list(lease.index)
+            return position, indices[row : row + num_samples] if num_samples > 1 else indices[row]
+        return None, None
+
+    def _suspect(self, worker: int) -> Hashable | None:
+        owed = self._turns.owed(worker)
+        if not owed or owed[0].epoch != self._epoch:
+            return None
+        position, index = self._place(worker)
+        if position is not None:
+            return "samples" if isinstance(index, list) else "sample", position
+        is_at_work = self._cells[position_cell(worker) + IS_IDLE] == 0
+        return ("batch", owed[0].key) if is_at_work else None
+
+    def _seconds(self, worker: int) -> float:
+        """For how long a worker has run the user's code; 0 where that is not measured."""
+        since_ns = self._cells[position_cell(worker) + SINCE]
+        if since_ns <= 0:
+            return 0.0
+        return (time.monotonic_ns() - max(since_ns, self._amnesty_ns)) * 1e-9
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def overdue(self, *, has_news: bool) -> list[Fault]:
+        """Workers that are to be replaced because they hang.
+
+        Args:
+            has_news: Has any worker answered since the last look?
+
+        Raises:
+            Stuck: Nobody has anything to do, and yet a batch is waited for.
+        """
+        now_ns = time.monotonic_ns()
+        if now_ns - self._looked_ns > ASLEEP_S * 1e9:
+            self._amnesty_ns = self._heard_ns = now_ns
+        self._looked_ns = now_ns
+        if has_news:
+            self._heard_ns = now_ns
+        faults = self._late(self._limits.sample_timeout_s)
+        if now_ns - self._heard_ns < OWN_LIMIT_S * 1e9 or faults:
+            return faults
+        self._heard_ns = now_ns
+        if not self._turns.has_owed:
+            raise self._stuck("no worker has anything to do")
+        return [
+            self._fault(worker, how="silent", seconds=OWN_LIMIT_S)
+            for worker in range(len(self._pool.processes))
+            if self._turns.owed(worker) and self._cells[position_cell(worker) + IS_IDLE] == 1
+        ]
+
+    def resting(self) -> None:
+        """Nobody waits for a batch now: the time until the next look is the user's own."""
+        self._looked_ns = self._heard_ns = time.monotonic_ns()
+
+    def _late(self, limit_s: float | None) -> list[Fault]:
+        if limit_s is None:
+            return []
+        return [
+            self._fault(worker, how="hung", seconds=seconds)
+            for worker in range(len(self._pool.processes))
+            if (seconds := self._seconds(worker)) > limit_s
+        ]
+
+    def _fault(self, worker: int, *, how: str, seconds: float) -> Fault:
+        return Fault(
+            worker=worker,
+            pid=self._pool.processes[worker].pid,
+            how=how,
+            index=self.index_at(worker),
+            seconds=seconds,
+            stack=self._pool.stack_of(worker),
+        )
+
+    def fault_of(self, worker: int, death: Death) -> Fault:
+        """What is known about a worker whose process ended."""
+        return Fault(
+            worker=worker,
+            pid=death.pid,
+            exit_code=death.exit_code,
+            is_orphaned=death.is_orphaned,
+            index=self.index_at(worker),
+            peak_kb={
+                other: self._cells[position_cell(other) + PEAK_KB]
+                for other in range(len(self._pool.processes))
+            },
+        )
+
+    # -- acting ----------------------------------------------------------------------------------
+
+    def replace(self, fault: Fault) -> list[Fresh | Resume]:
+        """Start another worker in the place of the lost one.
+
+        Returns what the new one must hear before the leases that the old one owed; a lease with a
+        sample that is poison has been amended.
+
+        Raises:
+            WorkerDied, SampleTimeout, Stuck, StartFailed: This cannot or shall not go on.
+        """
+        worker, suspect = fault.worker, self._suspect(fault.worker)
+        was_ready = fault.is_orphaned or self._cells[position_cell(worker) + IS_IDLE] != NOTHING
+        verdict = self._supervisor.judge(
+            worker, None if fault.is_orphaned else suspect, was_ready=was_ready
+        )
+        position, index = self._place(worker)
+        if verdict is Verdict.POISON and fault.how == "silent":
+            raise self._stuck(f"worker {worker} has work and does not take it")
+        can_leave_out = self._limits.is_tolerant and position is not None
+        if verdict is not Verdict.RETRY and not (verdict is Verdict.POISON and can_leave_out):
+            raise write_obituary(fault, verdict, self._supervisor)
+        if fault.is_orphaned:
+            log.warning("worker %d (pid %s) ended with its nursery", worker, fault.pid)
+        else:
+            log.warning("%s", write_obituary(fault, verdict, self._supervisor).what)
+        if verdict is Verdict.POISON:
+            self._leave_out(worker, index, position or 0, write_obituary(fault, verdict, None))
+        self._start(worker)
+        return self._preface(worker)
+
+    def _start(self, worker: int) -> None:
+        for pause_s in START_PAUSES_S:
+            try:
+                return self._pool.replace(worker)
+            except (StartFailed, OSError) as error:
+                log.warning("worker %d was not replaced, in %g s again: %s", worker, pause_s, error)
+                time.sleep(pause_s)
+        return self._pool.replace(worker)
+
+    def _leave_out(self, worker: int, index: Any, position: int, error: Exception) -> None:
+        lease = self._turns.owed(worker)[0]
+        if isinstance(index, list):  # of __getitems__: one of them, and nobody knows which
+            lease = lease._replace(is_suspect=True)
+        else:
+            self._poisoned(index, error)
+            lease = lease._replace(bad=(*lease.bad, (position - lease.position, error)))
+        self._turns.amend(worker, lease)
+
+    def _preface(self, worker: int) -> list[Fresh | Resume]:
+        preface: list[Fresh | Resume] = [] if self._fresh is None else [self._fresh]
+        if self._task.is_iterable and (self._answers[worker] or self._epoch):
+            state, num_batches = self._states[worker], self._answers[worker]
+            preface.append(Resume(self._epoch, state, 0 if state is not None else num_batches))
+        return preface
+
+    # -- saying ----------------------------------------------------------------------------------
+
+    def timed_out(self, timeout_s: float, batch: int) -> WorkerTimeout:
+        """The error for a batch that did not come within the loader's ``timeout``."""
+        busy = {
+            worker: (self.index_at(worker), self._pool.stack_of(worker))
+            for worker in range(len(self._pool.processes))
+            if self._turns.owed(worker)
+        }
+        return write_timeout(timeout_s, batch, busy)
+
+    def _stuck(self, what: str) -> Stuck:
+        names = [
+            (f"worker {worker} (pid {process.pid})", self._pool.stack_of(worker))
+            for worker, process in enumerate(self._pool.processes)
+        ]
+        return write_stuck(what, OWN_LIMIT_S, all_stacks(names))

@@ -1,0 +1,59 @@
+"""What a lost worker means."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.supervisor import STILLBORN, Supervisor, Verdict
+
+pytestmark = pytest.mark.legacy
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_second_fault_at_one_place_is_poison_and_other_places_are_not() -> None:
+    supervisor = Supervisor(100)
+    assert supervisor.judge(0, ("sample", 7)) is Verdict.RETRY
+    assert supervisor.judge(1, ("sample", 8)) is Verdict.RETRY
+    assert supervisor.judge(1, ("sample", 7)) is Verdict.POISON
+    assert supervisor.num_restarts == 3
+
+
+def test_a_new_epoch_begins_without_strikes() -> None:
+    supervisor = Supervisor(100)
+    supervisor.judge(0, ("sample", 7))
+    supervisor.forget_strikes()
+    assert supervisor.judge(0, ("sample", 7)) is Verdict.RETRY
+
+
+def test_the_limit_counts_within_its_window_only() -> None:
+    clock = Clock()
+    supervisor = Supervisor(2, window_s=10.0, now=clock)
+    verdicts = []
+    for moment in (0.0, 6.0, 12.0, 13.0, 14.0):
+        clock.now_s = moment
+        verdicts.append(supervisor.judge(0, None))
+    assert verdicts == [Verdict.RETRY, Verdict.RETRY, Verdict.RETRY, Verdict.LIMIT, Verdict.LIMIT]
+
+
+def test_with_no_restarts_allowed_the_first_fault_is_the_end() -> None:
+    assert Supervisor(0).judge(0, None) is Verdict.LIMIT
+
+
+def test_workers_that_die_before_they_are_ready_are_hopeless_after_a_few() -> None:
+    supervisor = Supervisor(100)
+    verdicts = [supervisor.judge(0, None, was_ready=False) for _ in range(STILLBORN)]
+    assert verdicts == [Verdict.RETRY] * (STILLBORN - 1) + [Verdict.HOPELESS]
+
+
+def test_one_that_was_ready_in_between_is_a_new_beginning() -> None:
+    supervisor = Supervisor(100)
+    for _ in range(5):
+        assert supervisor.judge(0, None, was_ready=False) is Verdict.RETRY
+        assert supervisor.judge(0, None, was_ready=False) is Verdict.RETRY
+        assert supervisor.judge(0, None, was_ready=True) is Verdict.RETRY
