@@ -1,0 +1,180 @@
+"""The file of bad samples: one line of JSON for each time that a sample failed.
+
+    {"index": 17, "path": "/data/a.jpg", "error": "OSError: image file is truncated", "count": 2,
+     "epoch": 0, "position": 341, "time": "2026-11-15T08:00:00+00:00", "end": "skip"}
+
+The loader appends, ``penstock doctor bad.jsonl`` reads. A program may be killed while it writes,
+and people edit files: a line that is none costs that line. Neither side imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any, BinaryIO
+
+_MAX_LINE_BYTES = 1 << 16
+_MAX_TEXT = 2000
+"""Of an error's text this much is kept, so that a line stays far below the limit above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadSample:
+    """All that the file says about one sample.
+
+    Args:
+        index: As the sampler gave it; anything but a number or a text is its ``repr``.
+        error: Type and text of the last error.
+        count: How often it failed.
+        epoch, position, time, end: Of the last time; ``end`` is what was done about it.
+    """
+
+    index: int | str
+    error: str = ""
+    path: str | None = None
+    count: int = 1
+    epoch: int | None = None
+    position: int | None = None
+    time: str | None = None
+    end: str | None = None
+
+
+@dataclass(kw_only=True)
+class BadSamples:
+    """What :func:`read` found, in the order in which samples failed first."""
+
+    samples: list[BadSample] = field(default_factory=list)
+    num_lines: int = 0
+    num_unreadable: int = 0
+
+    @property
+    def indices(self) -> list[int]:
+        """The indices that are numbers, for ``torch.utils.data.Subset``."""
+        return [sample.index for sample in self.samples if isinstance(sample.index, int)]
+
+
+def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
+    """Add one line. Several processes may add to one file; a torn line of before is closed first.
+
+    Args:
+        record: As in the module's example; ``index`` must be there, ``time`` is now if it is not.
+
+    Raises:
+        OSError: The file cannot be written to: a full disk, a folder that is not there.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = os.path.join(folder, "bad.jsonl")
+        ...     append(file, {"index": 17, "error": "OSError: image file is truncated"})
+        ...     append(file, {"index": 17, "error": "OSError: image file is truncated", "count": 2})
+        ...     [(sample.index, sample.count) for sample in read(file).samples]
+        [(17, 2)]
+    """
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    fields = {"time": now, **record, "index": _plain_index(record["index"])}
+    if "error" in fields:
+        fields["error"] = str(fields["error"])[:_MAX_TEXT]
+    line = json.dumps(fields, default=lambda value: repr(value)[:_MAX_TEXT]).encode("ascii") + b"\n"
+    with open(path, "ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                line = b"\n" + line
+        rest = memoryview(line)
+        while rest.nbytes:  # a nearly full disk takes the first part, and refuses the second
+            rest = rest[file.write(rest) :]
+
+
+def read(path: str | os.PathLike[str]) -> BadSamples:
+    """What the file says, sample by sample. It is never held whole.
+
+    Raises:
+        OSError: There is no such file, or it cannot be read.
+    """
+    found = BadSamples()
+    by_index: dict[int | str, BadSample] = {}
+    with open(path, "rb") as file:
+        for line in _lines(file):
+            found.num_lines += 1
+            sample = None if line is None else _parsed(line)
+            if sample is None:
+                found.num_unreadable += 1
+            else:
+                earlier = by_index.get(sample.index)
+                by_index[sample.index] = sample if earlier is None else _merged(earlier, sample)
+    found.samples = list(by_index.values())
+    return found
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """The lines that are not blank; None for one that is too long to be ours."""
+    is_first = True
+    while line := file.readline(_MAX_LINE_BYTES):
+        if is_first:
+            is_first, line = False, line.removeprefix(b"\xef\xbb\xbf")  # what some editors add
+        if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
+            while (rest := file.readline(_MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            yield None
+        elif line.strip():
+            yield line
+
+
+def _parsed(line: bytes) -> BadSample | None:
+    try:
+        fields = json.loads(line.decode("utf-8"))
+        index = fields["index"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if isinstance(index, bool) or not isinstance(index, (int, str)):
+        return None
+    return BadSample(
+        index=index,
+        error=_text(fields.get("error")) or "",
+        path=_text(fields.get("path")),
+        count=max(1, _whole(fields.get("count")) or 1),
+        epoch=_whole(fields.get("epoch")),
+        position=_whole(fields.get("position")),
+        time=_text(fields.get("time")),
+        end=_text(fields.get("end")),
+    )
+
+
+def _merged(earlier: BadSample, later: BadSample) -> BadSample:
+    """The later line speaks; what it leaves out, the earlier ones say.
+
+    A line has the count of its run. Where runs share a file, the lines themselves are counted.
+    """
+    return BadSample(
+        index=later.index,
+        error=later.error or earlier.error,
+        path=later.path if later.path is not None else earlier.path,
+        count=max(later.count, earlier.count + 1),
+        epoch=later.epoch,
+        position=later.position,
+        time=later.time or earlier.time,
+        end=later.end or earlier.end,
+    )
+
+
+def _plain_index(index: Any) -> int | str:
+    if isinstance(index, str):
+        return index
+    try:
+        return operator.index(index)
+    except TypeError:
+        return repr(index)[:_MAX_TEXT]
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
