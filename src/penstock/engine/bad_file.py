@@ -76,7 +76,7 @@ def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
         [(17, 2)]
     """
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    fields = {"time": now, **record, "index": _plain_index(record["index"])}
+    fields = {"time": now, **record, "index": plain_index(record["index"])}
     if "error" in fields:
         fields["error"] = str(fields["error"])[:_MAX_TEXT]
     line = json.dumps(fields, default=lambda value: repr(value)[:_MAX_TEXT]).encode("ascii") + b"\n"
@@ -163,7 +163,8 @@ def _merged(earlier: BadSample, later: BadSample) -> BadSample:
     )
 
 
-def _plain_index(index: Any) -> int | str:
+def plain_index(index: Any) -> int | str:
+    """An index as the file and ``loader.bad_samples`` hold it."""
     if isinstance(index, str):
         return index
     try:
