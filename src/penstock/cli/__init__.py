@@ -87,7 +87,11 @@ def demo(
 
 
 _Target = Annotated[
-    str | None, typer.Argument(metavar="[SCRIPT:NAME]", help="A dataset or loader to try.")
+    str | None,
+    typer.Argument(
+        metavar="[SCRIPT:NAME | BAD.JSONL]",
+        help="A dataset or loader to try, or a list of bad samples.",
+    ),
 ]
 _Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="The script's own.")

@@ -8,13 +8,24 @@ nothing. Elsewhere it is one temporary file that disappears when the last holder
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
+import weakref
 from dataclasses import dataclass
 
 GRAIN = max(mmap.ALLOCATIONGRANULARITY, 65536)
 """Offsets of mappings are multiples of this (Windows: 64 KiB; some arm64 kernels: 64 KiB pages)."""
+_ZEROS = bytes(1 << 20)
+_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+"""What some file systems answer to ``posix_fallocate``."""
+_REMEDIES = {
+    errno.EMFILE: "ulimit -n 4096",
+    errno.ENFILE: "ulimit -n 4096",
+    errno.EFBIG: "ulimit -f unlimited",
+    errno.ENOMEM: "ulimit -v unlimited",
+}
 
 
 def round_up(num_bytes: int, grain: int = GRAIN) -> int:
@@ -47,6 +58,9 @@ class SharedFile:
         self.is_sparse = is_sparse
         self.num_bytes = 0
         self.note = ""
+        self._mappings: weakref.WeakValueDictionary[tuple[int, int], mmap.mmap] = (
+            weakref.WeakValueDictionary()
+        )
 
     @classmethod
     def create(cls, *, allow_memfd: bool = True) -> SharedFile:
@@ -64,8 +78,10 @@ class SharedFile:
             try:
                 return cls(os.memfd_create("penstock", os.MFD_CLOEXEC), is_sparse=True)
             except OSError as error:  # an old kernel or a seccomp filter
-                note = f"batches lie in a file in {tempfile.gettempdir()}: no memfd here ({error})"
-        fd, path = tempfile.mkstemp(prefix="penstock-")
+                if error.errno in _REMEDIES:  # a file would not do better
+                    raise explained(error) from None
+                note = f"batches lie in a file in {_temporary_folder()}: no memfd here ({error})"
+        fd, path = tempfile.mkstemp(prefix="penstock-", dir=_temporary_folder())
         if hasattr(os, "O_TEMPORARY"):  # Windows: workers open it by name, see FileHandle
             os.close(fd)
             return cls(_open_by_name(path), path=path, is_sparse=False)
@@ -91,19 +107,42 @@ class SharedFile:
         SIGBUS in a worker.
         """
         offset, room = self.num_bytes, round_up(max(num_bytes, 1))
-        if not self.is_sparse and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self.fd, offset, room)
-        else:
-            os.ftruncate(self.fd, offset + room)
+        try:
+            if self.is_sparse or not hasattr(os, "pwrite"):  # Windows allocates what it is told
+                os.ftruncate(self.fd, offset + room)
+            else:
+                self._allocate(offset, room)
+        except OSError as error:
+            raise explained(error) from None
         self.num_bytes = offset + room
         return offset
+
+    def _allocate(self, offset: int, room: int) -> None:
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.fd, offset, room)
+                return
+        except OSError as error:
+            if error.errno not in _CANNOT_ALLOCATE:
+                raise
+        try:
+            for first in range(offset, offset + room, len(_ZEROS)):
+                written = os.pwrite(self.fd, _ZEROS[: offset + room - first], first)
+                if written < min(len(_ZEROS), offset + room - first):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.ftruncate(self.fd, offset)  # what it did get is of no use
+            raise
 
     def append(self, content: bytes | bytearray | memoryview) -> None:
         """Write at the end, through the descriptor. Pairs with :meth:`settle`."""
         view = memoryview(content).cast("B")
         os.lseek(self.fd, self.num_bytes, os.SEEK_SET)
         while view.nbytes:
-            written = os.write(self.fd, view[: 1 << 30])  # Windows and macOS stop short of 2 GiB
+            try:
+                written = os.write(self.fd, view[: 1 << 30])  # Windows and macOS stop at 2 GiB
+            except OSError as error:
+                raise explained(error) from None
             self.num_bytes += written
             view = view[written:]
 
@@ -114,7 +153,14 @@ class SharedFile:
 
     def map(self, offset: int, num_bytes: int, *, private: bool = False) -> mmap.mmap:
         """Map a piece; ``private`` gives copy-on-write pages that nobody else sees change."""
-        return self._map(offset, num_bytes, mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE)
+        if private:
+            return self._map(offset, num_bytes, mmap.ACCESS_COPY)
+        # Every mapping costs a descriptor (mmap keeps its own), so threads share theirs.
+        mapping = self._mappings.get((offset, num_bytes))
+        if mapping is None:
+            mapping = self._map(offset, num_bytes, mmap.ACCESS_WRITE)
+            self._mappings[offset, num_bytes] = mapping
+        return mapping
 
     def map_readonly(self, num_bytes: int) -> mmap.mmap:
         """Map the beginning so that nobody can write to it, not even by mistake."""
@@ -122,7 +168,10 @@ class SharedFile:
 
     def _map(self, offset: int, num_bytes: int, access: int) -> mmap.mmap:
         length = round_up(max(num_bytes, 1), mmap.PAGESIZE)
-        return mmap.mmap(self.fd, length, offset=offset, access=access)
+        try:
+            return mmap.mmap(self.fd, length, offset=offset, access=access)
+        except OSError as error:
+            raise explained(error) from None
 
     def close(self) -> None:
         """Close the descriptor; the memory goes with the last mapping."""
@@ -132,6 +181,31 @@ class SharedFile:
 
     def __del__(self) -> None:
         self.close()
+
+
+def explained(error: OSError) -> OSError:
+    """The same error, with what to do about it.
+
+    Example:
+        >>> print(explained(OSError(errno.EMFILE, "Too many open files")))
+        [Errno 24] Too many open files. Try: ulimit -n 4096
+    """
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        why += f" in {_temporary_folder()}, where shared memory lies as there is no memfd here"
+    remedy = _REMEDIES.get(error.errno or 0, "TMPDIR=/a/folder/with/room")
+    return OSError(error.errno, f"{why}. Try: {remedy}")
+
+
+def _temporary_folder() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"memory for batches needs memfd_create or a folder to write to, and there is neither: "
+            f"{error.strerror}. Try: TMPDIR=/a/folder/with/room",
+        ) from None
 
 
 def _open_by_name(path: str) -> int:

@@ -81,8 +81,7 @@ def _one_in(dataset: Any, place: int) -> tuple[Any, int] | None:
     members, ends = _own(dataset, "datasets"), _own(dataset, "cumulative_sizes")
     if members is _MISSING or ends is _MISSING:
         return None
-    if place < 0:
-        place += ends[-1]
+    place = range(ends[-1])[place]  # a negative one counts from the end
     number = bisect.bisect_right(ends, place)
     return members[number], place - (ends[number - 1] if number else 0)
 
@@ -120,7 +119,7 @@ def _own(value: Any, name: str) -> Any:
 
 
 def _is_list(value: Any) -> bool:
-    """Is it a list that answers at once? A class of the user's may load what it is asked for."""
+    """Is it a list that answers at once? A class of the user's own may load what it gives."""
     if type(value) in (list, tuple, SharedList):
         return True
     numpy = sys.modules.get("numpy")

@@ -81,18 +81,54 @@ class Ring:
         self._returned: deque[Slot] = deque()
         self._held: dict[Slot, int] = {}
         self._held_bytes = 0
+        self._refusal: OSError | None = None
         self.num_slots = 0
 
-    def take(self) -> Slot:
-        """A slot that nobody views and that is large enough: a free one, or a new one."""
+    def has_room(self) -> bool:
+        """Is there a slot to take? One is made if it can be.
+
+        Where it cannot (a full disk), a slot that is too small must do: what does not fit it comes
+        through the pipe. And batches are delivered as copies from then on, so that slots come back:
+        a caller that has others under way should wait for one of those.
+        """
         self._collect()
-        while self._free:
-            slot = self._free.pop()  # the last one used: its pages are mapped and in the cache
-            if slot.capacity >= self.needed_bytes:
-                return slot
-            self.num_slots -= 1  # too small by now: let it go
-        self._add_segment()
-        return self._free.pop()
+        if self._free and self.fits(self._free[-1]):
+            return True
+        small = [slot for slot in self._free if not self.fits(slot)]
+        if small and self._refusal is not None:
+            return True
+        self._free = [slot for slot in self._free if self.fits(slot)]
+        self.num_slots -= len(small)  # too small by now: let them go
+        try:
+            if not self._free:
+                self._add_segment()
+        except OSError as error:
+            self._refusal = error
+            self._free = small
+            self.num_slots += len(small)
+        return bool(self._free)
+
+    def take(self) -> Slot:
+        """A slot that nobody views and that is large enough: a free one, or a new one.
+
+        Raises:
+            OSError: There is none, and no memory to make one. Nothing has changed: it may be tried
+                again when views of batches are gone.
+        """
+        if not self.has_room():
+            raise self._explained() from None
+        return self._free.pop()  # the last one used: its pages are mapped and in the cache
+
+    def _explained(self) -> OSError:
+        error = self._refusal
+        assert error is not None
+        need = round_up(self.needed_bytes or PROVISIONAL_BYTES_ON_DISK) / (1 << 20)
+        held = f", beside {len(self._held)} that you keep" if self._held else ""
+        return OSError(
+            error.errno,
+            f"no memory for another batch ({need:.3g} MiB{held}): {error.strerror}, a smaller "
+            "batch_size or prefetch_factor=, or batch.clone() for batches to keep",
+        )
 
     def _add_segment(self) -> None:
         if self.needed_bytes:
@@ -105,8 +141,8 @@ class Ring:
             mapping = self._file.map(*segment)
         except OSError as error:
             self._tell(
-                f"slots are made one at a time ({error}): a limit on address space or file size "
-                "(ulimit -v, ulimit -f), or a full disk"
+                f"slots are made one at a time ({os.strerror(error.errno or 0)}): a limit on "
+                "address space, file size or open files (ulimit -v, -f, -n), or a full disk"
             )
             capacity, count = self.needed_bytes or PROVISIONAL_BYTES_ON_DISK, 1
             capacity = round_up(capacity)
@@ -135,7 +171,7 @@ class Ring:
     def is_crowded(self) -> bool:
         """Does the user hold so many views that the next batch should be a copy?"""
         self._collect()
-        return self._held_bytes >= self._max_held_bytes
+        return self._refusal is not None or self._held_bytes >= self._max_held_bytes
 
     def lend(self, slot: Slot, num_bytes: int) -> np.ndarray:
         """The root array of a delivery; the slot comes back when its last view is gone."""

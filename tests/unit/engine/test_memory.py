@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -94,3 +96,73 @@ def test_a_file_on_disk_is_allocated_when_it_grows_and_a_memfd_is_not() -> None:
 
 def test_round_up_gives_the_next_multiple() -> None:
     assert [round_up(size, 64) for size in (0, 1, 63, 64, 65)] == [0, 64, 64, 64, 128]
+
+
+def refuse(number: int) -> Callable[..., NoReturn]:
+    def call(*arguments: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def test_a_file_system_that_cannot_allocate_gets_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.EOPNOTSUPP))
+    file = SharedFile.create(allow_memfd=False)
+    assert [file.grow(3 << 20), file.grow(1)] == [0, 3 << 20]
+    assert os.fstat(file.fd).st_blocks * 512 >= (3 << 20) + GRAIN
+    monkeypatch.delattr(os, "posix_fallocate")  # macOS
+    file.grow(100)
+    assert os.fstat(file.fd).st_size == (3 << 20) + 2 * GRAIN
+    file.close()
+
+
+@pytest.mark.parametrize("has_fallocate", [True, False])
+def test_a_full_disk_is_an_error_that_says_what_to_do_and_the_file_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, has_fallocate: bool
+) -> None:
+    file = SharedFile.create(allow_memfd=False)
+    file.grow(10)
+    if has_fallocate:
+        monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
+    else:
+        monkeypatch.delattr(os, "posix_fallocate")
+        monkeypatch.setattr(os, "pwrite", lambda fd, content, offset: len(content) // 2)
+    with pytest.raises(OSError, match=r"No space left .* Try: TMPDIR=") as caught:
+        file.grow(10)
+    assert caught.value.errno == errno.ENOSPC
+    assert (file.num_bytes, os.fstat(file.fd).st_size) == (GRAIN, GRAIN)
+    monkeypatch.setattr(os, "write", refuse(errno.ENOSPC))
+    with pytest.raises(OSError, match="Try: TMPDIR="):
+        file.append(b"content")
+    file.close()
+
+
+def test_without_a_descriptor_no_file_is_tried_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", refuse(errno.EMFILE))
+    with pytest.raises(OSError, match=r"Too many open files\. Try: ulimit -n"):
+        SharedFile.create()
+    monkeypatch.setattr(os, "memfd_create", refuse(errno.EPERM))  # control: here it is
+    file = SharedFile.create()
+    assert "no memfd here" in file.note
+    file.close()
+
+
+def test_without_a_memfd_and_a_folder_it_is_said_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", refuse(errno.ENOENT))
+    with pytest.raises(FileNotFoundError, match=r"there is neither: .*\. Try: TMPDIR="):
+        SharedFile.create(allow_memfd=False)
+
+
+def test_who_maps_a_piece_twice_pays_one_descriptor() -> None:
+    file = SharedFile.create()
+    offset = file.grow(100)
+    one = file.map(offset, 100)
+    before = len(os.listdir("/proc/self/fd"))
+    assert file.map(offset, 100) is one
+    assert len(os.listdir("/proc/self/fd")) == before
+    private = file.map(offset, 100, private=True)
+    assert private is not one
+    assert len(os.listdir("/proc/self/fd")) == before + 1  # control: a mapping costs one
+    file.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import leftovers
-from penstock.engine.memory import SharedFile
+from penstock.engine.memory import GRAIN, SharedFile, round_up
 from penstock.engine.slots import FIRST_SLOTS, MAX_SLOTS_PER_SEGMENT, Ring, Slot
 
 pytestmark = pytest.mark.legacy
@@ -228,3 +229,59 @@ def test_a_closed_ring_holds_no_memory_although_somebody_keeps_it() -> None:
     assert late.sum() == 0  # what the user holds stays valid
     del late
     assert leftovers.look().mappings == before
+
+
+# -- no memory to be had --------------------------------------------------------------------------
+
+
+class SmallFile(SharedFile):
+    """A file on a disk with room for so many bytes."""
+
+    room = 2 * GRAIN
+
+    def grow(self, num_bytes: int) -> int:
+        if self.num_bytes + round_up(num_bytes) > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().grow(num_bytes)
+
+
+def make_small_ring(notes: list[str]) -> Ring:
+    return Ring(SmallFile.create(allow_memfd=False), max_held_bytes=1 << 30, tell=notes.append)
+
+
+def test_where_memory_cannot_be_had_there_are_fewer_slots_and_batches_are_copied() -> None:
+    notes: list[str] = []
+    ring = make_small_ring(notes)
+    ring.fit(NUM_BYTES)
+    assert not ring.is_crowded()
+    taken = [ring.take(), ring.take()]
+    assert "No space left" in notes[0]
+    assert not ring.has_room()
+    assert ring.is_crowded()
+    with pytest.raises(OSError, match=r"no memory for another batch \(0\.0625 MiB\)") as caught:
+        ring.take()
+    assert caught.value.errno == errno.ENOSPC
+    ring.give_back(taken[0])
+    assert ring.has_room()
+    assert ring.take() is taken[0]
+
+
+def test_where_no_larger_slot_can_be_had_a_small_one_is_taken() -> None:
+    ring = make_small_ring([])
+    ring.fit(NUM_BYTES)
+    slot = ring.take()
+    ring.give_back(slot)
+    ring.fit(10 * GRAIN)
+    assert ring.take() is slot
+    assert ring.num_slots == 1
+
+
+def test_the_error_counts_what_the_user_keeps() -> None:
+    ring = make_small_ring([])
+    ring.fit(NUM_BYTES)
+    kept = [lend_tensor(ring), lend_tensor(ring)]
+    with pytest.raises(OSError, match="beside 2 that you keep"):
+        ring.take()
+    del kept
+    gc.collect()
+    assert ring.has_room()

@@ -12,4 +12,5 @@
         - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - notes on disk
       findings  what in the notes is a problem
       report    all of it for a person;  watch: the GPUs, once a second
+      bad_samples   another kind of target: the samples that failed, and how to get rid of them
 """

@@ -11,6 +11,11 @@ from typing import Any
 
 from rich.console import Console
 
+from penstock.cli.doctor.bad_samples import (
+    examine_bad_samples,
+    names_bad_samples,
+    print_bad_samples,
+)
 from penstock.cli.doctor.child import TrialOptions, try_dataset
 from penstock.cli.doctor.findings import find_dataset_problems
 from penstock.cli.doctor.report import Findings, print_report
@@ -35,7 +40,7 @@ class DoctorOptions:
     """What the person asked for.
 
     Args:
-        target: ``script.py:name``, or None to look at the machine alone.
+        target: ``script.py:name``, a file of bad samples, or None to look at the machine alone.
         arguments: The script's own.
         folders: Where the data lies.
         asks_torch: May a child process open the GPUs, to see what torch can use?
@@ -57,12 +62,13 @@ def run_doctor(options: DoctorOptions) -> int:
     Raises:
         BadTarget: There is nothing to try at ``options.target``.
     """
+    if options.target is not None and names_bad_samples(options.target):
+        return _show_bad_samples(options.target, as_json=options.as_json)
     findings = examine(options)
     if options.as_json:
         sys.stdout.write(json.dumps(as_dict(findings), indent=2, default=str) + "\n")
     else:
-        _allow_any_text()
-        print_report(Console(highlight=False, emoji=False), findings)
+        print_report(_console(), findings)
     failure = (findings.dataset or {}).get("failure")
     is_harmed = any(problem.severity == "harm" for problem in findings.problems)
     return UNHEALTHY if failure or is_harmed else HEALTHY
@@ -194,8 +200,18 @@ def _with_line(problem: Problem, tree: ast.Module, script: str) -> Problem:
     return problem
 
 
-def _allow_any_text() -> None:
-    """A path with odd characters must not end the report on a terminal that cannot show them."""
+def _show_bad_samples(target: str, *, as_json: bool) -> int:
+    report = examine_bad_samples(target)
+    if as_json:
+        sys.stdout.write(json.dumps({"bad_samples": report.to_dict()}, indent=2) + "\n")
+    else:
+        print_bad_samples(_console(), report)
+    return UNHEALTHY if report.samples else HEALTHY
+
+
+def _console() -> Console:
+    """Where the report goes. A path that a terminal cannot show must not end it."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
+    return Console(highlight=False, emoji=False)

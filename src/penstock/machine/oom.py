@@ -1,0 +1,194 @@
+"""Did the kernel kill for want of memory, and whose memory was it? Counted before and after.
+
+The kernel counts its OOM kills in the victim's control group and in ``/proc/vmstat``, before it
+sends the signal: a process that is seen to be dead has been counted. Who set the limit is told by
+a second count, of the times that a group's limit stood in the way::
+
+    pod17       memory.max: 2 GiB   memory.events: oom 1, oom_kill 1   <- its limit was met
+      box       memory.max: max     memory.events: oom 0, oom_kill 1   <- the victim was here
+
+A kill in our group without a limit in the way was for want of the machine's own memory. A kill
+that ``/proc/vmstat`` counts and our group does not was another container's, and no news. A file
+that is missing or odd is no kill.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.machine.cgroup import (
+    MEMBERSHIP,
+    MOUNT,
+    groups_above,
+    memory_limit_of,
+    read_text,
+)
+
+VMSTAT = Path("/proc/vmstat")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OomKills:
+    """What became of memory between two counts.
+
+    Args:
+        kind: ``"cgroup"``: a control group's limit was met. ``"host"``: the machine's memory was
+            used up. None: the kernel killed nothing of ours.
+        num_kills: How many processes it killed.
+        limit_bytes: What the group may use, or what the machine has; None where that is unknown.
+    """
+
+    kind: Literal["cgroup", "host"] | None = None
+    num_kills: int = 0
+    limit_bytes: int | None = None
+
+    def __str__(self) -> str:
+        if self.kind is None:
+            return ""
+        kills = "1 kill" if self.num_kills == 1 else f"{self.num_kills} kills"
+        room = "" if self.limit_bytes is None else _size(self.limit_bytes)
+        if self.kind == "cgroup":
+            where = "in this control group" + (f", which may use {room}" if room else "")
+        else:
+            where = "on this machine" + (f", which has {room}" if room else "")
+        return f"the kernel's OOM killer ended it: {kills} {where}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupCount:
+    """What one control group has counted.
+
+    Args:
+        num_kills: OOM kills of its members; None where the kernel does not say.
+        num_refusals: How often its own limit stood in the way; None where the kernel does not say.
+    """
+
+    group: str
+    num_kills: int | None
+    num_refusals: int | None
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OomCount:
+    """What the kernel has counted up to now.
+
+    Example:
+        >>> before = OomCount.now()
+        >>> OomCount.now().since(before).kind is None
+        True
+    """
+
+    groups: tuple[GroupCount, ...] = ()
+    num_host_kills: int | None = None
+    host_bytes: int | None = None
+
+    @classmethod
+    def now(
+        cls, mount: Path = MOUNT, membership: Path = MEMBERSHIP, vmstat: Path = VMSTAT
+    ) -> OomCount:
+        """Look. Takes a fraction of a millisecond, and raises nothing."""
+        counts = (_count(*place) for place in groups_above("memory", mount, membership))
+        return cls(
+            groups=tuple(count for count in counts if count is not None),
+            num_host_kills=_field(read_text(vmstat), "oom_kill"),
+            host_bytes=_host_bytes(),
+        )
+
+    def since(self, before: OomCount) -> OomKills:
+        """What was killed since ``before`` that may have been a process of ours.
+
+        Example:
+            >>> def count(kills, refusals):
+            ...     box = GroupCount(group="/box", num_kills=kills, num_refusals=refusals,
+            ...                      limit_bytes=2 << 30)
+            ...     return OomCount(groups=(box,))
+            >>> print(count(3, 9).since(count(2, 8)))
+            the kernel's OOM killer ended it: 1 kill in this control group, which may use 2.0 GiB
+        """
+        in_group = self._kills_in_group_since(before)
+        if in_group is None:  # nobody counts for us alone
+            num_kills = _growth(self.num_host_kills, before.num_host_kills) or 0
+        else:
+            num_kills = in_group
+        if num_kills <= 0:
+            return OomKills()
+        limit = None if in_group is None else self._limit_in_the_way_since(before)
+        if limit is not None:
+            return OomKills(kind="cgroup", num_kills=num_kills, limit_bytes=limit)
+        return OomKills(kind="host", num_kills=num_kills, limit_bytes=self.host_bytes)
+
+    def _kills_in_group_since(self, before: OomCount) -> int | None:
+        """By the lowest group that counts kills; None where none does."""
+        for count in self.groups:
+            if count.num_kills is not None:
+                earlier = before._count_of(count.group)
+                return None if earlier is None else _growth(count.num_kills, earlier.num_kills)
+        return None
+
+    def _limit_in_the_way_since(self, before: OomCount) -> int | None:
+        """The lowest limit that was met: version 2 adds a group's counts to those above it."""
+        for count in self.groups:
+            earlier = before._count_of(count.group)
+            if count.limit_bytes is None or earlier is None:
+                continue
+            refusals = _growth(count.num_refusals, earlier.num_refusals)
+            if refusals is None or refusals > 0:
+                return count.limit_bytes
+        return None
+
+    def _count_of(self, group: str) -> GroupCount | None:
+        return next((count for count in self.groups if count.group == group), None)
+
+
+def _count(version: int, group: Path) -> GroupCount | None:
+    if version == 2:
+        events = read_text(group / "memory.events")
+        kills, refusals = _field(events, "oom_kill"), _field(events, "oom")
+    else:
+        kills = _field(read_text(group / "memory.oom_control"), "oom_kill")
+        refusals = _number(read_text(group / "memory.failcnt"))
+    if kills is None and refusals is None:
+        return None
+    return GroupCount(
+        group=str(group),
+        num_kills=kills,
+        num_refusals=refusals,
+        limit_bytes=memory_limit_of(version, group),
+    )
+
+
+def _field(text: str | None, name: str) -> int | None:
+    """The number behind a name in lines such as ``oom_kill 3``."""
+    for line in (text or "").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return _number(value)
+    return None
+
+
+def _number(text: str | None) -> int | None:
+    text = (text or "").strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else None
+
+
+def _growth(now: int | None, before: int | None) -> int | None:
+    return None if now is None or before is None else now - before
+
+
+def _host_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # no such call, or no such name
+        return None
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"

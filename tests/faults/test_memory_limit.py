@@ -1,0 +1,103 @@
+"""A process that the kernel really kills for want of memory is counted, with the limit it met."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.machine.cgroup import MOUNT
+from penstock.machine.oom import OomCount
+
+pytestmark = pytest.mark.fault
+
+LIMIT_BYTES = 64 << 20
+# It enters the group, tells that it has, and takes more than it may.
+GREEDY = """
+import os, sys
+with open(sys.argv[1], "w") as procs:
+    procs.write(str(os.getpid()))
+sys.stdin.read(1)
+hoard = []
+while True:
+    hoard.append(b"x" * (8 << 20))
+"""
+
+
+class SmallGroup:
+    """A control group of this machine that may hold little memory."""
+
+    def __init__(self) -> None:
+        name = f"penstock-test-{os.getpid()}"
+        self.is_v2 = not (MOUNT / "memory").is_dir()
+        top = MOUNT if self.is_v2 else MOUNT / "memory"
+        if self.is_v2 and "memory" not in (top / "cgroup.subtree_control").read_text().split():
+            raise OSError(f"no memory controller below {top}")
+        self.folder = top / name
+        self.line = f"0::/{name}\n" if self.is_v2 else f"4:memory:/{name}\n"
+        self.folder.mkdir()
+        try:
+            self._limit()
+        except OSError:
+            self.remove()
+            raise
+
+    def _limit(self) -> None:
+        limit = "memory.max" if self.is_v2 else "memory.limit_in_bytes"
+        (self.folder / limit).write_text(str(LIMIT_BYTES))
+        swap = "memory.swap.max" if self.is_v2 else "memory.swappiness"
+        if (self.folder / swap).exists():
+            (self.folder / swap).write_text("0")
+
+    def remove(self) -> None:
+        for _ in range(50):
+            try:
+                self.folder.rmdir()
+                return
+            except OSError:  # the process that was in it is not quite gone
+                time.sleep(0.02)
+
+
+@pytest.fixture
+def group() -> Iterator[SmallGroup]:
+    try:
+        group = SmallGroup()
+    except OSError as error:
+        pytest.skip(f"no control group with a memory limit can be made here: {error}")
+    yield group
+    group.remove()
+
+
+def test_a_real_kill_by_a_control_group_s_limit_is_counted(
+    group: SmallGroup, tmp_path: Path
+) -> None:
+    membership = tmp_path / "membership"
+    membership.write_text(group.line)
+    before = OomCount.now(membership=membership)
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", GREEDY, str(group.folder / "cgroup.procs")],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            assert OomCount.now(membership=membership).since(before).kind is None  # control
+            process.communicate(b"!", timeout=30)
+        finally:
+            process.kill()
+    found = OomCount.now(membership=membership).since(before)
+    assert process.returncode == -9
+    assert (found.kind, found.num_kills, found.limit_bytes) == ("cgroup", 1, LIMIT_BYTES)
+
+
+def test_looking_takes_less_than_a_millisecond() -> None:
+    times_s = []
+    for _ in range(25):
+        start_s = time.perf_counter()
+        OomCount.now()
+        times_s.append(time.perf_counter() - start_s)
+    assert min(times_s) < 0.001
