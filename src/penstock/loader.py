@@ -180,6 +180,7 @@ class DataLoader(Forgiving, Resumable, TorchDataLoader[_T_co]):
             batch_size=self._rows_per_batch(),
             randomness=self.randomness,
             has_init_fn=self.worker_init_fn is not None,
+            has_sample_limit=self.sample_timeout_s is not None,
         )
 
     def _is_iterable(self) -> bool:

@@ -1,4 +1,7 @@
-"""A process that the kernel really kills for want of memory is counted, with the limit it met."""
+"""A process that the kernel really kills for want of memory is counted, with the limit it met.
+
+And a loader whose worker is killed so says it, with what each worker held.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from penstock.machine.oom import OomCount
 pytestmark = pytest.mark.fault
 
 LIMIT_BYTES = 64 << 20
+ROOM_FOR_A_LOADER_BYTES = 3 << 29
 # It enters the group, tells that it has, and takes more than it may.
 GREEDY = """
 import os, sys
@@ -29,10 +33,37 @@ while True:
 """
 
 
+# A loader of which one sample takes more than there is, each time.
+LOADER = """
+import os, sys
+import numpy, torch
+from penstock import DataLoader, WorkerDied
+
+with open(sys.argv[1], "w") as procs:
+    procs.write(str(os.getpid()))
+
+class Greedy:
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        if index == 9:
+            numpy.ones(4 << 30, dtype=numpy.uint8)
+        return index
+
+try:
+    list(DataLoader(Greedy(), batch_size=2, num_workers=2))
+except WorkerDied as error:
+    print(error)
+left_out = DataLoader(Greedy(), batch_size=2, num_workers=2, on_error="skip")
+print("left:", sum(len(batch) for batch in left_out))
+"""
+
+
 class SmallGroup:
     """A control group of this machine that may hold little memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
         name = f"penstock-test-{os.getpid()}"
         self.is_v2 = not (MOUNT / "memory").is_dir()
         top = MOUNT if self.is_v2 else MOUNT / "memory"
@@ -49,7 +80,7 @@ class SmallGroup:
 
     def _limit(self) -> None:
         limit = "memory.max" if self.is_v2 else "memory.limit_in_bytes"
-        (self.folder / limit).write_text(str(LIMIT_BYTES))
+        (self.folder / limit).write_text(str(self._limit_bytes))
         swap = "memory.swap.max" if self.is_v2 else "memory.swappiness"
         if (self.folder / swap).exists():
             (self.folder / swap).write_text("0")
@@ -64,9 +95,9 @@ class SmallGroup:
 
 
 @pytest.fixture
-def group() -> Iterator[SmallGroup]:
+def group(request: pytest.FixtureRequest) -> Iterator[SmallGroup]:
     try:
-        group = SmallGroup()
+        group = SmallGroup(getattr(request, "param", LIMIT_BYTES))
     except OSError as error:
         pytest.skip(f"no control group with a memory limit can be made here: {error}")
     yield group
@@ -92,6 +123,23 @@ def test_a_real_kill_by_a_control_group_s_limit_is_counted(
     found = OomCount.now(membership=membership).since(before)
     assert process.returncode == -9
     assert (found.kind, found.num_kills, found.limit_bytes) == ("cgroup", 1, LIMIT_BYTES)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("group", [ROOM_FOR_A_LOADER_BYTES], indirect=True)
+def test_a_loader_names_the_kernel_s_killer_with_the_limit_and_each_worker_s_memory(
+    group: SmallGroup,
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", LOADER, str(group.folder / "cgroup.procs")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "OOM killer ended it: 1 kill in this control group, which may use 1.5 GiB" in run.stdout
+    assert "while loading sample 9" in run.stdout
+    assert "worker 0 0." in run.stdout
+    assert "left: 15" in run.stdout, run.stderr
 
 
 def test_looking_takes_less_than_a_millisecond() -> None:

@@ -52,6 +52,11 @@ class Badge:
         if runs_user_code and self._has_limit:
             self._cells[self._cell + SINCE] = time.monotonic_ns()
 
+    def show_waiting(self, is_waiting: bool) -> None:
+        """A thread waits for its turn to run the user's code, or has it now."""
+        if self._has_limit:
+            self._cells[self._cell + SINCE] = 0 if is_waiting else time.monotonic_ns()
+
     def show_done(self) -> None:
         """A lease is served."""
         self._cells[self._cell] = NOTHING

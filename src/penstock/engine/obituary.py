@@ -10,7 +10,8 @@ from penstock.engine.supervisor import Supervisor, Verdict
 from penstock.errors import PenstockError, SampleTimeout, Stuck, WorkerDied, WorkerTimeout
 
 _CAUSES = {
-    "SIGKILL": "something killed it from outside; most often the kernel, because memory ran out.",
+    "SIGKILL": "something killed it from outside; the kernel has counted no kill for want of "
+    "memory (or does not count them here).",
     "SIGSEGV": "native code (a decoder, an extension) crashed on this sample.",
     "SIGBUS": "memory behind a mapped file went away: a full disk, or a truncated file.",
     "SIGABRT": "native code gave up (an assertion or a double free).",
@@ -25,6 +26,7 @@ class Fault:
         how: "died"; "hung": a sample took longer than allowed; "silent": it does not take its work.
         index: The sample that it was loading, a list of them, or None.
         stack: Where it stood, if it was alive.
+        oom: What the kernel's own count says about kills for want of memory; empty: none.
         peak_kb: The most memory each worker has held, as far as known.
     """
 
@@ -36,6 +38,7 @@ class Fault:
     index: Any = None
     seconds: float = 0.0
     stack: str = ""
+    oom: str = ""
     peak_kb: dict[int, int] = field(default_factory=dict)
 
 
@@ -53,6 +56,7 @@ def write_obituary(
     end = {
         Verdict.RETRY: "; another takes its place" if supervisor is not None else "",
         Verdict.POISON: "; it is the second that was lost there",
+        Verdict.HELPLESS: "; a thread cannot be ended from outside",
         Verdict.HOPELESS: "; like those before it, it was not ready yet",
         Verdict.LIMIT: _limit(supervisor),
     }[verdict]
@@ -67,6 +71,9 @@ def write_obituary(
     if fault.how != "died":
         return _write_hang(fault, sample, end, remedy, facts)
     how, cause = _how_it_ended(fault.exit_code)
+    if fault.oom and fault.exit_code == -9:
+        cause = f"{fault.oom}. {_memory(fault)}"
+        remedy = "DataLoader(...) with fewer workers, or a smaller batch or prefetch_factor"
     return WorkerDied(
         f"DataLoader worker (pid {fault.pid}) {how}{sample} (worker {fault.worker}){end}",
         likely=cause,
@@ -74,6 +81,15 @@ def write_obituary(
         exit_code=fault.exit_code,
         **facts,
     )
+
+
+def _memory(fault: Fault) -> str:
+    """Who held how much: as of each worker's last batch, so the last one's own growth is not in."""
+    known = {worker: peak for worker, peak in fault.peak_kb.items() if peak > 0}
+    if not known:
+        return "No worker had delivered anything yet."
+    each = ", ".join(f"worker {worker} {peak / 1048576:.2f} GiB" for worker, peak in known.items())
+    return f"The most that each held up to its last batch: {each}."
 
 
 def _limit(supervisor: Supervisor | None) -> str:

@@ -34,6 +34,7 @@ from penstock.engine.stacks import all_stacks
 from penstock.engine.supervisor import Supervisor, Verdict
 from penstock.engine.turns import Turns
 from penstock.errors import StartFailed, Stuck, WorkerTimeout
+from penstock.machine.oom import OomCount
 
 log = logging.getLogger("penstock")
 
@@ -83,6 +84,7 @@ class Recovery:
         self._task = task
         self._poisoned = poisoned
         self._supervisor = Supervisor(limits.max_restarts)
+        self._oom = OomCount.now()
         self._answers = [0] * len(pool.processes)
         self._states: list[Any] = [None] * len(pool.processes)
         self._epoch = NOTHING
@@ -203,12 +205,15 @@ class Recovery:
 
     def fault_of(self, worker: int, death: Death) -> Fault:
         """What is known about a worker whose process ended."""
+        counted = OomCount.now()
+        kills, self._oom = counted.since(self._oom), counted
         return Fault(
             worker=worker,
             pid=death.pid,
             exit_code=death.exit_code,
             is_orphaned=death.is_orphaned,
             index=self.index_at(worker),
+            oom=str(kills),
             peak_kb={
                 other: self._cells[position_cell(other) + PEAK_KB]
                 for other in range(len(self._pool.processes))
@@ -231,6 +236,8 @@ class Recovery:
         verdict = self._supervisor.judge(
             worker, None if fault.is_orphaned else suspect, was_ready=was_ready
         )
+        if not self._pool.can_replace:
+            verdict = Verdict.HELPLESS
         position, index = self._place(worker)
         if verdict is Verdict.POISON and fault.how == "silent":
             raise self._stuck(f"worker {worker} has work and does not take it")

@@ -27,6 +27,7 @@ class Verdict(Enum):
     RETRY = "start another worker and load again"
     POISON = "start another worker, but do not load that place again"
     HOPELESS = "a new worker dies before it does anything"
+    HELPLESS = "it cannot be ended, so nobody can take its place"
     LIMIT = "too many restarts in too short a time"
 
 

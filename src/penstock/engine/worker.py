@@ -11,8 +11,8 @@ from __future__ import annotations
 import mmap
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -89,7 +89,7 @@ class Worker:
         self._desk = desk
         self._badge = Badge(cells, number, has_limit=task.has_limit)
         self._gate = gate
-        self._guard = nullcontext if gate is None else gate.alone
+        self._guard: Callable[[], Any] = nullcontext if gate is None else self._alone
         # sys.exit ends a worker process, which is seen; a thread must say so itself.
         self._caught: type[BaseException] = BaseException if is_thread else Exception
         self._where = f"in DataLoader worker {'thread' if is_thread else 'process'} {number}"
@@ -277,13 +277,14 @@ class Worker:
     def _one_by_one(self, lease: Lease) -> Iterator[Any]:
         get, randomness, gate = getter(self._dataset), self._randomness, self._gate
         if gate is not None and randomness is not None and randomness.is_silent:
+            self._badge.show_waiting(True)
             with gate.together():
                 samples = list(self._silently(lease, get, randomness))
             yield from samples
         elif gate is not None:
             self._tell_alone()
             for position, index in self._walk(lease):
-                with gate.alone():
+                with self._alone():
                     if randomness is not None:
                         randomness.look()
                     sample = call_user(get, index, position, randomness)
@@ -295,6 +296,15 @@ class Worker:
         else:
             for position, index in self._walk(lease):
                 yield randomness.call(get, index, position)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """In a thread: no other thread runs the user's code meanwhile."""
+        assert self._gate is not None
+        self._badge.show_waiting(True)
+        with self._gate.alone():
+            self._badge.show_waiting(False)
+            yield
 
     def _tell_alone(self) -> None:
         if self._randomness is not None and self._randomness.is_known_to_draw:

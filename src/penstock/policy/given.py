@@ -13,6 +13,7 @@ class Wish:
         start_method: ``"fork"``, ``"spawn"``, ``"forkserver"`` or None.
         persistent_workers, pin_memory: None leaves it to the plan.
         has_init_fn: Was a ``worker_init_fn`` given?
+        has_sample_limit: Was a ``sample_timeout_s`` given?
     """
 
     num_workers: int | str = "auto"
@@ -24,6 +25,7 @@ class Wish:
     batch_size: int | None = 1
     randomness: str = "sample"
     has_init_fn: bool = False
+    has_sample_limit: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

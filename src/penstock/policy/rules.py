@@ -152,6 +152,11 @@ def _warnings(plan: Plan, machine: Machine, wish: Wish) -> list[str]:
             "multiprocessing_context='fork' copies a process that holds a GPU context: workers "
             "that touch it hang or crash. Leave multiprocessing_context out."
         )
+    if wish.has_sample_limit and plan.pool.value == "inline":
+        found.append(
+            "sample_timeout_s: samples are loaded in this process, where nobody can look at them. "
+            "num_workers=1 or more makes the limit work."
+        )
     is_heavy = machine.os == "win32" and machine.torch_build == "cuda"
     if is_heavy and plan.num_workers.source == "asked" and plan.pool.value == "process":
         most = memory_ceiling(machine, wish, Work(), "spawn")
