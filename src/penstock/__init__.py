@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from penstock.engine.replay import replay as replay
     from penstock.engine.shared.shared_dict import SharedDict as SharedDict
     from penstock.engine.shared.shared_list import SharedList as SharedList
+    from penstock.integrations.patching import patch as patch
+    from penstock.integrations.patching import patched as patched
+    from penstock.integrations.patching import unpatch as unpatch
     from penstock.loader import DataLoader as DataLoader
     from penstock.machine.collect import machine as machine
     from penstock.machine.facts import Gpu as Gpu
@@ -48,6 +51,9 @@ _HOMES = {
     "SeededOrder": "penstock.order.sampling",
     "WeightedOrder": "penstock.order.sampling",
     "BucketedBatches": "penstock.order.bucketing",
+    "patch": "penstock.integrations.patching",
+    "unpatch": "penstock.integrations.patching",
+    "patched": "penstock.integrations.patching",
     "verify": "penstock.verify",
     "Verdict": "penstock.verify.verdict",
     "PenstockError": "penstock.errors",

@@ -110,17 +110,9 @@ class DataLoader(Forgiving, Resumable, TorchDataLoader[_T_co]):
             keywords.pop("prefetch_factor")  # torch 1.13 has no None there
         if not _HAS_IN_ORDER:
             keywords.pop("in_order")
-        self._asked_prefetch = prefetch_factor
         self._auto_workers = num_workers if self._is_auto else None
-        self._work = Work()
-        self._notes: dict[str, None] = {}
-        self._warned: set[str] = set()
-        self._traces = Traces(dataset)
-        self.pool = pool
-        self.randomness = randomness
-        self.seed = None if seed is None else checked_seed(seed)
+        self._begin(dataset, prefetch_factor, pool, randomness, seed)
         self.shard, self.rank, self.world_size, self.padding = shard, rank, world_size, padding
-        self._course = Course(self.seed)
         order, ranks = None, (shard, rank, world_size)
         is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         if sampler is None and batch_sampler is None and not is_iterable:
@@ -160,6 +152,19 @@ class DataLoader(Forgiving, Resumable, TorchDataLoader[_T_co]):
         self.shuffle = shuffle
         if self._is_auto:  # what needs no measuring is known now
             self.num_workers = self._auto_workers = self.plan.num_workers.value
+
+    def _begin(
+        self, dataset: Any, prefetch: int | None, pool: str, randomness: str, seed: int | None
+    ) -> None:
+        """What a loader has beyond torch's, before anything is loaded."""
+        self._asked_prefetch = prefetch
+        self._work = Work()
+        self._notes: dict[str, None] = {}
+        self._warned: set[str] = set()
+        self._traces = Traces(dataset)
+        self.pool, self.randomness = pool, randomness
+        self.seed = None if seed is None else checked_seed(seed)
+        self._course = Course(self.seed)
 
     @property
     def plan(self) -> Plan:

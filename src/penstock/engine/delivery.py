@@ -62,6 +62,7 @@ class Delivery:
         poison: dict[Any, Exception] | None = None,
         on_bad: Callable[[list[Any]], None] = lambda found: None,
         on_poison: Callable[[Any, Exception], None] = lambda index, error: None,
+        on_restart: Callable[[], None] = lambda: None,
     ) -> None:
         self._pool = pool
         self._ring = ring
@@ -88,6 +89,7 @@ class Delivery:
             limits=limits or Limits(),
             task=task,
             poisoned=on_poison,
+            restarted=on_restart,
         )
         self._jobs: dict[tuple[int, int], Job] = {}
         self._failure: BaseException | None = None
@@ -167,6 +169,11 @@ class Delivery:
                 if self._sampler_error is not None:
                     error, self._sampler_error = self._sampler_error, None
                     raise error
+                if self._has_more and self._turns.has_active:
+                    self._lease()  # views of batches may be gone by now
+                    if self._has_more and not self._num_open:
+                        self._ring.give_back(self._ring.take())  # says what there is no room for
+                    continue
                 raise StopIteration
             self._wait(started)
 
@@ -185,6 +192,8 @@ class Delivery:
             return  # a few at a time: one message then carries several leases
         outgoing: dict[int, list[Lease]] = {}
         while room > 0 and self._has_more and self._turns.has_active:
+            if not self._ring.has_room():
+                break  # slots of batches under way will come back
             try:
                 index = next(self._indices)
             except StopIteration:

@@ -44,6 +44,8 @@ class Forgiving:
         self.sample_timeout_s = _checked_seconds(sample_timeout_s)
         file = None if bad_samples_file is None else os.fspath(bad_samples_file)
         self._bad = BadBook(max_bad, file)
+        self.num_restarts = 0
+        """Workers that were lost and replaced so far."""
 
     @property
     def bad_samples(self) -> list[BadSample]:
@@ -80,6 +82,7 @@ class Forgiving:
             "poison": self._bad.poison,
             "on_bad": weakly(self._take_bad),
             "on_poison": self._bad.poisoned,
+            "on_restart": weakly(self._count_restart),
             "on_end": weakly(self._end_epoch),
         }
 
@@ -94,6 +97,9 @@ class Forgiving:
 
     def _take_bad(self, found: list[Any]) -> None:
         self._bad.take(found, self._course.epoch, self._num_samples())
+
+    def _count_restart(self) -> None:
+        self.num_restarts += 1
 
     def _end_epoch(self, num_batches: int) -> None:
         self._bad.end_epoch(self._course.epoch, num_batches)

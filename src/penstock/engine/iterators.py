@@ -47,6 +47,7 @@ class Setup:
     poison: dict[Any, Exception] = field(default_factory=dict)
     on_bad: Callable[[list[Any]], None] = lambda found: None
     on_poison: Callable[[Any, Exception], None] = lambda index, error: None
+    on_restart: Callable[[], None] = lambda: None
     on_end: Callable[[int], None] = lambda num_batches: None
     """Told at the end of an epoch how many batches were delivered; may raise."""
 

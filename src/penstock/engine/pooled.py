@@ -97,6 +97,7 @@ class PooledIterator(LoaderIterator):
             poison=setup.poison,
             on_bad=setup.on_bad,
             on_poison=setup.on_poison,
+            on_restart=setup.on_restart,
         )
         self._workers = pool.processes
 

@@ -65,6 +65,7 @@ class Recovery:
     Args:
         turns: Who owes what.
         poisoned: Told of each sample that took down workers twice, where that is tolerated.
+        restarted: Told each time that another worker has taken a lost one's place.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Recovery:
         limits: Limits,
         task: Task,
         poisoned: Callable[[Any, Exception], None] = lambda index, error: None,
+        restarted: Callable[[], None] = lambda: None,
     ) -> None:
         self._pool = pool
         self._turns = turns
@@ -83,6 +85,7 @@ class Recovery:
         self._limits = limits
         self._task = task
         self._poisoned = poisoned
+        self._restarted = restarted
         self._supervisor = Supervisor(limits.max_restarts)
         self._oom = OomCount.now()
         self._answers = [0] * len(pool.processes)
@@ -90,10 +93,6 @@ class Recovery:
         self._epoch = NOTHING
         self._fresh: Fresh | None = None
         self._amnesty_ns = self._looked_ns = self._heard_ns = time.monotonic_ns()
-
-    @property
-    def num_restarts(self) -> int:
-        return self._supervisor.num_restarts
 
     @property
     def patience_s(self) -> float:
@@ -251,6 +250,7 @@ class Recovery:
         if verdict is Verdict.POISON:
             self._leave_out(worker, index, position or 0, write_obituary(fault, verdict, None))
         self._start(worker)
+        self._restarted()
         return self._preface(worker)
 
     def _start(self, worker: int) -> None:

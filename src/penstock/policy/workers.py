@@ -34,6 +34,7 @@ NEAR_BEST = 1.05
 GPU_BOUND_SHARE = 0.05
 """Loading that takes less of a step than this is not worth a worker."""
 MAX_WAITING_WORKERS = 32
+PER_CORE = 8
 WORKER_BYTES = {"nursery": 48 << 20, "fork": 48 << 20, "spawn": 300 << 20}
 """Private memory of a worker: idle ones had 10 and 146 MiB, the user's libraries come on top."""
 WINDOWS_CUDA_WORKER_BYTES = 2560 << 20
@@ -186,11 +187,27 @@ def _ceiling(machine: Machine, wish: Wish, work: Work, method: str) -> Ceiling:
         most = Ceiling(num_workers=max(1, cores // ranks), reason=reason)
     if work.busy_share is not None and work.busy_share < 0.8:
         share = max(work.busy_share, 0.01)
-        waiting = min(MAX_WAITING_WORKERS, 8 * cores, int(most.num_workers / share))
+        waiting = min(MAX_WAITING_WORKERS, PER_CORE * cores, int(most.num_workers / share))
         reason = "samples wait more than they work"
         most = Ceiling(num_workers=max(most.num_workers, waiting), reason=reason)
     limits = (memory_ceiling(machine, wish, work, method), _file_ceiling(machine), _OWN_CEILING)
     for limit in limits:
+        if limit is not None and limit.num_workers < most.num_workers:
+            most = limit
+    return most
+
+
+def most_workers(machine: Machine, wish: Wish, work: Work, method: str) -> Ceiling:
+    """The most that this machine bears at all, also of workers that mostly wait.
+
+    Example:
+        >>> most_workers(Machine(os="linux", num_cpus=2), Wish(), Work(), "nursery").num_workers
+        16
+    """
+    cores = machine.usable_cores
+    reason = f"more than {PER_CORE} for each of {count(cores, 'usable core')} only take turns"
+    most = Ceiling(num_workers=PER_CORE * cores, reason=reason)
+    for limit in (memory_ceiling(machine, wish, work, method), _file_ceiling(machine)):
         if limit is not None and limit.num_workers < most.num_workers:
             most = limit
     return most

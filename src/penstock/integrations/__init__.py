@@ -1,0 +1,1 @@
+"""How do other libraries get this without changing their code?"""
