@@ -156,8 +156,8 @@ def test_an_iterator_without_room_says_so_again_and_goes_on_when_there_is_some(
 
 
 @contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """This process may open nothing more."""
+def few_descriptors_left(num_left: int = 0) -> Iterator[None]:
+    """This process may open nothing more, or only so much."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = [os.open(os.devnull, os.O_RDONLY)]
     try:
@@ -169,6 +169,8 @@ def no_descriptor_left() -> Iterator[None]:
                 if error.errno != errno.EMFILE:
                     raise
                 break
+        for _ in range(num_left):
+            os.close(taken.pop())
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -181,7 +183,7 @@ def no_descriptor_left() -> Iterator[None]:
 def test_descriptors_that_run_out_half_way_do_not_matter_to_the_epoch(way: str) -> None:
     iterator = iter(DataLoader(Numbers(400, (300,)), batch_size=2, **WAYS[way]))
     first = next(iterator)[1].tolist()
-    with no_descriptor_left():
+    with few_descriptors_left():
         rest = []
         for image, label in iterator:
             assert image.unique().tolist() == label.tolist()
@@ -196,15 +198,33 @@ def test_without_a_descriptor_the_next_epoch_is_an_error_that_says_so_and_later_
 ) -> None:
     loader = DataLoader(Numbers(20), batch_size=2, **WAYS[way])
     assert len(collect(loader)) == 10  # everything is imported, the nursery runs
-    with no_descriptor_left(), pytest.raises((OSError, RuntimeError), match="Too many open files"):
+    with (
+        few_descriptors_left(),
+        pytest.raises((OSError, RuntimeError), match="Too many open files"),
+    ):
         next(iter(loader))
     assert len(collect(loader)) == 10
+
+
+def test_wherever_they_run_out_while_workers_start_it_is_an_error_and_not_a_hang() -> None:
+    loader = DataLoader(Numbers(20), batch_size=2, num_workers=2)
+    assert len(collect(loader)) == 10
+    outcomes = []
+    for num_left in range(12):
+        with few_descriptors_left(num_left):
+            try:
+                outcomes.append(len(collect(loader)))
+            except (OSError, RuntimeError) as error:
+                outcomes.append("Too many open files" in str(error))
+    assert outcomes[0] is True
+    assert outcomes[-1] == 10
+    assert set(outcomes) == {True, 10}
 
 
 def test_persistent_workers_need_no_descriptor_for_the_next_epoch() -> None:
     loader = DataLoader(Numbers(20), batch_size=2, num_workers=2, persistent_workers=True)
     assert len(collect(loader)) == 10
-    with no_descriptor_left():
+    with few_descriptors_left():
         assert len(collect(loader)) == 10
     loader.close()
 
