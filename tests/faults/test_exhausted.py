@@ -27,10 +27,6 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
 
 MIB = 1 << 20
 
-waits_for_slots = pytest.mark.xfail(
-    run=False, reason="the delivery does not yet wait for slots that are under way"
-)
-
 
 # -- room for batches ------------------------------------------------------------------------------
 
@@ -89,7 +85,6 @@ def labels_of(batches: Any) -> list[int]:
     return labels
 
 
-@waits_for_slots
 @pytest.mark.parametrize("way", WORKER_WAYS)
 def test_a_disk_too_small_for_all_slots_costs_speed_and_not_the_epoch(way: str, disk: Path) -> None:
     with mounted(disk, 8 * MIB):
@@ -98,14 +93,12 @@ def test_a_disk_too_small_for_all_slots_costs_speed_and_not_the_epoch(way: str, 
         assert any("No space left" in note for note in loader.plan.notes)
 
 
-@waits_for_slots
 @pytest.mark.parametrize("way", WORKER_WAYS)
 def test_batches_that_outgrow_the_disk_half_way_still_come(way: str, disk: Path) -> None:
     with mounted(disk, 8 * MIB):
         assert labels_of(DataLoader(Growing(10), batch_size=1, **WAYS[way])) == list(range(10))
 
 
-@waits_for_slots
 @pytest.mark.parametrize("way", PROCESS_WAYS)
 def test_somebody_else_fills_the_disk_half_way(way: str, disk: Path) -> None:
     with mounted(disk, 32 * MIB):
@@ -115,7 +108,6 @@ def test_somebody_else_fills_the_disk_half_way(way: str, disk: Path) -> None:
         assert [*first, *labels_of(iterator)] == list(range(16))
 
 
-@waits_for_slots
 def test_all_batches_may_be_kept_although_the_disk_is_full(disk: Path) -> None:
     with mounted(disk, 8 * MIB):
         batches = list(DataLoader(Numbers(30, (128, 1024)), batch_size=1, num_workers=2))
@@ -137,7 +129,6 @@ def test_a_disk_without_room_for_a_single_batch_is_an_error_that_says_so_each_ti
             del caught
 
 
-@waits_for_slots
 def test_an_iterator_without_room_says_so_again_and_goes_on_when_there_is_some(
     disk: Path,
 ) -> None:
@@ -178,7 +169,6 @@ def few_descriptors_left(num_left: int = 0) -> Iterator[None]:
             os.close(fd)
 
 
-@waits_for_slots
 @pytest.mark.parametrize("way", WORKER_WAYS)
 def test_descriptors_that_run_out_half_way_do_not_matter_to_the_epoch(way: str) -> None:
     iterator = iter(DataLoader(Numbers(400, (300,)), batch_size=2, **WAYS[way]))

@@ -132,7 +132,6 @@ def epoch(dataset: Any, **arguments: Any) -> list[Any]:
     return collect(DataLoader(dataset, batch_size=4, shuffle=True, **arguments))
 
 
-@pytest.mark.xfail(strict=False, reason="a worker that died is not replaced yet")
 @pytest.mark.parametrize("way", PROCESS_WAYS)
 def test_a_worker_that_dies_once_costs_a_retry_and_not_a_bit_of_the_epoch(
     way: str, tmp_path: Path

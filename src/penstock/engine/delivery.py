@@ -15,12 +15,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from penstock.engine.iterators import Setup
 from penstock.engine.jobs import Job
 from penstock.engine.messages import EPOCH_CELL, Fresh, Lease, Reply, Task
 from penstock.engine.obituary import Fault
 from penstock.engine.pace import Pace
 from penstock.engine.pools import Death, Pool
-from penstock.engine.recovery import Limits, Recovery
+from penstock.engine.recovery import Recovery
 from penstock.engine.remote_errors import ErrorReport, rebuild
 from penstock.engine.slots import Ring
 from penstock.engine.turns import Turns
@@ -31,16 +32,11 @@ class Delivery:
     """Runs the epochs of one loader over one pool.
 
     Args:
-        depth: Batches per worker under way; None: chosen from measured times.
+        setup: What the loader asks.
         can_split: May one batch be filled by several workers?
-        splits_first: Should the first be, so that it comes early? Not while workers start up.
-        in_turn: Must batches go round the workers strictly?
-        tell: Takes notes for the user's plan.
+        timeout_s: How long :meth:`next` may wait; 0: as long as it takes.
         on_state: Told what a worker's iterable dataset says of itself with each batch, and whose
             turn is next.
-        limits: When a worker that is lost ends the epoch.
-        poison: Samples that take down workers, and are not tried again; grows by ``on_poison``.
-        on_bad: Told what was bad in a batch before it is delivered; may raise.
     """
 
     def __init__(
@@ -50,46 +46,36 @@ class Delivery:
         ring: Ring,
         cells: memoryview,
         task: Task,
-        depth: int | None,
+        setup: Setup,
         can_split: bool,
-        splits_first: bool,
-        in_turn: bool,
-        in_order: bool,
         timeout_s: float,
-        tell: Callable[[str], None] = lambda note: None,
-        on_state: Callable[[int, Any, int], None] | None = None,
-        limits: Limits | None = None,
-        poison: dict[Any, Exception] | None = None,
-        on_bad: Callable[[list[Any]], None] = lambda found: None,
-        on_poison: Callable[[Any, Exception], None] = lambda index, error: None,
-        on_restart: Callable[[], None] = lambda: None,
+        on_state: Callable[[int, Any, int], None],
     ) -> None:
         self._pool = pool
         self._ring = ring
         self._cells = cells
         self._task = task
+        self._setup = setup
         self._can_split = can_split
-        self._splits_first = splits_first
-        self._in_order = in_order
+        # The first batch is, so that it comes early; not while workers start up.
+        self._splits_first = setup.start_method != "spawn"
+        self._in_order = setup.in_order
         self._timeout_s = timeout_s
-        self._tell = tell
         self._on_state = on_state
         self._num_workers = len(pool.processes)
-        self._pace = Pace(depth, self._num_workers)
+        self._pace = Pace(setup.depth, self._num_workers)
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
-        self._turns = Turns(self._num_workers, in_turn=in_turn)
-        self._poison = {} if poison is None else poison
-        self._on_bad = on_bad
+        self._turns = Turns(self._num_workers, in_turn=not task.per_sample)
         self.num_empty = 0
         """Batches of which nothing was left, since somebody last looked."""
         self._recovery = Recovery(
             pool=pool,
             turns=self._turns,
             cells=cells,
-            limits=limits or Limits(),
+            limits=setup.limits,
             task=task,
-            poisoned=on_poison,
-            restarted=on_restart,
+            poisoned=setup.on_poison,
+            restarted=setup.on_restart,
         )
         self._jobs: dict[tuple[int, int], Job] = {}
         self._failure: BaseException | None = None
@@ -162,19 +148,17 @@ class Delivery:
                     self._lease()
                     self.num_empty += job.kind == "empty"
                     if job.bad:
-                        self._on_bad(job.bad)
+                        self._setup.on_bad(job.bad)
                     continue
                 return self._deliver(job)
             if not self._num_open:
                 if self._sampler_error is not None:
                     error, self._sampler_error = self._sampler_error, None
                     raise error
-                if self._has_more and self._turns.has_active:
-                    self._lease()  # views of batches may be gone by now
-                    if self._has_more and not self._num_open:
-                        self._ring.give_back(self._ring.take())  # says what there is no room for
-                    continue
-                raise StopIteration
+                if not self._has_more or not self._turns.has_active:
+                    raise StopIteration
+                self._lease(must=True)  # there was no room; views of batches may be gone by now
+                continue
             self._wait(started)
 
     @property
@@ -184,8 +168,8 @@ class Delivery:
 
     # -- leasing ---------------------------------------------------------------------------------
 
-    def _lease(self) -> None:
-        """Keep the workers supplied, up to the depth."""
+    def _lease(self, *, must: bool = False) -> None:
+        """Keep the workers supplied, up to the depth; ``must``: raise if not even one can be."""
         limit = self._pace.depth * self._num_workers
         room = limit - self._num_open
         if room < max(1, limit // 4) and self._num_open:
@@ -193,6 +177,8 @@ class Delivery:
         outgoing: dict[int, list[Lease]] = {}
         while room > 0 and self._has_more and self._turns.has_active:
             if not self._ring.has_room():
+                if must and not self._num_open:
+                    self._ring.take()  # says what there is no room for
                 break  # slots of batches under way will come back
             try:
                 index = next(self._indices)
@@ -255,13 +241,13 @@ class Delivery:
         return self._turns.give(lease, limit), lease
 
     def _known_poison(self, job: Job, first: int, last: int) -> tuple[tuple[int, Exception], ...]:
-        if not self._poison:
+        if not self._setup.poison:
             return ()
         indices = list(job.index)[first:last] if self._task.auto_collation else [job.index]
         return tuple(
-            (row, self._poison[index])
+            (row, self._setup.poison[index])
             for row, index in enumerate(indices)
-            if isinstance(index, (int, str)) and index in self._poison
+            if isinstance(index, (int, str)) and index in self._setup.poison
         )
 
     # -- receiving -------------------------------------------------------------------------------
@@ -285,7 +271,7 @@ class Delivery:
             elif event[0] == "note":
                 warnings.warn(event[1], stacklevel=5)
             elif event[0] == "tell":
-                self._tell(event[1])
+                self._setup.tell(event[1])
             else:
                 report: ErrorReport = event[1]
                 self._fail(rebuild(report))
@@ -370,7 +356,8 @@ class Delivery:
     def _close_job(self, job: Job, *, keep_slot: bool = False) -> None:
         del self._jobs[job.epoch, job.number]
         self._num_open -= 1
-        self._next = max(self._next, job.number + 1) if self._in_order else self._next
+        if self._in_order:
+            self._next = max(self._next, job.number + 1)
         if not keep_slot:
             self._ring.give_back(job.slot)
 
@@ -380,14 +367,14 @@ class Delivery:
                 if reply.kind == "error":
                     raise rebuild(reply.content)
             if job.bad:
-                self._on_bad(job.bad)
+                self._setup.on_bad(job.bad)
         except BaseException:
             self._close_job(job)
             self._lease()
             raise
         batch, keep_slot = job.open(self._ring)
         state = job.replies[0].state
-        if state is not None and self._on_state is not None:
+        if state is not None:
             self._on_state(job.worker, state, (job.worker + 1) % self._num_workers)
         self._close_job(job, keep_slot=keep_slot)
         self._lease()

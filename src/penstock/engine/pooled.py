@@ -85,19 +85,10 @@ class PooledIterator(LoaderIterator):
             ring=Ring(memory, max_held_bytes=max_held_bytes(), tell=setup.tell),
             cells=cells,
             task=task,
-            depth=setup.depth,
+            setup=setup,
             can_split=self._can_split(task),
-            splits_first=setup.start_method != "spawn",
-            in_turn=not task.per_sample,
-            in_order=setup.in_order,
             timeout_s=self._timeout,
-            tell=setup.tell,
             on_state=self._course.note_stream,
-            limits=setup.limits,
-            poison=setup.poison,
-            on_bad=setup.on_bad,
-            on_poison=setup.on_poison,
-            on_restart=setup.on_restart,
         )
         self._workers = pool.processes
 

@@ -23,7 +23,6 @@ from penstock.engine.messages import NOTHING
 
 _SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
 """A real-time signal that neither libc nor Python nor torch uses."""
-_HAS_STACKS = sys.platform == "linux" and hasattr(os, "memfd_create")
 ANSWER_S = 0.5
 """A process that runs answers within a millisecond; one that is stopped never does."""
 MAX_BYTES = 65_536
@@ -35,7 +34,7 @@ def offer_stack() -> int:
 
     Called from: a worker process, once, when it starts.
     """
-    if not _HAS_STACKS:
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return NOTHING
     try:
         fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC)
