@@ -10,7 +10,7 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import penstock
 from penstock.errors import PenstockError
@@ -159,6 +159,12 @@ _MaxBatches = Annotated[int | None, typer.Option(min=1, help="Compare only so ma
 _VerifyTimeout = Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Seconds for it all.")]
 
 
+def _checked_policy(text: str) -> str:
+    if text in ("raise", "skip", "replace"):
+        return text
+    raise typer.BadParameter(f"{text!r} is none of raise, skip, replace")
+
+
 def _checked_counts(text: str) -> str:
     if text and all(part.strip().isdecimal() for part in text.split(",")):
         return text
@@ -201,6 +207,88 @@ def verify(
     raise typer.Exit(run_verify(options))
 
 
+class _RunCommand(TyperCommand):
+    """Everything behind the script, or behind ``-m``, is the script's own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        place = 0
+        while place < len(args) and args[place].startswith("-") and args[place] != "--":
+            if args[place] == "-m":
+                args = [*args[: place + 1], "--", *args[place + 1 :]]
+                break
+            takes_value = args[place] in _RUN_VALUES
+            place += 2 if takes_value else 1
+        return super().parse_args(ctx, args)
+
+
+_RUN_VALUES = (
+    *("--seed", "--workers", "--on-error", "--max-bad", "--bad-samples-file"),
+    *("--max-restarts", "--sample-timeout-s"),
+)
+_pending: list[Any] = []
+
+
+@app.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})
+def run(
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="Or -m MODULE.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own.")
+    ] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed everything; the same bits each time.")
+    ] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="auto|N", help="In the place of what the script says.")
+    ] = None,
+    on_error: Annotated[
+        str,
+        typer.Option(
+            metavar="raise|skip|replace",
+            callback=_checked_policy,
+            help="What becomes of bad samples.",
+        ),
+    ] = "raise",
+    max_bad: Annotated[
+        float | None, typer.Option(help="Bad samples allowed in an epoch; below 1: the part.")
+    ] = None,
+    bad_samples_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A line of JSON for each bad sample.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Workers replaced within ten minutes.")
+    ] = 100,
+    sample_timeout_s: Annotated[
+        float | None, typer.Option(help="A sample that takes longer hangs.")
+    ] = None,
+) -> None:
+    """Run a training script, unchanged, with Penstock under its DataLoaders.
+
+    Exit status: the script's.
+    """
+    from penstock.cli.run import RunOptions
+
+    if workers is not None:
+        _checked_workers(workers)
+    count = int(max_bad) if max_bad is not None and max_bad >= 1 else max_bad
+    _pending.append(
+        RunOptions(
+            target=target,
+            arguments=tuple(arguments or ()),
+            is_module=is_module,
+            seed=seed,
+            patch={
+                "num_workers": int(workers) if workers and workers != "auto" else workers,
+                "on_error": on_error,
+                "max_bad": count,
+                "bad_samples_file": bad_samples_file,
+                "max_restarts": max_restarts,
+                "sample_timeout_s": sample_timeout_s,
+            },
+        )
+    )
+
+
 def main() -> NoReturn:
     """Run the command line and exit.
 
@@ -210,4 +298,15 @@ def main() -> NoReturn:
         app(prog_name="penstock")
     except KeyboardInterrupt:  # before or after a command had the say
         sys.exit(INTERRUPTED)
+    except SystemExit as end:
+        if end.code or not _pending:
+            raise
+    if _pending:  # not from inside a command: the script's exceptions are not ours
+        from penstock.cli.run import run as run_script
+
+        try:
+            run_script(_pending.pop())
+        except PenstockError as error:
+            typer.echo(str(error), err=True)
+            sys.exit(USAGE_ERROR)
     sys.exit(0)

@@ -1,0 +1,100 @@
+"""``penstock run train.py``: somebody's script, unchanged, with our loader under it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from penstock.errors import PenstockError
+from penstock.integrations import running
+
+if TYPE_CHECKING:
+    from penstock.integrations.patching import Tally
+
+HASH_SEED = "PYTHONHASHSEED"
+NESTED = "PENSTOCK_RUN"
+"""Set in the environment of a run: says which process reports at its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What was typed.
+
+    Args:
+        target: A script, or with ``is_module`` a module.
+        patch: Options for :func:`penstock.patch`.
+    """
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    seed: int | None = None
+    patch: dict[str, Any]
+
+
+def run(options: RunOptions) -> NoReturn:
+    """Run it and exit as it does."""
+    if options.seed is not None:
+        _settle_hash_seed(options.seed)
+    report = _Report()
+    running.when_torch_is_imported(lambda: report.begin(options))
+    if options.is_module:
+        running.run_module(options.target, options.arguments)
+    running.run_file(options.target, options.arguments)
+
+
+def _settle_hash_seed(seed: int) -> None:
+    """The order of sets of strings is decided when Python starts: start it again with a seed."""
+    if HASH_SEED in os.environ or sys.platform == "win32" or not sys.orig_argv:
+        return
+    environ = dict(os.environ, **{HASH_SEED: str(seed % (1 << 32))})
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+
+
+class _Report:
+    """What is said at the end."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._tally: Tally | None = None
+        self._seeded = ""
+
+    def begin(self, options: RunOptions) -> None:
+        """torch is there: patch it, and seed."""
+        from penstock.integrations.patching import patch
+
+        try:
+            self._tally = patch(seed=options.seed, **options.patch)
+        except PenstockError as error:
+            print(f"penstock: the script runs without it. {error}", file=sys.stderr)
+            return
+        if options.seed is not None:
+            from penstock.order.seeding import seed_all
+
+            seed_all(options.seed)
+            self._seeded = f"; seed {options.seed}"
+        if NESTED not in os.environ:
+            os.environ[NESTED] = str(self._owner)
+            atexit.register(self.print)
+
+    def print(self) -> None:
+        """One paragraph on stderr, at the very end."""
+        tally = self._tally
+        if tally is None or os.getpid() != self._owner:
+            return
+        if not tally.num_loaders:
+            lines = ["no DataLoader of torch's was iterated: nothing was changed"]
+        else:
+            loaders = f"{tally.num_loaders} loader{'s' if tally.num_loaders > 1 else ''}"
+            lines = [f"{loaders} ran on Penstock's engine{self._seeded}"]
+            lines += [f"changed: {line}" for line in dict.fromkeys(tally.changes)]
+            if tally.num_restarts:
+                lines.append(f"saved: {tally.num_restarts} lost worker(s) were replaced")
+            if tally.num_bad:
+                lines.append(f"saved: {tally.num_bad} bad sample(s) were left out or replaced")
+        rank = os.environ.get("RANK")
+        name = "penstock" if rank is None else f"penstock (rank {rank})"
+        print("\n".join(f"{name}: {line}" for line in lines), file=sys.stderr, flush=True)
