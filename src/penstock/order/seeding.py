@@ -20,6 +20,7 @@ from penstock.errors import BadArgument
 from penstock.order.generators import preserved_generators
 from penstock.order.keys import MASK, checked_seed
 
+_INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACES = (":4096:8", ":16:8")
 """The two values with which cuBLAS is repeatable; the first is the faster one, with 24 MB more."""
@@ -126,7 +127,7 @@ def _set_flags(deterministic: bool | str, benchmark: bool) -> list[str]:
     is_deterministic = bool(deterministic)
     torch.backends.cudnn.deterministic = is_deterministic
     torch.backends.cudnn.benchmark = benchmark
-    torch.use_deterministic_algorithms(is_deterministic, warn_only=deterministic == "warn")
+    _use_deterministic(is_deterministic, warn_only=deterministic == "warn")
     library = "MIOpen" if torch.version.hip else "cuDNN"
     done = [
         f"{library}: deterministic={is_deterministic}, benchmark={benchmark}",
@@ -137,6 +138,21 @@ def _set_flags(deterministic: bool | str, benchmark: bool) -> list[str]:
         torch.backends.miopen.immediate = is_deterministic  # no search, so no race between kernels
         done.append(f"MIOpen: immediate={is_deterministic}")
     return done
+
+
+def _use_deterministic(is_on: bool, *, warn_only: bool) -> None:
+    """torch.use_deterministic_algorithms, with which newer versions import the whole compiler, to
+    tell it, too (1.6 s in 2.13). While nobody has imported that, a variable tells it as well."""
+    import torch
+
+    if "torch._inductor" in sys.modules:
+        torch.use_deterministic_algorithms(is_on, warn_only=warn_only)
+        return
+    torch._C._set_deterministic_algorithms(is_on, warn_only=warn_only)
+    if is_on:
+        os.environ[_INDUCTOR] = "1"
+    else:
+        os.environ.pop(_INDUCTOR, None)
 
 
 def _has_miopen_switch() -> bool:
@@ -207,7 +223,7 @@ def _save_flags() -> Callable[[], None]:
 
     def restore() -> None:
         cudnn.deterministic, cudnn.benchmark = flags
-        torch.use_deterministic_algorithms(is_deterministic, warn_only=is_warning)
+        _use_deterministic(is_deterministic, warn_only=is_warning)
         if miopen is not None:
             miopen.immediate = is_immediate
 
