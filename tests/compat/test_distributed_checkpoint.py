@@ -67,7 +67,7 @@ def test_a_loader_goes_on_from_a_checkpoint(wrap: Any, tmp_path: Path) -> None:
 
 
 def test_what_was_drawn_without_a_seed_needs_the_pickle(tmp_path: Path) -> None:
-    """torch loads only the entries that the new loader has already; that is refused, not guessed."""
+    """torch loads only the entries that the new loader has: that is refused, not guessed."""
     loader = make()
     batches, _ = halfway(loader)
     both = {"values": loader, "bytes": Pickled(loader)}

@@ -185,8 +185,8 @@ def _takes_states(value: Any) -> bool:
 def _share_generators(pipeline: Any, is_worker: bool) -> Setter:
     """Give all transforms of a pipeline one pair of generators: two to set instead of two each.
 
-    It is the pipeline's own pair, so that doing this again changes nothing: threads share a dataset,
-    and each of them does it.
+    It is the pipeline's own pair, so that doing this again changes nothing: threads share a
+    dataset, and each of them does it.
     """
     generator, python = _pair_of(pipeline)
     pipeline.set_random_state(generator, python)
