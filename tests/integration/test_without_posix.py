@@ -15,6 +15,8 @@ import pytest
 
 import scripting
 
+pytestmark = pytest.mark.timeout(300)  # the programs share one set-up
+
 ENGINE = Path(__file__).resolve().parents[2] / "src" / "penstock" / "engine"
 MAX_WINDOWS_LINES = 48
 MAX_DOORS = 4
