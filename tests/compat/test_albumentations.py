@@ -15,10 +15,7 @@ import penstock
 import streams
 from penstock import DataLoader
 
-pytestmark = [
-    pytest.mark.vision,
-    pytest.mark.filterwarnings("ignore:Error fetching version info:UserWarning"),  # at its import
-]
+pytestmark = pytest.mark.vision
 A = pytest.importorskip("albumentations")
 
 WAYS: dict[str, dict[str, Any]] = {
