@@ -3,6 +3,10 @@
 
 ARGS ?=
 
+# Containers often forbid Python to write bytecode. Then each of the hundreds of programs that the
+# tests start compiles torch anew: importing it takes 4.4 s instead of 2.1 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 BUILD_INPUTS = pyproject.toml requirements/build.txt requirements/test.txt tools/make_env.sh
 BIN = .venv/bin
 

@@ -7,6 +7,7 @@ process is warm on purpose and may stay; its workers may not.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -18,16 +19,17 @@ FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell script that starts us with & or nohup has Ctrl-C ignored, and every program that a
+        # test starts would inherit that; the tests of Ctrl-C would wait for nothing.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # its import asks the network otherwise
     # torch says this whenever a test asks for more workers than the machine has cores. How many
     # that is depends on the machine, so it cannot be an error; test_arguments.py checks that it is
     # said.
     config.addinivalue_line(
         "filterwarnings", "ignore:This DataLoader will create .* worker processes:UserWarning"
     )
-    # A shell that starts us in the background ignores Ctrl-C, and programs that tests start would
-    # inherit that.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         from hypothesis import settings
     except ImportError:  # the vision leg's folder needs none

@@ -19,7 +19,9 @@ Case = TypeVar("Case")
 Result = TypeVar("Result")
 
 
-def run_all(function: Callable[[Case], Result], cases: Sequence[Case]) -> dict[Case, Any]:
+def run_all(
+    function: Callable[[Case], Result], cases: Sequence[Case], at_once: int = 2
+) -> dict[Case, Any]:
     """Run programs two at a time, since each spends seconds on importing torch in one thread.
 
     Gives, for each case, the result or the exception to raise where the case is tested.
@@ -31,7 +33,7 @@ def run_all(function: Callable[[Case], Result], cases: Sequence[Case]) -> dict[C
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(2) as executor:
+    with ThreadPoolExecutor(at_once) as executor:
         return dict(zip(cases, executor.map(outcome, cases), strict=True))
 
 

@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import scripting
+
 REPO = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 BLOCK = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
@@ -46,11 +49,26 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 DOCUMENTS_WITH_CODE = [path for path in documents() if BLOCK.search(path.read_text("utf-8"))]
 
 
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Path, Any]:
+    """The scripts of the documents that were asked for (with -k, say), each run to its end."""
+    cases = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = {case.params.get("path") for case in cases if case is not None}
+
+    def run(path: Path) -> Any:
+        return run_script(script_of(path.read_text("utf-8")), tmp_path_factory.mktemp("document"))
+
+    return scripting.run_all(run, [path for path in DOCUMENTS_WITH_CODE if path in wanted])
+
+
+@pytest.mark.timeout(300)  # the scripts share one set-up
 @pytest.mark.parametrize(
     "path", DOCUMENTS_WITH_CODE, ids=lambda path: path.relative_to(REPO).as_posix()
 )
-def test_the_python_blocks_of_a_document_run(path: Path, tmp_path: Path) -> None:
-    result = run_script(script_of(path.read_text("utf-8")), tmp_path)
+def test_the_python_blocks_of_a_document_run(path: Path, results: dict[Path, Any]) -> None:
+    result = scripting.told(results[path])
     print(result.stdout, result.stderr, sep="\n")  # warnings are shown, not errors
     assert result.returncode == 0, result.stderr
 

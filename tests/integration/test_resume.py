@@ -311,6 +311,15 @@ BAD_STATES: dict[str, tuple[Any, str]] = {
     "a negative epoch": ({**STATE, "epoch": -1}, "-1"),
     "an enormous epoch": ({**STATE, "epoch": 1 << 70}, "epoch"),
     "no epoch": ({**STATE, "epoch": None}, "epoch"),
+    "half a version": ({**STATE, "version": 1.0}, "version 1.0"),
+    "an enormous position": ({**STATE, "position": 1 << 70}, "of 22 samples"),
+    "an enormous seed": ({**STATE, "seed": 1 << 70}, "64 bits"),
+    "what a loader without seed draws": ({**STATE, "base_seed": 5}, "base_seed, and this loader"),
+    "a shuffle of torch's": ({**STATE, "shuffle_seed": 5}, "shuffle_seed, and this loader"),
+    "a generator's": ({**STATE, "generator_state": "x"}, "generator_state, and this loader"),
+    "a sampler's": ({**STATE, "sampler": {"at": 3}}, "sampler, and this loader"),
+    "an iterable dataset's": ({**STATE, "dataset": [1]}, "dataset, and this loader"),
+    "workers of an iterable's": ({**STATE, "num_workers": 2}, "num_workers, and this loader"),
     "another length": ({**STATE, "length": 50}, "50 in the state, 22 here"),
     "another seed": ({**STATE, "seed": 4}, "4 in the state, 3 here"),
     "another batch size": ({**STATE, "global_batch": 8}, "8 in the state, 4 here"),
@@ -348,6 +357,37 @@ def test_what_was_drawn_cannot_be_cut_off_a_state(gone: str) -> None:
     del state[gone]
     with pytest.raises(BadState, match=gone):
         make(Numbers(LENGTH), seed=None).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"base_seed": 1 << 70}, "64 bits"),
+        ({"shuffle_seed": 1 << 70}, "64 bits"),
+        ({"base_epoch": 1}, "before its base_epoch"),
+        ({"generator_state": "x"}, "generator_state, and this loader"),
+    ],
+)
+def test_what_was_drawn_cannot_be_edited_into_nonsense(entries: Any, words: str) -> None:
+    first = make(Numbers(LENGTH), seed=None)
+    taken(first, 2)
+    with pytest.raises(BadState, match=words):
+        make(Numbers(LENGTH), seed=None).load_state_dict({**saved(first), **entries})
+
+
+@pytest.mark.parametrize("change", [lambda text: None, lambda text: text[:100], lambda text: 7])
+def test_the_state_of_a_generator_cannot_be_cut_off(change: Any) -> None:
+    def make_drawing() -> DataLoader[Any]:
+        return make(Numbers(LENGTH), seed=None, generator=torch.Generator().manual_seed(3))
+
+    first = make_drawing()
+    taken(first, 2)
+    state = saved(first)
+    make_drawing().load_state_dict(dict(state))  # control
+    with pytest.raises(BadState, match="generator_state"):
+        make_drawing().load_state_dict(
+            {**state, "generator_state": change(state["generator_state"])}
+        )
 
 
 def test_a_state_is_refused_in_the_middle_of_an_epoch_without_harm() -> None:

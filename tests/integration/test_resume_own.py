@@ -172,6 +172,27 @@ def test_an_iterable_dataset_cannot_change_its_number_of_workers() -> None:
     assert len(list(other)) == 9  # as it was: 8 numbers for each of 3 workers
 
 
+@pytest.mark.parametrize(
+    "edited",
+    [
+        [1],
+        {"streams": "x", "next": 0},
+        {"streams": {"a": {}}, "next": 0},
+        {"streams": {"7": {}}, "next": 0},
+        {"streams": {}, "next": 9},
+        {"streams": {}},
+    ],
+)
+def test_what_an_iterable_dataset_said_of_itself_cannot_be_edited(edited: Any) -> None:
+    loader = DataLoader(Counting(), batch_size=3)
+    next(iter(loader))
+    state = loader.state_dict()
+    other = DataLoader(Counting(), batch_size=3)
+    with pytest.raises(BadState, match="the state's dataset is"):
+        other.load_state_dict({**state, "dataset": edited})
+    assert other.state_dict() == DataLoader(Counting(), batch_size=3).state_dict()
+
+
 def test_a_sampler_of_torch_s_made_by_hand_goes_on() -> None:
     def make() -> DataLoader[Any]:
         dataset = Draws(30)

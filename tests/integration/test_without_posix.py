@@ -7,11 +7,15 @@ of our code is imported. What is left that only Windows runs is listed in engine
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scripting import run
+import scripting
+
+pytestmark = pytest.mark.timeout(300)  # the programs share one set-up
 
 ENGINE = Path(__file__).resolve().parents[2] / "src" / "penstock" / "engine"
 MAX_WINDOWS_LINES = 48
@@ -110,19 +114,35 @@ print("auto:", sum(len(b[0]) for b in auto))
 """
 
 
-@pytest.fixture
-def without_posix(tmp_path: Path) -> dict[str, str]:
-    folder = tmp_path / "site"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(BLOCKER)
-    scratch = tmp_path / "scratch"
+def run(folder: Path, source: str = PROGRAM, **environ: str) -> Any:
+    """Run a program where every interpreter takes POSIX away before anything else."""
+    site, scratch = folder / "site", folder / "scratch"
+    site.mkdir()
     scratch.mkdir()
-    path = [str(folder), *(entry for entry in sys.path if entry)]
-    return {"PYTHONPATH": ":".join(path), "TMPDIR": str(scratch)}
+    (site / "sitecustomize.py").write_text(BLOCKER)
+    path = ":".join([str(site), *(entry for entry in sys.path if entry)])
+    return scripting.run(source, folder, PYTHONPATH=path, TMPDIR=str(scratch), **environ)
 
 
-def test_the_spawn_path_needs_no_posix(tmp_path: Path, without_posix: dict[str, str]) -> None:
-    result = run(PROGRAM, tmp_path, **without_posix)
+PROGRAMS: dict[str, Callable[[Path], Any]] = {
+    "spawn": run,
+    "an error": lambda folder: run(folder, FAIL="1"),
+    "the nursery": lambda folder: run(
+        folder, PROGRAM.replace('multiprocessing_context="spawn"', "pool='process'")
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every program of this file, run to its end."""
+    return scripting.run_all(
+        lambda name: PROGRAMS[name](tmp_path_factory.mktemp("program")), list(PROGRAMS)
+    )
+
+
+def test_the_spawn_path_needs_no_posix(results: dict[str, Any]) -> None:
+    result = scripting.told(results["spawn"])
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
         "blocked: True",
@@ -137,15 +157,14 @@ def test_the_spawn_path_needs_no_posix(tmp_path: Path, without_posix: dict[str, 
     assert result.stderr == ""
 
 
-def test_an_error_travels_without_posix(tmp_path: Path, without_posix: dict[str, str]) -> None:
-    result = run(PROGRAM, tmp_path, **without_posix, FAIL="1")
+def test_an_error_travels_without_posix(results: dict[str, Any]) -> None:
+    result = scripting.told(results["an error"])
     assert "error: True" in result.stdout, result.stderr
 
 
-def test_the_nursery_would_not_run_there(tmp_path: Path, without_posix: dict[str, str]) -> None:
+def test_the_nursery_would_not_run_there(results: dict[str, Any]) -> None:
     """The control: what is taken away is needed by the other start methods."""
-    source = PROGRAM.replace('multiprocessing_context="spawn"', "pool='process'")
-    result = run(source, tmp_path, **without_posix)
+    result = scripting.told(results["the nursery"])
     assert result.returncode != 0
     assert result.stdout.splitlines() == ["blocked: True"]
     assert "SIGCHLD" in result.stderr or "nursery" in result.stderr

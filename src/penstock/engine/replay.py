@@ -48,6 +48,8 @@ def replay(loader: Any, epoch: int, index: int) -> Any:
         True
     """
     order = _order_of(loader, checked_count("epoch", epoch))
+    if not order.length:
+        raise BadArgument("the loader has no samples", remedy="a dataset that has some")
     index = checked_count("index", index, 0, order.length - 1)
     position = order.position_of(index)
     first, last = _rows_beside(order, loader, position)

@@ -205,6 +205,14 @@ class Walk:
         sampler = self._indices.sampler if is_plain else self._indices
         return sampler if isinstance(sampler, Order) else None
 
+    @property
+    def drawing(self) -> Any:
+        """torch's RandomSampler, if the indices come from one: what it draws is noted."""
+        from torch.utils.data import RandomSampler
+
+        sampler = getattr(self._indices, "sampler", self._indices)
+        return sampler if type(sampler) is RandomSampler else None
+
     def __len__(self) -> int:
         return len(self._indices)
 
@@ -229,10 +237,8 @@ class Walk:
 
     def _drawn(self) -> Iterator[Any]:
         """The user's own sampler; what torch's RandomSampler draws for itself is noted."""
-        from torch.utils.data import RandomSampler
-
-        sampler = getattr(self._indices, "sampler", self._indices)
-        if type(sampler) is not RandomSampler:
+        sampler = self.drawing
+        if sampler is None:
             return iter(self._indices)
         noted = _Noted(self._course)
         if sampler.generator is None:
@@ -273,6 +279,15 @@ class Walk:
         if order.world_size == 1:
             return lambda place: start + place
         return order.starting_at(start).global_position
+
+
+def fits_generator(generator: Any, known: Any) -> bool:
+    """Is ``known`` what a generator of this kind says of itself, and not cut off?"""
+    try:
+        num_bytes = len(base64.b64decode(known, validate=True))
+        return bool(num_bytes == generator.get_state().numel())
+    except (TypeError, ValueError):
+        return False
 
 
 def _set_or_note(generator: Any, known: str | None) -> str:

@@ -183,8 +183,12 @@ def _takes_states(value: Any) -> bool:
 
 
 def _share_generators(pipeline: Any, is_worker: bool) -> Setter:
-    """Give all transforms of a pipeline one pair of generators: two to set instead of two each."""
-    generator, python = np.random.default_rng(0), random.Random(0)
+    """Give all transforms of a pipeline one pair of generators: two to set instead of two each.
+
+    It is the pipeline's own pair, so that doing this again changes nothing: threads share a
+    dataset, and each of them does it.
+    """
+    generator, python = _pair_of(pipeline)
     pipeline.set_random_state(generator, python)
     if is_worker and hasattr(pipeline, "_check_worker_seed"):
         # AlbumentationsX replaces the pair whenever torch's seed has changed in a worker, which
@@ -197,6 +201,16 @@ def _share_generators(pipeline: Any, is_worker: bool) -> Setter:
         python.seed(seed)
 
     return set_both
+
+
+def _pair_of(pipeline: Any) -> tuple[np.random.Generator, random.Random]:
+    generator = getattr(pipeline, "random_generator", None)
+    python = getattr(pipeline, "py_random", None)
+    if not isinstance(generator, np.random.Generator):
+        generator = np.random.default_rng(0)
+    if not isinstance(python, random.Random) or python is random._inst:
+        python = random.Random(0)
+    return generator, python
 
 
 def _keep() -> None:

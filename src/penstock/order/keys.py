@@ -87,15 +87,16 @@ def checked_count(name: str, value: Any, least: int = 0, most: int = 1 << 62) ->
     Raises:
         BadArgument: It is none.
     """
-    count = _whole(name, value)
+    count = _whole(name, value, least)
     if not least <= count <= most:
         bounds = f"at least {least}" if count < least else f"at most {most}"
         raise BadArgument(f"{name}={count} must be {bounds}", remedy=f"{name}={least}")
     return count
 
 
-def _whole(name: str, value: Any) -> int:
+def _whole(name: str, value: Any, such_as: int = 0) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise BadArgument(f"{name}={value!r} is not a whole number", remedy=f"{name}=0") from None
+        remedy = f"{name}={such_as}"
+        raise BadArgument(f"{name}={value!r} is not a whole number", remedy=remedy) from None

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.errors import BadArgument, BadState
 from penstock.order.bucketing import BucketedBatches
-from penstock.order.course import Course, Mark, Walk, own_state_of
+from penstock.order.course import Course, Mark, Walk, fits_generator, own_state_of
 from penstock.order.keys import checked_count
 from penstock.order.sampling import Order, SeededOrder
 from penstock.order.sharding import rank_here
@@ -95,6 +95,7 @@ class Resumable:
         """
         saved = State.from_dict(state)
         saved.refuse_unlike(self._state(Mark(epoch=0, position=0)))
+        self._refuse_foreign(saved)
         self._refuse_undrawn(saved)
         self._refuse_streams(saved)
         streams = saved.dataset or {}
@@ -113,6 +114,32 @@ class Resumable:
             )
         )
 
+    def _refuse_foreign(self, saved: State) -> None:
+        """What another kind of loader says of itself would be dropped, and nobody would know."""
+        drawing, is_iterable = self._index_sampler.drawing, self._is_iterable()
+        generator = None if drawing is None else drawing.generator
+        sampler = None if self._order() is not None else self._stateful_sampler()
+        takes = {
+            "base_seed": self.seed is None,
+            "base_epoch": self.seed is None,
+            "shuffle_seed": drawing is not None and generator is None,
+            "generator_state": generator is not None,
+            "sampler": hasattr(sampler, "load_state_dict"),
+            "num_workers": is_iterable,
+            "dataset": is_iterable,
+        }
+        foreign = [name for name, takes_it in takes.items() if not takes_it]
+        foreign = [name for name in foreign if getattr(saved, name) is not None]
+        if foreign:
+            raise BadState(
+                f"the state has {' and '.join(foreign)}, and this loader has no such thing: "
+                "it belongs to another loader, or was edited",
+                remedy="a loader with the arguments that the state was saved with",
+            )
+        known = saved.generator_state
+        if known is not None and not fits_generator(generator, known):
+            raise BadState("the state's generator_state is not one: it was cut off or edited")
+
     def _refuse_streams(self, saved: State) -> None:
         """An iterable dataset is shared out by worker, so their number must stay."""
         before, now = saved.num_workers, self.num_workers
@@ -122,6 +149,8 @@ class Resumable:
                 f"{now} here",
                 remedy=f"DataLoader(..., num_workers={before})",
             )
+        if saved.dataset is not None and not _are_streams(saved.dataset, max(1, now)):
+            raise BadState(f"the state's dataset is {str(saved.dataset)[:80]}: it was edited")
 
     def _replay(self, batches: Any) -> None:
         """Load and drop what was delivered before, where the dataset cannot skip it itself."""
@@ -167,11 +196,14 @@ class Resumable:
 
     def _refuse_undrawn(self, saved: State) -> None:
         """Without ``seed=``, the middle of an epoch is known only with what was drawn for it."""
-        from torch.utils.data import RandomSampler
-
-        needed = {} if self.seed is not None else {"base_seed": saved.base_seed}
-        if type(self.sampler) is RandomSampler and self.sampler.generator is None:
+        drawing = self._index_sampler.drawing
+        needed: dict[str, object] = {}
+        if self.seed is None:
+            needed["base_seed"] = saved.base_seed
+        if drawing is not None and drawing.generator is None:
             needed["shuffle_seed"] = saved.shuffle_seed
+        elif drawing is not None:
+            needed["generator_state"] = saved.generator_state
         missing = [name for name, value in needed.items() if value is None]
         if saved.position and missing:
             raise BadState(f"the state has no {' and no '.join(missing)}: it was cut off or edited")
@@ -205,6 +237,16 @@ class Resumable:
         if order is not None:
             drops = drops or order.drop_last
         return length // rows * rows if length is not None and rows and drops else length
+
+
+def _are_streams(content: Any, num_workers: int) -> bool:
+    """Is this what the workers of an iterable dataset told, each under its number?"""
+    if not isinstance(content, dict) or set(content) != {"streams", "next"}:
+        return False
+    streams, workers = content["streams"], range(num_workers)
+    if not isinstance(streams, dict) or not set(streams) <= {str(worker) for worker in workers}:
+        return False
+    return type(content["next"]) is int and content["next"] in workers
 
 
 def make_order(

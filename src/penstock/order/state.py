@@ -12,7 +12,12 @@ from typing import Any
 from penstock.errors import BadState
 
 VERSION = 1
-MAX_EPOCH = (1 << 63) - 1
+MOST = 1 << 62
+"""No epoch and no position is larger: as for ``set_epoch``."""
+
+_SEEDS = ("seed", "base_seed", "shuffle_seed")
+_OWN = ("sampler", "dataset", "generator_state", "bad")
+"""Not numbers; the loader that they belong to checks them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,26 +67,14 @@ class State:
         """
         if not isinstance(values, dict) or "version" not in values:
             raise BadState(f"this is no state of a loader: {str(values)[:80]}")
-        if values["version"] != VERSION or isinstance(values["version"], bool):
+        version = values["version"]
+        if type(version) is not int or version != VERSION:
             raise BadState(
-                f"the state has version {values['version']!r}, this Penstock reads {VERSION}",
+                f"the state has version {version!r}, this Penstock reads {VERSION}",
                 remedy="resume with the Penstock that saved it, or start the epoch anew",
             )
-        known = {item.name for item in fields(cls)}
         content = {name: value for name, value in values.items() if name != "version"}
-        unknown, missing = sorted(set(content) - known), {"epoch", "position"} - set(content)
-        if unknown or missing:
-            raise BadState(
-                f"the state has {unknown or 'no'} {sorted(missing) or 'unknown'} entries"
-            )
-        for name in known - {"sampler", "dataset", "generator_state", "bad"}:
-            value = content.get(name)
-            if value is None and name not in ("epoch", "position"):
-                continue
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            is_signed = name in ("seed", "base_seed", "shuffle_seed")
-            if value is None or not (is_whole and (is_signed or value >= 0)):
-                raise BadState(f"the state's {name} is {value!r}, not a whole number from 0 up")
+        _refuse_entries(content)
         _refuse_bad(content.get("bad"))
         state = cls(**content)
         state._refuse_impossible()
@@ -89,10 +82,15 @@ class State:
 
     def _refuse_impossible(self) -> None:
         """No loader ever stood there: an epoch that is over is saved as the start of the next."""
-        if self.epoch > MAX_EPOCH:
-            raise BadState(f"the state's epoch is {self.epoch}, the largest is {MAX_EPOCH}")
+        if self.base_epoch is not None and self.base_epoch > self.epoch:
+            raise BadState(
+                f"the state is in epoch {self.epoch}, before its base_epoch, {self.base_epoch}"
+            )
         if self.length is not None and self.position >= max(1, self.length):
             raise BadState(f"the state is at {self.position} of {self.length} samples")
+        for name, value in (("epoch", self.epoch), ("position", self.position)):
+            if value > MOST:
+                raise BadState(f"the state's {name} is {value}, the largest is {MOST}")
         if self.global_batch and self.position % self.global_batch:
             raise BadState(
                 f"the state is at {self.position}, within a batch of {self.global_batch} samples"
@@ -116,6 +114,30 @@ class State:
                 remedy="the dataset, seed=, batch_size= and number of ranks it was saved with "
                 "(ranks may change if ranks x batch_size stays)",
             )
+
+
+def _refuse_entries(content: dict[Any, Any]) -> None:
+    """Each entry must be known and hold what such an entry holds; none that counts may be missing.
+
+    Raises:
+        BadState: Otherwise.
+    """
+    known = {item.name for item in fields(State)}
+    unknown = sorted(map(repr, set(content) - known))
+    if unknown:
+        raise BadState(f"the state has entries that no state has: {', '.join(unknown)}")
+    missing = [name for name in ("epoch", "position") if name not in content]
+    if missing:
+        raise BadState(f"the state has no {' and no '.join(missing)}: it was cut off or edited")
+    for name, value in content.items():
+        if name in _OWN or (value is None and name not in ("epoch", "position")):
+            continue
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if name in _SEEDS:
+            if not (is_whole and -(1 << 63) <= value < 1 << 64):
+                raise BadState(f"the state's {name} is {value!r}, not a whole number of 64 bits")
+        elif not (is_whole and value >= 0):
+            raise BadState(f"the state's {name} is {value!r}, not a whole number from 0 up")
 
 
 def _refuse_bad(bad: Any) -> None:

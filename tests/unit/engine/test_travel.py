@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from penstock.engine.travel.parcel import Packed, serialise, unpack
-from specimens import Numbers, assert_same
+from specimens import Numbers, assert_same, draw
 from travelling import worker_side
 
 pytestmark = pytest.mark.legacy
@@ -89,6 +91,13 @@ def test_the_modules_that_a_worker_must_import_are_listed() -> None:
         names = [entry[0] for entry in packed.parcel.modules]
     assert "specimens" in names
     assert "__main__" not in names
+
+
+def test_the_modules_of_functions_are_listed_too() -> None:
+    bound = functools.partial(textwrap.indent, prefix=" ")
+    with packing(worker_init_fn=draw, collate_fn=bound) as packed:
+        names = [entry[0] for entry in packed.parcel.modules]
+    assert {"specimens", "textwrap"} <= set(names)
 
 
 def test_objects_of_one_parcel_that_share_something_share_it_still() -> None:

@@ -231,6 +231,25 @@ def test_a_pipeline_of_albumentations_is_one_thing_whose_transforms_draw_apart()
     assert first != second
 
 
+def test_threads_that_share_a_pipeline_each_set_what_it_draws_from() -> None:
+    dataset = Holder(transform=Transform())
+    owns = [OwnGenerators(dataset) for _ in range(3)]
+
+    def drawn(own: OwnGenerators) -> Any:
+        own.set(1)
+        return dataset.transform()
+
+    assert drawn(owns[0]) == drawn(owns[1]) == drawn(owns[2])
+
+
+def test_a_pipeline_that_draws_from_the_global_generator_gets_a_pair_of_its_own() -> None:
+    transform = Transform()
+    transform.set_random_state(np.random.mtrand._rand, random._inst)
+    OwnGenerators(Holder(transform=transform)).set(1)
+    assert transform.py_random is not random._inst
+    assert isinstance(transform.random_generator, np.random.Generator)
+
+
 def test_a_pipeline_that_seeds_itself_in_workers_is_left_as_it_is_elsewhere() -> None:
     dataset = Holder(transform=Pipeline())
     OwnGenerators(dataset)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import context as mp_context
 from multiprocessing import reduction
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -121,7 +121,8 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        name = getattr(obj if isinstance(obj, type) else kind, "__module__", None)
+        owner = obj if isinstance(obj, (type, FunctionType)) else kind
+        name = getattr(owner, "__module__", None)
         if isinstance(name, str):
             self.modules.add(obj.__name__ if isinstance(obj, ModuleType) else name)
         if obj is random._inst:
