@@ -24,6 +24,13 @@ pytestmark = [
 pl: Any = pytest.importorskip("pytorch_lightning")
 
 NUM_EPOCHS = 3
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 Step = tuple[int, int, list[Any]]
 
 
@@ -46,6 +53,10 @@ class Witness(pl.LightningModule):  # type: ignore[misc]
         self.seen.append((self.current_epoch, batch_idx, [field.tolist() for field in batch]))
         return (self.weight * batch[1].float()).sum()
 
+    def predict_step(self, batch: Any, batch_idx: int) -> list[int]:
+        indices: list[int] = batch[0].tolist()
+        return indices
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -61,15 +72,7 @@ def fit(
     """Train; what was seen, and the newest checkpoint. One is saved after each step."""
     model = Witness(crash_at)
     saver = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=NUM_EPOCHS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[saver],
-    )
+    trainer = pl.Trainer(max_epochs=NUM_EPOCHS, callbacks=[saver], **QUIET)
     loader = kind(Draws(24), batch_size=5, shuffle=True, **arguments)
     try:
         trainer.fit(model, loader, ckpt_path=resume, weights_only=False)
@@ -130,3 +133,19 @@ def test_seed_everything_with_workers_is_obeyed_and_a_warning_says_what_it_costs
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     with pytest.warns(UserWarning, match="worker_init_fn set torch's seed"):
         fit(tmp_path, seed=3, num_workers=1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_that_lightning_builds_again_is_still_ours(num_workers: int) -> None:
+    """For predictions it makes a new loader of the same class, with a batch sampler of its own."""
+    loader = DataLoader(
+        Draws(12), batch_size=5, shuffle=True, seed=3, num_workers=num_workers, pool="thread"
+    )
+    order = [batch[0].tolist() for batch in loader]
+    loader.set_epoch(0)
+    trainer = pl.Trainer(enable_checkpointing=False, **QUIET)
+    assert trainer.predict(Witness(), loader) == order
+    again = trainer.predict_loop._combined_loader.flattened[0]
+    assert type(again) is DataLoader
+    assert again is not loader
+    assert (again.seed, again.pool, again.num_workers) == (3, "thread", num_workers)
