@@ -23,7 +23,7 @@ from penstock.engine.pace import Pace
 from penstock.engine.pools import Death, Pool
 from penstock.engine.recovery import Recovery
 from penstock.engine.remote_errors import ErrorReport, rebuild
-from penstock.engine.slots import Ring
+from penstock.engine.slots import Ring, Slot
 from penstock.engine.turns import Turns
 from penstock.errors import PenstockError
 
@@ -139,7 +139,6 @@ class Delivery:
         if self._failure is not None:
             raise self._failure
         started = time.monotonic()
-        self._recovery.resting()
         while True:
             job = self._ready_job()
             if job is not None:
@@ -176,31 +175,31 @@ class Delivery:
             return  # a few at a time: one message then carries several leases
         outgoing: dict[int, list[Lease]] = {}
         while room > 0 and self._has_more and self._turns.has_active:
-            if not self._ring.has_room():
+            slot = self._ring.take_if_any()
+            if slot is None:
                 if must and not self._num_open:
                     self._ring.take()  # says what there is no room for
                 break  # slots of batches under way will come back
             try:
                 index = next(self._indices)
-            except StopIteration:
-                self._has_more = False
-                break
             except Exception as error:  # raised in its turn, after the batches before it
-                self._has_more, self._sampler_error = False, error
+                self._has_more = False
+                self._sampler_error = None if isinstance(error, StopIteration) else error
+                self._ring.give_back(slot)
                 break
-            job = self._open_job(index)
+            job = self._open_job(index, slot)
             for worker, lease in self._cut(job):
                 outgoing.setdefault(worker, []).append(lease)
             room -= 1
         for worker, leases in outgoing.items():
             self._pool.send(worker, leases)
 
-    def _open_job(self, index: Any) -> Job:
+    def _open_job(self, index: Any, slot: Slot) -> Job:
         if self._task.auto_collation and not hasattr(index, "__getitem__"):
             index = list(index)  # a set or an iterator: torch takes those too
         rows = len(index) if self._task.auto_collation else 1
         position = self._place if self._position_of is None else self._position_of(self._place)
-        job = Job(self.epoch, self._sent, index, position, rows, self._ring.take())
+        job = Job(self.epoch, self._sent, index, position, rows, slot)
         self._jobs[job.epoch, job.number] = job
         self._sent += 1
         self._num_open += 1
@@ -275,12 +274,12 @@ class Delivery:
             else:
                 report: ErrorReport = event[1]
                 self._fail(rebuild(report))
-        if not self.is_closed:
-            self._look(has_news=bool(events))
+        if not self.is_closed and (not events or self._task.has_limit):
+            self._look(started, has_news=bool(events))
 
-    def _look(self, *, has_news: bool) -> None:
+    def _look(self, started: float, *, has_news: bool) -> None:
         try:
-            faults = self._recovery.overdue(has_news=has_news)
+            faults = self._recovery.overdue(started, has_news=has_news)
         except PenstockError as error:
             self._fail(error)
         else:
@@ -310,7 +309,8 @@ class Delivery:
         job = self._jobs[reply.epoch, reply.job]
         first, last = job.parts[reply.part]
         self._turns.take_back(worker, reply.key)
-        self._recovery.heard(worker, reply)
+        if self._task.is_iterable:
+            self._recovery.heard(worker, reply)
         self._ring.fit(reply.needed_bytes)
         layout = None
         if reply.kind == "fixed":
@@ -363,9 +363,8 @@ class Delivery:
 
     def _deliver(self, job: Job) -> Any:
         try:
-            for reply in job.in_order:
-                if reply.kind == "error":
-                    raise rebuild(reply.content)
+            if job.error is not None:
+                raise rebuild(job.error)
             if job.bad:
                 self._setup.on_bad(job.bad)
         except BaseException:

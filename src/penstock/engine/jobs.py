@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.engine.messages import Reply
 from penstock.engine.opening import open_fixed, open_payload
+from penstock.engine.remote_errors import ErrorReport
 from penstock.engine.slots import Ring, Slot
 
 
@@ -27,6 +28,8 @@ class Job:
     worker: int = -1
     """Who answered for the first part."""
     is_done: bool = False
+    bad: list[Any] = field(default_factory=list)
+    """What was wrong with samples of it."""
 
     def take(self, worker: int, reply: Reply, layout: Any) -> None:
         """A worker has answered for a part; ``layout``: of what it wrote into the slot."""
@@ -35,6 +38,8 @@ class Job:
             self.layouts[reply.part] = layout
         if reply.part == 0:
             self.worker = worker
+        if reply.bad:
+            self.bad = sorted([*self.bad, *reply.bad], key=lambda found: found.position)
 
     @property
     def is_complete(self) -> bool:
@@ -54,21 +59,19 @@ class Job:
 
     def make_whole(self) -> None:
         """Begin again, in one part."""
-        self.parts, self.replies, self.layouts = [(0, self.rows)], {}, {}
+        self.parts, self.replies, self.layouts, self.bad = [(0, self.rows)], {}, {}, []
 
     @property
-    def in_order(self) -> list[Reply]:
-        return [self.replies[part] for part in range(len(self.parts))]
-
-    @property
-    def bad(self) -> list[Any]:
-        """What was wrong with samples of it."""
-        return [one for reply in self.in_order for one in reply.bad]
+    def error(self) -> ErrorReport | None:
+        """The first part's that failed."""
+        for part in range(len(self.parts)):
+            if self.replies[part].kind == "error":
+                return self.replies[part].content  # type: ignore[no-any-return]
+        return None
 
     def open(self, ring: Ring) -> tuple[Any, bool]:
         """The batch as the user sees it, and whether its slot is in use from now on."""
         if self.kind == "payload":
             return open_payload(ring, self.slot, self.replies[0])
-        first_rows = [first for first, _ in self.parts]
-        layout = self.layouts[0]
-        return open_fixed(ring, self.slot, self.rows, layout, self.in_order, first_rows), True
+        contents = [self.replies[part].content for part in range(len(self.parts))]
+        return open_fixed(ring, self.slot, self.rows, self.layouts[0], contents, self.parts), True

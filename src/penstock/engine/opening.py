@@ -24,23 +24,29 @@ def open_payload(ring: Ring, slot: Slot, reply: Reply) -> tuple[Any, bool]:
 
 
 def open_fixed(
-    ring: Ring, slot: Slot, rows: int, layout: Any, replies: list[Reply], first_rows: list[int]
+    ring: Ring,
+    slot: Slot,
+    rows: int,
+    layout: Any,
+    contents: list[Any],
+    parts: list[tuple[int, int]],
 ) -> Any:
     """A batch of the default collate, put together from the parts that workers filled.
 
     Args:
-        first_rows: Where each part begins.
+        contents: Of the "fixed" replies.
+        parts: First and last row of each part.
     """
     from penstock.engine.batch.collate import view_batch
 
     _, num_bytes = layout.places(rows)
-    contents = [reply.content for reply in replies]
     counts = [content[2] for content in contents]
     filled = sum(counts)
     objects = contents[0][3]
     for content in contents[1:]:
         objects = [left + right for left, right in zip(objects, content[3], strict=True)]
     if filled < rows:
+        first_rows = [first for first, _ in parts]
         _close_gaps(slot.view(num_bytes), layout, rows, first_rows, counts)
     root = _memory_of(ring, slot, num_bytes)
     return view_batch(layout, root, rows, filled, objects)

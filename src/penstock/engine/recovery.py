@@ -152,17 +152,19 @@ class Recovery:
 
     # -- looking ---------------------------------------------------------------------------------
 
-    def overdue(self, *, has_news: bool) -> list[Fault]:
+    def overdue(self, waiting_since: float, *, has_news: bool) -> list[Fault]:
         """Workers that are to be replaced because they hang.
 
         Args:
+            waiting_since: When (time.monotonic) the wait for the next batch began.
             has_news: Has any worker answered since the last look?
 
         Raises:
             Stuck: Nobody has anything to do, and yet a batch is waited for.
         """
-        now_ns = time.monotonic_ns()
-        if now_ns - self._looked_ns > ASLEEP_S * 1e9:
+        now_ns, since_ns = time.monotonic_ns(), int(waiting_since * 1e9)
+        self._heard_ns = max(self._heard_ns, since_ns)
+        if now_ns - max(self._looked_ns, since_ns) > ASLEEP_S * 1e9:
             self._amnesty_ns = self._heard_ns = now_ns
         self._looked_ns = now_ns
         if has_news:
@@ -178,10 +180,6 @@ class Recovery:
             for worker in range(len(self._pool.processes))
             if self._turns.owed(worker) and self._cells[position_cell(worker) + IS_IDLE] == 1
         ]
-
-    def resting(self) -> None:
-        """Nobody waits for a batch now: the time until the next look is the user's own."""
-        self._looked_ns = self._heard_ns = time.monotonic_ns()
 
     def _late(self, limit_s: float | None) -> list[Fault]:
         if limit_s is None:

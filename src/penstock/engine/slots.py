@@ -108,6 +108,10 @@ class Ring:
             self.num_slots += len(small)
         return bool(self._free)
 
+    def take_if_any(self) -> Slot | None:
+        """As :meth:`take`, but None where there is none."""
+        return self._free.pop() if self.has_room() else None
+
     def take(self) -> Slot:
         """A slot that nobody views and that is large enough: a free one, or a new one.
 

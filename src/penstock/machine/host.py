@@ -10,6 +10,9 @@ from pathlib import Path
 from penstock.machine.asking import ask_tool
 from penstock.machine.cgroup import MEMBERSHIP, MOUNT, cpu_quota
 
+if sys.platform != "win32":
+    import resource
+
 _CPUINFO = Path("/proc/cpuinfo")
 _SHM = "/dev/shm"
 _TOOL_LIMIT_S = 2.0
@@ -195,8 +198,6 @@ def peak_kb() -> int:
     """
     if sys.platform == "win32":
         return 0
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak // 1024 if sys.platform == "darwin" else peak
 
