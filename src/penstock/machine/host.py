@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from penstock.machine.asking import ask_tool
 from penstock.machine.cgroup import MEMBERSHIP, MOUNT, cpu_quota
 
-if sys.platform != "win32":
-    import resource
+_resource: Any = None
+with suppress(ImportError):  # Windows has none
+    _resource = importlib.import_module("resource")
 
 _CPUINFO = Path("/proc/cpuinfo")
 _SHM = "/dev/shm"
@@ -196,9 +200,9 @@ def peak_kb() -> int:
         >>> peak_kb() >= 0
         True
     """
-    if sys.platform == "win32":
+    if _resource is None:
         return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak: int = _resource.getrusage(_resource.RUSAGE_SELF).ru_maxrss
     return peak // 1024 if sys.platform == "darwin" else peak
 
 
