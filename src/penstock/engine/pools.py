@@ -53,6 +53,7 @@ class Pool(Protocol):
     """What :class:`penstock.engine.delivery.Delivery` needs of its workers."""
 
     processes: list[Process]
+    can_replace: bool
 
     def send(self, worker: int, leases: list[Any]) -> None: ...
     def receive(self, timeout_s: float) -> list[tuple[int, Any]]: ...
@@ -63,6 +64,8 @@ class Pool(Protocol):
 
 class ProcessPool:
     """Worker processes. Pairs with :meth:`stop`, which leaves none behind."""
+
+    can_replace = True
 
     def __init__(self, launcher: Launcher, num_workers: int, cells: memoryview) -> None:
         self.processes: list[Process] = []
@@ -200,6 +203,9 @@ class ThreadPool:
     leave them as they found them; samples that do not run at once.
     """
 
+    can_replace = False
+    """Nobody can end a thread from outside: the first one that hangs is an error."""
+
     def __init__(
         self,
         *,
@@ -251,7 +257,7 @@ class ThreadPool:
             return events
 
     def replace(self, worker: int) -> None:
-        raise AssertionError("threads do not die")
+        raise AssertionError("see can_replace")
 
     def stack_of(self, worker: int) -> str:
         """Where a worker thread stands, as text."""

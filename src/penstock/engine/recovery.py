@@ -50,12 +50,18 @@ START_PAUSES_S = (0.1, 0.5, 2.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the user allows: how many restarts, how long a sample may take, and whether a sample
-    that takes down workers may be left out."""
+    """What the user allows.
+
+    Args:
+        max_restarts: See :class:`penstock.engine.supervisor.Supervisor`.
+        is_tolerant: May a sample that takes down workers be left out?
+        num_substitutes: How many others may take down workers in its place?
+    """
 
     max_restarts: int = 100
     sample_timeout_s: float | None = None
     is_tolerant: bool = False
+    num_substitutes: int = 0
 
 
 class Recovery:
@@ -227,6 +233,8 @@ class Recovery:
             WorkerDied, SampleTimeout, Stuck, StartFailed: This cannot or shall not go on.
         """
         worker, suspect = fault.worker, self._suspect(fault.worker)
+        if not self._pool.can_replace:
+            raise write_obituary(fault)
         was_ready = fault.is_orphaned or self._cells[position_cell(worker) + IS_IDLE] != NOTHING
         verdict = self._supervisor.judge(
             worker, None if fault.is_orphaned else suspect, was_ready=was_ready
@@ -234,15 +242,15 @@ class Recovery:
         position, index = self._place(worker)
         if verdict is Verdict.POISON and fault.how == "silent":
             raise self._stuck(f"worker {worker} has work and does not take it")
-        can_leave_out = self._limits.is_tolerant and position is not None
-        if verdict is not Verdict.RETRY and not (verdict is Verdict.POISON and can_leave_out):
+        is_left_out = verdict is Verdict.POISON and self._may_leave_out(worker, position)
+        if verdict is not Verdict.RETRY and not is_left_out:
             raise write_obituary(fault, verdict, self._supervisor)
         if fault.is_orphaned:
             log.warning("worker %d (pid %s) ended with its nursery", worker, fault.pid)
         else:
             log.warning("%s", write_obituary(fault, verdict, self._supervisor).what)
-        if verdict is Verdict.POISON:
-            self._leave_out(worker, index, position or 0, write_obituary(fault, verdict, None))
+        if position is not None and is_left_out:
+            self._leave_out(worker, index, position, write_obituary(fault, verdict, None))
         self._start(worker)
         return self._preface(worker)
 
@@ -254,6 +262,14 @@ class Recovery:
                 log.warning("worker %d was not replaced, in %g s again: %s", worker, pause_s, error)
                 time.sleep(pause_s)
         return self._pool.replace(worker)
+
+    def _may_leave_out(self, worker: int, position: int | None) -> bool:
+        """A place that is left out already and loses workers does so by what stands in for it."""
+        if position is None or not self._limits.is_tolerant:
+            return False
+        lease = self._turns.owed(worker)[0]
+        num_before = sum(lease.position + row == position for row, _ in lease.bad)
+        return num_before <= self._limits.num_substitutes
 
     def _leave_out(self, worker: int, index: Any, position: int, error: Exception) -> None:
         lease = self._turns.owed(worker)[0]
