@@ -9,6 +9,7 @@ import ctypes
 import faulthandler
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -21,6 +22,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 HOUR_S = 3600
+ENDLESS = re.compile("(a|a)*b")
+"""Against a row of a's it tries 2 to the power of their number ways."""
 
 
 def kill() -> None:
@@ -45,6 +48,11 @@ def hang() -> None:
 
 def hang_in_c() -> None:
     """A decoder that loops: it holds the interpreter's lock, and no Python runs any more."""
+    ENDLESS.match("a" * 99)
+
+
+def hang_until_disturbed() -> None:
+    """In C, too, but the first signal ends the wait: the one that asks for the stack."""
     ctypes.PyDLL(None).sleep(HOUR_S)
 
 
@@ -67,7 +75,12 @@ DEATHS: dict[str, tuple[Callable[[], None], int]] = {
     "SIGABRT": (abort, -6),
     "os._exit": (leave, 7),
 }
-HANGS = {"sleep": hang, "C": hang_in_c, "lock": hang_on_a_lock}
+HANGS = {
+    "sleep": hang,
+    "C": hang_in_c,
+    "until disturbed": hang_until_disturbed,
+    "lock": hang_on_a_lock,
+}
 FATES = {**{name: die for name, (die, _) in DEATHS.items()}, **HANGS, "error": fail}
 
 

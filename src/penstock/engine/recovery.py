@@ -138,10 +138,12 @@ class Recovery:
             return position, indices[row : row + num_samples] if num_samples > 1 else indices[row]
         return None, None
 
-    def _suspect(self, worker: int) -> Hashable | None:
+    def _suspect(self, worker: int, how: str) -> Hashable | None:
         owed = self._turns.owed(worker)
         if not owed or owed[0].epoch != self._epoch:
             return None
+        if how == "silent":
+            return how, owed[0].key
         position, index = self._place(worker)
         if position is not None:
             return "samples" if isinstance(index, list) else "sample", position
@@ -198,23 +200,29 @@ class Recovery:
         ]
 
     def _fault(self, worker: int, *, how: str, seconds: float) -> Fault:
+        position, index = self._place(worker)
         return Fault(
             worker=worker,
             pid=self._pool.processes[worker].pid,
             how=how,
-            index=self.index_at(worker),
+            index=index,
+            position=position,
+            suspect=self._suspect(worker, how),
             seconds=seconds,
-            stack=self._pool.stack_of(worker),
+            stack=self._pool.stack_of(worker),  # last: the signal may end a wait, and it moves on
         )
 
     def fault_of(self, worker: int, death: Death) -> Fault:
         """What is known about a worker whose process ended."""
+        position, index = self._place(worker)
         return Fault(
             worker=worker,
             pid=death.pid,
             exit_code=death.exit_code,
             is_orphaned=death.is_orphaned,
-            index=self.index_at(worker),
+            index=index,
+            position=position,
+            suspect=None if death.is_orphaned else self._suspect(worker, "died"),
             peak_kb={
                 other: self._cells[position_cell(other) + PEAK_KB]
                 for other in range(len(self._pool.processes))
@@ -232,14 +240,11 @@ class Recovery:
         Raises:
             WorkerDied, SampleTimeout, Stuck, StartFailed: This cannot or shall not go on.
         """
-        worker, suspect = fault.worker, self._suspect(fault.worker)
+        worker, position = fault.worker, fault.position
         if not self._pool.can_replace:
             raise write_obituary(fault)
         was_ready = fault.is_orphaned or self._cells[position_cell(worker) + IS_IDLE] != NOTHING
-        verdict = self._supervisor.judge(
-            worker, None if fault.is_orphaned else suspect, was_ready=was_ready
-        )
-        position, index = self._place(worker)
+        verdict = self._supervisor.judge(worker, fault.suspect, was_ready=was_ready)
         if verdict is Verdict.POISON and fault.how == "silent":
             raise self._stuck(f"worker {worker} has work and does not take it")
         is_left_out = verdict is Verdict.POISON and self._may_leave_out(worker, position)
@@ -250,7 +255,7 @@ class Recovery:
         else:
             log.warning("%s", write_obituary(fault, verdict, self._supervisor).what)
         if position is not None and is_left_out:
-            self._leave_out(worker, index, position, write_obituary(fault, verdict, None))
+            self._leave_out(worker, fault.index, position, write_obituary(fault, verdict, None))
         self._start(worker)
         return self._preface(worker)
 
