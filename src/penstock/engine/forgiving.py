@@ -97,7 +97,8 @@ class Forgiving:
         self._bad.take(found, self._course.epoch, self._num_samples())
 
     def _end_epoch(self, num_batches: int) -> None:
-        self._bad.end_epoch(self._course.epoch, num_batches)
+        if not self._course.start:  # of one that was resumed, a part was delivered before
+            self._bad.end_epoch(self._course.epoch, num_batches)
 
     def _num_samples(self) -> int | None:
         raise AssertionError("the loader has its own")

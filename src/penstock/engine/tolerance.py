@@ -85,6 +85,7 @@ class Careful:
         self._seed = seed
         self.num_indices = num_indices
         self._none_is_bad = none_is_bad
+        self._num_in_a_row = 0
         self.found: list[Found] = []
         """What was bad since this was last emptied."""
 
@@ -182,16 +183,19 @@ class Careful:
 
         A generator that raised has ended: going on would lose its rest silently, so it raises.
         """
-        for _ in range(MAX_IN_A_ROW):
+        while True:
             try:
-                return [self._checked(next(stream), "next")]
+                sample = self._checked(next(stream), "next")
+                self._num_in_a_row = 0
+                return [sample]
             except StopIteration:
                 raise
             except Exception as error:
-                last = error
+                self._num_in_a_row += 1
                 is_ended = isinstance(stream, GeneratorType) and not isinstance(error, EmptySample)
-                if is_ended or self._on_error == "raise":
+                if is_ended or self._num_in_a_row > MAX_IN_A_ROW:
                     raise
+                last = error
             if callable(self._on_error):
                 sample = self._on_error(None, last)
                 self._note(None, position, last, "skip" if sample is None else "replace")
@@ -199,7 +203,6 @@ class Careful:
             self._note(None, position, last, str(self._on_error))
             if self._on_error == "skip":
                 return []
-        raise last
 
 
 def _is_same(left: Any, right: Any) -> bool:
