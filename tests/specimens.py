@@ -135,7 +135,10 @@ class Unequal(IterableDataset):
 class Slow(Dataset):
     """Each sample takes ``sample_s``; index ``stuck`` takes far longer."""
 
-    def __init__(self, length: int = 64, sample_s: float = 0.0, stuck: int = -1) -> None:
+    def __init__(
+        self, length: int = 64, sample_s: float = 0.0, stuck: int = -1, stuck_s: float = 60.0
+    ) -> None:
+        self.stuck_s = stuck_s
         self.length = length
         self.sample_s = sample_s
         self.stuck = stuck
@@ -144,7 +147,7 @@ class Slow(Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> int:
-        time.sleep(60.0 if index == self.stuck else self.sample_s)
+        time.sleep(self.stuck_s if index == self.stuck else self.sample_s)
         return int(index)
 
 

@@ -46,9 +46,7 @@ def test_after_the_nursery_was_killed_the_next_loader_works() -> None:
     assert leftovers.wait_until_gone([old], 3.0) == []
 
 
-def test_when_the_nursery_is_killed_its_workers_go_and_without_restarts_the_loader_says_so() -> (
-    None
-):
+def test_without_restarts_a_loader_whose_nursery_was_killed_says_so() -> None:
     iterator = iter(DataLoader(Numbers(100_000), batch_size=2, num_workers=2, max_restarts=0))
     next(iterator)
     pids = [worker.pid for worker in iterator._workers]

@@ -31,7 +31,7 @@ class BadBook:
     def __init__(self, max_bad: float | None = None, path: str | None = None) -> None:
         self.max_bad = _checked_budget(max_bad)
         self.path = path
-        self.poison: dict[Any, Exception] = {}
+        self.poison: dict[int | str, Exception] = {}
         """Samples that took down workers, by index: they are not tried again."""
         self._samples: dict[int | str, BadSample] = {}
         self._epoch = -1
@@ -54,8 +54,7 @@ class BadBook:
 
     def poisoned(self, index: Any, error: Exception) -> None:
         """A sample took down workers twice."""
-        if isinstance(index, (int, str)):
-            self.poison[index] = error
+        self.poison[plain_index(index)] = error
 
     def take(self, found: Iterable[Found], epoch: int, num_samples: int | None) -> None:
         """Bad samples of a batch that is about to be delivered.

@@ -24,6 +24,7 @@ from penstock.engine.pools import Death, Pool
 from penstock.engine.recovery import Recovery
 from penstock.engine.remote_errors import ErrorReport, rebuild
 from penstock.engine.slots import Ring, Slot
+from penstock.engine.tolerance import poison_among
 from penstock.engine.turns import Turns
 from penstock.errors import PenstockError
 
@@ -221,12 +222,13 @@ class Delivery:
     def _make_lease(self, job: Job, part: int) -> tuple[int, Lease]:
         first, last = job.parts[part]
         is_whole = len(job.parts) == 1
+        part_of_it = job.index if is_whole else job.index[first:last]
         limit = None if self._in_order else self._pace.depth * self._pace.rows_per_batch
         lease = Lease(
             job.epoch,
             job.number,
             part,
-            job.index if is_whole else job.index[first:last],
+            part_of_it,
             job.position + first,
             job.rows,
             first,
@@ -235,19 +237,11 @@ class Delivery:
             job.slot.start,
             job.slot.capacity,
             self._key_epoch,
-            self._known_poison(job, first, last),
+            poison_among(
+                self._setup.poison, part_of_it if self._task.auto_collation else [part_of_it]
+            ),
         )
         return self._turns.give(lease, limit), lease
-
-    def _known_poison(self, job: Job, first: int, last: int) -> tuple[tuple[int, Exception], ...]:
-        if not self._setup.poison:
-            return ()
-        indices = list(job.index)[first:last] if self._task.auto_collation else [job.index]
-        return tuple(
-            (row, self._setup.poison[index])
-            for row, index in enumerate(indices)
-            if isinstance(index, (int, str)) and index in self._setup.poison
-        )
 
     # -- receiving -------------------------------------------------------------------------------
 

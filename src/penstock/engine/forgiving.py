@@ -11,7 +11,7 @@ from typing import Any
 from penstock.engine.bad_file import BadSample
 from penstock.engine.bad_samples import BadBook
 from penstock.engine.recovery import Limits
-from penstock.engine.tolerance import ON_ERROR, OnError
+from penstock.engine.tolerance import MAX_SUBSTITUTES, ON_ERROR, OnError
 from penstock.errors import BadArgument
 from penstock.order.course import Course
 from penstock.order.keys import checked_count
@@ -76,6 +76,7 @@ class Forgiving:
                 max_restarts=self.max_restarts,
                 sample_timeout_s=self.sample_timeout_s,
                 is_tolerant=is_tolerant,
+                num_substitutes=MAX_SUBSTITUTES if self.on_error == "replace" else 0,
             ),
             "on_error": self.on_error,
             "num_indices": self._num_substitutes() if self.on_error == "replace" else None,
@@ -102,13 +103,17 @@ class Forgiving:
         self.num_restarts += 1
 
     def _end_epoch(self, num_batches: int) -> None:
-        self._bad.end_epoch(self._course.epoch, num_batches)
+        if not self._course.start:  # of one that was resumed, a part was delivered before
+            self._bad.end_epoch(self._course.epoch, num_batches)
 
     def _num_samples(self) -> int | None:
         raise AssertionError("the loader has its own")
 
     def _bad_in(self, epoch: int) -> dict[str, list[Any]]:
-        found = {"positions": self._bad.positions(epoch), "poison": list(self._bad.poison)}
+        found: dict[str, list[Any]] = {
+            "positions": self._bad.positions(epoch),
+            "poison": list(self._bad.poison),
+        }
         return {name: values for name, values in found.items() if values}
 
     def _restore_bad(self, epoch: int, bad: dict[str, list[Any]]) -> None:

@@ -23,7 +23,7 @@ from penstock.engine.batch.layout import OddSample
 from penstock.engine.iterators import LoaderIterator, Setup, max_held_bytes
 from penstock.engine.memory import PrivateFile
 from penstock.engine.slots import Ring
-from penstock.engine.tolerance import Careful
+from penstock.engine.tolerance import Careful, Poison, poison_among
 from penstock.order.foreign import OwnGenerators
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import COLLATE_STREAM, SampleRandomness
@@ -101,27 +101,30 @@ class InlineIterator(LoaderIterator):
 
     def _next_batch(self) -> Any:
         while True:
-            index, place = next(self._sampler_iter), self._place
+            index = next(self._sampler_iter)
             try:
-                batch = self._load(index)
+                batch = self._load_somehow(index)
             except Exhausted:
                 raise StopIteration from None
             except AllBad:
-                self._tell_bad()
                 self._count_empty()
+                self._tell_bad()
                 continue
-            except Exception:
-                if self._careful is None or self._stream is not None:
-                    raise
-                self._place = place
-                try:
-                    batch = self._load_carefully(index, self._careful)
-                except AllBad:
-                    self._tell_bad()
-                    self._count_empty()
-                    continue
             self._tell_bad()
             return self._finished(batch)
+
+    def _load_somehow(self, index: Any) -> Any:
+        """As usual; one sample at a time if one of them is bad, or known to be poison."""
+        careful, place = self._careful, self._place
+        if careful is None or self._stream is not None:
+            return self._load(index)
+        poison = poison_among(self._setup.poison, index if self._auto_collation else [index])
+        if not poison:
+            try:
+                return self._load(index)
+            except Exception:
+                self._place = place
+        return self._load_carefully(index, careful, poison)
 
     def _tell_bad(self) -> None:
         if self._careful is not None and self._careful.found:
@@ -156,7 +159,7 @@ class InlineIterator(LoaderIterator):
             return collate.default_collate(samples, indices)
         return self._collate_fn(samples)
 
-    def _load_carefully(self, index: Any, careful: Careful) -> Any:
+    def _load_carefully(self, index: Any, careful: Careful, poison: Poison) -> Any:
         """One sample at a time, in spite of bad ones."""
         get = one_getter(self._dataset)
         indices = list(index) if self._auto_collation else [index]
@@ -168,7 +171,7 @@ class InlineIterator(LoaderIterator):
             def load(one: Any, position: int) -> Any:
                 return call_user(get, one, position, self._randomness)
 
-            samples = careful.samples(load, placed, self._course.key_epoch, indices)
+            samples = careful.samples(load, placed, self._course.key_epoch, indices, poison)
             if not samples:
                 raise AllBad
             whole = samples if self._auto_collation else samples[0]

@@ -61,7 +61,8 @@ class Lease(NamedTuple):
     key_epoch: int = 0
     """The epoch that randomness is computed for; ``epoch`` counts passes of the engine."""
     bad: tuple[tuple[int, Exception], ...] = ()
-    """Rows (counted from this part's first) that are not to be loaded, and why: poison."""
+    """Rows (counted from this part's first) that are not to be loaded, and why: see
+    :data:`penstock.engine.tolerance.Poison`."""
     is_suspect: bool = False
     """One of these samples takes down workers: load them one by one, to see which."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ class Fault:
     Args:
         how: "died"; "hung": a sample took longer than allowed; "silent": it does not take its work.
         index: The sample that it was loading, a list of them, or None.
+        position: Where that stands in the epoch.
+        suspect: What is to blame, as :class:`penstock.engine.supervisor.Supervisor` counts it.
         stack: Where it stood, if it was alive.
         oom: What the kernel's own count says about kills for want of memory; empty: none.
         peak_kb: The most memory each worker has held, as far as known.
@@ -36,6 +39,8 @@ class Fault:
     exit_code: int | None = None
     is_orphaned: bool = False
     index: Any = None
+    position: int | None = None
+    suspect: Hashable | None = None
     seconds: float = 0.0
     stack: str = ""
     oom: str = ""

@@ -204,6 +204,7 @@ class ThreadPool:
     """
 
     can_replace = False
+    """Nobody can end a thread from outside: the first one that hangs is an error."""
 
     def __init__(
         self,

@@ -51,12 +51,18 @@ START_PAUSES_S = (0.1, 0.5, 2.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the user allows: how many restarts, how long a sample may take, and whether a sample
-    that takes down workers may be left out."""
+    """What the user allows.
+
+    Args:
+        max_restarts: See :class:`penstock.engine.supervisor.Supervisor`.
+        is_tolerant: May a sample that takes down workers be left out?
+        num_substitutes: How many others may take down workers in its place?
+    """
 
     max_restarts: int = 100
     sample_timeout_s: float | None = None
     is_tolerant: bool = False
+    num_substitutes: int = 0
 
 
 class Recovery:
@@ -133,10 +139,12 @@ class Recovery:
             return position, indices[row : row + num_samples] if num_samples > 1 else indices[row]
         return None, None
 
-    def _suspect(self, worker: int) -> Hashable | None:
+    def _suspect(self, worker: int, how: str) -> Hashable | None:
         owed = self._turns.owed(worker)
         if not owed or owed[0].epoch != self._epoch:
             return None
+        if how == "silent":
+            return how, owed[0].key
         position, index = self._place(worker)
         if position is not None:
             return "samples" if isinstance(index, list) else "sample", position
@@ -191,25 +199,31 @@ class Recovery:
         ]
 
     def _fault(self, worker: int, *, how: str, seconds: float) -> Fault:
+        position, index = self._place(worker)
         return Fault(
             worker=worker,
             pid=self._pool.processes[worker].pid,
             how=how,
-            index=self.index_at(worker),
+            index=index,
+            position=position,
+            suspect=self._suspect(worker, how),
             seconds=seconds,
-            stack=self._pool.stack_of(worker),
+            stack=self._pool.stack_of(worker),  # last: the signal may end a wait, and it moves on
         )
 
     def fault_of(self, worker: int, death: Death) -> Fault:
         """What is known about a worker whose process ended."""
         counted = OomCount.now()
         kills, self._oom = counted.since(self._oom), counted
+        position, index = self._place(worker)
         return Fault(
             worker=worker,
             pid=death.pid,
             exit_code=death.exit_code,
             is_orphaned=death.is_orphaned,
-            index=self.index_at(worker),
+            index=index,
+            position=position,
+            suspect=None if death.is_orphaned else self._suspect(worker, "died"),
             oom=str(kills),
             peak_kb={
                 other: self._cells[position_cell(other) + PEAK_KB]
@@ -228,25 +242,22 @@ class Recovery:
         Raises:
             WorkerDied, SampleTimeout, Stuck, StartFailed: This cannot or shall not go on.
         """
-        worker, suspect = fault.worker, self._suspect(fault.worker)
-        was_ready = fault.is_orphaned or self._cells[position_cell(worker) + IS_IDLE] != NOTHING
-        verdict = self._supervisor.judge(
-            worker, None if fault.is_orphaned else suspect, was_ready=was_ready
-        )
+        worker, position = fault.worker, fault.position
         if not self._pool.can_replace:
-            verdict = Verdict.HELPLESS
-        position, index = self._place(worker)
+            raise write_obituary(fault, Verdict.HELPLESS)
+        was_ready = fault.is_orphaned or self._cells[position_cell(worker) + IS_IDLE] != NOTHING
+        verdict = self._supervisor.judge(worker, fault.suspect, was_ready=was_ready)
         if verdict is Verdict.POISON and fault.how == "silent":
             raise self._stuck(f"worker {worker} has work and does not take it")
-        can_leave_out = self._limits.is_tolerant and position is not None
-        if verdict is not Verdict.RETRY and not (verdict is Verdict.POISON and can_leave_out):
+        is_left_out = verdict is Verdict.POISON and self._may_leave_out(worker, position)
+        if verdict is not Verdict.RETRY and not is_left_out:
             raise write_obituary(fault, verdict, self._supervisor)
         if fault.is_orphaned:
             log.warning("worker %d (pid %s) ended with its nursery", worker, fault.pid)
         else:
             log.warning("%s", write_obituary(fault, verdict, self._supervisor).what)
-        if verdict is Verdict.POISON:
-            self._leave_out(worker, index, position or 0, write_obituary(fault, verdict, None))
+        if position is not None and is_left_out:
+            self._leave_out(worker, fault.index, position, write_obituary(fault, verdict, None))
         self._start(worker)
         self._restarted()
         return self._preface(worker)
@@ -259,6 +270,14 @@ class Recovery:
                 log.warning("worker %d was not replaced, in %g s again: %s", worker, pause_s, error)
                 time.sleep(pause_s)
         return self._pool.replace(worker)
+
+    def _may_leave_out(self, worker: int, position: int | None) -> bool:
+        """A place that is left out already and loses workers does so by what stands in for it."""
+        if position is None or not self._limits.is_tolerant:
+            return False
+        lease = self._turns.owed(worker)[0]
+        num_before = sum(lease.position + row == position for row, _ in lease.bad)
+        return num_before <= self._limits.num_substitutes
 
     def _leave_out(self, worker: int, index: Any, position: int, error: Exception) -> None:
         lease = self._turns.owed(worker)[0]

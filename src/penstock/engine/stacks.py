@@ -27,6 +27,7 @@ ANSWER_S = 0.5
 """A process that runs answers within a millisecond; one that is stopped never does."""
 MAX_BYTES = 65_536
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_SERVING = os.path.join(os.path.dirname(__file__), "worker.py")
 
 
 def offer_stack() -> int:
@@ -103,7 +104,7 @@ def _kernel_state(pid: int) -> str:
 def _without_ours(text: str) -> str:
     """The thread that serves leases, up to the frames of this package at its outer end."""
     threads = [part for part in text.split("\n\n") if part.strip()]
-    serving = [part for part in threads if _OURS in part] or threads[-1:]
+    serving = [part for part in threads if _SERVING in part] or threads[-1:]
     frames = [line for line in serving[0].splitlines() if line.startswith("  File")]
     users = list(itertools.takewhile(lambda line: _OURS not in line, frames))
     return "\n".join(users or frames) or text.rstrip()

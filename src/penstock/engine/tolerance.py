@@ -12,10 +12,12 @@ loaded again from its start, one sample at a time, by :class:`Careful`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, NamedTuple
 
+from penstock.engine.bad_file import plain_index
 from penstock.engine.sample_path import find_path
 from penstock.errors import NoSubstitute, PenstockError
 from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix
@@ -41,6 +43,19 @@ class Found(NamedTuple):
     error: str
     end: str
     """What was done: "skip" or "replace"."""
+
+
+Poison = tuple[tuple[int, Exception], ...]
+"""Rows that are not to be loaded, and why. A row that is there more than once has lost workers to
+its substitutes, too: the first of those are passed over."""
+
+
+def poison_among(poison: Mapping[int | str, Exception], indices: Iterable[Any]) -> Poison:
+    """Which of these samples are known to take down workers; by their place in ``indices``."""
+    if not poison:
+        return ()
+    keys = enumerate(map(plain_index, indices))
+    return tuple((row, poison[key]) for row, key in keys if key in poison)
 
 
 class EmptySample(ValueError):
@@ -70,6 +85,7 @@ class Careful:
         self._seed = seed
         self.num_indices = num_indices
         self._none_is_bad = none_is_bad
+        self._num_in_a_row = 0
         self.found: list[Found] = []
         """What was bad since this was last emptied."""
 
@@ -83,7 +99,7 @@ class Careful:
         placed: Iterator[tuple[int, Any]],
         epoch: int,
         batch: Sequence[Any],
-        poison: dict[int, Exception] | None = None,
+        poison: Poison = (),
     ) -> list[Any]:
         """The samples at these positions; bad ones are left out or replaced.
 
@@ -91,12 +107,13 @@ class Careful:
             placed: Positions and indices.
             epoch: As randomness counts.
             batch: All indices of the batch.
-            poison: Samples that must not be loaded, by position, and why.
+            poison: Those that must not be loaded.
         """
         self.found = []
         taken = []
-        for position, index in placed:
-            error = (poison or {}).get(position)
+        why, num_losses = dict(reversed(poison)), Counter(row for row, _ in poison)
+        for row, (position, index) in enumerate(placed):
+            error = why.get(row)
             try:
                 if error is None:
                     sample = self._checked(load(index, position), index)
@@ -104,7 +121,8 @@ class Careful:
                     continue
             except Exception as raised:
                 error = raised
-            taken.extend(self._instead(load, index, position, epoch, batch, error))
+            attempts = range(max(0, num_losses[row] - 1), MAX_SUBSTITUTES)
+            taken.extend(self._instead(load, index, position, epoch, batch, error, attempts))
         return taken
 
     def _checked(self, sample: Any, index: Any) -> Any:
@@ -120,6 +138,7 @@ class Careful:
         epoch: int,
         batch: Sequence[Any],
         error: Exception,
+        attempts: range,
     ) -> list[Any]:
         """What stands in the row of a bad sample: one sample, or none."""
         if callable(self._on_error):
@@ -131,7 +150,7 @@ class Careful:
         self._note(index, position, error, self._on_error)
         if self._on_error == "skip":
             return []
-        for attempt in range(MAX_SUBSTITUTES):
+        for attempt in attempts:
             other = self._substitute(position, epoch, batch, attempt)
             if _is_same(other, index):
                 continue
@@ -164,16 +183,19 @@ class Careful:
 
         A generator that raised has ended: going on would lose its rest silently, so it raises.
         """
-        for _ in range(MAX_IN_A_ROW):
+        while True:
             try:
-                return [self._checked(next(stream), "next")]
+                sample = self._checked(next(stream), "next")
+                self._num_in_a_row = 0
+                return [sample]
             except StopIteration:
                 raise
             except Exception as error:
-                last = error
+                self._num_in_a_row += 1
                 is_ended = isinstance(stream, GeneratorType) and not isinstance(error, EmptySample)
-                if is_ended or self._on_error == "raise":
+                if is_ended or self._num_in_a_row > MAX_IN_A_ROW:
                     raise
+                last = error
             if callable(self._on_error):
                 sample = self._on_error(None, last)
                 self._note(None, position, last, "skip" if sample is None else "replace")
@@ -181,7 +203,6 @@ class Careful:
             self._note(None, position, last, str(self._on_error))
             if self._on_error == "skip":
                 return []
-        raise last
 
 
 def _is_same(left: Any, right: Any) -> bool:

@@ -203,8 +203,8 @@ class Worker:
                 return call_user(get, index, position, self._randomness)
 
         index = lease.index if self._task.auto_collation else [lease.index]
-        poison = {lease.position + row: error for row, error in lease.bad}
-        samples = careful.samples(load, self._walk(lease), lease.key_epoch, list(index), poison)
+        placed = self._walk(lease)
+        samples = careful.samples(load, placed, lease.key_epoch, list(index), lease.bad)
         if not samples:
             if not lease.is_whole:
                 return "odd", None, 0, False
@@ -246,9 +246,8 @@ class Worker:
                         drop_last=task.drop_last,
                         take_next=self._careful.next_of if self._careful is not None else None,
                     )
-                    for _ in range(self._num_again):  # another worker delivered those
-                        self._stream.fetch(lease.index)
-                self._num_again, self._stream_epoch = 0, lease.epoch
+                    self._stream_epoch = lease.epoch
+                    self._take_again(self._stream, lease.index)
             self._badge.show_no_sample(runs_user_code=True)
             with self._guard():
                 return self._stream.fetch(lease.index, lease.position)
@@ -264,6 +263,15 @@ class Worker:
                 get = self._dataset.__getitems__
                 return call_user(get, lease.index, lease.position, self._randomness)
         return self._one_by_one(lease)
+
+    def _take_again(self, stream: Stream, index: Any) -> None:
+        """Take and drop what the worker before this one has answered for, good or bad."""
+        for _ in range(self._num_again):
+            with suppress(Exception):
+                stream.fetch(index)
+        self._num_again = 0
+        if self._careful is not None:
+            self._careful.found = []  # those were told
 
     def _begin_randomness(self, lease: Lease) -> None:
         if self._randomness is None or self._collate_randomness is None:

@@ -47,11 +47,11 @@ def one_getter(dataset: Any) -> Callable[[Any], Any]:
 def takes_batches(dataset: Any) -> bool:
     """Does the dataset offer torch's batched ``__getitems__``?
 
-    torch's own Subset does, but only hands on what the dataset behind it offers.
+    torch's own Subset does (from 2.0 on), but only hands on what the dataset behind it offers.
     """
     from torch.utils.data import Subset
 
-    while type(dataset) is Subset:
+    while type(dataset) is Subset and hasattr(dataset, "__getitems__"):
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
 

@@ -1,0 +1,207 @@
+"""What Recovery makes of what it sees in the cells: who hangs, who is silent, who was asleep."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.engine import recovery
+from penstock.engine.messages import (
+    CONTROL_BYTES,
+    IS_IDLE,
+    NOTHING,
+    NUM_SAMPLES,
+    SINCE,
+    Lease,
+    Task,
+    position_cell,
+)
+from penstock.engine.recovery import Limits, Recovery
+from penstock.engine.turns import Turns
+from penstock.errors import SampleTimeout, Stuck, WorkerDied
+
+pytestmark = pytest.mark.legacy
+
+EPOCH = 3
+
+
+class Clock:
+    now_s = 1000.0
+
+    def monotonic_ns(self) -> int:
+        return int(self.now_s * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Pool:
+    """Two workers that nobody has started."""
+
+    can_replace = True
+
+    def __init__(self) -> None:
+        self.processes = [SimpleNamespace(pid=100), SimpleNamespace(pid=101)]
+        self.replaced: list[int] = []
+
+    def stack_of(self, worker: int) -> str:
+        return f"  File of worker {worker}"
+
+    def replace(self, worker: int) -> None:
+        self.replaced.append(worker)
+
+
+class Scene:
+    """Worker 0 was given samples 70 to 73, at positions 20 to 23; worker 1 has nothing to do."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.cells = memoryview(bytearray(CONTROL_BYTES)).cast("q")
+        for cell in range(64):
+            self.cells[cell] = NOTHING
+        self.pool = Pool()
+        self.turns = Turns(2, in_turn=True)
+        self.poisoned: list[Any] = []
+        self.recovery = Recovery(
+            pool=self.pool,  # type: ignore[arg-type]
+            turns=self.turns,
+            cells=self.cells,
+            limits=Limits(**limits),
+            task=Task(
+                is_iterable=False,
+                auto_collation=True,
+                drop_last=False,
+                per_sample=True,
+                base_seed=0,
+                shared_seed=None,
+            ),
+            poisoned=lambda index, error: self.poisoned.append(index),
+        )
+        self.recovery.begin(EPOCH, None)
+        self.turns.give(Lease(EPOCH, 5, 0, [70, 71, 72, 73], 20, 4, 0, True, (0, 0), 0, 0))
+        self.show(IS_IDLE, 1)
+
+    def show(self, cell: int, value: int) -> None:
+        self.cells[position_cell(0) + cell] = value
+
+    def load(self, position: int, since_s: float) -> None:
+        for cell, value in ((0, position), (NUM_SAMPLES, 1), (IS_IDLE, 0)):
+            self.show(cell, value)
+        self.show(SINCE, int(since_s * 1e9))
+
+    def look(self) -> list[Any]:
+        return self.recovery.overdue(has_news=False)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(recovery, "time", clock)
+    return clock
+
+
+def wait(scene: Scene, clock: Clock, seconds: float) -> list[Any]:
+    """Look four times a second; returns the first faults."""
+    for _ in range(int(seconds * 4)):
+        clock.now_s += 0.25
+        faults = scene.look()
+        if faults:
+            return faults
+    return []
+
+
+def test_a_sample_past_its_limit_is_a_fault_with_index_position_and_stack(clock: Clock) -> None:
+    scene = Scene(sample_timeout_s=2.0)
+    scene.load(22, clock.now_s)
+    assert wait(scene, clock, 2.0) == []
+    (fault,) = wait(scene, clock, 0.25)
+    assert (fault.worker, fault.index, fault.position, fault.how) == (0, 72, 22, "hung")
+    assert fault.stack == "  File of worker 0"
+
+
+def test_the_second_time_is_the_end_although_the_worker_moved_on_since(clock: Clock) -> None:
+    scene = Scene(sample_timeout_s=2.0)
+    scene.load(22, clock.now_s)
+    (fault,) = wait(scene, clock, 3)
+    scene.load(NOTHING, 0)  # the signal that took its stack has ended the wait
+    scene.recovery.replace(fault)
+    scene.load(22, clock.now_s)
+    (fault,) = wait(scene, clock, 3)
+    scene.load(NOTHING, 0)
+    with pytest.raises(SampleTimeout) as info:
+        scene.recovery.replace(fault)
+    assert info.value.sample_index == 72  # type: ignore[attr-defined]
+    assert scene.pool.replaced == [0]
+
+
+def test_a_thread_is_named_the_first_time_and_never_replaced(clock: Clock) -> None:
+    scene = Scene(sample_timeout_s=2.0, is_tolerant=True)
+    scene.pool.can_replace = False
+    scene.load(22, clock.now_s)
+    (fault,) = wait(scene, clock, 3)
+    with pytest.raises(SampleTimeout):
+        scene.recovery.replace(fault)
+    assert scene.pool.replaced == []
+
+
+def test_a_machine_that_slept_blames_nobody(clock: Clock) -> None:
+    scene = Scene(sample_timeout_s=2.0)
+    scene.load(22, clock.now_s)
+    clock.now_s += 3600
+    assert scene.look() == []
+    (fault,) = wait(scene, clock, 3.0)  # control: from now on it counts
+    assert 2.0 < fault.seconds < 3.0
+
+
+def test_a_worker_that_does_not_take_its_work_is_replaced_and_the_second_time_stuck(
+    clock: Clock,
+) -> None:
+    scene = Scene()
+    assert wait(scene, clock, recovery.OWN_LIMIT_S - 1) == []
+    (fault,) = wait(scene, clock, 2)
+    assert (fault.worker, fault.how) == (0, "silent")
+    scene.recovery.replace(fault)
+    assert scene.pool.replaced == [0]
+    (fault,) = wait(scene, clock, recovery.OWN_LIMIT_S + 1)
+    with pytest.raises(Stuck, match="worker 0 has work and does not take it") as info:
+        scene.recovery.replace(fault)
+    assert "File of worker 1" in info.value.stacks  # type: ignore[attr-defined]
+
+
+def test_one_that_works_for_long_is_not_silent(clock: Clock) -> None:
+    scene = Scene()
+    scene.load(22, 0)
+    assert wait(scene, clock, 10 * recovery.OWN_LIMIT_S) == []
+
+
+def test_waiting_for_nobody_is_stuck(clock: Clock) -> None:
+    scene = Scene()
+    scene.turns.take_back(0, (EPOCH, 5, 0))
+    with pytest.raises(Stuck, match="no worker has anything to do"):
+        wait(scene, clock, recovery.OWN_LIMIT_S + 1)
+
+
+def lose(scene: Scene, position: int) -> None:
+    scene.load(position, 0)
+    death = SimpleNamespace(pid=100, exit_code=-11, is_orphaned=False)
+    scene.recovery.replace(scene.recovery.fault_of(0, death))  # type: ignore[arg-type]
+
+
+def test_what_is_left_out_once_and_still_loses_workers_is_the_end(clock: Clock) -> None:
+    scene = Scene(is_tolerant=True)
+    lose(scene, 22)
+    lose(scene, 22)
+    assert [row for row, _ in scene.turns.owed(0)[0].bad] == [2]
+    assert scene.poisoned == [72]
+    with pytest.raises(WorkerDied):
+        lose(scene, 22)  # a function for on_error that crashes, say
+
+
+def test_substitutes_that_lose_workers_are_passed_over_up_to_their_number(clock: Clock) -> None:
+    scene = Scene(is_tolerant=True, num_substitutes=3)
+    for _ in range(5):
+        lose(scene, 22)
+    assert [row for row, _ in scene.turns.owed(0)[0].bad] == [2] * 4
+    with pytest.raises(WorkerDied):
+        lose(scene, 22)
