@@ -268,12 +268,14 @@ class Delivery:
             else:
                 report: ErrorReport = event[1]
                 self._fail(rebuild(report))
+        if events:
+            self._recovery.has_news = True
         if not self.is_closed and (not events or self._task.has_limit):
-            self._look(started, has_news=bool(events))
+            self._look(started)
 
-    def _look(self, started: float, *, has_news: bool) -> None:
+    def _look(self, started: float) -> None:
         try:
-            faults = self._recovery.overdue(started, has_news=has_news)
+            faults = self._recovery.overdue(started)
         except PenstockError as error:
             self._fail(error)
         else:

@@ -96,6 +96,8 @@ class Recovery:
         self._oom = OomCount.now()
         self._answers = [0] * len(pool.processes)
         self._states: list[Any] = [None] * len(pool.processes)
+        self.has_news = False
+        """Has any worker answered since the last look?"""
         self._epoch = NOTHING
         self._fresh: Fresh | None = None
         self._amnesty_ns = self._looked_ns = self._heard_ns = time.monotonic_ns()
@@ -160,12 +162,11 @@ class Recovery:
 
     # -- looking ---------------------------------------------------------------------------------
 
-    def overdue(self, waiting_since: float, *, has_news: bool) -> list[Fault]:
+    def overdue(self, waiting_since: float) -> list[Fault]:
         """Workers that are to be replaced because they hang.
 
         Args:
             waiting_since: When (time.monotonic) the wait for the next batch began.
-            has_news: Has any worker answered since the last look?
 
         Raises:
             Stuck: Nobody has anything to do, and yet a batch is waited for.
@@ -175,8 +176,8 @@ class Recovery:
         if now_ns - max(self._looked_ns, since_ns) > ASLEEP_S * 1e9:
             self._amnesty_ns = self._heard_ns = now_ns
         self._looked_ns = now_ns
-        if has_news:
-            self._heard_ns = now_ns
+        if self.has_news:
+            self.has_news, self._heard_ns = False, now_ns
         faults = self._late(self._limits.sample_timeout_s)
         if now_ns - self._heard_ns < OWN_LIMIT_S * 1e9 or faults:
             return faults

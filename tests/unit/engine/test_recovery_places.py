@@ -91,7 +91,7 @@ class Scene:
         self.show(SINCE, int(since_s * 1e9))
 
     def look(self) -> list[Any]:
-        return self.recovery.overdue(has_news=False)
+        return self.recovery.overdue(waiting_since=0.0)
 
 
 @pytest.fixture
