@@ -6,6 +6,7 @@ machine cannot read a warning, so for it these are changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from penstock.machine.facts import Machine
@@ -13,6 +14,9 @@ from penstock.policy.given import Wish, Work
 from penstock.policy.plan import Choice
 from penstock.policy.rules import choose_start_method
 from penstock.policy.workers import most_workers
+
+USUAL_REQUESTS = (0, 1, 2, 4, 8)
+"""What scripts ask for."""
 
 
 def make_safe(machine: Machine, wish: Wish) -> tuple[Wish, list[str]]:
@@ -50,3 +54,18 @@ def choose_safe_workers(machine: Machine, num_workers: int) -> Choice:
     if lines:
         return Choice(safe.num_workers, lines[0].partition(": ")[2], "rule")
     return Choice(num_workers, "as asked", "asked")
+
+
+def tabulate_safe_workers(
+    machine: Machine, requested: Iterable[int] = USUAL_REQUESTS
+) -> dict[int, Choice]:
+    """From each number that may be asked for to the one that is safe here.
+
+    Example:
+        >>> table = tabulate_safe_workers(Machine(os="linux", num_cpus=8, max_fds=80))
+        >>> [(asked, safe.value) for asked, safe in table.items()]
+        [(0, 0), (1, 1), (2, 2), (4, 4), (8, 4)]
+        >>> table[8].reason
+        'only 80 files may be open (ulimit -n)'
+    """
+    return {number: choose_safe_workers(machine, number) for number in requested}
