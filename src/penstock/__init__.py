@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock import legacy as legacy
     from penstock.engine.bad_file import BadSample as BadSample
     from penstock.engine.replay import replay as replay
     from penstock.engine.shared.shared_dict import SharedDict as SharedDict
@@ -54,6 +55,7 @@ _HOMES = {
     "patch": "penstock.integrations.patching",
     "unpatch": "penstock.integrations.patching",
     "patched": "penstock.integrations.patching",
+    "legacy": "penstock.legacy",
     "verify": "penstock.verify",
     "Verdict": "penstock.verify.verdict",
     "PenstockError": "penstock.errors",
@@ -80,7 +82,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     module = importlib.import_module(home)
-    # `machine` and `verify` are rooms that can be called: there the name is the module itself.
+    # `machine` and `verify` are rooms that can be called, `legacy` is a door: there the name is the
+    # module itself.
     return module if home == f"penstock.{name}" else getattr(module, name)
 
 

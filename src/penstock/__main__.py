@@ -1,5 +1,12 @@
-"""``python -m penstock``: the same as the ``penstock`` command."""
+"""``python -m penstock``: alone, this platform at a glance; with arguments, the command."""
 
-from penstock.cli import main
+import sys
 
-main()
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        from penstock.cli import main
+
+        main()
+    from penstock.cli.overview import show_overview
+
+    show_overview()

@@ -6,11 +6,17 @@ machine cannot read a warning, so for it these are changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from penstock.machine.facts import Machine
 from penstock.policy.given import Wish, Work
+from penstock.policy.plan import Choice
+from penstock.policy.rules import choose_start_method
 from penstock.policy.workers import most_workers
+
+USUAL_REQUESTS = (0, 1, 2, 4, 8)
+"""What scripts ask for."""
 
 
 def make_safe(machine: Machine, wish: Wish) -> tuple[Wish, list[str]]:
@@ -29,10 +35,37 @@ def make_safe(machine: Machine, wish: Wish) -> tuple[Wish, list[str]]:
             "multiprocessing_context='fork' with a GPU context in this process hangs or crashes: "
             "workers come from a clean process instead"
         )
-    most = most_workers(
-        machine, wish, Work(), "spawn" if wish.start_method == "spawn" else "nursery"
-    )
+    most = most_workers(machine, wish, Work(), choose_start_method(machine, wish).value)
     if isinstance(wish.num_workers, int) and wish.num_workers > most.num_workers:
         lines.append(f"num_workers={wish.num_workers} becomes {most.num_workers}: {most.reason}")
         wish = replace(wish, num_workers=most.num_workers)
     return wish, lines
+
+
+def choose_safe_workers(machine: Machine, num_workers: int) -> Choice:
+    """So many workers, or as many of them as this machine bears.
+
+    Example:
+        >>> laptop = Machine(os="win32", num_cpus=8, torch_build="cuda", available_bytes=8 << 30)
+        >>> print(choose_safe_workers(laptop, 1).value, choose_safe_workers(laptop, 4).value)
+        1 1
+    """
+    safe, lines = make_safe(machine, Wish(num_workers=num_workers))
+    if lines:
+        return Choice(safe.num_workers, lines[0].partition(": ")[2], "rule")
+    return Choice(num_workers, "as asked", "asked")
+
+
+def tabulate_safe_workers(
+    machine: Machine, requested: Iterable[int] = USUAL_REQUESTS
+) -> dict[int, Choice]:
+    """From each number that may be asked for to the one that is safe here.
+
+    Example:
+        >>> table = tabulate_safe_workers(Machine(os="linux", num_cpus=8, max_fds=80))
+        >>> [(asked, safe.value) for asked, safe in table.items()]
+        [(0, 0), (1, 1), (2, 2), (4, 4), (8, 4)]
+        >>> table[8].reason
+        'only 80 files may be open (ulimit -n)'
+    """
+    return {number: choose_safe_workers(machine, number) for number in requested}

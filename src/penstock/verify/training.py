@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,14 @@ class Device:
     name: str
 
 
-def verify_training(tell: Callable[[str], None] = lambda device: None) -> Verdict:
+def verify_training(
+    tell: Callable[[str], None] = lambda device: None, modes: Mapping[str, bool] = MODES
+) -> Verdict:
     """Train twice on each device of this machine, and compare.
+
+    Args:
+        tell: Is told what is trained next.
+        modes: Names, and whether torch is switched to repeatable algorithms.
 
     Example:
         >>> verdict = verify_training()
@@ -49,7 +55,7 @@ def verify_training(tell: Callable[[str], None] = lambda device: None) -> Verdic
     """
     rows = []
     for device in find_devices():
-        for mode, is_deterministic in MODES.items():
+        for mode, is_deterministic in modes.items():
             tell(f"{device.name}, {mode}")
             rows.append(_compare(device, mode, is_deterministic))
     return Verdict(rows=tuple(rows), notes=tuple(_advice(rows)))

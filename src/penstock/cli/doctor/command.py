@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from penstock.cli.doctor.bad_samples import (
     examine_bad_samples,
     names_bad_samples,
@@ -20,6 +18,7 @@ from penstock.cli.doctor.child import TrialOptions, try_dataset
 from penstock.cli.doctor.findings import find_dataset_problems
 from penstock.cli.doctor.report import Findings, print_report
 from penstock.cli.doctor.target import find_target
+from penstock.cli.sections import make_console
 from penstock.errors import BadTarget
 from penstock.machine.collect import machine
 from penstock.machine.facts import Gpu, Machine
@@ -68,7 +67,7 @@ def run_doctor(options: DoctorOptions) -> int:
     if options.as_json:
         sys.stdout.write(json.dumps(as_dict(findings), indent=2, default=str) + "\n")
     else:
-        print_report(_console(), findings)
+        print_report(make_console(), findings)
     failure = (findings.dataset or {}).get("failure")
     is_harmed = any(problem.severity == "harm" for problem in findings.problems)
     return UNHEALTHY if failure or is_harmed else HEALTHY
@@ -205,13 +204,5 @@ def _show_bad_samples(target: str, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(json.dumps({"bad_samples": report.to_dict()}, indent=2) + "\n")
     else:
-        print_bad_samples(_console(), report)
+        print_bad_samples(make_console(), report)
     return UNHEALTHY if report.samples else HEALTHY
-
-
-def _console() -> Console:
-    """Where the report goes. A path that a terminal cannot show must not end it."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")
-    return Console(highlight=False, emoji=False)

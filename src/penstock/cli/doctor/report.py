@@ -9,10 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from penstock.cli.sections import main_facts, print_section
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.storage import Storage
 from penstock.policy.problem import Problem
-from penstock.policy.wording import count, duration, size
+from penstock.policy.wording import duration, size
 
 _STYLES = {"harm": "bold red", "slow": "yellow", "note": "cyan"}
 _GENERATORS = {"python": "random", "numpy": "numpy.random", "torch": "torch"}
@@ -38,26 +39,18 @@ class Findings:
 
 def print_report(console: Console, findings: Findings) -> None:
     """Print all of it. In a pipe there is no colour, and no line is broken to paste wrong."""
-    _section(console, "Machine", _machine_rows(findings))
+    print_section(console, "Machine", _machine_rows(findings))
     if findings.dataset is not None:
-        _section(console, f"Dataset {findings.dataset['target']}", _dataset_rows(findings.dataset))
+        print_section(
+            console, f"Dataset {findings.dataset['target']}", _dataset_rows(findings.dataset)
+        )
     choices = {name: value for name, value in findings.plan.items() if isinstance(value, dict)}
     rows = [
         (name, f"{choice['value']}  ({choice['source']}: {choice['reason']})")
         for name, choice in choices.items()
     ]
-    _section(console, "Plan", rows)
+    print_section(console, "Plan", rows)
     _print_problems(console, findings.problems)
-
-
-def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    kept = list(rows)
-    width = max((len(name) for name, _ in kept), default=0)
-    console.print(Text(title, style="bold"), soft_wrap=True)
-    for name, value in kept:
-        line = Text.assemble(("  " + name.ljust(width) + "  ", "dim"), value)
-        console.print(line, soft_wrap=True)
-    console.print()
 
 
 def _print_problems(console: Console, problems: list[Problem]) -> None:
@@ -82,13 +75,7 @@ def _print_problems(console: Console, problems: list[Problem]) -> None:
 
 def _machine_rows(findings: Findings) -> Iterable[tuple[str, str]]:
     machine = findings.machine
-    yield "system", ", ".join(filter(None, (machine.os, machine.os_version, machine.architecture)))
-    quota = f", quota {machine.cpu_quota:.3g}" if machine.cpu_quota else ""
-    usable = f"{machine.usable_cores} of {count(machine.num_cpus, 'core')} usable{quota}"
-    yield "processor", ", ".join(filter(None, (machine.cpu_model, usable)))
-    yield "memory", _memory(machine)
-    yield "python", _software(machine)
-    yield "GPUs", _gpus(machine)
+    yield from main_facts(machine)
     if findings.seen_by_torch is not None:
         names = [gpu.name for gpu in findings.seen_by_torch]
         yield "torch can use", ", ".join(names) or "no GPU"
@@ -103,38 +90,6 @@ def _machine_rows(findings: Findings) -> Iterable[tuple[str, str]]:
     for path, storage in findings.storage.items():
         on = " ".join(filter(None, (storage.device, storage.filesystem)))
         yield "data", f"{path}: {storage.kind}" + (f" ({on})" if on else "")
-
-
-def _memory(machine: Machine) -> str:
-    texts = [f"{size(machine.available_bytes)} free of {size(machine.memory_bytes)}"]
-    if machine.memory_limit_bytes:
-        texts.append(f"limit {size(machine.memory_limit_bytes)}")
-    if machine.shm_bytes is not None:
-        texts.append(f"/dev/shm {size(machine.shm_bytes)}")
-    if machine.max_fds is not None:
-        texts.append(f"{machine.max_fds:,} open files")
-    return ", ".join(texts)
-
-
-def _software(machine: Machine) -> str:
-    build = machine.torch_build
-    if machine.torch_build_version:
-        build += f" {machine.torch_build_version}"
-    texts = [machine.python, f"torch {machine.torch} ({build})" if machine.torch else "no torch"]
-    if machine.numpy:
-        texts.append(f"NumPy {machine.numpy}")
-    return ", ".join(texts)
-
-
-def _gpus(machine: Machine) -> str:
-    cards = []
-    for gpu in machine.gpus:
-        memory = size(gpu.memory_bytes) if gpu.memory_bytes else None
-        facts = ", ".join(filter(None, (gpu.architecture, memory)))
-        cards.append(f"{gpu.name} ({facts})" if facts else gpu.name)
-    if not cards:
-        return "none seen" + (f": {machine.gpu_trouble}" if machine.gpu_trouble else "")
-    return f"{', '.join(cards)}; by {machine.gpus_seen_by}"
 
 
 # -- the dataset -----------------------------------------------------------------------------------

@@ -1,0 +1,65 @@
+"""``python -m penstock``: this platform at a glance, and where to go on. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import penstock
+from penstock.cli.sections import main_facts, make_console, print_section
+from penstock.machine.collect import machine
+from penstock.machine.facts import Machine
+from penstock.policy.given import Wish, Work
+from penstock.policy.plan import Choice
+from penstock.policy.rules import make_plan
+from penstock.policy.safety import tabulate_safe_workers
+
+NAMES = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}
+NEXT_STEPS = (
+    ("penstock doctor", "what is wrong here, with the line that cures it"),
+    ("penstock demo", "a small training, beside PyTorch's loader"),
+    ("penstock --help", "all commands"),
+)
+
+
+def show_overview() -> None:
+    """Print what this platform is and how many workers suit it."""
+    print_overview(make_console(), machine())
+
+
+def print_overview(console: Console, facts: Machine) -> None:
+    """Print it: tables where a person watches, plain lines in a pipe."""
+    print_section(console, f"Penstock {penstock.__version__}", _rows(facts))
+    _print_workers(console, tabulate_safe_workers(facts))
+    print_section(console, "Go on", NEXT_STEPS)
+
+
+def _rows(facts: Machine) -> Iterable[tuple[str, str]]:
+    plan = make_plan(facts, Wish(), Work())
+    yield "platform", f"{NAMES.get(facts.os, facts.os)} ({facts.os})"
+    yield "is Windows", str(facts.os == "win32")
+    yield from main_facts(facts)
+    yield "workers come by", _said(plan.start_method)
+    yield "recommended workers", _said(plan.num_workers)
+
+
+def _said(choice: Choice) -> str:
+    return f"{choice.value} ({choice.reason})"
+
+
+def _print_workers(console: Console, table: dict[int, Choice]) -> None:
+    console.print(Text("num_workers", style="bold"), soft_wrap=True)
+    if console.is_terminal:
+        drawn = Table("requested", "safe", "why")
+        for asked, safe in table.items():
+            style = "green" if safe.value == asked else "yellow"
+            drawn.add_row(str(asked), Text(str(safe.value), style=style), safe.reason)
+        console.print(drawn)
+    else:
+        for asked, safe in table.items():
+            line = f"  requested {asked:>2} -> safe {safe.value:>2}  ({safe.reason})"
+            console.print(Text(line), soft_wrap=True)
+    console.print()

@@ -1,0 +1,79 @@
+"""Facts as a person reads them: rows under a title, and the rows that say what a machine is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.text import Text
+
+from penstock.machine.facts import Machine
+from penstock.policy.wording import count, size
+
+
+def make_console() -> Console:
+    """Where a report goes. A path that a terminal cannot show must not end it."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
+    return Console(highlight=False, emoji=False)
+
+
+def print_section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """A title and its rows. In a pipe there is no colour, and no line is broken to paste wrong."""
+    kept = list(rows)
+    width = max((len(name) for name, _ in kept), default=0)
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    for name, value in kept:
+        line = Text.assemble(("  " + name.ljust(width) + "  ", "dim"), value)
+        console.print(line, soft_wrap=True)
+    console.print()
+
+
+def main_facts(machine: Machine) -> Iterable[tuple[str, str]]:
+    """What this computer is: its system, processor, memory, Python and GPUs.
+
+    Example:
+        >>> [name for name, _ in main_facts(Machine(os="linux"))]
+        ['system', 'processor', 'memory', 'python', 'GPUs']
+    """
+    yield "system", ", ".join(filter(None, (machine.os, machine.os_version, machine.architecture)))
+    quota = f", quota {machine.cpu_quota:.3g}" if machine.cpu_quota else ""
+    usable = f"{machine.usable_cores} of {count(machine.num_cpus, 'core')} usable{quota}"
+    yield "processor", ", ".join(filter(None, (machine.cpu_model, usable)))
+    yield "memory", _memory(machine)
+    yield "python", _software(machine)
+    yield "GPUs", _gpus(machine)
+
+
+def _memory(machine: Machine) -> str:
+    texts = [f"{size(machine.available_bytes)} free of {size(machine.memory_bytes)}"]
+    if machine.memory_limit_bytes:
+        texts.append(f"limit {size(machine.memory_limit_bytes)}")
+    if machine.shm_bytes is not None:
+        texts.append(f"/dev/shm {size(machine.shm_bytes)}")
+    if machine.max_fds is not None:
+        texts.append(f"{machine.max_fds:,} open files")
+    return ", ".join(texts)
+
+
+def _software(machine: Machine) -> str:
+    build = machine.torch_build
+    if machine.torch_build_version:
+        build += f" {machine.torch_build_version}"
+    texts = [machine.python, f"torch {machine.torch} ({build})" if machine.torch else "no torch"]
+    if machine.numpy:
+        texts.append(f"NumPy {machine.numpy}")
+    return ", ".join(texts)
+
+
+def _gpus(machine: Machine) -> str:
+    cards = []
+    for gpu in machine.gpus:
+        memory = size(gpu.memory_bytes) if gpu.memory_bytes else None
+        facts = ", ".join(filter(None, (gpu.architecture, memory)))
+        cards.append(f"{gpu.name} ({facts})" if facts else gpu.name)
+    if not cards:
+        return "none seen" + (f": {machine.gpu_trouble}" if machine.gpu_trouble else "")
+    return f"{', '.join(cards)}; by {machine.gpus_seen_by}"
