@@ -665,3 +665,14 @@ def test_bad_samples_are_told_apart_from_good_ones() -> None:
     """A control: what counts as equal above does notice a sample that moved."""
     assert differences(without_bad(quiet()), quiet())
     assert differences(without_bad(quiet(seed=4)), without_bad(quiet()))
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_path_is_not_taken_from_the_error_of_another_sample(way: str) -> None:
+    dataset = Broken({4, 5, 6})
+    dataset.error = lambda index: (
+        FileNotFoundError(2, "No such file", "/data/4.png") if index == 4 else ValueError()
+    )
+    loader = make(dataset, on_error="skip", shuffle=False, **AUTO[way])
+    collect(loader)
+    assert [one.path for one in loader.bad_samples] == ["/data/4.png", None, None]
