@@ -41,8 +41,9 @@ format: env-core
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-soak: env-core
+soak: env-core env-vision
 	$(BIN)/python -m pytest -m soak --timeout=3600 $(ARGS)
+	.venv-vision/bin/python -m pytest -m soak --timeout=3600 tests/soak/test_fuzzed_soak.py
 
 bench: env-core
 	$(BIN)/python benchmarks/loader.py $(ARGS)

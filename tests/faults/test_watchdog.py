@@ -67,19 +67,13 @@ def test_a_hang_is_named_with_its_stack_in_time_and_changes_nothing(
     assert record.created - os.stat(log.path).st_mtime < NAMED_WITHIN_S
 
 
-def test_under_spawn_the_stack_is_that_of_the_sample_too(log: Log, told: Told) -> None:
-    spawn = {"num_workers": 1, "multiprocessing_context": "spawn"}
-    found = batches(Fateful({13: "sleep"}, log), sample_timeout_s=LIMIT_S, **spawn)
-    assert_same(found, batches(Fateful()))
-    assert " in hang\n" in told()[0].getMessage()
-
-
 def test_another_seed_is_told_apart() -> None:
     assert differences(batches(Fateful(), seed=4), batches(Fateful()))
 
 
-@pytest.mark.parametrize("name", ["C", "until disturbed"])
-@pytest.mark.parametrize("kind", [Fateful, FatefulBatches])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Fateful, "C"), (Fateful, "until disturbed"), (FatefulBatches, "C")]
+)
 def test_the_second_hang_at_a_sample_is_an_error_that_has_it_all(
     kind: Any, name: str, log: Log
 ) -> None:
@@ -97,8 +91,9 @@ def test_the_second_hang_at_a_sample_is_an_error_that_has_it_all(
     assert log.lines == ["13", "13"]
 
 
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
-@pytest.mark.parametrize("kind", [Fateful, FatefulBatches])
+@pytest.mark.parametrize(
+    ("kind", "on_error"), [(Fateful, "skip"), (Fateful, "replace"), (FatefulBatches, "skip")]
+)
 def test_a_sample_that_always_hangs_is_left_out_or_replaced(
     kind: Any, on_error: str, log: Log
 ) -> None:

@@ -118,3 +118,22 @@ def test_one_alone_waits_for_those_together_and_the_other_way_round() -> None:
     place = seen.index("alone")
     assert seen[place + 1] == "left"
     assert seen[:place].count("in") == seen[:place].count("out")
+
+
+def test_a_loader_that_is_collected_in_one_of_its_own_threads_ends_cleanly() -> None:
+    """The collector runs wherever something is allocated: also in a worker."""
+    holder: list[Any] = []
+    seen = threading.Event()
+
+    def drop(index: int) -> int:
+        if index == 8 and seen.wait(5.0):
+            holder.clear()  # the last reference: it is ended from within
+        return index
+
+    holder.append(iter(DataLoader(Samples(drop), batch_size=2, num_workers=2, pool="thread")))
+    assert next(holder[0]).tolist() == [0, 1]
+    seen.set()
+    limit = time.monotonic() + 5.0
+    while holder and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert not holder  # and conftest.py finds neither threads nor memory of it

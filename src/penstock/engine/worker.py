@@ -186,7 +186,8 @@ class Worker:
         except Exception:
             if self._careful is None or self._task.is_iterable:
                 raise
-            return self._load_carefully(lease, self._careful)
+        # Not in the handler: the error would be the context of every other one.
+        return self._load_carefully(lease, self._careful)
 
     def _load_carefully(self, lease: Lease, careful: Careful) -> Loaded:
         """One sample at a time, in spite of bad ones."""

@@ -18,8 +18,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from penstock.engine.memory import SharedFile
@@ -29,6 +29,7 @@ from penstock.engine.start import nursery_protocol as protocol
 from penstock.engine.start.surroundings import enter
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.25
 
 
 def worker_main(channel: Any, assignment: Assignment, fds: list[int]) -> None:
@@ -181,11 +182,12 @@ def nursery_main(control_fd: int) -> None:
     """Entry of the nursery: import what workers need, then fork on request until hung up on."""
     control = protocol.Control.from_fd(control_fd)
     _leave_ctrl_c_to_parent()
-    import torch  # noqa: F401
+    with _ending_with_parent(control):
+        import torch  # noqa: F401
 
-    import penstock.engine.desks
-    import penstock.engine.worker
-    import penstock.order.randomness  # noqa: F401
+        import penstock.engine.desks
+        import penstock.engine.worker
+        import penstock.order.randomness  # noqa: F401
 
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -214,6 +216,28 @@ def nursery_main(control_fd: int) -> None:
         os._exit(0)
 
 
+@contextmanager
+def _ending_with_parent(control: Any) -> Iterator[None]:
+    """End while modules are imported, which takes seconds, if the parent does.
+
+    By a timer: a thread would have to be gone before the first fork, and the kernel's own way
+    (PR_SET_PDEATHSIG) takes the end of the thread that started us for the end of the parent.
+    """
+    parent = os.getppid()
+
+    def look(*_: Any) -> None:
+        if os.getppid() != parent or control.has_hung_up():
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
 def _reap(children: set[int], control: Any) -> None:
     while children:
         try:
@@ -233,11 +257,13 @@ def _serve_request(control: Any, children: set[int], wake: tuple[int, int]) -> b
         return False
     (kind, body), fds = received
     if kind == "import":
-        _import_all(*body)
+        with _ending_with_parent(control):
+            _import_all(*body)
         control.send(("imported", os.getpid()))
         return True
     modules, path, payload = body
-    answer, pid = _import_all(modules, path), 0
+    with _ending_with_parent(control):
+        answer, pid = _import_all(modules, path), 0
     if answer is None:
         try:
             pid = os.fork()

@@ -84,6 +84,12 @@ class Control:
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(max(0.0, timeout_s) * 1000))
 
+    def has_hung_up(self) -> bool:
+        """Has the other side closed its end? What it said before may still be read."""
+        poller = select.poll()
+        poller.register(self._socket, 0)
+        return bool(poller.poll(0))
+
     def close(self) -> None:
         self._socket.close()
 

@@ -1,0 +1,100 @@
+"""What becomes of an epoch of 125 batches when something goes wrong in a worker?
+
+python benchmarks/faults.py --save my-laptop
+
+Every line is a fresh process with a time limit; one that is still running then hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fault_case import CASES, NUM_BATCHES
+from record import describe_machine, describe_versions, save, today
+
+FAULT_CASE = Path(__file__).with_name("fault_case.py")
+LIMIT_S = 30.0
+TITLES = {
+    "kill": "a worker is killed once",
+    "kill, caught": "the same, and the loop catches the error and goes on",
+    "kill, each time": "a sample kills every worker (on_error='skip')",
+    "hang": "a sample hangs for an hour, once (sample_timeout_s=1)",
+    "unpicklable": "an exception of a class that cannot be pickled, caught",
+    "error": "a sample that cannot be read (on_error='skip')",
+}
+
+
+def run(name: str, case: str) -> dict[str, Any]:
+    """One loader, one fault, in a process of its own."""
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+") as said:  # no pipe: a worker that hangs would hold it open
+        process = subprocess.Popen(
+            [sys.executable, str(FAULT_CASE), name, case],
+            stdout=said,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            outcome: dict[str, Any] = {"ending": f"hangs (ended after {LIMIT_S:.0f} s)"}
+        else:
+            said.seek(0)
+            outcome = json.loads(said.read().splitlines()[-1])
+        finally:
+            with suppress(ProcessLookupError):  # its workers, too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return {"loader": name, **outcome, "seconds": round(time.monotonic() - started, 1)}
+
+
+def describe(outcome: dict[str, Any]) -> str:
+    """An outcome in words."""
+    if "batches" not in outcome:
+        return str(outcome["ending"])
+    missing = NUM_BATCHES - outcome["batches"]
+    text = f"{outcome['batches']} of {NUM_BATCHES} batches"
+    if outcome["ending"] == "error":
+        return f"ends with an error after {text}"
+    lost = f", {missing} lost" if missing else ""
+    missing = outcome["samples_missing"]
+    lost += f", {missing} sample{'s' if missing > 1 else ''} missing" if missing else ""
+    return text + lost
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", metavar="NAME", help="write results/faults-NAME.json")
+    options = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    table = Table("2 workers", "PyTorch", "Penstock", title="What becomes of an epoch")
+    records = []
+    for case in CASES:
+        rows = [run(name, case) for name in ("torch", "penstock")]
+        table.add_row(TITLES[case], *map(describe, rows))
+        records.append({"case": case, "title": TITLES[case], "rows": rows})
+    console.print(table)
+    if options.save:
+        command = " ".join(["python", "benchmarks/faults.py", *arguments])
+        content = {"benchmark": "faults", "date": today(), "command": command}
+        facts = {"machine": describe_machine(), "versions": describe_versions()}
+        path = save(options.save, {**content, **facts, "cases": records})
+        console.print(f"Saved as benchmarks/results/{path.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""Broken JPEG files, through "skip" and "replace": no crash, no hang, every one is listed.
+
+The 2,000 are in tests/soak/test_fuzzed_soak.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fuzzed
+from penstock import DataLoader, TooManyBad
+from penstock.engine.bad_file import read
+from specimens import WAYS
+
+pytest.importorskip("PIL")
+pytestmark = [pytest.mark.vision, pytest.mark.timeout(120)]
+
+NUM_BROKEN, NUM_GOOD = 120, 240
+MAX_GROWTH_KB = 300 << 10
+"""One file that is believed to be 65,500 x 65,500 would take 13 GB."""
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> fuzzed.Images:
+    folder = tmp_path_factory.mktemp("images")
+    return fuzzed.Images(fuzzed.make_folder(folder, NUM_BROKEN, num_good=NUM_GOOD))
+
+
+@pytest.fixture(scope="module")
+def bad(images: fuzzed.Images) -> set[int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pillow about odd tags
+        return fuzzed.bad_ones(images)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("way", "on_error"),
+    [*itertools.product(["inline", "thread", "nursery"], ["skip", "replace"]), ("spawn", "skip")],
+)
+def test_every_broken_file_is_listed_and_every_good_one_is_loaded(
+    on_error: str, way: str, images: fuzzed.Images, bad: set[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    limit: dict[str, Any] = {} if way == "inline" else {"sample_timeout_s": 20}
+    loader = DataLoader(
+        images,
+        batch_size=16,
+        shuffle=True,
+        seed=1,
+        on_error=on_error,
+        bad_samples_file=path,
+        **limit,
+        **WAYS[way],
+    )
+    indices, pixels, most_kb = fuzzed.load(loader)
+    good = set(range(len(images))) - bad
+    assert set(pixels) == good
+    assert len(indices) == (len(good) if on_error == "skip" else len(images))
+    assert {one.index for one in loader.bad_samples} == bad
+    assert {one.path for one in loader.bad_samples} == {images.files[index] for index in bad}
+    assert {one.index for one in read(path).samples} == bad
+    assert most_kb < images[min(good)][2] + MAX_GROWTH_KB
+    for index in list(good)[:20]:
+        assert torch.equal(pixels[index], images[index][0])
+
+
+def test_most_of_what_was_broken_is_bad_and_nothing_else(
+    images: fuzzed.Images, bad: set[int]
+) -> None:
+    """A control: bits may be flipped in vain, and good files are good."""
+    names = [Path(images.files[index]).name for index in bad]
+    assert not any("good" in name for name in names)
+    assert len(bad) > NUM_BROKEN * 2 // 3
+    for kind in ("truncated", "wrong-type", "zero-length", "huge-header", "unreadable"):
+        assert sum(kind in name for name in names) > NUM_BROKEN // len(fuzzed.WAYS) // 2, kind
+
+
+def test_without_on_error_the_first_one_ends_it(images: fuzzed.Images) -> None:
+    with pytest.raises((OSError, ValueError)):
+        fuzzed.load(DataLoader(images, batch_size=16, num_workers=2))
+
+
+def test_a_budget_ends_it_with_names(images: fuzzed.Images) -> None:
+    with pytest.raises(TooManyBad, match=r"\.jpg"):
+        fuzzed.load(DataLoader(images, batch_size=16, num_workers=2, on_error="skip", max_bad=0.05))
