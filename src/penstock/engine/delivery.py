@@ -237,10 +237,10 @@ class Delivery:
             job.slot.start,
             job.slot.capacity,
             self._key_epoch,
-            poison_among(
-                self._setup.poison, part_of_it if self._task.auto_collation else [part_of_it]
-            ),
         )
+        if self._setup.poison:
+            indices = part_of_it if self._task.auto_collation else [part_of_it]
+            lease = lease._replace(bad=poison_among(self._setup.poison, indices))
         return self._turns.give(lease, limit), lease
 
     # -- receiving -------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class Job:
     is_done: bool = False
     bad: list[Any] = field(default_factory=list)
     """What was wrong with samples of it."""
+    _has_error: bool = False
 
     def take(self, worker: int, reply: Reply, layout: Any) -> None:
         """A worker has answered for a part; ``layout``: of what it wrote into the slot."""
@@ -38,6 +39,8 @@ class Job:
             self.layouts[reply.part] = layout
         if reply.part == 0:
             self.worker = worker
+        if reply.kind == "error":
+            self._has_error = True
         if reply.bad:
             self.bad = sorted([*self.bad, *reply.bad], key=lambda found: found.position)
 
@@ -52,8 +55,10 @@ class Job:
     @property
     def must_be_redone(self) -> bool:
         """Parts that do not fit together (or did not fit the slot) are loaded again as a whole."""
+        if len(self.parts) == 1:
+            return False
         kinds = {reply.kind for reply in self.replies.values()}
-        if "error" in kinds or len(self.parts) == 1:
+        if "error" in kinds:
             return False
         return kinds != {"fixed"} or len(set(self.layouts.values())) > 1
 
@@ -64,9 +69,9 @@ class Job:
     @property
     def error(self) -> ErrorReport | None:
         """The first part's that failed."""
-        for part in range(len(self.parts)):
-            if self.replies[part].kind == "error":
-                return self.replies[part].content  # type: ignore[no-any-return]
+        for _, reply in sorted(self.replies.items()) if self._has_error else ():
+            if reply.kind == "error":
+                return reply.content  # type: ignore[no-any-return]
         return None
 
     def open(self, ring: Ring) -> tuple[Any, bool]:

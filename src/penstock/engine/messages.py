@@ -68,7 +68,7 @@ class Lease(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        return self.epoch, self.job, self.part
+        return self[:3]
 
     @property
     def num_samples(self) -> int:
@@ -119,7 +119,7 @@ class Reply(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        return self.epoch, self.job, self.part
+        return self[:3]
 
 
 @dataclass(frozen=True, kw_only=True)

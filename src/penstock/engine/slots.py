@@ -110,6 +110,10 @@ class Ring:
 
     def take_if_any(self) -> Slot | None:
         """As :meth:`take`, but None where there is none."""
+        if self._returned:
+            self._collect()
+        if self._free and self._free[-1].capacity >= self.needed_bytes:
+            return self._free.pop()
         return self._free.pop() if self.has_room() else None
 
     def take(self) -> Slot:
