@@ -23,7 +23,7 @@ from penstock.engine.messages import NOTHING
 
 _SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
 """A real-time signal that neither libc nor Python nor torch uses."""
-_HAS_STACKS = sys.platform == "linux" and hasattr(os, "memfd_create")
+_HAS_STACKS = sys.platform == "linux"
 ANSWER_S = 0.5
 """A process that runs answers within a millisecond; one that is stopped never does."""
 MAX_BYTES = 65_536
@@ -41,7 +41,7 @@ def offer_stack() -> int:
     try:
         fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC)
         faulthandler.register(_SIGNAL, file=fd, all_threads=True)
-    except (OSError, ValueError, RuntimeError):
+    except (AttributeError, OSError, ValueError, RuntimeError):
         return NOTHING
     return fd
 
