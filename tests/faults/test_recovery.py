@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import leftovers
 from mishaps import DEATHS, Fateful, FatefulBatches, FatefulStream, Log, ResumableStream, leave
@@ -410,6 +410,37 @@ def test_a_worker_killed_after_its_share_has_ended_gives_nothing_twice() -> None
     assert_same(found, quiet)
 
 
+class PatchyStream(IterableDataset):
+    """Numbers from 0 on, of which 4 to 7 and 12 cannot be had; worker 0 dies once, at 20."""
+
+    def __init__(self, log: Log) -> None:
+        self.fate = Fateful({20: "SIGKILL"}, log)
+
+    def __iter__(self) -> Any:
+        self.numbers = iter(range(32))
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        number = next(self.numbers)
+        if number in (4, 5, 6, 7, 12):
+            raise OSError(f"shard {number}")
+        self.fate.meet(number)
+        return torch.tensor(number)
+
+
+def test_a_patchy_stream_goes_on_and_its_bad_samples_are_told_once(log: Log) -> None:
+    """The second batch is empty: taking it again must not count as one more."""
+    loader = DataLoader(PatchyStream(log), batch_size=4, num_workers=1, on_error="skip")
+    assert [batch.tolist() for batch in loader] == [
+        [0, 1, 2, 3],
+        [8, 9, 10, 11],
+        [13, 14, 15],
+        *([*range(n, n + 4)] for n in range(16, 32, 4)),
+    ]
+    assert [one.count for one in loader.bad_samples] == [5]
+    assert log.lines == ["20"]
+
+
 # -- poison ----------------------------------------------------------------------------------------
 
 
@@ -449,6 +480,16 @@ def test_poison_is_replaced_by_the_substitute_that_any_bad_sample_would_get(log:
     failing = Fateful({13: "error"}, Log(f"{log.path}-other"), times=99)
     assert_same(found, batches(failing, on_error="replace"))
     assert differences(found, batches(Fateful()))  # control
+
+
+def test_a_function_is_told_what_the_sample_did_to_the_workers(log: Log) -> None:
+    def decide(index: int, error: Exception) -> Any:
+        assert isinstance(error, WorkerDied)
+        return torch.full((4,), error.exit_code)  # type: ignore[attr-defined]
+
+    found = torch.cat(batches(poisoned(log), num_workers=2, shuffle=False, on_error=decide))
+    assert found[13].tolist() == [-11] * 4
+    assert found[12:15, 0].tolist() == [12, -11, 14]
 
 
 @pytest.mark.parametrize("is_persistent", [False, True])

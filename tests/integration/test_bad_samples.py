@@ -487,7 +487,7 @@ def test_only_the_first_few_are_logged(caplog: pytest.LogCaptureFixture) -> None
 
 
 @legacy
-@pytest.mark.parametrize("way", ["inline", "thread", "nursery", "auto"])
+@pytest.mark.parametrize("way", ["inline", "nursery"])
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_an_epoch_with_bad_samples_is_resumed_anywhere(size: int, on_error: str, way: str) -> None:

@@ -267,9 +267,10 @@ class ThreadPool:
         self._cells[EPOCH_CELL] = STOP
         for leases in self._leases:
             leases.put(None)
-        limit, here = time.monotonic() + GRACE_S, id(threading.current_thread())
+        limit = time.monotonic() + GRACE_S
+        here: Any = threading.current_thread()
         for thread in self.processes:
-            if id(thread) != here:  # the collector may run in one of them
+            if thread is not here:  # the collector may run in one of them
                 thread.join(max(0.0, limit - time.monotonic()))
         _living_pools.discard(self)
 

@@ -40,7 +40,7 @@ def offer_stack() -> int:
     try:
         fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC)
         faulthandler.register(_SIGNAL, file=fd, all_threads=True)
-    except (OSError, ValueError, RuntimeError):
+    except (AttributeError, OSError, ValueError, RuntimeError):
         return NOTHING
     return fd
 
