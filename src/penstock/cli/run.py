@@ -12,7 +12,7 @@ from penstock.errors import PenstockError
 from penstock.integrations import running
 
 if TYPE_CHECKING:
-    from penstock.integrations.patching import Tally
+    from penstock.integrations.shadow import Tally
 
 HASH_SEED = "PYTHONHASHSEED"
 NESTED = "PENSTOCK_RUN"

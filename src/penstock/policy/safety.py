@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from penstock.machine.facts import Machine
 from penstock.policy.given import Wish, Work
+from penstock.policy.rules import choose_start_method
 from penstock.policy.workers import most_workers
 
 
@@ -29,9 +30,7 @@ def make_safe(machine: Machine, wish: Wish) -> tuple[Wish, list[str]]:
             "multiprocessing_context='fork' with a GPU context in this process hangs or crashes: "
             "workers come from a clean process instead"
         )
-    most = most_workers(
-        machine, wish, Work(), "spawn" if wish.start_method == "spawn" else "nursery"
-    )
+    most = most_workers(machine, wish, Work(), choose_start_method(machine, wish).value)
     if isinstance(wish.num_workers, int) and wish.num_workers > most.num_workers:
         lines.append(f"num_workers={wish.num_workers} becomes {most.num_workers}: {most.reason}")
         wish = replace(wish, num_workers=most.num_workers)
