@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock import TooManyBad
 from penstock.engine.pooled import PooledIterator
 from penstock.integrations import shadow as shadow_module
 from penstock.machine.collect import here
-from specimens import Numbers, Samples, Shards, assert_same
+from specimens import Numbers, Samples, Shards, assert_same, collect
 from their_loaders import ImportedBefore, InfiniteLoader, MultiEpochsLoader, epochs, make, seeded
 
 pytestmark = pytest.mark.legacy
@@ -57,6 +58,24 @@ def test_loaders_that_never_end_give_the_same_bits_for_any_number_of_workers(kin
     assert len({tuple(draw) for draw in draws}) == 15  # no epoch repeats another
 
 
+def test_an_endless_loader_that_is_reset_half_way_has_the_order_of_none() -> None:
+    """It had drawn ahead from its generator, further with more workers."""
+
+    def stream(num_workers: int) -> list[Any]:
+        generator = torch.Generator()
+        generator.manual_seed(1)
+        with penstock.patched(seed=0):
+            loader = make(InfiniteLoader, num_workers, generator=generator)
+            first = collect(loader)
+            loader.iterator._shutdown_workers()
+            loader.reset()
+            second = collect(loader)
+            loader.iterator._shutdown_workers()
+        return first + second
+
+    assert_same(stream(2), stream(0))
+
+
 def test_torch_s_own_loader_differs_between_2_and_4_workers() -> None:
     """The control: unpatched, the same script has other augmentations with other workers."""
     assert [batch[4].tolist() for batch in seeded(2)] != [batch[4].tolist() for batch in seeded(4)]
@@ -93,6 +112,41 @@ def test_loaders_with_generators_of_their_own_draw_apart() -> None:
 
     assert draws(1) == draws(1)
     assert draws(1) != draws(2)
+
+
+def seed_everything(number: int) -> None:
+    torch.manual_seed(100 + number)
+
+
+def test_a_worker_init_fn_that_seeds_torch_does_not_count_beside_a_seed() -> None:
+    with penstock.patched(seed=0):
+        inline = seeded(0)
+    with penstock.patched(seed=0):
+        assert_same(seeded(2, worker_init_fn=seed_everything), inline)
+    with penstock.patched(), pytest.warns(UserWarning, match="set torch's seed"):
+        seeded(1, worker_init_fn=seed_everything)
+
+
+def test_a_sampler_that_draws_as_it_goes_is_asked_as_far_ahead_as_torch_asks() -> None:
+    """Or what the training draws in between would depend on how fast batches come."""
+
+    class Lazy:
+        def __init__(self) -> None:
+            self.num_asked = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for number in range(40):
+                self.num_asked += 1
+                yield [number]
+
+    def asked(depth: dict[str, int]) -> list[int]:
+        sampler = Lazy()
+        loader = ImportedBefore(Numbers(40), batch_sampler=sampler, num_workers=2, **depth)
+        with penstock.patched():
+            return [sampler.num_asked for _ in zip(range(20), loader, strict=False)]
+
+    assert asked({}) == [4 + number for number in range(1, 21)]
+    assert max(asked({"prefetch_factor": 3})) == 26
 
 
 def test_the_ranks_of_a_launcher_do_not_share_samples_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,17 +14,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data.dataloader import _DatasetKind
 
+from penstock.engine.iterators import Setup
+from penstock.integrations.ultralytics import settle_mosaic
 from penstock.loader import DataLoader
 from penstock.machine.collect import here
 from penstock.order.keys import PATCH_STREAM, checked_seed, make_key, mix
 from penstock.policy.given import Wish
+from penstock.policy.plan import Plan
 from penstock.policy.safety import make_safe
 
 _PLAIN: Any = TorchDataLoader([0])  # type: ignore[arg-type]
 _TORCH_NAMES = tuple(name for name in vars(_PLAIN) if name != "_iterator")
 """What torch's own class keeps; a subclass may keep more, under names that are ours too."""
+
+_QUIET_SAMPLERS = (
+    *(SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler),
+    DistributedSampler,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +142,29 @@ class Shadow(DataLoader[Any]):
         for name in _TORCH_NAMES:  # not by setattr: torch's forbids it for some
             vars(self)[name] = getattr(loader, name)
         vars(self)["_iterator"] = None
+        self._asked_prefetch = _asked_prefetch(loader)
+        self._rewind(loader)
         self.in_order = getattr(loader, "in_order", True)
         workers = self._layer.options.num_workers
         if isinstance(workers, int):
             self.num_workers = workers
         elif self._auto_workers is not None:
             self.num_workers = int(self._auto_workers)
+        line = settle_mosaic(self.dataset) if self.seed is not None else None
+        if line is not None:
+            self._tell_change(line)
+
+    def _rewind(self, loader: Any) -> None:
+        """Make good what an iterator that was given up had drawn ahead from the code's generator.
+
+        How far ahead depends on the number of workers. Ultralytics gives up its endless one when it
+        closes its mosaic.
+        """
+        is_given_up = self._course.num_turns > 0 and not self._course.is_over
+        if self.seed is None or loader.generator is None or not is_given_up:
+            return
+        if not _draws_at_start_only(loader):
+            loader.generator.manual_seed(make_key(PATCH_STREAM, self.seed, self._course.num_turns))
 
     def _wish(self) -> Wish:
         """What the code asks for, as far as it is safe here."""
@@ -142,15 +176,24 @@ class Shadow(DataLoader[Any]):
             safe, lines = make_safe(machine, wish)
             self._granted[asked] = (safe.start_method, safe.num_workers)
             for line in lines:
-                self._notes[line] = None
-                self._layer.tally.changes.append(line)
-                warnings.warn(f"penstock: {line}", stacklevel=2)
+                self._tell_change(line)
         start_method, num_workers = self._granted[asked]
         return replace(wish, start_method=start_method, num_workers=num_workers)
+
+    def _tell_change(self, line: str) -> None:
+        if line not in self._notes:
+            self._notes[line] = None
+            self._layer.tally.changes.append(line)
+            warnings.warn(f"penstock: {line}", stacklevel=2)
 
     def _turn(self) -> None:
         self._layer.tally.num_epochs += 1
         super()._turn()
+
+    def _setup(self, plan: Plan) -> Setup:
+        """With a seed, what worker_init_fn seeds does not count; code that cannot be changed has
+        it often, Hugging Face's Trainer always."""
+        return replace(super()._setup(plan), obeys_init_seed=self.seed is None)
 
     def _fault_setup(self) -> dict[str, Any]:
         setup, tally = super()._fault_setup(), self._layer.tally
@@ -168,7 +211,21 @@ class Shadow(DataLoader[Any]):
         return {**setup, **counted}
 
 
+def _draws_at_start_only(loader: Any) -> bool:
+    """Is all that the loader's sampler draws drawn before its first index?
+
+    One that draws later is asked at times that its author could rely on: as far ahead as torch is.
+    """
+    is_plain = type(loader.batch_sampler) in (BatchSampler, type(None))
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return loader._dataset_kind == _DatasetKind.Iterable or (
+        is_plain and type(sampler) in _QUIET_SAMPLERS
+    )
+
+
 def _asked_prefetch(loader: Any) -> int | None:
     """What the code asked for. torch fills in 2 where nothing was said, so that counts as none."""
     prefetch: int | None = loader.prefetch_factor
-    return None if prefetch == 2 else prefetch
+    if _draws_at_start_only(loader):
+        return None if prefetch == 2 else prefetch
+    return prefetch or 2
