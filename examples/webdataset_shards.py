@@ -42,4 +42,4 @@ if __name__ == "__main__":
             loss.backward()
             optimizer.step()
     print("streamed", sorted(seen) == sorted(2 * [float(number) for number in range(32)]))
-    print("last", loss.item())
+    print("loss", loss.item())

@@ -30,8 +30,12 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("yolo")
+
     def one(name: str) -> End:
-        return train(RUNS[name], tmp_path_factory.mktemp("yolo"))
+        folder = root / name.replace(" ", "-")
+        folder.mkdir()
+        return train(RUNS[name], folder)
 
     return scripting.run_all(one, list(RUNS))
 
