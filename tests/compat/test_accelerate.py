@@ -66,7 +66,8 @@ def test_batches_that_a_prepared_loader_skips_are_those_of_our_order() -> None:
 
 
 def test_accelerate_s_stateful_loader_is_torchdata_s_and_not_ours() -> None:
-    pytest.importorskip("accelerate.utils")
+    stateful: Any = pytest.importorskip("torchdata.stateful_dataloader")
     configuration = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
-    with pytest.raises(ImportError, match="torchdata"):
-        accelerate.Accelerator(cpu=True, dataloader_config=configuration).prepare(make())
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=configuration)
+    prepared = accelerator.prepare(make())
+    assert type(prepared.base_dataloader) is stateful.StatefulDataLoader

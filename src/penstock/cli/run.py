@@ -12,11 +12,10 @@ from penstock.errors import PenstockError
 from penstock.integrations import running
 
 if TYPE_CHECKING:
-    from penstock.integrations.patching import Tally
+    from penstock.integrations.shadow import Tally
 
-HASH_SEED = "PYTHONHASHSEED"
 NESTED = "PENSTOCK_RUN"
-"""Set in the environment of a run: says which process reports at its end."""
+"""Set in the environment of a run: programs that it starts report only what they changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +36,11 @@ class RunOptions:
 
 def run(options: RunOptions) -> NoReturn:
     """Run it and exit as it does."""
-    if options.seed is not None:
-        _settle_hash_seed(options.seed)
     report = _Report()
     running.when_torch_is_imported(lambda: report.begin(options))
     if options.is_module:
         running.run_module(options.target, options.arguments)
     running.run_file(options.target, options.arguments)
-
-
-def _settle_hash_seed(seed: int) -> None:
-    """The order of sets of strings is decided when Python starts: start it again with a seed."""
-    if HASH_SEED in os.environ or sys.platform == "win32" or not sys.orig_argv:
-        return
-    environ = dict(os.environ, **{HASH_SEED: str(seed % (1 << 32))})
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
 
 
 class _Report:
@@ -60,6 +49,7 @@ class _Report:
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._tally: Tally | None = None
+        self._is_nested = False
         self._seeded = ""
 
     def begin(self, options: RunOptions) -> None:
@@ -76,14 +66,16 @@ class _Report:
 
             seed_all(options.seed)
             self._seeded = f"; seed {options.seed}"
-        if NESTED not in os.environ:
-            os.environ[NESTED] = str(self._owner)
-            atexit.register(self.print)
+        self._is_nested = NESTED in os.environ
+        os.environ.setdefault(NESTED, str(self._owner))
+        atexit.register(self.print)
 
     def print(self) -> None:
         """One paragraph on stderr, at the very end."""
         tally = self._tally
         if tally is None or os.getpid() != self._owner:
+            return
+        if self._is_nested and not tally.num_loaders:
             return
         if not tally.num_loaders:
             lines = ["no DataLoader of torch's was iterated: nothing was changed"]

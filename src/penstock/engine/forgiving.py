@@ -71,6 +71,13 @@ class Forgiving:
     def _fault_setup(self) -> dict[str, Any]:
         """What the engine is told, by the names in its Setup."""
         is_tolerant = self.on_error != "raise"
+        book, course = self._bad, self._course  # they outlive the loader of `for x in DataLoader()`
+        num_samples = self._num_expected() if is_tolerant else None
+
+        def end_epoch(num_batches: int) -> None:
+            if not course.start:  # of one that was resumed, a part was delivered before
+                book.end_epoch(course.epoch, num_batches)
+
         return {
             "limits": Limits(
                 max_restarts=self.max_restarts,
@@ -80,11 +87,11 @@ class Forgiving:
             ),
             "on_error": self.on_error,
             "num_indices": self._num_substitutes() if self.on_error == "replace" else None,
-            "poison": self._bad.poison,
-            "on_bad": weakly(self._take_bad),
-            "on_poison": self._bad.poisoned,
+            "poison": book.poison,
+            "on_bad": lambda found: book.take(found, course.epoch, num_samples),
+            "on_poison": book.poisoned,
             "on_restart": weakly(self._count_restart),
-            "on_end": weakly(self._end_epoch),
+            "on_end": end_epoch,
         }
 
     def _num_substitutes(self) -> int | None:
@@ -96,18 +103,22 @@ class Forgiving:
             return None  # the user's own batches
         return len(self.dataset) if takes_all else None
 
-    def _take_bad(self, found: list[Any]) -> None:
-        self._bad.take(found, self._course.epoch, self._num_samples())
-
     def _count_restart(self) -> None:
         self.num_restarts += 1
 
-    def _end_epoch(self, num_batches: int) -> None:
-        if not self._course.start:  # of one that was resumed, a part was delivered before
-            self._bad.end_epoch(self._course.epoch, num_batches)
+    def _num_expected(self) -> int | None:
+        if not self._is_iterable():
+            return self._num_samples()
+        try:  # not len(loader): from then on torch warns of iterable datasets that give more
+            return len(self.dataset)
+        except (TypeError, NotImplementedError):
+            return None
 
     def _num_samples(self) -> int | None:
         raise AssertionError("the loader has its own")
+
+    def _is_iterable(self) -> bool:
+        raise AssertionError("the loader knows")
 
     def _bad_in(self, epoch: int) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {

@@ -39,6 +39,8 @@ class Setup:
     """Turns the course to the next epoch."""
     learn: Callable[[int], None] = lambda batch_bytes: None
     """Told once how much memory a batch needs."""
+    obeys_init_seed: bool = True
+    """Is a seed that worker_init_fn gives to torch kept, though bits then depend on workers?"""
     limits: Limits = field(default_factory=Limits)
     """When a worker that is lost ends the epoch."""
     on_error: OnError = "raise"

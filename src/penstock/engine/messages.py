@@ -136,6 +136,8 @@ class Task:
     """Is it noted since when the user's code runs?"""
     num_indices: int | None = None
     """See :class:`penstock.engine.tolerance.Careful`."""
+    obeys_init_seed: bool = True
+    """Is a seed that worker_init_fn gives to torch kept?"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,7 @@ class PooledIterator(LoaderIterator):
             shared_seed=self._shared_seed,
             has_limit=setup.limits.sample_timeout_s is not None,
             num_indices=setup.num_indices,
+            obeys_init_seed=setup.obeys_init_seed,
         )
         memory = SharedFile.create()
         if memory.note:

@@ -7,20 +7,22 @@ torch is patched when the script imports it: a script that does not pays nothing
 
 from __future__ import annotations
 
+import builtins
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import io
 import os
 import runpy
 import sys
 import types
+import zipfile
 from collections.abc import Callable, Sequence
+from importlib import machinery
 from typing import Any, NoReturn
 
 from penstock.errors import BadTarget
 
-_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
+_OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def run_file(script: str, arguments: Sequence[str]) -> NoReturn:
@@ -30,35 +32,53 @@ def run_file(script: str, arguments: Sequence[str]) -> NoReturn:
             f"there is no script {script!r} here ({os.getcwd()})",
             remedy="penstock run path/to/train.py, or penstock run -m package.module",
         )
-    sys.argv = [script, *arguments]
-    if os.path.isdir(script) or not _is_source(script):
-        _finish(lambda: runpy.run_path(script, run_name="__main__"))
-    _enter_folder(os.path.dirname(os.path.realpath(script)))
-
     path = os.path.abspath(script)
+    module = types.ModuleType("__main__")
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        folder, loader = path, _main_of(path, module)
+    else:
+        folder = os.path.dirname(os.path.realpath(script))
+        kind = (
+            machinery.SourcelessFileLoader if path.endswith(".pyc") else machinery.SourceFileLoader
+        )
+        loader = kind("__main__", path)
+        vars(module).update(__file__=path, __loader__=loader, __cached__=None)
+    if sys.version_info < (3, 14):
+        module.__annotations__ = {}
+    vars(module).update(__builtins__=builtins)
+    sys.argv = [script, *arguments]
+    _enter_folder(folder)
 
     def run() -> None:
-        with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
-        module = types.ModuleType("__main__")
-        loader = importlib.machinery.SourceFileLoader("__main__", path)
-        module.__dict__.update(
-            __file__=path, __builtins__=__builtins__, __loader__=loader, __cached__=None
-        )
+        code = _code_of(loader, path)
         sys.modules["__main__"] = module
-        exec(code, module.__dict__)
+        exec(code, vars(module))
 
     _finish(run)
+
+
+def _main_of(folder: str, module: types.ModuleType) -> Any:
+    """Prepare ``module`` to be the ``__main__.py`` in a folder or archive; what loads it."""
+    spec = machinery.PathFinder.find_spec("__main__", [folder])
+    if spec is None or spec.loader is None:
+        raise BadTarget(
+            f"there is no __main__.py in {folder!r}", remedy="penstock run path/to/train.py"
+        )
+    vars(module).update(vars(importlib.util.module_from_spec(spec)))
+    return spec.loader
+
+
+def _code_of(loader: Any, path: str) -> Any:
+    if isinstance(loader, machinery.SourceFileLoader) and loader.path == path:
+        with io.open_code(path) as file:  # python keeps no bytecode of a script
+            return compile(file.read(), path, "exec", dont_inherit=True)
+    return loader.get_code("__main__")
 
 
 def run_module(name: str, arguments: Sequence[str]) -> NoReturn:
     """``python -m name``."""
     _enter_folder(os.getcwd())
-    try:
-        is_there = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError, AttributeError):
-        is_there = False
-    if not is_there:
+    if not _is_module(name):
         raise BadTarget(
             f"there is no module {name!r} here ({os.getcwd()})",
             remedy="penstock run -m package.module, or penstock run path/to/train.py",
@@ -90,6 +110,7 @@ class _Watch(importlib.abc.MetaPathFinder):
             execute, then = spec.loader.exec_module, self._then
 
             def exec_module(module: types.ModuleType) -> None:
+                del spec.loader.exec_module  # type: ignore[union-attr]
                 execute(module)
                 then()
 
@@ -97,17 +118,23 @@ class _Watch(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _is_source(script: str) -> bool:
-    with open(script, "rb") as file:
-        return file.read(4) != b"PK\x03\x04" and not script.endswith(".pyc")
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:  # the package around it; or what that needs, which
+        missing = str(error.name)  # runpy raises again, with a traceback
+        return missing != name and not name.startswith(f"{missing}.")
+    except ValueError:
+        return False
+    except Exception:
+        return True
 
 
 def _enter_folder(folder: str) -> None:
     """Where imports are looked for first: python puts the script's folder there, not ours."""
-    if sys.path:
-        sys.path[0] = folder
-    else:
-        sys.path.insert(0, folder)
+    if getattr(sys.flags, "safe_path", False):  # -P: python puts none there
+        return
+    sys.path[:1] = [folder]
 
 
 def _finish(run: Callable[[], Any]) -> NoReturn:

@@ -104,7 +104,8 @@ def prepare_worker(number: int, num_workers: int, task: Task, objects: dict[str,
         if init_fn is not None:
             before = torch.initial_seed()
             init_fn(number)
-            objects["keeps_torch_seed"] = torch.initial_seed() != before
+            is_set = torch.initial_seed() != before
+            objects["keeps_torch_seed"] = is_set and task.obeys_init_seed
     except Exception as error:
         objects["init_error"] = error
 

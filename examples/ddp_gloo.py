@@ -1,0 +1,43 @@
+"""Two processes on CPUs with DistributedDataParallel; the sampler shares the samples out.
+
+torchrun --nproc-per-node 2 -m penstock run --seed 0 examples/ddp_gloo.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+class Noisy(Dataset):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple:
+        return torch.full((4,), index / 32) + 0.1 * torch.randn(4), index
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dataset = Noisy()
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=2)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        seen = []
+        for x, index in loader:
+            seen.append(index)
+            loss = torch.nn.functional.cross_entropy(model(x), index % 2)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    parts = [torch.empty(16, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(parts, torch.cat(seen))
+    dist.all_reduce(loss.detach())
+    if dist.get_rank() == 0:
+        print("each once", sorted(torch.cat(parts).tolist()) == list(range(32)))
+        print("loss", loss.item())
+    dist.destroy_process_group()

@@ -1,0 +1,316 @@
+"""Each command is declared here with its options, and lives in a module of its own.
+
+That one is imported when it is run: ``penstock --help`` imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+import penstock
+from penstock.cli.early import num_own
+from penstock.errors import PenstockError
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+"""What a shell reports for a program that Ctrl-C ended."""
+
+
+class _Commands(TyperGroup):
+    """The one place where exceptions become exit codes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PenstockError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(USAGE_ERROR) from None
+        except KeyboardInterrupt:  # older typers end with status 1 here
+            typer.echo("Interrupted.", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="penstock",
+    help="Penstock feeds PyTorch: a drop-in DataLoader that needs no recipe.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"penstock {penstock.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _front_desk(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Takes the options that stand before a command."""
+
+
+def _checked_workers(text: str) -> str:
+    if text == "auto" or text.isdecimal():
+        return text
+    raise typer.BadParameter(f"{text!r} is neither 'auto' nor a number such as 2")
+
+
+@app.command()
+def demo(
+    seconds: Annotated[
+        float, typer.Option(min=1.0, max=600.0, help="How long to train, in seconds.")
+    ] = 12.0,
+    workers: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|N", callback=_checked_workers, help="Worker processes; 0 for none."
+        ),
+    ] = "auto",
+    images: Annotated[int, typer.Option(min=1, max=100_000, help="How many images to make.")] = 600,
+) -> None:
+    """Train a small model through the loader, then set its rate beside PyTorch's."""
+    from penstock.cli.demo import DemoOptions, run_demo
+
+    num_workers = "auto" if workers == "auto" else int(workers)
+    run_demo(DemoOptions(train_s=seconds, num_workers=num_workers, num_images=images))
+
+
+_Target = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[SCRIPT:NAME | BAD.JSONL]",
+        help="A dataset or loader to try, or a list of bad samples.",
+    ),
+]
+_Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="The script's own.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="For a program.")]
+_Gpu = Annotated[
+    bool, typer.Option("--gpu", help="Ask torch which GPUs it can use, in a child process.")
+]
+_Watch = Annotated[bool, typer.Option("--watch", help="Show what the GPUs are doing.")]
+_Data = Annotated[
+    list[str] | None, typer.Option(metavar="PATH", help="Where the data lies; several times.")
+]
+_BatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Samples in a batch; the loader's, or 32.")
+]
+_Workers = Annotated[
+    str, typer.Option(metavar="auto|N", callback=_checked_workers, help="As planned, or N.")
+]
+_Timeout = Annotated[
+    float, typer.Option(min=1.0, max=86_400.0, help="Seconds for the dataset's trial.")
+]
+
+
+@app.command()
+def doctor(
+    target: _Target = None,
+    arguments: _Arguments = None,
+    as_json: _Json = False,
+    gpu: _Gpu = False,
+    watch: _Watch = False,
+    data: _Data = None,
+    batch_size: _BatchSize = None,
+    workers: _Workers = "auto",
+    timeout: _Timeout = 60.0,
+) -> None:
+    """Say what this machine is, what would be done here, and what is wrong, with its cure."""
+    if watch:
+        from penstock.cli.doctor.watch import run_watch
+
+        raise typer.Exit(run_watch(as_json=as_json))
+    from penstock.cli.doctor.command import DoctorOptions, run_doctor
+
+    options = DoctorOptions(
+        target=target,
+        arguments=tuple(arguments or ()),
+        folders=tuple(data or ()),
+        as_json=as_json,
+        asks_torch=gpu,
+        batch_size=batch_size,
+        num_workers=None if workers == "auto" else int(workers),
+        limit_s=timeout,
+    )
+    raise typer.Exit(run_doctor(options))
+
+
+_Loader = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[SCRIPT:NAME]",
+        help="A function that makes a loader (num_workers=... if it takes it), or a loader.",
+    ),
+]
+_Epochs = Annotated[int, typer.Option(min=1, max=1000, help="Epochs to compare.")]
+_MaxBatches = Annotated[int | None, typer.Option(min=1, help="Compare only so many of each epoch.")]
+_VerifyTimeout = Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Seconds for it all.")]
+
+
+def _checked_policy(text: str) -> str:
+    if text in ("raise", "skip", "replace"):
+        return text
+    raise typer.BadParameter(f"{text!r} is none of raise, skip, replace")
+
+
+def _checked_start(text: str | None) -> str | None:
+    if text in (None, "spawn", "fork", "forkserver"):
+        return text
+    raise typer.BadParameter(f"{text!r} is neither spawn nor fork")
+
+
+def _checked_counts(text: str) -> str:
+    if text and all(part.strip().isdecimal() for part in text.split(",")):
+        return text
+    raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0,1,2,5")
+
+
+_Counts = Annotated[
+    str,
+    typer.Option(
+        metavar="N,N,...", callback=_checked_counts, help="Workers; the first is the reference."
+    ),
+]
+
+
+@app.command()
+def verify(
+    target: _Loader = None,
+    arguments: _Arguments = None,
+    epochs: _Epochs = 2,
+    max_batches: _MaxBatches = None,
+    workers: _Counts = "0,1,2,5",
+    as_json: _Json = False,
+    timeout: _VerifyTimeout = 600.0,
+) -> None:
+    """Say whether a loader gives the same bits whatever loads them; alone: this machine's training.
+
+    Exit status: 0 the same, 1 different, 2 usage.
+    """
+    from penstock.cli.verify import VerifyOptions, run_verify
+
+    options = VerifyOptions(
+        target=target,
+        arguments=tuple(arguments or ()),
+        epochs=epochs,
+        max_batches=max_batches,
+        workers=tuple(int(part) for part in workers.split(",")),
+        as_json=as_json,
+        limit_s=timeout,
+    )
+    raise typer.Exit(run_verify(options))
+
+
+class _RunCommand(TyperCommand):
+    """Everything behind the script, or behind ``-m``, is the script's own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        place = num_own(args)
+        if place and args[place - 1] == "-m":
+            args = [*args[:place], "--", *args[place:]]
+        return super().parse_args(ctx, args)
+
+
+_pending: list[Any] = []
+
+
+@app.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})
+def run(
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="Or -m MODULE.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own.")
+    ] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed everything; the same bits each time.")
+    ] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="auto|N", help="In the place of what the script says.")
+    ] = None,
+    start_method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="spawn|fork",
+            callback=_checked_start,
+            help="In the place of what the script says.",
+        ),
+    ] = None,
+    on_error: Annotated[
+        str,
+        typer.Option(
+            metavar="raise|skip|replace",
+            callback=_checked_policy,
+            help="What becomes of bad samples.",
+        ),
+    ] = "raise",
+    max_bad: Annotated[
+        float | None, typer.Option(help="Bad samples allowed in an epoch; below 1: the part.")
+    ] = None,
+    bad_samples_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A line of JSON for each bad sample.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Workers replaced within ten minutes.")
+    ] = 100,
+    sample_timeout_s: Annotated[
+        float | None, typer.Option(help="A sample that takes longer hangs.")
+    ] = None,
+) -> None:
+    """Run a training script, unchanged, with Penstock under its DataLoaders.
+
+    Exit status: the script's.
+    """
+    from penstock.cli.run import RunOptions
+
+    if workers is not None:
+        _checked_workers(workers)
+    count = int(max_bad) if max_bad is not None and max_bad >= 1 else max_bad
+    _pending.append(
+        RunOptions(
+            target=target,
+            arguments=tuple(arguments or ()),
+            is_module=is_module,
+            seed=seed,
+            patch={
+                "num_workers": int(workers) if workers and workers != "auto" else workers,
+                "multiprocessing_context": start_method,
+                "on_error": on_error,
+                "max_bad": count,
+                "bad_samples_file": bad_samples_file,
+                "max_restarts": max_restarts,
+                "sample_timeout_s": sample_timeout_s,
+            },
+        )
+    )
+
+
+def run_command() -> NoReturn:
+    """What was typed, to its end."""
+    try:
+        app(prog_name="penstock")
+    except KeyboardInterrupt:  # before or after a command had the say
+        sys.exit(INTERRUPTED)
+    except SystemExit as end:
+        if end.code or not _pending:
+            raise
+    if _pending:  # not from inside a command: the script's exceptions are not ours
+        from penstock.cli.run import run as run_script
+
+        try:
+            run_script(_pending.pop())
+        except PenstockError as error:
+            typer.echo(str(error), err=True)
+            sys.exit(USAGE_ERROR)
+    sys.exit(0)

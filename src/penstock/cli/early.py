@@ -1,0 +1,61 @@
+"""``penstock run --seed``, before anything is imported: Python's own seed is set when it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+HASH_SEED = "PYTHONHASHSEED"
+TAKES_VALUE = frozenset(
+    (
+        *("--seed", "--workers", "--start-method", "--on-error", "--max-bad"),
+        *("--bad-samples-file", "--max-restarts", "--sample-timeout-s"),
+    )
+)
+"""Options of ``penstock run`` that are followed by a value."""
+
+
+def num_own(arguments: Sequence[str]) -> int:
+    """How many arguments of ``penstock run`` stand before the script, ``-m`` among them.
+
+    Example:
+        >>> num_own(["--seed", "0", "train.py", "--seed", "1"])
+        2
+        >>> num_own(["-m", "package.train", "--seed", "1"])
+        1
+    """
+    place = 0
+    while place < len(arguments) and arguments[place].startswith("-"):
+        if arguments[place] in ("-m", "--"):
+            return place + 1
+        place += 2 if arguments[place] in TAKES_VALUE else 1
+    return min(place, len(arguments))
+
+
+def settle_hash_seed(arguments: Sequence[str]) -> None:
+    """The order of sets of strings is decided when Python starts: start it again with a seed.
+
+    Args:
+        arguments: Everything behind ``penstock``.
+    """
+    seed = _asked_seed(arguments)
+    if seed is None or HASH_SEED in os.environ or sys.platform == "win32" or not sys.orig_argv:
+        return
+    environ = dict(os.environ, **{HASH_SEED: str(seed % (1 << 32))})
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+
+
+def _asked_seed(arguments: Sequence[str]) -> int | None:
+    if not arguments or arguments[0] != "run":
+        return None
+    own = arguments[1 : 1 + num_own(arguments[1:])]
+    for place, argument in enumerate(own):
+        name, _, value = argument.partition("=")
+        if name == "--seed":
+            text = value or (own[place + 1] if place + 1 < len(own) else "")
+            try:
+                return int(text)
+            except ValueError:
+                return None  # the command says what is wrong with it
+    return None

@@ -1,0 +1,231 @@
+"""The loader that works for one of torch's: ours, with the other's attributes.
+
+torch's loader --_penstock_shadow--> Shadow --> our engine
+   ^    |                              |
+   |    +-- dataset, sampler, ... -----+   taken over each time an iterator is made
+the user's code
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data.dataloader import _DatasetKind
+
+from penstock.engine.iterators import Setup
+from penstock.integrations.ultralytics import settle_mosaic
+from penstock.loader import DataLoader
+from penstock.machine.collect import here
+from penstock.order.keys import PATCH_STREAM, checked_seed, make_key, mix
+from penstock.policy.given import Wish
+from penstock.policy.plan import Plan
+from penstock.policy.safety import make_safe
+
+_PLAIN: Any = TorchDataLoader([0])  # type: ignore[arg-type]
+_TORCH_NAMES = tuple(name for name in vars(_PLAIN) if name != "_iterator")
+"""What torch's own class keeps; a subclass may keep more, under names that are ours too."""
+
+_QUIET_SAMPLERS = (
+    *(SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler),
+    DistributedSampler,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What patched loaders are told beyond what their code says; as in DataLoader.
+
+    Args:
+        num_workers: None: as the code says. A number or "auto" is used instead.
+        multiprocessing_context: None: as the code says. "spawn" or "fork" is used instead.
+    """
+
+    num_workers: int | str | None = None
+    multiprocessing_context: str | None = None
+    seed: int | None = None
+    pool: str = "auto"
+    randomness: str = "sample"
+    on_error: Any = "raise"
+    max_bad: float | None = None
+    bad_samples_file: Any = None
+    max_restarts: int = 100
+    sample_timeout_s: float | None = None
+
+
+@dataclass
+class Tally:
+    """What patched loaders did since the patch."""
+
+    num_loaders: int = 0
+    num_epochs: int = 0
+    num_restarts: int = 0
+    num_bad: int = 0
+    changes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Layer:
+    """One patch: its options, where its loaders are counted, and how many it has had."""
+
+    options: Options
+    tally: Tally
+    num_loaders: int = 0
+
+    def next_seed(self, generator: Any) -> int | None:
+        """The seed of the next loader.
+
+        Each has its own, or a loader that is made anew for each epoch would draw the same numbers
+        in all of them. Where the code gave its loader a generator, that one's seed counts too: it
+        is how ranks are told apart.
+        """
+        number, self.num_loaders = self.num_loaders, self.num_loaders + 1
+        self.tally.num_loaders += 1
+        if self.options.seed is None:
+            return None
+        given = 0 if generator is None else mix(generator.initial_seed())
+        return make_key(PATCH_STREAM, checked_seed(self.options.seed), number) ^ given
+
+
+class Shadow(DataLoader[Any]):
+    """Our loader with another's attributes: dataset, sampler, workers and all are the other's.
+
+    Called from: the patched method, with its lock held.
+    """
+
+    def __init__(self, loader: Any, layer: Layer) -> None:
+        # Not torch's __init__: everything that it would make is taken over in follow().
+        options = layer.options
+        self._layer = layer
+        self._owner = weakref.ref(loader)
+        self._granted: dict[Any, tuple[str | None, int | str]] = {}
+        self._settle_faults(
+            options.on_error,
+            options.max_bad,
+            options.bad_samples_file,
+            options.max_restarts,
+            options.sample_timeout_s,
+        )
+        self._begin(
+            loader.dataset,
+            _asked_prefetch(loader),
+            options.pool,
+            options.randomness,
+            layer.next_seed(loader.generator),
+        )
+        self._is_auto = options.num_workers == "auto"
+        self._auto_workers = here().usable_cores if self._is_auto else None
+        self.follow(loader)
+
+    def __reduce__(self) -> Any:
+        """Left behind when the other loader is pickled or copied; the copy gets its own."""
+        return type(None), ()
+
+    def belongs_to(self, loader: Any, layer: Layer) -> bool:
+        """Is this the shadow of that loader, under that patch? ``copy.copy`` takes it along."""
+        return self._owner() is loader and self._layer is layer
+
+    def follow(self, loader: Any) -> None:
+        """Take the other's attributes as they are now: some change between epochs."""
+        for name in _TORCH_NAMES:  # not by setattr: torch's forbids it for some
+            vars(self)[name] = getattr(loader, name)
+        vars(self)["_iterator"] = None
+        self._asked_prefetch = _asked_prefetch(loader)
+        self._rewind(loader)
+        self.in_order = getattr(loader, "in_order", True)
+        workers = self._layer.options.num_workers
+        if isinstance(workers, int):
+            self.num_workers = workers
+        elif self._auto_workers is not None:
+            self.num_workers = int(self._auto_workers)
+        line = settle_mosaic(self.dataset) if self.seed is not None else None
+        if line is not None:
+            self._tell_change(line)
+
+    def _rewind(self, loader: Any) -> None:
+        """Make good what an iterator that was given up had drawn ahead from the code's generator.
+
+        How far ahead depends on the number of workers. Ultralytics gives up its endless one when it
+        closes its mosaic.
+        """
+        is_given_up = self._course.num_turns > 0 and not self._course.is_over
+        if self.seed is None or loader.generator is None or not is_given_up:
+            return
+        if not _draws_at_start_only(loader):
+            loader.generator.manual_seed(make_key(PATCH_STREAM, self.seed, self._course.num_turns))
+
+    def _wish(self) -> Wish:
+        """What the code asks for, as far as it is safe here."""
+        wish, machine = super()._wish(), here()
+        if self._layer.options.multiprocessing_context is not None:
+            wish = replace(wish, start_method=self._layer.options.multiprocessing_context)
+        asked = (wish.start_method, wish.num_workers, machine.has_gpu_context)
+        if asked not in self._granted:  # once: free memory is another number each time
+            safe, lines = make_safe(machine, wish)
+            self._granted[asked] = (safe.start_method, safe.num_workers)
+            for line in lines:
+                self._tell_change(line)
+        start_method, num_workers = self._granted[asked]
+        return replace(wish, start_method=start_method, num_workers=num_workers)
+
+    def _tell_change(self, line: str) -> None:
+        if line not in self._notes:
+            self._notes[line] = None
+            self._layer.tally.changes.append(line)
+            warnings.warn(f"penstock: {line}", stacklevel=2)
+
+    def _turn(self) -> None:
+        self._layer.tally.num_epochs += 1
+        super()._turn()
+
+    def _setup(self, plan: Plan) -> Setup:
+        """With a seed, what worker_init_fn seeds does not count; code that cannot be changed has
+        it often, Hugging Face's Trainer always."""
+        return replace(super()._setup(plan), obeys_init_seed=self.seed is None)
+
+    def _fault_setup(self) -> dict[str, Any]:
+        setup, tally = super()._fault_setup(), self._layer.tally
+        take, restart = setup["on_bad"], setup["on_restart"]
+
+        def count_bad(found: list[Any]) -> None:
+            tally.num_bad += len(found)
+            take(found)
+
+        def count_restart() -> None:
+            tally.num_restarts += 1
+            restart()
+
+        counted: dict[str, Callable[..., None]] = {"on_bad": count_bad, "on_restart": count_restart}
+        return {**setup, **counted}
+
+
+def _draws_at_start_only(loader: Any) -> bool:
+    """Is all that the loader's sampler draws drawn before its first index?
+
+    One that draws later is asked at times that its author could rely on: as far ahead as torch is.
+    """
+    is_plain = type(loader.batch_sampler) in (BatchSampler, type(None))
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return loader._dataset_kind == _DatasetKind.Iterable or (
+        is_plain and type(sampler) in _QUIET_SAMPLERS
+    )
+
+
+def _asked_prefetch(loader: Any) -> int | None:
+    """What the code asked for. torch fills in 2 where nothing was said, so that counts as none."""
+    prefetch: int | None = loader.prefetch_factor
+    if _draws_at_start_only(loader):
+        return None if prefetch == 2 else prefetch
+    return prefetch or 2
