@@ -60,6 +60,7 @@ class PenstockError(Exception):
         ]
         super().__init__("\n".join(lines))
         self.what = what
+        self.likely = likely
         self.facts = facts
         for name, value in facts.items():
             setattr(self, name, value)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from penstock.engine.bad_file import BadSample, append, plain_index
-from penstock.engine.tolerance import Found
+from penstock.engine.tolerance import MAX_SUBSTITUTES, Found
 from penstock.errors import BadArgument, TooManyBad
 
 log = logging.getLogger("penstock")
@@ -67,13 +67,21 @@ class BadBook:
         """
         if epoch != self._epoch:
             self._epoch, self._positions = epoch, []
-        for one in found:
-            self._note(one, epoch)
-            self._positions.append(one.position)
-            self._check(one, num_samples)
+        before = list(self._positions)
+        try:
+            for one in found:
+                self._note(one, epoch)
+                if one.position not in self._positions[-MAX_SUBSTITUTES:]:  # a substitute's: known
+                    self._positions.append(one.position)
+                self._check(one, num_samples)
+        except TooManyBad:
+            self._positions = before  # the batch is not delivered
+            raise
 
     def _note(self, one: Found, epoch: int) -> None:
         key = plain_index(one.index)
+        if one.index is None:  # of an iterable dataset
+            key = f"the one at {one.position}"
         before = self._samples.get(key)
         sample = BadSample(
             index=key,
@@ -85,13 +93,15 @@ class BadBook:
             end=one.end,
         )
         self._samples[key] = sample
-        if before is None and len(self._samples) <= LOGGED:
+        is_told = one.error.startswith(("WorkerDied", "SampleTimeout"))  # when it was lost
+        if before is None and len(self._samples) <= LOGGED and not is_told:
             rest = " (more are in loader.bad_samples)" if len(self._samples) == LOGGED else ""
             where = f" ({one.path})" if one.path else ""
             log.warning("sample %s%s is bad: %s%s", key, where, one.error, rest)
         if self.path is not None:
             try:
-                append(self.path, vars(sample))
+                known = {name: value for name, value in vars(sample).items() if name != "time"}
+                append(self.path, known)
             except OSError as error:
                 log.warning("bad samples are not written to %s any more: %s", self.path, error)
                 self.path = None

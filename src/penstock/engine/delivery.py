@@ -359,10 +359,10 @@ class Delivery:
 
     def _deliver(self, job: Job) -> Any:
         try:
-            if job.error is not None:
-                raise rebuild(job.error)
             if job.bad:
                 self._setup.on_bad(job.bad)
+            if job.error is not None:
+                raise rebuild(job.error)
         except BaseException:
             self._close_job(job)
             self._lease()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,7 @@ from penstock.engine.iterators import LoaderIterator, Setup, max_held_bytes
 from penstock.engine.memory import PrivateFile
 from penstock.engine.slots import Ring
 from penstock.engine.tolerance import Careful, Poison, poison_among
+from penstock.errors import NoSubstitute
 from penstock.order.foreign import OwnGenerators
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import COLLATE_STREAM, SampleRandomness
@@ -110,6 +112,11 @@ class InlineIterator(LoaderIterator):
                 self._count_empty()
                 self._tell_bad()
                 continue
+            except StopIteration as error:  # of the user's code: not the end of the epoch
+                raise RuntimeError("dataset[i] raised StopIteration") from error
+            except NoSubstitute:
+                self._tell_bad()
+                raise
             self._tell_bad()
             return self._finished(batch)
 
@@ -139,7 +146,7 @@ class InlineIterator(LoaderIterator):
                 return batch
         if self._stream is not None:
             samples = self._stream.fetch(index, self._place)
-            self._place += len(samples) if self._auto_collation else 1
+            self._place += len(index) if self._auto_collation else 1
         elif self._randomness is not None and self._randomness.is_silent and self._is_plain:
             position = self._advance(len(index))
             samples = self._randomness.run_apart(getter(self._dataset), index, position)
@@ -168,10 +175,10 @@ class InlineIterator(LoaderIterator):
             if self._randomness is not None:
                 self._randomness.look()
 
-            def load(one: Any, position: int) -> Any:
-                return call_user(get, one, position, self._randomness)
+            def call(function: Callable[[Any], Any], one: Any, position: int) -> Any:
+                return call_user(function, one, position, self._randomness)
 
-            samples = careful.samples(load, placed, self._course.key_epoch, indices, poison)
+            samples = careful.samples(call, get, placed, self._course.key_epoch, indices, poison)
             if not samples:
                 raise AllBad
             whole = samples if self._auto_collation else samples[0]

@@ -58,6 +58,10 @@ def write_obituary(
     elif fault.index is not None:
         sample = f" while loading sample {fault.index!r}"
         remedy = f"dataset[{fault.index!r}] alone, in this process"
+    elif isinstance(fault.suspect, tuple) and fault.suspect[0] == "batch":
+        sample = f" while putting batch {fault.suspect[1][1]} together (collate_fn, or sending it)"
+    elif fault.how == "hung" and fault.suspect is None:
+        sample = " while it got ready (unpacking the dataset, or worker_init_fn)"
     end = {
         Verdict.RETRY: "; another takes its place" if supervisor is not None else "",
         Verdict.POISON: "; it is the second that was lost there",
@@ -135,15 +139,14 @@ def _write_hang(
 def write_timeout(timeout_s: float, batch: int, busy: dict[int, tuple[Any, str]]) -> WorkerTimeout:
     """The error for a batch that is late; ``busy``: each worker's sample, and where it stands."""
     places = [
-        f"worker {worker} is at sample {index!r}\n{stack}"
+        f"worker {worker} is at {'no sample' if index is None else f'sample {index!r}'}\n{stack}"
         for worker, (index, stack) in busy.items()
-        if index is not None
     ]
     return WorkerTimeout(
         f"DataLoader timed out after {timeout_s} seconds; batch {batch} is not here",
         where="\n  ".join(places) or None,
-        remedy=f"DataLoader(..., timeout={timeout_s * 10:g}), or find out why the samples named "
-        "here are slow",
+        remedy=f"DataLoader(..., timeout={timeout_s * 10:g}), or find out what keeps the workers "
+        "there",
         samples={worker: index for worker, (index, _) in busy.items()},
     )
 

@@ -10,11 +10,14 @@ dataset offered last, or takes what was delivered once more and drops it.
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
+
+import psutil
 
 from penstock.engine.messages import (
     IS_IDLE,
@@ -43,8 +46,12 @@ OWN_LIMIT_S = 30.0
 of ours (or somebody has stopped the worker): after this long it is not waited for any longer."""
 LOOK_S = 0.2
 """How often workers are looked at where samples have a limit."""
+STARTING_S = 60.0
+"""Where samples have a limit, a worker that takes longer (and longer than that limit) to get ready
+hangs in the user's code: the dataset's ``__setstate__``, or ``worker_init_fn``."""
 ASLEEP_S = 5.0
 """Looks this far apart mean that this process itself was stopped: nobody is blamed for it."""
+_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 START_PAUSES_S = (0.1, 0.5, 2.0)
 """A worker that does not start (no memory, no process to be had) is tried again after these."""
 
@@ -101,6 +108,7 @@ class Recovery:
         self._epoch = NOTHING
         self._fresh: Fresh | None = None
         self._amnesty_ns = self._looked_ns = self._heard_ns = time.monotonic_ns()
+        self._started_ns = [self._heard_ns] * len(pool.processes)
 
     @property
     def patience_s(self) -> float:
@@ -187,8 +195,17 @@ class Recovery:
         return [
             self._fault(worker, how="silent", seconds=OWN_LIMIT_S)
             for worker in range(len(self._pool.processes))
-            if self._turns.owed(worker) and self._cells[position_cell(worker) + IS_IDLE] == 1
+            if self._turns.owed(worker) and self._is_out_of_work(worker)
         ]
+
+    def _is_out_of_work(self, worker: int) -> bool:
+        """Does a worker that has work not do it? It waits for some, or somebody stopped it."""
+        if self._cells[position_cell(worker) + IS_IDLE] == 1:
+            return True
+        try:
+            return psutil.Process(self._pool.processes[worker].pid).status() == "stopped"
+        except psutil.Error:
+            return False
 
     def _late(self, limit_s: float | None) -> list[Fault]:
         if limit_s is None:
@@ -197,7 +214,15 @@ class Recovery:
             self._fault(worker, how="hung", seconds=seconds)
             for worker in range(len(self._pool.processes))
             if (seconds := self._seconds(worker)) > limit_s
+            or (seconds := self._starting_s(worker)) > max(limit_s, STARTING_S)
         ]
+
+    def _starting_s(self, worker: int) -> float:
+        """For how long a worker has been unpacking the dataset, or in ``worker_init_fn``."""
+        is_ready = self._cells[position_cell(worker) + IS_IDLE] != NOTHING
+        if is_ready or self._pool.processes[worker].pid is None:
+            return 0.0
+        return (time.monotonic_ns() - max(self._started_ns[worker], self._amnesty_ns)) * 1e-9
 
     def _fault(self, worker: int, *, how: str, seconds: float) -> Fault:
         position, index = self._place(worker)
@@ -256,7 +281,8 @@ class Recovery:
         if fault.is_orphaned:
             log.warning("worker %d (pid %s) ended with its nursery", worker, fault.pid)
         else:
-            log.warning("%s", write_obituary(fault, verdict, self._supervisor).what)
+            said = write_obituary(fault, verdict, self._supervisor)
+            log.warning("%s%s", said.what, f"\n  Likely: {said.likely}" if said.likely else "")
         if position is not None and is_left_out:
             self._leave_out(worker, fault.index, position, write_obituary(fault, verdict, None))
         self._start(worker)
@@ -264,10 +290,13 @@ class Recovery:
         return self._preface(worker)
 
     def _start(self, worker: int) -> None:
+        self._started_ns[worker] = time.monotonic_ns()
         for pause_s in START_PAUSES_S:
             try:
                 return self._pool.replace(worker)
             except (StartFailed, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in _PASSING:
+                    raise  # not about starting: a signal handler of the user's, say
                 log.warning("worker %d was not replaced, in %g s again: %s", worker, pause_s, error)
                 time.sleep(pause_s)
         return self._pool.replace(worker)

@@ -26,6 +26,7 @@ _MAX_DEPTH = 16
 _MAX_LENGTH = 4096
 _LOOKS_LIKE_ONE = re.compile(r"[/\\]|\.\w{1,8}$")
 """A separator or an ending: ``samples`` may as well be sentences, or names of classes."""
+_FILE_NAME = re.compile(r"[\w.-]*\w\.[A-Za-z]\w{1,4}\b")
 _MISSING = object()
 
 
@@ -46,9 +47,20 @@ def find_path(dataset: Any, index: Any, error: BaseException | None = None) -> s
         'dog/2.png'
     """
     try:
-        return _in_error(error) or _in_dataset(dataset, index)
+        path = _in_error(error)
+        if path is None:
+            path = _in_dataset(dataset, index)
+            path = None if path is not None and _speaks_of_another(error, path) else path
+        return path
     except Exception:  # lengths, indices and paths of the user's own classes may do anything
         return None
+
+
+def _speaks_of_another(error: BaseException | None, path: str) -> bool:
+    """Does the error's text name files, and this is none of them? Then the dataset's list has
+    another order than its samples, and the guess would accuse a good file."""
+    named = _FILE_NAME.findall("" if error is None else str(error)[:_MAX_LENGTH])
+    return bool(named) and os.path.basename(path) not in named
 
 
 def _in_error(error: BaseException | None) -> str | None:

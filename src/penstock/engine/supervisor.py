@@ -71,6 +71,7 @@ class Supervisor:
             return Verdict.LIMIT
         self.num_restarts += 1
         if suspect is not None:
+            self._stillborn[worker] = 0
             self._strikes[suspect] += 1
             return Verdict.POISON if self._strikes[suspect] >= STRIKES else Verdict.RETRY
         self._stillborn[worker] = 0 if was_ready else self._stillborn[worker] + 1

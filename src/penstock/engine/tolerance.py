@@ -30,6 +30,8 @@ MAX_IN_A_ROW = 1000
 """An iterable dataset that raises this often in a row raises for ever."""
 
 OnError = str | Callable[[Any, Exception], Any]
+Call = Callable[[Callable[[Any], Any], Any, int], Any]
+"""``call(function, index, position)``: user code, with the randomness of that position."""
 Load = Callable[[Any, int], Any]
 """``load(index, position)``: one sample with its own randomness."""
 
@@ -95,7 +97,8 @@ class Careful:
 
     def samples(
         self,
-        load: Load,
+        call: Call,
+        get: Callable[[Any], Any],
         placed: Iterator[tuple[int, Any]],
         epoch: int,
         batch: Sequence[Any],
@@ -109,6 +112,10 @@ class Careful:
             batch: All indices of the batch.
             poison: Those that must not be loaded.
         """
+
+        def load(index: Any, position: int) -> Any:
+            return call(get, index, position)
+
         self.found = []
         taken = []
         why, num_losses = dict(reversed(poison)), Counter(row for row, _ in poison)
@@ -121,14 +128,26 @@ class Careful:
                     continue
             except Exception as raised:
                 error = raised
+            if callable(self._on_error):
+                taken.extend(self._ask(call, index, position, error))
+                continue
             attempts = range(max(0, num_losses[row] - 1), MAX_SUBSTITUTES)
             taken.extend(self._instead(load, index, position, epoch, batch, error, attempts))
         return taken
 
     def _checked(self, sample: Any, index: Any) -> Any:
         if sample is None and self._none_is_bad:
-            raise EmptySample(f"dataset[{index!r}] is None")
+            name = "the next sample" if index is None else f"dataset[{index!r}]"
+            raise EmptySample(f"{name} is None")
         return sample
+
+    def _ask(self, call: Call, index: Any, position: int, error: Exception) -> list[Any]:
+        """What the user's function says: one sample, or none."""
+        assert callable(self._on_error)
+        on_error = self._on_error
+        sample = call(lambda one: on_error(one, error), index, position)
+        self._note(index, position, error, "skip" if sample is None else "replace")
+        return [] if sample is None else [sample]
 
     def _instead(
         self,
@@ -141,26 +160,36 @@ class Careful:
         attempts: range,
     ) -> list[Any]:
         """What stands in the row of a bad sample: one sample, or none."""
-        if callable(self._on_error):
-            sample = self._on_error(index, error)
-            self._note(index, position, error, "skip" if sample is None else "replace")
-            return [] if sample is None else [sample]
         if self._on_error == "raise":
             raise error
-        self._note(index, position, error, self._on_error)
+        self._note(index, position, error, str(self._on_error))
         if self._on_error == "skip":
             return []
+        num_tried = 0
         for attempt in attempts:
             other = self._substitute(position, epoch, batch, attempt)
             if _is_same(other, index):
                 continue
+            num_tried += 1
             try:
                 return [self._checked(load(other, position), other)]
             except Exception as another:
                 self._note(other, position, another, "replace")
+        what, likely = (
+            f"sample {index!r} is bad, and nothing can stand in its place",
+            (
+                "there is no other sample in its batch, and with this sampler substitutes come "
+                "from there only."
+                if self.num_indices is None
+                else "the dataset has no other sample."
+            ),
+        )
+        if num_tried:
+            what = f"sample {index!r} is bad, and so were {num_tried} others in its place"
+            likely = "most of the dataset cannot be read: a missing disk, a wrong folder."
         raise NoSubstitute(
-            f"sample {index!r} is bad, and so were {MAX_SUBSTITUTES} others in its place",
-            likely="most of the dataset cannot be read: a missing disk, a wrong folder.",
+            what,
+            likely=likely,
             remedy=f"dataset[{index!r}] alone, in this process; or DataLoader(..., "
             'on_error="skip")',
             sample_index=index,
@@ -185,7 +214,7 @@ class Careful:
         """
         while True:
             try:
-                sample = self._checked(next(stream), "next")
+                sample = self._checked(next(stream), None)
                 self._num_in_a_row = 0
                 return [sample]
             except StopIteration:

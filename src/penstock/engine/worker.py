@@ -197,15 +197,15 @@ class Worker:
         self._begin_randomness(lease)
         get = one_getter(self._dataset)
 
-        def load(index: Any, position: int) -> Any:
+        def call(function: Callable[[Any], Any], index: Any, position: int) -> Any:
             with self._guard():
                 if self._randomness is not None:
                     self._randomness.look()
-                return call_user(get, index, position, self._randomness)
+                return call_user(function, index, position, self._randomness)
 
         index = lease.index if self._task.auto_collation else [lease.index]
         placed = self._walk(lease)
-        samples = careful.samples(load, placed, lease.key_epoch, list(index), lease.bad)
+        samples = careful.samples(call, get, placed, lease.key_epoch, list(index), lease.bad)
         if not samples:
             if not lease.is_whole:
                 return "odd", None, 0, False

@@ -91,7 +91,8 @@ def checked_count(name: str, value: Any, least: int = 0, most: int = 1 << 62) ->
     count = _whole(name, value, least)
     if not least <= count <= most:
         bounds = f"at least {least}" if count < least else f"at most {most}"
-        raise BadArgument(f"{name}={count} must be {bounds}", remedy=f"{name}={least}")
+        nearest = least if count < least else most
+        raise BadArgument(f"{name}={count} must be {bounds}", remedy=f"{name}={nearest}")
     return count
 
 

@@ -212,3 +212,10 @@ def test_a_dataset_inside_itself_comes_to_an_end() -> None:
 def test_numpy_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "numpy")
     assert find_path(Images(), 1) == "data/1.jpg"
+
+
+def test_a_guess_that_the_error_contradicts_is_none() -> None:
+    images = Images()
+    assert find_path(images, 1, ValueError("cannot decode data/3.jpg")) is None
+    assert find_path(images, 1, ValueError("cannot decode data/1.jpg")) == "data/1.jpg"
+    assert find_path(images, 1, ValueError("12 bytes are missing")) == "data/1.jpg"

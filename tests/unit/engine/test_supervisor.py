@@ -57,3 +57,10 @@ def test_one_that_was_ready_in_between_is_a_new_beginning() -> None:
         assert supervisor.judge(0, None, was_ready=False) is Verdict.RETRY
         assert supervisor.judge(0, None, was_ready=False) is Verdict.RETRY
         assert supervisor.judge(0, None, was_ready=True) is Verdict.RETRY
+
+
+def test_a_worker_that_was_lost_at_work_in_between_is_a_new_beginning() -> None:
+    supervisor = Supervisor(100)
+    for position in range(5):
+        assert supervisor.judge(0, None, was_ready=False) is Verdict.RETRY
+        assert supervisor.judge(0, ("sample", position)) is Verdict.RETRY

@@ -196,8 +196,8 @@ class Launcher:
                 unfit = error.facts.get("unfit")
                 if unfit is not None:
                     nurseries.replace_nursery(nursery, unfit)  # type: ignore[arg-type]
-                elif not nursery.was_ready:
-                    raise  # it never came up; one that was killed later is replaced
+                elif not nursery.was_ready and not nursery.was_killed:
+                    raise  # it never came up; one that was killed is replaced
         raise last
 
     def _spawned(self, number: int, channel: Any, name: str) -> Process:

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
+
 from penstock.engine.messages import Assignment
 from penstock.engine.start.nursery_protocol import Control
 from penstock.engine.start.surroundings import THREAD_LIMITS, import_path
@@ -63,7 +65,14 @@ class NurseryWorker:
         return self._nursery.is_lost
 
     def is_alive(self) -> bool:
-        return self.exitcode is None
+        return self.exitcode is None and not self._is_zombie()
+
+    def _is_zombie(self) -> bool:
+        """Has it ended although the nursery, which is stopped or busy, does not say so?"""
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False  # it was reaped, and the report is on its way
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the end; without a timeout until the worker or the nursery is gone."""
@@ -110,6 +119,12 @@ class Nursery:
     def was_ready(self) -> bool:
         """Did it come up, and has it been lost since?"""
         return self._is_ready and self.is_lost
+
+    @property
+    def was_killed(self) -> bool:
+        """Did a signal end it?"""
+        code = self._process.poll()
+        return self.is_lost and code is not None and code < 0
 
     def fork(self, assignment: Assignment, fds: list[int], name: str) -> NurseryWorker:
         """One new worker.
