@@ -60,6 +60,7 @@ def _speaks_of_another(error: BaseException | None, path: str) -> bool:
     """Does the error's text name files, and this is none of them? Then the dataset's list has
     another order than its samples, and the guess would accuse a good file."""
     named = _FILE_NAME.findall("" if error is None else str(error)[:_MAX_LENGTH])
+    named = [name for name in named if not name.endswith((".py", ".pyx", ".c", ".cpp"))]  # code
     return bool(named) and os.path.basename(path) not in named
 
 
