@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
 from penstock import DataLoader
 from specimens import WAYS, Draws, Numbers, Samples, assert_same, collect, differences, draw
@@ -232,3 +232,27 @@ def test_a_worker_init_fn_that_seeds_torch_is_obeyed_and_the_user_is_told() -> N
 def test_a_worker_init_fn_that_seeds_nothing_is_not_warned_about() -> None:
     loader = DataLoader(Numbers(8), batch_size=4, num_workers=1, worker_init_fn=lambda worker: None)
     assert len(collect(loader)) == 2  # warnings are errors here
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return (draw(index) for index in range(6))
+
+
+@pytest.mark.parametrize("kind", ["an iterable dataset", "randomness='worker'"])
+def test_with_a_seed_workers_draw_anew_in_each_epoch_and_the_same_again(kind: str) -> None:
+    dataset = Stream() if kind == "an iterable dataset" else Draws(6)
+
+    def epochs() -> list[Any]:
+        loader = DataLoader(dataset, batch_size=6, num_workers=1, seed=3, randomness="worker")
+        return [batch for _ in range(3) for batch in collect(loader)]
+
+    first = epochs()
+    assert len({tuple(batch[1].tolist()) for batch in first}) == 3
+    assert_same(epochs(), first)
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, -(2**63)])
+def test_the_largest_and_the_smallest_seed_do_with_any_number_of_workers(seed: int) -> None:
+    one, two = (collect(DataLoader(Draws(6), seed=seed, num_workers=n)) for n in (0, 2))
+    assert_same(two, one)

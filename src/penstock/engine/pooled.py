@@ -65,12 +65,14 @@ class PooledIterator(LoaderIterator):
         """Start the workers and what delivers their batches."""
         setup = self._setup
         is_iterable = self._dataset_kind == torch_loader._DatasetKind.Iterable
+        per_sample = setup.per_sample and not is_iterable
+        base_seed = self._base_seed
         task = Task(
             is_iterable=is_iterable,
             auto_collation=self._auto_collation,
             drop_last=self._drop_last,
-            per_sample=setup.per_sample and not is_iterable,
-            base_seed=self._base_seed,
+            per_sample=per_sample,
+            base_seed=base_seed if per_sample else self._course.worker_seed(base_seed),
             shared_seed=self._shared_seed,
             has_limit=setup.limits.sample_timeout_s is not None,
             num_indices=setup.num_indices,

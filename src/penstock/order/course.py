@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.order.keys import WORKER_STREAM, make_key
 from penstock.order.sampling import Order
 
 
@@ -97,6 +98,15 @@ class Course:
         if self.base_seed is None:
             self.base_seed, self.base_epoch = drawn, self.epoch
         return self.base_seed
+
+    def worker_seed(self, base_seed: int) -> int:
+        """The base seed of workers whose generators run on: with a seed, another in each epoch.
+
+        Where randomness belongs to the sample, the epoch is in its key instead.
+        """
+        if self.seed is None:  # drawn anew for each iterator
+            return base_seed
+        return make_key(WORKER_STREAM, self.seed, self.epoch)
 
     def note_stream(self, worker: int, state: Any, next_worker: int) -> None:
         """A batch of an iterable dataset was delivered, which then said this of itself."""

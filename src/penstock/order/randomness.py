@@ -368,6 +368,8 @@ def seed_worker(base_seed: int, worker: int) -> int:
     from torch.utils.data._utils.worker import _generate_state  # PyTorch's own NumPy seed
 
     seed = base_seed + worker
+    if seed > _MASK:  # no generator takes more than 64 bits
+        seed -= _MASK + 1
     random.seed(seed)
     torch.manual_seed(seed)
     np.random.seed(_generate_state(base_seed, worker))  # type: ignore[no-untyped-call]
