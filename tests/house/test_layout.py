@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,12 @@ def test_a_long_module_would_be_noticed(tmp_path: Path) -> None:
 
 def test_every_module_and_folder_has_a_name_of_its_own() -> None:
     assert nameless(SOURCE) == []
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest takes the second for the first, and stops."""
+    names = Counter(path.name for path in (REPO / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_a_nameless_module_would_be_noticed(tmp_path: Path) -> None:
