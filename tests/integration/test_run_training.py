@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -137,7 +138,8 @@ def test_a_seed_gives_the_same_bits_each_time_with_and_without_workers(
 def test_killed_workers_change_nothing_and_are_reported(ends: dict[str, Any]) -> None:
     end = end_of("seeded, killed", ends)
     assert end.stdout == end_of("seeded", ends).stdout
-    assert "penstock: saved: 2 lost worker(s) were replaced" in end.stderr
+    # One that was killed when it had delivered all its batches is not missed.
+    assert re.search(r"penstock: saved: [12] lost worker\(s\) were replaced", end.stderr)
 
 
 def test_the_report_is_one_line_where_nothing_happened(ends: dict[str, Any]) -> None:
