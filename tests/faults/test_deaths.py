@@ -5,7 +5,6 @@ That a worker killed once costs a retry and no more is in test_recovery.py.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import resource
@@ -19,6 +18,7 @@ import pytest
 from torch.utils.data import Subset
 
 import leftovers
+from mishaps import abort, kill, leave, segfault
 from penstock import DataLoader, WorkerDied
 from specimens import PROCESS_WAYS, WAYS, Numbers, Shards, Slow, collect
 
@@ -27,24 +27,8 @@ pytestmark = pytest.mark.fault
 PROMPT_S = 3.0
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def segfault() -> None:
-    ctypes.string_at(0)
-
-
-def leave() -> None:
-    os._exit(7)
-
-
 def leave_politely() -> None:
     sys.exit(3)
-
-
-def abort() -> None:
-    os.abort()
 
 
 def interrupt() -> None:
