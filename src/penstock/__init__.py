@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock import legacy as legacy
+    from penstock.device.finish import finish as finish
+    from penstock.device.iterables import to_device as to_device
     from penstock.engine.bad_file import BadSample as BadSample
     from penstock.engine.replay import replay as replay
     from penstock.engine.shared.shared_dict import SharedDict as SharedDict
@@ -36,6 +38,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DataLoader": "penstock.loader",
+    "finish": "penstock.device.finish",
+    "to_device": "penstock.device.iterables",
     "SharedList": "penstock.engine.shared.shared_list",
     "SharedDict": "penstock.engine.shared.shared_dict",
     "Choice": "penstock.policy.plan",
@@ -72,6 +76,8 @@ _HOMES = {
     "BadArgument": "penstock.errors",
     "BadState": "penstock.errors",
     "BadTarget": "penstock.errors",
+    "NoSuchDevice": "penstock.errors",
+    "DeviceFailed": "penstock.errors",
 }
 
 __all__ = ["__version__", *_HOMES]

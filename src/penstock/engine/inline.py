@@ -23,6 +23,7 @@ from penstock.engine.batch.gather import Gatherer, find_gatherer
 from penstock.engine.batch.layout import OddSample
 from penstock.engine.iterators import LoaderIterator, Setup, max_held_bytes
 from penstock.engine.memory import PrivateFile
+from penstock.engine.pinned import make_ring
 from penstock.engine.slots import Ring
 from penstock.engine.tolerance import Careful, Poison, poison_among
 from penstock.errors import NoSubstitute
@@ -64,7 +65,7 @@ class InlineIterator(LoaderIterator):
             )
         self._ring: Ring | None = None
         if self._gatherer is not None:
-            self._ring = Ring(PrivateFile(), max_held_bytes=max_held_bytes())
+            self._ring = make_ring(PrivateFile(), setup, max_held_bytes())
         self._begin()
 
     def _begin(self) -> None:
@@ -100,6 +101,9 @@ class InlineIterator(LoaderIterator):
 
     def _shutdown_workers(self) -> None:
         """There are none; others call this by name."""
+
+    def _is_ready(self) -> bool:
+        return self._setup.per_sample  # else its draws would come before the user's
 
     def _next_batch(self) -> Any:
         while True:
