@@ -89,9 +89,11 @@ class SlotPinner:
         if os.getpid() != self._process:
             return
         self._left.append(memory)
-        if not self.runtime.is_capturing():  # else with the next one: asking ends a capture
-            pieces, self._left = self._left, []
-            _reaper.take(_Piece(self, pieces, self._everything()))
+        with suppress(RuntimeError, OSError):  # the GPU is lost, or this process is ending
+            if not self.runtime.is_capturing():  # else with the next one: asking ends a capture
+                is_over = self._everything()
+                pieces, self._left = self._left, []
+                _reaper.take(_Piece(self, pieces, is_over))
 
     def may_ask(self) -> bool:
         return not self._is_fenced or not self.runtime.is_capturing()

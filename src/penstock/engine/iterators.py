@@ -137,7 +137,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             return self._next_batch()
         try:
             return self._courier.next(self._take, self._is_ready)
-        except BaseException as error:
+        except Exception as error:
             if isinstance(error, DeviceFailed):
                 self._shutdown_workers()
             for effect in self._effects:  # of what came after the last batch

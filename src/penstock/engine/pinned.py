@@ -9,6 +9,8 @@ slots that rest. Who pins, and what a fence is, the caller says: see :class:`Pin
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -63,6 +65,8 @@ class PinnedRing(Ring):
         self._returned: _Returned = _Returned()
         self._resting: list[Slot] = []
         self._cooling: deque[tuple[Callable[[], bool], list[Slot]]] = deque()
+        self._owner = os.getpid()
+        self._is_closed = False
 
     def lend(self, slot: Slot, num_bytes: int) -> np.ndarray:
         if slot.pinned_bytes < num_bytes:
@@ -127,16 +131,24 @@ class PinnedRing(Ring):
 
     def close(self) -> None:
         """Unpin what nobody views once the GPU is done with it, the rest with its last view."""
-        self._collect()
-        self._returned.heir = self._unpin_later  # from now on the last view unpins
-        cooling = [slot for _, slots in self._cooling for slot in slots]
-        for slot in [*self._free, *self._resting, *cooling]:
-            self._unpin_later(slot)
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if os.getpid() == self._owner:  # a forked child has no GPU to ask, and pinned nothing
+            self._collect()
+            self._returned.heir = self._unpin_later  # from now on the last view unpins
+            cooling = [slot for _, slots in self._cooling for slot in slots]
+            for slot in [*self._free, *self._resting, *cooling]:
+                self._unpin_later(slot)
         self._resting, self._cooling = [], deque()
         watched = {slot: slot.watch for slot in self._held}
         super().close()
         for slot, watch in watched.items():
             slot.watch = watch  # the pinner keeps the slot, and so this, until it is unpinned
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the system frees everything then
+            self.close()
 
 
 class _Returned(deque[Slot]):
