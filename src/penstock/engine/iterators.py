@@ -176,8 +176,12 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         if self._course.num_turns == self._turn_number:
             self._course.num_batches += num_batches
 
-    def _note_stream(self, worker: int, state: Any, next_worker: int) -> None:
-        self._when_delivered(lambda: self._course.note_stream(worker, state, next_worker))
+    def _stream_noter(self) -> Callable[[int, Any, int], None]:
+        """Takes what an iterable dataset says of itself. It must not hold this iterator."""
+        course, effects = self._course, self._effects
+        if self._courier is None:
+            return course.note_stream
+        return lambda *said: effects.append(lambda: course.note_stream(*said))
 
     def _finished(self, batch: Any, *, is_pinned: bool = False) -> Any:
         if not is_pinned and (self._pin_memory or self._setup.pinner is not None):

@@ -91,7 +91,7 @@ class PooledIterator(LoaderIterator):
             setup=setup,
             can_split=self._can_split(task),
             timeout_s=self._timeout,
-            on_state=self._note_stream,
+            on_state=self._stream_noter(),
         )
         self._workers = pool.processes
 
