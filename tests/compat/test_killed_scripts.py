@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -42,9 +42,9 @@ from specimens import Draws
 stop_at = int(sys.argv[1])
 loader = DataLoader(Draws(24), batch_size=5, shuffle=True, seed=3, num_workers=2)
 
-def note(batch):
+def note(batch, *more):
     with open(f"seen-{os.environ.get('RANK', '0')}.jsonl", "a") as file:
-        print(json.dumps([field.tolist() for field in batch]), file=file)
+        print(json.dumps([[field.tolist() for field in batch], *more]), file=file)
 
 def wait(num_done):
     if num_done == stop_at:  # to be killed; the workers have loaded ahead
@@ -53,7 +53,7 @@ def wait(num_done):
 """
 ACCELERATE = """
 from accelerate import Accelerator
-accelerator = Accelerator(cpu=True)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -63,9 +63,11 @@ if Path("saved").exists():
     num_done = json.loads(Path("steps.json").read_text())
 for epoch in range(num_done // len(loader), 2):
     for batch in loader:
-        note(batch)
-        accelerator.backward(model(batch[1].float().reshape(-1, 1)).sum())
-        optimizer.step()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch[1].float().reshape(-1, 1)).sum())
+            optimizer.step()
+            is_synced = accelerator.sync_gradients
+        note(batch, accelerator.gather_for_metrics(batch[0]).tolist(), is_synced)
         num_done += 1
         accelerator.save_state("saved")
         Path("steps.json").write_text(json.dumps(num_done))
@@ -103,45 +105,46 @@ class Case:
 
 
 CASES = {
+    "Lightning": Case(training=LIGHTNING, stop_at=2),  # takes longest
     "accelerate": Case(training=ACCELERATE, stop_at=7),  # an epoch has 5 steps
     "accelerate, 2 ranks": Case(training=ACCELERATE, stop_at=4, num_ranks=2),  # of 3
-    "Lightning": Case(training=LIGHTNING, stop_at=2),
 }
 
 
-def start(case: Case, folder: Path, stop_at: int) -> subprocess.Popen[str]:
+def start(case: Case, folder: Path, stop_at: int) -> list[subprocess.Popen[str]]:
+    """The ranks, as a launcher starts them; it would be one more process that imports torch."""
     program = folder / "program.py"
     program.write_text(BEGIN + case.training)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-    ranks = (*launcher, str(case.num_ranks)) if case.num_ranks > 1 else ()
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), *sys.path)))
-    return subprocess.Popen(
-        [sys.executable, *ranks, str(program), str(stop_at)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env={**os.environ, **QUIET, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true"},
-    )
+    environ = {**os.environ, **QUIET, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true"}
+    if case.num_ranks > 1:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(case.num_ranks))
+    names = ("RANK", "LOCAL_RANK") if case.num_ranks > 1 else ()
+    return [
+        subprocess.Popen(
+            [sys.executable, str(program), str(stop_at)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env={**environ, **dict.fromkeys(names, str(rank))},
+        )
+        for rank in range(case.num_ranks)
+    ]
 
 
 def kill_half_way(case: Case, folder: Path) -> None:
     """Run it until each rank waits with its checkpoint saved, and kill them all there."""
-    process = start(case, folder, case.stop_at)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    num_waiting = 0
-    for line in process.stdout:
-        num_waiting += line.strip() == "waiting"
-        if num_waiting == case.num_ranks:
-            break
-    for pid in (*scripting.family_of(process.pid), process.pid):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    _, errors = process.communicate(timeout=60)
-    assert num_waiting == case.num_ranks, errors[-3000:]
+    ranks = start(case, folder, case.stop_at)
+    try:
+        for rank in ranks:
+            scripting.read_line(rank, "waiting")
+    finally:
+        for rank in ranks:  # the workers notice by themselves
+            rank.kill()
+            rank.communicate(timeout=60)
 
 
 def seen_by(case: Case, folder: Path) -> list[list[Any]]:
@@ -159,8 +162,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         folder.mkdir()
         kill_half_way(case, folder)
         before = seen_by(case, folder)
-        _, errors = (process := start(case, folder, -1)).communicate(timeout=120)
-        assert process.returncode == 0, errors[-3000:]
+        for rank in start(case, folder, -1):
+            _, errors = rank.communicate(timeout=120)
+            assert rank.returncode == 0, errors[-3000:]
         return before, seen_by(case, folder)
 
     return scripting.run_all(both, list(CASES))
@@ -176,7 +180,7 @@ def test_a_script_killed_half_way_goes_on_with_exactly_what_was_missing(
 ) -> None:
     (before,), (after,) = scripting.told(seen[name])
     assert len(before) == CASES[name].stop_at
-    assert after == epochs(DataLoader(Draws(24), **KEYWORDS))
+    assert [fields for fields, *_ in after] == epochs(DataLoader(Draws(24), **KEYWORDS))
 
 
 def test_two_ranks_killed_half_way_go_on_with_exactly_what_was_missing(
@@ -190,4 +194,14 @@ def test_two_ranks_killed_half_way_go_on_with_exactly_what_was_missing(
             loader, num_processes=2, process_index=rank
         )
         assert len(before[rank]) == 4
-        assert after[rank] == epochs(whole)
+        assert [fields for fields, *_ in after[rank]] == epochs(whole)
+
+
+def test_two_ranks_gather_each_sample_once_and_sync_at_the_end(seen: dict[str, Any]) -> None:
+    """The last batch of an epoch is filled up with samples of its first: they do not count."""
+    _, after = scripting.told(seen["accelerate, 2 ranks"])
+    plain = [index for fields in epochs(DataLoader(Draws(24), **KEYWORDS)) for index in fields[0]]
+    for rank in (0, 1):
+        assert [index for _, gathered, _ in after[rank] for index in gathered] == plain
+        # An epoch has 3 steps: the second is the accumulated one, the third the last.
+        assert [is_synced for *_, is_synced in after[rank]] == [False, True, True] * NUM_EPOCHS
