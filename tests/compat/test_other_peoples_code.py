@@ -12,7 +12,7 @@ from training import End, Run, train
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(600)]
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "3", "--standalone")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "3", "--standalone")
 ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
 NEEDS = {
     "timm_loader": "timm",

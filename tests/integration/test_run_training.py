@@ -15,7 +15,7 @@ import pytest
 
 import scripting
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.legacy, pytest.mark.timeout(300)]
 posix = pytest.mark.skipif(sys.platform == "win32", reason="fork, signals and gloo as on POSIX")
 
 SCRIPT = """
@@ -245,7 +245,7 @@ dist.destroy_process_group()
 @posix
 def test_under_torchrun_each_rank_runs_the_script_and_reports(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(RANKS)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     end = subprocess.run(
         [sys.executable, *torchrun, "-m", "penstock", "run", "--seed", "0", "program.py"],
         capture_output=True,
