@@ -88,6 +88,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     module = importlib.import_module(home)
+    if name == "DataLoader":  # accelerate takes loaders apart: it must find us when it does
+        importlib.import_module("penstock.integrations.accelerate").watch()
     # `machine` and `verify` are rooms that can be called, `legacy` is a door: there the name is the
     # module itself.
     return module if home == f"penstock.{name}" else getattr(module, name)

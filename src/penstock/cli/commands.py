@@ -220,7 +220,12 @@ class _RunCommand(TyperCommand):
         place = num_own(args)
         if place and args[place - 1] == "-m":
             args = [*args[:place], "--", *args[place:]]
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption":  # typers have click under several names
+                error.message += ". The script's own stand behind it"  # type: ignore[attr-defined]
+            raise
 
 
 _pending: list[Any] = []
@@ -247,6 +252,12 @@ def run(
             help="In the place of what the script says.",
         ),
     ] = None,
+    persistent_workers: Annotated[
+        bool,
+        typer.Option(
+            "--persistent-workers", help="Keep workers between epochs, whatever the script says."
+        ),
+    ] = False,
     on_error: Annotated[
         str,
         typer.Option(
@@ -286,6 +297,7 @@ def run(
             patch={
                 "num_workers": int(workers) if workers and workers != "auto" else workers,
                 "multiprocessing_context": start_method,
+                "persistent_workers": persistent_workers,
                 "on_error": on_error,
                 "max_bad": count,
                 "bad_samples_file": bad_samples_file,

@@ -14,6 +14,7 @@ from penstock.integrations import running
 if TYPE_CHECKING:
     from penstock.integrations.shadow import Tally
 
+_ENGINE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "engine", "")
 NESTED = "PENSTOCK_RUN"
 """Set in the environment of a run: programs that it starts report only what they changed."""
 
@@ -50,6 +51,7 @@ class _Report:
         self._owner = os.getpid()
         self._tally: Tally | None = None
         self._is_nested = False
+        self._num_forks = 0
         self._seeded = ""
 
     def begin(self, options: RunOptions) -> None:
@@ -66,9 +68,36 @@ class _Report:
 
             seed_all(options.seed)
             self._seeded = f"; seed {options.seed}"
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_parent=self._count_fork)
         self._is_nested = NESTED in os.environ
         os.environ.setdefault(NESTED, str(self._owner))
         atexit.register(self.print)
+
+    def _count_fork(self) -> None:
+        """Called in this process after each fork of it, with the forking code on the stack."""
+        frame: Any = sys._getframe()
+        while frame is not None and not frame.f_code.co_filename.startswith(_ENGINE):
+            frame = frame.f_back
+        self._num_forks += frame is None
+
+    def _own_processes(self) -> list[str]:
+        """What the script does about processes by itself."""
+        import multiprocessing
+
+        lines = []
+        method = multiprocessing.get_start_method(allow_none=True)
+        if method not in (None, multiprocessing.get_all_start_methods()[0]):
+            lines.append(
+                f"the script has multiprocessing start processes by {method!r}: its own are, "
+                "workers come as they would without it"
+            )
+        if self._num_forks:
+            lines.append(
+                f"{self._num_forks} process(es) were forked from the script by itself: their "
+                "loaders run on the engine too, and are not counted here"
+            )
+        return lines
 
     def print(self) -> None:
         """One paragraph on stderr, at the very end."""
@@ -87,6 +116,7 @@ class _Report:
                 lines.append(f"saved: {tally.num_restarts} lost worker(s) were replaced")
             if tally.num_bad:
                 lines.append(f"saved: {tally.num_bad} bad sample(s) were left out or replaced")
+            lines += [f"note: {line}" for line in (*tally.notes, *self._own_processes())]
         rank = os.environ.get("RANK")
         name = "penstock" if rank is None else f"penstock (rank {rank})"
         print("\n".join(f"{name}: {line}" for line in lines), file=sys.stderr, flush=True)
