@@ -81,7 +81,9 @@ class _Grid:
     """What NumPy asks for memory that it shall see as an array."""
 
     def __init__(self, address: int, shape: tuple[int, int], parts: list[Part]) -> None:
-        self.parts = parts  # the mappings must live as long as the array
+        # The mappings must live as long as the array. Nothing else: the garbage collector does not
+        # look through arrays, so a way back from here to the column would keep both for ever.
+        self.arrays = [part.array for part in parts]
         self.__array_interface__ = {
             "shape": shape,
             "typestr": "|u1",

@@ -102,7 +102,11 @@ class Folder:
                 remedy="copy the whole folder again from where it was made",
                 path=self.path,
             )
-        return mapped, _BlockGuard(self, entry, mapped) if self.seen is not None else None
+        if self.seen is None:
+            return mapped, None
+        first = self._first_block[entry.name]
+        seen = self.seen.blocks[first : first - (-entry.bytes // BLOCK_BYTES)]
+        return mapped, _BlockGuard(self.path, entry, mapped, seen)
 
     def _map(self, entry: FileEntry) -> Mapped:
         path = os.path.join(self.path, entry.name)
@@ -130,53 +134,49 @@ class Folder:
             )
         return map_array(path)
 
-    # -- checks ----------------------------------------------------------------------------------
-
-    def blocks_of(self, entry: FileEntry) -> np.ndarray:
-        """The checks of a file's blocks, themselves checked by the manifest."""
-        if entry.bytes <= BLOCK_BYTES:
-            return np.empty(0, np.uint32)  # its only block's check is the file's
-        try:
-            found = map_array(os.path.join(self.path, entry.blocks_name)).array
-        except OSError as error:
-            raise BadStore(
-                f"{entry.blocks_name} cannot be opened: {error}", path=self.path
-            ) from None
-        if check_of(found) != entry.check:
-            raise self.damage(entry, "its list of checks is not the manifest's")
-        return found
-
     def _check_all(self, entries: list[FileEntry]) -> None:
         for entry in entries:
             mapped = self._map(entry)
             if check_of(block_checks(mapped.mapping)) != entry.check:
-                raise self.damage(entry, "its checksum is not the manifest's")
+                raise make_damage(self.path, entry, "its checksum is not the manifest's")
 
-    def damage(self, entry: FileEntry, what: str) -> Damaged:
-        return Damaged(
-            f"{entry.name} is damaged: {what}",
-            where=self.path,
-            likely="bytes changed on the disk or on the way, or files were swapped.",
-            remedy="copy the file again from where it was made, or pack again",
-            path=self.path,
-            file=entry.name,
-        )
 
-    def first_block(self, entry: FileEntry) -> int:
-        return self._first_block[entry.name]
+def make_damage(path: str, entry: FileEntry, what: str) -> Damaged:
+    """The error for bytes that are not those written."""
+    return Damaged(
+        f"{entry.name} is damaged: {what}",
+        where=path,
+        likely="bytes changed on the disk or on the way, or files were swapped.",
+        remedy="copy the file again from where it was made, or pack again",
+        path=path,
+        file=entry.name,
+    )
+
+
+def read_blocks(path: str, entry: FileEntry) -> np.ndarray:
+    """The checks of a file's blocks, themselves checked by the manifest."""
+    if entry.bytes <= BLOCK_BYTES:
+        return np.empty(0, np.uint32)  # its only block's check is the file's
+    try:
+        found = map_array(os.path.join(path, entry.blocks_name)).array
+    except OSError as error:
+        raise BadStore(f"{entry.blocks_name} cannot be opened: {error}", path=path) from None
+    if check_of(found) != entry.check:
+        raise make_damage(path, entry, "its list of checks is not the manifest's")
+    return found
 
 
 class _BlockGuard:
-    """Checks blocks of one file before their bytes are used for the first time."""
+    """Checks blocks of one file before their bytes are used for the first time.
 
-    def __init__(self, folder: Folder, entry: FileEntry, mapped: Mapped) -> None:
-        assert folder.seen is not None
-        self._folder = folder
+    Knows no folder: there is no way round from a mapping to itself, so that it is closed at once.
+    """
+
+    def __init__(self, path: str, entry: FileEntry, mapped: Mapped, seen: np.ndarray) -> None:
+        self._path = path
         self._entry = entry
         self._content = mapped.mapping
-        first = folder.first_block(entry)
-        num_blocks = -(-entry.bytes // BLOCK_BYTES)
-        self._seen = folder.seen.blocks[first : first + num_blocks]
+        self._seen = seen
         self._checks: np.ndarray | None = None
         self._is_done = False
 
@@ -197,7 +197,7 @@ class _BlockGuard:
 
     def _check_block(self, block: int) -> None:
         if self._checks is None:
-            self._checks = self._folder.blocks_of(self._entry)
+            self._checks = read_blocks(self._path, self._entry)
         start = block * BLOCK_BYTES
         view = memoryview(self._content)[start : start + BLOCK_BYTES]
         found = zlib.crc32(view)
@@ -206,8 +206,8 @@ class _BlockGuard:
         else:
             is_right = check_of(np.array([found], "<u4")) == self._entry.check
         if not is_right:
-            raise self._folder.damage(
-                self._entry, f"bytes {start} to {start + len(view)} are not those written"
+            raise make_damage(
+                self._path, self._entry, f"bytes {start} to {start + len(view)} are not those written"
             )
         self._seen[block] = 1
 

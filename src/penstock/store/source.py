@@ -28,8 +28,9 @@ from penstock.store.writer import Job, make_fingerprint
 
 SHARD_BYTES = 64 << 20
 """A shard is what a kill costs, and what a worker writes at a time."""
-MAX_SHARDS = 128
-"""More than these make shards larger instead: each is a mapping of every reader's."""
+MAX_FILES = 256
+"""More than these make shards larger instead: each is a mapping and a descriptor of every reader's,
+and 1024 descriptors are a common limit."""
 _NUM_PROBES = 8
 _NUM_TRIES = 100
 """Substitutes that are tried for a bad sample before packing ends."""
@@ -146,7 +147,8 @@ def make_job(
         for name, column, wish in zip(renamed, columns, wishes, strict=True)
     )
     sample_bytes = sum(map(mean_bytes, schemas, columns))
-    shard_rows = max(1, shard_bytes // max(1, sample_bytes), -(-num_samples // MAX_SHARDS))
+    max_shards = max(1, MAX_FILES // sum(len(schema.file_names(0)) for schema in schemas))
+    shard_rows = max(1, shard_bytes // max(1, sample_bytes), -(-num_samples // max_shards))
     samples = Samples(
         get, num_samples, form, schemas, tuple(wishes), on_error, checked_seed(seed), images
     )

@@ -191,9 +191,7 @@ def _begin(folder: str, job: Job) -> None:
                 remedy=f"the same call as before to end it, or remove {folder}",
                 path=folder,
             )
-        for name in found:
-            if name.startswith(PART_PREFIX):
-                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+        _clear_parts(folder)
         return
     if MANIFEST in found:
         raise AlreadyThere(
@@ -258,11 +256,21 @@ def _tidy(folder: str) -> None:
     for name in sorted(os.listdir(folder)):
         if name.startswith("shard-") and name.endswith(".json"):
             os.unlink(os.path.join(folder, name))
-        elif name.startswith(PART_PREFIX):
-            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+    _clear_parts(folder)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, JOURNAL))
     sync_folder(folder)
+
+
+def _clear_parts(folder: str) -> None:
+    """What somebody who was killed had begun: folders of shards, and small files."""
+    for name in os.listdir(folder):
+        if name.startswith(PART_PREFIX):
+            path = os.path.join(folder, name)
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.unlink(path)
 
 
 def _check_room(folder: str, job: Job, num_shards: int) -> None:
