@@ -17,7 +17,7 @@ import scripting
 from packed import Mixed, PackServer, digest, pack_server
 from penstock import AlreadyThere, BadStore, Packed, pack
 
-pytestmark = [pytest.mark.fault, pytest.mark.legacy]
+pytestmark = pytest.mark.fault
 
 NUM_KILLS = 10
 
@@ -36,6 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return digest(folder)
 
 
+@pytest.mark.legacy
 def test_killed_at_random_moments_a_packing_goes_on_to_the_same_bytes(
     server: PackServer, whole: dict[str, str], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from penstock.store.fields import (
     Field,
     ImageEncoder,
     find_schema,
+    kind_of,
     mean_bytes,
     read_wishes,
     split_sample,
@@ -133,6 +134,8 @@ def make_job(
     num_samples = _length_of(dataset)
     get = getattr(dataset, "packed_sample", None) or dataset.__getitem__
     probes = list(_probes(get, num_samples, on_error, checked_seed(seed)))
+    if on_error != "raise":  # one that is unlike the first is a bad one, then
+        probes = [probe for probe in probes if _kinds(probe) == _kinds(probes[0])]
     forms = {form for form, _, _ in probes}
     if len(forms) > 1:
         raise CannotPack(f"samples are of different forms: {', '.join(sorted(forms))}")
@@ -207,6 +210,11 @@ def _probes(get: Any, num_samples: int, on_error: Any, seed: int) -> Iterator[An
         yield found
     if not num_found:
         raise CannotPack("none of the first samples could be loaded") from failed
+
+
+def _kinds(probe: Any) -> Any:
+    form, names, values = probe
+    return form, [kind_of(value, name) for name, value in zip(names, values, strict=True)]
 
 
 def _text_of(error: Exception) -> str:
