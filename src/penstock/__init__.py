@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from penstock.packing import pack as pack
     from penstock.policy.planning import plan as plan
     from penstock.store.cache import cached as cached
+    from penstock.store.crops import CenterCrop as CenterCrop
+    from penstock.store.crops import Compose as Compose
+    from penstock.store.crops import RandomHorizontalFlip as RandomHorizontalFlip
+    from penstock.store.crops import RandomResizedCrop as RandomResizedCrop
+    from penstock.store.crops import Resize as Resize
     from penstock.store.fields import Field as Field
+    from penstock.store.images import decode as decode
+    from penstock.store.pictures import ImageFolder as ImageFolder
     from penstock.store.reader import Packed as Packed
     from penstock.store.tensors import open_tensors as open_tensors
     from penstock.verify.checking import verify as verify
@@ -64,6 +71,13 @@ _HOMES = {
     "Field": "penstock.store.fields",
     "open_tensors": "penstock.store.tensors",
     "cached": "penstock.store.cache",
+    "ImageFolder": "penstock.store.pictures",
+    "decode": "penstock.store.images",
+    "RandomResizedCrop": "penstock.store.crops",
+    "RandomHorizontalFlip": "penstock.store.crops",
+    "Resize": "penstock.store.crops",
+    "CenterCrop": "penstock.store.crops",
+    "Compose": "penstock.store.crops",
     "patch": "penstock.integrations.patching",
     "unpatch": "penstock.integrations.patching",
     "patched": "penstock.integrations.patching",

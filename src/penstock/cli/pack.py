@@ -112,7 +112,7 @@ def _image_wishes(dataset: Any, options: PackOptions) -> Any:
     field = Field(
         encoding=options.encoding, longer_side=options.longer_side, quality=options.quality
     )
-    return {names[0]: field, **{name: None for name in names[1:]}}
+    return {names[0]: field, **dict.fromkeys(names[1:])}
 
 
 def _print(packed: Packed, options: PackOptions) -> None:

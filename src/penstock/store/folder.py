@@ -207,7 +207,9 @@ class _BlockGuard:
             is_right = check_of(np.array([found], "<u4")) == self._entry.check
         if not is_right:
             raise make_damage(
-                self._path, self._entry, f"bytes {start} to {start + len(view)} are not those written"
+                self._path,
+                self._entry,
+                f"bytes {start} to {start + len(view)} are not those written",
             )
         self._seen[block] = 1
 

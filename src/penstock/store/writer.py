@@ -34,9 +34,9 @@ from penstock.store.layout import (
     VERSION,
     FieldSchema,
     Manifest,
+    check_version,
     read_schema,
     read_shard,
-    check_version,
 )
 from penstock.store.locking import LOCK, locked
 from penstock.store.shards import Fetch, ShardFiles, write_samples

@@ -99,7 +99,7 @@ def test_a_fixed_field_that_is_ragged_after_all_is_told_how(tmp_path: Path) -> N
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(AlreadyThere, match="notes.txt"):
+    with pytest.raises(AlreadyThere, match=r"notes\.txt"):
         pack_here(Given(1, 2), tmp_path)
     assert digest(tmp_path).keys() == {"notes.txt"}
     pack_here(Given(1, 2), tmp_path / "set")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -146,7 +147,7 @@ def test_parts_of_a_set(mixed: Path) -> None:
     assert numbers(labels.subset([5, -1]).subset([1])) == [59]
     assert numbers(labels.subset(range(10, 20)).subset(range(1, 10, 4))) == [11, 15, 19]
     shards = [numbers(labels.shard(rank, 3)) for rank in range(3)]
-    assert sorted(sum(shards, [])) == list(range(60))
+    assert sorted(itertools.chain(*shards)) == list(range(60))
     both = labels.subset(range(2)) + labels.subset([9])
     assert numbers(both) == [0, 1, 9]
     assert numbers(labels + labels)[58:62] == [58, 59, 0, 1]
@@ -259,8 +260,7 @@ def test_what_is_damaged_inside_is_named_when_it_is_read(case: str, pixels: Path
     assert isinstance(caught.value, OSError)
     packed = Packed(pixels)
     with pytest.raises(Damaged):
-        for index in range(NUM_PIXELS):
-            packed[index]
+        [packed[index] for index in range(NUM_PIXELS)]
     # The negative control: with "off" nothing is looked at.
     assert len(Packed(pixels, verify="off")) == NUM_PIXELS
     assert len(list(DataLoader(Packed(pixels, verify="off"), batch_size=511))) == 2
