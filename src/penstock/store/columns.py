@@ -29,6 +29,8 @@ _MAX_CHUNKS = 4
 class Guard(Protocol):
     """Checks bytes of a file when they are first read."""
 
+    is_done: bool
+
     def check(self, starts: np.ndarray, ends: np.ndarray) -> None: ...
 
 
@@ -95,13 +97,15 @@ class _Grid:
 class FixedColumn:
     """Rows of equal size in one or more parts."""
 
+    draws_nothing = True
+
     def __init__(self, parts: list[Part]) -> None:
         self.parts = parts
         lengths = [len(part.array) for part in parts]
         self.first_rows = np.cumsum([0, *lengths])
         self.length = int(self.first_rows[-1])
         self.row_bytes = max((part.row_bytes for part in parts), default=0)
-        self.is_advised = False
+        self.is_advised = self._is_checked = False
         self._grid: np.ndarray | None = None
         full = [part for part in parts if len(part.array)]
         if len(full) > 1 and self.row_bytes:
@@ -136,9 +140,11 @@ class FixedColumn:
             return
         shards = np.searchsorted(self.first_rows, rows, side="right") - 1
         inner = rows - self.first_rows[shards]
-        if self.is_advised or any(part.guard is not None for part in self.parts):
+        if self.is_advised or not self._is_checked:
             for shard in np.unique(shards).tolist():
                 self._prepare(self.parts[shard], inner[shards == shard])
+            guards = [part.guard for part in self.parts if part.guard is not None]
+            self._is_checked = all(guard.is_done for guard in guards)
         if self._grid is None:
             for place, (shard, row) in enumerate(zip(shards.tolist(), inner.tolist(), strict=True)):
                 out[place] = self.parts[shard].rows[row]
@@ -173,6 +179,8 @@ class FixedColumn:
 
 class RaggedColumn:
     """Items of all samples, found by offsets: (data, offsets, shapes or None) for each shard."""
+
+    draws_nothing = True
 
     def __init__(self, parts: list[tuple[ItemPart, Part, Part | None]]) -> None:
         self.parts = parts

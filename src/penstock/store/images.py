@@ -53,6 +53,10 @@ def decode(
     Raises:
         BadImage: It cannot be decoded, or is too large.
         MissingExtra: No library that decodes images is installed.
+
+    Example:
+        >>> import penstock
+        >>> pixels = penstock.decode("cat.jpg", penstock.Resize(224))  # doctest: +SKIP
     """
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _decode_named(bytes(source), None, transform, upright, max_pixels, decoder)

@@ -33,7 +33,8 @@ class ImageFolder:
         >>> root = tempfile.mkdtemp()
         >>> for name in ("cat", "dog"):
         ...     os.mkdir(f"{root}/{name}")
-        ...     _ = open(f"{root}/{name}/1.ppm", "wb").write(b"P6 2 1 255 " + bytes(6))
+        ...     with open(f"{root}/{name}/1.ppm", "wb") as file:
+        ...         _ = file.write(b"P6 2 1 255 " + bytes(6))
         >>> folder = penstock.ImageFolder(root)
         >>> folder.classes, folder.targets, len(folder)
         (['cat', 'dog'], [0, 1], 2)

@@ -193,7 +193,9 @@ def _length_of(dataset: Any) -> int:
 def _probes(get: Any, num_samples: int, on_error: Any, seed: int) -> Iterator[Any]:
     """A few samples from all over the dataset, taken apart."""
     randomness = SampleRandomness(seed)
-    places = np.linspace(0, num_samples - 1, min(num_samples, _NUM_PROBES)).astype(int).tolist()
+    # Neighbours and far ones: what repeats with any period must not look alike by chance.
+    spread = np.linspace(0, num_samples - 1, _NUM_PROBES // 2 + 1).astype(int).tolist()
+    places = [0, *range(1, min(num_samples, _NUM_PROBES // 2)), *spread[1:]]
     failed: Exception | None = None
     num_found = 0
     for index in dict.fromkeys([*places, *range(min(num_samples, _NUM_TRIES))]):

@@ -22,6 +22,8 @@ class TensorFiles:
         form: Of a sample.
     """
 
+    draws_nothing = True
+
     def __init__(self, paths: dict[str, str], form: str) -> None:
         self._paths = paths
         self.form = form
