@@ -35,7 +35,7 @@ class BlockOrder(Order):
         >>> sorted(order) == list(range(14))
         True
         >>> sorted({index // 4 for index in list(order)[:6]})  # from two blocks only
-        [0, 3]
+        [0, 2]
     """
 
     def __init__(
