@@ -54,13 +54,13 @@ class Torn(Mixed):
         if index == 33:
             raise ValueError("torn")
         sample = super().__getitem__(index)
-        return {**sample, "label": "many"} if index == 44 else sample
+        return {**sample, "label": "many"} if index == 45 else sample
 
 
 def test_a_sample_that_cannot_be_packed_is_named_from_a_worker(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="torn"):
         pack(Torn(), tmp_path / "one", workers=2, shard_bytes=2000)
-    with pytest.raises(CannotPack, match="sample 44: field 'label' is text"):
+    with pytest.raises(CannotPack, match="sample 45: field 'label' is text"):
         pack(Torn(), tmp_path / "two", workers=2, shard_bytes=2000, on_error=_give_first)
 
 

@@ -25,6 +25,13 @@ ALSO = {
     errors.BadArgument: (ValueError,),
     errors.BadTarget: (ValueError,),
     errors.BadState: (ValueError,),
+    errors.BadStore: (ValueError,),
+    errors.Damaged: (OSError,),
+    errors.CannotPack: (ValueError,),
+    errors.CannotWrite: (OSError,),
+    errors.AlreadyThere: (FileExistsError,),
+    errors.BadImage: (ValueError,),
+    errors.MissingExtra: (ImportError,),
 }
 
 

@@ -62,18 +62,18 @@ CANNOT = {
     "a name with a slash, given": (Given((1, 2)), {"fields": ["a", "b/c"]}, "cannot name"),
     "too few names": (Given((1, 2)), {"fields": ["a"]}, "names 1 fields; a sample has 2"),
     "a name that is not there": (Given({"a": 1}), {"fields": {"b": Field()}}, "names 'b'"),
-    "another form": (Given(*[(1, 2)] * 20, (1, 2, 3), *[(1, 2)] * 20), {}, "sample 20 is a tuple"),
+    "another form": (Given(*[(1, 2)] * 22, (1, 2, 3), *[(1, 2)] * 18), {}, "sample 22 is a tuple"),
     "another shape": (
-        Given(*[np.zeros(2)] * 20, np.zeros(3), *[np.zeros(2)] * 20),
+        Given(*[np.zeros(2)] * 22, np.zeros(3), *[np.zeros(2)] * 18),
         {},
-        r"sample 20: .* has shape \(3,\)",
+        r"sample 22: .* has shape \(3,\)",
     ),
     "another dtype": (
-        Given(*[np.zeros(2)] * 20, np.zeros(2, np.int8), *[np.zeros(2)] * 20),
+        Given(*[np.zeros(2)] * 22, np.zeros(2, np.int8), *[np.zeros(2)] * 18),
         {},
-        "sample 20: .* is .i1",
+        "sample 22: .* is .i1",
     ),
-    "another kind": (Given(*[1] * 20, "one", *[1] * 20), {}, "sample 20: .* is text"),
+    "another kind": (Given(*[1] * 22, "one", *[1] * 18), {}, "sample 22: .* is text"),
     "no sample": (Given(), {}, "no samples"),
     "no length": (iter([1]), {}, "has no length"),
     "a wish that is not known": (Given(1), {"on_error": "ignore"}, "on_error='ignore'"),
@@ -90,11 +90,11 @@ def test_what_cannot_be_packed_is_named(case: str, tmp_path: Path) -> None:
 
 
 def test_a_fixed_field_that_is_ragged_after_all_is_told_how(tmp_path: Path) -> None:
-    samples = [*[np.zeros(2)] * 20, np.zeros(3), *[np.zeros(2)] * 20]
+    samples = [*[np.zeros(2)] * 22, np.zeros(3), *[np.zeros(2)] * 18]
     with pytest.raises(CannotPack, match=r"Field\(ragged=True\)"):
         pack_here(Given(*samples), tmp_path / "set")
     packed = pack_here(Given(*samples), tmp_path / "other", fields={"value": Field(ragged=True)})
-    assert [len(packed[i]) for i in (19, 20, 21)] == [2, 3, 2]
+    assert [len(packed[i]) for i in (21, 22, 23)] == [2, 3, 2]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
