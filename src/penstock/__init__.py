@@ -25,12 +25,25 @@ if TYPE_CHECKING:
     from penstock.machine.facts import Machine as Machine
     from penstock.order.bucketing import BucketedBatches as BucketedBatches
     from penstock.order.drawing import rng as rng
+    from penstock.order.nearby import BlockOrder as BlockOrder
     from penstock.order.sampling import SeededOrder as SeededOrder
     from penstock.order.sampling import WeightedOrder as WeightedOrder
     from penstock.order.seeding import seed_all as seed_all
     from penstock.order.seeding import seeded as seeded
     from penstock.order.splitting import split as split
+    from penstock.packing import pack as pack
     from penstock.policy.planning import plan as plan
+    from penstock.store.cache import cached as cached
+    from penstock.store.crops import CenterCrop as CenterCrop
+    from penstock.store.crops import Compose as Compose
+    from penstock.store.crops import RandomHorizontalFlip as RandomHorizontalFlip
+    from penstock.store.crops import RandomResizedCrop as RandomResizedCrop
+    from penstock.store.crops import Resize as Resize
+    from penstock.store.fields import Field as Field
+    from penstock.store.images import decode as decode
+    from penstock.store.pictures import ImageFolder as ImageFolder
+    from penstock.store.reader import Packed as Packed
+    from penstock.store.tensors import open_tensors as open_tensors
     from penstock.verify.checking import verify as verify
     from penstock.verify.verdict import Verdict as Verdict
 
@@ -56,6 +69,19 @@ _HOMES = {
     "SeededOrder": "penstock.order.sampling",
     "WeightedOrder": "penstock.order.sampling",
     "BucketedBatches": "penstock.order.bucketing",
+    "BlockOrder": "penstock.order.nearby",
+    "pack": "penstock.packing",
+    "Packed": "penstock.store.reader",
+    "Field": "penstock.store.fields",
+    "open_tensors": "penstock.store.tensors",
+    "cached": "penstock.store.cache",
+    "ImageFolder": "penstock.store.pictures",
+    "decode": "penstock.store.images",
+    "RandomResizedCrop": "penstock.store.crops",
+    "RandomHorizontalFlip": "penstock.store.crops",
+    "Resize": "penstock.store.crops",
+    "CenterCrop": "penstock.store.crops",
+    "Compose": "penstock.store.crops",
     "patch": "penstock.integrations.patching",
     "unpatch": "penstock.integrations.patching",
     "patched": "penstock.integrations.patching",
@@ -78,6 +104,13 @@ _HOMES = {
     "BadTarget": "penstock.errors",
     "NoSuchDevice": "penstock.errors",
     "DeviceFailed": "penstock.errors",
+    "BadStore": "penstock.errors",
+    "Damaged": "penstock.errors",
+    "CannotPack": "penstock.errors",
+    "CannotWrite": "penstock.errors",
+    "AlreadyThere": "penstock.errors",
+    "BadImage": "penstock.errors",
+    "MissingExtra": "penstock.errors",
 }
 
 __all__ = ["__version__", *_HOMES]

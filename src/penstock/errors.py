@@ -11,6 +11,13 @@
     +-- NoSuchDevice       [G01]  also RuntimeError: no GPU of that name or number here
     +-- DeviceFailed       [G02]  also what torch raised: a batch did not get to the GPU
     +-- BadState           [R01]  also ValueError: a state is none, or another loader's
+    +-- BadStore           [F01]  also ValueError: no packed set, or one that cannot be opened
+    +-- Damaged            [F02]  also OSError: bytes of a packed set are not those written
+    +-- CannotPack         [F03]  also ValueError: a sample or field has no place in a packed set
+    +-- CannotWrite        [F04]  also OSError: no room, no right, or no folder to write to
+    +-- AlreadyThere       [F05]  also FileExistsError: writing would overwrite something
+    +-- BadImage           [I01]  also ValueError: an image cannot be decoded, or is refused
+    +-- MissingExtra       [X01]  also ImportError: a package that is needed here is not installed
 
 Each class also derives from what PyTorch or the standard library raises in that place, so an
 ``except RuntimeError`` written for PyTorch's DataLoader keeps working. Every code has a page under
@@ -63,6 +70,7 @@ class PenstockError(Exception):
         super().__init__("\n".join(lines))
         self.what = what
         self.likely = likely
+        self.remedy = remedy
         self.facts = facts
         for name, value in facts.items():
             setattr(self, name, value)
@@ -174,3 +182,45 @@ class BadState(PenstockError, ValueError):
     """A state cannot be loaded: it is none, of another version, or belongs to another loader."""
 
     code = "R01"
+
+
+class BadStore(PenstockError, ValueError):
+    """There is no packed set at a path, or it is unfinished, foreign, or of a newer version."""
+
+    code = "F01"
+
+
+class Damaged(PenstockError, OSError):
+    """Bytes of a packed set are not the ones that were written."""
+
+    code = "F02"
+
+
+class CannotPack(PenstockError, ValueError):
+    """A sample, or a field of it, cannot be written as it was declared."""
+
+    code = "F03"
+
+
+class CannotWrite(PenstockError, OSError):
+    """There is no room, no permission, or no folder to write to."""
+
+    code = "F04"
+
+
+class AlreadyThere(PenstockError, FileExistsError):
+    """What was to be written is there already; nothing is overwritten."""
+
+    code = "F05"
+
+
+class BadImage(PenstockError, ValueError):
+    """An image cannot be decoded, or is refused because of its size."""
+
+    code = "I01"
+
+
+class MissingExtra(PenstockError, ImportError):
+    """A package that only some people need is not installed."""
+
+    code = "X01"

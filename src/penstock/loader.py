@@ -178,7 +178,7 @@ class DataLoader(Placed, Forgiving, Resumable, TorchDataLoader[_T_co]):
     def plan(self) -> Plan:
         """What this loader does here, each choice with its reason."""
         plan = make_plan(here(), self._wish(), self._work_so_far())
-        return replace(plan, notes=tuple(self._notes))
+        return replace(plan, notes=(*self._notes, *getattr(self.dataset, "plan_notes", ())))
 
     def _wish(self) -> Wish:
         context = self.multiprocessing_context

@@ -27,6 +27,13 @@ ALSO = {
     errors.BadState: (ValueError,),
     errors.NoSuchDevice: (RuntimeError,),
     errors.DeviceFailed: (RuntimeError,),
+    errors.BadStore: (ValueError,),
+    errors.Damaged: (OSError,),
+    errors.CannotPack: (ValueError,),
+    errors.CannotWrite: (OSError,),
+    errors.AlreadyThere: (FileExistsError,),
+    errors.BadImage: (ValueError,),
+    errors.MissingExtra: (ImportError,),
 }
 
 

@@ -213,6 +213,46 @@ def verify(
     raise typer.Exit(run_verify(options))
 
 
+@app.command()
+def pack(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A folder of images, or SCRIPT.py:DATASET.")
+    ],
+    target: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],
+    workers: _Workers = "auto",
+    on_error: Annotated[
+        str,
+        typer.Option(metavar="raise|skip|replace", help="What becomes of bad samples."),
+    ] = "raise",
+    encoding: Annotated[
+        str | None, typer.Option(metavar="keep|jpeg|raw", help="How images are stored.")
+    ] = None,
+    longer_side: Annotated[int | None, typer.Option(min=1, help="Shrink images to this.")] = None,
+    quality: Annotated[int | None, typer.Option(min=1, max=100, help="Of JPEG.")] = None,
+    on: Annotated[str, typer.Option(metavar="here|ray", help="Who does the work.")] = "here",
+) -> None:
+    """Write a dataset to a folder that is read at the speed of memory; stopped, it goes on."""
+    from penstock.cli.pack import PackOptions, run_pack
+
+    options = PackOptions(
+        source=source,
+        target=target,
+        workers=workers,
+        on_error=_checked_policy(on_error),
+        encoding=encoding,
+        longer_side=longer_side,
+        quality=quality,
+        on=_checked_place(on),
+    )
+    raise typer.Exit(run_pack(options))
+
+
+def _checked_place(text: str) -> str:
+    if text in ("here", "ray"):
+        return text
+    raise typer.BadParameter(f"{text!r} is neither here nor ray")
+
+
 class _RunCommand(TyperCommand):
     """Everything behind the script, or behind ``-m``, is the script's own."""
 

@@ -24,7 +24,9 @@ MAX_ITEMS = 64
 
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), np.ndarray, np.generic)
 _OPAQUE = (types.ModuleType, type, range, memoryview)
-_FOREIGN_ROOTS = {"builtins", "torch", "torchvision", "numpy", "collections", "functools"}
+_FOREIGN_ROOTS = {
+    *("builtins", "torch", "torchvision", "numpy", "collections", "functools", "penstock"),
+}
 """Classes of these hold no generators in their modules that a sample would draw from."""
 _GENERATORS = (
     np.random.Generator,
@@ -50,6 +52,8 @@ def walk(root: Any, visit: Visit, modules: set[str]) -> None:
     while queue and len(seen) < MAX_OBJECTS:
         path, value, depth = queue.popleft()
         if isinstance(value, (_PLAIN, _OPAQUE)) or id(value) in seen or _is_tensor(value):
+            continue
+        if getattr(type(value), "draws_nothing", False) is True:  # mapped files of a packed set
             continue
         seen.add(id(value))
         kept.append(value)

@@ -1,13 +1,14 @@
 """Data that is in memory already: a batch is one gather, not a loop over samples.
 
 Finds the tensors behind a ``TensorDataset`` (also through ``Subset``) and copies the rows of a
-batch into a slot in one call. No user code runs, so no randomness is set.
+batch into a slot in one call; or has a dataset do that which can (:class:`RowReader`). No user
+code runs, so no randomness is set.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,21 +23,34 @@ TRY_OTHER_EVERY = 64
 """Copies after which both ways are timed once more."""
 
 
+class RowReader(Protocol):
+    """A dataset that copies whole batches itself, straight into a slot.
+
+    Every sample must have the form of ``dataset[0]``, drawn from nothing but its index.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+    def read_rows(self, index: np.ndarray, out: list[np.ndarray]) -> None:
+        """Copy samples, by indices in range, into ``out``: for each leaf of a sample, in the order
+        in which they stand there, an array of bytes with one row for each index."""
+
+
 class Gatherer:
-    """Rows of equally long CPU tensors, by index.
+    """Rows of equally long fields, by index.
 
     Args:
-        tensors: What the dataset slices.
+        length: Of the dataset behind the subsets.
         rows: The index lists of the subsets around it, outermost first.
         layout: The form of one sample.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], rows: list[Any], layout: Layout) -> None:
-        self._tables = [_widened(tensor) for tensor in tensors]
-        self._length = len(tensors[0])
+    def __init__(self, length: int, rows: list[Any], layout: Layout) -> None:
+        self._length = length
         self._rows = rows
         self.layout = layout
-        self._copiers = [_Copier() for _ in tensors]
 
     def fill(self, index: list[int], slot: np.ndarray, rows: int, first_row: int) -> None:
         """Copy the rows of ``index`` into their places in a batch of ``rows``.
@@ -44,15 +58,10 @@ class Gatherer:
         Raises:
             OddSample: The indices are not plain whole numbers.
         """
-        chosen = self._resolve(index)
-        offsets, _ = self.layout.places(rows)
-        for table, offset, copier in zip(self._tables, offsets, self._copiers, strict=True):
-            width = table.shape[1]
-            if not width or not len(index):
-                continue
-            field = torch.frombuffer(slot, dtype=table.dtype, count=rows * width, offset=offset)
-            field = field.view(rows, width)[first_row : first_row + len(index)]
-            copier.copy(table, chosen, field)
+        self._copy(self._resolve(index), slot, rows, first_row)
+
+    def _copy(self, chosen: np.ndarray, slot: np.ndarray, rows: int, first_row: int) -> None:
+        raise NotImplementedError
 
     def gather(self, index: list[int], ring: Ring) -> Any:
         """One batch in a slot of ``ring``, or in memory of its own when the user holds many."""
@@ -80,6 +89,42 @@ class Gatherer:
             if low < 0:
                 chosen = np.where(chosen < 0, chosen + self._length, chosen)
         return chosen
+
+
+class TensorGatherer(Gatherer):
+    """Rows of CPU tensors. ``tensors``: what the dataset slices."""
+
+    def __init__(self, tensors: list[torch.Tensor], rows: list[Any], layout: Layout) -> None:
+        super().__init__(len(tensors[0]), rows, layout)
+        self._tables = [_widened(tensor) for tensor in tensors]
+        self._copiers = [_Copier() for _ in tensors]
+
+    def _copy(self, chosen: np.ndarray, slot: np.ndarray, rows: int, first_row: int) -> None:
+        offsets, _ = self.layout.places(rows)
+        for table, offset, copier in zip(self._tables, offsets, self._copiers, strict=True):
+            width = table.shape[1]
+            if not width or not len(chosen):
+                continue
+            field = torch.frombuffer(slot, dtype=table.dtype, count=rows * width, offset=offset)
+            field = field.view(rows, width)[first_row : first_row + len(chosen)]
+            copier.copy(table, chosen, field)
+
+
+class RowGatherer(Gatherer):
+    """Rows that the dataset copies itself."""
+
+    def __init__(self, reader: RowReader, rows: list[Any], layout: Layout) -> None:
+        super().__init__(len(reader), rows, layout)
+        self._read_rows = reader.read_rows
+
+    def _copy(self, chosen: np.ndarray, slot: np.ndarray, rows: int, first_row: int) -> None:
+        out, last_row = [], first_row + len(chosen)
+        for leaf, offset in zip(self.layout.leaves, self.layout.places(rows)[0], strict=True):
+            size = leaf.item_bytes
+            field = slot[offset : offset + rows * size].reshape(rows, size)
+            out.append(field[first_row:last_row])
+        if len(chosen):
+            self._read_rows(chosen, out)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,12 +181,16 @@ def find_gatherer(dataset: Any) -> Gatherer | None:
     while type(dataset) in (Subset, Part):
         rows.append(dataset.indices)
         dataset = dataset.dataset
-    if type(dataset) is not TensorDataset or not dataset.tensors or not len(dataset):
+    is_sliced = type(dataset) is TensorDataset and bool(dataset.tensors)
+    reads_rows = callable(getattr(dataset, "read_rows", None))
+    if not (is_sliced or reads_rows) or not len(dataset):
         return None
     try:
         layout = read_layout(dataset[0], read_leaf)
-    except OddSample:
+    except Exception:  # odd, or it cannot be read: the usual way shows it for what it is
         return None
+    if reads_rows:
+        return None if layout.has_objects else RowGatherer(dataset, rows, layout)
     if any(type(tensor) is not torch.Tensor for tensor in dataset.tensors):
         return None
-    return Gatherer(list(dataset.tensors), rows, layout)
+    return TensorGatherer(list(dataset.tensors), rows, layout)

@@ -1,0 +1,250 @@
+"""The questions of images.py: JPEGs to random crops, and pixels to random crops."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import penstock
+from measure import Case, Contender, Pace, Target
+from penstock.cli.stopwatch import time_loader
+from penstock.store.images import decode, to_tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from pictures import encode, make_pixels
+
+TORCH: Any = torch.utils.data.DataLoader
+OURS: Any = penstock.DataLoader
+BATCH_SIZE, NUM_WORKERS, SIZE = 64, 2, 224
+MEAN, STD = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
+
+
+class ByPillow:
+    """What most people have: Pillow and torchvision's transforms."""
+
+    def __init__(self, files: list[bytes], antialias: bool) -> None:
+        v2: Any = __import__("torchvision.transforms.v2", fromlist=["v2"])
+        self.files = files
+        self.crop = v2.Compose([v2.RandomResizedCrop(SIZE, antialias=antialias), v2.PILToTensor()])
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        from PIL import Image
+
+        found: torch.Tensor = self.crop(Image.open(io.BytesIO(self.files[index])).convert("RGB"))
+        return found
+
+
+class ByTorchvision(ByPillow):
+    """torchvision's own decoder, and its transforms on tensors."""
+
+    def __init__(self, files: list[bytes], antialias: bool) -> None:
+        v2: Any = __import__("torchvision.transforms.v2", fromlist=["v2"])
+        self.files = files
+        self.crop = v2.RandomResizedCrop(SIZE, antialias=antialias)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        from torchvision.io import decode_jpeg
+
+        raw = torch.frombuffer(bytearray(self.files[index]), dtype=torch.uint8)
+        found: torch.Tensor = self.crop(decode_jpeg(raw))
+        return found
+
+
+class BySimplejpeg:
+    """The quickest that people write themselves: simplejpeg and OpenCV, no antialiasing."""
+
+    def __init__(self, files: list[bytes]) -> None:
+        self.files = files
+        self.crop = penstock.RandomResizedCrop(SIZE)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        import cv2
+        import simplejpeg
+
+        pixels = simplejpeg.decode_jpeg(self.files[index])
+        top, left, height, width = self.crop.draw(*pixels.shape[:2])
+        part = pixels[top : top + height, left : left + width]
+        return np.asarray(cv2.resize(part, (SIZE, SIZE))).transpose(2, 0, 1)
+
+
+class Encoded:
+    """Ours, over bytes in memory; a folder of files adds the reading of them."""
+
+    def __init__(self, files: list[bytes], crop: Any) -> None:
+        self.files, self.crop = files, crop
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return to_tensor(decode(self.files[index], self.crop))  # type: ignore[no-any-return]
+
+
+def _files(pace: Pace, **keywords: Any) -> list[bytes]:
+    count = 64 if pace.window_s < 1 else 256
+    return [encode(make_pixels(seed=number), **keywords) for number in range(count)]
+
+
+def _rate(make: Callable[[], Any], pace: Pace) -> Callable[[], float]:
+    def turn() -> float:
+        lap = time_loader(make, warm_up_s=pace.warm_up_s, window_s=3 * pace.window_s)
+        return lap.batches_per_s * BATCH_SIZE
+
+    return turn
+
+
+def _bare(files: list[bytes], crop: Any, pace: Pace) -> Callable[[], float]:
+    """Two threads that decode and crop into a buffer, and hand nothing to anybody."""
+
+    def turn() -> float:
+        counts, end_s = [0] * NUM_WORKERS, time.perf_counter() + 3 * pace.window_s
+
+        def work(number: int) -> None:
+            while time.perf_counter() < end_s:
+                decode(files[(counts[number] * NUM_WORKERS + number) % len(files)], crop)
+                counts[number] += 1
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(NUM_WORKERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sum(counts) / (3 * pace.window_s)
+
+    return turn
+
+
+def _peers(files: list[bytes], antialias: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, make in (
+        ("PyTorch, Pillow", partial(ByPillow, files, antialias)),
+        ("PyTorch, torchvision's decoder", partial(ByTorchvision, files, antialias)),
+        *(() if antialias else (("PyTorch, simplejpeg and OpenCV", partial(BySimplejpeg, files)),)),
+    ):
+        try:
+            dataset = make()
+            dataset[0]
+            found[name] = dataset
+        except Exception as error:
+            print(f"without {name}: {type(error).__name__}: {str(error)[:100]}")
+    return found
+
+
+def _case(key: str, antialias: bool, pace: Pace) -> Case:
+    torch.set_num_threads(1)
+    files = _files(pace)
+    crop = penstock.RandomResizedCrop(SIZE, antialias=antialias)
+    keywords: dict[str, Any] = {"batch_size": BATCH_SIZE, "shuffle": True, "drop_last": True}
+    keywords |= {"num_workers": NUM_WORKERS, "persistent_workers": True}
+    theirs = _peers(files, antialias)
+    ours, bare = Encoded(files, crop), "two bare threads, the same work"
+    word = "antialiased" if antialias else "not antialiased"
+    return Case(
+        key=key,
+        title=f"JPEG 500x375 to random crops of 224, {word}, uint8, {NUM_WORKERS} workers",
+        unit="images/s",
+        contenders=[
+            Contender(name=bare, turn=_bare(files, crop, pace)),
+            Contender(
+                name="Penstock",
+                turn=_rate(partial(OURS, ours, **keywords), pace),
+                against=(bare,),
+                target=Target(bound=0.95),
+            ),
+            *(
+                Contender(name=name, turn=_rate(partial(TORCH, data, **keywords), pace))
+                for name, data in theirs.items()
+            ),
+            Contender(
+                name="Penstock, again",
+                turn=_rate(partial(OURS, ours, **keywords), pace),
+                against=tuple(theirs),
+                target=Target(bound=1.0),
+            ),
+        ],
+    )
+
+
+def smooth(pace: Pace) -> Case:
+    return _case("a", True, pace)
+
+
+def quick(pace: Pace) -> Case:
+    return _case("b", False, pace)
+
+
+def raw(pace: Pace) -> Case:
+    """(c) Pixels of 256 on the longer side, packed: nothing is decoded."""
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    images = [make_pixels(192, 256, seed=number) for number in range(256)]
+    field = penstock.Field(ragged=True)
+    packed = penstock.pack(images, folder / "raw", fields={"value": field}, workers=0)
+    keywords: dict[str, Any] = {"batch_size": BATCH_SIZE, "shuffle": True, "drop_last": True}
+    keywords |= {"num_workers": NUM_WORKERS, "persistent_workers": True}
+    rows = {}
+    for antialias in (True, False):
+        crop = penstock.RandomResizedCrop(SIZE, antialias=antialias)
+        rows[f"Penstock, antialias={antialias}"] = packed.with_transforms(value=crop)
+    return Case(
+        key="c",
+        title="raw pixels 256x192 to random crops of 224, 2 workers",
+        unit="images/s",
+        contenders=[
+            Contender(name=name, turn=_rate(partial(OURS, data, **keywords), pace))
+            for name, data in rows.items()
+        ],
+    )
+
+
+def scaled(pace: Pace) -> Case:
+    """(d) Large JPEGs, where reading at a fraction of the scale pays; with its error."""
+    torch.set_num_threads(1)
+    files = [encode(make_pixels(1200, 1600, seed=number)) for number in range(16)]
+    exact, fast = (penstock.Resize((SIZE, SIZE), fast=is_fast) for is_fast in (False, True))
+    errors = [
+        np.abs(decode(one, exact).astype(int) - decode(one, fast)).mean() for one in files[:4]
+    ]
+    print(f"fast=True differs by {np.mean(errors):.2f} levels on average")
+    keywords: dict[str, Any] = {"batch_size": 16, "num_workers": NUM_WORKERS}
+    rows = {"exact": Encoded(files, exact), "fast=True": Encoded(files, fast)}
+
+    def rate(data: Any) -> Callable[[], float]:
+        turn = _rate(partial(OURS, data, **keywords, persistent_workers=True), pace)
+        return lambda: turn() * 16 / BATCH_SIZE
+
+    return Case(
+        key="d",
+        title="JPEG 1600x1200 to 224, antialiased, exact beside reduced scale",
+        unit="images/s",
+        contenders=[
+            Contender(
+                name=f"Penstock, {name}",
+                turn=rate(data),
+                against=() if name == "exact" else ("Penstock, exact",),
+            )
+            for name, data in rows.items()
+        ],
+    )
+
+
+CASES = {"a": smooth, "b": quick, "c": raw, "d": scaled}

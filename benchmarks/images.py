@@ -1,0 +1,17 @@
+"""How fast do JPEGs become random crops, beside PyTorch's loader and bare threads?
+
+python benchmarks/images.py --repeats 5 --save my-laptop
+
+Needs torchvision and Pillow; simplejpeg and OpenCV make ours faster: pip install "penstock[images]"
+"""
+
+from __future__ import annotations
+
+import sys
+
+from front import run
+from image_cases import CASES
+
+if __name__ == "__main__":
+    question = "How fast do JPEGs become random crops, beside PyTorch's loader and bare threads?"
+    sys.exit(run("images", question, CASES, sys.argv[1:]))

@@ -1,0 +1,172 @@
+"""Packing a dataset: the store's writer with the loader's workers under it.
+
+pack() --- make_job: a few samples ---> Job
+       --- map(write shard, numbers) -> worker processes (or what the caller brings)
+       <-- a record per shard ---------
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from penstock.errors import BadArgument
+from penstock.loader import DataLoader
+from penstock.machine.collect import here
+from penstock.order.keys import checked_count
+from penstock.store.reader import Packed
+from penstock.store.source import SHARD_BYTES, make_job
+from penstock.store.writer import Map, pack_into
+
+
+def pack(
+    dataset: Any,
+    path: str | os.PathLike[str],
+    *,
+    fields: Any = None,
+    workers: int | str = "auto",
+    map: Map | None = None,
+    on_error: Any = "raise",
+    max_bad: float | None = None,
+    seed: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool | None = None,
+) -> Packed:
+    """Write a dataset to a folder that is read at the speed of memory.
+
+    Stopped at any moment, even by ``kill -9``, the same call goes on from the last finished shard,
+    and the result is the same to the byte. Nothing is ever overwritten.
+
+    Args:
+        dataset: Anything with ``len()`` and ``dataset[i]``. Samples are numbers, arrays, tensors,
+            text, bytes, images, or a tuple or dict of them.
+        path: A folder that is empty, not there yet, or has the beginning of the same packing.
+        fields: Names for the fields of a tuple, or a dict from names to :class:`penstock.Field`
+            (or just a dtype).
+        workers: Processes that load and write; "auto" is one for each core, 0 is this one.
+        map: Something else that does the work, called as ``map(function, numbers)``; results may
+            come in any order.
+        on_error: What becomes of a sample that raises: "raise", "skip", "replace" (by another), or
+            a function of (index, error). The list stays with the set: ``Packed.bad_samples``.
+        max_bad: More of them than this (a count, or a part below 1.0) are an error.
+        seed: Of what samples draw: packing twice gives the same bytes.
+        shard_bytes: About how long the files get.
+        progress: A bar on the terminal; None: if a person is watching.
+
+    Returns:
+        The set, opened.
+
+    Raises:
+        CannotPack: A sample is not what the first ones are, or cannot be stored without pickle.
+        AlreadyThere: There is something at ``path`` already.
+        CannotWrite: No room, or no right to write there.
+
+    Example:
+        >>> import tempfile, numpy as np, penstock
+        >>> folder = tempfile.mkdtemp() + "/digits"
+        >>> images = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
+        >>> packed = penstock.pack(list(zip(images, [7, 5])), folder, fields=["image", "label"])
+        >>> packed[1][1], np.load(folder + "/image-00000.npy").shape
+        (5, (2, 3, 4))
+    """
+    from penstock.store.images import encode_image
+
+    job, fetch = make_job(
+        dataset,
+        fields=fields,
+        on_error=on_error,
+        seed=seed,
+        shard_bytes=shard_bytes,
+        images=encode_image,
+    )
+    if map is None:
+        map = pool_map(_checked_workers(workers), job.num_shards)
+    folder = os.fspath(path)
+    with _bar(job.num_samples, progress) as tell:
+        manifest = pack_into(folder, job, fetch, map=map, on_shard=tell)
+    _check_bad(folder, len(manifest.bad), job.num_samples, max_bad)
+    return Packed(folder)
+
+
+def pool_map(workers: int, num_items: int) -> Map:
+    """A map over the loader's worker processes: one that dies is replaced, its item done again."""
+
+    def run(function: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
+        jobs = _Jobs(function, list(items))
+        num_workers = min(workers, len(jobs)) if num_items > 1 else 0
+        depth: dict[str, Any] = {"prefetch_factor": 1} if num_workers else {}
+        yield from DataLoader(
+            jobs,
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            in_order=False,
+            randomness="worker",
+            **depth,
+        )
+
+    return run
+
+
+class _Jobs:
+    """Items as a dataset: loading one is doing it."""
+
+    def __init__(self, function: Callable[[int], Any], items: list[int]) -> None:
+        self._function = function
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, place: int) -> Any:
+        return self._function(self._items[place])
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
+
+
+def _checked_workers(workers: int | str) -> int:
+    if workers == "auto":
+        return here().usable_cores
+    return checked_count("workers", workers, 0, 4096)
+
+
+def _check_bad(folder: str, num_bad: int, num_samples: int, max_bad: float | None) -> None:
+    if max_bad is None:
+        return
+    most = max_bad * num_samples if 0 < max_bad < 1 else max_bad
+    if num_bad > most:
+        raise BadArgument(
+            f"{num_bad} of {num_samples} samples are bad, and max_bad={max_bad}",
+            where=f"{folder} is packed all the same; Packed({folder!r}).bad_samples lists them",
+        )
+
+
+@contextlib.contextmanager
+def _bar(num_samples: int, wish: bool | None) -> Iterator[Callable[[int, int], None]]:
+    """A bar with rate and time left, where a person is watching."""
+    if not (sys.stderr.isatty() if wish is None else wish):
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("packing"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} samples, {task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("packing", total=num_samples, rate="")
+
+        def tell(done: int, total: int) -> None:
+            samples = num_samples * done / max(1, total)
+            speed = bar.tasks[0].speed
+            bar.update(task, completed=samples, rate=f"{speed:.0f}/s" if speed else "")
+
+        yield tell

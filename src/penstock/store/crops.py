@@ -1,0 +1,204 @@
+"""Crops, flips and sizes with torchvision's names, arguments and distributions.
+
+Each says what it will do to a picture of a given size before any pixel is decoded. They draw from
+:func:`penstock.rng`, so the same sample gets the same crop whichever worker decodes it.
+
+Example:
+    >>> import numpy as np
+    >>> crop = Compose([Resize(4), CenterCrop(2)])
+    >>> crop.steps(6, 9)
+    [Step(kind='resize', box=(0, 0, 4, 6)), Step(kind='crop', box=(1, 2, 2, 2))]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.errors import BadArgument
+from penstock.order.drawing import rng
+
+_NUM_TRIES = 10
+
+
+class Step(NamedTuple):
+    """One thing to do: crop to ``box`` (top, left, height, width), resize to its size, or flip."""
+
+    kind: str
+    box: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+
+class Crop:
+    """What all of them share: they can be called with pixels, or asked for their steps."""
+
+    antialias: bool = True
+    fast: bool = False
+
+    def steps(self, height: int, width: int) -> list[Step]:
+        """What is done to a picture of this size; drawn anew each time."""
+        raise NotImplementedError
+
+    def __call__(self, picture: Any) -> Any:
+        """A picture (pixels as height, width, channels, or encoded bytes) as uint8 CHW tensor."""
+        from penstock.store.images import open_image
+
+        is_encoded = isinstance(picture, (bytes, bytearray, memoryview))
+        return open_image(picture, "file" if is_encoded else "raw", self)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    found = (size, size) if isinstance(size, (int, np.integer)) else tuple(size)
+    if len(found) == 1:
+        found = found * 2
+    if len(found) != 2 or any(int(one) != one or one < 1 for one in found):
+        raise BadArgument(f"size={size!r} is no size in pixels", remedy="size=224")
+    return int(found[0]), int(found[1])
+
+
+class RandomResizedCrop(Crop):
+    """A part of the picture of random area and shape, brought to one size.
+
+    Args:
+        size: Height and width of what comes out, or one number for both.
+        scale: Least and most of the picture's area.
+        ratio: Least and most of width by height.
+        antialias: True: as torchvision and Pillow do it. False: quicker, and shrinking flickers.
+        fast: Decode JPEGs at half, quarter or eighth scale where the crop is that much larger than
+            ``size``, with the quick transform. Not the same pixels: see docs/store.md.
+
+    Example:
+        >>> import numpy as np, penstock
+        >>> crop = penstock.RandomResizedCrop(8)
+        >>> crop(np.zeros((20, 30, 3), np.uint8)).shape
+        torch.Size([3, 8, 8])
+    """
+
+    def __init__(
+        self,
+        size: Any,
+        scale: Sequence[float] = (0.08, 1.0),
+        ratio: Sequence[float] = (3.0 / 4.0, 4.0 / 3.0),
+        *,
+        antialias: bool = True,
+        fast: bool = False,
+    ) -> None:
+        self.size = _pair(size)
+        for name, (low, high) in (("scale", scale), ("ratio", ratio)):
+            if not 0 < low <= high:
+                raise BadArgument(f"{name}={(low, high)} is no range above 0")
+        self.scale, self.ratio = tuple(scale), tuple(ratio)
+        self.antialias, self.fast = antialias, fast
+
+    def draw(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Top, left, height and width of a crop."""
+        generator, area = rng(), height * width
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        for _ in range(_NUM_TRIES):
+            target = area * generator.uniform(self.scale[0], self.scale[1])
+            ratio = math.exp(generator.uniform(low, high))
+            wide = round(math.sqrt(target * ratio))
+            tall = round(math.sqrt(target / ratio))
+            if 0 < wide <= width and 0 < tall <= height:
+                top = int(generator.integers(0, height - tall + 1))
+                left = int(generator.integers(0, width - wide + 1))
+                return top, left, tall, wide
+        return self._middle(height, width)
+
+    def _middle(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """As much of the middle as the ratio allows: no crop that was drawn fitted in."""
+        tall, wide = height, width
+        if width / height < self.ratio[0]:
+            tall = round(width / self.ratio[0])
+        elif width / height > self.ratio[1]:
+            wide = round(height * self.ratio[1])
+        return (height - tall) // 2, (width - wide) // 2, tall, wide
+
+    def steps(self, height: int, width: int) -> list[Step]:
+        box = self.draw(height, width)
+        return [Step("crop", box), Step("resize", (0, 0, *self.size))]
+
+
+class RandomHorizontalFlip(Crop):
+    """Left and right exchanged, with probability ``p``."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        if not 0 <= p <= 1:
+            raise BadArgument(f"p={p} is no probability")
+        self.p = p
+
+    def steps(self, height: int, width: int) -> list[Step]:
+        return [Step("flip")] if rng().random() < self.p else []
+
+
+class Resize(Crop):
+    """One size for all: (height, width), or a number for the shorter side."""
+
+    def __init__(self, size: Any, *, antialias: bool = True, fast: bool = False) -> None:
+        is_shorter = isinstance(size, (int, np.integer)) or len(size) == 1
+        self.size: tuple[int, int] | int = _pair(size)[0] if is_shorter else _pair(size)
+        self.antialias, self.fast = antialias, fast
+
+    def steps(self, height: int, width: int) -> list[Step]:
+        size = self.size
+        if isinstance(size, int):
+            if height <= width:
+                size = (size, int(size * width / height))
+            else:
+                size = (int(size * height / width), size)
+        return [] if size == (height, width) else [Step("resize", (0, 0, *size))]
+
+
+class CenterCrop(Crop):
+    """The middle of the picture; what it lacks there is black."""
+
+    def __init__(self, size: Any) -> None:
+        self.size = _pair(size)
+
+    def steps(self, height: int, width: int) -> list[Step]:
+        tall, wide = self.size
+        found = []
+        if tall > height or wide > width:
+            box = (
+                max(0, (tall - height) // 2),
+                max(0, (wide - width) // 2),
+                max(tall, height),
+                max(wide, width),
+            )
+            found.append(Step("pad", box))
+            height, width = box[2:]
+        top, left = round((height - tall) / 2.0), round((width - wide) / 2.0)
+        return [*found, Step("crop", (top, left, tall, wide))]
+
+
+class Compose(Crop):
+    """Several, one after the other.
+
+    Example:
+        >>> import numpy as np, penstock
+        >>> test_time = penstock.Compose([penstock.Resize(32), penstock.CenterCrop(28)])
+        >>> test_time(np.zeros((40, 50, 3), np.uint8)).shape
+        torch.Size([3, 28, 28])
+    """
+
+    def __init__(self, transforms: Sequence[Any]) -> None:
+        odd = [one for one in transforms if not isinstance(one, Crop)]
+        if odd:
+            raise BadArgument(
+                f"{type(odd[0]).__name__} is none of Penstock's own",
+                remedy="torchvision.transforms.Compose, which takes any; it gets the whole picture",
+            )
+        self.transforms: list[Crop] = list(transforms)
+        self.antialias = all(one.antialias for one in transforms)
+        self.fast = any(one.fast for one in transforms)
+
+    def steps(self, height: int, width: int) -> list[Step]:
+        found: list[Step] = []
+        for one in self.transforms:
+            for step in one.steps(height, width):
+                found.append(step)
+                if step.kind != "flip":
+                    height, width = step.box[2:]
+        return found

@@ -1,0 +1,186 @@
+"""Which library decodes an image here, and which is the fastest one?
+
+JPEG goes to whichever of simplejpeg, OpenCV, torchvision and Pillow is quickest on a file of the
+user's own, measured once. Everything else goes to Pillow, or to OpenCV where there is none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import MissingExtra
+from penstock.machine.decoders import find_decoders
+
+JpegDecoder = Callable[[Any, int], np.ndarray]
+"""From the bytes of a JPEG and a scale (1, 2, 4 or 8: 1/scale in each direction) to RGB pixels."""
+_NUM_RUNS = 3
+_PREFERRED = ("simplejpeg", "cv2", "torchvision", "PIL")
+
+
+def _by_simplejpeg() -> JpegDecoder:
+    decode = importlib.import_module("simplejpeg").decode_jpeg
+    header = importlib.import_module("simplejpeg").decode_jpeg_header
+
+    def run(data: Any, scale: int) -> np.ndarray:
+        data = data if isinstance(data, bytes) else bytes(data)
+        if scale == 1:
+            found: np.ndarray = decode(data, "RGB")
+            return found
+        height, width, *_ = header(data)
+        least = {"min_height": -(-height // scale), "min_width": -(-width // scale)}
+        small: np.ndarray = decode(
+            data, "RGB", fastdct=True, fastupsample=True, min_factor=1, **least
+        )
+        return small
+
+    return run
+
+
+def _by_cv2() -> JpegDecoder:
+    cv2: Any = importlib.import_module("cv2")
+    modes = {
+        1: cv2.IMREAD_COLOR,
+        2: cv2.IMREAD_REDUCED_COLOR_2,
+        4: cv2.IMREAD_REDUCED_COLOR_4,
+        8: cv2.IMREAD_REDUCED_COLOR_8,
+    }
+
+    def run(data: Any, scale: int) -> np.ndarray:
+        mode = modes[scale] | cv2.IMREAD_IGNORE_ORIENTATION
+        found = cv2.imdecode(np.frombuffer(data, np.uint8), mode)
+        if found is None:
+            raise ValueError("OpenCV cannot decode it")
+        pixels: np.ndarray = cv2.cvtColor(found, cv2.COLOR_BGR2RGB)
+        return pixels
+
+    return run
+
+
+def _by_torchvision() -> JpegDecoder:
+    import torch
+
+    tv: Any = importlib.import_module("torchvision.io")
+
+    def run(data: Any, scale: int) -> np.ndarray:
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        pixels: np.ndarray = tv.decode_jpeg(raw, mode=tv.ImageReadMode.RGB).permute(1, 2, 0).numpy()
+        return pixels
+
+    return run
+
+
+def _by_pillow() -> JpegDecoder:
+    image: Any = importlib.import_module("PIL.Image")
+
+    def run(data: Any, scale: int) -> np.ndarray:
+        with image.open(io.BytesIO(data)) as opened:
+            if scale > 1:
+                opened.draft("RGB", (opened.width // scale, opened.height // scale))
+            return np.asarray(opened.convert("RGB"))
+
+    return run
+
+
+_MAKERS: dict[str, Callable[[], JpegDecoder]] = {
+    "simplejpeg": _by_simplejpeg,
+    "cv2": _by_cv2,
+    "torchvision": _by_torchvision,
+    "PIL": _by_pillow,
+}
+SCALING = frozenset({"simplejpeg", "cv2", "PIL"})
+"""Decoders that read at reduced scale."""
+
+
+@functools.cache
+def jpeg_decoder(name: str) -> JpegDecoder:
+    """The decoder of that name, imported now."""
+    return _MAKERS[name]()
+
+
+def available() -> tuple[str, ...]:
+    """Decoders that could be used here; they are looked for, not imported.
+
+    torchvision takes a second to import: it counts where it is imported already, or the only one.
+    """
+    found = find_decoders(_PREFERRED)
+    is_cheap = [name for name in found if name != "torchvision" or name in sys.modules]
+    return tuple(is_cheap) or found
+
+
+def measure(data: bytes, names: Iterable[str] | None = None) -> dict[str, float]:
+    """Seconds that each decoder takes for this JPEG, the quickest first.
+
+    Raises:
+        MissingExtra: There is none.
+    """
+    times: dict[str, float] = {}
+    for name in available() if names is None else names:
+        try:
+            decode = jpeg_decoder(name)
+            decode(data, 1)
+            runs = []
+            for _ in range(_NUM_RUNS):
+                start = time.perf_counter()
+                decode(data, 1)
+                runs.append(time.perf_counter() - start)
+        except Exception:  # a broken build, or a file that only others read
+            continue
+        times[name] = min(runs)
+    if not times and not available():
+        raise no_decoder()
+    return dict(sorted(times.items(), key=lambda item: item[1]))
+
+
+def no_decoder() -> MissingExtra:
+    return MissingExtra(
+        "no library that decodes images is installed here",
+        remedy='pip install "penstock[images]"',
+    )
+
+
+_chosen: dict[str, float] = {}
+
+
+def fastest(data: bytes) -> str:
+    """The quickest decoder on this machine, measured with the first JPEG that comes."""
+    if not _chosen:
+        _chosen.update(measure(data) or {"PIL": 0.0})
+    return next(iter(_chosen))
+
+
+def choose(name: str) -> None:
+    """Take over what was measured elsewhere. Called from: a worker."""
+    if name and not _chosen:
+        _chosen[name] = 0.0
+
+
+def decode_other(data: bytes) -> np.ndarray:
+    """RGB pixels of anything that is no plain JPEG."""
+    names = find_decoders(("PIL", "cv2"))
+    if not names:
+        raise no_decoder()
+    if names[0] == "cv2":
+        return jpeg_decoder("cv2")(data, 1)
+    image: Any = importlib.import_module("PIL.Image")
+    with image.open(io.BytesIO(data)) as opened:
+        return pixels_of(opened)
+
+
+def pixels_of(opened: Any) -> np.ndarray:
+    """RGB pixels of a Pillow image. Sixteen bits are scaled to eight, where Pillow would clip."""
+    if opened.mode.startswith("I"):
+        wide = np.asarray(opened).astype(np.int64)
+        grey = np.clip((wide + 128) // 257, 0, 255).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    if opened.mode == "F":
+        grey = np.clip(np.rint(np.asarray(opened)), 0, 255).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    return np.asarray(opened.convert("RGB"))

@@ -1,0 +1,339 @@
+"""What is a value of a sample, and how is it stored?
+
+Field         what the user wants of a field       (dtype, ragged, image encoding)
+find_schema   what a few samples show, and the wishes -> a FieldSchema for each field
+Encoder       value -> the array that goes to the file; refuses what would not come back
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import CannotPack
+from penstock.store.layout import FieldSchema, check_name
+
+ENCODINGS = ("keep", "jpeg", "raw")
+_PYTHON_DTYPES = {"int": "<i8", "float": "<f8", "bool": "|b1"}
+ImageEncoder = Callable[[Any, "Field"], Any]
+"""From what a sample has as an image to the bytes or pixels that are stored."""
+
+
+class EncodedImage(bytes):
+    """The bytes of an image file; packed as they are unless a :class:`Field` says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """What is wanted of one field of a packed set.
+
+    Args:
+        dtype: Store numbers as this; a value that it cannot hold is an error, and lost fractions
+            are, too, when it is a whole number's.
+        ragged: True: sizes differ from sample to sample. None: as the first samples show.
+        max_bytes: A text or bytes longer than this is an error.
+        encoding: Of images: "keep" the file's own bytes, "jpeg" to encode anew, "raw" for pixels.
+            None: file bytes are kept, pictures in memory are stored as pixels.
+        longer_side: Shrink images whose longer side is longer than this.
+        quality: Of "jpeg", 1 to 100.
+
+    Example:
+        >>> Field(dtype="float16").dtype
+        'float16'
+    """
+
+    dtype: Any = None
+    ragged: bool | None = None
+    max_bytes: int | None = None
+    encoding: str | None = None
+    longer_side: int | None = None
+    quality: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.encoding is not None and self.encoding not in ENCODINGS:
+            raise CannotPack(
+                f"encoding={self.encoding!r} is none of {', '.join(ENCODINGS)}",
+                remedy='Field(encoding="jpeg", quality=90)',
+            )
+        if self.quality is not None and not 1 <= self.quality <= 100:
+            raise CannotPack(f"quality={self.quality} is not between 1 and 100")
+        if self.longer_side is not None and self.longer_side < 1:
+            raise CannotPack(f"longer_side={self.longer_side} is no number of pixels")
+        if self.encoding == "keep" and (self.longer_side or self.quality):
+            raise CannotPack("encoding='keep' changes nothing, so no size and no quality either")
+
+    @property
+    def changes_image(self) -> bool:
+        return self.encoding in ("jpeg", "raw") or bool(self.longer_side or self.quality)
+
+
+def split_sample(sample: Any) -> tuple[str, list[str], list[Any]]:
+    """The form of a sample, the names of its fields (numbered in a tuple), and their values.
+
+    Example:
+        >>> split_sample((1.5, "a"))
+        ('tuple', ['field_0', 'field_1'], [1.5, 'a'])
+    """
+    if isinstance(sample, dict):
+        return "dict", [check_name(name) for name in sample], list(sample.values())
+    if isinstance(sample, (tuple, list)):
+        own = getattr(sample, "_fields", None)
+        names = list(own) if own else [f"field_{place}" for place in range(len(sample))]
+        return "tuple", names, list(sample)
+    return "single", ["value"], [sample]
+
+
+def read_wishes(given: Any, form: str, names: list[str]) -> tuple[list[str], list[Field]]:
+    """What ``pack(fields=)`` says: new names for a tuple's fields, a dict of wishes, or both."""
+    if given is None:
+        return names, [Field() for _ in names]
+    given_names = list(given)
+    if isinstance(given, dict):
+        wishes = {name: _as_field(wish) for name, wish in given.items()}
+        if form == "dict" or set(given_names) <= set(names):
+            _refuse_unknown(given_names, names)
+            return names, [wishes.get(name, Field()) for name in names]
+        given = given_names
+    else:
+        wishes = {}
+        if form == "dict":
+            _refuse_unknown(given_names, names)
+    if len(given_names) != len(names):
+        raise CannotPack(
+            f"fields= names {len(given_names)} fields; a sample has {len(names)}: {names}",
+            remedy=f"pack(..., fields={names!r})",
+        )
+    chosen = [check_name(name) for name in (names if form == "dict" else given_names)]
+    return chosen, [wishes.get(name, Field()) for name in chosen]
+
+
+def _as_field(wish: Any) -> Field:
+    if isinstance(wish, Field):
+        return wish
+    return Field() if wish is None else Field(dtype=wish)
+
+
+def _refuse_unknown(given: list[str], names: list[str]) -> None:
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise CannotPack(
+            f"fields= names {unknown[0]!r}; a sample has {names}",
+            remedy=f"pack(..., fields={{{names[0]!r}: Field()}})",
+        )
+
+
+# -- what a value is -----------------------------------------------------------------------------
+
+
+def kind_of(value: Any, name: str) -> str:
+    """The kind of a value. Raises: CannotPack: nothing that can be stored without pickle."""
+    for types, kind in _KINDS:
+        if isinstance(value, types):
+            return kind
+    if _is_tensor(value):
+        return "tensor"
+    if _is_picture(value):
+        return "image"
+    raise CannotPack(
+        f"field {name!r} is a {type(value).__name__}, which cannot be stored without pickle",
+        remedy="return arrays, tensors, numbers, text, bytes, or a tuple or dict of them",
+        field=name,
+    )
+
+
+_KINDS: tuple[tuple[Any, str], ...] = (
+    (EncodedImage, "image"),
+    (bool, "bool"),
+    (int, "int"),
+    (np.generic, "scalar"),
+    (float, "float"),
+    (str, "text"),
+    ((bytes, bytearray), "bytes"),
+    (np.ndarray, "array"),
+)
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "detach") and hasattr(value, "numpy") and hasattr(value, "dtype")
+
+
+def _is_picture(value: Any) -> bool:
+    return hasattr(value, "convert") and hasattr(value, "getbands")  # Pillow's, unimported
+
+
+def array_of(value: Any, name: str) -> tuple[np.ndarray, str]:
+    """The numbers of a value, little-endian, and the dtype they are listed under."""
+    if _is_tensor(value):
+        plain = value.detach().cpu()
+        if str(plain.dtype) == "torch.bfloat16":
+            import torch
+
+            return plain.contiguous().view(torch.int16).numpy().view("<u2"), "bfloat16"
+        array = plain.numpy()
+    else:
+        array = np.asarray(value)
+    if array.dtype.kind not in "biufc":
+        raise CannotPack(
+            f"field {name!r} is an array of {array.dtype}: only numbers are stored in arrays",
+            likely="an object array, which only pickle can write."
+            if array.dtype.hasobject
+            else None,
+            remedy="a number array, or text and bytes as values of their own",
+            field=name,
+        )
+    dtype = array.dtype.newbyteorder("<")
+    return np.ascontiguousarray(array, dtype=dtype).reshape(array.shape), dtype.str
+
+
+def find_schema(name: str, values: Sequence[Any], wish: Field) -> FieldSchema:
+    """The schema that fits a few samples' values of one field."""
+    kinds = {kind_of(value, name) for value in values}
+    kind = kind_of(values[0], name)
+    if len(kinds) > 1:
+        raise CannotPack(
+            f"field {name!r} is {' in one sample and '.join(sorted(kinds))} in another", field=name
+        )
+    if kind in ("text", "bytes"):
+        return FieldSchema(name=name, kind=kind, dtype="|u1")
+    if kind == "image" and not _stores_pixels(values[0], wish):
+        return FieldSchema(name=name, kind=kind, dtype="|u1", encoding="file")
+    if kind == "image":
+        return FieldSchema(name=name, kind=kind, dtype="|u1", ndim=3, encoding="raw")
+    arrays = [array_of(value, name) for value in values]
+    dtype = arrays[0][1] if wish.dtype is None else wished_dtype(wish.dtype, name)
+    if kind in _PYTHON_DTYPES and dtype != _PYTHON_DTYPES[kind]:
+        kind = "scalar"
+    shapes = {array.shape for array, _ in arrays}
+    if len({array.ndim for array, _ in arrays}) > 1:
+        raise CannotPack(f"field {name!r} has shapes {sorted(shapes)}", field=name)
+    if wish.ragged or (wish.ragged is None and len(shapes) > 1):
+        return FieldSchema(name=name, kind=kind, dtype=dtype, ndim=arrays[0][0].ndim)
+    return FieldSchema(name=name, kind=kind, dtype=dtype, shape=arrays[0][0].shape)
+
+
+def _stores_pixels(value: Any, wish: Field) -> bool:
+    if wish.encoding is not None:
+        return wish.encoding == "raw"
+    return not isinstance(value, EncodedImage) and wish.quality is None
+
+
+def wished_dtype(dtype: Any, name: str) -> str:
+    """A dtype as the manifest writes it."""
+    text = str(dtype).removeprefix("torch.")
+    if text == "bfloat16":
+        return text
+    try:
+        found = np.dtype(text if str(dtype).startswith("torch.") else dtype).newbyteorder("<")
+    except TypeError:
+        found = np.dtype(object)
+    if found.kind not in "biufc":
+        raise CannotPack(f"field {name!r} cannot be stored as {dtype!r}", field=name)
+    return str(found.str)
+
+
+# -- encoding ------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """Values of one field, as the arrays that are written. ``images``: see ``ImageEncoder``."""
+
+    def __init__(self, schema: FieldSchema, wish: Field, images: ImageEncoder | None) -> None:
+        self.schema = schema
+        self._wish = wish
+        self._images = images
+
+    def encode(self, value: Any) -> np.ndarray:
+        """Raises: CannotPack: it is not what was declared, or would not come back the same."""
+        schema, kind = self.schema, kind_of(value, self.schema.name)
+        if kind != schema.kind and not (schema.kind == "scalar" and kind in _PYTHON_DTYPES):
+            raise self._refused(f"is {kind}; the first samples have {schema.kind}")
+        if kind == "image":
+            return self._image(value)
+        if kind in ("text", "bytes"):
+            content = value.encode("utf-8") if kind == "text" else bytes(value)
+            if self._wish.max_bytes is not None and len(content) > self._wish.max_bytes:
+                raise self._refused(
+                    f"has {len(content)} bytes; max_bytes={self._wish.max_bytes} was declared"
+                )
+            return np.frombuffer(content, np.uint8)
+        return self._numbers(value)
+
+    def _numbers(self, value: Any) -> np.ndarray:
+        schema = self.schema
+        try:
+            array, dtype = array_of(value, schema.name)
+        except OverflowError as error:
+            raise self._refused(f"is {value!r}: {error}") from None
+        if dtype != schema.dtype:
+            array = self._converted(array, dtype, value)
+        if schema.shape is not None and array.shape != schema.shape:
+            raise self._refused(
+                f"has shape {array.shape}; the first samples have {schema.shape}",
+                f"pack(..., fields={{{schema.name!r}: Field(ragged=True)}})",
+            )
+        if schema.is_ragged and array.ndim != schema.ndim:
+            raise self._refused(f"has {array.ndim} dimensions; {schema.ndim} were declared")
+        return array
+
+    def _converted(self, array: np.ndarray, dtype: str, value: Any) -> np.ndarray:
+        if self._wish.dtype is None and self.schema.kind != "scalar":
+            raise self._refused(f"is {dtype}; the first samples have {self.schema.dtype}")
+        if "bfloat16" in (dtype, self.schema.dtype):
+            return self._converted_by_torch(value)
+        target = self.schema.stored
+        if target.kind in "iu" and array.dtype.kind in "fc" and not np.isfinite(array).all():
+            raise self._refused(f"has NaN or infinity, which {target} cannot hold")
+        with np.errstate(all="ignore"):
+            made = array.astype(target)
+            is_exact = target.kind in "iub" and array.dtype.kind != "b"
+            if is_exact and not (made.astype(array.dtype) == array).all():
+                raise self._refused(f"has values that {target} cannot hold")
+            if target.kind == "f" and np.isinf(made).sum() > np.isinf(array).sum():
+                raise self._refused(f"has values that are too large for {target}")
+        return made
+
+    def _converted_by_torch(self, value: Any) -> np.ndarray:
+        import torch
+
+        name = self.schema.dtype
+        wanted = torch.bfloat16 if name == "bfloat16" else None
+        if wanted is None:
+            return self._converted(value.float().numpy(), "<f4", value)
+        return array_of(torch.as_tensor(value).to(wanted), self.schema.name)[0]
+
+    def _image(self, value: Any) -> np.ndarray:
+        must_change = self._wish.changes_image or not isinstance(value, EncodedImage)
+        if must_change or self.schema.encoding == "raw":
+            if self._images is None:
+                raise self._refused("is an image, and nobody here can encode it")
+            value = self._images(value, self._wish)
+        if isinstance(value, bytes):
+            return np.frombuffer(value, np.uint8)
+        return np.ascontiguousarray(value, dtype=np.uint8)
+
+    def _refused(self, what: str, remedy: str | None = None) -> CannotPack:
+        return CannotPack(
+            f"field {self.schema.name!r} {what}", remedy=remedy, field=self.schema.name
+        )
+
+
+def mean_bytes(schema: FieldSchema, values: Sequence[Any]) -> int:
+    """About how many bytes a sample takes in this field, judged by a few."""
+    if not schema.is_ragged:
+        return schema.row_bytes
+    sizes = []
+    for value in values:
+        if schema.kind == "text":
+            sizes.append(len(value.encode("utf-8")))
+        elif schema.kind == "bytes" or isinstance(value, EncodedImage):
+            sizes.append(len(value))
+        elif schema.kind == "image":
+            size = getattr(value, "size", (0, 0))
+            sizes.append(3 * size[0] * size[1])
+        else:
+            sizes.append(array_of(value, schema.name)[0].nbytes)
+    return math.ceil(sum(sizes) / max(1, len(sizes))) + 8

@@ -1,0 +1,151 @@
+"""A folder of images, one subfolder for each class: torchvision's layout and attributes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from penstock.errors import BadStore
+from penstock.store.decoders import choose, fastest, measure
+from penstock.store.fields import EncodedImage
+from penstock.store.images import open_image
+from penstock.store.writer import make_fingerprint
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+
+class ImageFolder:
+    """Images by class, decoded by the fastest library here; a sample is (uint8 tensor, class).
+
+    As ``torchvision.datasets.ImageFolder``: ``root/class/name.jpg``, with ``classes``,
+    ``class_to_idx``, ``samples``, ``imgs`` and ``targets``. Other than there, pictures stand
+    upright, and a sample is a uint8 tensor of (channels, height, width), not a Pillow image.
+
+    Args:
+        root: The folder.
+        transform: A crop of ours, done while decoding, or any function of the tensor.
+        target_transform: A function of the class's number.
+        decoder: See :func:`penstock.decode`; None: measured with the first JPEG.
+
+    Example:
+        >>> import os, tempfile, numpy as np, penstock
+        >>> root = tempfile.mkdtemp()
+        >>> for name in ("cat", "dog"):
+        ...     os.mkdir(f"{root}/{name}")
+        ...     with open(f"{root}/{name}/1.ppm", "wb") as file:
+        ...         _ = file.write(b"P6 2 1 255 " + bytes(6))
+        >>> folder = penstock.ImageFolder(root)
+        >>> folder.classes, folder.targets, len(folder)
+        (['cat', 'dog'], [0, 1], 2)
+    """
+
+    packed_names = ("image", "label")
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[int], Any] | None = None,
+        *,
+        decoder: str | None = None,
+    ) -> None:
+        self.root = os.fspath(root)
+        self.transform = transform
+        self.target_transform = target_transform
+        self.classes, self.class_to_idx = find_classes(self.root)
+        self.samples = find_samples(self.root, self.class_to_idx)
+        if not self.samples:
+            raise BadStore(
+                f"{self.root} has classes, and no image in any of them",
+                remedy=f"files that end in {', '.join(EXTENSIONS)}",
+                path=self.root,
+            )
+        self.imgs = self.samples
+        self.targets = [target for _, target in self.samples]
+        self._asked = decoder
+        self._decoder = decoder or ""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        path, target = self.samples[index]
+        with open(path, "rb") as file:
+            data = file.read()
+        if self._decoder and self._asked is None:
+            choose(self._decoder)
+        image = open_image(data, "file", self.transform, path)
+        return image, target if self.target_transform is None else self.target_transform(target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the decoder that is the fastest here: workers need not measure it again."""
+        if not self._decoder:
+            self._settle()
+        return dict(self.__dict__)
+
+    def _settle(self) -> dict[str, float]:
+        for path, _ in self.samples[:64]:
+            if path.lower().endswith((".jpg", ".jpeg")):
+                with open(path, "rb") as file:
+                    data = file.read()
+                times = measure(data) if self._asked is None else {}
+                self._decoder = self._asked or fastest(data)
+                return times
+        return {}
+
+    @property
+    def plan_notes(self) -> tuple[str, ...]:
+        """What ``loader.plan`` says about decoding."""
+        times = self._settle()
+        if not times:
+            return (f"images are decoded by {self._decoder or 'Pillow'}",)
+        speeds = ", ".join(f"{name} {1 / time_s:.0f}/s" for name, time_s in times.items())
+        return (f"JPEGs are decoded by {self._decoder}; measured with the first one: {speeds}",)
+
+    # -- for penstock.pack -----------------------------------------------------------------------
+
+    def packed_sample(self, index: int) -> tuple[EncodedImage, int]:
+        """The file as it is, and its class."""
+        path, target = self.samples[index]
+        with open(path, "rb") as file:
+            return EncodedImage(file.read()), target
+
+    @property
+    def packed_attributes(self) -> dict[str, Any]:
+        return {"classes": self.classes, "class_to_idx": self.class_to_idx}
+
+    def packed_fingerprint(self) -> str:
+        """Names and sizes of all files: what was added or changed makes another set."""
+        seen = [
+            (os.path.relpath(path, self.root), os.path.getsize(path)) for path, _ in self.samples
+        ]
+        return make_fingerprint(seen, self.classes)
+
+
+def find_classes(root: str) -> tuple[list[str], dict[str, int]]:
+    """The subfolders in order, and their numbers."""
+    try:
+        classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    except OSError as error:
+        raise BadStore(f"{root} cannot be read: {error.strerror}", path=root) from None
+    if not classes:
+        raise BadStore(
+            f"{root} has no subfolder for any class",
+            remedy="root/cat/1.jpg, root/dog/2.jpg",
+            path=root,
+        )
+    return classes, {name: number for number, name in enumerate(classes)}
+
+
+def find_samples(root: str, class_to_idx: dict[str, int]) -> list[tuple[str, int]]:
+    """Every image file with its class, in the order that torchvision has."""
+    found = []
+    for name in sorted(class_to_idx):
+        for folder, _, files in sorted(os.walk(os.path.join(root, name), followlinks=True)):
+            found += [
+                (os.path.join(folder, file), class_to_idx[name])
+                for file in sorted(files)
+                if file.lower().endswith(EXTENSIONS)
+            ]
+    return found

@@ -1,0 +1,335 @@
+"""Samples, and whole batches, of a packed set.
+
+    Packed[i]                       one sample, as it was packed
+    Packed.read_rows(index, out)    a batch: one gather per field, straight into the slot
+
+A packed set holds nothing but names and numbers until it is read: opening is a few milliseconds,
+workers open it again by its path, and pages that are read belong to the page cache, not to them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from penstock.errors import BadArgument
+from penstock.order.nearby import BlockOrder
+from penstock.order.sharding import Shard
+from penstock.store.columns import Column, FixedColumn, RaggedColumn, value_of
+from penstock.store.folder import Folder
+from penstock.store.layout import FieldSchema
+
+_BLOCK_BYTES = 4 << 20
+"""What :meth:`Columns.block_order` reads in one piece."""
+Self = TypeVar("Self", bound="Columns")
+
+
+class Holder(Protocol):
+    """Files that are mapped; travels to workers, who map them again."""
+
+    schemas: tuple[FieldSchema, ...]
+    columns: dict[str, Column]
+    form: str
+    num_bytes: int
+
+
+class Columns:
+    """Equally long fields, sample by sample or in batches.
+
+    Pairs with: the engine, which asks for ``read_rows`` and fills slots with it.
+    """
+
+    _holders: tuple[Any, ...]
+    _rows: Any = None
+
+    def _hold(self, holder: Holder, read_ahead: bool | None = None) -> None:
+        """Read from what ``holder`` has mapped."""
+        self._holders = (holder,)
+        self._schemas = tuple(holder.schemas)
+        self._columns = [holder.columns[schema.name] for schema in self._schemas]
+        self._form = holder.form
+        self._transforms: dict[str, Callable[[Any], Any]] = {}
+        self._read_ahead = read_ahead
+        for column in self._columns if _should_advise(holder, read_ahead) else ():
+            if isinstance(column, FixedColumn):
+                column.read_ahead()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = (self._holders, self._read_ahead, self.fields, self._rows, self._transforms)
+        return _restore, (type(self), *state, self._form)
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the fields of a sample."""
+        return tuple(schema.name for schema in self._schemas)
+
+    @property
+    def schema(self) -> dict[str, FieldSchema]:
+        """What each field is."""
+        return {schema.name: schema for schema in self._schemas}
+
+    def __len__(self) -> int:
+        return self._columns[0].length if self._rows is None else len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} samples of {', '.join(self.fields)})"
+
+    # -- samples ---------------------------------------------------------------------------------
+
+    def __getitem__(self, index: int) -> Any:
+        return self._sample(int(self._resolve([index])[0]))
+
+    def _sample(self, row: int) -> Any:
+        values = [
+            self._value(schema, column, row)
+            for schema, column in zip(self._schemas, self._columns, strict=True)
+        ]
+        if self._form == "dict":
+            return dict(zip(self.fields, values, strict=True))
+        return values[0] if self._form == "single" else tuple(values)
+
+    def _value(self, schema: FieldSchema, column: Column, row: int) -> Any:
+        transform = self._transforms.get(schema.name)
+        if schema.kind == "image":
+            from penstock.store.images import open_image
+
+            assert isinstance(column, RaggedColumn)
+            return open_image(column.view(row), schema.encoding, transform)
+        value = value_of(schema, column.row(row))
+        return value if transform is None else transform(value)
+
+    @property
+    def __getitems__(self) -> Callable[[Sequence[int]], list[Any]]:
+        """Only without transforms: what is random there belongs to one sample, not to a batch."""
+        if self._transforms:
+            raise AttributeError("samples of a set with transforms are loaded one by one")
+        return self._many
+
+    def _many(self, indices: Sequence[int]) -> list[Any]:
+        rows = self._resolve(indices)
+        if not self._is_fixed:
+            return [self._sample(row) for row in rows.tolist()]
+        columns = []
+        for schema, column in zip(self._schemas, self._columns, strict=True):
+            assert isinstance(column, FixedColumn)
+            assert schema.shape is not None
+            out = np.empty((len(rows), *schema.shape), schema.stored)
+            flat = out.reshape(-1).view(np.uint8).reshape(len(rows), schema.row_bytes)
+            column.take(rows, flat)
+            columns.append([value_of(schema, np.asarray(row)) for row in out])
+        if self._form == "single":
+            return columns[0]
+        samples = zip(*columns, strict=True)
+        if self._form == "tuple":
+            return list(samples)
+        return [dict(zip(self.fields, sample, strict=True)) for sample in samples]
+
+    # -- batches ---------------------------------------------------------------------------------
+
+    @property
+    def _is_fixed(self) -> bool:
+        return all(isinstance(column, FixedColumn) for column in self._columns)
+
+    @property
+    def read_rows(self) -> Callable[[np.ndarray, list[np.ndarray]], None]:
+        """Copies whole batches; only there where every field has one shape and no transform."""
+        if not self._is_fixed or self._transforms or sys.byteorder != "little":
+            raise AttributeError("only fixed fields are gathered")
+        return self._read_rows
+
+    def _read_rows(self, index: np.ndarray, out: list[np.ndarray]) -> None:
+        """Copy samples (checked to be in range) into rows of bytes, a field at a time."""
+        rows = index if self._rows is None else self._rows_at(index)
+        for column, target in zip(self._columns, out, strict=True):
+            assert isinstance(column, FixedColumn)
+            column.take(rows, target)
+
+    def _resolve(self, indices: Sequence[int]) -> np.ndarray:
+        found = np.asarray(indices, dtype=np.int64 if not len(indices) else None)
+        if found.dtype.kind not in "iu":
+            raise TypeError(f"samples are found by whole numbers, not {found.dtype}")
+        found = found.astype(np.int64, copy=False)
+        length = len(self)
+        if len(found) and (found.min() < -length or found.max() >= length):
+            raise IndexError(f"index {indices} is out of range for {length} samples")
+        found = np.where(found < 0, found + length, found)
+        return found if self._rows is None else self._rows_at(found)
+
+    def _rows_at(self, index: np.ndarray) -> np.ndarray:
+        if isinstance(self._rows, range):
+            return self._rows.start + index * self._rows.step
+        return np.asarray(self._rows[index])
+
+    # -- parts of it -----------------------------------------------------------------------------
+
+    def _like(self: Self) -> Self:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def select(self: Self, *names: str) -> Self:
+        """The same samples with some of their fields only, in this order."""
+        unknown = [name for name in names if name not in self.fields]
+        if unknown or not names:
+            raise BadArgument(
+                f"there is no field {unknown[0]!r}; there are {', '.join(self.fields)}"
+                if unknown
+                else "no field is named",
+                remedy=f"select({self.fields[0]!r})",
+            )
+        places = [self.fields.index(name) for name in names]
+        other = self._like()
+        other._schemas = tuple(self._schemas[place] for place in places)
+        other._columns = [self._columns[place] for place in places]
+        other._form = "tuple" if self._form == "single" and len(names) > 1 else self._form
+        return other
+
+    def subset(self: Self, indices: Any) -> Self:
+        """Some of the samples: a slice, a range, or a list of indices."""
+        other = self._like()
+        if isinstance(indices, slice):
+            indices = range(*indices.indices(len(self)))
+        if isinstance(indices, range) and (self._rows is None or isinstance(self._rows, range)):
+            if len(indices):
+                self._resolve([indices[0], indices[-1]])
+            other._rows = indices if self._rows is None else self._rows[_slice_of(indices)]
+        else:
+            other._rows = self._resolve(list(indices))
+        return other
+
+    def shard(self: Self, rank: int, world_size: int) -> Self:
+        """Every ``world_size``-th sample, from ``rank`` on: this rank's part of the set."""
+        Shard(length=len(self), rank=rank, world_size=world_size)  # checks them
+        return self.subset(range(rank, len(self), world_size))
+
+    def with_transforms(self: Self, **transforms: Callable[[Any], Any]) -> Self:
+        """Functions to call on a field's value, by its name; they may be random."""
+        unknown = [name for name in transforms if name not in self.fields]
+        if unknown:
+            raise BadArgument(f"there is no field {unknown[0]!r}", remedy=", ".join(self.fields))
+        other = self._like()
+        other._transforms = {**self._transforms, **transforms}
+        return other
+
+    def __add__(self: Self, other: Any) -> Self:
+        if not isinstance(other, Columns):
+            return NotImplemented
+        if (other._schemas, other._form) != (self._schemas, self._form):
+            raise BadArgument(
+                f"{self} and {other} have other fields: they cannot be put together",
+                remedy="select() the fields that both have",
+            )
+        joined = self._like()
+        joined._holders = self._holders + other._holders
+        joined._columns = [
+            type(mine)([*mine.parts, *theirs.parts])
+            for mine, theirs in zip(self._columns, other._columns, strict=True)
+        ]
+        if self._rows is not None or other._rows is not None:
+            rows = [one._resolve(range(len(one))) for one in (self, other)]
+            joined._rows = np.concatenate([rows[0], rows[1] + self._columns[0].length])
+        return joined
+
+    def block_order(self, *, seed: int = 0, **keywords: Any) -> BlockOrder:
+        """A shuffle that reads the disk in pieces; give it to a loader as ``sampler=``."""
+        row_bytes = sum(
+            column.row_bytes for column in self._columns if isinstance(column, FixedColumn)
+        )
+        block_size = max(1, _BLOCK_BYTES // max(1, row_bytes))
+        return BlockOrder(len(self), **{"block_size": block_size, "seed": seed, **keywords})
+
+
+def _slice_of(indices: range) -> slice:
+    stop: int | None = indices.stop
+    if indices.step < 0 and indices.stop < 0:
+        stop = None
+    return slice(indices.start, stop, indices.step)
+
+
+class Packed(Columns):
+    """A packed set as a dataset.
+
+    Args:
+        path: The folder that :func:`penstock.pack` wrote.
+        columns: Only these fields.
+        verify: When bytes are compared with their checksums: ``"lazy"``, each block when it is
+            first read; ``"full"``, all of them now; ``"off"``, never.
+        transforms: Functions of a field's value, by its name; see :meth:`with_transforms`.
+        read_ahead: Ask the disk for all rows of a batch at once. None: where the set is larger
+            than this machine's memory.
+
+    Example:
+        >>> import tempfile, penstock
+        >>> folder = tempfile.mkdtemp() + "/squares"
+        >>> _ = penstock.pack([(i, i * i) for i in range(10)], folder, fields=["n", "square"])
+        >>> squares = penstock.Packed(folder)
+        >>> squares[3], len(squares), squares.fields
+        ((3, 9), 10, ('n', 'square'))
+        >>> for n, square in penstock.DataLoader(squares.subset(range(4)), batch_size=4):
+        ...     print(square.tolist())
+        [0, 1, 4, 9]
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        columns: Sequence[str] | None = None,
+        verify: str = "lazy",
+        transforms: dict[str, Callable[[Any], Any]] | None = None,
+        read_ahead: bool | None = None,
+    ) -> None:
+        self._hold(Folder(os.fspath(path), verify=verify), read_ahead)
+        if columns is not None:
+            self.__dict__.update(self.select(*columns).__dict__)
+        if transforms:
+            self.__dict__.update(self.with_transforms(**transforms).__dict__)
+
+    def _hold(self, holder: Any, read_ahead: bool | None = None) -> None:
+        super()._hold(holder, read_ahead)
+        self.attributes: dict[str, Any] = holder.manifest.attributes
+        """What the source said of itself: ``classes``, say."""
+        self.bad_samples = list(holder.manifest.bad)
+        """Index in the source and error of each sample that was left out or replaced."""
+
+    @property
+    def path(self) -> str:
+        """Where the (first) set lies."""
+        return str(self._holders[0].path)
+
+
+def _should_advise(holder: Holder, wish: bool | None) -> bool:
+    if wish is not None:
+        return wish
+    import psutil
+
+    return bool(holder.num_bytes > psutil.virtual_memory().total)
+
+
+def _restore(
+    kind: type[Columns],
+    holders: tuple[Holder, ...],
+    read_ahead: bool | None,
+    names: tuple[str, ...],
+    rows: Any,
+    transforms: dict[str, Any],
+    form: str,
+) -> Columns:
+    """The set again, over files that were opened again. Called from: a worker."""
+    sets = []
+    for holder in holders:
+        one = object.__new__(kind)
+        one._hold(holder, read_ahead)
+        sets.append(one)
+    whole = sets[0]
+    for other in sets[1:]:
+        whole = whole + other
+    whole = whole.select(*names)
+    whole._rows, whole._transforms, whole._form = rows, transforms, form
+    return whole

@@ -1,0 +1,224 @@
+"""What does the dataset that is to be packed look like, and how are its samples fetched?
+
+Called from: whoever packs (:func:`make_job`), and whoever writes a shard (:class:`Samples`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import BadArgument, CannotPack, PenstockError
+from penstock.order.keys import BAD_STREAM, GOLDEN, checked_count, checked_seed, make_key, mix
+from penstock.order.randomness import SampleRandomness
+from penstock.store.fields import (
+    Encoder,
+    Field,
+    ImageEncoder,
+    find_schema,
+    kind_of,
+    mean_bytes,
+    read_wishes,
+    split_sample,
+)
+from penstock.store.layout import FieldSchema
+from penstock.store.writer import Job, make_fingerprint
+
+SHARD_BYTES = 64 << 20
+"""A shard is what a kill costs, and what a worker writes at a time."""
+MAX_FILES = 256
+"""More than these make shards larger instead: each is a mapping and a descriptor of every reader's,
+and 1024 descriptors are a common limit."""
+_NUM_PROBES = 8
+_NUM_TRIES = 100
+"""Substitutes that are tried for a bad sample before packing ends."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Fetches and encodes samples; travels to workers.
+
+    Args:
+        get: From an index to a sample.
+        on_error: "raise", "skip", "replace", or a function of (index, error).
+    """
+
+    get: Callable[[int], Any]
+    num_samples: int
+    form: str
+    schemas: tuple[FieldSchema, ...]
+    wishes: tuple[Field, ...]
+    on_error: Any
+    seed: int
+    images: ImageEncoder | None
+
+    def __call__(self, indices: range) -> Iterator[tuple[int, Any]]:
+        """For each index: the encoded sample; for a bad one first, or only, what is wrong."""
+        randomness = SampleRandomness(self.seed)
+        pairs = zip(self.schemas, self.wishes, strict=True)
+        encoders = [Encoder(schema, wish, self.images) for schema, wish in pairs]
+
+        def fetch(index: int) -> list[np.ndarray]:
+            return self._encode(randomness.call(self.get, index, index), encoders, index)
+
+        for index in indices:
+            try:
+                yield index, fetch(index)
+                continue
+            except Exception as error:
+                if self.on_error == "raise":
+                    raise
+                failed = error
+            yield index, _text_of(failed)
+            if self.on_error == "replace":
+                yield index, self._substitute(fetch, index, failed)
+            elif callable(self.on_error):
+                other = self.on_error(index, failed)
+                if other is not None:
+                    yield index, self._encode(other, encoders, index)
+
+    def _encode(self, sample: Any, encoders: list[Encoder], index: int) -> list[np.ndarray]:
+        form, names, values = split_sample(sample)
+        if form == "dict" and self.form == "dict":
+            found = dict(zip(names, values, strict=True))
+            wanted = [encoder.schema.name for encoder in encoders]
+            values = [found[name] for name in wanted if name in found]
+        if form != self.form or len(values) != len(encoders):
+            raise CannotPack(
+                f"sample {index} is a {form} of {len(values)}; the first ones are a {self.form} "
+                f"of {len(encoders)}",
+                sample_index=index,
+            )
+        try:
+            pairs = zip(encoders, values, strict=True)
+            return [encoder.encode(value) for encoder, value in pairs]
+        except CannotPack as error:
+            raise CannotPack(
+                f"sample {index}: {error.what}",
+                likely=error.likely,
+                remedy=error.remedy,
+                field=error.facts.get("field"),
+                sample_index=index,
+            ) from None
+
+    def _substitute(self, fetch: Any, index: int, failed: Exception) -> Any:
+        key = make_key(BAD_STREAM, self.seed)
+        for attempt in range(_NUM_TRIES):
+            other = mix(key + GOLDEN * (index * _NUM_TRIES + attempt + 1)) % self.num_samples
+            try:
+                return fetch(other)
+            except Exception:
+                continue
+        raise CannotPack(
+            f"sample {index} is bad, and so were {_NUM_TRIES} others in its place",
+            sample_index=index,
+        ) from failed
+
+
+def make_job(
+    dataset: Any,
+    *,
+    fields: Any = None,
+    on_error: Any = "raise",
+    seed: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    images: ImageEncoder | None = None,
+) -> tuple[Job, Samples]:
+    """Look at a few samples, and settle how all of them are stored."""
+    if not callable(on_error):
+        BadArgument.unless_one_of("on_error", on_error, ("raise", "skip", "replace"))
+    checked_count("shard_bytes", shard_bytes, 1)
+    num_samples = _length_of(dataset)
+    get = getattr(dataset, "packed_sample", None) or dataset.__getitem__
+    probes = list(_probes(get, num_samples, on_error, checked_seed(seed)))
+    if on_error != "raise":  # one that is unlike the first is a bad one, then
+        probes = [probe for probe in probes if _kinds(probe) == _kinds(probes[0])]
+    forms = {form for form, _, _ in probes}
+    if len(forms) > 1:
+        raise CannotPack(f"samples are of different forms: {', '.join(sorted(forms))}")
+    form, names, _ = probes[0]
+    renamed, wishes = read_wishes(fields, form, names)
+    own = getattr(dataset, "packed_names", None)
+    if fields is None and own is not None:
+        renamed = list(own)
+    columns = [[values[place] for _, _, values in probes] for place in range(len(renamed))]
+    schemas = tuple(
+        find_schema(name, column, wish)
+        for name, column, wish in zip(renamed, columns, wishes, strict=True)
+    )
+    sample_bytes = sum(map(mean_bytes, schemas, columns))
+    max_shards = max(1, MAX_FILES // sum(len(schema.file_names(0)) for schema in schemas))
+    shard_rows = max(1, shard_bytes // max(1, sample_bytes), -(-num_samples // max_shards))
+    samples = Samples(
+        get, num_samples, form, schemas, tuple(wishes), on_error, checked_seed(seed), images
+    )
+    policy = on_error if isinstance(on_error, str) else "function"
+    job = Job(
+        num_samples=num_samples,
+        shard_rows=min(shard_rows, num_samples),
+        form=form,
+        fields=schemas,
+        fingerprint=make_fingerprint(
+            _describe(dataset), num_samples, form, schemas, wishes, policy, seed, shard_rows
+        ),
+        attributes=dict(getattr(dataset, "packed_attributes", {})),
+        sample_bytes=sample_bytes,
+    )
+    return job, samples
+
+
+def _describe(dataset: Any) -> str:
+    """What tells this source from another; a dataset may say more (``packed_fingerprint``)."""
+    own = getattr(dataset, "packed_fingerprint", None)
+    kind = type(dataset)
+    return f"{kind.__module__}.{kind.__qualname__} {'' if own is None else own()}"
+
+
+def _length_of(dataset: Any) -> int:
+    try:
+        num_samples = len(dataset)
+    except TypeError:
+        raise CannotPack(
+            f"a {type(dataset).__name__} has no length: only datasets with an index are packed",
+            remedy="give it __len__ and __getitem__, or pack(list(dataset), ...) if it is small",
+        ) from None
+    if not num_samples:
+        raise CannotPack("the dataset has no samples")
+    return num_samples
+
+
+def _probes(get: Any, num_samples: int, on_error: Any, seed: int) -> Iterator[Any]:
+    """A few samples from all over the dataset, taken apart."""
+    randomness = SampleRandomness(seed)
+    # Neighbours and far ones: what repeats with any period must not look alike by chance.
+    spread = np.linspace(0, num_samples - 1, _NUM_PROBES // 2 + 1).astype(int).tolist()
+    places = [0, *range(1, min(num_samples, _NUM_PROBES // 2)), *spread[1:]]
+    failed: Exception | None = None
+    num_found = 0
+    for index in dict.fromkeys([*places, *range(min(num_samples, _NUM_TRIES))]):
+        if num_found >= min(num_samples, _NUM_PROBES):
+            break
+        try:
+            found = split_sample(randomness.call(get, index, index))
+        except Exception as error:
+            if on_error == "raise":
+                raise
+            failed = error
+            continue
+        num_found += 1
+        yield found
+    if not num_found:
+        raise CannotPack("none of the first samples could be loaded") from failed
+
+
+def _kinds(probe: Any) -> Any:
+    form, names, values = probe
+    return form, [kind_of(value, name) for name, value in zip(names, values, strict=True)]
+
+
+def _text_of(error: Exception) -> str:
+    what = error.what if isinstance(error, PenstockError) else str(error)
+    return f"{type(error).__name__}: {what.partition(chr(10))[0][:500]}"

@@ -1,0 +1,299 @@
+"""Images: right whatever their form, and the same crops and pixels as torchvision's."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("PIL")
+torchvision = pytest.importorskip("torchvision")
+
+from PIL import Image  # noqa: E402
+from torchvision.transforms import v2  # noqa: E402
+from torchvision.transforms.v2 import functional  # noqa: E402
+
+import penstock  # noqa: E402
+from penstock import BadImage, DataLoader, ImageFolder, Packed, pack  # noqa: E402
+from penstock.store.decoders import available, jpeg_decoder  # noqa: E402
+from penstock.store.images import find_scale, resize  # noqa: E402
+from pictures import encode, make_folder, make_pixels  # noqa: E402
+
+pytestmark = pytest.mark.vision
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="module")
+def jpeg() -> bytes:
+    return encode(make_pixels())
+
+
+def by_pillow(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def distance(left: Any, right: Any) -> int:
+    return int(np.abs(np.asarray(left).astype(int) - np.asarray(right).astype(int)).max())
+
+
+# Every form of image
+
+FORMS: dict[str, Any] = {
+    "jpeg": lambda pixels: encode(pixels),
+    "progressive jpeg": lambda pixels: encode(pixels, progressive=True),
+    "jpeg 4:4:4": lambda pixels: encode(pixels, subsampling=0),
+    "grey jpeg": lambda pixels: encode(pixels[:, :, 0]),
+    "png": lambda pixels: encode(pixels, "PNG"),
+    "grey png": lambda pixels: encode(pixels[:, :, 0], "PNG"),
+    "png with alpha": lambda pixels: encode(np.dstack([pixels, pixels[:, :, :1]]), "PNG"),
+    "webp": lambda pixels: encode(pixels, "WEBP", lossless=True),
+    "bmp": lambda pixels: encode(pixels, "BMP"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_image_is_what_pillow_reads(form: str) -> None:
+    data = FORMS[form](make_pixels(61, 83))
+    found = penstock.decode(data)
+    assert found.dtype == np.uint8
+    assert found.shape == (61, 83, 3)
+    assert distance(found, by_pillow(data)) <= 4  # libraries round the colour transform differently
+
+
+def test_cmyk_becomes_rgb() -> None:
+    file = io.BytesIO()
+    Image.fromarray(make_pixels(40, 50)).convert("CMYK").save(file, "JPEG", quality=95)
+    data = file.getvalue()
+    assert distance(penstock.decode(data), by_pillow(data)) == 0
+
+
+def test_sixteen_bits_are_scaled_not_clipped() -> None:
+    wide = (np.arange(256, dtype=np.uint32)[:, None] * np.ones((1, 4), np.uint32) * 257).astype(
+        np.uint16
+    )
+    file = io.BytesIO()
+    Image.fromarray(wide).save(file, "PNG")
+    found = penstock.decode(file.getvalue())
+    assert np.array_equal(found[:, 0, 0], np.arange(256))
+    clipped = by_pillow(file.getvalue())  # the negative control: Pillow's own way loses it
+    assert clipped[200, 0, 0] == 255
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_pictures_stand_upright(orientation: int, kind: str) -> None:
+    from PIL import ImageOps
+
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(make_pixels(40, 60), kind, exif=exif)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+    assert distance(penstock.decode(data), expected) <= 4
+    lying = penstock.decode(data, upright=False)
+    assert lying.shape == (40, 60, 3)
+
+
+def test_a_crop_of_a_turned_picture_is_a_crop_of_the_upright_one() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encode(make_pixels(60, 90), exif=exif)
+    upright = penstock.decode(data)
+    assert upright.shape == (90, 60, 3)
+    crop = penstock.CenterCrop((80, 30))
+    assert np.array_equal(penstock.decode(data, crop), upright[5:85, 15:45])
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_a_bomb_is_refused_before_it_is_decoded(kind: str) -> None:
+    data = encode(np.zeros((300, 400, 3), np.uint8), kind)
+    with pytest.raises(BadImage, match="400 x 300 pixels, more than the 100000 allowed"):
+        penstock.decode(data, max_pixels=100_000)
+    assert penstock.decode(data, max_pixels=120_000).shape == (300, 400, 3)
+
+
+def test_what_is_no_image_is_named_with_its_file(tmp_path: Path, jpeg: bytes) -> None:
+    for name, content in (
+        ("empty", b""),
+        ("text", b"hello"),
+        ("cut", encode(make_pixels(), "PNG")[:999]),
+    ):
+        path = tmp_path / f"{name}.jpg"
+        path.write_bytes(content)
+        with pytest.raises(BadImage, match=f"{name}.jpg"):
+            penstock.decode(path)
+        with pytest.raises(ValueError, match="cannot be decoded"):
+            penstock.decode(content)
+
+
+@pytest.mark.parametrize("name", ["simplejpeg", "cv2", "torchvision", "PIL"])
+def test_all_decoders_agree(name: str, jpeg: bytes) -> None:
+    try:
+        decode = jpeg_decoder(name)
+    except ImportError:
+        pytest.skip(f"{name} is not installed in this leg")
+    assert distance(decode(jpeg, 1), by_pillow(jpeg)) <= 4
+
+
+# torchvision's crops
+
+SIZES = [(375, 500), (500, 375), (64, 64), (20, 300)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_crops_have_the_distribution_of_torchvisions(size: tuple[int, int]) -> None:
+    """Two samples of 4000 crops: Kolmogorov-Smirnov for each of the four numbers."""
+    count = 4000
+    ours = penstock.RandomResizedCrop(224)
+    np.random.seed(1)
+    found = np.array([ours.draw(*size) for _ in range(count)], float)
+    torch.manual_seed(1)
+    blank = torch.empty(3, *size, dtype=torch.uint8)
+    theirs = v2.RandomResizedCrop(224, antialias=True)
+    made = [theirs.make_params([blank]) for _ in range(count)]
+    expected = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in made], float)
+    limit = 1.95 * np.sqrt(2 / count)  # both from one distribution pass with probability 0.999
+    for column in range(4):
+        assert largest_gap(found[:, column], expected[:, column]) < limit, column
+    # The negative control. In a strip nothing fits, and all take the middle.
+    other = penstock.RandomResizedCrop(224, scale=(0.2, 1.0))
+    wrong = np.array([other.draw(*size) for _ in range(count)], float)
+    is_other = max(largest_gap(wrong[:, k], expected[:, k]) for k in (2, 3)) > limit
+    assert is_other == (size != (20, 300))
+
+
+def largest_gap(left: np.ndarray, right: np.ndarray) -> float:
+    """Kolmogorov and Smirnov's distance of two samples."""
+    both = np.concatenate([left, right])
+    heights = [
+        np.searchsorted(np.sort(one), both, side="right") / len(one) for one in (left, right)
+    ]
+    return float(np.abs(heights[0] - heights[1]).max())
+
+
+def test_flips_come_as_often_as_they_should() -> None:
+    flip = penstock.RandomHorizontalFlip(0.3)
+    np.random.seed(2)
+    share = sum(bool(flip.steps(4, 4)) for _ in range(4000)) / 4000
+    assert 0.27 < share < 0.33
+
+
+@pytest.mark.parametrize("box", [(10, 20, 300, 330), (0, 0, 100, 120), (5, 5, 224, 224)])
+def test_a_crop_has_torchvisions_pixels(box: tuple[int, int, int, int]) -> None:
+    pixels = make_pixels()
+    tensor = torch.from_numpy(pixels).permute(2, 0, 1)
+    top, left, height, width = box
+    part = pixels[top : top + height, left : left + width]
+    expected = functional.resized_crop(tensor, *box, [224, 224], antialias=True)
+    ours = resize(part, (224, 224))
+    assert distance(ours.transpose(2, 0, 1), expected) <= 1
+    pillow = Image.fromarray(part).resize((224, 224), Image.Resampling.BILINEAR)
+    assert distance(ours, pillow) <= 1
+    plain = functional.resized_crop(tensor, *box, [224, 224], antialias=False)
+    quick = resize(part, (224, 224), antialias=False)
+    assert distance(quick.transpose(2, 0, 1), plain) <= 3
+    if height > 250:  # the negative control: without antialiasing it is another picture
+        assert distance(quick, ours) > 20
+
+
+def test_resize_and_centre_crop_are_torchvisions() -> None:
+    for height, width in ((375, 500), (500, 375), (100, 90)):
+        pixels = make_pixels(height, width)
+        tensor = torch.from_numpy(pixels).permute(2, 0, 1)
+        ours = penstock.Compose([penstock.Resize(128), penstock.CenterCrop(112)])
+        theirs = v2.Compose([v2.Resize(128, antialias=True), v2.CenterCrop(112)])
+        assert distance(ours(pixels), theirs(tensor)) <= 1
+        wide = penstock.CenterCrop((600, 40))(pixels)
+        assert torch.equal(wide, v2.CenterCrop((600, 40))(tensor))
+
+
+def test_the_fast_mode_reads_at_reduced_scale_within_its_bounds(jpeg: bytes) -> None:
+    crop = penstock.Resize((90, 120), fast=True)
+    assert find_scale(crop.steps(375, 500), 375, 500) == 4
+    exact = penstock.decode(jpeg, penstock.Resize((90, 120)), decoder="PIL").astype(int)
+    for name in available():
+        if name == "torchvision":
+            continue
+        quick = penstock.decode(jpeg, crop, decoder=name)
+        assert quick.shape == (90, 120, 3)
+        error = np.abs(quick - exact)
+        assert error.mean() < 4, name
+    assert distance(penstock.decode(jpeg, penstock.Resize((90, 120))), exact) <= 4
+
+
+# Folders
+
+
+def test_a_folder_has_torchvisions_layout_and_attributes(folder: Path) -> None:
+    ours, theirs = ImageFolder(folder), torchvision.datasets.ImageFolder(str(folder))
+    for name in ("classes", "class_to_idx", "samples", "imgs", "targets"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert len(ours) == len(theirs)
+    image, label = ours[5]
+    assert image.dtype == torch.uint8
+    assert label == theirs[5][1]
+    assert distance(image.permute(1, 2, 0), theirs[5][0]) <= 4
+
+
+def epoch(dataset: Any, **keywords: Any) -> list[torch.Tensor]:
+    return [x for x, _ in DataLoader(dataset, batch_size=4, shuffle=True, seed=3, **keywords)]
+
+
+def test_crops_are_the_same_bits_for_any_workers(folder: Path) -> None:
+    crop = penstock.Compose([penstock.RandomResizedCrop(64), penstock.RandomHorizontalFlip()])
+    dataset = ImageFolder(folder, crop)
+    alone = epoch(dataset)
+    assert alone[0].shape == (4, 3, 64, 64)
+    for keywords in ({"num_workers": 2}, {"num_workers": 3, "pool": "thread"}):
+        assert all(map(torch.equal, alone, epoch(dataset, **keywords)))
+    assert not all(
+        map(
+            torch.equal,
+            alone,
+            [x for x, _ in DataLoader(dataset, batch_size=4, shuffle=True, seed=4)],
+        )
+    )
+
+
+def test_the_plan_says_who_decodes(folder: Path) -> None:
+    notes = DataLoader(ImageFolder(folder), batch_size=2).plan.notes
+    assert any("decoded by" in note and "/s" in note for note in notes)
+    assert not DataLoader([1, 2]).plan.notes
+
+
+@pytest.mark.parametrize("encoding", ["keep", "jpeg", "raw"])
+def test_a_packed_folder_gives_the_same_pictures(
+    folder: Path, tmp_path: Path, encoding: str
+) -> None:
+    wish = penstock.Field(encoding=encoding, longer_side=None if encoding == "keep" else 100)
+    source = ImageFolder(folder)
+    packed = pack(source, tmp_path / "set", fields={"image": wish, "label": None}, workers=0)
+    assert packed.attributes["classes"] == ["cat", "dog"]
+    image, label = packed[4]
+    assert label == source[4][1]
+    if encoding == "keep":
+        assert torch.equal(image, source[4][0])
+    else:
+        assert tuple(image.shape) == (3, 75, 100)
+        expected = resize(np.asarray(source[4][0].permute(1, 2, 0)), (75, 100))
+        error = np.abs(np.asarray(image.permute(1, 2, 0)).astype(int) - expected)
+        assert error.max() <= (0 if encoding == "raw" else 80)
+        assert error.mean() < 5
+    crop = penstock.RandomResizedCrop(32)
+    cropped = Packed(tmp_path / "set", transforms={"image": crop})
+    alone = epoch(cropped)
+    assert alone[0].shape == (4, 3, 32, 32)
+    assert all(map(torch.equal, alone, epoch(cropped, num_workers=2)))
+
+
+def test_pillow_images_are_packed_as_pixels(folder: Path, tmp_path: Path) -> None:
+    theirs = torchvision.datasets.ImageFolder(str(folder))
+    packed = pack(theirs, tmp_path / "set", workers=0)
+    assert distance(packed[3][0].permute(1, 2, 0), theirs[3][0]) == 0
