@@ -116,7 +116,7 @@ def _passes(
     case: Case, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor
 ) -> dict[Pass, torch.Tensor]:
     convolve: Any = getattr(functional, f"conv{case.num_dims}d")
-    x, w = x.double().requires_grad_(), w.double().requires_grad_()
+    x, w = (t.detach().double().detach().requires_grad_() for t in (x, w))
     y = convolve(x, w, None, case.stride, case.padding, case.dilation, case.groups)
     dx, dw = torch.autograd.grad(y, (x, w), dy.double())
     return {"forward": y.detach(), "input gradient": dx, "weight gradient": dw}

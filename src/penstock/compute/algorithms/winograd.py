@@ -113,7 +113,7 @@ def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> to
     high, wide = (-(-n // scheme.m) for n in g.out_size)
     sums = x.dtype if x.element_size() > 2 else torch.float32
     cells = scheme.t**2 * high * wide * (2 * g.in_channels + g.out_channels)
-    step = max(1, min(g.batch, cap_bytes // (cells * sums.itemsize)))
+    step = max(1, min(g.batch, cap_bytes // (cells * max(4, x.element_size()))))
     y = _empty(g, x)
     for start in range(0, g.batch, step):
         part = x[start : start + step]
@@ -172,7 +172,7 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
     high, wide = (-(-n // m) for n in g.out_size)
     sums = x.dtype if x.element_size() > 2 else torch.float32
     cells = t**2 * high * wide * 2 * (g.in_channels + g.out_channels)
-    step = max(1, min(g.batch, cap_bytes // (cells * sums.itemsize)))
+    step = max(1, min(g.batch, cap_bytes // (cells * max(4, x.element_size()))))
     total = x.new_zeros((t * t, g.in_channels, g.out_channels), dtype=sums)
     spread = _matrix(tuple(zip(*scheme.a, strict=True)), sums, x.device)
     for start in range(0, g.batch, step):
