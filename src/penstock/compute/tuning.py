@@ -13,6 +13,7 @@ import hashlib
 import os
 import time
 from dataclasses import astuple
+
 import torch
 
 from penstock.compute import folder

@@ -56,7 +56,9 @@ def test_columns_stay_under_the_cap() -> None:
     exact = convolving.exact(case, torch.float32)
     whole = columns.columns_bytes(geometry, 4)
     for cap in (whole // 2, whole // 8, whole // 128):
-        largest = largest_allocation(lambda cap=cap: columns.forward(geometry, exact.x, exact.w, cap))  # type: ignore[misc]
+        largest = largest_allocation(
+            lambda cap=cap: columns.forward(geometry, exact.x, exact.w, cap)
+        )  # type: ignore[misc]
         assert largest <= max(cap, exact.results["forward"].numel() * 4)
     assert largest_allocation(lambda: columns.forward(geometry, exact.x, exact.w, whole)) == whole
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 _PLAIN = ["num", "num_tiles", "tiles_h", "tiles_w", "size_h", "size_w"]
 """Numbers that a kernel is not compiled anew for."""
 

@@ -62,8 +62,11 @@ def rungs_for(machine: Machine, device: str) -> list[Rung]:
     if device == "cuda" and machine.torch_build == "hip":
         find = (("MIOPEN_FIND_MODE", "NORMAL"), ("MIOPEN_FIND_ENFORCE", "SEARCH"))
         found.append(
-            Rung(name="MIOpen searches anew", line="export MIOPEN_FIND_MODE=NORMAL "
-                 "MIOPEN_FIND_ENFORCE=SEARCH", environ=find)  # fmt: skip
+            Rung(
+                name="MIOpen searches anew",
+                line="export MIOPEN_FIND_MODE=NORMAL MIOPEN_FIND_ENFORCE=SEARCH",
+                environ=find,
+            )  # fmt: skip
         )
         found += _override_rungs(machine)
     off = "torch.backends.cudnn.enabled = False"

@@ -32,7 +32,10 @@ from penstock.machine.facts import Machine
 LIMITS_S = {"cpu": 20.0, "cuda": 90.0}
 """For one step. Long on a GPU: MIOpen may compile a kernel the first time."""
 _RELEVANT = ("HSA_", "MIOPEN_", "HIP_", "ROCR_", "CUDA_VISIBLE", "PYTORCH_", "DNNL_", "ONEDNN_")
-_MARKS = {"right": "ok", "raises": "raises", "wrong": "WRONG", "crashes": "CRASH", "hangs": "HANGS"}
+_MARKS = {
+    "right": "ok", "raises": "raises", "wrong": "WRONG", "crashes": "CRASH", "hangs": "HANGS",
+    "absent": "-",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +64,13 @@ class Findings:
         return frozenset(
             verdict.step.key
             for verdict in self.verdicts
-            if verdict.word != "right" and verdict.step.kind != "batch norm"
+            if verdict.is_broken and verdict.step.kind != "batch norm"
         )
 
     @property
     def advice(self) -> str:
         """The fastest rung that gets right what is broken, as a line to write."""
-        if all(verdict.word == "right" for verdict in self.verdicts):
+        if not any(verdict.is_broken for verdict in self.verdicts):
             return "nothing is broken: leave convolutions to torch"
         best = best_of(self.trials)
         if best is None:
@@ -159,7 +162,7 @@ def _try(
 ) -> Findings:
     started_s = time.monotonic()
     verdicts = run_steps(device, all_steps(), limit_s=limit_s, on_verdict=on_verdict)
-    broken = [verdict.step for verdict in verdicts if verdict.word != "right"]
+    broken = [verdict.step for verdict in verdicts if verdict.is_broken]
     trials: list[Trial] = []
     if broken:
 
@@ -230,7 +233,9 @@ def _lines(findings: Findings) -> list[str]:
             cells = [_cell(words, kind, dtype, which) for dtype in TYPES]
             lines.append(f"  {kind + ', ' + which:28}" + "".join(f"{cell:>24}" for cell in cells))
     notes = Counter(
-        f"{v.word}: {v.note.splitlines()[0][:110]}" for v in findings.verdicts if v.note
+        f"{v.word}: {v.note.splitlines()[0][:110]}"
+        for v in findings.verdicts
+        if v.note and v.is_broken
     )
     lines += [f"  {count} x {note}" for note, count in notes.most_common(5)]
     lines += [f"  tried: {trial}" for trial in findings.trials]

@@ -49,7 +49,8 @@ class Verdict:
     """What became of a step.
 
     Args:
-        word: ``"right"``, ``"raises"``, ``"wrong"``, ``"crashes"`` or ``"hangs"``.
+        word: ``"right"``, ``"raises"``, ``"wrong"``, ``"crashes"`` or ``"hangs"``; or ``"absent"``
+            where torch has no kernel for the type, which is nobody's fault.
         note: The exception's text, how far off, or the signal.
         ms: How long it took once warm, where it was right.
     """
@@ -58,6 +59,10 @@ class Verdict:
     word: str
     note: str = ""
     ms: float = 0.0
+
+    @property
+    def is_broken(self) -> bool:
+        return self.word not in ("right", "absent")
 
     def to_dict(self) -> dict[str, Any]:
         return {"step": list(self.step.key), "word": self.word, "note": self.note, "ms": self.ms}
