@@ -1,4 +1,4 @@
-"""Eleven layers, and who computes them: the vendor's library, ATen, unfold + matmul, and Penstock."""
+"""Eleven layers, and who computes them: the library, ATen, unfold + matmul, and Penstock."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def _judge(console: Console, records: list[dict[str, Any]], device: str) -> int:
             sum(column) for column in zip(*(c.values() for c in chosen), strict=True)
         )
         lines = [(f"sum {ours / library:.2f}x the library", TARGETS.get(type_name), ours / library)]
-        worst = max(c["Penstock"] / [*c.values()][0] for c in chosen)
+        worst = max(c["Penstock"] / next(iter(c.values())) for c in chosen)
         lines.append((f"worst layer {worst:.2f}x", MAX_LAYER, worst))
         lines.append((f"ATen {aten / ours:.1f}x, unfold {unfold / ours:.1f}x slower than ours",
                       None, 0.0))  # fmt: skip

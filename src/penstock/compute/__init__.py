@@ -1,8 +1,8 @@
 """Can the model itself run here, and run faster?
 
 Where a GPU's own convolution library fails, :func:`bypass_convolutions` computes convolutions from
-matrix products instead; :func:`probe` finds out whether it does fail; :func:`optimize` makes a model
-faster for inference. Nothing here touches the data, and importing this room imports no torch.
+matrix products instead; :func:`probe` finds out whether it does fail; :func:`optimize` makes a
+model faster for inference. Nothing here touches the data; importing this room imports no torch.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ def bypass_convolutions(
     changes nothing; ``.undo()`` takes all of it back.
 
     Args:
-        mode: ``"on"`` for all convolutions; ``"auto"`` for those that :func:`penstock.compute.probe`
-            finds broken, whose result is kept between runs.
+        mode: ``"on"`` for all convolutions; ``"auto"`` for those that
+            :func:`penstock.compute.probe` finds broken, whose result is kept between runs.
         devices: ``("cuda",)``, which is also ROCm's name, and ``("cpu",)``; by default the GPU if
             there is one that this torch is built for, else the CPU.
         memory_cap_bytes: For the buffers of one call; ``PENSTOCK_CONV_MEMORY_MB`` says it from

@@ -1,7 +1,7 @@
 """A convolution as torch's dispatcher asks for it, computed by one of the algorithms.
 
-Everything that depends on shapes alone is worked out once and kept as a :class:`Plan`: whether it is
-ours at all, the geometry, the layout of the results. What torch computes without a convolution
+Everything that depends on shapes alone is worked out once and kept as a :class:`Plan`: whether it
+is ours at all, the geometry, the layout of the results. What torch computes without a convolution
 library, or refuses, is no plan (None) and left to torch: its results and its errors are then the
 same because they are torch's own.
 """
@@ -70,6 +70,8 @@ def make_plan(
     if x.dtype not in _TYPES or w.dtype != x.dtype or w.device != x.device:
         return None
     if b is not None and (b.dtype != x.dtype or b.device != x.device):
+        return None
+    if arguments[5] <= 0 or any(d <= 0 for d in arguments[2]):
         return None
     backend = layout.backend_of(x, w, b, sizes, arguments)
     if layout.is_empty(backend) or not w.numel():

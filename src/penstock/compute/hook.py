@@ -34,6 +34,7 @@ IsOurs = Callable[[Plan, torch.dtype, Sequence[Pass]], bool]
 
 _aten: Any = torch.ops.aten
 _c: Any = torch._C
+_cuda: Any = torch.cuda
 _native_key: Any = _c.DispatchKey.CompositeExplicitAutograd
 _tracing_state: Any = _c._get_tracing_state
 _NATIVE = object()
@@ -72,7 +73,8 @@ class Hook:
             RuntimeError: Torch 1.13 lets only one library override a key.
         """
         self._devices = tuple(devices)
-        library = torch.library.Library("aten", "IMPL")
+        make: Any = torch.library.Library
+        library = make("aten", "IMPL")
         kernels = (self._convolution, self._convolution_flagged, self._backward)
         try:
             for device in devices:
@@ -167,7 +169,7 @@ class Hook:
                 if not self._answers(name, device)]  # fmt: skip
 
     def _answers(self, name: str, device: str) -> bool:
-        if device == "cuda" and not torch.cuda.is_initialized():
+        if device == "cuda" and not _cuda.is_initialized():
             return True  # nothing has run there, and we do not open a GPU to look
         tiny = torch.zeros((1, 1, 1, 1), device=device)
         arguments = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)

@@ -1,7 +1,7 @@
 """Which way is fastest for this shape on this machine? Measured once, kept for later runs.
 
-On a GPU the candidates of a shape are timed the first time it is seen, within a budget for the whole
-process; the result goes to a file for this torch, Triton and card. On the CPU, under
+On a GPU the candidates of a shape are timed the first time it is seen, within a budget for the
+whole process; the result goes to a file for this torch, Triton and card. On the CPU, under
 ``torch.use_deterministic_algorithms``, while a CUDA graph is captured, or when the budget is used
 up, the rule decides: the first candidate.
 """
@@ -13,6 +13,7 @@ import hashlib
 import os
 import time
 from dataclasses import astuple
+from typing import Any
 
 import torch
 
@@ -109,14 +110,15 @@ def time_once(
 ) -> float:
     """Milliseconds on the GPU, the least of some calls after a first one."""
     way.run(g, a, b, cap_bytes)
+    event: Any = torch.cuda.Event
     times = []
     for _ in range(NUM_TIMED):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (event(enable_timing=True) for _ in range(2))
         start.record()
         way.run(g, a, b, cap_bytes)
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(float(start.elapsed_time(end)))
     return min(times)
 
 

@@ -1,9 +1,9 @@
 """Convolution as a matrix product over columns (im2col), in chunks under a memory cap.
 
 A column holds what the kernel sees at one place of the output. The columns of a chunk are a view of
-the padded input (``as_strided``), copied once into a buffer that every chunk of the call uses again;
-the product is written straight into its part of the output. With the channels innermost the view
-copies runs of channels, and the product comes out with its channels innermost too: no other copy.
+the padded input (``as_strided``), copied once into a buffer that every chunk of the call uses
+again; the product is written straight into its part of the output. With the channels innermost the
+view copies runs of channels, and the product has its channels innermost too: no other copy.
 
 Error: sums of ``C/groups * taps`` products as the matrix product of torch sums them; for half types
 it sums in float32 and rounds once, and a weight gradient adds the chunks in float32.
@@ -100,13 +100,12 @@ class _Window:
         buffer = self.take(shape)
         low = first - g.padding[0]  # in rows of the unpadded input
         top, bottom = max(low, 0), min(low + seen, g.in_size[0])
-        inner = tuple(slice(p, p + n) for p, n in zip(g.padding[1:], g.in_size[1:], strict=True))
+        inner = (slice(p, p + n) for p, n in zip(g.padding[1:], g.in_size[1:], strict=True))
         if top > low or bottom < low + seen:
             buffer.zero_()
         if bottom > top:
-            buffer[(slice(None), slice(top - low, bottom - low), *inner)] = self.x[
-                chunk.samples, top:bottom
-            ]
+            place = (slice(None), slice(top - low, bottom - low), *inner)
+            buffer[place] = self.x[chunk.samples, top:bottom]
         return buffer
 
     def take(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -139,11 +138,12 @@ class _Window:
         """What one tap of the kernel sees: ``[samples, *out, channels]``, a view."""
         g = self.g
         rows = (chunk.num_rows, *g.out_size[1:])
-        spans = tuple(
+        spans = (
             slice(k * d, k * d + (n - 1) * s + 1, s)
             for k, d, n, s in zip(place, g.dilation, rows, g.stride, strict=True)
         )
-        return seen[(slice(None), *spans)]
+        whole = (slice(None), *spans)
+        return seen[whole]
 
 
 # -- forward ---------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def _forward_last(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int)
 def _fill_last(g: Geometry, cells: torch.Tensor, columns: torch.Tensor) -> None:
     """Copy a view of columns into the buffer, as ``[groups, places, taps, C/groups]``."""
     places, taps = columns.shape[: g.num_dims + 1], columns.shape[g.num_dims + 1 : -1]
-    grouped = columns.unflatten(-1, (g.groups, g.group_in))
+    grouped = columns.view(*columns.shape[:-1], g.groups, g.group_in)
     last = grouped.dim() - 1
     order = (last - 1, *range(last - 1), last)
     cells.view(g.groups, *places, *taps, g.group_in).copy_(grouped.permute(order))
@@ -253,7 +253,8 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
         buffer = _fitting(buffer, x, num * g.in_channels)
         cells = buffer[: num * g.in_channels].view(g.groups, num, g.group_in)
         for number, place in enumerate(product(*(range(k) for k in g.kernel))):
-            view = window.tap(seen, chunk, place).unflatten(-1, (g.groups, g.group_in))
+            view = window.tap(seen, chunk, place)
+            view = view.view(*view.shape[:-1], g.groups, g.group_in)
             axes = view.dim()
             order = (axes - 2, *range(axes - 2), axes - 1)
             cells.view(g.groups, *view.shape[:-2], g.group_in).copy_(view.permute(order))

@@ -178,8 +178,9 @@ def input_gradient(
     dx = _empty(g, dy, g.in_channels, g.in_size)
     turned = _grouped(g, w).permute(0, 3, 4, 1, 2).contiguous()
     for phase in phases(g):
-        spans = tuple(slice(a.start, None, s) for a, s in zip(phase, g.stride, strict=True))
-        part = dx[(slice(None), slice(None), *spans)]
+        spans = (slice(a.start, None, s) for a, s in zip(phase, g.stride, strict=True))
+        place = (slice(None), slice(None), *spans)
+        part = dx[place]
         if not all(axis.num_taps for axis in phase):
             part.zero_()
             continue
@@ -208,7 +209,7 @@ def weight_gradient(
     block_k = base.k
     tiles = -(-g.group_out // block_m) * -(-depth // block_n)
     splits = _num_splits(tiles * g.groups, rows, block_k, 4 * g.out_channels * depth)
-    per_split = -(-(-(-rows // splits)) // block_k) * block_k
+    per_split = _up(_up(rows, splits), block_k) * block_k
     splits = -(-rows // per_split)
     partial = x.new_empty((splits, g.out_channels, depth), dtype=torch.float32)
     kernels().weight_gemm[(tiles, g.groups, splits)](
@@ -226,6 +227,11 @@ def weight_gradient(
     dw = partial.sum(0) if splits > 1 else partial[0]
     shaped = dw.view(g.out_channels, *g.kernel, g.group_in).movedim(-1, 1)
     return shaped.to(x.dtype)
+
+
+def _up(a: int, b: int) -> int:
+    """``a / b``, rounded up."""
+    return -(-a // b)
 
 
 def _num_splits(tiles: int, rows: int, block_k: int, bytes_each: int) -> int:
@@ -282,7 +288,7 @@ def depthwise_weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor) ->
     block_m = max(1, cells // block_c)
     blocks = -(-g.in_channels // block_c)
     splits = _num_splits(blocks, rows, block_m, 4 * g.in_channels * g.num_taps)
-    per_split = -(-(-(-rows // splits)) // block_m) * block_m
+    per_split = _up(_up(rows, splits), block_m) * block_m
     splits = -(-rows // per_split)
     partial = x.new_empty((splits, g.in_channels, g.num_taps), dtype=torch.float32)
     kernels().depthwise_weight_gradient[(blocks, splits)](

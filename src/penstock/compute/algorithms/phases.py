@@ -1,8 +1,8 @@
 """Input gradients as ordinary convolutions of stride 1, one for each phase of the stride.
 
 With stride ``s`` the places of the input fall into ``s`` phases along each axis: a place ``h`` gets
-something from the taps ``t`` with ``t * dilation = h + padding`` modulo ``s``, and from no other. So
-each phase is a convolution of ``dy`` with every so-manieth tap, of stride 1, and no multiplication
+something from the taps ``t`` with ``t * dilation = h + padding`` modulo ``s``, and from no other.
+So each phase is a convolution of ``dy`` with some of the taps, of stride 1, and no multiplication
 is spent on zeros. Stride 1 is one phase: a convolution with the taps in reverse.
 
 Error and memory: those of the algorithm that computes the phases, for the largest phase; with more
@@ -88,17 +88,18 @@ def input_gradient(
         return _phase(g, dy, turned, parts[0], forward)
     dx = _empty(g, dy)
     for phase in parts:
-        place = tuple(slice(a.start, None, s) for a, s in zip(phase, g.stride, strict=True))
+        spans = (slice(a.start, None, s) for a, s in zip(phase, g.stride, strict=True))
+        place = (slice(None), slice(None), *spans)
         if all(axis.num_taps for axis in phase):
-            dx[(slice(None), slice(None), *place)] = _phase(g, dy, turned, phase, forward)
+            dx[place] = _phase(g, dy, turned, phase, forward)
         else:
-            dx[(slice(None), slice(None), *place)] = 0
+            dx[place] = 0
     return dx
 
 
 def _turn(g: Geometry, w: torch.Tensor) -> torch.Tensor:
     """Weights with the roles of input and output channels exchanged, group by group; a view."""
-    grouped = w.unflatten(0, (g.groups, g.group_out)).transpose(1, 2)
+    grouped = w.reshape(g.groups, g.group_out, g.group_in, *g.kernel).transpose(1, 2)
     return grouped.reshape(g.in_channels, g.group_out, *g.kernel)
 
 
@@ -111,8 +112,8 @@ def _phase(
         reach = (axis.num_taps - 1) * axis.step
         lows.append(reach - axis.offset)  # places missing before dy, or too many where negative
         highs.append(axis.offset + axis.num - size)
-    spans = tuple(slice(a.taps[0], None, a.taps[1]) for a in phase)
-    kernel = w[(slice(None), slice(None), *spans)]
+    taps = (slice(None), slice(None), *(slice(a.taps[0], None, a.taps[1]) for a in phase))
+    kernel = w[taps]
     kernel = kernel.flip(tuple(range(2, g.num_dims + 2)))
     source, padding = _fit(dy, lows, highs, is_channels_last=g.is_channels_last)
     one = (1,) * g.num_dims

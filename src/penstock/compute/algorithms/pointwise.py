@@ -1,8 +1,8 @@
 """Kernels of one place (1x1): a plain matrix product over the channels.
 
-Error: sums of ``C`` products, as torch's matrix product sums them. Memory beside inputs and results:
-none with the channels innermost; otherwise a weight gradient takes ``min(batch * O * C, size of x
-and dy)`` elements. A stride copies the part of ``x`` that is seen.
+Error: sums of ``C`` products, as torch's matrix product sums them. Memory beside inputs and
+results: none with the channels innermost; otherwise a weight gradient takes ``min(batch * O * C,
+size of x and dy)`` elements. A stride copies the part of ``x`` that is seen.
 """
 
 from __future__ import annotations
@@ -62,5 +62,6 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor) -> torch.Ten
 
 def _seen(g: Geometry, x: torch.Tensor) -> torch.Tensor:
     """The places that the stride leads to, as a view."""
-    spans = tuple(slice(0, (n - 1) * s + 1, s) for n, s in zip(g.out_size, g.stride, strict=True))
-    return x[(slice(None), slice(None), *spans)]
+    spans = (slice(0, (n - 1) * s + 1, s) for n, s in zip(g.out_size, g.stride, strict=True))
+    whole = (slice(None), slice(None), *spans)
+    return x[whole]

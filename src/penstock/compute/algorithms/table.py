@@ -1,7 +1,7 @@
 """Which ways are there for a convolution, and which is tried first?
 
-:func:`candidates` lists the ways that can compute one pass of one convolution, the one that the rule
-would take first. All take the same arguments; see :data:`Run`.
+:func:`candidates` lists the ways that can compute one pass of one convolution, the one that the
+rule would take first. All take the same arguments; see :data:`Run`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.compute.algorithms import (
 from penstock.compute.geometry import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Geometry, Pass
 
 Run = Callable[[Geometry, torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""Geometry, the two tensors of the pass (x and w; dy and w; x and dy), and the memory cap in bytes."""
+"""Geometry, the two tensors of the pass (x, w; dy, w; or x, dy), and the memory cap in bytes."""
 
 MIN_WINOGRAD_CHANNELS = 32
 """Below so many channels the transforms cost more than the multiplications they save. By reasoning:

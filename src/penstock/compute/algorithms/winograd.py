@@ -111,7 +111,6 @@ def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> to
     scheme = scheme_for(x.dtype)
     u = transform_weights(scheme, w)
     high, wide = (-(-n // scheme.m) for n in g.out_size)
-    sums = x.dtype if x.element_size() > 2 else torch.float32
     cells = scheme.t**2 * high * wide * (2 * g.in_channels + g.out_channels)
     step = max(1, min(g.batch, cap_bytes // (cells * max(4, x.element_size()))))
     y = _empty(g, x)
@@ -208,7 +207,7 @@ def _tiles_of(
     (high, wide), m = tiles, scheme.m
     bottom, right = high * m - g.out_size[0], wide * m - g.out_size[1]
     padded = torch.nn.functional.pad(dy, (0, right, 0, bottom)) if bottom or right else dy
-    cut = padded.unflatten(3, (wide, m)).unflatten(2, (high, m))  # n, o, high, m, wide, m
+    cut = padded.reshape(dy.shape[0], g.out_channels, high, m, wide, m)
     order = (3, 5, 0, 2, 4, 1) if g.is_channels_last else (3, 5, 1, 0, 2, 4)
     return cut.permute(order).reshape(m * m, -1)
 

@@ -1,8 +1,8 @@
 """What to do about broken convolutions: the rungs of a ladder, and which of them hold.
 
-First settings of the vendor's library, then torch's own kernels, then our bypass. Each rung that can
-be tried here is tried on exactly what is broken, in child processes; the fastest that gets all of it
-right is the advice.
+First settings of the vendor's library, then torch's own kernels, then our bypass. Each rung that
+can be tried here is tried on exactly what is broken, in child processes; the fastest that gets all
+of it right is the advice.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def rungs_for(machine: Machine, device: str) -> list[Rung]:
                 name="MIOpen searches anew",
                 line="export MIOPEN_FIND_MODE=NORMAL MIOPEN_FIND_ENFORCE=SEARCH",
                 environ=find,
-            )  # fmt: skip
+            )
         )
         found += _override_rungs(machine)
     off = "torch.backends.cudnn.enabled = False"

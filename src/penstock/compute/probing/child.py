@@ -54,7 +54,7 @@ def _prepare(device: str, rung: str) -> None:
     if rung == "library off":
         torch.backends.cudnn.enabled = False
         if device == "cpu":
-            torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]
+            torch._C._set_mkldnn_enabled(False)
     elif rung == "bypass":
         from penstock.compute.bypass import bypass_convolutions
 
@@ -143,8 +143,9 @@ def _convolution(step: Step, device: str) -> Any:
     mask = [step.which == "input gradient", step.which == "weight gradient", False]
 
     def run() -> torch.Tensor:
-        found = torch.ops.aten.convolution_backward(error, source, w, None, *arguments, mask)
-        return found[0] if mask[0] else found[1]
+        found: Any = torch.ops.aten.convolution_backward
+        dx, dw, _ = found(error, source, w, None, *arguments, mask)
+        return dx if mask[0] else dw  # type: ignore[no-any-return]
 
     return run, truth, scale
 

@@ -33,7 +33,11 @@ LIMITS_S = {"cpu": 20.0, "cuda": 90.0}
 """For one step. Long on a GPU: MIOpen may compile a kernel the first time."""
 _RELEVANT = ("HSA_", "MIOPEN_", "HIP_", "ROCR_", "CUDA_VISIBLE", "PYTORCH_", "DNNL_", "ONEDNN_")
 _MARKS = {
-    "right": "ok", "raises": "raises", "wrong": "WRONG", "crashes": "CRASH", "hangs": "HANGS",
+    "right": "ok",
+    "raises": "raises",
+    "wrong": "WRONG",
+    "crashes": "CRASH",
+    "hangs": "HANGS",
     "absent": "-",
 }
 
