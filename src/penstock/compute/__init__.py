@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.compute.bypass import Bypass as Bypass
     from penstock.compute.bypass import bypass_convolutions as bypass_convolutions
+    from penstock.compute.grid import selftest as selftest
     from penstock.compute.modules import FallbackConv2d as FallbackConv2d
     from penstock.compute.modules import apply_full_patch as apply_full_patch
     from penstock.compute.modules import patch_modules as patch_modules
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from penstock.compute.probing.probe import Findings as Findings
     from penstock.compute.probing.probe import probe as probe
     from penstock.compute.probing.probe import reset as reset
-    from penstock.compute.selftest import selftest as selftest
 
 _HOMES = {
     "bypass_convolutions": "bypass",
@@ -34,7 +34,7 @@ _HOMES = {
     "unpatch_modules": "modules",
     "FallbackConv2d": "modules",
     "apply_full_patch": "modules",
-    "selftest": "selftest",
+    "selftest": "grid",
     "optimize": "optimizing.chain",
     "load_engine": "optimizing.engines",
 }

@@ -183,7 +183,6 @@ def bypass_convolutions(
     )
     bypass._before = _current
     if _current is not None and _current.is_on and _current._matches(bypass):
-        _current._before = _current  # a nested `with` leaves it on
         return _nested(_current)
     _switch(bypass)
     return bypass
@@ -199,6 +198,8 @@ def _nested(outer: Bypass) -> Bypass:
 def _switch(to: Bypass | None) -> None:
     """Make ``to`` the one that is on."""
     global _current
+    if to is _current and (to is None or to.is_on):
+        return
     if _current is not None:
         _current._hook.remove()
     _current = None

@@ -101,11 +101,12 @@ def climb(
     for rung in rungs:
         verdicts = run(rung)
         right = [verdict for verdict in verdicts if verdict.word == "right"]
+        num_absent = sum(verdict.word == "absent" for verdict in verdicts)  # no rung can have it
         trials.append(
             Trial(
                 rung=rung,
                 num_right=len(right),
-                num_steps=len(broken),
+                num_steps=len(broken) - num_absent,
                 ms=sum(verdict.ms for verdict in right),
             )
         )

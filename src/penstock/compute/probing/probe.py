@@ -130,9 +130,12 @@ def probe(
         on_verdict: Told of each step as it is done.
 
     Example:
-        >>> findings = probe("cpu")
-        >>> print(findings.advice)  # doctest: +SKIP
+        >>> print(probe("cpu").advice)  # doctest: +SKIP
         nothing is broken: leave convolutions to torch
+        >>> probe("abacus")
+        Traceback (most recent call last):
+        ...
+        penstock.errors.BadArgument: BadArgument [A01]: device='abacus' is not known; ...
     """
     if device is None:
         from penstock.compute.bypass import default_devices
