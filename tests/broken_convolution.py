@@ -4,9 +4,9 @@ Torch's own kernels stand under ``CompositeExplicitAutograd``; these take their 
 whatever reaches torch's convolution meets the fault, and what the bypass catches before does not,
 exactly as with a library that is broken.
 
-In this process: ``with breaking("all:raises") as native: ...``; ``native.num_calls`` counts what got
-through. In child processes: :func:`surroundings` is an environment in which every Python that imports
-torch has the fault.
+In this process: ``with breaking("all:raises") as native: ...``; ``native.num_calls`` counts what
+got through. In child processes: :func:`surroundings` is an environment in which every Python that
+imports torch has the fault.
 """
 
 from __future__ import annotations

@@ -75,6 +75,7 @@ _HOMES = {
     "BadArgument": "penstock.errors",
     "BadState": "penstock.errors",
     "BadTarget": "penstock.errors",
+    "MissingPackage": "penstock.errors",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -85,8 +86,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     module = importlib.import_module(home)
-    # `machine` and `verify` are rooms that can be called, `compute` is one to walk into, `legacy` is
-    # a door: there the name is the module itself.
+    # `machine` and `verify` are rooms that can be called, `compute` is one to walk into, and
+    # `legacy` is a door: there the name is the module itself.
     return module if home == f"penstock.{name}" else getattr(module, name)
 
 

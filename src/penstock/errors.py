@@ -8,6 +8,7 @@
     +-- MismatchedSamples  [S01]  also RuntimeError: samples of one batch differ in shape or form
     +-- BadArgument        [A01]  also ValueError: an argument of ours has a value we do not know
     +-- BadTarget          [D01]  also ValueError: there is nothing to try at ``script.py:name``
+    +-- MissingPackage     [M01]  also ImportError: an optional package is not installed
     +-- BadState           [R01]  also ValueError: a state is none, or another loader's
 
 Each class also derives from what PyTorch or the standard library raises in that place, so an
@@ -154,6 +155,12 @@ class BadTarget(PenstockError, ValueError):
     """What a command was told to try, as ``script.py:name``, cannot be found or read."""
 
     code = "D01"
+
+
+class MissingPackage(PenstockError, ImportError):
+    """Something that was asked for needs a package that is not installed."""
+
+    code = "M01"
 
 
 class BadState(PenstockError, ValueError):

@@ -1,4 +1,4 @@
-"""Convolution libraries that raise, lie, crash or hang: the probe tells which, the bypass trains."""
+"""Convolution libraries that raise, lie, crash or hang: the probe tells, and the bypass trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bypass at the dispatcher: what it catches, how results lie, and that it goes without trace."""
+"""The bypass at the dispatcher: what it catches, how results lie, and that it leaves no trace."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def on() -> Iterator[Bypass]:
 
 def test_every_layer_and_gradient_of_a_network_is_caught() -> None:
     native = gradients(net(), X)
-    with broken_convolution.breaking("all:raises"):
-        with bypass_convolutions("on", devices=("cpu",)) as bypass:
-            ours = gradients(net(), X)
+    bypass = bypass_convolutions("on", devices=("cpu",))
+    with bypass, broken_convolution.breaking("all:raises"):
+        ours = gradients(net(), X)
     assert_close(ours, native, 1e-5)
     assert bypass.num_caught == 3 * NUM_LAYERS
     assert bypass.counts["1x1 product"] == 3
@@ -250,9 +250,9 @@ def test_another_library_that_takes_the_override_is_noticed() -> None:
                 assert bypass.check() == ["aten::convolution (cpu)"]
             weight = torch.ones(1, 1, 1, 1)
             rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
+            backward = torch.ops.aten.convolution_backward
             with pytest.warns(OverrideTaken):  # by itself, while training goes on
-                for _ in range(70):
-                    torch.ops.aten.convolution_backward(weight, weight, weight, *rest)
+                _ = [backward(weight, weight, weight, *rest) for _ in range(70)]
         finally:
             taker._destroy()
         assert bypass.check() == []

@@ -182,12 +182,14 @@ def patch_modules(model: nn.Module) -> Patched:
         if not isinstance(layer, LAYERS) or isinstance(layer, FallbackConv2d):
             continue
         text = _describe(name or type(layer).__name__, layer)
-        is_own = type(layer).forward not in [kind.forward for kind in LAYERS]
-        if is_own or "forward" in layer.__dict__:
-            if getattr(layer.__dict__.get("forward"), "__func__", None) is not _layer_forward:
-                left.append(f"{text} (has a forward of its own)")
-                continue
-        layer.forward = _layer_forward.__get__(layer)  # type: ignore[attr-defined]
+        own = layer.__dict__.get("forward")
+        is_ours = getattr(own, "__func__", None) is _layer_forward
+        if own is None and type(layer).forward not in [kind.forward for kind in LAYERS]:
+            own = type(layer).forward
+        if own is not None and not is_ours:
+            left.append(f"{text} (has a forward of its own)")
+            continue
+        layer.forward = _layer_forward.__get__(layer)
         layers.append(text)
     return Patched(layers=tuple(layers), left=tuple(left))
 
