@@ -15,6 +15,7 @@ kept under ``CompositeExplicitAutograd`` and are reached there when a call is no
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,9 +78,12 @@ class Hook:
         library = make("aten", "IMPL")
         kernels = (self._convolution, self._convolution_flagged, self._backward)
         try:
-            for device in devices:
-                for name, kernel in zip(OPERATORS, kernels, strict=True):
-                    library.impl(name, kernel, KEYS[device])
+            with warnings.catch_warnings():
+                # That a kernel is overridden is what this is for; torch has one for CUDA's backward.
+                warnings.filterwarnings("ignore", message="(?s).*previously registered kernel")
+                for device in devices:
+                    for name, kernel in zip(OPERATORS, kernels, strict=True):
+                        library.impl(name, kernel, KEYS[device])
         except BaseException:
             _destroy(library)
             raise

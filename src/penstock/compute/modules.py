@@ -101,8 +101,8 @@ def _layer_forward(layer: Any, x: torch.Tensor, output_size: Any = None) -> torc
     is_unbatched = x.dim() == num + 1
     x = x.unsqueeze(0) if is_unbatched else x
     w, b = layer.weight, layer.bias
-    if torch.is_autocast_enabled() if x.is_cuda else torch.is_autocast_cpu_enabled():
-        kind = torch.get_autocast_gpu_dtype() if x.is_cuda else torch.get_autocast_cpu_dtype()
+    kind = _autocast_type(x.device.type)
+    if kind is not None:
         x, w, b = x.to(kind), w.to(kind), None if b is None else b.to(kind)
     padding = layer.padding
     if layer.transposed:
@@ -118,6 +118,16 @@ def _layer_forward(layer: Any, x: torch.Tensor, output_size: Any = None) -> torc
         arguments = (layer.stride, padding, layer.dilation, False, (0,) * num, layer.groups)
     y = convolve(x, w, b, tuple(list(v) if isinstance(v, tuple) else v for v in arguments))
     return y.squeeze(0) if is_unbatched else y
+
+
+def _autocast_type(device: str) -> torch.dtype | None:
+    """What autocast would cast to; None where it is off."""
+    get: Any = getattr(torch, "get_autocast_dtype", None)
+    if get is not None:
+        return get(device) if torch.is_autocast_enabled(device) else None  # type: ignore[no-any-return]
+    if device == "cuda":  # before torch 2.4
+        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
 
 
 class FallbackConv2d(nn.Conv2d):
