@@ -6,9 +6,11 @@ Names are loaded when they are first used: ``import penstock`` imports neither t
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock import compute as compute
     from penstock import legacy as legacy
     from penstock.device.finish import finish as finish
     from penstock.device.iterables import to_device as to_device
@@ -86,6 +88,7 @@ _HOMES = {
     "unpatch": "penstock.integrations.patching",
     "patched": "penstock.integrations.patching",
     "legacy": "penstock.legacy",
+    "compute": "penstock.compute",
     "verify": "penstock.verify",
     "Verdict": "penstock.verify.verdict",
     "PenstockError": "penstock.errors",
@@ -123,10 +126,23 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(home)
     if name == "DataLoader":  # accelerate takes loaders apart: it must find us when it does
         importlib.import_module("penstock.integrations.accelerate").watch()
-    # `machine` and `verify` are rooms that can be called, `legacy` is a door: there the name is the
-    # module itself.
+    # `machine` and `verify` are rooms that can be called, `compute` is one to walk into, and
+    # `legacy` is a door: there the name is the module itself.
     return module if home == f"penstock.{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _bypass_convolutions() -> None:
+    mode = os.environ.get("PENSTOCK_CONV", "")
+    from penstock.compute.bypass import bypass_convolutions
+
+    bypass_convolutions(mode)  # type: ignore[arg-type]
+
+
+if os.environ.get("PENSTOCK_CONV", "off") not in ("", "off"):
+    from penstock.integrations.running import when_torch_is_imported
+
+    when_torch_is_imported(_bypass_convolutions)

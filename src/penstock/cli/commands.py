@@ -171,6 +171,12 @@ def _checked_start(text: str | None) -> str | None:
     raise typer.BadParameter(f"{text!r} is neither spawn nor fork")
 
 
+def _checked_conv(text: str | None) -> str | None:
+    if text in (None, "auto", "on", "off"):
+        return text
+    raise typer.BadParameter(f"{text!r} is none of auto, on, off")
+
+
 def _checked_counts(text: str) -> str:
     if text and all(part.strip().isdecimal() for part in text.split(",")):
         return text
@@ -318,6 +324,14 @@ def run(
     sample_timeout_s: Annotated[
         float | None, typer.Option(help="A sample that takes longer hangs.")
     ] = None,
+    conv: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|on|off",
+            callback=_checked_conv,
+            help="Convolutions without the GPU's library: where it is broken, or all.",
+        ),
+    ] = None,
 ) -> None:
     """Run a training script, unchanged, with Penstock under its DataLoaders.
 
@@ -334,6 +348,7 @@ def run(
             arguments=tuple(arguments or ()),
             is_module=is_module,
             seed=seed,
+            conv=conv,
             patch={
                 "num_workers": int(workers) if workers and workers != "auto" else workers,
                 "multiprocessing_context": start_method,

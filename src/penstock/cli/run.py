@@ -12,6 +12,7 @@ from penstock.errors import PenstockError
 from penstock.integrations import running
 
 if TYPE_CHECKING:
+    from penstock.compute.bypass import Bypass
     from penstock.integrations.shadow import Tally
 
 _ENGINE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "engine", "")
@@ -25,6 +26,7 @@ class RunOptions:
 
     Args:
         target: A script, or with ``is_module`` a module.
+        conv: For :func:`penstock.compute.bypass_convolutions`; None: as ``PENSTOCK_CONV`` says.
         patch: Options for :func:`penstock.patch`.
     """
 
@@ -32,12 +34,15 @@ class RunOptions:
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     seed: int | None = None
+    conv: str | None = None
     patch: dict[str, Any]
 
 
 def run(options: RunOptions) -> NoReturn:
     """Run it and exit as it does."""
     report = _Report()
+    if options.conv is not None:
+        os.environ["PENSTOCK_CONV"] = options.conv  # programs that the script starts, too
     running.when_torch_is_imported(lambda: report.begin(options))
     if options.is_module:
         running.run_module(options.target, options.arguments)
@@ -53,11 +58,16 @@ class _Report:
         self._is_nested = False
         self._num_forks = 0
         self._seeded = ""
+        self._bypass: Bypass | None = None
 
     def begin(self, options: RunOptions) -> None:
         """torch is there: patch it, and seed."""
         from penstock.integrations.patching import patch
 
+        if options.conv in ("auto", "on"):
+            from penstock.compute.bypass import bypass_convolutions
+
+            self._bypass = bypass_convolutions(options.conv)  # type: ignore[arg-type]
         try:
             self._tally = patch(seed=options.seed, **options.patch)
         except PenstockError as error:
@@ -104,7 +114,7 @@ class _Report:
         tally = self._tally
         if tally is None or os.getpid() != self._owner:
             return
-        if self._is_nested and not tally.num_loaders:
+        if self._is_nested and not tally.num_loaders and self._bypass is None:
             return
         if not tally.num_loaders:
             lines = ["no DataLoader of torch's was iterated: nothing was changed"]
@@ -117,6 +127,9 @@ class _Report:
             if tally.num_bad:
                 lines.append(f"saved: {tally.num_bad} bad sample(s) were left out or replaced")
             lines += [f"note: {line}" for line in (*tally.notes, *self._own_processes())]
+        if self._bypass is not None:
+            lines.append(str(self._bypass))
+            lines += [f"lost to another library: {name}" for name in self._bypass.check()]
         rank = os.environ.get("RANK")
         name = "penstock" if rank is None else f"penstock (rank {rank})"
         print("\n".join(f"{name}: {line}" for line in lines), file=sys.stderr, flush=True)
