@@ -182,10 +182,10 @@ def _look_up(
     memory_format: torch.memory_format,
 ) -> torch.Tensor:
     """The same with torch's own operations, channel by channel to keep what lies between small."""
+    out = _empty_like(images, table.dtype, memory_format)
     if mirrored is not None:
         where = mirrored.to(images.device)[:, None, None, None]
         images = torch.where(where, images.flip(3), images)
-    out = _empty_like(images, table.dtype, memory_format)
     for channel in range(images.shape[1]):
         row = table[channel if table.shape[0] > 1 else 0]
         indices = images[:, channel].to(torch.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,20 +10,36 @@ from typing import Any
 import torch
 
 from penstock.device.structure import tensors_in
-from penstock.errors import DeviceFailed
+from penstock.errors import DeviceFailed, PenstockError
 
 _GIB = 1 << 30
+_DEVICE_WORDS = re.compile(
+    r"(CUDA|HIP|cuDNN|MIOpen|MPS|XPU)( driver)? error|MPS backend|out of memory|captur|"
+    r"re-initialize CUDA|no kernel image|device-side assert",
+    re.IGNORECASE,
+)
+"""How torch's errors about a device read, among all those that are a plain RuntimeError."""
 
 
 @contextmanager
 def explained(device: torch.device, batch: Any) -> Iterator[None]:
-    """Errors of the device inside become a :class:`DeviceFailed`, which is also of their class."""
+    """Errors of the device inside become a :class:`DeviceFailed`, which is also of their class.
+
+    Others, such as those of a ``finish`` function of the user's, stay what they are.
+    """
     try:
         yield
-    except DeviceFailed:
+    except PenstockError:
         raise
     except RuntimeError as error:
+        if not _is_of_device(error):
+            raise
         raise _describe(device, batch, error) from error
+
+
+def _is_of_device(error: RuntimeError) -> bool:
+    is_full = isinstance(error, torch.cuda.OutOfMemoryError)
+    return is_full or _DEVICE_WORDS.search(str(error)) is not None
 
 
 def _describe(device: torch.device, batch: Any, error: RuntimeError) -> DeviceFailed:

@@ -103,7 +103,9 @@ class InlineIterator(LoaderIterator):
         """There are none; others call this by name."""
 
     def _is_ready(self) -> bool:
-        return self._setup.per_sample  # else its draws would come before the user's
+        # Else its draws would come before the user's; and a stream's own state is asked for as
+        # it stands.
+        return self._setup.per_sample and self._stream is None
 
     def _next_batch(self) -> Any:
         while True:

@@ -98,14 +98,16 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         self._turn_number = self._course.num_turns
         self._courier = None if setup.make_courier is None else setup.make_courier()
         self._effects: list[Effect] = []
-        """Of batches that the courier has not handed out yet. One list, shared by those that
-        take over from each other."""
+        """Of the batch that is being taken. One list, shared by those that take over from each
+        other."""
+        self._lost: DeviceFailed | None = None
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         courier: Courier | None = getattr(self, "_courier", None)  # torch resets before we enter
         if courier is not None:
             courier.reset()
             self._effects.clear()
+            self._lost = None
         super()._reset(loader, first_iter)
 
     def _position_of(self) -> Callable[[int], int] | None:
@@ -135,11 +137,15 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
     def _next_data(self) -> Any:
         if self._courier is None:
             return self._next_batch()
+        if self._lost is not None:
+            raise self._lost
         try:
             return self._courier.next(self._take, self._is_ready)
-        except BaseException as error:
-            if isinstance(error, DeviceFailed):
-                self._shutdown_workers()
+        except DeviceFailed as error:
+            self._lost = error  # or the next call would look like the end of the epoch
+            self._shutdown_workers()
+            raise
+        except Exception:  # in its turn: nothing that was taken before it is left
             for effect in self._effects:  # of what came after the last batch
                 effect()
             self._effects.clear()
