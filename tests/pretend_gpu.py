@@ -6,7 +6,6 @@ are pretended by :meth:`PretendGpu.begin_copy` and :meth:`PretendGpu.finish_all`
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import os
 import threading
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from penstock.device import pinning, runtime
+from penstock.device.background import Background
 
 NOT_READY, CAPTURE_UNSUPPORTED = 600, 900
 
@@ -183,13 +183,20 @@ def is_mapped(address: int, num_bytes: int) -> bool:
 @contextmanager
 def pretended(vendor: str, num_gpus: int = 2) -> Iterator[PretendGpu]:
     """Puts it in place of the real one, until threads that ask it have ended."""
-    num_threads = _thread._count()
+    used: set[Background[Any]] = set()
+    take = Background.take
+
+    def noting_take(background: Background[Any], item: Any) -> None:
+        used.add(background)
+        take(background, item)
+
     with pytest.MonkeyPatch.context() as patch:
         gpu = install(patch, vendor, num_gpus)
+        patch.setattr(Background, "take", noting_take)
         yield gpu
         gpu.finish_all()
         until_s = time.monotonic() + 5
-        while _thread._count() > num_threads and time.monotonic() < until_s:
+        while any(each.is_running for each in used) and time.monotonic() < until_s:
             time.sleep(0.002)
 
 

@@ -46,8 +46,7 @@ def _describe(device: torch.device, batch: Any, error: RuntimeError) -> DeviceFa
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
     first_line = str(error).strip().split("\n")[0]
     what = f"a batch of {num_bytes / (1 << 20):.4g} MiB did not get to {device}: {first_line}"
-    is_full = isinstance(error, torch.cuda.OutOfMemoryError)
-    if is_full:
+    if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in first_line:
         likely = _memory_of(device)
         remedy = "a smaller batch_size, or DataLoader(..., device_prefetch=1)"
     elif "captur" in first_line:
@@ -65,17 +64,26 @@ def _also(kind: type[RuntimeError]) -> type[DeviceFailed]:
     if issubclass(DeviceFailed, kind):
         return DeviceFailed
     try:
-        return type("DeviceFailed", (DeviceFailed, kind), {"__module__": DeviceFailed.__module__})
+        members = {"__module__": DeviceFailed.__module__, "__reduce__": _reduce}
+        return type("DeviceFailed", (DeviceFailed, kind), members)
     except TypeError:  # classes that cannot be bases together
         return DeviceFailed
+
+
+def _reduce(error: DeviceFailed) -> tuple[object, ...]:
+    """In another process it is the plain class: nobody can find this one by its name."""
+    plain = DeviceFailed(error.what)
+    plain.args = error.args
+    plain.__dict__.update(error.__dict__)
+    return plain.__reduce__()
 
 
 def _memory_of(device: torch.device) -> str:
     try:
         free, total = torch.cuda.mem_get_info(device)
         ours = torch.cuda.memory_reserved(device)
-    except RuntimeError:
-        return "the GPU's memory is full"
+    except (RuntimeError, ValueError):  # Apple's, say
+        return "its memory is full"
     return (
         f"{free / _GIB:.2f} of {total / _GIB:.1f} GiB are free on {device}; "
         f"torch holds {ours / _GIB:.2f} GiB in this process"
