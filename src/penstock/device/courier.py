@@ -79,7 +79,10 @@ class Courier:
         if not self._sent:
             assert self._end is not None
             end, self._end = self._end, None
-            raise end
+            try:
+                raise end
+            finally:
+                del end  # its traceback would hold it, and it the traceback
         sent = self._sent.popleft()
         with explained(self.device, sent.batch):
             self._route.hand_over(sent.batch, sent.event)
@@ -96,6 +99,8 @@ class Courier:
                 moved, event = self._route.send(batch, self._finish)
                 if any(tensor.device.type == "cpu" for tensor in tensors_in(moved)):
                     self._keep()
+        except StopIteration:
+            self._end = StopIteration()  # without a traceback, which would hold the iterator
         except Exception as error:  # raised in its turn, after the batches before it
             self._end = error
         else:

@@ -110,6 +110,8 @@ class InlineIterator(LoaderIterator):
     def _next_batch(self) -> Any:
         while True:
             index = next(self._sampler_iter)
+            if self._ring is not None:
+                self._ring.has_lent_pinned = False
             try:
                 batch = self._load_somehow(index)
             except Exhausted:
@@ -124,7 +126,8 @@ class InlineIterator(LoaderIterator):
                 self._tell_bad()
                 raise
             self._tell_bad()
-            return self._finished(batch)
+            is_pinned = self._ring is not None and self._ring.has_lent_pinned
+            return self._finished(batch, is_pinned=is_pinned)
 
     def _load_somehow(self, index: Any) -> Any:
         """As usual; one sample at a time if one of them is bad, or known to be poison."""

@@ -174,16 +174,20 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         else:
             self._effects.append(effect)
 
+    # What is done later holds the course and not us: we hold the courier, which holds it, and
+    # workers of an iterator that nobody keeps would wait for the garbage collector.
+
     def _count_empty(self, num_batches: int = 1) -> None:
         """Batches of which nothing is left take their place in the epoch all the same."""
-        self._when_delivered(lambda: self._count(num_batches))
+        course, turn_number = self._course, self._turn_number
+        self._when_delivered(lambda: _count(course, turn_number, num_batches))
 
     def _count(self, num_batches: int) -> None:
-        if self._course.num_turns == self._turn_number:
-            self._course.num_batches += num_batches
+        _count(self._course, self._turn_number, num_batches)
 
     def _note_stream(self, worker: int, state: Any, next_worker: int) -> None:
-        self._when_delivered(lambda: self._course.note_stream(worker, state, next_worker))
+        course = self._course
+        self._when_delivered(lambda: course.note_stream(worker, state, next_worker))
 
     def _finished(self, batch: Any, *, is_pinned: bool = False) -> Any:
         if not is_pinned and (self._pin_memory or self._setup.pinner is not None):
@@ -191,3 +195,9 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
 
             return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
         return batch
+
+
+def _count(course: Course, turn_number: int, num_batches: int) -> None:
+    """Unless another epoch has begun."""
+    if course.num_turns == turn_number:
+        course.num_batches += num_batches
