@@ -12,6 +12,7 @@ is kept here, by the process, until it is unpinned: not by the loader, which may
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -98,7 +99,7 @@ class SlotPinner:
             self.gpu.runtime.unregister(memory.ctypes.data)
 
     def unpin_later(self, pieces: list[np.ndarray]) -> None:
-        if os.getpid() == self._process:
+        if os.getpid() == self._process and not sys.is_finalizing():
             self.gpu.left.extend((self, memory) for memory in pieces)
             self.gpu.clear_up()
 
