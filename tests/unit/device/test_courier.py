@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.device import courier as couriers
 from penstock.device.courier import MOST_PER_CALL, Courier
 from penstock.errors import BadArgument, DeviceFailed
 
@@ -50,7 +53,8 @@ class Source:
         self.num_ready -= 1
         if isinstance(item, BaseException):
             raise item
-        return item, [lambda: self.counted.append(item)]
+        number = item if isinstance(item, int) else len(self.counted)
+        return item, [lambda: self.counted.append(number)]
 
     def is_ready(self) -> bool:
         return self.num_ready > 0
@@ -213,3 +217,76 @@ def test_tensors_that_stay_behind_are_told_of() -> None:
 
 def each(source: Source) -> tuple[Any, Any]:
     return source.take, source.is_ready
+
+
+class PretendStreams:
+    """Stands in for torch's streams and events: notes what is asked, and when copies are done."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls: list[Any] = []
+        self.num_over = 0
+        streams = self
+
+        class Event:
+            number = 0
+
+            def record(self, stream: Any) -> None:
+                self.number = len([call for call in streams.calls if call[0] == "record"])
+                streams.calls.append(("record", stream))
+
+            def query(self) -> bool:
+                return self.number < streams.num_over
+
+        class Stream:
+            def __init__(self, name: Any) -> None:
+                self.name = name
+
+            def wait_event(self, event: Event) -> None:
+                streams.calls.append(("wait", self.name, event.number))
+
+        @contextmanager
+        def use(stream: Any) -> Iterator[None]:
+            streams.calls.append(("begin", stream))
+            yield
+            streams.calls.append(("end", stream))
+
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "stream", use)
+        patch.setattr(torch.cuda, "current_stream", lambda index: Stream("the user's"))
+
+
+def test_a_batch_is_kept_until_its_copy_is_over_and_your_stream_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = PretendStreams(monkeypatch)
+    courier = Courier(torch.device("cpu"), 2)
+    courier._depth, courier._route = 2, couriers._Streamed(torch.device("cpu"))
+    hosts = [HostBatch([number]) for number in range(6)]
+    alive = [weakref.ref(host) for host in hosts]
+    source = Source(hosts)
+    del hosts
+    courier.next(source.take, source.is_ready)
+    names = [call[0] for call in streams.calls]
+    assert names == ["begin", "record", "end"] * 3 + ["wait"], "three sent, one handed over"
+    assert streams.calls[-1] == ("wait", "the user's", 0)
+    source.counted.clear()
+    assert all(ref() is not None for ref in alive), "copies are under way"
+    streams.num_over = 2
+    courier.next(source.take, source.is_ready)
+    source.counted.clear()
+    assert [ref() is None for ref in alive[:4]] == [True, True, False, False]
+
+
+class HostBatch(list[Any]):
+    """A list that can be watched."""
+
+
+def test_the_finish_runs_on_the_stream_that_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = PretendStreams(monkeypatch)
+    courier = Courier(
+        torch.device("cpu"), 1, lambda batch: streams.calls.append(("finish",)) or batch
+    )
+    courier._route = couriers._Streamed(torch.device("cpu"))
+    courier.next(lambda: (torch.zeros(1), []), lambda: False)
+    assert [call[0] for call in streams.calls] == ["begin", "finish", "record", "end", "wait"]

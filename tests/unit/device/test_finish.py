@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import sys
+import types
 from typing import Any
 
 import pytest
 import torch
 
+import penstock.device.finish as finishing
 from penstock import finish
 from penstock.errors import BadArgument
 
@@ -114,6 +117,31 @@ def test_no_images_are_no_trouble() -> None:
     assert finish(mean=MEAN, std=STD)(images(0)).shape == (0, 3, 7, 9)
     empty = torch.zeros(0, dtype=torch.bool)
     assert finish(flip=1)((images(0), empty))[0].shape == (0, 3, 7, 9)
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is, and is not."""
+
+    is_cuda = True
+
+
+def test_where_triton_does_not_work_torch_does_it_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def look_up(*arguments: Any) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    fused = finishing._Fused()
+    monkeypatch.setattr(finishing, "_fused", fused)
+    monkeypatch.setitem(
+        sys.modules, "penstock.device.finish_kernel", types.SimpleNamespace(look_up=look_up)
+    )
+    batch, normalise = images(), finish(mean=MEAN, std=STD)
+    with pytest.warns(UserWarning, match=r"Triton cannot be used here \(Failed to find C compiler"):
+        done = normalise(batch.as_subclass(OnGpu))
+    assert torch.equal(torch.Tensor(done), by_hand(batch, MEAN, STD))
+    assert fused.look_up() is None
+    assert torch.equal(torch.Tensor(normalise(batch.as_subclass(OnGpu))), torch.Tensor(done))
 
 
 def test_it_can_be_sent_to_another_process() -> None:
