@@ -25,7 +25,8 @@ import pretend_gpu
 from mishaps import Fateful, Log, ResumableStream
 from penstock import DataLoader, finish
 from penstock.device import courier as couriers
-from penstock.device import placement
+from penstock.device import pinning, placement
+from penstock.device.fences import WaitingFence
 from penstock.device.pinning import SlotPinner
 from penstock.errors import DeviceFailed
 from pretend_gpu import PretendGpu
@@ -453,6 +454,9 @@ def test_batches_taken_while_a_graph_is_captured_ask_nothing(
     batches = iter(loader)
     for _ in range(20):
         next(batches)
+    fence = pinning._gpus[0]._fence
+    while isinstance(fence, WaitingFence) and fence.background.is_running:
+        time.sleep(0.001)  # as torch.cuda.synchronize() before a capture: see docs/gpu.md
     gpu.is_capturing = True
     before = gpu.names()
     for _ in range(5):

@@ -60,9 +60,7 @@ def test_a_link_with_fewer_lanes_than_the_card_has_is_a_problem() -> None:
     [((), "torch can use none"), ((Gpu(name="M2", vendor="apple"),), "Apple's shares its memory")],
 )
 def test_without_a_gpu_it_is_one_line_and_no_child(gpus: Any, why: str) -> None:
-    start_s = time.monotonic()
     copies = measure_copies(gpus, 60.0, trial="no such module")
-    assert time.monotonic() - start_s < 0.1
     ((name, text),) = copy_rows(copies)
     assert (name, text.startswith(f"no GPU to copy to: {why}")) == ("not measured", True)
     assert judge_copies(copies) == []
