@@ -98,7 +98,7 @@ _Arguments = Annotated[
 ]
 _Json = Annotated[bool, typer.Option("--json", help="For a program.")]
 _Gpu = Annotated[
-    bool, typer.Option("--gpu", help="Ask torch which GPUs it can use, in a child process.")
+    bool, typer.Option("--gpu", help="Ask torch which GPUs it can use, and time copies to them.")
 ]
 _Watch = Annotated[bool, typer.Option("--watch", help="Show what the GPUs are doing.")]
 _Data = Annotated[
@@ -110,9 +110,7 @@ _BatchSize = Annotated[
 _Workers = Annotated[
     str, typer.Option(metavar="auto|N", callback=_checked_workers, help="As planned, or N.")
 ]
-_Timeout = Annotated[
-    float, typer.Option(min=1.0, max=86_400.0, help="Seconds for the dataset's trial.")
-]
+_Timeout = Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Seconds for a trial.")]
 
 
 @app.command()

@@ -13,7 +13,6 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 from penstock.engine.iterators import Setup
@@ -165,8 +164,10 @@ class Delivery:
     def is_ready(self) -> bool:
         """Could :meth:`next` answer now, without waiting? Looks what has arrived."""
         if self._ready_job() is None and self._failure is None and self._num_open:
-            with suppress(Exception):  # next() raises it, in its turn
+            try:
                 self._hear(0.0)
+            except Exception as error:
+                self._failure = error  # next() raises it, in its turn
         job = self._ready_job()
         return job is not None and job.kind not in ("end", "empty")
 

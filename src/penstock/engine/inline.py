@@ -103,11 +103,15 @@ class InlineIterator(LoaderIterator):
         """There are none; others call this by name."""
 
     def _is_ready(self) -> bool:
-        return self._setup.per_sample  # else its draws would come before the user's
+        # Else its draws would come before the user's; and a stream's own state is asked for as
+        # it stands.
+        return self._setup.per_sample and self._stream is None
 
     def _next_batch(self) -> Any:
         while True:
             index = next(self._sampler_iter)
+            if self._ring is not None:
+                self._ring.has_lent_pinned = False
             try:
                 batch = self._load_somehow(index)
             except Exhausted:
@@ -122,7 +126,8 @@ class InlineIterator(LoaderIterator):
                 self._tell_bad()
                 raise
             self._tell_bad()
-            return self._finished(batch)
+            is_pinned = self._ring is not None and self._ring.has_lent_pinned
+            return self._finished(batch, is_pinned=is_pinned)
 
     def _load_somehow(self, index: Any) -> Any:
         """As usual; one sample at a time if one of them is bad, or known to be poison."""

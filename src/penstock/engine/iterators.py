@@ -98,14 +98,16 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         self._turn_number = self._course.num_turns
         self._courier = None if setup.make_courier is None else setup.make_courier()
         self._effects: list[Effect] = []
-        """Of batches that the courier has not handed out yet. One list, shared by those that
-        take over from each other."""
+        """Of the batch that is being taken. One list, shared by those that take over from each
+        other."""
+        self._lost: DeviceFailed | None = None
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         courier: Courier | None = getattr(self, "_courier", None)  # torch resets before we enter
         if courier is not None:
             courier.reset()
             self._effects.clear()
+            self._lost = None
         super()._reset(loader, first_iter)
 
     def _position_of(self) -> Callable[[int], int] | None:
@@ -135,11 +137,15 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
     def _next_data(self) -> Any:
         if self._courier is None:
             return self._next_batch()
+        if self._lost is not None:
+            raise self._lost
         try:
             return self._courier.next(self._take, self._is_ready)
-        except Exception as error:
-            if isinstance(error, DeviceFailed):
-                self._shutdown_workers()
+        except DeviceFailed as error:
+            self._lost = error  # or the next call would look like the end of the epoch
+            self._shutdown_workers()
+            raise
+        except Exception:  # in its turn: nothing that was taken before it is left
             for effect in self._effects:  # of what came after the last batch
                 effect()
             self._effects.clear()
@@ -168,20 +174,20 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         else:
             self._effects.append(effect)
 
+    # What is done later holds the course and not us: we hold the courier, which holds it, and
+    # workers of an iterator that nobody keeps would wait for the garbage collector.
+
     def _count_empty(self, num_batches: int = 1) -> None:
         """Batches of which nothing is left take their place in the epoch all the same."""
-        self._when_delivered(lambda: self._count(num_batches))
+        course, turn_number = self._course, self._turn_number
+        self._when_delivered(lambda: _count(course, turn_number, num_batches))
 
     def _count(self, num_batches: int) -> None:
-        if self._course.num_turns == self._turn_number:
-            self._course.num_batches += num_batches
+        _count(self._course, self._turn_number, num_batches)
 
-    def _stream_noter(self) -> Callable[[int, Any, int], None]:
-        """Takes what an iterable dataset says of itself. It must not hold this iterator."""
-        course, effects = self._course, self._effects
-        if self._courier is None:
-            return course.note_stream
-        return lambda *said: effects.append(lambda: course.note_stream(*said))
+    def _note_stream(self, worker: int, state: Any, next_worker: int) -> None:
+        course = self._course
+        self._when_delivered(lambda: course.note_stream(worker, state, next_worker))
 
     def _finished(self, batch: Any, *, is_pinned: bool = False) -> Any:
         if not is_pinned and (self._pin_memory or self._setup.pinner is not None):
@@ -189,3 +195,9 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
 
             return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
         return batch
+
+
+def _count(course: Course, turn_number: int, num_batches: int) -> None:
+    """Unless another epoch has begun."""
+    if course.num_turns == turn_number:
+        course.num_batches += num_batches

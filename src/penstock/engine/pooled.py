@@ -14,6 +14,7 @@ from torch.utils.data import dataloader as torch_loader
 from penstock.engine.batch import collate
 from penstock.engine.batch.fetch import takes_batches
 from penstock.engine.delivery import Delivery
+from penstock.engine.forgiving import weakly
 from penstock.engine.inline import InlineIterator
 from penstock.engine.iterators import LoaderIterator, Setup, max_held_bytes
 from penstock.engine.memory import SharedFile
@@ -91,7 +92,7 @@ class PooledIterator(LoaderIterator):
             setup=setup,
             can_split=self._can_split(task),
             timeout_s=self._timeout,
-            on_state=self._stream_noter(),
+            on_state=weakly(self._note_stream),  # or we would hold each other
         )
         self._workers = pool.processes
 
