@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from penstock.store.gathering import Table
 from penstock.store.layout import FieldSchema
 
 _MIN_CHUNK = 256
@@ -79,21 +80,6 @@ class ItemPart(Part):
             self.guard.check(begin, self.offset + np.array([end]) * self.array.itemsize)
 
 
-class _Grid:
-    """What NumPy asks for memory that it shall see as an array."""
-
-    def __init__(self, address: int, shape: tuple[int, int], parts: list[Part]) -> None:
-        # The mappings must live as long as the array. Nothing else: the garbage collector does not
-        # look through arrays, so a way back from here to the column would keep both for ever.
-        self.arrays = [part.array for part in parts]
-        self.__array_interface__ = {
-            "shape": shape,
-            "typestr": "|u1",
-            "data": (address, True),
-            "version": 3,
-        }
-
-
 class FixedColumn:
     """Rows of equal size in one or more parts."""
 
@@ -106,9 +92,9 @@ class FixedColumn:
         self.length = int(self.first_rows[-1])
         self.row_bytes = max((part.row_bytes for part in parts), default=0)
         self.is_advised = self._is_checked = False
-        self._grid: np.ndarray | None = None
+        self._table: Table | None = None
         full = [part for part in parts if len(part.array)]
-        if len(full) > 1 and self.row_bytes:
+        if full and self.row_bytes:
             self._lay_grid(parts, full)
 
     def _lay_grid(self, parts: list[Part], full: list[Part]) -> None:
@@ -124,7 +110,8 @@ class FixedColumn:
         )
         self._steps = np.arange(self._num_chunks)
         self._chunk = chunk
-        self._grid = np.asarray(_Grid(low, ((high - low) // chunk, chunk), parts))
+        arrays = [part.array for part in parts]
+        self._table = Table(low, ((high - low) // chunk, chunk), arrays)
 
     def take(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Copy rows (all in range) into ``out``, an array of bytes with a row for each.
@@ -134,9 +121,9 @@ class FixedColumn:
         """
         if not self.row_bytes:
             return
-        if len(self.parts) == 1:
+        if len(self.parts) == 1 and self._table is not None:
             self._prepare(self.parts[0], rows)
-            np.take(self.parts[0].rows, rows, axis=0, out=out, mode="clip")
+            self._table.gather(rows, out)
             return
         shards = np.searchsorted(self.first_rows, rows, side="right") - 1
         inner = rows - self.first_rows[shards]
@@ -145,14 +132,14 @@ class FixedColumn:
                 self._prepare(self.parts[shard], inner[shards == shard])
             guards = [part.guard for part in self.parts if part.guard is not None]
             self._is_checked = all(guard.is_done for guard in guards)
-        if self._grid is None:
+        if self._table is None:
             for place, (shard, row) in enumerate(zip(shards.tolist(), inner.tolist(), strict=True)):
                 out[place] = self.parts[shard].rows[row]
             return
         chunks = self._origins[shards] + inner * self._num_chunks
         if self._num_chunks > 1:
             chunks = (chunks[:, None] + self._steps).ravel()
-        np.take(self._grid, chunks, axis=0, out=out.reshape(-1, self._chunk), mode="clip")
+        self._table.gather(chunks, out.reshape(-1, self._chunk))
 
     def read_ahead(self) -> None:
         """From now on: ask for all rows of a batch at once, and for nothing around them."""
