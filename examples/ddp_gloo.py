@@ -1,6 +1,6 @@
-"""Two processes on CPUs with DistributedDataParallel; the sampler shares the samples out.
+"""Several processes on CPUs with DistributedDataParallel; the sampler shares the samples out.
 
-torchrun --nproc-per-node 2 -m penstock run --seed 0 examples/ddp_gloo.py
+torchrun --nproc-per-node 3 -m penstock run --seed 0 examples/ddp_gloo.py
 """
 
 import torch
@@ -12,10 +12,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 class Noisy(Dataset):
     def __len__(self) -> int:
-        return 32
+        return 48
 
     def __getitem__(self, index: int) -> tuple:
-        return torch.full((4,), index / 32) + 0.1 * torch.randn(4), index
+        return torch.full((4,), index / 48) + 0.1 * torch.randn(4), index
 
 
 if __name__ == "__main__":
@@ -34,10 +34,11 @@ if __name__ == "__main__":
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    parts = [torch.empty(16, dtype=torch.int64) for _ in range(2)]
-    dist.all_gather(parts, torch.cat(seen))
+    own = torch.cat(seen)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
     dist.all_reduce(loss.detach())
     if dist.get_rank() == 0:
-        print("each once", sorted(torch.cat(parts).tolist()) == list(range(32)))
+        print("each once", sorted(torch.cat(parts).tolist()) == list(range(48)))
         print("loss", loss.item())
     dist.destroy_process_group()

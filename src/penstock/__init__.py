@@ -6,10 +6,14 @@ Names are loaded when they are first used: ``import penstock`` imports neither t
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock import compute as compute
     from penstock import legacy as legacy
+    from penstock.device.finish import finish as finish
+    from penstock.device.iterables import to_device as to_device
     from penstock.engine.bad_file import BadSample as BadSample
     from penstock.engine.replay import replay as replay
     from penstock.engine.shared.shared_dict import SharedDict as SharedDict
@@ -49,6 +53,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DataLoader": "penstock.loader",
+    "finish": "penstock.device.finish",
+    "to_device": "penstock.device.iterables",
     "SharedList": "penstock.engine.shared.shared_list",
     "SharedDict": "penstock.engine.shared.shared_dict",
     "Choice": "penstock.policy.plan",
@@ -82,6 +88,7 @@ _HOMES = {
     "unpatch": "penstock.integrations.patching",
     "patched": "penstock.integrations.patching",
     "legacy": "penstock.legacy",
+    "compute": "penstock.compute",
     "verify": "penstock.verify",
     "Verdict": "penstock.verify.verdict",
     "PenstockError": "penstock.errors",
@@ -98,6 +105,8 @@ _HOMES = {
     "BadArgument": "penstock.errors",
     "BadState": "penstock.errors",
     "BadTarget": "penstock.errors",
+    "NoSuchDevice": "penstock.errors",
+    "DeviceFailed": "penstock.errors",
     "BadStore": "penstock.errors",
     "Damaged": "penstock.errors",
     "CannotPack": "penstock.errors",
@@ -115,10 +124,25 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     module = importlib.import_module(home)
-    # `machine` and `verify` are rooms that can be called, `legacy` is a door: there the name is the
-    # module itself.
+    if name == "DataLoader":  # accelerate takes loaders apart: it must find us when it does
+        importlib.import_module("penstock.integrations.accelerate").watch()
+    # `machine` and `verify` are rooms that can be called, `compute` is one to walk into, and
+    # `legacy` is a door: there the name is the module itself.
     return module if home == f"penstock.{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _bypass_convolutions() -> None:
+    mode = os.environ.get("PENSTOCK_CONV", "")
+    from penstock.compute.bypass import bypass_convolutions
+
+    bypass_convolutions(mode)  # type: ignore[arg-type]
+
+
+if os.environ.get("PENSTOCK_CONV", "off") not in ("", "off"):
+    from penstock.integrations.running import when_torch_is_imported
+
+    when_torch_is_imported(_bypass_convolutions)

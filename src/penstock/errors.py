@@ -8,6 +8,8 @@
     +-- MismatchedSamples  [S01]  also RuntimeError: samples of one batch differ in shape or form
     +-- BadArgument        [A01]  also ValueError: an argument of ours has a value we do not know
     +-- BadTarget          [D01]  also ValueError: there is nothing to try at ``script.py:name``
+    +-- NoSuchDevice       [G01]  also RuntimeError: no GPU of that name or number here
+    +-- DeviceFailed       [G02]  also what torch raised: a batch did not get to the GPU
     +-- BadState           [R01]  also ValueError: a state is none, or another loader's
     +-- BadStore           [F01]  also ValueError: no packed set, or one that cannot be opened
     +-- Damaged            [F02]  also OSError: bytes of a packed set are not those written
@@ -162,6 +164,18 @@ class BadTarget(PenstockError, ValueError):
     """What a command was told to try, as ``script.py:name``, cannot be found or read."""
 
     code = "D01"
+
+
+class NoSuchDevice(PenstockError, RuntimeError):
+    """The device that was asked for does not exist on this machine, or not for this torch."""
+
+    code = "G01"
+
+
+class DeviceFailed(PenstockError, RuntimeError):
+    """The GPU did not take a batch: it is out of memory, lost, or does not get done."""
+
+    code = "G02"
 
 
 class BadState(PenstockError, ValueError):

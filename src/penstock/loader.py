@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
+from penstock.device.placement import Placed
 from penstock.engine.audition import AuditionIterator, Measured
 from penstock.engine.batch.gather import is_sliced
 from penstock.engine.forgiving import Forgiving, weakly
@@ -21,7 +22,7 @@ from penstock.machine.collect import here
 from penstock.order.course import Course
 from penstock.order.keys import checked_seed
 from penstock.order.resume import Resumable, make_order
-from penstock.policy.given import Wish, Work
+from penstock.policy.given import Wish, Work, checked_workers
 from penstock.policy.plan import Plan
 from penstock.policy.rules import choose_start_method, make_plan
 from penstock.policy.workers import should_measure
@@ -32,7 +33,7 @@ _HAS_IN_ORDER = "in_order" in TorchDataLoader.__init__.__code__.co_varnames
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-class DataLoader(Forgiving, Resumable, TorchDataLoader[_T_co]):
+class DataLoader(Placed, Forgiving, Resumable, TorchDataLoader[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` that needs no recipe.
 
     All of torch's arguments keep their meaning. The ones of our own:
@@ -54,6 +55,9 @@ class DataLoader(Forgiving, Resumable, TorchDataLoader[_T_co]):
         bad_samples_file: A file that gets a line of JSON for each; ``penstock doctor`` reads it.
         max_restarts: Workers that died or hung and are replaced, within ten minutes.
         sample_timeout_s: A sample that takes longer counts as hung; None: no limit.
+        device: Batches are brought there, ``device_prefetch`` of them ahead of the step, on a
+            stream of their own. None: they stay in CPU memory.
+        finish: Applied to each batch on the device: see :func:`penstock.finish`.
 
     Example:
         >>> import torch
@@ -97,11 +101,15 @@ class DataLoader(Forgiving, Resumable, TorchDataLoader[_T_co]):
         bad_samples_file: Any = None,
         max_restarts: int = 100,
         sample_timeout_s: float | None = None,
+        device: Any = None,
+        device_prefetch: int = 2,
+        finish: Any = None,
     ) -> None:
         BadArgument.unless_one_of("pool", pool, _POOLS)
         BadArgument.unless_one_of("randomness", randomness, _RANDOMNESS)
         self._settle_faults(on_error, max_bad, bad_samples_file, max_restarts, sample_timeout_s)
-        self._is_auto = _checked_workers(num_workers) == "auto"
+        self._settle_device(device, device_prefetch, finish)
+        self._is_auto = checked_workers(num_workers) == "auto"
         if self._is_auto:
             num_workers = here().usable_cores  # until the first batch shows how many are needed
             persistent_workers = persistent_workers or here().os != "linux"  # spawning is slow
@@ -182,6 +190,7 @@ class DataLoader(Forgiving, Resumable, TorchDataLoader[_T_co]):
             prefetch_factor=self._asked_prefetch,
             persistent_workers=self.persistent_workers,
             pin_memory=self.pin_memory,
+            device=None if self.device is None else str(self.device),
             batch_size=self._rows_per_batch(),
             randomness=self.randomness,
             has_init_fn=self.worker_init_fn is not None,
@@ -239,6 +248,7 @@ class DataLoader(Forgiving, Resumable, TorchDataLoader[_T_co]):
             tell=self._notes.setdefault,
             learn=weakly(self._learn),
             **self._fault_setup(),
+            **self._device_setup(),
         )
 
     def _warn(self, plan: Plan, stacklevel: int) -> None:
@@ -271,14 +281,6 @@ class DataLoader(Forgiving, Resumable, TorchDataLoader[_T_co]):
             )
         return self._setup(self.plan)
 
-    def _num_samples(self) -> int | None:
-        try:
-            most = len(self) * (self._rows_per_batch() or 1)
-        except (TypeError, NotImplementedError):
-            return None  # a sampler without a length
-        length = None if self._rows_per_batch() is None else self._length()
-        return most if length is None else min(most, length)
-
     def _settle(self, setup: Setup) -> None:
         self.num_workers = self._auto_workers = setup.num_workers
 
@@ -287,12 +289,3 @@ class DataLoader(Forgiving, Resumable, TorchDataLoader[_T_co]):
         if self._iterator is not None:
             self._iterator._shutdown_workers()  # type: ignore[attr-defined]
             self._iterator = None
-
-
-def _checked_workers(num_workers: Any) -> int | str:
-    if isinstance(num_workers, str) and num_workers != "auto":
-        raise BadArgument(
-            f"num_workers={num_workers!r} is neither a number nor 'auto'",
-            remedy="DataLoader(..., num_workers='auto')",
-        )
-    return num_workers  # type: ignore[no-any-return]

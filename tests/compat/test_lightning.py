@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,22 @@ def test_seed_everything_with_workers_is_obeyed_and_a_warning_says_what_it_costs
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     with pytest.warns(UserWarning, match="worker_init_fn set torch's seed"):
         fit(tmp_path, seed=3, num_workers=1)
+
+
+@pytest.mark.filterwarnings("default::pytorch_lightning.utilities.warnings.PossibleUserWarning")
+@pytest.mark.parametrize(("num_workers", "is_warned"), [(0, True), ("auto", False)])
+def test_lightning_s_question_after_more_workers_is_answered_by_auto(
+    num_workers: Any, is_warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with cores it asks for more, whatever a sample costs."""
+    connector = pl.trainer.connectors.data_connector
+    monkeypatch.setattr(connector, "suggested_max_num_workers", lambda *_: 7)
+    trainer = pl.Trainer(enable_checkpointing=False, max_steps=1, **QUIET)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Witness(), DataLoader(Draws(24), batch_size=5, num_workers=num_workers))
+    asked = ["does not have many workers" in str(one.message) for one in caught]
+    assert any(asked) == is_warned
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

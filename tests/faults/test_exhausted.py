@@ -23,7 +23,7 @@ import torch
 from penstock import DataLoader
 from specimens import PROCESS_WAYS, WAYS, WORKER_WAYS, Numbers, collect
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.fault, pytest.mark.legacy, pytest.mark.timeout(60)]
 
 MIB = 1 << 20
 

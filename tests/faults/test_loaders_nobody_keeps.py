@@ -10,7 +10,7 @@ import pytest
 from penstock import DataLoader, TooManyBad
 from specimens import QUICK_WAYS, WAYS, Samples
 
-pytestmark = pytest.mark.fault
+pytestmark = [pytest.mark.fault, pytest.mark.legacy]
 
 HALF_BROKEN = Samples(lambda i: 1 // (i % 2), length=8)
 

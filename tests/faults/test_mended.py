@@ -20,7 +20,7 @@ from penstock.engine import recovery
 from penstock.engine.start import nursery as nurseries
 from specimens import Numbers, Slow, collect
 
-pytestmark = pytest.mark.fault
+pytestmark = [pytest.mark.fault, pytest.mark.legacy]
 
 
 class Broken(Numbers):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from cuda import needs_cuda
 from scripting import run
 
 pytestmark = pytest.mark.gpu
@@ -46,16 +44,6 @@ try:
 except CannotTravel as error:
     print(error)
 """
-
-
-def has_cuda() -> bool:
-    code = "import torch; raise SystemExit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-needs_cuda = pytest.mark.skipif(
-    not os.path.exists("/dev/nvidiactl") or not has_cuda(), reason="there is no CUDA GPU here"
-)
 
 
 @needs_cuda

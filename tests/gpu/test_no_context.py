@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from cuda import needs_cuda
 from scripting import run
 
 pytestmark = pytest.mark.gpu
@@ -25,16 +23,6 @@ def opened():
             pass
     return sorted(name for name in found if name.startswith("/dev/nvidia"))
 """
-
-
-def has_cuda() -> bool:
-    code = "import torch; raise SystemExit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-needs_cuda = pytest.mark.skipif(
-    not os.path.exists("/dev/nvidiactl") or not has_cuda(), reason="there is no CUDA GPU here"
-)
 
 
 @needs_cuda

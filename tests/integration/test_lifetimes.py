@@ -311,7 +311,7 @@ def test_batches_that_were_loaded_but_not_taken_give_their_memory_back(way: str)
             iterator = iter(loader)
             next(iterator)
             time.sleep(0.01)  # the workers load what they were asked for; nobody takes it
-        return loader._iterator._delivery._ring.num_slots
+        return loader._iterator._delivery.ring.num_slots
 
     assert leave_epochs(60) == leave_epochs(10)
     loader.close()

@@ -192,6 +192,46 @@ def test_persistent_workers_stay_and_have_the_bits_of_none() -> None:
         assert_same(epochs(inline), [*first, *again])
 
 
+def test_workers_are_kept_where_the_patch_says_so_and_the_code_does_not() -> None:
+    def stream(is_asked: bool, **options: Any) -> tuple[list[Any], list[int]]:
+        with penstock.patched(seed=0, **options):
+            torch.manual_seed(3)
+            loader, seen, pids = make(num_workers=2, persistent_workers=is_asked), [], []
+            for _ in range(2):
+                batches = iter(loader)
+                pids += [worker.pid for worker in batches._workers]
+                seen += list(batches)
+            assert loader.persistent_workers is is_asked
+        return seen, pids
+
+    kept, pids = stream(False, persistent_workers=True)
+    asked, others = stream(True)
+    assert (len(set(pids)), len(set(others))) == (2, 2)
+    assert_same(kept, asked)
+    assert len(set(stream(False)[1])) == 4
+
+
+def test_workers_that_are_kept_are_replaced_when_the_dataset_is_another() -> None:
+    with penstock.patched(persistent_workers=True):
+        loader = make(num_workers=1)
+        assert len(epochs(loader, 1)) == 5
+        object.__setattr__(loader, "dataset", Numbers(24, shape=(7,)))
+        assert [batch[0].shape[1:] for batch in epochs(loader, 1)] == [(7,)] * 5
+        assert len(collect(make(num_workers=0))) == 5
+
+
+def test_spawned_workers_that_are_not_kept_are_a_note_from_the_second_epoch_on() -> None:
+    with penstock.patched(multiprocessing_context="spawn") as tally:
+        loader = make()
+        assert len(epochs(loader, 1)) == 5  # without workers, which takes no time
+        assert tally.notes == []
+        loader.num_workers = 1
+        with pytest.warns(UserWarning, match="spawned anew for each epoch.*persistent-workers"):
+            assert len(epochs(loader, 1)) == 5
+    assert tally.notes == [shadow_module.SPAWNED_ANEW]
+    assert tally.changes == []
+
+
 def test_an_iterable_dataset_is_shared_out_by_its_own_code() -> None:
     def numbers() -> list[Any]:
         loader = ImportedBefore(Shards(10), batch_size=2, num_workers=2)

@@ -224,6 +224,7 @@ COMMANDS = {
     "no package": (["-m", "gone.at.all"], "there is no module 'gone.at.all'"),
     "no target": ([], "Missing argument"),
     "bad workers": (["--workers", "many", "pack/train.py"], "many"),
+    "no such option": (["--epochs", "10", "pack/train.py"], "No such option: --epochs"),
     "bad policy": (["--on-error", "ignore", "pack/train.py"], "ignore"),
     "bad start": (["--start-method", "teleport", "pack/train.py"], "teleport"),
     "bad seed": (["--seed", "x", "pack/train.py"], "seed"),
@@ -245,6 +246,10 @@ def test_what_cannot_be_run_is_said_with_status_2(name: str, refused: dict[str, 
     assert result.returncode == 2
     assert COMMANDS[name][1] in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_option_of_the_script_s_before_it_is_told_where_it_goes(refused: dict[str, Any]) -> None:
+    assert "stand behind it" in scripting.told(refused["no such option"]).stderr
 
 
 HASHES = "import os; print(hash('a'), os.environ.get('PYTHONHASHSEED'), os.getpid() > 0)"

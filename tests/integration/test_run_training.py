@@ -15,7 +15,7 @@ import pytest
 
 import scripting
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.legacy, pytest.mark.timeout(300)]
 posix = pytest.mark.skipif(sys.platform == "win32", reason="fork, signals and gloo as on POSIX")
 
 SCRIPT = """
@@ -66,6 +66,22 @@ if __name__ == "__main__":
     process.join()
     print("child", process.exitcode, multiprocessing.get_start_method())
 """
+STRANGE = f"""{SCRIPT}
+import multiprocessing, sys, types
+multiprocessing.set_start_method("spawn")
+sys.modules["timm"] = types.SimpleNamespace(__version__="99.1")
+print(len(epoch()) + len(epoch(num_workers=0)))
+"""
+POOLS = f"""{SCRIPT}
+import multiprocessing
+def double(x):
+    return 2 * x
+class Pooled(Noisy):
+    def __getitem__(self, i):
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            return pool.map(double, [i])[0]
+list(DataLoader(Pooled(), num_workers=1))
+"""
 MANY = f"{SCRIPT}\nprint(len(epoch(num_workers=500)))"
 BAD = f"""{SCRIPT}
 class Broken(Noisy):
@@ -90,6 +106,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "seeded, killed": (KILLED, ("--seed", "7")),
     "unseeded": (PLAIN, ()),
     "settings": (SETTINGS, ()),
+    "pools": (POOLS, ()),
+    "strange": (STRANGE, ()),
     "many": (MANY, ()),
     "bad": (BAD, ("--on-error", "skip")),
     "failing": (FAILING, ()),
@@ -152,7 +170,34 @@ def test_the_report_is_one_line_where_nothing_happened(ends: dict[str, Any]) -> 
 
 @posix
 def test_start_methods_pools_and_forks_of_the_script_s_own_work(ends: dict[str, Any]) -> None:
-    assert end_of("settings", ends).stdout == "child 5 fork\n"
+    end = end_of("settings", ends)
+    assert end.stdout == "child 5 fork\n"
+    # Two of its pool and one of its own; those that a worker forks are not the script's.
+    notes = [line for line in end.stderr.splitlines() if "note:" in line]
+    assert len(notes) == 1
+    assert "3 process(es) were forked" in notes[0]
+
+
+def test_a_start_method_of_the_script_s_own_is_for_its_own_processes(ends: dict[str, Any]) -> None:
+    end = end_of("strange", ends)
+    assert end.stdout == "8\n"
+    assert "note: the script has multiprocessing start processes by 'spawn'" in end.stderr
+
+
+@posix
+def test_a_pool_in_a_worker_that_needs_the_script_is_told_what_to_do(ends: dict[str, Any]) -> None:
+    """With torch's own workers, no pool can be made at all; one of a module's functions works."""
+    lines = end_of("pools", ends, status=1).stderr.splitlines()
+    assert any("PicklingError" in line for line in lines)
+    assert any("Try: put the function in a module" in line for line in lines)
+
+
+def test_a_library_outside_its_tested_range_is_a_line_and_the_script_runs(
+    ends: dict[str, Any],
+) -> None:
+    end = end_of("strange", ends)
+    assert end.stdout == "8\n"
+    assert len(re.findall(r"^penstock: note: timm 99\.1 is outside", end.stderr, re.M)) == 1
 
 
 def test_what_is_changed_is_in_the_report(ends: dict[str, Any]) -> None:
@@ -200,7 +245,7 @@ dist.destroy_process_group()
 @posix
 def test_under_torchrun_each_rank_runs_the_script_and_reports(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(RANKS)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     end = subprocess.run(
         [sys.executable, *torchrun, "-m", "penstock", "run", "--seed", "0", "program.py"],
         capture_output=True,

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from penstock import DataLoader
 from specimens import Numbers, assert_same, collect
 
+pytestmark = pytest.mark.legacy
+
 
 @settings(max_examples=25)
 @given(

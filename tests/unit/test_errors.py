@@ -25,6 +25,8 @@ ALSO = {
     errors.BadArgument: (ValueError,),
     errors.BadTarget: (ValueError,),
     errors.BadState: (ValueError,),
+    errors.NoSuchDevice: (RuntimeError,),
+    errors.DeviceFailed: (RuntimeError,),
     errors.BadStore: (ValueError,),
     errors.Damaged: (OSError,),
     errors.CannotPack: (ValueError,),

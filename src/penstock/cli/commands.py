@@ -171,6 +171,12 @@ def _checked_start(text: str | None) -> str | None:
     raise typer.BadParameter(f"{text!r} is neither spawn nor fork")
 
 
+def _checked_conv(text: str | None) -> str | None:
+    if text in (None, "auto", "on", "off"):
+        return text
+    raise typer.BadParameter(f"{text!r} is none of auto, on, off")
+
+
 def _checked_counts(text: str) -> str:
     if text and all(part.strip().isdecimal() for part in text.split(",")):
         return text
@@ -260,7 +266,12 @@ class _RunCommand(TyperCommand):
         place = num_own(args)
         if place and args[place - 1] == "-m":
             args = [*args[:place], "--", *args[place:]]
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption":  # typers have click under several names
+                error.message += ". The script's own stand behind it"  # type: ignore[attr-defined]
+            raise
 
 
 _pending: list[Any] = []
@@ -287,6 +298,12 @@ def run(
             help="In the place of what the script says.",
         ),
     ] = None,
+    persistent_workers: Annotated[
+        bool,
+        typer.Option(
+            "--persistent-workers", help="Keep workers between epochs, whatever the script says."
+        ),
+    ] = False,
     on_error: Annotated[
         str,
         typer.Option(
@@ -307,6 +324,14 @@ def run(
     sample_timeout_s: Annotated[
         float | None, typer.Option(help="A sample that takes longer hangs.")
     ] = None,
+    conv: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|on|off",
+            callback=_checked_conv,
+            help="Convolutions without the GPU's library: where it is broken, or all.",
+        ),
+    ] = None,
 ) -> None:
     """Run a training script, unchanged, with Penstock under its DataLoaders.
 
@@ -323,9 +348,11 @@ def run(
             arguments=tuple(arguments or ()),
             is_module=is_module,
             seed=seed,
+            conv=conv,
             patch={
                 "num_workers": int(workers) if workers and workers != "auto" else workers,
                 "multiprocessing_context": start_method,
+                "persistent_workers": persistent_workers,
                 "on_error": on_error,
                 "max_bad": count,
                 "bad_samples_file": bad_samples_file,

@@ -12,8 +12,10 @@ from penstock.errors import PenstockError
 from penstock.integrations import running
 
 if TYPE_CHECKING:
+    from penstock.compute.bypass import Bypass
     from penstock.integrations.shadow import Tally
 
+_ENGINE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "engine", "")
 NESTED = "PENSTOCK_RUN"
 """Set in the environment of a run: programs that it starts report only what they changed."""
 
@@ -24,6 +26,7 @@ class RunOptions:
 
     Args:
         target: A script, or with ``is_module`` a module.
+        conv: For :func:`penstock.compute.bypass_convolutions`; None: as ``PENSTOCK_CONV`` says.
         patch: Options for :func:`penstock.patch`.
     """
 
@@ -31,12 +34,15 @@ class RunOptions:
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     seed: int | None = None
+    conv: str | None = None
     patch: dict[str, Any]
 
 
 def run(options: RunOptions) -> NoReturn:
     """Run it and exit as it does."""
     report = _Report()
+    if options.conv is not None:
+        os.environ["PENSTOCK_CONV"] = options.conv  # programs that the script starts, too
     running.when_torch_is_imported(lambda: report.begin(options))
     if options.is_module:
         running.run_module(options.target, options.arguments)
@@ -50,12 +56,18 @@ class _Report:
         self._owner = os.getpid()
         self._tally: Tally | None = None
         self._is_nested = False
+        self._num_forks = 0
         self._seeded = ""
+        self._bypass: Bypass | None = None
 
     def begin(self, options: RunOptions) -> None:
         """torch is there: patch it, and seed."""
         from penstock.integrations.patching import patch
 
+        if options.conv in ("auto", "on"):
+            from penstock.compute.bypass import bypass_convolutions
+
+            self._bypass = bypass_convolutions(options.conv)  # type: ignore[arg-type]
         try:
             self._tally = patch(seed=options.seed, **options.patch)
         except PenstockError as error:
@@ -66,16 +78,43 @@ class _Report:
 
             seed_all(options.seed)
             self._seeded = f"; seed {options.seed}"
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_parent=self._count_fork)
         self._is_nested = NESTED in os.environ
         os.environ.setdefault(NESTED, str(self._owner))
         atexit.register(self.print)
+
+    def _count_fork(self) -> None:
+        """Called in this process after each fork of it, with the forking code on the stack."""
+        frame: Any = sys._getframe()
+        while frame is not None and not frame.f_code.co_filename.startswith(_ENGINE):
+            frame = frame.f_back
+        self._num_forks += frame is None
+
+    def _own_processes(self) -> list[str]:
+        """What the script does about processes by itself."""
+        import multiprocessing
+
+        lines = []
+        method = multiprocessing.get_start_method(allow_none=True)
+        if method not in (None, multiprocessing.get_all_start_methods()[0]):
+            lines.append(
+                f"the script has multiprocessing start processes by {method!r}: its own are, "
+                "workers come as they would without it"
+            )
+        if self._num_forks:
+            lines.append(
+                f"{self._num_forks} process(es) were forked from the script by itself: their "
+                "loaders run on the engine too, and are not counted here"
+            )
+        return lines
 
     def print(self) -> None:
         """One paragraph on stderr, at the very end."""
         tally = self._tally
         if tally is None or os.getpid() != self._owner:
             return
-        if self._is_nested and not tally.num_loaders:
+        if self._is_nested and not tally.num_loaders and self._bypass is None:
             return
         if not tally.num_loaders:
             lines = ["no DataLoader of torch's was iterated: nothing was changed"]
@@ -87,6 +126,10 @@ class _Report:
                 lines.append(f"saved: {tally.num_restarts} lost worker(s) were replaced")
             if tally.num_bad:
                 lines.append(f"saved: {tally.num_bad} bad sample(s) were left out or replaced")
+            lines += [f"note: {line}" for line in (*tally.notes, *self._own_processes())]
+        if self._bypass is not None:
+            lines.append(str(self._bypass))
+            lines += [f"lost to another library: {name}" for name in self._bypass.check()]
         rank = os.environ.get("RANK")
         name = "penstock" if rank is None else f"penstock (rank {rank})"
         print("\n".join(f"{name}: {line}" for line in lines), file=sys.stderr, flush=True)

@@ -123,6 +123,11 @@ class AuditionIterator(LoaderIterator):
         with self._traces.watching() if is_close else nullcontext():
             return self._next_timed(is_close)
 
+    def _is_ready(self) -> bool:
+        if self._pooled is not None:
+            return self._pooled._is_ready()
+        return self._is_settled and self._inline._is_ready()  # till then steps are timed
+
     def _next_timed(self, is_close: bool) -> Any:
         busy_s = _busy_s() if is_close else 0.0
         start_s, place = time.perf_counter(), self._inline._place

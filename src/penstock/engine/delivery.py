@@ -13,6 +13,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from penstock.engine.iterators import Setup
@@ -53,7 +54,7 @@ class Delivery:
         on_state: Callable[[int, Any, int], None],
     ) -> None:
         self._pool = pool
-        self._ring = ring
+        self.ring = ring
         self._cells = cells
         self._task = task
         self._setup = setup
@@ -117,7 +118,7 @@ class Delivery:
         self._key_epoch, self._position_of = epoch, position_of
         self._cells[EPOCH_CELL] = self.epoch
         for key in [key for key, job in self._jobs.items() if job.is_done]:
-            self._ring.give_back(self._jobs.pop(key).slot)  # loaded, but nobody took it
+            self.ring.give_back(self._jobs.pop(key).slot)  # loaded, but nobody took it
         fresh = None
         if shared_seed is not None and self.epoch > 0:
             fresh = Fresh(self.epoch, shared_seed)
@@ -161,10 +162,13 @@ class Delivery:
                 continue
             self._wait(started)
 
-    @property
-    def batch_bytes(self) -> int:
-        """The most memory that a batch has needed so far."""
-        return self._ring.needed_bytes
+    def is_ready(self) -> bool:
+        """Could :meth:`next` answer now, without waiting? Looks what has arrived."""
+        if self._ready_job() is None and self._failure is None and self._num_open:
+            with suppress(Exception):  # next() raises it, in its turn
+                self._hear(0.0)
+        job = self._ready_job()
+        return job is not None and job.kind not in ("end", "empty")
 
     # -- leasing ---------------------------------------------------------------------------------
 
@@ -176,17 +180,17 @@ class Delivery:
             return  # a few at a time: one message then carries several leases
         outgoing: dict[int, list[Lease]] = {}
         while room > 0 and self._has_more and self._turns.has_active:
-            slot = self._ring.take_if_any()
+            slot = self.ring.take_if_any()
             if slot is None:
                 if must and not self._num_open:
-                    self._ring.take()  # says what there is no room for
+                    self.ring.take()  # says what there is no room for
                 break  # slots of batches under way will come back
             try:
                 index = next(self._indices)
             except Exception as error:  # raised in its turn, after the batches before it
                 self._has_more = False
                 self._sampler_error = None if isinstance(error, StopIteration) else error
-                self._ring.give_back(slot)
+                self.ring.give_back(slot)
                 break
             job = self._open_job(index, slot)
             for worker, lease in self._cut(job):
@@ -255,6 +259,12 @@ class Delivery:
         nap_s = self._pace.nap_s(self._num_open)
         if nap_s:
             time.sleep(nap_s)
+        events = self._hear(timeout_s)
+        if not self.is_closed and (not events or self._task.has_limit):
+            self._look(started)
+
+    def _hear(self, timeout_s: float) -> list[tuple[int, Any]]:
+        """Take in what workers say."""
         events = self._pool.receive(timeout_s)
         for worker, event in events:
             if isinstance(event, Reply):
@@ -270,8 +280,7 @@ class Delivery:
                 self._fail(rebuild(report))
         if events:
             self._recovery.has_news = True
-        if not self.is_closed and (not events or self._task.has_limit):
-            self._look(started)
+        return events
 
     def _look(self, started: float) -> None:
         try:
@@ -307,7 +316,7 @@ class Delivery:
         self._turns.take_back(worker, reply.key)
         if self._task.is_iterable:
             self._recovery.heard(worker, reply)
-        self._ring.fit(reply.needed_bytes)
+        self.ring.fit(reply.needed_bytes)
         layout = None
         if reply.kind == "fixed":
             number, new_layout, _, _ = reply.content
@@ -321,7 +330,7 @@ class Delivery:
             return
         if job.epoch != self.epoch:
             self._jobs.pop((job.epoch, job.number))
-            self._ring.give_back(job.slot)
+            self.ring.give_back(job.slot)
         elif job.must_be_redone:
             self._redo(job)
         else:
@@ -331,9 +340,9 @@ class Delivery:
             self._pace.adapt(reply.needed_bytes)
 
     def _redo(self, job: Job) -> None:
-        if not self._ring.fits(job.slot):
-            self._ring.give_back(job.slot)
-            job.slot = self._ring.take()
+        if not self.ring.fits(job.slot):
+            self.ring.give_back(job.slot)
+            job.slot = self.ring.take()
         job.make_whole()
         worker, lease = self._make_lease(job, 0)
         self._pool.send(worker, [lease])
@@ -355,7 +364,7 @@ class Delivery:
         if self._in_order:
             self._next = max(self._next, job.number + 1)
         if not keep_slot:
-            self._ring.give_back(job.slot)
+            self.ring.give_back(job.slot)
 
     def _deliver(self, job: Job) -> Any:
         try:
@@ -367,7 +376,8 @@ class Delivery:
             self._close_job(job)
             self._lease()
             raise
-        batch, keep_slot = job.open(self._ring)
+        self.ring.has_lent_pinned = False
+        batch, keep_slot = job.open(self.ring)
         state = job.replies[0].state
         if state is not None:
             self._on_state(job.worker, state, (job.worker + 1) % self._num_workers)
@@ -380,5 +390,5 @@ class Delivery:
         self._pool.stop()
         self._jobs.clear()
         self._num_open, self._has_more = 0, False
-        self._ring.close()
+        self.ring.close()
         self.is_closed = True

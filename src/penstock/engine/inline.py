@@ -25,6 +25,7 @@ from penstock.engine.batch.gather import Gatherer, find_gatherer
 from penstock.engine.batch.layout import OddSample
 from penstock.engine.iterators import LoaderIterator, Setup, max_held_bytes
 from penstock.engine.memory import PrivateFile
+from penstock.engine.pinned import make_ring
 from penstock.engine.slots import Ring
 from penstock.engine.tolerance import Careful, Poison, poison_among
 from penstock.errors import NoSubstitute
@@ -32,7 +33,6 @@ from penstock.order.foreign import OwnGenerators
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import COLLATE_STREAM, SampleRandomness
 from penstock.order.reads import watching_reads
-
 
 _rings: weakref.WeakKeyDictionary[Any, tuple[int, Ring]] = weakref.WeakKeyDictionary()
 """Rings that no iterator uses now, by loader: their pages are there, and fresh ones cost a short
@@ -87,7 +87,10 @@ class InlineIterator(LoaderIterator):
             )
         self._ring: Ring | None = None
         if self._gatherer is not None:
-            self._ring = _borrow_ring(self, loader)
+            if setup.pinner is None:
+                self._ring = _borrow_ring(self, loader)
+            else:
+                self._ring = make_ring(PrivateFile(), setup, max_held_bytes())
         self._begin()
 
     def _begin(self) -> None:
@@ -123,6 +126,9 @@ class InlineIterator(LoaderIterator):
 
     def _shutdown_workers(self) -> None:
         """There are none; others call this by name."""
+
+    def _is_ready(self) -> bool:
+        return self._setup.per_sample  # else its draws would come before the user's
 
     def _next_batch(self) -> Any:
         while True:

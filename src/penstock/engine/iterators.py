@@ -10,15 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils.data import dataloader as torch_loader
 
+from penstock.engine.pinned import Pinner
 from penstock.engine.recovery import Limits
 from penstock.engine.tolerance import OnError
+from penstock.errors import DeviceFailed
 from penstock.order.course import Course, Walk
+
+Effect = Callable[[], None]
+
+
+class Courier(Protocol):
+    """Brings batches to where they are used, some of them ahead of time."""
+
+    def next(
+        self, take: Callable[[], tuple[Any, list[Effect]]], is_ready: Callable[[], bool]
+    ) -> Any:
+        """The next batch. ``take`` loads one; ``is_ready``: without waiting.
+
+        What taking a batch changed in the loader's counts comes with it, and is to be done when
+        that batch is handed out.
+        """
+
+    def reset(self) -> None:
+        """Another epoch begins: forget what is under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +61,10 @@ class Setup:
     """Told once how much memory a batch needs."""
     obeys_init_seed: bool = True
     """Is a seed that worker_init_fn gives to torch kept, though bits then depend on workers?"""
+    pinner: Pinner | None = None
+    """Pins the memory of batches; None: they lie in ordinary memory."""
+    make_courier: Callable[[], Courier] | None = None
+    """Makes what brings batches to a device; None: they are handed out as they are."""
     limits: Limits = field(default_factory=Limits)
     """When a worker that is lost ends the epoch."""
     on_error: OnError = "raise"
@@ -72,6 +96,17 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         self._course = setup.course or Course(None)
         self._base_seed = self._course.settle_base(self._base_seed)
         self._turn_number = self._course.num_turns
+        self._courier = None if setup.make_courier is None else setup.make_courier()
+        self._effects: list[Effect] = []
+        """Of batches that the courier has not handed out yet. One list, shared by those that
+        take over from each other."""
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        courier: Courier | None = getattr(self, "_courier", None)  # torch resets before we enter
+        if courier is not None:
+            courier.reset()
+            self._effects.clear()
+        super()._reset(loader, first_iter)
 
     def _position_of(self) -> Callable[[int], int] | None:
         walk = self._index_sampler
@@ -87,30 +122,69 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             ):
                 batch: Any = super().__next__()
             else:
-                batch = self._next_batch()
+                batch = self._next_data()
                 self._num_yielded += 1
         except StopIteration:
             if self._course.num_turns == self._turn_number:
                 self._course.is_over = True
             self._setup.on_end(self._num_yielded)
             raise
-        if self._course.num_turns == self._turn_number:
-            self._course.num_batches += 1
+        self._count(1)
         return batch
 
     def _next_data(self) -> Any:
-        return self._next_batch()
+        if self._courier is None:
+            return self._next_batch()
+        try:
+            return self._courier.next(self._take, self._is_ready)
+        except Exception as error:
+            if isinstance(error, DeviceFailed):
+                self._shutdown_workers()
+            for effect in self._effects:  # of what came after the last batch
+                effect()
+            self._effects.clear()
+            raise
+
+    def _take(self) -> tuple[Any, list[Effect]]:
+        batch = self._next_batch()
+        effects = self._effects.copy()
+        self._effects.clear()
+        return batch, effects
 
     def _next_batch(self) -> Any:
         raise AssertionError("each kind of iterator has its own")
 
+    def _is_ready(self) -> bool:
+        """Could another batch be taken now, without keeping the one before it waiting?"""
+        return False
+
+    def _shutdown_workers(self) -> None:
+        raise AssertionError("each kind of iterator has its own")
+
+    def _when_delivered(self, effect: Effect) -> None:
+        """Do this when the batch that is being taken is handed out."""
+        if self._courier is None:
+            effect()
+        else:
+            self._effects.append(effect)
+
     def _count_empty(self, num_batches: int = 1) -> None:
         """Batches of which nothing is left take their place in the epoch all the same."""
+        self._when_delivered(lambda: self._count(num_batches))
+
+    def _count(self, num_batches: int) -> None:
         if self._course.num_turns == self._turn_number:
             self._course.num_batches += num_batches
 
-    def _finished(self, batch: Any) -> Any:
-        if self._pin_memory:
+    def _stream_noter(self) -> Callable[[int, Any, int], None]:
+        """Takes what an iterable dataset says of itself. It must not hold this iterator."""
+        course, effects = self._course, self._effects
+        if self._courier is None:
+            return course.note_stream
+        return lambda *said: effects.append(lambda: course.note_stream(*said))
+
+    def _finished(self, batch: Any, *, is_pinned: bool = False) -> Any:
+        if not is_pinned and (self._pin_memory or self._setup.pinner is not None):
             from torch.utils.data._utils.pin_memory import pin_memory
 
             return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]

@@ -18,8 +18,8 @@ from penstock.engine.inline import InlineIterator
 from penstock.engine.iterators import LoaderIterator, Setup, max_held_bytes
 from penstock.engine.memory import SharedFile
 from penstock.engine.messages import Task
+from penstock.engine.pinned import make_ring
 from penstock.engine.pools import Pool, ProcessPool, ThreadPool, control_cells
-from penstock.engine.slots import Ring
 from penstock.engine.start.launcher import Launcher
 from penstock.engine.travel.parcel import Serialised
 from penstock.errors import StartFailed
@@ -85,13 +85,13 @@ class PooledIterator(LoaderIterator):
         pool = self._make_pool(travellers(self, loader), task, memory, cells, serialised)
         self._delivery = Delivery(
             pool=pool,
-            ring=Ring(memory, max_held_bytes=max_held_bytes(), tell=setup.tell),
+            ring=make_ring(memory, setup, max_held_bytes()),
             cells=cells,
             task=task,
             setup=setup,
             can_split=self._can_split(task),
             timeout_s=self._timeout,
-            on_state=self._course.note_stream,
+            on_state=self._stream_noter(),
         )
         self._workers = pool.processes
 
@@ -160,9 +160,10 @@ class PooledIterator(LoaderIterator):
         with self._turn:  # several threads may share one iterator
             try:
                 batch = self._delivery.next()
+                is_pinned = self._delivery.ring.has_lent_pinned
                 if not self._has_learnt:
                     self._has_learnt = True
-                    self._setup.learn(self._delivery.batch_bytes)
+                    self._setup.learn(self._delivery.ring.needed_bytes)
             except StopIteration:
                 if not self._persistent_workers:
                     self._shutdown_workers()
@@ -171,7 +172,11 @@ class PooledIterator(LoaderIterator):
                 if self._delivery.num_empty:
                     self._count_empty(self._delivery.num_empty)
                     self._delivery.num_empty = 0
-        return self._finished(batch)
+        return self._finished(batch, is_pinned=is_pinned)
+
+    def _is_ready(self) -> bool:
+        with self._turn:
+            return self._delivery is not None and self._delivery.is_ready()
 
     def _shutdown_workers(self) -> None:
         """Stop the workers now. Others (Ultralytics among them) call this by name."""

@@ -250,7 +250,8 @@ class ThreadPool:
     def receive(self, timeout_s: float) -> list[tuple[int, Any]]:
         events: list[tuple[int, Any]] = []
         try:
-            events.append(self._replies.get(timeout=max(timeout_s, 0.001)))
+            if timeout_s > 0:
+                events.append(self._replies.get(timeout=max(timeout_s, 0.001)))
             while True:
                 events.append(self._replies.get_nowait())
         except queue.Empty:

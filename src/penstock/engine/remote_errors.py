@@ -60,6 +60,7 @@ class WorkerTraceback(Exception):
 def describe(error: BaseException, *, worker: int, where: str, index: Any = None) -> ErrorReport:
     """Turn an exception into a report that can always be sent. Called from: the worker."""
     trace = "".join(traceback.format_exception(type(error), error, _own_frames_cut(error)))
+    trace += _advice_on(error)
     return ErrorReport(
         kind=type(error).__name__,
         text=_safe_text(error),
@@ -155,6 +156,17 @@ def _own_frames_cut(error: BaseException) -> Any:
 
 def _own_state(error: BaseException) -> dict[str, Any]:
     return {name: value for name, value in vars(error).items() if name != "__notes__"}
+
+
+def _advice_on(error: BaseException) -> str:
+    """A pool that user code starts in a worker sends functions by name, ours sends them whole."""
+    if isinstance(error, pickle.PicklingError) and "__main__" in _safe_text(error):
+        return (
+            "  Likely: a process pool inside a worker sends what stands in the script by its name, "
+            "and the script is not run in workers.\n"
+            "  Try: put the function in a module and import it from there.\n"
+        )
+    return ""
 
 
 def _safe_text(error: BaseException) -> str:

@@ -43,7 +43,7 @@ class Segment(NamedTuple):
 class Slot:
     """The memory of one batch: a place in a segment, mapped here."""
 
-    __slots__ = ("capacity", "mapping", "segment", "start", "watch")
+    __slots__ = ("capacity", "mapping", "pinned_bytes", "segment", "start", "watch")
 
     def __init__(self, segment: Segment, start: int, capacity: int, mapping: mmap.mmap) -> None:
         self.segment = segment
@@ -51,6 +51,8 @@ class Slot:
         self.capacity = capacity
         self.mapping = mapping
         self.watch: weakref.ref[np.ndarray] | None = None
+        self.pinned_bytes = 0
+        """See :mod:`penstock.engine.pinned`."""
 
     def view(self, num_bytes: int) -> np.ndarray:
         """A fresh root array over the first ``num_bytes``."""
@@ -83,6 +85,8 @@ class Ring:
         self._held_bytes = 0
         self._refusal: OSError | None = None
         self.num_slots = 0
+        self.has_lent_pinned = False
+        """Is what was lent last in pinned memory?"""
 
     def has_room(self) -> bool:
         """Is there a slot to take? One is made if it can be.
@@ -197,10 +201,13 @@ class Ring:
 
     def _collect(self) -> None:
         while self._returned:
-            slot = self._returned.popleft()
-            slot.watch = None
-            self._held_bytes -= self._held.pop(slot, 0)
-            self._free.append(slot)
+            self._free.append(self._take_back())
+
+    def _take_back(self) -> Slot:
+        slot = self._returned.popleft()
+        slot.watch = None
+        self._held_bytes -= self._held.pop(slot, 0)
+        return slot
 
     def close(self) -> None:
         """Forget the slots. Views that the user still holds stay valid."""

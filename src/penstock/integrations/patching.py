@@ -55,10 +55,11 @@ def patch(**options: Any) -> Tally:
 
     Args:
         **options: ``seed``, ``num_workers`` and ``multiprocessing_context`` (in the place of what
-            the code says), ``pool``, ``randomness``, ``on_error``, ``max_bad``,
-            ``bad_samples_file``, ``max_restarts`` and ``sample_timeout_s``, as
-            :class:`penstock.DataLoader` takes them. With ``seed``, each loader draws from
-            generators of its own; the order stays torch's: ``torch.manual_seed`` repeats it.
+            the code says), ``persistent_workers`` (True: also where it does not say so), ``pool``,
+            ``randomness``, ``on_error``, ``max_bad``, ``bad_samples_file``, ``max_restarts`` and
+            ``sample_timeout_s``, as :class:`penstock.DataLoader` takes them. With ``seed``, each
+            loader draws from generators of its own; the order stays torch's:
+            ``torch.manual_seed`` repeats it.
 
     Returns what is counted while the patch stands. Pairs with :func:`unpatch`.
 
@@ -132,8 +133,9 @@ def _checked(options: dict[str, Any]) -> Options:
         unknown = ", ".join(sorted(set(options) - set(vars(Options()))))
         raise BadArgument(f"patch() does not know {unknown}; it knows {known}") from None
     values = {name: value for name, value in vars(checked).items() if value is not None}
-    if "multiprocessing_context" in values and not values.get("num_workers"):
-        values["num_workers"] = 1  # torch takes it only beside workers
+    is_for_workers = "multiprocessing_context" in values or values["persistent_workers"]
+    if is_for_workers and not values.get("num_workers"):
+        values["num_workers"] = 1  # torch takes these only beside workers
     DataLoader([0], **values)  # it says what is wrong with a value
     return checked
 

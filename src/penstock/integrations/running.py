@@ -110,7 +110,7 @@ class _Watch(importlib.abc.MetaPathFinder):
             execute, then = spec.loader.exec_module, self._then
 
             def exec_module(module: types.ModuleType) -> None:
-                del spec.loader.exec_module  # type: ignore[union-attr]
+                vars(spec.loader).pop("exec_module", None)  # several may watch, one in another
                 execute(module)
                 then()
 

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
 from penstock.engine.iterators import Setup
+from penstock.integrations.libraries import untested_here
 from penstock.integrations.ultralytics import settle_mosaic
 from penstock.loader import DataLoader
 from penstock.machine.collect import here
@@ -37,6 +38,13 @@ from penstock.policy.safety import make_safe
 _PLAIN: Any = TorchDataLoader([0])  # type: ignore[arg-type]
 _TORCH_NAMES = tuple(name for name in vars(_PLAIN) if name != "_iterator")
 """What torch's own class keeps; a subclass may keep more, under names that are ours too."""
+
+SPAWNED_ANEW = (
+    "workers are spawned anew for each epoch, which takes seconds: the code does not ask for "
+    "persistent_workers, and what it changes in its dataset between epochs would not reach those "
+    "that stay. Try, if it changes nothing: penstock run --persistent-workers, or "
+    "penstock.patch(persistent_workers=True)"
+)
 
 _QUIET_SAMPLERS = (
     *(SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler),
@@ -51,10 +59,12 @@ class Options:
     Args:
         num_workers: None: as the code says. A number or "auto" is used instead.
         multiprocessing_context: None: as the code says. "spawn" or "fork" is used instead.
+        persistent_workers: True: kept between epochs, also where the code does not say so.
     """
 
     num_workers: int | str | None = None
     multiprocessing_context: str | None = None
+    persistent_workers: bool = False
     seed: int | None = None
     pool: str = "auto"
     randomness: str = "sample"
@@ -74,6 +84,8 @@ class Tally:
     num_restarts: int = 0
     num_bad: int = 0
     changes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is not changed, but may matter."""
 
 
 @dataclass
@@ -127,6 +139,9 @@ class Shadow(DataLoader[Any]):
         )
         self._is_auto = options.num_workers == "auto"
         self._auto_workers = here().usable_cores if self._is_auto else None
+        self._kept: Any = None
+        for line in untested_here():
+            self._tell_note(line)
         self.follow(loader)
 
     def __reduce__(self) -> Any:
@@ -150,9 +165,30 @@ class Shadow(DataLoader[Any]):
             self.num_workers = workers
         elif self._auto_workers is not None:
             self.num_workers = int(self._auto_workers)
+        if self._layer.options.persistent_workers and self.num_workers:
+            vars(self)["persistent_workers"] = True
         line = settle_mosaic(self.dataset) if self.seed is not None else None
         if line is not None:
             self._tell_change(line)
+
+    def _get_iterator(self) -> Any:
+        """torch's class keeps workers where the code asks for it; else it asks us each time."""
+        owner = self._owner()
+        if owner is None or owner.persistent_workers or not self.persistent_workers:
+            return super()._get_iterator()
+        travels = (self.dataset, self.collate_fn, self.worker_init_fn)
+        if self._kept is not None and _are_same(self._kept[0], travels):
+            self._kept[1]._reset(self)
+        else:
+            self.close()
+            self._kept = travels, super()._get_iterator()
+        return self._kept[1]
+
+    def close(self) -> None:
+        """Stop workers that were kept, if the code did not ask for it."""
+        if self._kept is not None:
+            self._kept[1]._shutdown_workers()
+        self._kept = None
 
     def _rewind(self, loader: Any) -> None:
         """Make good what an iterator that was given up had drawn ahead from the code's generator.
@@ -186,6 +222,11 @@ class Shadow(DataLoader[Any]):
             self._layer.tally.changes.append(line)
             warnings.warn(f"penstock: {line}", stacklevel=2)
 
+    def _tell_note(self, line: str) -> None:
+        if line not in self._layer.tally.notes:
+            self._layer.tally.notes.append(line)
+            warnings.warn(f"penstock: {line}", stacklevel=2)
+
     def _turn(self) -> None:
         self._layer.tally.num_epochs += 1
         super()._turn()
@@ -193,6 +234,9 @@ class Shadow(DataLoader[Any]):
     def _setup(self, plan: Plan) -> Setup:
         """With a seed, what worker_init_fn seeds does not count; code that cannot be changed has
         it often, Hugging Face's Trainer always."""
+        is_spawned = plan.pool.value == "process" and plan.start_method.value == "spawn"
+        if is_spawned and self._course.num_turns > 1 and not self.persistent_workers:
+            self._tell_note(SPAWNED_ANEW)
         return replace(super()._setup(plan), obeys_init_seed=self.seed is None)
 
     def _fault_setup(self) -> dict[str, Any]:
@@ -209,6 +253,10 @@ class Shadow(DataLoader[Any]):
 
         counted: dict[str, Callable[..., None]] = {"on_bad": count_bad, "on_restart": count_restart}
         return {**setup, **counted}
+
+
+def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _draws_at_start_only(loader: Any) -> bool:

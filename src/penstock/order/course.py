@@ -15,7 +15,7 @@ import base64
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.order.keys import WORKER_STREAM, make_key
@@ -66,6 +66,14 @@ class Course:
     def resume(self, mark: Mark) -> None:
         """The next epoch to begin is that of ``mark``, in the middle."""
         self._next_epoch, self._resumed, self.is_over = mark.epoch, mark, True
+
+    def start_at(self, position: int) -> None:
+        """The next epoch to begin starts here, wherever it was to be resumed."""
+        self.resume(replace(self.upcoming(), position=position))
+
+    def upcoming(self) -> Mark:
+        """Where the next epoch begins: at its start, or where it is resumed."""
+        return self._resumed or Mark(epoch=self._next_epoch, position=0)
 
     def turn(self, order: Order | None, sampler: Any) -> None:
         """Begin the next epoch. Called once before each is iterated.
@@ -120,7 +128,7 @@ class Course:
         """
         position = self.start + self.num_batches * (global_batch or 1)
         if self.is_over or (end is not None and position >= end):
-            return self._resumed or Mark(epoch=self._next_epoch, position=0)
+            return self.upcoming()
         return Mark(
             epoch=self.epoch,
             position=position,

@@ -216,6 +216,15 @@ class Resumable:
         rows, order = self._rows_per_batch(), self._order()
         return rows * order.world_size if rows and order is not None else rows
 
+    def _num_samples(self) -> int | None:
+        """Samples of an epoch, where that is known: of the sampler, or of the dataset."""
+        try:
+            most = len(self) * (self._rows_per_batch() or 1)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None  # a sampler without a length
+        length = None if self._rows_per_batch() is None else self._length()
+        return most if length is None else min(most, length)
+
     def _length(self) -> int | None:
         order = self._order()
         if order is not None:

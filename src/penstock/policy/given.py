@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import BadArgument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +15,7 @@ class Wish:
     Args:
         start_method: ``"fork"``, ``"spawn"``, ``"forkserver"`` or None.
         persistent_workers, pin_memory: None leaves it to the plan.
+        device: Where batches are brought to; None: they stay in CPU memory.
         has_init_fn: Was a ``worker_init_fn`` given?
         has_sample_limit: Was a ``sample_timeout_s`` given?
     """
@@ -22,6 +26,7 @@ class Wish:
     prefetch_factor: int | None = None
     persistent_workers: bool | None = None
     pin_memory: bool | None = None
+    device: str | None = None
     batch_size: int | None = 1
     randomness: str = "sample"
     has_init_fn: bool = False
@@ -53,3 +58,18 @@ class Work:
     is_iterable: bool = False
     is_in_memory: bool = False
     stays_because: str | None = None
+
+
+def checked_workers(num_workers: Any) -> int | str:
+    """A number, which torch checks, or "auto".
+
+    Example:
+        >>> checked_workers("auto"), checked_workers(4)
+        ('auto', 4)
+    """
+    if isinstance(num_workers, str) and num_workers != "auto":
+        raise BadArgument(
+            f"num_workers={num_workers!r} is neither a number nor 'auto'",
+            remedy="DataLoader(..., num_workers='auto')",
+        )
+    return num_workers  # type: ignore[no-any-return]

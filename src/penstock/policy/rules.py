@@ -87,6 +87,9 @@ def _choose_persistence(wish: Wish, pool: str, method: str | None) -> Choice:
 
 
 def _choose_pinning(machine: Machine, wish: Wish) -> Choice:
+    if wish.device is not None and wish.device.startswith("cuda"):
+        reason = f"device={wish.device!r}: slots are pinned once, copies overlap the step"
+        return Choice(True, reason, "rule")
     cards = [gpu.name for gpu in machine.gpus if gpu.vendor in ("nvidia", "amd")]
     if not cards and machine.has_gpu_context:
         cards = ["GPU"]  # opened already, whatever its name

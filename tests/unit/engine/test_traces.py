@@ -5,7 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from penstock.engine.traces import Traces
+
+pytestmark = pytest.mark.legacy
 
 
 def test_what_was_bound_while_watching_is_taken_back() -> None:

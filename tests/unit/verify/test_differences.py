@@ -19,6 +19,8 @@ from penstock.verify.differences import (
 from penstock.verify.stream import Batch, Record
 from penstock.verify.verdict import Cause, Difference, Row, Verdict
 
+pytestmark = pytest.mark.legacy
+
 
 def run_of(*epochs: list[str]) -> Record:
     """A record whose batches are words and whose samples are letters."""

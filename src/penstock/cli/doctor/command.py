@@ -15,6 +15,7 @@ from penstock.cli.doctor.bad_samples import (
     print_bad_samples,
 )
 from penstock.cli.doctor.child import TrialOptions, try_dataset
+from penstock.cli.doctor.convolutions import judge_convolutions, probe_convolutions
 from penstock.cli.doctor.findings import find_dataset_problems
 from penstock.cli.doctor.report import Findings, print_report
 from penstock.cli.doctor.target import find_target
@@ -84,6 +85,8 @@ def examine(options: DoctorOptions) -> Findings:
     sighting = sight_by_torch(options.limit_s) if options.asks_torch else None
     if sighting is not None:
         problems += _judge_sighting(here, sighting)
+    convolutions = probe_convolutions(sighting)
+    problems += judge_convolutions(convolutions)
     if notes is not None:
         problems += find_dataset_problems(notes)
     if target is not None:
@@ -95,6 +98,7 @@ def examine(options: DoctorOptions) -> Findings:
         storage=storage,
         seen_by_torch=None if sighting is None else sighting.gpus,
         dataset=notes,
+        convolutions=convolutions,
     )
 
 
@@ -109,6 +113,7 @@ def as_dict(findings: Findings) -> dict[str, Any]:
         "seen_by_torch": None
         if findings.seen_by_torch is None
         else [asdict(gpu) for gpu in findings.seen_by_torch],
+        "convolutions": None if findings.convolutions is None else findings.convolutions.to_dict(),
         "dataset": None
         if notes is None
         else {name: value for name, value in notes.items() if name not in ("machine", "plan")},

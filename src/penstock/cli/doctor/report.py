@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
+from penstock.cli.doctor.convolutions import convolution_rows
 from penstock.cli.sections import main_facts, print_section
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.storage import Storage
 from penstock.policy.problem import Problem
 from penstock.policy.wording import duration, size
+
+if TYPE_CHECKING:
+    from penstock.compute.probing import probe
 
 _STYLES = {"harm": "bold red", "slow": "yellow", "note": "cyan"}
 _GENERATORS = {"python": "random", "numpy": "numpy.random", "torch": "torch"}
@@ -27,6 +31,7 @@ class Findings:
         plan: As :meth:`penstock.policy.plan.Plan.to_dict` gives it.
         seen_by_torch: The GPUs that torch can use, where it was asked.
         dataset: The notes of a trial.
+        convolutions: What became of convolutions on the GPU, where torch was asked.
     """
 
     machine: Machine
@@ -35,6 +40,7 @@ class Findings:
     storage: Mapping[str, Storage]
     seen_by_torch: tuple[Gpu, ...] | None = None
     dataset: Mapping[str, Any] | None = None
+    convolutions: probe.Findings | None = None
 
 
 def print_report(console: Console, findings: Findings) -> None:
@@ -44,6 +50,8 @@ def print_report(console: Console, findings: Findings) -> None:
         print_section(
             console, f"Dataset {findings.dataset['target']}", _dataset_rows(findings.dataset)
         )
+    if findings.convolutions is not None:
+        print_section(console, "Convolutions", convolution_rows(findings.convolutions))
     choices = {name: value for name, value in findings.plan.items() if isinstance(value, dict)}
     rows = [
         (name, f"{choice['value']}  ({choice['source']}: {choice['reason']})")

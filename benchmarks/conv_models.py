@@ -1,0 +1,113 @@
+"""Whole networks with the convolutions of ResNet-50 and YOLOv8n, without other packages."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Unit(nn.Sequential):
+    """Convolution, normalisation, activation."""
+
+    def __init__(self, a: int, b: int, k: int = 1, s: int = 1, act: bool = True) -> None:
+        layers: list[nn.Module] = [nn.Conv2d(a, b, k, s, k // 2, bias=False), nn.BatchNorm2d(b)]
+        super().__init__(*layers, *([nn.SiLU(inplace=True)] if act else []))
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, a: int, b: int, s: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Unit(a, b), Unit(b, b, 3, s), Unit(b, 4 * b, act=False))
+        self.skip = Unit(a, 4 * b, 1, s, act=False) if s > 1 or a != 4 * b else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.skip(x))
+
+
+def resnet50() -> nn.Module:
+    """The layers of ResNet-50, with 53 convolutions."""
+    layers: list[nn.Module] = [Unit(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
+    channels = 64
+    for stage, (width, depth) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
+        for place in range(depth):
+            layers.append(Bottleneck(channels, width, 2 if stage and not place else 1))
+            channels = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+
+
+class C2f(nn.Module):
+    """YOLOv8's block: split, some pairs of 3x3, all joined."""
+
+    def __init__(self, a: int, b: int, num: int) -> None:
+        super().__init__()
+        self.first, self.half = Unit(a, b), b // 2
+        self.pairs = nn.ModuleList(
+            nn.Sequential(Unit(self.half, self.half, 3), Unit(self.half, self.half, 3))
+            for _ in range(num)
+        )
+        self.last = Unit((2 + num) * self.half, b)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [*self.first(x).split(self.half, 1)]
+        for pair in self.pairs:
+            parts.append(parts[-1] + pair(parts[-1]))
+        return self.last(torch.cat(parts, 1))
+
+
+class YoloShaped(nn.Module):
+    """Backbone, neck and heads as YOLOv8n has them; the loss is a plain sum of squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(Unit(3, 16, 3, 2), Unit(16, 32, 3, 2), C2f(32, 32, 1))
+        self.p3 = nn.Sequential(Unit(32, 64, 3, 2), C2f(64, 64, 2))
+        self.p4 = nn.Sequential(Unit(64, 128, 3, 2), C2f(128, 128, 2))
+        self.p5 = nn.Sequential(Unit(128, 256, 3, 2), C2f(256, 256, 1), Unit(256, 256))
+        self.up = nn.Upsample(scale_factor=2)
+        self.n4, self.n3 = C2f(384, 128, 1), C2f(192, 64, 1)
+        self.d4, self.m4 = Unit(64, 64, 3, 2), C2f(192, 128, 1)
+        self.d5, self.m5 = Unit(128, 128, 3, 2), C2f(384, 256, 1)
+        self.heads = nn.ModuleList(
+            nn.ModuleList(
+                nn.Sequential(Unit(a, b, 3), Unit(b, b, 3), nn.Conv2d(b, out, 1))
+                for b, out in ((64, 64), (80, 80))
+            )
+            for a in (64, 128, 256)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        p3 = self.p3(self.stem(x))
+        p4 = self.p4(p3)
+        p5 = self.p5(p4)
+        n4 = self.n4(torch.cat([self.up(p5), p4], 1))
+        n3 = self.n3(torch.cat([self.up(n4), p3], 1))
+        m4 = self.m4(torch.cat([self.d4(n3), n4], 1))
+        m5 = self.m5(torch.cat([self.d5(m4), p5], 1))
+        outs = [
+            head(f) for f, heads in zip((n3, m4, m5), self.heads, strict=True) for head in heads
+        ]
+        return torch.stack([out.float().square().mean() for out in outs]).sum()
+
+
+def training_step(name: str, device: str, *, is_half: bool, divisor: int = 1):
+    """A function that does one step: forward, backward, SGD."""
+    torch.manual_seed(0)
+    batch, size = {"ResNet-50": (32, 224), "YOLOv8n": (8, 640)}[name]
+    batch, size = max(1, batch // divisor), size // (2 if divisor > 1 else 1)
+    model = (resnet50() if name == "ResNet-50" else YoloShaped()).to(device)
+    kind = torch.channels_last if is_half else torch.contiguous_format
+    model = model.to(memory_format=kind)
+    x = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16, enabled=is_half):
+            loss = model(x)
+            if loss.dim():
+                loss = loss.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step

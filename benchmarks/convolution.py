@@ -1,0 +1,273 @@
+"""How fast are convolutions without a convolution library, beside those that have one?
+
+python benchmarks/convolution.py --save my-card          # a CUDA GPU: about four minutes
+python benchmarks/convolution.py --device cpu --quick    # oneDNN beside ours
+
+Forward and backward of eleven layers, whole training steps, and speed against the memory cap. All
+contenders take turns in one run; float32 is float32 (no TF32) for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("PENSTOCK_CONV_TUNE_S", "600")  # every shape is measured before its turn
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from conv_models import training_step
+from conv_shapes import LAYERS, Layer, Problem, contenders, peak_bytes, time_ms
+from penstock.cli.stopwatch import take_turns
+from penstock.compute.bypass import bypass_convolutions
+from record import describe_machine, describe_versions, save, today
+
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TARGETS = {"float32": 1.6, "bfloat16": 2.5}
+MAX_LAYER = 3.0
+CAPS_MIB = (16, 64, 256, 1024)
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = True
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    machine, versions = _describe(options.device)
+    console.print(", ".join(f"{k} {v}" for k, v in {**machine, **versions}.items()))
+    records: dict[str, Any] = {"layers": [], "steps": [], "caps": []}
+    for name in options.types:
+        records["layers"] += _layers(console, name, options)
+    if "steps" in options.only:
+        records["steps"] = _steps(console, options)
+    if "caps" in options.only and options.device == "cuda":
+        records["caps"] = _caps(console, options)
+    missed = _judge(console, records["layers"], options.device)
+    if options.save:
+        command = shlex.join(["python", "benchmarks/convolution.py", *arguments])
+        content = {"benchmark": "convolution", "date": today(), "command": command}
+        path = save(options.save, {**content, "machine": machine, "versions": versions, **records})
+        console.print(f"Saved as benchmarks/results/{path.name}")
+    return 1 if options.check and missed else 0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks/convolution.py", description=__doc__)
+    has_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if has_gpu else "cpu")
+    parser.add_argument("--types", type=lambda text: text.split(","), help="float32,bfloat16,...")
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=["layers", "steps", "caps"]
+    )
+    parser.add_argument("--repeats", type=int, help="turns of each contender (default 7)")
+    parser.add_argument("--quick", action="store_true", help="3 short turns: a smoke test")
+    parser.add_argument("--save", metavar="NAME", help="write results/convolution-NAME.json")
+    parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
+    options = parser.parse_args(arguments)
+    if options.types is None:
+        options.types = ["float32", "bfloat16"] if options.device == "cuda" else ["float32"]
+    options.repeats = options.repeats or (3 if options.quick else 7)
+    options.calls = 5 if options.quick else 20
+    if options.device == "cpu":
+        options.calls = 1 if options.quick else 3
+    return options
+
+
+def _describe(device: str) -> tuple[dict[str, Any], dict[str, str]]:
+    machine, versions = describe_machine(), describe_versions()
+    if device == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name()
+        versions["cuda"] = str(torch.version.cuda or getattr(torch.version, "hip", None))
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    try:
+        import triton
+
+        versions["triton"] = triton.__version__
+    except ImportError:
+        versions["triton"] = "none"
+    return machine, versions
+
+
+# -- the eleven layers -----------------------------------------------------------------------------
+
+
+def _layers(console: Console, type_name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    if "layers" not in options.only:
+        return []
+    found = []
+    for layer in LAYERS:
+        shown = layer if options.device == "cuda" else layer.scaled(8)
+        found.append(_layer(shown, type_name, options))
+    _print_layers(console, type_name, found)
+    return found
+
+
+def _layer(layer: Layer, type_name: str, options: argparse.Namespace) -> dict[str, Any]:
+    device, dtype = options.device, TYPES[type_name]
+    problem = Problem(layer, device, dtype, is_last=dtype != torch.float32)
+    reference = problem.exact()
+    turns: dict[str, Callable[[], float]] = {}
+    record: dict[str, Any] = {"layer": layer.name, "batch": layer.batch, "type": type_name}
+    record["memory_bytes"], record["error"] = {}, {}
+    for name, (surroundings, method) in contenders(device).items():
+        run = getattr(problem, method)
+        with surroundings() as inside:
+            result = run()  # warm: libraries search, kernels compile, ways are measured
+            errors = [_distance(a, b) for a, b in zip(result, reference, strict=True)]
+            record["error"][name] = max(errors)
+            if device == "cuda":
+                del result
+                record["memory_bytes"][name] = peak_bytes(run)
+        del inside
+        turns[name] = _turn(surroundings, run, device, options.calls)
+    record["ways"] = _ways(problem, device)
+    record["samples_ms"] = take_turns(turns, options.repeats)
+    record["median_ms"] = {k: statistics.median(v) for k, v in record["samples_ms"].items()}
+    return record
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(((a.double() - b).abs().max() / b.abs().max()).item())
+
+
+def _turn(
+    surroundings: Callable[[], Any], run: Callable[[], Any], device: str, calls: int
+) -> Callable[[], float]:
+    def turn() -> float:
+        with surroundings():
+            run()
+            return time_ms(run, device, calls)
+
+    return turn
+
+
+def _ways(problem: Problem, device: str) -> dict[str, int]:
+    """Which algorithms a forward and backward of this layer takes."""
+    with bypass_convolutions("on", devices=(device,)) as bypass:
+        before = bypass.counts
+        problem.native()
+        after = bypass.counts
+    return {k: n - before.get(k, 0) for k, n in after.items() if n > before.get(k, 0)}
+
+
+def _print_layers(console: Console, type_name: str, records: list[dict[str, Any]]) -> None:
+    names = [*records[0]["median_ms"]]
+    table = Table(title=f"Forward and backward, {type_name}, ms", title_justify="left")
+    table.add_column("layer")
+    for name in (*names, "ratio", "memory", "error / library's", "ways"):
+        table.add_column(name, justify="left" if name == "ways" else "right")
+    for record in records:
+        times, memory, error = record["median_ms"], record["memory_bytes"], record["error"]
+        ratio = times["Penstock"] / times[names[0]]
+        share = memory["Penstock"] / max(1, memory[names[0]]) if memory else float("nan")
+        table.add_row(
+            record["layer"],
+            *(f"{times[name]:.3f}" for name in names),
+            f"{ratio:.2f}x",
+            f"{share:.2f}x",
+            f"{error['Penstock'] / max(error[names[0]], 1e-12):.1f}x",
+            ", ".join(record["ways"]),
+        )
+    sums = {name: sum(r["median_ms"][name] for r in records) for name in names}
+    table.add_row("sum", *(f"{sums[n]:.3f}" for n in names),
+                  f"{sums['Penstock'] / sums[names[0]]:.2f}x")  # fmt: skip
+    console.print(table)
+
+
+def _judge(console: Console, records: list[dict[str, Any]], device: str) -> int:
+    """Sums and single layers against their targets; how many are missed."""
+    missed = 0
+    for type_name in dict.fromkeys(r["type"] for r in records):
+        chosen = [r["median_ms"] for r in records if r["type"] == type_name]
+        library, aten, unfold, ours = (
+            sum(column) for column in zip(*(c.values() for c in chosen), strict=True)
+        )
+        lines = [(f"sum {ours / library:.2f}x the library", TARGETS.get(type_name), ours / library)]
+        worst = max(c["Penstock"] / next(iter(c.values())) for c in chosen)
+        lines.append((f"worst layer {worst:.2f}x", MAX_LAYER, worst))
+        lines.append((f"ATen {aten / ours:.1f}x, unfold {unfold / ours:.1f}x slower than ours",
+                      None, 0.0))  # fmt: skip
+        for text, bound, value in lines:
+            verdict = ""
+            if bound is not None and device == "cuda":
+                verdict = f" (at most {bound:g}x: {'ok' if value <= bound else 'missed'})"
+                missed += value > bound
+            console.print(f"{type_name}: {text}{verdict}")
+    return missed
+
+
+# -- whole steps, and the cap ----------------------------------------------------------------------
+
+
+def _steps(console: Console, options: argparse.Namespace) -> list[dict[str, Any]]:
+    records = []
+    device = options.device
+    table = Table(title="Training steps, ms", title_justify="left")
+    for name in ("network", *contenders(device)):
+        if name != "unfold + matmul":
+            table.add_column(name)
+    for network in ("ResNet-50", "YOLOv8n"):
+        for is_half in (False, True) if device == "cuda" else (False,):
+            step = training_step(
+                network, device, is_half=is_half, divisor=1 if device == "cuda" else 8
+            )
+            turns, memory = {}, {}
+            for name, (surroundings, method) in contenders(device).items():
+                if method == "unfold":
+                    continue
+                with surroundings():
+                    step()
+                    memory[name] = peak_bytes(step) if device == "cuda" else 0
+                turns[name] = _turn(surroundings, step, device, 1 if options.quick else 3)
+            samples = take_turns(turns, min(options.repeats, 5))
+            medians = {k: statistics.median(v) for k, v in samples.items()}
+            title = f"{network} {'bfloat16' if is_half else 'float32'}"
+            table.add_row(
+                title, *(f"{ms:.1f} ({memory[k] / 2**30:.2f} GiB)" for k, ms in medians.items())
+            )
+            records.append({"network": title, "samples_ms": samples, "median_ms": medians,
+                            "memory_bytes": memory})  # fmt: skip
+    console.print(table)
+    return records
+
+
+def _caps(console: Console, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Speed against peak memory, float32, over the layers that use buffers at all."""
+    table = Table(title="Sum of the layers over the memory cap, float32", title_justify="left")
+    for name in ("cap MiB", "ms", "peak MiB", "largest share of the library's memory"):
+        table.add_column(name, justify="right")
+    problems = [Problem(layer, "cuda", torch.float32, is_last=False) for layer in LAYERS]
+    library = [_peak(problem, None) for problem in problems]
+    records = []
+    for cap in CAPS_MIB:
+        total, peaks = 0.0, []
+        for problem in problems:
+            with bypass_convolutions("on", devices=("cuda",), memory_cap_bytes=cap << 20):
+                problem.native()
+                total += time_ms(problem.native, "cuda", options.calls)
+            peaks.append(_peak(problem, cap << 20))
+        share = max(p / q for p, q in zip(peaks, library, strict=True))
+        record = {"cap_mib": cap, "sum_ms": total, "peak_bytes": peaks, "library_bytes": library}
+        records.append(record)
+        table.add_row(str(cap), f"{total:.2f}", f"{max(peaks) / 2**20:.0f}", f"{share:.2f}x")
+    console.print(table)
+    return records
+
+
+def _peak(problem: Problem, cap_bytes: int | None) -> int:
+    if cap_bytes is None:
+        problem.native()
+        return peak_bytes(problem.native)
+    with bypass_convolutions("on", devices=("cuda",), memory_cap_bytes=cap_bytes):
+        return peak_bytes(problem.native)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

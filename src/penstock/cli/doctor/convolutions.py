@@ -1,0 +1,48 @@
+"""``penstock doctor --gpu``: do this machine's convolutions work, and what to do if not?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from penstock.machine.gpu import Sighting
+from penstock.policy.problem import Problem
+
+if TYPE_CHECKING:
+    from penstock.compute.probing.probe import Findings
+
+
+def probe_convolutions(sighting: Sighting | None) -> Findings | None:
+    """The probe's findings, where torch can use a GPU; kept from an earlier time if they are."""
+    if sighting is None or not any(gpu.vendor in ("nvidia", "amd") for gpu in sighting.gpus):
+        return None
+    from penstock.compute.probing.probe import probe
+
+    return probe("cuda")
+
+
+def judge_convolutions(found: Findings | None) -> list[Problem]:
+    """Broken convolutions as a problem, with the line that gets around them."""
+    broken = [] if found is None else [v for v in found.verdicts if v.is_broken]
+    if found is None or not broken:
+        return []
+    words = ", ".join(f"{num} {word}" for word, num in Counter(v.word for v in broken).items())
+    note = next((v.note for v in broken if v.note), "")
+    return [
+        Problem(
+            code="convolutions-broken",
+            severity="harm",
+            what=f"{len(broken)} of {len(found.verdicts)} convolutions fail on the GPU ({words})",
+            why=note.splitlines()[0][:160] if note else "models with such layers cannot train",
+            cure=found.advice,
+        )
+    ]
+
+
+def convolution_rows(found: Findings) -> Iterable[tuple[str, str]]:
+    """The probe's table, for a section of the report."""
+    head, *lines = str(found).splitlines()
+    yield "tried", head
+    for line in lines:
+        yield "", line.strip("\n")

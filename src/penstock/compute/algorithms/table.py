@@ -1,0 +1,187 @@
+"""Which ways are there for a convolution, and which is tried first?
+
+:func:`candidates` lists the ways that can compute one pass of one convolution, the one that the
+rule would take first. All take the same arguments; see :data:`Run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from penstock.compute.algorithms import (
+    columns,
+    depthwise,
+    implicit,
+    phases,
+    pointwise,
+    winograd,
+    winograd_fused,
+)
+from penstock.compute.geometry import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Geometry, Pass
+
+Run = Callable[[Geometry, torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Geometry, the two tensors of the pass (x, w; dy, w; or x, dy), and the memory cap in bytes."""
+
+MIN_WINOGRAD_CHANNELS = 32
+"""Below so many channels the transforms cost more than the multiplications they save. By reasoning:
+a tile takes 36*36 multiplications for its transform and 36*O for its products."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to compute one pass."""
+
+    name: str
+    run: Run
+
+
+def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> list[Candidate]:
+    """Every way that can compute this pass, best guess first; never empty.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``, which is also ROCm's name in torch.
+
+    Example:
+        >>> g = Geometry(batch=1, in_channels=8, out_channels=8, groups=1, in_size=(4, 4),
+        ...              out_size=(4, 4), kernel=(1, 1), stride=(1, 1), padding=(0, 0),
+        ...              dilation=(1, 1))
+        >>> candidates(g, "forward", torch.float32, "cpu")[0].name
+        '1x1 product'
+    """
+    has_triton = (device == "cuda" or implicit.is_interpreted()) and implicit.is_there()
+    found: list[Candidate] = []
+    if g.is_depthwise:
+        found += _depthwise(g, which, dtype, device, has_triton=has_triton)
+    if g.is_pointwise and g.groups == 1:
+        found.append(_POINTWISE[which])
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    by_winograd = _winograd(g, which, dtype, has_triton=has_triton)
+    by_triton = [] if not has_triton or g.is_depthwise else _implicit(g, which, dtype)
+    if is_half or g.groups > 1:
+        found += [*by_triton, *by_winograd]
+    else:
+        found += [*by_winograd, *by_triton]
+    if not (g.is_depthwise and device == "cuda"):
+        found += _columns(g, which)
+    if device == "cuda" and g.num_dims == 2 and not g.is_channels_last and not g.is_depthwise:
+        found.append(Candidate("columns, channels turned", partial(_turned, which=which)))
+    return found
+
+
+# -- each way --------------------------------------------------------------------------------------
+
+
+def _by_columns(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int) -> torch.Tensor:
+    return columns.forward(g, a, b, cap)
+
+
+def _phases_by_columns(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int) -> torch.Tensor:
+    return phases.input_gradient(g, a, b, partial(_capped_columns, cap=cap))
+
+
+def _capped_columns(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int) -> torch.Tensor:
+    return columns.forward(g, a, b, cap)
+
+
+def _columns(g: Geometry, which: Pass) -> list[Candidate]:
+    if which == FORWARD:
+        return [Candidate("columns", _by_columns)]
+    if which == INPUT_GRADIENT:
+        return [Candidate("columns by phases", _phases_by_columns)]
+    return [Candidate("columns by taps", columns.weight_gradient)]
+
+
+def _turned(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int, which: Pass) -> torch.Tensor:
+    """The same with the channels innermost in between, for memory that has them outermost."""
+    inner = replace(g, is_channels_last=True)
+    a = a.contiguous(memory_format=torch.channels_last)
+    if which == WEIGHT_GRADIENT:
+        b = b.contiguous(memory_format=torch.channels_last)
+    return _columns(inner, which)[0].run(inner, a, b, cap)
+
+
+_POINTWISE = {
+    FORWARD: Candidate("1x1 product", lambda g, a, b, cap: pointwise.forward(g, a, b)),
+    INPUT_GRADIENT: Candidate(
+        "1x1 product", lambda g, a, b, cap: pointwise.input_gradient(g, a, b)
+    ),
+    WEIGHT_GRADIENT: Candidate(
+        "1x1 product", lambda g, a, b, cap: pointwise.weight_gradient(g, a, b)
+    ),
+}
+
+
+def _winograd(g: Geometry, which: Pass, dtype: torch.dtype, *, has_triton: bool) -> list[Candidate]:
+    if min(g.in_channels, g.out_channels) < MIN_WINOGRAD_CHANNELS or dtype.is_complex:
+        return []
+    if not (winograd.can_input_gradient if which == INPUT_GRADIENT else winograd.can)(g):
+        return []
+    found = [Candidate("winograd", _WINOGRAD[which])]
+    if has_triton and winograd_fused.can(g, dtype):
+        found.insert(0, Candidate("winograd, fused", _FUSED[which]))
+    return found
+
+
+_WINOGRAD: dict[Pass, Run] = {
+    FORWARD: winograd.forward,
+    INPUT_GRADIENT: winograd.input_gradient,
+    WEIGHT_GRADIENT: winograd.weight_gradient,
+}
+_FUSED: dict[Pass, Run] = {
+    FORWARD: winograd_fused.forward,
+    INPUT_GRADIENT: winograd_fused.input_gradient,
+    WEIGHT_GRADIENT: winograd_fused.weight_gradient,
+}
+
+
+def _implicit(g: Geometry, which: Pass, dtype: torch.dtype) -> list[Candidate]:
+    if not implicit.can(g, dtype):
+        return []
+    run = {
+        FORWARD: implicit.forward,
+        INPUT_GRADIENT: implicit.input_gradient,
+        WEIGHT_GRADIENT: implicit.weight_gradient,
+    }[which]
+    return [
+        Candidate("implicit product, wide", lambda g, a, b, cap: run(g, a, b, is_wide=True)),
+        Candidate("implicit product", lambda g, a, b, cap: run(g, a, b, is_wide=False)),
+    ]
+
+
+_SHIFTS: dict[Pass, Callable[[Geometry, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    FORWARD: depthwise.forward,
+    INPUT_GRADIENT: depthwise.input_gradient,
+    WEIGHT_GRADIENT: depthwise.weight_gradient,
+}
+_LANES: dict[Pass, Callable[[Geometry, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    FORWARD: implicit.depthwise_forward,
+    INPUT_GRADIENT: implicit.depthwise_input_gradient,
+    WEIGHT_GRADIENT: implicit.depthwise_weight_gradient,
+}
+
+
+def _depthwise(
+    g: Geometry, which: Pass, dtype: torch.dtype, device: str, *, has_triton: bool
+) -> list[Candidate]:
+    found: list[Candidate] = []
+    if has_triton and implicit.can_depthwise(g, dtype):
+        lanes = _LANES[which]
+        found.append(Candidate("depthwise lanes", lambda g, a, b, cap: lanes(g, a, b)))
+    if device == "cuda" and g.num_dims == 2:
+        if which == FORWARD:
+            found.append(
+                Candidate("aten depthwise", lambda g, a, b, cap: depthwise.aten_forward(g, a, b))
+            )
+        if which == INPUT_GRADIENT and depthwise.can_aten_input_gradient(g):
+            found.append(
+                Candidate(
+                    "aten depthwise", lambda g, a, b, cap: depthwise.aten_input_gradient(g, a, b)
+                )
+            )
+    shifts = _SHIFTS[which]
+    found.append(Candidate("shifts", lambda g, a, b, cap: shifts(g, a, b)))
+    return found

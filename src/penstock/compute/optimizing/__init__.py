@@ -1,0 +1,1 @@
+"""How does a finished model run faster? A chain of compilers, each checked before it is used."""

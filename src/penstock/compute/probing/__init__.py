@@ -1,0 +1,1 @@
+"""Does the convolution library of this machine work? Tried out in processes that may die."""

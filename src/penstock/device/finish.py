@@ -1,0 +1,206 @@
+"""Bytes to floats on the device: images travel as uint8, a quarter of what float32 takes.
+
+A byte has 256 values, so everything that normalising does to a channel is a table of 256 floats. It
+is computed once, on the CPU, by the same operations as torchvision's: so the result is theirs to
+the last bit, also on GPUs, where dividing by a number is done another way and rounds differently.
+
+On a GPU with Triton one kernel reads each byte once and writes the result in its type and memory
+format, mirrored where that is asked for. Elsewhere the same table is looked up by torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from penstock.device.structure import change_tensors
+from penstock.errors import BadArgument
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+
+
+def finish(
+    *,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.preserve_format,
+    flip: int | str | None = None,
+    scaling: str = "multiply",
+) -> Finish:
+    """What turns batches of uint8 images into what a model takes, on the device.
+
+    Every uint8 tensor of shape (batch, channels, height, width) in a batch is changed; all else
+    stays. Give it to ``DataLoader(..., device=, finish=)``, or call it with a batch.
+
+    Args:
+        mean, std: One number per channel, of values scaled to 0..1, as torchvision's ``Normalize``.
+            None: scale to 0..1 only.
+        dtype: Of the result.
+        memory_format: ``torch.channels_last`` is what convolutions like best.
+        flip: The field of the batch (its place or key) that holds one truth value per image:
+            those are mirrored left to right. The dataset draws it, so it stays reproducible.
+        scaling: ``"multiply"``: bytes times 1/255, as ``v2.ToDtype(scale=True)`` does it.
+            ``"divide"``: bytes by 255, as ``ToTensor`` does it. Some values differ in the last bit.
+
+    Example:
+        >>> import torch, penstock
+        >>> images = torch.tensor([[[[0, 255]]]], dtype=torch.uint8)
+        >>> normalise = penstock.finish(mean=[0.5], std=[0.5])
+        >>> normalise((images, torch.tensor([7])))
+        (tensor([[[[-1.,  1.]]]]), tensor([7]))
+    """
+    BadArgument.unless_one_of("scaling", scaling, ("multiply", "divide"))
+    return Finish(_make_table(mean, std, dtype, scaling), memory_format, flip)
+
+
+class Finish:
+    """Made by :func:`finish`. Holds the table, on each device that it was used on.
+
+    Args:
+        table: (channels, 256) in the type of the result; one channel serves any number.
+    """
+
+    def __init__(
+        self, table: torch.Tensor, memory_format: torch.memory_format, flip: int | str | None
+    ) -> None:
+        if memory_format not in _FORMATS:
+            raise BadArgument(
+                f"memory_format={memory_format} is not known here",
+                remedy="penstock.finish(..., memory_format=torch.channels_last)",
+            )
+        self._table = table
+        self._tables: dict[torch.device, torch.Tensor] = {table.device: table}
+        self._memory_format = memory_format
+        self._flip = flip
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch with its images finished."""
+        mirrored = None if self._flip is None else self._field(batch)
+        return change_tensors(batch, lambda tensor: self._image(tensor, mirrored))
+
+    def _field(self, batch: Any) -> torch.Tensor:
+        try:
+            field = batch[self._flip]
+        except (KeyError, IndexError, TypeError) as error:
+            raise BadArgument(
+                f"flip={self._flip!r}: the batch has no such field ({type(error).__name__})",
+                remedy="penstock.finish(..., flip=2) for the third field of each sample",
+            ) from None
+        return torch.as_tensor(field).to(torch.bool).reshape(-1)
+
+    def _image(self, tensor: torch.Tensor, mirrored: torch.Tensor | None) -> torch.Tensor:
+        if tensor.dtype is not torch.uint8 or tensor.ndim != 4:
+            return tensor
+        table = self._table_on(tensor.device)
+        if table.shape[0] not in (1, tensor.shape[1]):
+            raise BadArgument(
+                f"mean and std have {table.shape[0]} channels, images {tensor.shape[1]} "
+                f"(a tensor of shape {tuple(tensor.shape)})",
+                remedy="penstock.finish(mean=[0.5], std=[0.5]) serves any number of channels",
+            )
+        if mirrored is not None and len(mirrored) != len(tensor):
+            raise BadArgument(
+                f"flip={self._flip!r} has {len(mirrored)} values for {len(tensor)} images",
+                remedy="one truth value per sample",
+            )
+        look_up = _look_up_fused() if tensor.is_cuda else None
+        if look_up is None or not tensor.numel():
+            return _look_up(tensor, table, mirrored, self._memory_format)
+        out = _empty_like(tensor, table.dtype, self._memory_format)
+        look_up(tensor, table, None if mirrored is None else mirrored.to(tensor.device), out)
+        return out
+
+    def _table_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._tables:
+            self._tables[device] = self._table.to(device)
+        return self._tables[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": {self._table.device: self._table}}
+
+
+def _make_table(
+    mean: Sequence[float] | None, std: Sequence[float] | None, dtype: torch.dtype, scaling: str
+) -> torch.Tensor:
+    if dtype not in _FLOATS:
+        raise BadArgument(
+            f"dtype={dtype} is no floating-point type",
+            remedy="penstock.finish(dtype=torch.float32)",
+        )
+    means, stds = _checked("mean", mean, 0.0), _checked("std", std, 1.0)
+    if mean is None and std is None:
+        means, stds = [], []
+    if len({len(values) for values in (mean, std) if values is not None}) > 1:
+        raise BadArgument(
+            f"mean has {len(means)} channels and std {len(stds)}",
+            remedy="one number per channel in both",
+        )
+    if any(value == 0 for value in stds):
+        raise BadArgument(f"std={list(stds)} would divide by 0", remedy="std above 0")
+    scaled = torch.arange(256, dtype=torch.uint8).to(torch.float32)
+    scaled = scaled.mul_(1.0 / 255) if scaling == "multiply" else scaled.div_(255)
+    if not means and not stds:
+        return scaled[None].to(dtype)
+    channels = max(len(means), len(stds))
+    means, stds = means * (channels // len(means)), stds * (channels // len(stds))
+    table = scaled[None].repeat(channels, 1)
+    table.sub_(torch.tensor(means)[:, None]).div_(torch.tensor(stds)[:, None])
+    return table.to(dtype)
+
+
+def _checked(name: str, values: Sequence[float] | None, default: float) -> list[float]:
+    if values is None:
+        return [default]
+    try:
+        numbers = [float(value) for value in values]
+    except (TypeError, ValueError):
+        numbers = []
+    if not numbers or not all(math.isfinite(number) for number in numbers):
+        raise BadArgument(
+            f"{name}={values!r} is no list of numbers, one per channel",
+            remedy="penstock.finish(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])",
+        )
+    return numbers
+
+
+def _empty_like(
+    images: torch.Tensor, dtype: torch.dtype, memory_format: torch.memory_format
+) -> torch.Tensor:
+    return torch.empty_like(images, dtype=dtype, memory_format=memory_format)
+
+
+def _look_up(
+    images: torch.Tensor,
+    table: torch.Tensor,
+    mirrored: torch.Tensor | None,
+    memory_format: torch.memory_format,
+) -> torch.Tensor:
+    """The same with torch's own operations, channel by channel to keep what lies between small."""
+    if mirrored is not None:
+        where = mirrored.to(images.device)[:, None, None, None]
+        images = torch.where(where, images.flip(3), images)
+    out = _empty_like(images, table.dtype, memory_format)
+    for channel in range(images.shape[1]):
+        row = table[channel if table.shape[0] > 1 else 0]
+        indices = images[:, channel].to(torch.int32)
+        out[:, channel] = torch.nn.functional.embedding(indices, row[:, None]).squeeze(-1)
+    return out
+
+
+LookUp = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor], None]
+
+
+@functools.cache
+def _look_up_fused() -> LookUp | None:
+    """One kernel for all of it; None where there is no Triton."""
+    try:
+        from penstock.device.finish_kernel import look_up
+    except ImportError:
+        return None
+    return look_up

@@ -1,0 +1,157 @@
+"""Batches of any iterable on a device: what ``DataLoader(device=)`` does, for other loaders.
+
+::
+
+    this process, a thread of ours              the caller's thread
+    next(iterable), pinned  -- queue -->  copied ahead, on a stream of its own --> step
+
+A loader of Penstock's needs no thread: its workers are ahead already.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from penstock.device.courier import Courier
+from penstock.device.placement import checked_depth, checked_device, resolve
+from penstock.device.structure import change_tensors
+from penstock.errors import DeviceFailed
+
+_LOOK_EVERY_S = 1.0
+
+
+def to_device(
+    iterable: Iterable[Any],
+    device: Any,
+    *,
+    prefetch: int = 2,
+    finish: Callable[[Any], Any] | None = None,
+) -> ToDevice:
+    """Any iterable of batches, with its batches on ``device`` ahead of the step.
+
+    A thread takes the batches and pins them; copies run on a stream of their own. What the iterable
+    raises is raised here, in its turn, with its own traceback.
+
+    Args:
+        iterable: A loader of any kind. It is iterated anew with each ``for``.
+        prefetch: Batches that are on the device before they are asked for.
+        finish: Applied to each batch there, see :func:`penstock.finish`.
+
+    Example:
+        >>> import torch, penstock
+        >>> batches = [torch.zeros(2), torch.ones(2)]
+        >>> for batch in penstock.to_device(batches, "cpu"):
+        ...     print(batch.device, batch.tolist())
+        cpu [0.0, 0.0]
+        cpu [1.0, 1.0]
+    """
+    return ToDevice(iterable, checked_device(device), checked_depth(prefetch), finish)
+
+
+class ToDevice:
+    """Made by :func:`to_device`. Iterable again and again, as what it was made from."""
+
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        device: torch.device,
+        prefetch: int,
+        finish: Callable[[Any], Any] | None,
+    ) -> None:
+        self.iterable = iterable
+        self.device = device
+        self.prefetch = prefetch
+        self.finish = finish
+
+    def __len__(self) -> int:
+        return len(self.iterable)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        device = resolve(self.device)
+        courier = Courier(device, self.prefetch, self.finish)
+        taker = _Taker(iter(self.iterable), self.prefetch, device)
+        try:
+            while True:
+                try:
+                    batch = courier.next(taker.take, taker.is_ready)
+                except StopIteration:
+                    return
+                yield batch
+        finally:
+            taker.stop()
+
+
+class _Taker:
+    """Takes batches in a thread. Pairs with :meth:`stop`."""
+
+    def __init__(self, batches: Iterator[Any], depth: int, device: torch.device) -> None:
+        self._taken: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
+        self._is_wanted = True
+        self._thread = threading.Thread(
+            target=self._run, args=(batches, device), name="penstock-to-device", daemon=True
+        )
+        self._thread.start()
+
+    def take(self) -> tuple[Any, list[Callable[[], None]]]:
+        while True:
+            try:
+                batch, error = self._taken.get(timeout=_LOOK_EVERY_S)
+                break
+            except queue.Empty:
+                if not self._thread.is_alive() and self._taken.empty():
+                    raise DeviceFailed(
+                        "the thread that takes batches for the device has ended",
+                        likely="the interpreter is going down",
+                    ) from None
+        if error is not None:
+            raise error
+        return batch, []
+
+    def is_ready(self) -> bool:
+        return not self._taken.empty()
+
+    def _run(self, batches: Iterator[Any], device: torch.device) -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            for batch in batches:
+                if not self._put(_pinned(batch, device), None):
+                    return
+            self._put(None, StopIteration())
+        except BaseException as error:
+            self._put(None, error)
+        finally:
+            del batches
+
+    def _put(self, batch: Any, error: BaseException | None) -> bool:
+        while self._is_wanted and not sys.is_finalizing():
+            try:
+                self._taken.put((batch, error), timeout=_LOOK_EVERY_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def stop(self) -> None:
+        """Let the thread go: it ends after the batch that it is taking."""
+        self._is_wanted = False
+        while not self._taken.empty():
+            self._taken.get()
+
+
+def _pinned(batch: Any, device: torch.device) -> Any:
+    """In pinned memory, from which a copy can overlap the step."""
+    if device.type != "cuda":
+        return batch
+    return change_tensors(batch, _pin)
+
+
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
+    can = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return tensor.pin_memory() if can else tensor

@@ -1,0 +1,136 @@
+"""The few calls that page-lock memory and watch copies, by the names of CUDA or HIP.
+
+torch carries the runtime's calls under CUDA's names in both builds (``torch.cuda.cudart()``), so
+registering is the same code on NVIDIA and AMD. Events that cover a whole context are a call of
+NVIDIA's driver alone (12.5 and newer).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+import torch
+
+PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every GPU, not only the one that was current."""
+_DISABLE_TIMING = 2
+_NOT_READY = 600
+_RELAXED = 2
+
+
+class Runtime:
+    """Registering and unregistering, on one device.
+
+    Args:
+        index: The GPU whose context does the work: no other one is opened.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.trouble = ""
+        """What the last call that failed said."""
+
+    def register(self, address: int, num_bytes: int) -> bool:
+        """Page-lock a piece of mapped memory; False, and :attr:`trouble`, where that is refused."""
+        with torch.cuda.device(self.index):
+            status = int(_calls().cudaHostRegister(address, num_bytes, PORTABLE))
+            return self._is_fine(status)
+
+    def unregister(self, address: int) -> bool:
+        """Undo :meth:`register`. Pairs with it, at the same address."""
+        with torch.cuda.device(self.index):
+            return self._is_fine(int(_calls().cudaHostUnregister(address)))
+
+    def synchronise(self) -> None:
+        """Wait for everything that was asked of the GPU so far."""
+        torch.cuda.synchronize(self.index)
+
+    def is_capturing(self) -> bool:
+        """Is a graph being captured on this thread's current stream?"""
+        with torch.cuda.device(self.index):
+            return torch.cuda.is_current_stream_capturing()
+
+    def _is_fine(self, status: int) -> bool:
+        if status == 0:
+            return True
+        self.trouble = f"{_call_prefix()}HostRegister answered {_describe(status)}"
+        self._forget_error()
+        return False
+
+    def _forget_error(self) -> None:
+        """The runtime keeps the last error, and the next kernel of the user's would be blamed."""
+        try:
+            torch.zeros(1, device=f"cuda:{self.index}")
+        except RuntimeError:
+            return  # that was it; now it is forgotten
+
+
+def allow_during_capture() -> None:
+    """Let this thread's calls pass while another thread captures a graph: they are no part of it.
+
+    Without this a question about an event, asked here, ends the capture there.
+    """
+    try:
+        mode = ctypes.c_int(_RELAXED)
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    except (OSError, AttributeError):
+        return  # AMD's runtime, or none: nothing to relax
+
+
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+class ContextEvents:
+    """Events after all work of a GPU's context, on whatever stream it was asked for.
+
+    Raises:
+        OSError, AttributeError: There is no such driver here, or it is older than 12.5.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._driver = _driver()
+        self._record = self._driver.cuCtxRecordEvent
+        device = ctypes.c_int()
+        self._context = ctypes.c_void_p()
+        self._check(self._driver.cuDeviceGet(ctypes.byref(device), index))
+        self._check(self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device))
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise OSError(f"the CUDA driver answered {status}")
+
+    def make(self) -> ctypes.c_void_p:
+        """A new event of this context."""
+        event, popped = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(self._driver.cuCtxPushCurrent_v2(self._context))
+        try:
+            self._check(self._driver.cuEventCreate(ctypes.byref(event), _DISABLE_TIMING))
+        finally:
+            self._driver.cuCtxPopCurrent_v2(ctypes.byref(popped))
+        return event
+
+    def record(self, event: ctypes.c_void_p) -> None:
+        """Let the event stand after everything that was asked of any stream so far."""
+        self._check(self._record(self._context, event))
+
+    def is_over(self, event: ctypes.c_void_p) -> bool:
+        """Is everything before the event done? True also once the GPU is lost."""
+        return int(self._driver.cuEventQuery(event)) != _NOT_READY
+
+
+def _calls() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _call_prefix() -> str:
+    return "hip" if torch.version.hip else "cuda"
+
+
+def _describe(status: int) -> str:
+    try:
+        return f"{status} ({_calls().cudaGetErrorString(_calls().cudaError(status))})"
+    except Exception:  # the words are a courtesy
+        return str(status)

@@ -1,0 +1,65 @@
+"""What a GPU refuses, in words: out of memory, gone, or busy with a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from penstock.device.structure import tensors_in
+from penstock.errors import DeviceFailed
+
+_GIB = 1 << 30
+
+
+@contextmanager
+def explained(device: torch.device, batch: Any) -> Iterator[None]:
+    """Errors of the device inside become a :class:`DeviceFailed`, which is also of their class."""
+    try:
+        yield
+    except DeviceFailed:
+        raise
+    except RuntimeError as error:
+        raise _describe(device, batch, error) from error
+
+
+def _describe(device: torch.device, batch: Any, error: RuntimeError) -> DeviceFailed:
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
+    first_line = str(error).strip().split("\n")[0]
+    what = f"a batch of {num_bytes / (1 << 20):.4g} MiB did not get to {device}: {first_line}"
+    is_full = isinstance(error, torch.cuda.OutOfMemoryError)
+    if is_full:
+        likely = _memory_of(device)
+        remedy = "a smaller batch_size, or DataLoader(..., device_prefetch=1)"
+    elif "captur" in first_line:
+        likely = "a CUDA graph is being captured, and a batch was asked for meanwhile"
+        remedy = "next(batches) before the capture; inside it, only copy into static tensors"
+    else:
+        likely = "an earlier kernel failed, or the GPU was lost: errors show up late"
+        remedy = "CUDA_LAUNCH_BLOCKING=1 to see which call it was; dmesg | grep -i xid"
+    cls = _also(type(error))
+    return cls(what, likely=likely, remedy=remedy, device=str(device), batch_bytes=num_bytes)
+
+
+def _also(kind: type[RuntimeError]) -> type[DeviceFailed]:
+    """DeviceFailed that an ``except torch.cuda.OutOfMemoryError`` catches, too."""
+    if issubclass(DeviceFailed, kind):
+        return DeviceFailed
+    try:
+        return type("DeviceFailed", (DeviceFailed, kind), {"__module__": DeviceFailed.__module__})
+    except TypeError:  # classes that cannot be bases together
+        return DeviceFailed
+
+
+def _memory_of(device: torch.device) -> str:
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+        ours = torch.cuda.memory_reserved(device)
+    except RuntimeError:
+        return "the GPU's memory is full"
+    return (
+        f"{free / _GIB:.2f} of {total / _GIB:.1f} GiB are free on {device}; "
+        f"torch holds {ours / _GIB:.2f} GiB in this process"
+    )

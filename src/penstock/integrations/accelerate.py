@@ -1,0 +1,291 @@
+"""accelerate: ``prepare(penstock.DataLoader(...))`` keeps our engine and our keywords.
+
+    accelerator.prepare(ours)
+        asks ours._is_accelerate_prepared       we note which loader it is about
+        makes a DataLoaderShard                 and in it, from torch's arguments, torch's loader
+            .base_dataloader                    in whose place we put a Prepared: ours, with what
+                                                accelerate made of dataset and batch sampler
+
+Placing on the device, sharing out over ranks and the bookkeeping at the end of an epoch stay
+accelerate's. It saves and restores the state of loaders that have one, so ``save_state`` and
+``load_state`` go on in the middle of an epoch. Nothing is touched before a loader of ours is
+prepared.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import sys
+import threading
+import warnings
+import weakref
+from typing import Any
+
+from penstock.engine.traces import Traces
+from penstock.errors import BadArgument
+from penstock.integrations.libraries import untested_here
+from penstock.integrations.rank_walk import Chain, RankWalk, unwrap
+from penstock.loader import DataLoader
+from penstock.order.bucketing import BucketedBatches
+from penstock.order.course import Course
+
+_MODULE = "accelerate.data_loader"
+_NEEDED = ("DataLoaderAdapter", "DataLoaderDispatcher", "BatchSamplerShard", "SkipBatchSampler")
+_FINISHED = "_iterator_finished"
+"""An entry that accelerate adds to the state of a loader."""
+_lock = threading.Lock()
+_asked = threading.local()
+_all_prepared: weakref.WeakSet[Prepared] = weakref.WeakSet()
+_is_hooked = False
+
+
+def watch() -> None:
+    """See to it that accelerate's question reaches us. Called when somebody takes DataLoader."""
+    DataLoader._is_accelerate_prepared = _Question()  # type: ignore[attr-defined]
+
+
+class _Question:
+    """``loader._is_accelerate_prepared``, which accelerate reads before it builds its own."""
+
+    def __get__(self, loader: Any, kind: Any = None) -> bool:
+        library = sys.modules.get(_MODULE)
+        if loader is not None and library is not None and _hook(library):
+            _asked.loader = weakref.ref(loader)
+        return False
+
+
+def _hook(library: Any) -> bool:
+    """Have accelerate's loaders made by us where they are made from ours; can it be done?"""
+    global _is_hooked
+    with _lock:
+        if _is_hooked:
+            return True
+        for line in untested_here():
+            warnings.warn(f"penstock: {line}", stacklevel=4)
+        missing = [name for name in _NEEDED if not hasattr(library, name)]
+        if missing:
+            warnings.warn(
+                f"penstock: this accelerate has no {', '.join(missing)}: prepare() builds torch's "
+                "own loader, of ours only the order stays. "
+                'Try: pip install "accelerate>=0.34.2"',
+                stacklevel=4,
+            )
+            return False
+        make = library.DataLoaderAdapter.__init__
+
+        @functools.wraps(make)
+        def __init__(adapter: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
+            ours = _loader_of(dataset, keywords.get("batch_sampler"), library)
+            if ours is not None:
+                keywords["use_stateful_dataloader"] = False
+            make(adapter, dataset, *arguments, **keywords)
+            if ours is not None:
+                _adopt(adapter, ours, library)
+
+        library.DataLoaderAdapter.__init__ = __init__
+        _is_hooked = True
+        return True
+
+
+def _loader_of(dataset: Any, batch_sampler: Any, library: Any) -> Any:
+    """The loader of ours that accelerate is making one from; None: it is none of ours.
+
+    Batches of one that was prepared are skipped without a question, but not those of a stream.
+    """
+    own = unwrap(batch_sampler, library).own
+    question, _asked.loader = getattr(_asked, "loader", None), None
+    asked = None if question is None else question()
+    if own is None:
+        is_it = asked is not None and _is_made_from(dataset, asked.dataset)
+        return asked if is_it else None
+    for ours in (asked, *_all_prepared):  # not by their truth: that is their length
+        if ours is not None and own is _own_batches(ours):
+            return ours
+    return None
+
+
+def _own_batches(ours: Any) -> Any:
+    return ours._chain().own if isinstance(ours, Prepared) else ours.batch_sampler
+
+
+def _is_made_from(dataset: Any, known: Any) -> bool:
+    """Is it the same dataset, one around it, or a part of it as Hugging Face's give one?"""
+    return isinstance(dataset, type(known)) or getattr(dataset, "dataset", None) is known
+
+
+def _adopt(adapter: Any, ours: Any, library: Any) -> None:
+    """Put a loader of ours into one of accelerate's that was just made, for torch's."""
+    theirs = adapter.base_dataloader
+    kind: Any = ours._kind if isinstance(ours, Prepared) else type(ours)
+    prepared = _prepared_kind(kind)
+    base = prepared.__new__(prepared)
+    base._take(ours, theirs, library)
+    base._adapter = weakref.ref(adapter)
+    is_dealt_out = isinstance(adapter, library.DataLoaderDispatcher)
+    world_size = library.PartialState().num_processes
+    if base._chain().num_skipped == 0:
+        _all_prepared.add(base)
+    adapter.base_dataloader = base
+    # What it deals out it fetches some batches ahead, so its state would not be the user's.
+    adapter.use_stateful_dataloader = not is_dealt_out or world_size == 1
+    adapter.adjust_state_dict_for_prefetch = _leave_as_it_is
+    adapter.dl_state_dict = base.state_dict()
+
+
+def _leave_as_it_is() -> None:
+    """In the place of a correction that is meant for torchdata's loader."""
+
+
+class Prepared(DataLoader[Any]):
+    """Our loader with the dataset and the batch sampler that accelerate made of another of ours.
+
+    Called from: accelerate, which asks for one batch ahead and takes the state before that.
+    """
+
+    _kind: type[DataLoader[Any]]
+    _library: Any
+    _adapter: Any
+    _leader: Any
+    """The loader of accelerate's whose batches this one skips some of; it is told the state."""
+    _told: list[int]
+    """The epochs that accelerate has announced since the last one was begun."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[DataLoader[Any]]:  # type: ignore[override]
+        """accelerate pickles a loader of its own by the class that its inner one says it has."""
+        return self._kind
+
+    def _take(self, ours: Any, theirs: Any, library: Any) -> None:
+        mine = vars(self)
+        mine.update(vars(ours))
+        mine.update(dataset=theirs.dataset, batch_sampler=theirs.batch_sampler, _iterator=None)
+        self._library = library
+        is_shared_out = isinstance(theirs.sampler, library.BatchSamplerShard)
+        if theirs.dataset is not ours.dataset or is_shared_out:
+            mine.update({n: getattr(theirs, n) for n in ("batch_size", "drop_last", "sampler")})
+        if isinstance(ours, Prepared):  # some batches of it are skipped
+            self._leader = ours._adapter
+            return
+        self._kind, self._leader, self._told = type(ours), None, []
+        self._settle_faults(
+            ours.on_error,
+            ours.max_bad,
+            ours.bad_samples_file,
+            ours.max_restarts,
+            ours.sample_timeout_s,
+        )
+        self._notes, self._warned = dict(ours._notes), set(ours._warned)
+        self._traces = Traces(self.dataset)
+        self._course = Course(self.seed)
+        self._listen(ours)
+        self._course.resume(ours._course.upcoming())
+
+    def _listen(self, ours: Any) -> None:
+        """Have an order of our own, so that this one hears which epoch accelerate announces."""
+        chain = self._chain()
+        if chain.order is None:
+            return
+        if chain.order.world_size > 1 and chain.world_size > 1:
+            raise BadArgument(
+                "the loader takes this rank's part already, and accelerate would take a part of it",
+                remedy="DataLoader(...) without shard=, rank= and world_size=, then prepare()",
+            )
+        order, own = copy.copy(chain.order), copy.copy(chain.own)
+        vars(order)["set_epoch"] = self._told.append
+        own.sampler = order
+        vars(self)["sampler"] = order
+        if chain.sharing is None:
+            vars(self)["batch_sampler"] = own
+        else:
+            chain.sharing.batch_sampler = own
+
+    def _chain(self) -> Chain:
+        return unwrap(self.batch_sampler, self._library)
+
+    # -- the order -------------------------------------------------------------------------------
+
+    @property
+    def _index_sampler(self) -> Any:
+        if self.batch_sampler is None or self._is_iterable():
+            return super()._index_sampler
+        return RankWalk(self.batch_sampler, self._chain(), self._course)
+
+    def _rows_per_batch(self) -> int | None:
+        chain = self._chain()
+        return super()._rows_per_batch() if chain.own is None else chain.rows
+
+    def _global_batch(self) -> int | None:
+        rows, world_size = super()._global_batch(), self._chain().world_size
+        return rows and rows * world_size
+
+    def _stateful_sampler(self) -> Any:
+        own = self._chain().own
+        return own if hasattr(own, "load_state_dict") else super()._stateful_sampler()
+
+    def _turn(self) -> None:
+        chain, order = self._chain(), self._order()
+        self._hear()
+        if chain.num_skipped:
+            position = chain.num_skipped * (self._global_batch() or 1)
+            length = self._length()
+            self._course.start_at(position if length is None else min(position, length))
+        super()._turn()
+        if order is not None:
+            type(order).set_epoch(order, self._course.epoch)
+        if isinstance(chain.own, BucketedBatches):
+            chain.own.set_epoch(self._course.epoch)
+        self._told.clear()
+        adapter = self._adapter and self._adapter()
+        if adapter is not None and order is not None:
+            adapter.iteration = self._course.epoch
+
+    def _hear(self) -> None:
+        """Begin the epoch that the user has asked for; else the next one.
+
+        accelerate announces an epoch whenever it begins one, by a number that it counts up only
+        where the one before was not left early; so alone, the number of the present one says
+        nothing. The user's own announcement stands before it.
+        """
+        told, course = self._told, self._course
+        is_begun = course.num_turns > 0
+        if told and (len(told) > 1 or told[-1] != (course.epoch if is_begun else 0)):
+            course.set_epoch(told[-1])
+
+    # -- the state -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        leader = self._leader and self._leader()
+        if leader is not None:
+            leader.dl_state_dict = dict(state)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({name: state[name] for name in state if name != _FINISHED})
+        adapter = self._adapter and self._adapter()
+        if adapter is not None:
+            adapter.iteration = state["epoch"]
+            adapter.dl_state_dict = self.state_dict()
+
+    def _bad_in(self, epoch: int) -> dict[str, list[Any]]:
+        """All ranks write one file, so they must say the same."""
+        return super()._bad_in(epoch) if self._chain().world_size == 1 else {}
+
+    def __reduce__(self) -> Any:
+        state = {**vars(self), "_adapter": None, "_leader": None, "_library": None}
+        return _restore, (self._kind, state)
+
+
+@functools.cache
+def _prepared_kind(kind: Any) -> type[Prepared]:
+    """What a loader of this class becomes: still one of it."""
+    return Prepared if kind is DataLoader else type("Prepared", (Prepared, kind), {})
+
+
+def _restore(kind: Any, state: dict[str, Any]) -> Prepared:
+    prepared = _prepared_kind(kind)
+    loader = prepared.__new__(prepared)
+    vars(loader).update(state, _library=importlib.import_module(_MODULE))
+    return loader

@@ -1,0 +1,151 @@
+"""The batches of a loader that accelerate has prepared: this rank's, from any place of the epoch.
+
+    SkipBatchSampler -> BatchSamplerShard -> the loader's own batch sampler -> its order
+    leaves some out     gives this rank's
+
+The two on the left are accelerate's, and may be missing. Which indices a rank gets is theirs to
+say. Where a sample stands in the epoch, which decides its randomness, follows from the number of
+ranks: a global batch is as many consecutive positions, of which each rank has its part.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+from penstock.order.course import Course, Walk
+from penstock.order.sampling import Order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """What stands between a prepared loader and its own batches.
+
+    Args:
+        own: The loader's own batch sampler, torch's or the user's.
+        sharing: accelerate's, which gives this rank's part; None: there is one rank.
+        num_skipped: Batches of this rank that are left out at the start of an epoch.
+    """
+
+    own: Any
+    sharing: Any = None
+    num_skipped: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.sharing is None else int(self.sharing.num_processes)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.sharing is None else int(self.sharing.process_index)
+
+    @property
+    def rows(self) -> int | None:
+        """Samples of this rank in a batch; None: they vary."""
+        size = getattr(self.own, "batch_size", None)
+        if not isinstance(size, int):
+            return None
+        is_split = self.sharing is not None and self.sharing.split_batches
+        return size // self.world_size if is_split else size
+
+    @property
+    def order(self) -> Order | None:
+        sampler = self.own.sampler if type(self.own) is BatchSampler else None
+        return sampler if isinstance(sampler, Order) else None
+
+
+def unwrap(batch_sampler: Any, library: Any) -> Chain:
+    """What a batch sampler that accelerate made consists of.
+
+    Args:
+        library: The module ``accelerate.data_loader``.
+    """
+    sharing, num_skipped = None, 0
+    while True:
+        if isinstance(batch_sampler, library.SkipBatchSampler):
+            num_skipped += batch_sampler.skip_batches
+        elif isinstance(batch_sampler, library.BatchSamplerShard) and sharing is None:
+            sharing = batch_sampler
+        else:
+            return Chain(own=batch_sampler, sharing=sharing, num_skipped=num_skipped)
+        batch_sampler = batch_sampler.batch_sampler
+
+
+class RankWalk(Walk):
+    """This rank's batches of indices, from the course's start on.
+
+    Args:
+        outermost: What the user sees as the batch sampler; its length is the loader's.
+    """
+
+    def __init__(self, outermost: Any, chain: Chain, course: Course) -> None:
+        batches = chain.own if chain.sharing is None else chain.sharing
+        super().__init__(batches, course, chain.rows, is_batched=True)
+        self._outermost = outermost
+        self._chain = chain
+        self._global_batch = (chain.rows or 1) * chain.world_size
+
+    @property
+    def order(self) -> Order | None:
+        return self._chain.order
+
+    @property
+    def drawing(self) -> Any:
+        return Walk(self._chain.own, self._course, self._rows, is_batched=True).drawing
+
+    def __len__(self) -> int:
+        return len(self._outermost)
+
+    def __iter__(self) -> Iterator[Any]:
+        order, start = self.order, self._course.start
+        if order is None:
+            return self._without(self._drawn(), start // self._global_batch)
+        if self._chain.sharing is None:
+            return super().__iter__()
+        return self._shared_out(copy.copy(order), start)
+
+    def _shared_out(self, order: Order, start: int) -> Iterator[Any]:
+        """From ``start`` on without asking for all that comes before it.
+
+        What is missing in the last batch is filled up from the epoch's first batches, which
+        accelerate keeps as they come by: so it is shown these, and then the rest.
+        """
+        sharing = copy.copy(self._chain.sharing)
+        sharing.batch_sampler = _Resumed(self._chain, order, start)
+        batches = iter(sharing)
+        if start:
+            next(batches, None)
+        yield from batches
+
+    def positions(self) -> Callable[[int], int]:
+        order, rows, chain = self.order, self._rows, self._chain
+        if rows is None or (order is not None and order.world_size > 1):
+            return super().positions()
+        start, first, step = self._course.start, chain.rank * rows, self._global_batch
+        return lambda place: start + place // rows * step + first + place % rows
+
+
+class _Resumed:
+    """The epoch's first batches, of all ranks together, and those from ``start`` on."""
+
+    def __init__(self, chain: Chain, order: Order, start: int) -> None:
+        self.batch_size: int = chain.own.batch_size
+        self._drop_last: bool = chain.own.drop_last
+        self._order = order
+        self._start = start
+        self._num_first = 0
+        if start:
+            self._num_first = (chain.rows or 1) * chain.world_size // self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        first = BatchSampler(self._order, self.batch_size, self._drop_last)
+        rest = self._order.starting_at(self._start)
+        return itertools.chain(
+            itertools.islice(first, self._num_first),
+            BatchSampler(rest, self.batch_size, self._drop_last),
+        )

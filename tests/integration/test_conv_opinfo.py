@@ -1,0 +1,39 @@
+"""torch's own samples of convolutions through the bypass: results, layouts, derivatives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import opinfo
+from penstock.compute import bypass_convolutions
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own making, at each odd sample
+
+
+@pytest.mark.parametrize("name", opinfo.NAMES)
+def test_every_sample_gives_torch_s_result_in_torch_s_layout(name: str) -> None:
+    op, num = opinfo.operator(name), 0
+    for dtype in (torch.float32, torch.complex64, torch.int64):
+        for sample in op.sample_inputs("cpu", dtype):
+            native = op(sample.input, *sample.args, **sample.kwargs)
+            with bypass_convolutions("on", devices=("cpu",)) as bypass:
+                ours = op(sample.input, *sample.args, **sample.kwargs)
+            torch.testing.assert_close(ours, native, rtol=1e-4, atol=1e-4)
+            assert ours.stride() == native.stride()
+            num += bypass.num_caught
+    assert num >= 20
+
+
+@pytest.mark.parametrize("name", opinfo.NAMES)
+def test_first_and_second_derivatives_are_right(name: str) -> None:
+    """One sample in seven here; all of them in tests/soak."""
+    op, num = opinfo.operator(name), 0
+    with bypass_convolutions("on", devices=("cpu",)) as bypass:
+        for function, inputs in opinfo.gradient_cases(op, torch.float64, every=7):
+            assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+            assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+            num += 1
+    assert num
+    assert bypass.num_caught
+    assert bypass.num_native <= bypass.num_caught

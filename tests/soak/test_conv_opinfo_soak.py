@@ -1,0 +1,22 @@
+"""First and second derivatives of all of torch's samples of convolutions, in full."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import opinfo
+from penstock.compute import bypass_convolutions
+
+pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+@pytest.mark.parametrize("name", opinfo.NAMES)
+def test_first_and_second_derivatives_of_every_sample(name: str, dtype: torch.dtype) -> None:
+    op = opinfo.operator(name)
+    with bypass_convolutions("on", devices=("cpu",)) as bypass:
+        for function, inputs in opinfo.gradient_cases(op, dtype):
+            assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+            assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+    assert bypass.num_caught

@@ -1,0 +1,85 @@
+"""What the doctor says about convolutions."""
+
+from __future__ import annotations
+
+from penstock.cli.doctor.convolutions import (
+    convolution_rows,
+    judge_convolutions,
+    probe_convolutions,
+)
+from penstock.compute.probing.advice import Rung, Trial, best_of, rungs_for
+from penstock.compute.probing.probe import Findings
+from penstock.compute.probing.steps import Verdict, all_steps
+from penstock.machine.facts import Gpu, Machine
+from penstock.machine.gpu import Sighting
+
+NATIVE = Rung(name="torch's own kernels", line="torch.backends.cudnn.enabled = False")
+OURS = Rung(name="Penstock's bypass", line='penstock.compute.bypass_convolutions("auto")')
+
+
+def findings(word: str, *trials: Trial) -> Findings:
+    verdicts = tuple(
+        Verdict(
+            step=step,
+            word=word if step.kind == "strided" else "right",
+            note="miopenStatusUnknownError" if step.kind == "strided" else "",
+        )
+        for step in all_steps()
+    )
+    return Findings(device="cuda", verdicts=verdicts, trials=trials, about=("torch 1.13.1",))
+
+
+def trial(rung: Rung, num_right: int, ms: float) -> Trial:
+    return Trial(rung=rung, num_right=num_right, num_steps=18, ms=ms)
+
+
+def test_broken_convolutions_are_harm_with_the_fastest_rung_that_holds() -> None:
+    found = findings("raises", trial(NATIVE, 18, 90.0), trial(OURS, 18, 9.0))
+    (problem,) = judge_convolutions(found)
+    assert problem.severity == "harm"
+    assert "18 of 153" in problem.what
+    assert "miopenStatusUnknownError" in problem.why
+    assert problem.cure.startswith(OURS.line)
+
+
+def test_a_rung_that_gets_only_some_right_is_no_advice_however_fast() -> None:
+    assert best_of([trial(NATIVE, 17, 1.0), trial(OURS, 18, 9.0)]) == trial(OURS, 18, 9.0)
+    assert "no rung" in findings("raises", trial(NATIVE, 17, 1.0)).advice
+
+
+def test_a_healthy_card_is_no_problem() -> None:
+    assert judge_convolutions(findings("right")) == []
+    assert judge_convolutions(None) == []
+
+
+def test_the_table_has_a_row_for_each_kind_and_pass() -> None:
+    rows = [text for _, text in convolution_rows(findings("crashes"))]
+    assert sum("forward" in row for row in rows) == 9
+    assert sum("CRASH" in row for row in rows) == 3
+
+
+def test_findings_survive_being_written_down() -> None:
+    found = findings("wrong", trial(OURS, 18, 9.0))
+    assert Findings.from_dict(found.to_dict()) == found
+
+
+def test_without_a_gpu_nothing_is_probed() -> None:
+    assert probe_convolutions(None) is None
+    assert probe_convolutions(Sighting()) is None
+
+
+def test_an_rx_5600_xt_is_advised_settings_first_and_the_bypass_last() -> None:
+    card = Gpu(name="RX 5600 XT", vendor="amd", architecture="gfx1010")
+    machine = Machine(
+        os="linux",
+        torch_build="hip",
+        gpus=(card,),
+        environment={"HSA_OVERRIDE_GFX_VERSION": "10.3.0"},
+    )
+    names = [rung.name for rung in rungs_for(machine, "cuda")]
+    assert names == [
+        "MIOpen searches anew",
+        "HSA_OVERRIDE_GFX_VERSION=10.1.0",
+        "torch's own kernels",
+        "Penstock's bypass",
+    ]

@@ -1,0 +1,104 @@
+"""Every way to compute a convolution, against float64: each pass, layout and memory cap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import convolving
+from penstock.compute.algorithms import columns, phases, winograd
+from penstock.compute.algorithms.table import candidates
+from penstock.compute.geometry import PASSES, Geometry
+
+pytestmark = pytest.mark.legacy
+
+CAPS = (1 << 30, 4096, 1)
+TYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("case", convolving.CASES, ids=lambda case: case.name)
+def test_every_way_is_within_its_bound(case: convolving.Case, dtype: torch.dtype) -> None:
+    exact = convolving.exact(case, dtype)
+    for is_last in (False, True):
+        geometry = case.geometry(is_channels_last=is_last)
+        for which in PASSES:
+            truth, scale = exact.results[which], exact.scales[which]
+            for way in candidates(geometry, which, dtype, "cpu"):
+                for cap in CAPS:
+                    result = way.run(geometry, *exact.arguments(which), cap)
+                    assert result.shape == truth.shape
+                    off = convolving.distance(result, truth, scale)
+                    assert off <= convolving.bound(way.name, dtype), (which, way.name, cap)
+
+
+def test_a_wrong_result_would_be_noticed() -> None:
+    case = convolving.CASES[0]
+    exact = convolving.exact(case, torch.float32)
+    truth, scale = exact.results["forward"], exact.scales["forward"]
+    shifted = truth.roll(1, -1)
+    assert convolving.distance(shifted, truth, scale) > convolving.bound("columns", torch.float32)
+
+
+def test_winograd_is_among_the_ways_of_a_wide_3x3_and_not_of_a_strided_one() -> None:
+    wide = convolving.CASES[1].geometry(is_channels_last=False)
+    strided = convolving.Case(name="", channels=40, outputs=36, stride=2)
+    names = {way.name for way in candidates(wide, "forward", torch.float32, "cpu")}
+    assert "winograd" in names
+    other = strided.geometry(is_channels_last=False)
+    assert "winograd" not in {w.name for w in candidates(other, "forward", torch.float32, "cpu")}
+
+
+def test_columns_stay_under_the_cap() -> None:
+    """The buffers of a call are counted: the columns, and the padded rows that they look at."""
+    case = convolving.Case(name="", channels=16, outputs=4, size=(32, 32), batch=4)
+    geometry = case.geometry(is_channels_last=True)
+    exact = convolving.exact(case, torch.float32)
+    whole = columns.columns_bytes(geometry, 4)
+    for cap in (whole // 2, whole // 8, whole // 128):
+        largest = largest_allocation(
+            lambda cap=cap: columns.forward(geometry, exact.x, exact.w, cap)
+        )  # type: ignore[misc]
+        assert largest <= max(cap, exact.results["forward"].numel() * 4)
+    assert largest_allocation(lambda: columns.forward(geometry, exact.x, exact.w, whole)) == whole
+
+
+def largest_allocation(run: object) -> int:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()  # type: ignore[operator]
+    sizes = [
+        getattr(event, "self_cpu_memory_usage", 0) or 0
+        for event in profiled.events()
+        if event.name.startswith("aten::empty") or event.name == "[memory]"
+    ]
+    return int(max(sizes))
+
+
+def test_phases_multiply_nothing_by_zero() -> None:
+    """A strided input gradient takes as many multiplications as the forward pass, or fewer."""
+    case = convolving.Case(name="", stride=2, size=(16, 16), kernel=3)
+    geometry = case.geometry(is_channels_last=False)
+    used: list[int] = []
+
+    def counted(g: Geometry, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        used.append(g.num_multiplications)
+        return columns.forward(g, a, b, 1 << 20)
+
+    exact = convolving.exact(case, torch.float32)
+    phases.input_gradient(geometry, exact.dy, exact.w, counted)
+    assert len(used) == 4
+    assert sum(used) <= geometry.num_multiplications
+
+
+def test_winograd_s_transforms_undo_each_other() -> None:
+    """F(m) of a kernel with one tap in the middle gives the input back, exactly."""
+    for dtype in (torch.float64, torch.bfloat16):
+        x = torch.arange(2 * 3 * 64.0).reshape(2, 3, 8, 8).remainder(7).to(dtype)
+        w = torch.zeros(3, 3, 3, 3, dtype=dtype)
+        for channel in range(3):
+            w[channel, channel, 1, 1] = 1
+        case = convolving.Case(name="", channels=3, outputs=3, size=(8, 8))
+        y = winograd.forward(case.geometry(is_channels_last=False), x, w, 1 << 20)
+        torch.testing.assert_close(y, x, rtol=2e-2 if dtype == torch.bfloat16 else 1e-12, atol=1e-1)
