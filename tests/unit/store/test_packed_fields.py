@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from packed import Mixed, Pixels, digest
-from penstock import AlreadyThere, BadArgument, CannotPack, CannotWrite, Field, Packed, pack
+from penstock import (
+    AlreadyThere,
+    BadArgument,
+    CannotPack,
+    CannotWrite,
+    Field,
+    Packed,
+    TooManyBad,
+    pack,
+)
 
 
 class Given:
@@ -150,7 +159,7 @@ def test_a_bad_sample_raises_its_own_error_unless_told_otherwise(tmp_path: Path)
 
 def test_too_many_bad_samples_are_an_error(tmp_path: Path) -> None:
     dataset = Given(0, ValueError("torn"), 2)
-    with pytest.raises(BadArgument, match="1 of 3 samples are bad"):
+    with pytest.raises(TooManyBad, match="1 of 3 samples are bad"):
         pack_here(dataset, tmp_path / "set", on_error="skip", max_bad=0.1)
     assert len(pack_here(dataset, tmp_path / "two", on_error="skip", max_bad=1)) == 2
 

@@ -27,6 +27,7 @@ from penstock import (
     pack,
 )
 from penstock.engine.batch.gather import RowGatherer, find_gatherer
+from penstock.store.gathering import TRY_OTHER_EVERY, Table
 
 pytestmark = pytest.mark.legacy
 
@@ -132,6 +133,39 @@ def test_rows_of_any_size_are_gathered(num_bytes: int, tmp_path: Path) -> None:
     packed = pack(Pixels(64, num_bytes), tmp_path / "set", workers=0, shard_bytes=num_bytes * 25)
     (batch,) = DataLoader(packed, batch_size=64, shuffle=True, seed=1)
     assert (batch[0] == batch[1][:, None]).all()
+
+
+@pytest.mark.parametrize("width", [4096, 24, 4099])
+def test_threads_gather_what_one_thread_gathers(width: int) -> None:
+    """Both ways take turns until one is known to be quicker; odd widths have one way."""
+    rows = np.random.default_rng(0).integers(0, 256, (5000, width), dtype=np.uint8)
+    table = Table(rows.ctypes.data, rows.shape, [rows])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for seed in range(TRY_OTHER_EVERY + 3):
+            count = -(-(1 << 20) // width)
+            chosen = np.random.default_rng(seed).integers(0, 5000, count)
+            out = np.zeros((count, width), np.uint8)
+            table.gather(chosen, out)
+            assert np.array_equal(out, rows[chosen])
+    finally:
+        torch.set_num_threads(before)
+    assert (table._tensor is not None) == (width % 8 == 0)
+
+
+def test_a_batch_that_is_kept_outlives_the_epochs_after_it(made: Path) -> None:
+    loader = DataLoader(Packed(made), batch_size=100, shuffle=True, seed=0)
+    kept, values = [], []
+    for _ in range(3):
+        for x, y in loader:
+            kept.append((x, y))
+            values.append(y.tolist())
+            break
+        for _ in loader:
+            pass
+    assert [y.tolist() for _, y in kept] == values
+    assert all((x == (y % 251)[:, None]).all() for x, y in kept)
 
 
 def test_parts_of_a_set(mixed: Path) -> None:
