@@ -7,10 +7,12 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -166,6 +168,27 @@ def test_a_batch_that_is_kept_outlives_the_epochs_after_it(made: Path) -> None:
             pass
     assert [y.tolist() for _, y in kept] == values
     assert all((x == (y % 251)[:, None]).all() for x, y in kept)
+
+
+@pytest.mark.parametrize("num_bytes", [3, 4096, 5001])
+def test_files_that_are_mapped_one_by_one_give_the_same(
+    num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on systems where nobody chooses addresses."""
+    pack(Pixels(64, num_bytes), tmp_path / "set", workers=0, shard_bytes=num_bytes * 25)
+    together = list(DataLoader(Packed(tmp_path / "set"), batch_size=64, shuffle=True, seed=1))
+    monkeypatch.setattr("penstock.store.folder.map_together", lambda *arguments: None)
+    apart = list(DataLoader(Packed(tmp_path / "set"), batch_size=64, shuffle=True, seed=1))
+    assert all(map(torch.equal, together[0], apart[0]))
+    assert (apart[0][0] == apart[0][1][:, None]).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are mapped one by one elsewhere")
+def test_an_open_set_holds_no_descriptor_of_its_files(mixed: Path) -> None:
+    packed = Packed(mixed)
+    held = [file.path for file in psutil.Process().open_files()]
+    assert not [path for path in held if path.startswith(str(mixed))]
+    assert packed[3]["label"] == 3
 
 
 def test_parts_of_a_set(mixed: Path) -> None:
