@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from penstock.errors import Damaged
 from penstock.store.gathering import Table
 from penstock.store.layout import FieldSchema
 
@@ -187,14 +188,20 @@ class RaggedColumn:
         offsets.check(np.array([row, row + 1]))
         start, end = (int(at) for at in offsets.array[row : row + 2])
         if not 0 <= start <= end <= len(data.array):
-            raise IndexError(f"offsets {start} to {end} of {len(data.array)} items")
+            raise Damaged(
+                f"sample {index} lies at {start} to {end} of {len(data.array)} items",
+                likely="the offsets were made by something else than Penstock.",
+            )
         if end > start:
             data.check_items(start, end)
         items = data.array[start:end]
         if shapes is None:
             return items
         shapes.check(np.array([row]))
-        return items.reshape([int(size) for size in shapes.array[row]])
+        shape = [int(size) for size in shapes.array[row]]
+        if min(shape, default=0) < 0 or math.prod(shape) != len(items):
+            raise Damaged(f"sample {index} has {len(items)} items, and shape {shape}")
+        return items.reshape(shape)
 
 
 Column = FixedColumn | RaggedColumn

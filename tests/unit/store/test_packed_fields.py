@@ -20,6 +20,7 @@ from penstock import (
     TooManyBad,
     pack,
 )
+from penstock.store.locking import locked
 
 
 class Given:
@@ -116,6 +117,13 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(AlreadyThere, match="not overwritten"):
         pack_here(Given(3, 4), tmp_path / "set")
     assert digest(tmp_path / "set") == before
+
+
+def test_only_one_process_packs_to_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    with locked(str(tmp_path / "set")), pytest.raises(AlreadyThere, match="another process"):
+        pack_here(Given(1, 2), tmp_path / "set")
+    assert len(pack_here(Given(1, 2), tmp_path / "set")) == 2
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:

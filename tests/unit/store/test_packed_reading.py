@@ -323,6 +323,27 @@ def test_what_is_damaged_inside_is_named_when_it_is_read(case: str, pixels: Path
     assert len(list(DataLoader(Packed(pixels, verify="off"), batch_size=511))) == 2
 
 
+def test_offsets_that_lead_nowhere_are_named_even_with_right_checks(
+    mixed: Path, tmp_path: Path
+) -> None:
+    """A stranger can write checksums, too: nothing outside the file is ever read."""
+    folder = Path(shutil.copytree(mixed, tmp_path / "set"))
+    for name, at, value in (
+        ("name-00000.offsets.npy", 3, 1 << 40),
+        ("raw-00000.offsets.npy", 2, -5),
+        ("boxes-00000.shapes.npy", (1, 0), -1),
+    ):
+        array = np.load(folder / name, mmap_mode="r+")
+        array[at] = value
+        array.flush()
+        del array
+    packed = Packed(folder, verify="off")
+    for field, index in (("name", 2), ("raw", 1), ("boxes", 1)):
+        with pytest.raises(Damaged):
+            packed.select(field)[index]
+    assert packed.select("label")[2] == {"label": 2}
+
+
 def test_damage_elsewhere_does_not_touch_what_is_whole(pixels: Path) -> None:
     flip(pixels / "field_0-00001.npy")
     packed = Packed(pixels)
