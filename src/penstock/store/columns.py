@@ -110,6 +110,7 @@ class FixedColumn:
         self._origins = np.array(
             [(addresses.get(id(part), low) - low) // chunk for part in parts], np.int64
         )
+        self._shifts = self._origins - self.first_rows[:-1]
         self._steps = np.arange(self._num_chunks)
         self._chunk = chunk
         arrays = [part.array for part in parts]
@@ -127,13 +128,16 @@ class FixedColumn:
             self._prepare(self.parts[0], rows)
             self._table.gather(rows, out)
             return
-        shards = np.searchsorted(self.first_rows, rows, side="right") - 1
+        shards = self.first_rows.searchsorted(rows, side="right") - 1
+        if self._table is not None and self._num_chunks == 1 and self._is_checked:
+            self._table.gather(rows + self._shifts[shards], out)
+            return
         inner = rows - self.first_rows[shards]
         if self.is_advised or not self._is_checked:
             for shard in np.unique(shards).tolist():
                 self._prepare(self.parts[shard], inner[shards == shard])
             guards = [part.guard for part in self.parts if part.guard is not None]
-            self._is_checked = all(guard.is_done for guard in guards)
+            self._is_checked = all(guard.is_done for guard in guards) and not self.is_advised
         if self._table is None:
             for place, (shard, row) in enumerate(zip(shards.tolist(), inner.tolist(), strict=True)):
                 out[place] = self.parts[shard].rows[row]
