@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from penstock.errors import BadArgument
+from penstock.errors import TooManyBad
 from penstock.loader import DataLoader
 from penstock.machine.collect import here
 from penstock.order.keys import checked_count
@@ -63,6 +63,7 @@ def pack(
         CannotPack: A sample is not what the first ones are, or cannot be stored without pickle.
         AlreadyThere: There is something at ``path`` already.
         CannotWrite: No room, or no right to write there.
+        TooManyBad: See ``max_bad``; the others are packed.
 
     Example:
         >>> import tempfile, numpy as np, penstock
@@ -140,9 +141,10 @@ def _check_bad(folder: str, num_bad: int, num_samples: int, max_bad: float | Non
         return
     most = max_bad * num_samples if 0 < max_bad < 1 else max_bad
     if num_bad > most:
-        raise BadArgument(
+        raise TooManyBad(
             f"{num_bad} of {num_samples} samples are bad, and max_bad={max_bad}",
             where=f"{folder} is packed all the same; Packed({folder!r}).bad_samples lists them",
+            num_bad=num_bad,
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.errors import BadStore
+from penstock.store.spans import SpanFile
 
 HEADER_BYTES = 4096
 BLOCK_BYTES = 1 << 20
@@ -45,9 +46,18 @@ class Mapped(NamedTuple):
     """A file's array, and the mapping that it lies in."""
 
     array: np.ndarray
-    mapping: mmap.mmap
+    mapping: Any
+    """Takes ``madvise``."""
     offset: int
     """Where the data begins in the file."""
+    content: Any
+    """All bytes of the file, as a buffer."""
+
+    def moved(self, file: SpanFile) -> Mapped:
+        """The same array in another mapping of its file."""
+        data = file.content[self.offset : self.offset + self.array.nbytes]
+        array = data.view(self.array.dtype).reshape(self.array.shape)
+        return Mapped(array, file, self.offset, file.content)
 
 
 def map_array(path: str) -> Mapped:
@@ -71,9 +81,9 @@ def map_array(path: str) -> Mapped:
             )
         mapping = _map(file.fileno())
     if not count:
-        return Mapped(np.empty(shape, dtype), mapping, offset)
+        return Mapped(np.empty(shape, dtype), mapping, offset, mapping)
     flat = np.frombuffer(mapping, dtype, count, offset)
-    return Mapped(flat.reshape(shape), mapping, offset)
+    return Mapped(flat.reshape(shape), mapping, offset, mapping)
 
 
 def _map(descriptor: int) -> mmap.mmap:

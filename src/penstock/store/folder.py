@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,8 +19,10 @@ from penstock.store.arrays import BLOCK_BYTES, Mapped, block_checks, check_of, m
 from penstock.store.columns import Column, FixedColumn, ItemPart, Part, RaggedColumn
 from penstock.store.layout import JOURNAL, MANIFEST, FieldSchema, FileEntry, Manifest
 from penstock.store.seen import Seen
+from penstock.store.spans import map_together
 
 VERIFY = ("lazy", "full", "off")
+AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 class Folder:
@@ -61,38 +64,46 @@ class Folder:
         return _reopen, (self.path, verify, self.seen.place if self.seen is not None else None)
 
     def _open(self, schema: FieldSchema) -> Column:
+        shards = self.manifest.shards
+        files = [shard.files[schema.name] for shard in shards]
+        rows = [shard.rows for shard in shards]
+        first = [entries[0] for entries in files]
         if not schema.is_ragged:
-            return FixedColumn(
-                [
-                    self._part(entry, schema, (shard.rows, *(schema.shape or ())))
-                    for shard in self.manifest.shards
-                    for entry in shard.files[schema.name]
-                ]
-            )
-        parts = []
-        for shard in self.manifest.shards:
-            data, offsets, *shapes = shard.files[schema.name]
-            parts.append(
-                (
-                    self._items(data, schema),
-                    self._part(offsets, None, (shard.rows + 1,)),
-                    self._part(shapes[0], None, (shard.rows, schema.ndim)) if shapes else None,
-                )
-            )
-        return RaggedColumn(parts)
+            forms = [(count, *(schema.shape or ())) for count in rows]
+            return FixedColumn(self._parts(first, schema.stored, forms, Part))
+        whole = np.dtype("<i8")
+        data = self._parts(first, schema.stored, [None] * len(first), ItemPart)
+        ends = [(count + 1,) for count in rows]
+        offsets = self._parts([entries[1] for entries in files], whole, ends, Part)
+        shapes: list[Part] | list[None] = [None] * len(files)
+        if schema.has_shapes:
+            forms = [(count, schema.ndim) for count in rows]
+            shapes = self._parts([entries[2] for entries in files], whole, forms, Part)
+        return RaggedColumn(list(zip(data, offsets, shapes, strict=True)))
 
-    def _items(self, entry: FileEntry, schema: FieldSchema) -> ItemPart:
-        mapped, guard = self._checked(entry, schema.stored, None)
-        return ItemPart(mapped.array, mapping=mapped.mapping, offset=mapped.offset, guard=guard)
-
-    def _part(self, entry: FileEntry, schema: FieldSchema | None, shape: tuple[int, ...]) -> Part:
-        dtype = np.dtype("<i8") if schema is None else schema.stored
-        mapped, guard = self._checked(entry, dtype, shape)
-        return Part(mapped.array, mapping=mapped.mapping, offset=mapped.offset, guard=guard)
+    def _parts(
+        self,
+        entries: list[FileEntry],
+        dtype: np.dtype[Any],
+        shapes: Sequence[tuple[int, ...] | None],
+        kind: type[AnyPart],
+    ) -> list[AnyPart]:
+        """One field's files of one sort, over all shards."""
+        pairs = zip(entries, shapes, strict=True)
+        mapped = [self._checked(entry, dtype, shape) for entry, shape in pairs]
+        row_bytes = max((m.array.nbytes // len(m.array) for m in mapped if len(m.array)), default=1)
+        paths = [os.path.join(self.path, entry.name) for entry in entries]
+        spans = map_together(paths, row_bytes)
+        if spans is not None:
+            mapped = [one.moved(span) for one, span in zip(mapped, spans, strict=True)]
+        return [
+            kind(m.array, mapping=m.mapping, offset=m.offset, guard=self._guard(entry, m))
+            for entry, m in zip(entries, mapped, strict=True)
+        ]
 
     def _checked(
         self, entry: FileEntry, dtype: np.dtype[Any], shape: tuple[int, ...] | None
-    ) -> tuple[Mapped, _BlockGuard | None]:
+    ) -> Mapped:
         mapped = self._map(entry)
         is_right = mapped.array.ndim == 1 if shape is None else mapped.array.shape == shape
         if mapped.array.dtype != dtype or not is_right:
@@ -104,11 +115,14 @@ class Folder:
                 remedy="copy the whole folder again from where it was made",
                 path=self.path,
             )
+        return mapped
+
+    def _guard(self, entry: FileEntry, mapped: Mapped) -> _BlockGuard | None:
         if self.seen is None:
-            return mapped, None
+            return None
         first = self._first_block[entry.name]
         seen = self.seen.blocks[first : first - (-entry.bytes // BLOCK_BYTES)]
-        return mapped, _BlockGuard(self.path, entry, mapped, seen)
+        return _BlockGuard(self.path, entry, mapped, seen)
 
     def _map(self, entry: FileEntry) -> Mapped:
         path = os.path.join(self.path, entry.name)
@@ -139,7 +153,7 @@ class Folder:
     def _check_all(self, entries: list[FileEntry]) -> None:
         for entry in entries:
             mapped = self._map(entry)
-            if check_of(block_checks(mapped.mapping)) != entry.check:
+            if check_of(block_checks(mapped.content)) != entry.check:
                 raise make_damage(self.path, entry, "its checksum is not the manifest's")
 
 
@@ -177,7 +191,7 @@ class _BlockGuard:
     def __init__(self, path: str, entry: FileEntry, mapped: Mapped, seen: np.ndarray) -> None:
         self._path = path
         self._entry = entry
-        self._content = mapped.mapping
+        self._content = mapped.content
         self._seen = seen
         self._checks: np.ndarray | None = None
         self.is_done = False

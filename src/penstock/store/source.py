@@ -30,8 +30,8 @@ from penstock.store.writer import Job, make_fingerprint
 SHARD_BYTES = 64 << 20
 """A shard is what a kill costs, and what a worker writes at a time."""
 MAX_FILES = 256
-"""More than these make shards larger instead: each is a mapping and a descriptor of every reader's,
-and 1024 descriptors are a common limit."""
+"""More than these make shards larger instead: each is a mapping of every reader's and, elsewhere
+than on Linux, a descriptor."""
 _NUM_PROBES = 8
 _NUM_TRIES = 100
 """Substitutes that are tried for a bad sample before packing ends."""

@@ -16,6 +16,7 @@ call goes on from there. Shards are written by a ``map`` that the caller brings:
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -43,6 +44,7 @@ from penstock.store.shards import Fetch, ShardFiles, write_samples
 
 Map = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 PART_PREFIX = ".part-"
+_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +299,7 @@ def _naming_trouble(folder: str) -> Iterator[None]:
         raise CannotWrite(
             f"{folder} cannot be written: {error.strerror or error}",
             where=str(error.filename) if error.filename else None,
-            likely="the disk is full." if error.errno in (28, 122, 27) else None,
+            likely="the disk is full." if error.errno in _FULL else None,
             remedy="make room, then the same call again: finished shards are kept",
             path=folder,
         ) from error

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from packed import Mixed, Pixels, digest
-from penstock import AlreadyThere, BadArgument, CannotPack, CannotWrite, Field, Packed, pack
+from penstock import (
+    AlreadyThere,
+    BadArgument,
+    CannotPack,
+    CannotWrite,
+    Field,
+    Packed,
+    TooManyBad,
+    pack,
+)
+from penstock.store.locking import locked
 
 
 class Given:
@@ -109,6 +119,13 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert digest(tmp_path / "set") == before
 
 
+def test_only_one_process_packs_to_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    with locked(str(tmp_path / "set")), pytest.raises(AlreadyThere, match="another process"):
+        pack_here(Given(1, 2), tmp_path / "set")
+    assert len(pack_here(Given(1, 2), tmp_path / "set")) == 2
+
+
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWrite, match="cannot be written"):
@@ -150,7 +167,7 @@ def test_a_bad_sample_raises_its_own_error_unless_told_otherwise(tmp_path: Path)
 
 def test_too_many_bad_samples_are_an_error(tmp_path: Path) -> None:
     dataset = Given(0, ValueError("torn"), 2)
-    with pytest.raises(BadArgument, match="1 of 3 samples are bad"):
+    with pytest.raises(TooManyBad, match="1 of 3 samples are bad"):
         pack_here(dataset, tmp_path / "set", on_error="skip", max_bad=0.1)
     assert len(pack_here(dataset, tmp_path / "two", on_error="skip", max_bad=1)) == 2
 

@@ -7,10 +7,12 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -27,6 +29,7 @@ from penstock import (
     pack,
 )
 from penstock.engine.batch.gather import RowGatherer, find_gatherer
+from penstock.store.gathering import TRY_OTHER_EVERY, Table
 
 pytestmark = pytest.mark.legacy
 
@@ -132,6 +135,60 @@ def test_rows_of_any_size_are_gathered(num_bytes: int, tmp_path: Path) -> None:
     packed = pack(Pixels(64, num_bytes), tmp_path / "set", workers=0, shard_bytes=num_bytes * 25)
     (batch,) = DataLoader(packed, batch_size=64, shuffle=True, seed=1)
     assert (batch[0] == batch[1][:, None]).all()
+
+
+@pytest.mark.parametrize("width", [4096, 24, 4099])
+def test_threads_gather_what_one_thread_gathers(width: int) -> None:
+    """Both ways take turns until one is known to be quicker; odd widths have one way."""
+    rows = np.random.default_rng(0).integers(0, 256, (5000, width), dtype=np.uint8)
+    table = Table(rows.ctypes.data, rows.shape, [rows])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for seed in range(TRY_OTHER_EVERY + 3):
+            count = -(-(1 << 20) // width)
+            chosen = np.random.default_rng(seed).integers(0, 5000, count)
+            out = np.zeros((count, width), np.uint8)
+            table.gather(chosen, out)
+            assert np.array_equal(out, rows[chosen])
+    finally:
+        torch.set_num_threads(before)
+    assert (table._tensor is not None) == (width % 8 == 0)
+
+
+def test_a_batch_that_is_kept_outlives_the_epochs_after_it(made: Path) -> None:
+    loader = DataLoader(Packed(made), batch_size=100, shuffle=True, seed=0)
+    kept, values = [], []
+    for _ in range(3):
+        for x, y in loader:
+            kept.append((x, y))
+            values.append(y.tolist())
+            break
+        for _ in loader:
+            pass
+    assert [y.tolist() for _, y in kept] == values
+    assert all((x == (y % 251)[:, None]).all() for x, y in kept)
+
+
+@pytest.mark.parametrize("num_bytes", [3, 4096, 5001])
+def test_files_that_are_mapped_one_by_one_give_the_same(
+    num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on systems where nobody chooses addresses."""
+    pack(Pixels(64, num_bytes), tmp_path / "set", workers=0, shard_bytes=num_bytes * 25)
+    together = list(DataLoader(Packed(tmp_path / "set"), batch_size=64, shuffle=True, seed=1))
+    monkeypatch.setattr("penstock.store.folder.map_together", lambda *arguments: None)
+    apart = list(DataLoader(Packed(tmp_path / "set"), batch_size=64, shuffle=True, seed=1))
+    assert all(map(torch.equal, together[0], apart[0]))
+    assert (apart[0][0] == apart[0][1][:, None]).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are mapped one by one elsewhere")
+def test_an_open_set_holds_no_descriptor_of_its_files(mixed: Path) -> None:
+    packed = Packed(mixed)
+    held = [file.path for file in psutil.Process().open_files()]
+    assert not [path for path in held if path.startswith(str(mixed))]
+    assert packed[3]["label"] == 3
 
 
 def test_parts_of_a_set(mixed: Path) -> None:
@@ -264,6 +321,27 @@ def test_what_is_damaged_inside_is_named_when_it_is_read(case: str, pixels: Path
     # The negative control: with "off" nothing is looked at.
     assert len(Packed(pixels, verify="off")) == NUM_PIXELS
     assert len(list(DataLoader(Packed(pixels, verify="off"), batch_size=511))) == 2
+
+
+def test_offsets_that_lead_nowhere_are_named_even_with_right_checks(
+    mixed: Path, tmp_path: Path
+) -> None:
+    """A stranger can write checksums, too: nothing outside the file is ever read."""
+    folder = Path(shutil.copytree(mixed, tmp_path / "set"))
+    for name, at, value in (
+        ("name-00000.offsets.npy", 3, 1 << 40),
+        ("raw-00000.offsets.npy", 2, -5),
+        ("boxes-00000.shapes.npy", (1, 0), -1),
+    ):
+        array = np.load(folder / name, mmap_mode="r+")
+        array[at] = value
+        array.flush()
+        del array
+    packed = Packed(folder, verify="off")
+    for field, index in (("name", 2), ("raw", 1), ("boxes", 1)):
+        with pytest.raises(Damaged):
+            packed.select(field)[index]
+    assert packed.select("label")[2] == {"label": 2}
 
 
 def test_damage_elsewhere_does_not_touch_what_is_whole(pixels: Path) -> None:

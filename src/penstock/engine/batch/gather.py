@@ -82,12 +82,11 @@ class Gatherer:
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
             raise OddSample
         chosen = chosen.astype(np.int64, copy=False)
-        if len(index):
-            low, high = chosen.min(), chosen.max()
-            if low < -self._length or high >= self._length:
+        # One look for most batches: as a word without sign, a negative index is a huge one.
+        if len(index) and int(chosen.view(np.uint64).max()) >= self._length:
+            if chosen.min() < -self._length or chosen.max() >= self._length:
                 raise IndexError(f"index {index} is out of range for {self._length} samples")
-            if low < 0:
-                chosen = np.where(chosen < 0, chosen + self._length, chosen)
+            chosen = np.where(chosen < 0, chosen + self._length, chosen)
         return chosen
 
 
