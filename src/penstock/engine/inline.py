@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -31,6 +32,7 @@ from penstock.order.foreign import OwnGenerators
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import COLLATE_STREAM, SampleRandomness
 from penstock.order.reads import watching_reads
+from penstock.tracing import now_ns
 
 
 class InlineIterator(LoaderIterator):
@@ -70,6 +72,7 @@ class InlineIterator(LoaderIterator):
 
     def _begin(self) -> None:
         self._place = 0
+        self._setup.log.begin_pass(None, 0)
         self._position_at = self._position_of()
         if self._randomness is not None:
             assert self._collate_randomness is not None
@@ -108,6 +111,7 @@ class InlineIterator(LoaderIterator):
     def _next_batch(self) -> Any:
         while True:
             index = next(self._sampler_iter)
+            start_ns, cpu_ns, place = now_ns(), time.thread_time_ns(), self._place
             try:
                 batch = self._load_somehow(index)
             except Exhausted:
@@ -121,6 +125,7 @@ class InlineIterator(LoaderIterator):
             except NoSubstitute:
                 self._tell_bad()
                 raise
+            self._setup.log.load_inline(start_ns, cpu_ns, self._place - place, self._num_yielded)
             self._tell_bad()
             return self._finished(batch)
 
