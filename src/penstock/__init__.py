@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.device.finish import finish as finish
     from penstock.device.iterables import to_device as to_device
     from penstock.engine.bad_file import BadSample as BadSample
+    from penstock.engine.recording import Tracing as Tracing
     from penstock.engine.replay import replay as replay
     from penstock.engine.shared.shared_dict import SharedDict as SharedDict
     from penstock.engine.shared.shared_list import SharedList as SharedList
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from penstock.order.seeding import seeded as seeded
     from penstock.order.splitting import split as split
     from penstock.policy.planning import plan as plan
+    from penstock.timeline.view import Timeline as Timeline
+    from penstock.timeline.what_if import simulate as simulate
+    from penstock.tracing import span as span
     from penstock.verify.checking import verify as verify
     from penstock.verify.verdict import Verdict as Verdict
 
@@ -56,6 +60,11 @@ _HOMES = {
     "SeededOrder": "penstock.order.sampling",
     "WeightedOrder": "penstock.order.sampling",
     "BucketedBatches": "penstock.order.bucketing",
+    "span": "penstock.tracing",
+    "Tracing": "penstock.engine.recording",
+    "Timeline": "penstock.timeline.view",
+    "simulate": "penstock.timeline.what_if",
+    "BadTrace": "penstock.errors",
     "patch": "penstock.integrations.patching",
     "unpatch": "penstock.integrations.patching",
     "patched": "penstock.integrations.patching",
