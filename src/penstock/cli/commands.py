@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import penstock
 from penstock.cli.early import num_own
+from penstock.cli.trace import app as trace_commands
 from penstock.errors import PenstockError
 
 USAGE_ERROR = 2
@@ -42,6 +43,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(trace_commands, name="trace", no_args_is_help=True)
 
 
 def _show_version(is_asked: bool) -> None:
@@ -267,6 +271,9 @@ def run(
     sample_timeout_s: Annotated[
         float | None, typer.Option(help="A sample that takes longer hangs.")
     ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The timeline: .html to look at, or .json.")
+    ] = None,
 ) -> None:
     """Run a training script, unchanged, with Penstock under its DataLoaders.
 
@@ -283,6 +290,7 @@ def run(
             arguments=tuple(arguments or ()),
             is_module=is_module,
             seed=seed,
+            trace=trace,
             patch={
                 "num_workers": int(workers) if workers and workers != "auto" else workers,
                 "multiprocessing_context": start_method,

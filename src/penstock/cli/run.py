@@ -24,6 +24,7 @@ class RunOptions:
 
     Args:
         target: A script, or with ``is_module`` a module.
+        trace: A file that gets the timeline of all loaders.
         patch: Options for :func:`penstock.patch`.
     """
 
@@ -31,11 +32,14 @@ class RunOptions:
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     seed: int | None = None
+    trace: str | None = None
     patch: dict[str, Any]
 
 
 def run(options: RunOptions) -> NoReturn:
     """Run it and exit as it does."""
+    if options.trace is not None:
+        _check_trace(options.trace)
     report = _Report()
     running.when_torch_is_imported(lambda: report.begin(options))
     if options.is_module:
@@ -51,12 +55,16 @@ class _Report:
         self._tally: Tally | None = None
         self._is_nested = False
         self._seeded = ""
+        self._trace: _RunTrace | None = None
 
     def begin(self, options: RunOptions) -> None:
         """torch is there: patch it, and seed."""
         from penstock.integrations.patching import patch
 
         try:
+            if options.trace is not None:
+                self._trace = _RunTrace(options.trace)
+                options.patch["trace"] = True
             self._tally = patch(seed=options.seed, **options.patch)
         except PenstockError as error:
             print(f"penstock: the script runs without it. {error}", file=sys.stderr)
@@ -85,8 +93,41 @@ class _Report:
             lines += [f"changed: {line}" for line in dict.fromkeys(tally.changes)]
             if tally.num_restarts:
                 lines.append(f"saved: {tally.num_restarts} lost worker(s) were replaced")
+            if self._trace is not None:
+                lines += self._trace.write()
             if tally.num_bad:
                 lines.append(f"saved: {tally.num_bad} bad sample(s) were left out or replaced")
         rank = os.environ.get("RANK")
         name = "penstock" if rank is None else f"penstock (rank {rank})"
         print("\n".join(f"{name}: {line}" for line in lines), file=sys.stderr, flush=True)
+
+
+class _RunTrace:
+    """The timeline of everything that was loaded."""
+
+    def __init__(self, path: str) -> None:
+        from penstock.engine.recording import keep_recorders
+
+        rank = os.environ.get("RANK")
+        stem, dot, rest = os.path.basename(path).partition(".")
+        name = stem if rank is None else f"{stem}-rank{rank}"
+        self._path = os.path.abspath(os.path.join(os.path.dirname(path), name + dot + rest))
+        self._recorders = keep_recorders()
+
+    def write(self) -> list[str]:
+        """Write it; what there is to say."""
+        from penstock.timeline.merging import merge_records
+        from penstock.timeline.view import Timeline
+
+        timeline = Timeline(merge_records([one.records() for one in self._recorders]))
+        try:
+            timeline.save(self._path)
+        except OSError as error:
+            return [f"the trace could not be written: {error}"]
+        return [f"trace: {self._path}", *str(timeline.verdict).splitlines()]
+
+
+def _check_trace(path: str) -> None:
+    from penstock.engine.recorded import checked_trace
+
+    checked_trace(path)

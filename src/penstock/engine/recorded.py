@@ -8,7 +8,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.recording import Recorder, Tracing, make_recorder, plain_lanes
+from penstock.engine.recording import Recorder, Tracing, make_recorder
 from penstock.errors import BadArgument
 from penstock.machine.host import memory_bytes, usable_cores
 from penstock.tracing import BATCH, LEASE, Noted
@@ -105,8 +105,7 @@ class Recorded:
         return penstock.Timeline(self._records())
 
     def _records(self) -> dict[str, Any]:
-        recorder = self._recorder or Recorder()
-        return {"facts": dict(recorder.facts), "lanes": plain_lanes(recorder.lanes())}
+        return (self._recorder or Recorder()).records()
 
     def stats(self) -> Stats:
         """Rates and waits just now; asking costs about a millisecond, being asked nothing.
@@ -164,9 +163,7 @@ class _Writer:
     def write(self) -> None:
         if os.getpid() == self._owner:
             start_s = time.monotonic()
-            recorder = self._recorder
-            records = {"facts": dict(recorder.facts), "lanes": plain_lanes(recorder.lanes())}
-            self._timeline(records).save(self._path)
+            self._timeline(self._recorder.records()).save(self._path)
             self._written_s = time.monotonic()
             self._took_s = self._written_s - start_s
 

@@ -306,9 +306,23 @@ class Recorder:
                 found.append(Lane("your code", "user", pid=os.getpid(), spans=spans, num_lost=lost))
             return found
 
+    def records(self) -> dict[str, Any]:
+        """All that is known by now, as plain values."""
+        return {"facts": dict(self.facts), "lanes": plain_lanes(self.lanes())}
+
     def recent(self) -> list[Noted]:
         """The last few thousand records of this process alone."""
         return [] if self.ring is None else read_ring(self.ring.buffer, 0)[0]
+
+
+_kept: list[Recorder] | None = None
+
+
+def keep_recorders() -> list[Recorder]:
+    """A list that gets every recorder made from now on. Called from: ``penstock run --trace``."""
+    global _kept
+    _kept = []
+    return _kept
 
 
 def make_recorder(trace: Any) -> Recorder:
@@ -319,6 +333,8 @@ def make_recorder(trace: Any) -> Recorder:
     recorder = Recorder(ring_bytes=ASKED_RING_BYTES if is_asked else RING_BYTES, keeps_all=is_asked)
     if is_asked:
         recorder.traces_samples, recorder.traces_steps = trace.samples, trace.steps
+    if _kept is not None:
+        _kept.append(recorder)
     return recorder
 
 

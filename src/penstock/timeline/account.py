@@ -21,7 +21,8 @@ class WorkerAccount:
         queued_s: Ready to compute while others held the cores; from parts where it was measured.
         copied_s: Copied into batches; likewise.
         row_s: What a sample takes it, as the median over parts of batches.
-        stall_busy_share: How much of the time the training loop waited it was busy.
+        stall_busy_share: How much of the time the training loop waited for its loader it was busy.
+        first_pass: The first epoch that it took part in: workers of one loader have the same.
     """
 
     number: int
@@ -33,6 +34,7 @@ class WorkerAccount:
     copied_s: float = 0.0
     row_s: float = 0.0
     stall_busy_share: float = 0.0
+    first_pass: int = 0
 
     @property
     def busy_s(self) -> float:
@@ -151,6 +153,8 @@ def _account_worker(lane: Lane, stalls: list[Span]) -> WorkerAccount:
     collates = [span for span in lane.top() if span.kind == "collate"]
     fetch_s = sum(span.took_ns for span in fetches) * 1e-9
     collate_s = sum(span.took_ns for span in collates) * 1e-9
+    passes = {span.pass_ for span in fetches}
+    waited_for = [stall for stall in stalls if stall.pass_ in passes]
     return WorkerAccount(
         number=lane.number,
         num_rows=sum(span.rows for span in fetches),
@@ -158,9 +162,11 @@ def _account_worker(lane: Lane, stalls: list[Span]) -> WorkerAccount:
         collate_s=collate_s,
         cpu_s=sum(span.cpu_ns for span in fetches) * 1e-9,
         queued_s=_scaled(fetches, collates, "queued_ns"),
-        copied_s=_scaled(fetches[1:], collates, "copied_ns"),  # the first finds out the layout
+        # The first finds out the layout; the user's collate_fn is counted by itself.
+        copied_s=max(0.0, _scaled(fetches[1:], collates, "copied_ns") - collate_s),
         row_s=row_s(fetches),
-        stall_busy_share=_overlap_share(stalls, sorted([*fetches, *collates])),
+        stall_busy_share=_overlap_share(waited_for, [*fetches, *collates]),
+        first_pass=min(passes, default=0),
     )
 
 

@@ -184,18 +184,22 @@ class _Judge:
         return self._say("slow sample", text, evidence, remedy)
 
     def _slow_ones(self) -> list[WorkerAccount]:
-        rows = sorted(worker.row_s for worker in self.workers if worker.row_s)
-        if len(rows) < 2:
-            return []
-        usual = rows[(len(rows) - 1) // 2]
-        return [worker for worker in self.workers if worker.row_s >= SLOW_RATIO * usual]
+        """Workers that are much slower than the others of their loader."""
+        found = []
+        for first_pass in {worker.first_pass for worker in self.workers}:
+            crew = [worker for worker in self.workers if worker.first_pass == first_pass]
+            rows = sorted(worker.row_s for worker in crew if worker.row_s)
+            if len(rows) > 1:
+                usual = rows[(len(rows) - 1) // 2]
+                found += [worker for worker in crew if worker.row_s >= SLOW_RATIO * usual]
+        return found
 
     def _slow_worker(self) -> Verdict | None:
         slow = self._slow_ones()
         if len(slow) != 1:
             return None
         one = slow[0]
-        others = [worker for worker in self.workers if worker is not one]
+        others = [w for w in self.workers if w is not one and w.first_pass == one.first_pass]
         usual = sorted(worker.row_s for worker in others)[len(others) // 2]
         text = (
             f"Worker {one.number} is {one.row_s / usual:.1f} times slower than the others, which "
