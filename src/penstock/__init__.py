@@ -99,7 +99,11 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(home)
     # `machine` and `verify` are rooms that can be called, `legacy` is a door: there the name is the
     # module itself.
-    return module if home == f"penstock.{name}" else getattr(module, name)
+    if home == f"penstock.{name}":
+        return module
+    # Kept: `penstock.span` stands inside loops, and coming here costs a microsecond.
+    value = globals()[name] = getattr(module, name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -70,7 +70,7 @@ def render(model: Model, width: int, *, first_s: float = 0.0, last_s: float | No
     if depth is not None:
         lines.append(Text(f"{'ready':>{label}} ") + depth)
     lines.append(_scale(first_ns, last_ns, label, columns))
-    lines.append(_legend(seen, label))
+    lines += _legend(seen, label, width)
     return Group(*lines)
 
 
@@ -161,14 +161,19 @@ def _digits(total_s: float) -> int:
     return 0 if total_s >= 50 else 1 if total_s >= 5 else 2 if total_s >= 0.5 else 4
 
 
-def _legend(seen: set[str], label: int) -> Text:
-    text = Text(f"{'':>{label}}  ")
+def _legend(seen: set[str], label: int, width: int) -> list[Text]:
+    margin = " " * (label + 2)
+    lines = [Text(margin)]
     for kind, words in LEGEND.items():
-        if kind in seen:
-            text.append(STYLES[kind][0] * 2, style=STYLES[kind][1])
-            text.append(f" {words}   ")
-    text.rstrip()
-    return text
+        if kind not in seen:
+            continue
+        if len(lines[-1]) + len(words) + 3 > width and len(lines[-1]) > len(margin):
+            lines.append(Text(margin))
+        lines[-1].append(STYLES[kind][0] * 2, style=STYLES[kind][1])
+        lines[-1].append(f" {words}   ")
+    for line in lines:
+        line.rstrip()
+    return lines
 
 
 def draw(model: Model, width: int, *, colour: bool = False) -> str:
