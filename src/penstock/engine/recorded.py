@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.recording import Recorder, Tracing, make_recorder
+from penstock.engine.steps import trace_steps
 from penstock.errors import BadArgument
 from penstock.machine.host import memory_bytes, usable_cores
 from penstock.tracing import BATCH, LEASE, Noted
@@ -60,6 +61,8 @@ class Recorded:
         if self._recorder is None:
             asked = getattr(self, "_asked", None)
             self._recorder = make_recorder(asked)
+            if self._recorder.traces_steps:
+                trace_steps()  # for what is loaded in this process
             if isinstance(asked, Tracing) and asked.file is not None:
                 writer = _Writer(self._recorder, os.fspath(asked.file))
                 self._recorder.on_end = writer.write_sometimes

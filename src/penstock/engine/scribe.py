@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from penstock.engine.messages import CONTROL_BYTES, Lease, Task
+from penstock.engine.steps import trace_steps
 from penstock.machine.host import queued_s
 from penstock.tracing import (
     COLLATE,
@@ -49,6 +50,7 @@ class Scribe:
     def __init__(self, cells: memoryview, worker: int, task: Task, *, is_thread: bool) -> None:
         self._ring: Ring | None = None
         self._per_sample = task.traces_samples
+        self._traces_steps = task.traces_steps
         self._is_thread = is_thread
         self._looked_ns = self._start_ns = self._cpu_ns = self._inside_ns = 0
         self._number = 0
@@ -63,6 +65,8 @@ class Scribe:
 
     def enter(self) -> None:
         """Spans of the user's belong here from now on. Called from: the worker, once."""
+        if self._traces_steps:
+            trace_steps()
         if self._is_thread:
             enter_thread(self._ring)
         else:

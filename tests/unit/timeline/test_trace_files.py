@@ -127,5 +127,5 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_a_timeline_is_not_written_to_a_name_that_says_nothing(tmp_path: Path) -> None:
-    with pytest.raises(BadTrace, match="run.txt"):
+    with pytest.raises(BadTrace, match=r"run\.txt"):
         Timeline(RECORDS).save(tmp_path / "run.txt")
