@@ -7,7 +7,6 @@ from typing import Any
 from penstock.tracing import BATCH, LAUNCH, LEASE, MEMORY, START, USER, Noted
 
 MS = 1_000_000
-ORIGIN = 1_000 * MS
 
 
 def make_records(
@@ -21,6 +20,7 @@ def make_records(
     transfer_ms: float = 0.0,
     rows: int = 8,
     start_ms: float = 10.0,
+    at_ms: float = 1000.0,
     slow: dict[int, float] | None = None,
     slow_worker: int | None = None,
     spans_per_part: int = 0,
@@ -34,8 +34,9 @@ def make_records(
         slow_worker: The worker that takes ten times longer.
         spans_per_part: Spans of the user within each part.
     """
+    origin = int(at_ms * MS)
     workers: list[list[Noted]] = [[] for _ in range(num_workers)]
-    free = [ORIGIN + int(start_ms * MS)] * num_workers
+    free = [origin + int(start_ms * MS)] * num_workers
     ends: list[int] = []
     for batch in range(num_batches):
         worker = batch % num_workers
@@ -52,8 +53,8 @@ def make_records(
             workers[worker].append(Noted(USER, name, first, last, 0, 0, batch, 0))
         ends.append(start + took)
         free[worker] = start + took + MS // 10
-    main = [Noted(LAUNCH, "", ORIGIN, ORIGIN + int(start_ms * MS), 0, 0, a=num_workers)]
-    now, before = ORIGIN + int(start_ms * MS), 0
+    main = [Noted(LAUNCH, "", origin, origin + int(start_ms * MS), 0, 0, a=num_workers)]
+    now, before = origin + int(start_ms * MS), 0
     for batch, end in enumerate(ends):
         waited = max(0, end - now)
         last = now + waited + int((deliver_ms + transfer_ms) * MS)
@@ -64,7 +65,7 @@ def make_records(
         before, now = last, last + int(step_ms * MS)
     lanes: list[dict[str, Any]] = [{"name": "main", "role": "main", "pid": 100, "spans": main}]
     for number, spans in enumerate(workers):
-        born = Noted(START, "", ORIGIN + MS, ORIGIN + MS, a=101 + number)
+        born = Noted(START, "", origin + MS, origin + MS, a=101 + number)
         lane = {"name": f"worker {number}", "role": "worker", "number": number}
         lanes.append({**lane, "pid": 101 + number, "spans": [born, *spans]})
     known = {"num_workers": num_workers, "batch_size": rows, "pool": "process", "cores": 8}

@@ -306,6 +306,17 @@ class Recorder:
                 found.append(Lane("your code", "user", pid=os.getpid(), spans=spans, num_lost=lost))
             return found
 
+    def forget(self) -> None:
+        """Begin anew: what was noted so far is not asked for."""
+        with self._lock:
+            self._read()
+            self._past = []
+            self._main.spans = []
+            self._main.num_lost = 0
+            for crew in self._crews:
+                for lane in crew.lanes:
+                    lane.spans, lane.num_lost = [], 0
+
     def records(self) -> dict[str, Any]:
         """All that is known by now, as plain values."""
         return {"facts": dict(self.facts), "lanes": plain_lanes(self.lanes())}

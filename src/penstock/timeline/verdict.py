@@ -14,7 +14,7 @@ CAUSES = (
 )
 NOTHING_LOST = 0.10
 """A training loop that waits less than this part of its time is limited by its own step."""
-STARTUP_SHARE = 0.5
+STARTUP_SHARE, LONG_START_S = 0.5, 10.0
 MANY_FAULTS, LOW_MEMORY = 1000, 0.03
 """Pages fetched from the disk again, and the machine's free memory, that tell of pressure."""
 SLOW_RATIO = 2.5
@@ -97,6 +97,8 @@ class _Judge:
             f"to the device {it.share(it.transfer_s):.0%}, putting together "
             f"{it.share(it.deliver_s):.0%}"
         )
+        if it.startup_s > it.steady_s and cause != "start-up":
+            evidence = [*evidence, f"before that, the first batch took {it.startup_s:.2f} s"]
         return Verdict(
             cause=cause,
             sentence=(waits if cause not in ("step", "start-up") else "") + text,
@@ -123,8 +125,9 @@ class _Judge:
     def _start_up(self) -> Verdict | None:
         it = self.it
         share = it.startup_s / max(it.startup_s + it.steady_s, 1e-9)
-        if share < STARTUP_SHARE or it.startup_s < 0.05 * it.num_passes:
-            return None
+        is_often = it.num_passes > 1 and it.startup_s >= 0.05 * it.num_passes
+        if share < STARTUP_SHARE or not (is_often or it.startup_s >= LONG_START_S):
+            return None  # a short run has started once: that says nothing about a long one
         text = (
             f"{share:.0%} of the time is start-up: {it.startup_s:.2f} s until the first batch of "
             f"{it.num_passes} epoch{'s' if it.num_passes > 1 else ''}, then {it.steady_s:.2f} s."

@@ -10,6 +10,7 @@ import traces
 from penstock import Timeline
 from penstock.timeline.account import Account, WorkerAccount
 from penstock.timeline.comparing import compare
+from penstock.timeline.merging import merge_records
 from penstock.timeline.verdict import CAUSES, judge
 from penstock.tracing import COLLATE, MEMORY, Noted
 
@@ -51,8 +52,19 @@ def test_a_few_slow_samples() -> None:
 
 
 def test_a_long_start() -> None:
-    assert cause_of(start_ms=5000.0) == "start-up"
-    assert cause_of(start_ms=100.0) != "start-up"
+    assert cause_of(start_ms=15_000.0) == "start-up"
+    assert cause_of(start_ms=5_000.0) == "decode"  # a short run: a long one starts once, too
+
+
+def test_a_start_in_every_epoch() -> None:
+    def three_epochs(start_ms: float) -> Timeline:
+        starts = (1_000.0, 11_000.0, 21_000.0)
+        return Timeline(
+            merge_records([traces.make_records(start_ms=start_ms, at_ms=start) for start in starts])
+        )
+
+    assert three_epochs(1000.0).verdict.cause == "start-up"
+    assert three_epochs(10.0).verdict.cause == "decode"
 
 
 def with_collating(share: float) -> dict[str, Any]:
