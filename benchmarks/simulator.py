@@ -16,9 +16,9 @@ import time
 from typing import Any
 
 import torch
-from record import describe_machine, describe_versions, save, today
 
 import penstock
+from record import describe_machine, describe_versions, save, today
 
 LEARNT = ({"workers": 1}, {"workers": 2})
 ASKED = (

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+
+import penstock
 from datasets import Pairs
 from front import run
 from measure import Case, Contender, Pace, Target
-
-import penstock
 
 NUM_WORKERS, BATCH_SIZE = 2, 64
 MOST = Target(bound=1.01, is_ceiling=True)

@@ -217,6 +217,41 @@ def verify(
     raise typer.Exit(run_verify(options))
 
 
+@app.command()
+def bench(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SCRIPT:NAME | FOLDER]",
+            help="A dataset or loader, or a folder of pictures; without: pictures made here.",
+        ),
+    ] = None,
+    arguments: _Arguments = None,
+    batch_size: _BatchSize = None,
+    workers: Annotated[
+        str, typer.Option(metavar="N,N,...", help="To try; else by the cores.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=0.1, max=600.0, help="For each setting.")] = 2.0,
+    out: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help=".json or .html; several times.")
+    ] = None,
+) -> None:
+    """Measure how fast a dataset loads here, stage by stage and setting by setting."""
+    from penstock.cli.bench.command import BenchOptions, run_bench
+
+    if workers:
+        _checked_counts(workers)
+    options = BenchOptions(
+        target=target,
+        arguments=tuple(arguments or ()),
+        batch_size=batch_size,
+        workers=tuple(int(part) for part in workers.split(",")) if workers else (),
+        seconds=seconds,
+        out=tuple(out or ()),
+    )
+    run_bench(options)
+
+
 class _RunCommand(TyperCommand):
     """Everything behind the script, or behind ``-m``, is the script's own."""
 

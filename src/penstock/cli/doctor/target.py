@@ -15,6 +15,7 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _USAGES = {
     "doctor": "penstock doctor train.py:dataset",
     "verify": "penstock verify train.py:make_loader",
+    "bench": "penstock bench train.py:dataset",
 }
 _SHOWN = 4
 
