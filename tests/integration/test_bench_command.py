@@ -87,7 +87,7 @@ number = 3
 
 @pytest.fixture
 def own_main(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script takes the place of ``__main__``, of the path and the arguments: for this test only."""
+    """A script takes the place of ``__main__``, the path and the arguments: for this test only."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
