@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Any
 
+import psutil
 import torch
 
 import penstock
@@ -32,6 +33,7 @@ ASKED = (
 )
 BATCH_SIZE, STEP_S, RUN_S = 8, 0.002, 1.5
 MEDIAN_LIMIT, WORST_LIMIT = 0.10, 0.30
+QUIET_PERCENT = 15.0
 
 
 class Job:
@@ -61,6 +63,13 @@ JOBS = {
 }
 
 
+def wait_until_quiet(patience_s: float) -> None:
+    """Wait, but not for ever, until nobody else uses the cores."""
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until and psutil.cpu_percent(0.5) > QUIET_PERCENT:
+        time.sleep(0.5)
+
+
 def run_once(job: Job, setting: dict[str, int]) -> Any:
     """A real run's timeline."""
     loader = penstock.DataLoader(
@@ -85,16 +94,18 @@ def run_once(job: Job, setting: dict[str, int]) -> Any:
     return timeline
 
 
-def measure(job: Job, num_turns: int) -> dict[str, Any]:
+def measure(job: Job, num_turns: int, patience_s: float) -> dict[str, Any]:
     """All settings in turn, several times, and what would have been predicted each time."""
     real: dict[str, list[float]] = {}
     predicted: dict[str, list[float]] = {}
     for _ in range(num_turns):
+        wait_until_quiet(patience_s)
         seen = [run_once(job, setting) for setting in LEARNT]
         for setting in ASKED:
             key = ", ".join(f"{name}={value}" for name, value in setting.items())
             rates = [penstock.simulate(one, **setting).account.rate for one in seen]
             predicted.setdefault(key, []).append(statistics.fmean(rates))
+            wait_until_quiet(patience_s)
             real.setdefault(key, []).append(run_once(job, setting).account.rate)
     rows = {}
     for key in real:
@@ -112,6 +123,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", help="one of the jobs")
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for quiet")
     parser.add_argument("--save", help="write results/simulator-NAME.json")
     parser.add_argument("--note", default="", help="what a reader should know of the machine")
     options = parser.parse_args(arguments)
@@ -119,7 +131,7 @@ def main(arguments: list[str]) -> int:
     for name, job in JOBS.items():
         if options.only and options.only not in name:
             continue
-        cases[name] = measure(job, options.turns)
+        cases[name] = measure(job, options.turns, options.patience)
         print(f"\n{name}")
         for key, row in cases[name].items():
             print(
