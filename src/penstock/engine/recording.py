@@ -255,6 +255,18 @@ class Recorder:
             self._place = (pass_, batch, rows)
             self.ring.add(LEASE, start_ns, now_ns(), pass_, batch, 0, rows, cpu_ns, -1, -1)
 
+    def on_device(
+        self, kind: int, start_ns: int, end_ns: int, *, batch: int = -1, num_bytes: int = 0
+    ) -> None:
+        """The device copied a batch (``COPY``) or computed (``GPU``) from then to then.
+
+        Times are of this machine's clock (:data:`penstock.tracing.now_ns`): what a device's own
+        events say is to be set against it first. Called from: whoever brings batches to a device,
+        when the device is done.
+        """
+        if self.ring is not None:
+            self.ring.add(kind, start_ns, end_ns, self._place[0], batch, a=num_bytes)
+
     def refuse(self, num_held: int) -> None:
         """There was no slot for another batch."""
         if self.ring is not None:

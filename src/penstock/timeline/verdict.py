@@ -70,7 +70,9 @@ class _Judge:
         it = account
         lost_s = it.stall_s + it.deliver_s + it.transfer_s + it.loading_s
         self.lost = it.share(lost_s)
-        self.worker_name = "GPU" if it.gpu_s else "training loop"
+        self.worker_name = "training loop"
+        if it.gpu_s:  # its own clock says more than the loop's
+            self.worker_name, self.lost = "GPU", max(0.0, 1.0 - it.share(it.gpu_s))
 
     def judge(self) -> Verdict:
         it = self.it
@@ -148,14 +150,17 @@ class _Judge:
     def _transfer(self) -> Verdict | None:
         it = self.it
         other = it.stall_s + it.loading_s + it.deliver_s
-        if it.transfer_s <= other:
+        # Copies that the device makes by itself hold up no loop: the step waits for them unseen.
+        is_unseen = it.gpu_s > 0 and it.copy_s > other and it.share(it.copy_s) > 0.5
+        if it.transfer_s <= other and not is_unseen:
             return None
-        text = f"The way to the device limits: {it.share(it.transfer_s):.0%} of the time."
+        took_s = max(it.transfer_s, it.copy_s if is_unseen else 0.0)
+        text = f"The way to the device limits: {it.share(took_s):.0%} of the time."
         device = self.facts.get("device") or "cuda"
         remedy = (
             f"DataLoader(..., device='{device}', pin_memory=True), samples as uint8 and finish="
         )
-        return self._say("transfer", text, [f"copies: {it.transfer_s:.2f} s"], remedy)
+        return self._say("transfer", text, [f"copies: {took_s:.2f} s"], remedy)
 
     def _main(self) -> Verdict | None:
         it = self.it

@@ -12,7 +12,7 @@ from penstock.timeline.account import Account, WorkerAccount
 from penstock.timeline.comparing import compare
 from penstock.timeline.merging import merge_records
 from penstock.timeline.verdict import CAUSES, judge
-from penstock.tracing import COLLATE, MEMORY, Noted
+from penstock.tracing import BATCH, COLLATE, COPY, GPU, MEMORY, Noted
 
 pytestmark = pytest.mark.legacy
 
@@ -34,6 +34,23 @@ def test_workers_that_wait_are_reading() -> None:
 def test_a_long_way_to_the_device() -> None:
     assert cause_of(fetch_ms=1.0, transfer_ms=20.0) == "transfer"
     assert cause_of(fetch_ms=1.0, transfer_ms=0.1) == "step"
+
+
+def test_copies_that_only_the_device_sees() -> None:
+    def with_device(copy_share: float, gpu_share: float) -> Timeline:
+        records = traces.make_records(num_batches=60, fetch_ms=1.0, step_ms=20.0)
+        main = records["lanes"][0]["spans"]
+        for span in [span for span in main if span.kind == BATCH]:
+            start, step = span.end_ns, 20 * traces.MS
+            copied = start + int(step * copy_share)
+            main.append(Noted(COPY, "", start, copied, batch=span.batch))
+            main.append(Noted(GPU, "", copied, copied + int(step * gpu_share), batch=span.batch))
+        return Timeline(records)
+
+    slow = with_device(0.7, 0.3).verdict
+    assert slow.cause == "transfer"
+    assert slow.sentence.startswith("The GPU waits 7")
+    assert with_device(0.02, 0.97).verdict.cause == "step"
 
 
 def test_a_busy_training_process() -> None:
