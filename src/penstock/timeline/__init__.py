@@ -9,6 +9,7 @@
 
     view       Timeline: all of it under one name
     files      traces on disk
+    merging    several loaders of one program as one trace
     comparing  two of them side by side
 
 Everything here is made from plain records: nothing needs a loader, a worker or a GPU.

@@ -94,23 +94,10 @@ def make_account(model: Model) -> Account:
     batches = model.batches()
     if not batches:
         return Account(total_s=model.total_ns * 1e-9)
-    sums: dict[str, float] = defaultdict(float)
-    firsts = {
-        pass_: min(b.batch for b in batches if b.pass_ == pass_) for pass_ in _passes(batches)
-    }
-    startup_ns = steady_rows = 0
-    stalls: list[Span] = []
-    for lane in model.of("main"):
-        for span in lane.top():
-            is_first = firsts.get(span.pass_) == span.batch and span.kind != "step"
-            if span.kind == "launch" or is_first:
-                startup_ns += span.took_ns
-                continue
-            sums[span.kind] += span.took_ns * 1e-9
-            if span.kind == "stall":
-                stalls.append(span)
-            if span.kind == "deliver":
-                steady_rows += span.rows
+    firsts: dict[int, int] = {}
+    for batch in batches:
+        firsts[batch.pass_] = min(batch.batch, firsts.get(batch.pass_, batch.batch))
+    sums, startup_ns, steady_rows, stalls = _sum_up(model, firsts)
     steady_s = sum(sums[kind] for kind in ("stall", "step", "deliver", "transfer", "fetch"))
     top_share, slowest_ratio, slowest = _concentration(model, stalls)
     free = [reading.value for reading in model.free_memory]
@@ -139,8 +126,23 @@ def make_account(model: Model) -> Account:
     )
 
 
-def _passes(batches: list[Span]) -> set[int]:
-    return {batch.pass_ for batch in batches}
+def _sum_up(model: Model, firsts: dict[int, int]) -> tuple[dict[str, float], int, int, list[Span]]:
+    """Seconds of each kind, the start-up apart, and the stalls; ``firsts``: each epoch's batch."""
+    sums: dict[str, float] = defaultdict(float)
+    startup_ns = steady_rows = 0
+    stalls: list[Span] = []
+    for lane in model.of("main"):
+        for span in lane.top():
+            is_first = firsts.get(span.pass_) == span.batch and span.kind != "step"
+            if span.kind == "launch" or is_first:
+                startup_ns += span.took_ns
+                continue
+            sums[span.kind] += span.took_ns * 1e-9
+            if span.kind == "stall":
+                stalls.append(span)
+            if span.kind == "deliver":
+                steady_rows += span.rows
+    return sums, startup_ns, steady_rows, stalls
 
 
 def _free_share(free: list[float], model: Model) -> float:

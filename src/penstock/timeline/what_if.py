@@ -65,11 +65,7 @@ def simulate(
     from penstock.timeline.view import Timeline
 
     timeline = _timeline_of(run)
-    for name, value in (("workers", workers), ("prefetch", prefetch), ("batch_size", batch_size)):
-        if value is not None and (type(value) is not int or value < (name != "workers")):
-            raise BadArgument(
-                f"{name}={value!r} is no such number", remedy=f"simulate(..., {name}=2)"
-            )
+    _check_counts(workers=workers, prefetch=prefetch, batch_size=batch_size)
     workload, settings = distil(timeline.model, num_batches)
     if step_ms is not None:
         workload = replace(workload, steps=(Cost(0.0, step_ms * 1e-3),))
@@ -89,6 +85,14 @@ def simulate(
     )
     records = _as_records(run_model(workload, settings), settings, timeline.facts)
     return Timeline(records)
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        if value is not None and (type(value) is not int or value < (name != "workers")):
+            raise BadArgument(
+                f"{name}={value!r} is no such number", remedy=f"simulate(..., {name}=2)"
+            )
 
 
 def predict_rate(model: Model, *, num_workers: int) -> float | None:
