@@ -24,7 +24,7 @@ ALSO = {
     errors.MismatchedSamples: (RuntimeError,),
     errors.BadArgument: (ValueError,),
     errors.BadTarget: (ValueError,),
-    errors.MissingPackage: (ImportError,),
+    errors.BadTrace: (ValueError,),
     errors.BadState: (ValueError,),
     errors.NoSuchDevice: (RuntimeError,),
     errors.DeviceFailed: (RuntimeError,),

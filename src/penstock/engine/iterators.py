@@ -17,10 +17,12 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils.data import dataloader as torch_loader
 
 from penstock.engine.pinned import Pinner
+from penstock.engine.recording import Recorder
 from penstock.engine.recovery import Limits
 from penstock.engine.tolerance import OnError
 from penstock.errors import DeviceFailed
 from penstock.order.course import Course, Walk
+from penstock.tracing import now_ns
 
 Effect = Callable[[], None]
 
@@ -65,6 +67,8 @@ class Setup:
     """Pins the memory of batches; None: they lie in ordinary memory."""
     make_courier: Callable[[], Courier] | None = None
     """Makes what brings batches to a device; None: they are handed out as they are."""
+    log: Recorder = field(default_factory=Recorder)
+    """Takes notes of what is done when, for the timeline."""
     limits: Limits = field(default_factory=Limits)
     """When a worker that is lost ends the epoch."""
     on_error: OnError = "raise"
@@ -97,6 +101,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         self._base_seed = self._course.settle_base(self._base_seed)
         self._turn_number = self._course.num_turns
         self._courier = None if setup.make_courier is None else setup.make_courier()
+        self._returned_ns = 0
         self._effects: list[Effect] = []
         """Of the batch that is being taken. One list, shared by those that take over from each
         other."""
@@ -108,6 +113,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             courier.reset()
             self._effects.clear()
             self._lost = None
+        self._returned_ns = 0
         super()._reset(loader, first_iter)
 
     def _position_of(self) -> Callable[[int], int] | None:
@@ -115,6 +121,8 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         return walk.positions() if isinstance(walk, Walk) else None
 
     def __next__(self) -> Any:
+        log = self._setup.log
+        start_ns = log.begin_batch()
         # torch's own __next__ marks the batch for its profiler and warns about
         # wrong lengths; both only where somebody can see it.
         try:
@@ -130,8 +138,15 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             if self._course.num_turns == self._turn_number:
                 self._course.is_over = True
             self._setup.on_end(self._num_yielded)
+            log.end_pass()
             raise
         self._count(1)
+        self._returned_ns = log.end_batch(
+            start_ns,
+            self._returned_ns,
+            self._num_yielded - 1,
+            has_courier=self._courier is not None,
+        )
         return batch
 
     def _next_data(self) -> Any:
@@ -152,7 +167,9 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             raise
 
     def _take(self) -> tuple[Any, list[Effect]]:
+        start_ns = now_ns()
         batch = self._next_batch()
+        self._setup.log.taken(start_ns)
         effects = self._effects.copy()
         self._effects.clear()
         return batch, effects
