@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import select
 import struct
+import sys
 from collections import deque
+from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
@@ -93,8 +95,9 @@ class Channel:
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_ending():
+            self.close()
 
 
 class PlainChannel:

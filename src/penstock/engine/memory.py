@@ -11,8 +11,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 import tempfile
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -180,8 +182,9 @@ class SharedFile:
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_ending():
+            self.close()
 
 
 def explained(error: OSError) -> OSError:

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -190,8 +191,10 @@ class PooledIterator(LoaderIterator):
         if self._delivery is not None:
             self._delivery.close()
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # the exit handlers have stopped the workers by then
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # By then the exit handlers have stopped the workers, and of this module nothing may be left
+        # but what is bound here.
+        if not is_ending():
             self._shutdown_workers()
 
 

@@ -193,10 +193,11 @@ class Ring:
     def lend(self, slot: Slot, num_bytes: int) -> np.ndarray:
         """The root array of a delivery; the slot comes back when its last view is gone."""
         root = slot.view(num_bytes)
-        returned, owner = self._returned, os.getpid()
+        returned, getpid = self._returned, os.getpid  # at exit, views may outlive this module
+        owner = getpid()
 
         def on_last_view_gone(_: object) -> None:
-            if os.getpid() == owner:
+            if getpid() == owner:
                 returned.append(slot)
 
         slot.watch = weakref.ref(root, on_last_view_gone)

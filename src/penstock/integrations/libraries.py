@@ -53,14 +53,14 @@ LIBRARIES = tuple(
     Library(name=name, package=package, first=first, below=below)
     for name, package, first, below in (
         ("accelerate", "accelerate", "0.34.2", "2"),
-        ("albumentations", "albumentations", "2.0.8", "2.1"),
-        ("datasets", "datasets", "5.2.0", "6"),
-        ("pytorch_lightning", "pytorch-lightning", "2.6.6", "2.7"),
-        ("timm", "timm", "1.0.30", "1.1"),
-        ("torchdata", "torchdata", "0.11.0", "0.12"),
+        ("albumentations", "albumentations", "2.0.0", "2.1"),
+        ("datasets", "datasets", "4.0.0", "6"),
+        ("pytorch_lightning", "pytorch-lightning", "2.6.0", "2.7"),
+        ("timm", "timm", "1.0.15", "1.1"),
+        ("torchdata", "torchdata", "0.10.1", "0.12"),
         ("transformers", "transformers", "5.22.2", "6"),
         ("ultralytics", "ultralytics", "8.4.190", "8.5"),
-        ("webdataset", "webdataset", "1.0.2", "2"),
+        ("webdataset", "webdataset", "0.2.100", "2"),
     )
 )
 

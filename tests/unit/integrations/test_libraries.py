@@ -34,7 +34,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, version: object, name: str = "timm"
     monkeypatch.setitem(sys.modules, name, module)
 
 
-@pytest.mark.parametrize("version", ["0.4.12", "1.0.29", "1.1", "2.0.0rc1"])
+@pytest.mark.parametrize("version", ["0.4.12", "1.0.14", "1.1", "2.0.0rc1"])
 def test_a_version_outside_its_range_is_told_once_with_the_line_to_paste(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,7 +45,7 @@ def test_a_version_outside_its_range_is_told_once_with_the_line_to_paste(
     assert list(untested_here()) == []
 
 
-@pytest.mark.parametrize("version", ["1.0.30", "1.0.30+local", "1.0.99.post1", None, 7])
+@pytest.mark.parametrize("version", ["1.0.15", "1.0.30+local", "1.0.99.post1", None, 7])
 def test_a_version_inside_its_range_or_none_at_all_is_not_told(
     version: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

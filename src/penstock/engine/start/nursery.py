@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -196,9 +196,9 @@ class Nursery:
         with self._lock:
             self._exit_codes.pop(pid, None)
 
-    def __del__(self) -> None:
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # One that was given up ends with the last worker that came from it.
-        if not sys.is_finalizing() and getattr(self, "_process", None) is not None:
+        if not is_ending() and getattr(self, "_process", None) is not None:
             self.close()
 
     def close(self) -> None:
