@@ -40,7 +40,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 def losses(make: Callable[[], nn.Module], *, is_half: bool, num_steps: int = 2) -> list[float]:
     torch.manual_seed(0)
     model = make().train()
-    x, labels = torch.randn(4, 3, 64, 64), torch.arange(4)
+    x, labels = torch.randn(4, 3, 48, 48), torch.arange(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
     found = []
     for _ in range(num_steps):
@@ -63,16 +63,17 @@ def test_a_network_trains_to_the_native_losses(name: str, is_half: bool) -> None
         with bypass_convolutions("on", devices=("cpu",)) as bypass:
             ours = losses(NETWORKS[name], is_half=is_half)
         assert broken.num_calls == 0
-    assert ours == pytest.approx(native, rel=2e-2 if is_half else 1e-3)
+    assert ours == pytest.approx(native, rel=1e-1 if is_half else 1e-3)
+    assert ours[0] == pytest.approx(native[0], rel=1e-2 if is_half else 1e-5)
     assert bypass.num_native == 0
     assert bypass.num_caught > 100
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_without_the_bypass_it_fails(name: str) -> None:
-    with broken_convolution.breaking("all:raises"):
-        with pytest.raises(RuntimeError, match="miopenStatusUnknownError"):
-            losses(NETWORKS[name], is_half=False)
+    fails = pytest.raises(RuntimeError, match="miopenStatusUnknownError")
+    with broken_convolution.breaking("all:raises"), fails:
+        losses(NETWORKS[name], is_half=False)
 
 
 YOLO = f"""
@@ -113,7 +114,13 @@ def yolo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             capture_output=True,
             text=True,
             timeout=200,
-            env={**os.environ, **environ, "YOLO_OFFLINE": "true", "YOLO_CONFIG_DIR": str(folder)},
+            env={
+                **os.environ,
+                **environ,
+                "OMP_NUM_THREADS": "1",
+                "YOLO_OFFLINE": "true",
+                "YOLO_CONFIG_DIR": str(folder),
+            },
             check=False,
         )
 
