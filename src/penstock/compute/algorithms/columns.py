@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 
@@ -326,7 +327,7 @@ def folded_input_gradient(
                 for k, d, n, s in zip(place, g.dilation, g.out_size, g.stride, strict=True)
             )
             seen = (slice(None), slice(None), *spans)
-            here = (slice(None), *place)
+            here: tuple[Any, ...] = (slice(None), *place)
             padded[seen] += cells[here].transpose(0, 1)
         dx[start : start + step] = padded[inner]
     return dx

@@ -46,6 +46,7 @@ class Candidate:
 
     name: str
     run: Run
+    needs_triton: bool = False
 
 
 def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> list[Candidate]:
@@ -141,7 +142,7 @@ def _winograd(g: Geometry, which: Pass, dtype: torch.dtype, *, has_triton: bool)
         return []
     found = [Candidate("winograd", _WINOGRAD[which])]
     if has_triton and winograd_fused.can(g, dtype):
-        found.insert(0, Candidate("winograd, fused", _FUSED[which]))
+        found.insert(0, Candidate("winograd, fused", _FUSED[which], needs_triton=True))
     return found
 
 
@@ -166,8 +167,14 @@ def _implicit(g: Geometry, which: Pass, dtype: torch.dtype) -> list[Candidate]:
         WEIGHT_GRADIENT: implicit.weight_gradient,
     }[which]
     return [
-        Candidate("implicit product, wide", lambda g, a, b, cap: run(g, a, b, is_wide=True)),
-        Candidate("implicit product", lambda g, a, b, cap: run(g, a, b, is_wide=False)),
+        Candidate(
+            "implicit product, wide",
+            lambda g, a, b, cap: run(g, a, b, is_wide=True),
+            needs_triton=True,
+        ),
+        Candidate(
+            "implicit product", lambda g, a, b, cap: run(g, a, b, is_wide=False), needs_triton=True
+        ),
     ]
 
 
@@ -189,7 +196,9 @@ def _depthwise(
     found: list[Candidate] = []
     if has_triton and implicit.can_depthwise(g, dtype):
         lanes = _LANES[which]
-        found.append(Candidate("depthwise lanes", lambda g, a, b, cap: lanes(g, a, b)))
+        found.append(
+            Candidate("depthwise lanes", lambda g, a, b, cap: lanes(g, a, b), needs_triton=True)
+        )
     if device == "cuda" and g.num_dims == 2:
         if which == FORWARD:
             found.append(
