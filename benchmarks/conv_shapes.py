@@ -107,8 +107,11 @@ def _without_library(device: str) -> Iterator[None]:
         with torch.backends.cudnn.flags(enabled=False, allow_tf32=False):
             yield
     else:
-        with torch.backends.mkldnn.flags(enabled=False):
+        torch._C._set_mkldnn_enabled(False)  # mkldnn.flags warns of a GPU's TF32
+        try:
             yield
+        finally:
+            torch._C._set_mkldnn_enabled(True)
 
 
 @contextmanager
