@@ -85,8 +85,9 @@ class Problem:
         """The same in float64, by the library."""
         a = self.layer
         x, w = (t.detach().double().requires_grad_() for t in (self.x, self.w))
-        y = functional.conv2d(x, w, None, a.stride, a.padding, 1, a.groups)
-        return (y.detach(), *torch.autograd.grad(y, (x, w), self.dy.double()))
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False):
+            y = functional.conv2d(x, w, None, a.stride, a.padding, 1, a.groups)
+            return (y.detach(), *torch.autograd.grad(y, (x, w), self.dy.double()))
 
     def unfold(self) -> tuple[torch.Tensor, ...]:
         """The rival: all columns of a group, a product, the next group."""

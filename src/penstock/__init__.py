@@ -96,10 +96,19 @@ def __dir__() -> list[str]:
 
 
 def _bypass_convolutions() -> None:
-    mode = os.environ.get("PENSTOCK_CONV", "")
+    """torch is there, and the environment asks for it."""
+    mode = os.environ.get("PENSTOCK_CONV", "off")
+    if mode in ("", "off"):  # `penstock run --conv off` says so later
+        return
     from penstock.compute.bypass import bypass_convolutions
+    from penstock.errors import BadArgument
 
-    bypass_convolutions(mode)  # type: ignore[arg-type]
+    try:
+        bypass_convolutions(mode)  # type: ignore[arg-type]
+    except BadArgument as error:  # a slip in a variable must not end `import torch`
+        import warnings
+
+        warnings.warn(f"PENSTOCK_CONV={mode}: {error}", stacklevel=2)
 
 
 if os.environ.get("PENSTOCK_CONV", "off") not in ("", "off"):

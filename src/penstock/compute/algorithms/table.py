@@ -35,7 +35,7 @@ MIN_TILES = 100
 """With fewer tiles in a batch, transforming the weights costs more than it saves. Measured on one
 core of a Xeon in float32: 128 tiles of 256 channels were 0.6 times the columns' time, 16 tiles of
 128 channels 1.5 times, one tile of 512 channels 10 times."""
-FOLD_BELOW = 8
+FOLD_BELOW = 4
 """With so many times more outputs than inputs, an input gradient is folded rather than phased.
 Measured there: 3 to 64 channels, 7x7 with stride 2: phases 123 ms, torch's own 21 ms."""
 
