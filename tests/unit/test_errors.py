@@ -24,6 +24,7 @@ ALSO = {
     errors.MismatchedSamples: (RuntimeError,),
     errors.BadArgument: (ValueError,),
     errors.BadTarget: (ValueError,),
+    errors.MissingPackage: (ImportError,),
     errors.BadState: (ValueError,),
 }
 
