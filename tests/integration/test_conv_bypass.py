@@ -291,6 +291,30 @@ def test_the_hook_costs_less_than_20_microseconds_a_call() -> None:
     assert through - alone < 20
 
 
+def test_a_kernel_of_triton_s_that_fails_is_left_out_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from penstock.compute import tuning
+    from penstock.compute.algorithms import implicit
+    from penstock.compute.algorithms.table import Candidate
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        raise RuntimeError("this card has no such instruction")
+
+    monkeypatch.setattr(implicit, "_trouble", "")
+    choose = tuning.choose
+    fails = Candidate("implicit product", fail, needs_triton=True)
+    monkeypatch.setattr(
+        tuning, "choose", lambda *rest: choose(*rest) if implicit._trouble else (fails, True)
+    )
+    with bypass_convolutions("on", devices=("cpu",)) as bypass:
+        with pytest.warns(RuntimeWarning, match="no such instruction"):
+            net()(X)
+        assert bypass.num_caught == NUM_LAYERS
+    assert "implicit product" not in bypass.counts
+    assert not implicit.is_there()
+
+
 # -- from outside ----------------------------------------------------------------------------------
 
 SCRIPT = """
