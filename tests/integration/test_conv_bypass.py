@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -256,6 +257,24 @@ def test_another_library_that_takes_the_override_is_noticed() -> None:
         finally:
             taker._destroy()
         assert bypass.check() == []
+
+
+def test_looking_for_others_disturbs_no_convolution_of_another_thread() -> None:
+    model = net()
+    with torch.no_grad(), bypass_convolutions("on", devices=("cpu",)) as bypass:
+        expected = model(X)
+        wrong: list[int] = []
+
+        def compute() -> None:
+            with torch.no_grad():
+                wrong.extend(n for n in range(60) if not torch.equal(model(X), expected))
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        while thread.is_alive():
+            assert bypass.check() == []
+        thread.join()
+    assert wrong == []
 
 
 def test_the_order_of_algorithms_is_fixed_when_determinism_is_asked_for() -> None:
