@@ -32,7 +32,7 @@ from record import describe_machine, describe_versions, save, today
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TARGETS = {"float32": 1.6, "bfloat16": 2.5}
 MAX_LAYER = 3.0
-CAPS_MIB = (16, 64, 256, 1024)
+CAPS_MIB = (4, 16, 64, 256, 1024)
 
 
 def main(arguments: list[str]) -> int:
@@ -253,12 +253,23 @@ def _caps(console: Console, options: argparse.Namespace) -> list[dict[str, Any]]
                 problem.native()
                 total += time_ms(problem.native, "cuda", options.calls)
             peaks.append(_peak(problem, cap << 20))
-        share = max(p / q for p, q in zip(peaks, library, strict=True))
         record = {"cap_mib": cap, "sum_ms": total, "peak_bytes": peaks, "library_bytes": library}
+        share = _share(record)
         records.append(record)
         table.add_row(str(cap), f"{total:.2f}", f"{max(peaks) / 2**20:.0f}", f"{share:.2f}x")
     console.print(table)
+    within = [r for r in records if _share(r) <= 1.5]
+    best = min(within, key=lambda r: r["sum_ms"], default=None)
+    if best is None:
+        console.print("No cap keeps every layer within 1.5x the library's memory.")
+    else:
+        console.print(f"Within 1.5x its memory: {best['sum_ms']:.2f} ms, cap {best['cap_mib']} MiB")
     return records
+
+
+def _share(record: dict[str, Any]) -> float:
+    pairs = zip(record["peak_bytes"], record["library_bytes"], strict=True)
+    return max(ours / theirs for ours, theirs in pairs)
 
 
 def _peak(problem: Problem, cap_bytes: int | None) -> int:

@@ -17,6 +17,8 @@ def operator(name: str) -> Any:
     pytest.importorskip("expecttest", reason=REASON)
     from torch.testing._internal.common_methods_invocations import op_db
 
+    # Importing it forbids the whole process to set torch.backends' switches, as other tests do.
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     (found,) = (op for op in op_db if op.name == name)
     return found
 

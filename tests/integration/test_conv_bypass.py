@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -258,6 +259,24 @@ def test_another_library_that_takes_the_override_is_noticed() -> None:
         assert bypass.check() == []
 
 
+def test_looking_for_others_disturbs_no_convolution_of_another_thread() -> None:
+    model = net()
+    with torch.no_grad(), bypass_convolutions("on", devices=("cpu",)) as bypass:
+        expected = model(X)
+        wrong: list[int] = []
+
+        def compute() -> None:
+            with torch.no_grad():
+                wrong.extend(n for n in range(60) if not torch.equal(model(X), expected))
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        while thread.is_alive():
+            assert bypass.check() == []
+        thread.join()
+    assert wrong == []
+
+
 def test_the_order_of_algorithms_is_fixed_when_determinism_is_asked_for() -> None:
     torch.use_deterministic_algorithms(True)
     try:
@@ -289,6 +308,30 @@ def test_the_hook_costs_less_than_20_microseconds_a_call() -> None:
         (plan,) = bypass._hook._plans.values()
         alone = cost_us(lambda: pointwise.forward(plan.geometry, x, w))
     assert through - alone < 20
+
+
+def test_a_kernel_of_triton_s_that_fails_is_left_out_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from penstock.compute import tuning
+    from penstock.compute.algorithms import implicit
+    from penstock.compute.algorithms.table import Candidate
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        raise RuntimeError("this card has no such instruction")
+
+    monkeypatch.setattr(implicit, "_trouble", "")
+    choose = tuning.choose
+    fails = Candidate("implicit product", fail, needs_triton=True)
+    monkeypatch.setattr(
+        tuning, "choose", lambda *rest: choose(*rest) if implicit._trouble else (fails, True)
+    )
+    with bypass_convolutions("on", devices=("cpu",)) as bypass:
+        with pytest.warns(RuntimeWarning, match="no such instruction"):
+            net()(X)
+        assert bypass.num_caught == NUM_LAYERS
+    assert "implicit product" not in bypass.counts
+    assert not implicit.is_there()
 
 
 # -- from outside ----------------------------------------------------------------------------------

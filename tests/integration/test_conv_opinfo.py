@@ -37,3 +37,8 @@ def test_first_and_second_derivatives_are_right(name: str) -> None:
     assert num
     assert bypass.num_caught
     assert bypass.num_native <= bypass.num_caught
+
+
+def test_the_samples_leave_torch_s_switches_free() -> None:
+    opinfo.operator(opinfo.NAMES[0])
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark  # raises where it is forbidden

@@ -15,6 +15,7 @@ kept under ``CompositeExplicitAutograd`` and are reached there when a call is no
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,6 +61,8 @@ class Hook:
         self._library: Any = None
         self._devices: tuple[str, ...] = ()
         self._canary: set[str] | None = None
+        self._canary_thread = 0
+        self._canary_lock = threading.Lock()
         self._num_calls = 0
         self._lost: set[str] = set()
 
@@ -102,14 +105,12 @@ class Hook:
         if _tracing_state() is not None:
             # A traced module must hold torch's operator, not our inside.
             return _aten._convolution(x, w, b, *arguments, *_flags())
-        if self._canary is not None:
-            self._canary.add("convolution")
+        if self._canary is not None and self._sings("convolution"):
             return x.new_empty(0)
         return self._forward(x, w, b, arguments)
 
     def _convolution_flagged(self, x: Any, w: Any, b: Any, *arguments: Any) -> Any:
-        if self._canary is not None:
-            self._canary.add("_convolution")
+        if self._canary is not None and self._sings("_convolution"):
             return x.new_empty(0)
         return self._forward(x, w, b, arguments[:6], arguments[6:])
 
@@ -132,8 +133,7 @@ class Hook:
         return self.worker.forward(plan, x, w, b)
 
     def _backward(self, dy: Any, x: Any, w: Any, sizes: Any, *rest: Any) -> Any:
-        if self._canary is not None:
-            self._canary.add("convolution_backward")
+        if self._canary is not None and self._sings("convolution_backward"):
             return x.new_empty(0), x.new_empty(0), x.new_empty(0)
         arguments, mask = rest[:6], rest[6]
         key = (
@@ -172,12 +172,25 @@ class Hook:
         return [f"aten::{name} ({device})" for device in self._devices for name in OPERATORS
                 if not self._answers(name, device)]  # fmt: skip
 
+    def _sings(self, name: str) -> bool:
+        """Is this call the canary's? Other threads compute convolutions meanwhile."""
+        canary = self._canary
+        if canary is None or self._canary_thread != threading.get_ident():
+            return False
+        canary.add(name)
+        return True
+
     def _answers(self, name: str, device: str) -> bool:
+        with self._canary_lock:
+            return self._ask(name, device)
+
+    def _ask(self, name: str, device: str) -> bool:
         if device == "cuda" and not _cuda.is_initialized():
             return True  # nothing has run there, and we do not open a GPU to look
         tiny = torch.zeros((1, 1, 1, 1), device=device)
         arguments = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-        self._canary = set()
+        self._canary_thread = threading.get_ident()
+        self._canary = canary = set[str]()
         try:
             with torch.no_grad():
                 if name == "convolution":
@@ -186,9 +199,9 @@ class Hook:
                     _aten._convolution(tiny, tiny, None, *arguments, *_flags())
                 else:
                     _aten.convolution_backward(tiny, tiny, tiny, None, *arguments, [True] * 3)
-            return name in self._canary
+            return name in canary
         except Exception:
-            return name in self._canary  # who took it over may fail on such a call
+            return name in canary  # who took it over may fail on such a call
         finally:
             self._canary = None
 
@@ -197,6 +210,8 @@ class Hook:
         self._num_calls += 1
         if self._num_calls % CHECK_EVERY or name in self._lost or _is_special(x):
             return
+        if self._canary_lock.locked():
+            return  # another thread is looking
         if not self._answers(name, x.device.type):
             self._lost.add(name)
             self._on_loss([f"aten::{name} ({x.device.type})"])

@@ -55,7 +55,9 @@ def choose(
     kept = _kept(g, which, a, cap_bytes, ways)
     if kept is not None:
         return kept, True
-    if not _may_measure():
+    if _spent_s >= budget_s():
+        return ways[0], True
+    if torch.cuda.is_current_stream_capturing():
         return ways[0], False
     return _measure(g, which, a, b, cap_bytes, ways), True
 
@@ -74,10 +76,6 @@ def budget_s() -> float:
         return float(os.environ.get(BUDGET_VARIABLE, ""))
     except ValueError:
         return DEFAULT_BUDGET_S
-
-
-def _may_measure() -> bool:
-    return _spent_s < budget_s() and not torch.cuda.is_current_stream_capturing()
 
 
 def _measure(
