@@ -85,8 +85,9 @@ class Problem:
         """The same in float64, by the library."""
         a = self.layer
         x, w = (t.detach().double().requires_grad_() for t in (self.x, self.w))
-        y = functional.conv2d(x, w, None, a.stride, a.padding, 1, a.groups)
-        return (y.detach(), *torch.autograd.grad(y, (x, w), self.dy.double()))
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False):
+            y = functional.conv2d(x, w, None, a.stride, a.padding, 1, a.groups)
+            return (y.detach(), *torch.autograd.grad(y, (x, w), self.dy.double()))
 
     def unfold(self) -> tuple[torch.Tensor, ...]:
         """The rival: all columns of a group, a product, the next group."""
@@ -107,8 +108,11 @@ def _without_library(device: str) -> Iterator[None]:
         with torch.backends.cudnn.flags(enabled=False, allow_tf32=False):
             yield
     else:
-        with torch.backends.mkldnn.flags(enabled=False):
+        torch._C._set_mkldnn_enabled(False)  # mkldnn.flags warns of a GPU's TF32
+        try:
             yield
+        finally:
+            torch._C._set_mkldnn_enabled(True)
 
 
 @contextmanager

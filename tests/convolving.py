@@ -126,7 +126,7 @@ def bound(name: str, dtype: torch.dtype) -> float:
     """How far a way may be off, in units of the sum of absolute products."""
     epsilon = torch.finfo(dtype).eps
     if name.startswith("winograd"):
-        return (16 if epsilon > 1e-4 else 64) * epsilon
+        return (16 if epsilon > 1e-4 else 128) * epsilon
     return 8 * epsilon
 
 

@@ -16,6 +16,7 @@ import psutil
 SETTLE_S = 4.0
 """A stopped process needs a moment to disappear; what is there after this long is left over."""
 PREFIX = "penstock-"
+BROWSER = "/chromium/chromium --"
 HAS_PROC = os.path.isdir("/proc/self/fd")
 """Elsewhere than on Linux only processes and threads can be counted this way."""
 
@@ -56,6 +57,8 @@ def _children() -> dict[int, str]:
             command = " ".join(process.cmdline())
             if process.pid in spared or "resource_tracker" in command:
                 continue  # multiprocessing's tracker lives as long as the interpreter
+            if BROWSER in command:
+                continue  # it starts and ends processes of its own while its module's tests run
             found[process.pid] = f"process {process.pid} ({process.status()}): {command[:120]}"
         except psutil.NoSuchProcess:
             continue

@@ -33,6 +33,7 @@ run_leg() {
 }
 
 # The other environments are built while the core leg runs: downloads leave most of the cores free.
+# First comes the browser, which tests in the middle of that leg use.
 "$make" --no-print-directory env-core || exit 1
 has_legacy=false
 if [ -e .venv-legacy/.ready ] || [ -n "$(tools/find_python.sh 3.10)" ]; then
@@ -41,6 +42,7 @@ fi
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 {
+    tools/install_browser.sh
     "$make" --no-print-directory env-vision
     if "$has_legacy"; then "$make" --no-print-directory env-legacy; fi
 } >"$log" 2>&1 &

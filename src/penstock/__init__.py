@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.device.finish import finish as finish
     from penstock.device.iterables import to_device as to_device
     from penstock.engine.bad_file import BadSample as BadSample
+    from penstock.engine.recording import Tracing as Tracing
     from penstock.engine.replay import replay as replay
     from penstock.engine.shared.shared_dict import SharedDict as SharedDict
     from penstock.engine.shared.shared_list import SharedList as SharedList
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from penstock.store.pictures import ImageFolder as ImageFolder
     from penstock.store.reader import Packed as Packed
     from penstock.store.tensors import open_tensors as open_tensors
+    from penstock.timeline.view import Timeline as Timeline
+    from penstock.timeline.what_if import simulate as simulate
+    from penstock.tracing import span as span
     from penstock.verify.checking import verify as verify
     from penstock.verify.verdict import Verdict as Verdict
 
@@ -84,6 +88,11 @@ _HOMES = {
     "Resize": "penstock.store.crops",
     "CenterCrop": "penstock.store.crops",
     "Compose": "penstock.store.crops",
+    "span": "penstock.tracing",
+    "Tracing": "penstock.engine.recording",
+    "Timeline": "penstock.timeline.view",
+    "simulate": "penstock.timeline.what_if",
+    "BadTrace": "penstock.errors",
     "patch": "penstock.integrations.patching",
     "unpatch": "penstock.integrations.patching",
     "patched": "penstock.integrations.patching",
@@ -128,7 +137,11 @@ def __getattr__(name: str) -> Any:
         importlib.import_module("penstock.integrations.accelerate").watch()
     # `machine` and `verify` are rooms that can be called, `compute` is one to walk into, and
     # `legacy` is a door: there the name is the module itself.
-    return module if home == f"penstock.{name}" else getattr(module, name)
+    if home == f"penstock.{name}":
+        return module
+    # Kept: `penstock.span` stands inside loops, and coming here costs a microsecond.
+    value = globals()[name] = getattr(module, name)
+    return value
 
 
 def __dir__() -> list[str]:
@@ -136,10 +149,19 @@ def __dir__() -> list[str]:
 
 
 def _bypass_convolutions() -> None:
-    mode = os.environ.get("PENSTOCK_CONV", "")
+    """torch is there, and the environment asks for it."""
+    mode = os.environ.get("PENSTOCK_CONV", "off")
+    if mode in ("", "off"):  # `penstock run --conv off` says so later
+        return
     from penstock.compute.bypass import bypass_convolutions
+    from penstock.errors import BadArgument
 
-    bypass_convolutions(mode)  # type: ignore[arg-type]
+    try:
+        bypass_convolutions(mode)  # type: ignore[arg-type]
+    except BadArgument as error:  # a slip in a variable must not end `import torch`
+        import warnings
+
+        warnings.warn(f"PENSTOCK_CONV={mode}: {error}", stacklevel=2)
 
 
 if os.environ.get("PENSTOCK_CONV", "off") not in ("", "off"):

@@ -10,6 +10,7 @@
     +-- BadTarget          [D01]  also ValueError: there is nothing to try at ``script.py:name``
     +-- NoSuchDevice       [G01]  also RuntimeError: no GPU of that name or number here
     +-- DeviceFailed       [G02]  also what torch raised: a batch did not get to the GPU
+    +-- BadTrace           [L01]  also ValueError: a file is no trace of ours, or damaged
     +-- BadState           [R01]  also ValueError: a state is none, or another loader's
     +-- BadStore           [F01]  also ValueError: no packed set, or one that cannot be opened
     +-- Damaged            [F02]  also OSError: bytes of a packed set are not those written
@@ -176,6 +177,12 @@ class DeviceFailed(PenstockError, RuntimeError):
     """The GPU did not take a batch: it is out of memory, lost, or does not get done."""
 
     code = "G02"
+
+
+class BadTrace(PenstockError, ValueError):
+    """A file that should hold a trace cannot be read as one."""
+
+    code = "L01"
 
 
 class BadState(PenstockError, ValueError):

@@ -16,6 +16,7 @@ from penstock.engine.forgiving import Forgiving, weakly
 from penstock.engine.inline import InlineIterator
 from penstock.engine.iterators import Setup
 from penstock.engine.pooled import PooledIterator
+from penstock.engine.recorded import Recorded
 from penstock.engine.traces import Traces
 from penstock.errors import BadArgument
 from penstock.machine.collect import here
@@ -33,7 +34,7 @@ _HAS_IN_ORDER = "in_order" in TorchDataLoader.__init__.__code__.co_varnames
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-class DataLoader(Placed, Forgiving, Resumable, TorchDataLoader[_T_co]):
+class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` that needs no recipe.
 
     All of torch's arguments keep their meaning. The ones of our own:
@@ -58,6 +59,7 @@ class DataLoader(Placed, Forgiving, Resumable, TorchDataLoader[_T_co]):
         device: Batches are brought there, ``device_prefetch`` of them ahead of the step, on a
             stream of their own. None: they stay in CPU memory.
         finish: Applied to each batch on the device: see :func:`penstock.finish`.
+        trace: A path that gets the timeline of the run; see :class:`penstock.Tracing`.
 
     Example:
         >>> import torch
@@ -104,11 +106,13 @@ class DataLoader(Placed, Forgiving, Resumable, TorchDataLoader[_T_co]):
         device: Any = None,
         device_prefetch: int = 2,
         finish: Any = None,
+        trace: Any = None,
     ) -> None:
         BadArgument.unless_one_of("pool", pool, _POOLS)
         BadArgument.unless_one_of("randomness", randomness, _RANDOMNESS)
         self._settle_faults(on_error, max_bad, bad_samples_file, max_restarts, sample_timeout_s)
         self._settle_device(device, device_prefetch, finish)
+        self._settle_trace(trace)
         self._is_auto = checked_workers(num_workers) == "auto"
         if self._is_auto:
             num_workers = here().usable_cores  # until the first batch shows how many are needed
@@ -236,7 +240,7 @@ class DataLoader(Placed, Forgiving, Resumable, TorchDataLoader[_T_co]):
         return PooledIterator(self, setup)
 
     def _setup(self, plan: Plan) -> Setup:
-        return Setup(
+        setup = Setup(
             pool=plan.pool.value,
             start_method=plan.start_method.value,
             num_workers=plan.num_workers.value,
@@ -249,7 +253,10 @@ class DataLoader(Placed, Forgiving, Resumable, TorchDataLoader[_T_co]):
             learn=weakly(self._learn),
             **self._fault_setup(),
             **self._device_setup(),
+            **self._trace_setup(),
         )
+        self._note_facts(setup)
+        return setup
 
     def _warn(self, plan: Plan, stacklevel: int) -> None:
         for text in plan.warnings:
@@ -289,3 +296,4 @@ class DataLoader(Placed, Forgiving, Resumable, TorchDataLoader[_T_co]):
         if self._iterator is not None:
             self._iterator._shutdown_workers()  # type: ignore[attr-defined]
             self._iterator = None
+        self._close_trace()

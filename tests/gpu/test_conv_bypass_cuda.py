@@ -82,8 +82,8 @@ def test_training_gives_the_native_losses_without_the_library(manner: str, kind:
     with bypass, torch.profiler.profile() as profile:
         ours = train()
     torch._dynamo.reset()
-    assert ours == pytest.approx(native, rel=2e-2 if manner == "autocast" else 1e-4)
-    assert bypass.num_caught >= 3 * 6 * 3 - 3
+    assert ours == pytest.approx(native, rel=2e-2 if manner == "autocast" else 1e-3)
+    assert bypass.num_caught >= (40 if manner == "compiled" else 3 * 17)  # no gradient of x
     assert bypass.num_native == 0
     names = {event.key for event in profile.key_averages()}
     assert not {name for name in names if "cudnn_conv" in name or "miopen_conv" in name}
@@ -111,6 +111,11 @@ def test_errors_are_at_most_four_times_cudnn_s(dtype: torch.dtype) -> None:
             assert (a.double() - c).abs().max().item() <= 4 * theirs
 
 
+def significant(t: torch.Tensor) -> list[int]:
+    """Strides of the axes that have more than one element."""
+    return [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1 and t.numel()]
+
+
 def test_opinfo_samples_on_cuda() -> None:
     pytest.importorskip("expecttest", reason="torch's own test data need expecttest")
     from torch.testing._internal.common_methods_invocations import op_db
@@ -124,7 +129,7 @@ def test_opinfo_samples_on_cuda() -> None:
             with bypass_convolutions("on", devices=("cuda",)):
                 ours = op(sample.input, *sample.args, **sample.kwargs)
             torch.testing.assert_close(ours, native, rtol=1e-4, atol=1e-4)
-            assert ours.stride() == native.stride() or ours.shape.numel() == 0
+            assert significant(ours) == significant(native)
 
 
 def test_cuda_graphs_capture_it() -> None:

@@ -24,6 +24,7 @@ ALSO = {
     errors.MismatchedSamples: (RuntimeError,),
     errors.BadArgument: (ValueError,),
     errors.BadTarget: (ValueError,),
+    errors.BadTrace: (ValueError,),
     errors.BadState: (ValueError,),
     errors.NoSuchDevice: (RuntimeError,),
     errors.DeviceFailed: (RuntimeError,),

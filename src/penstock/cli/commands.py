@@ -13,6 +13,29 @@ from typer.core import TyperCommand, TyperGroup
 
 import penstock
 from penstock.cli.early import num_own
+from penstock.cli.options import (
+    Arguments,
+    BatchSize,
+    Counts,
+    Data,
+    Epochs,
+    Gpu,
+    Json,
+    Loader,
+    MaxBatches,
+    Target,
+    Timeout,
+    VerifyTimeout,
+    Watch,
+    Workers,
+    checked_conv,
+    checked_counts,
+    checked_place,
+    checked_policy,
+    checked_start,
+    checked_workers,
+)
+from penstock.cli.trace import app as trace_commands
 from penstock.errors import PenstockError
 
 USAGE_ERROR = 2
@@ -44,6 +67,9 @@ app = typer.Typer(
 )
 
 
+app.add_typer(trace_commands, name="trace", no_args_is_help=True)
+
+
 def _show_version(is_asked: bool) -> None:
     if is_asked:
         typer.echo(f"penstock {penstock.__version__}")
@@ -60,12 +86,6 @@ def _front_desk(
     """Takes the options that stand before a command."""
 
 
-def _checked_workers(text: str) -> str:
-    if text == "auto" or text.isdecimal():
-        return text
-    raise typer.BadParameter(f"{text!r} is neither 'auto' nor a number such as 2")
-
-
 @app.command()
 def demo(
     seconds: Annotated[
@@ -74,7 +94,7 @@ def demo(
     workers: Annotated[
         str,
         typer.Option(
-            metavar="auto|N", callback=_checked_workers, help="Worker processes; 0 for none."
+            metavar="auto|N", callback=checked_workers, help="Worker processes; 0 for none."
         ),
     ] = "auto",
     images: Annotated[int, typer.Option(min=1, max=100_000, help="How many images to make.")] = 600,
@@ -86,46 +106,17 @@ def demo(
     run_demo(DemoOptions(train_s=seconds, num_workers=num_workers, num_images=images))
 
 
-_Target = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[SCRIPT:NAME | BAD.JSONL]",
-        help="A dataset or loader to try, or a list of bad samples.",
-    ),
-]
-_Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="The script's own.")
-]
-_Json = Annotated[bool, typer.Option("--json", help="For a program.")]
-_Gpu = Annotated[
-    bool, typer.Option("--gpu", help="Ask torch which GPUs it can use, in a child process.")
-]
-_Watch = Annotated[bool, typer.Option("--watch", help="Show what the GPUs are doing.")]
-_Data = Annotated[
-    list[str] | None, typer.Option(metavar="PATH", help="Where the data lies; several times.")
-]
-_BatchSize = Annotated[
-    int | None, typer.Option(min=1, help="Samples in a batch; the loader's, or 32.")
-]
-_Workers = Annotated[
-    str, typer.Option(metavar="auto|N", callback=_checked_workers, help="As planned, or N.")
-]
-_Timeout = Annotated[
-    float, typer.Option(min=1.0, max=86_400.0, help="Seconds for the dataset's trial.")
-]
-
-
 @app.command()
 def doctor(
-    target: _Target = None,
-    arguments: _Arguments = None,
-    as_json: _Json = False,
-    gpu: _Gpu = False,
-    watch: _Watch = False,
-    data: _Data = None,
-    batch_size: _BatchSize = None,
-    workers: _Workers = "auto",
-    timeout: _Timeout = 60.0,
+    target: Target = None,
+    arguments: Arguments = None,
+    as_json: Json = False,
+    gpu: Gpu = False,
+    watch: Watch = False,
+    data: Data = None,
+    batch_size: BatchSize = None,
+    workers: Workers = "auto",
+    timeout: Timeout = 60.0,
 ) -> None:
     """Say what this machine is, what would be done here, and what is wrong, with its cure."""
     if watch:
@@ -147,59 +138,15 @@ def doctor(
     raise typer.Exit(run_doctor(options))
 
 
-_Loader = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[SCRIPT:NAME]",
-        help="A function that makes a loader (num_workers=... if it takes it), or a loader.",
-    ),
-]
-_Epochs = Annotated[int, typer.Option(min=1, max=1000, help="Epochs to compare.")]
-_MaxBatches = Annotated[int | None, typer.Option(min=1, help="Compare only so many of each epoch.")]
-_VerifyTimeout = Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Seconds for it all.")]
-
-
-def _checked_policy(text: str) -> str:
-    if text in ("raise", "skip", "replace"):
-        return text
-    raise typer.BadParameter(f"{text!r} is none of raise, skip, replace")
-
-
-def _checked_start(text: str | None) -> str | None:
-    if text in (None, "spawn", "fork", "forkserver"):
-        return text
-    raise typer.BadParameter(f"{text!r} is neither spawn nor fork")
-
-
-def _checked_conv(text: str | None) -> str | None:
-    if text in (None, "auto", "on", "off"):
-        return text
-    raise typer.BadParameter(f"{text!r} is none of auto, on, off")
-
-
-def _checked_counts(text: str) -> str:
-    if text and all(part.strip().isdecimal() for part in text.split(",")):
-        return text
-    raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0,1,2,5")
-
-
-_Counts = Annotated[
-    str,
-    typer.Option(
-        metavar="N,N,...", callback=_checked_counts, help="Workers; the first is the reference."
-    ),
-]
-
-
 @app.command()
 def verify(
-    target: _Loader = None,
-    arguments: _Arguments = None,
-    epochs: _Epochs = 2,
-    max_batches: _MaxBatches = None,
-    workers: _Counts = "0,1,2,5",
-    as_json: _Json = False,
-    timeout: _VerifyTimeout = 600.0,
+    target: Loader = None,
+    arguments: Arguments = None,
+    epochs: Epochs = 2,
+    max_batches: MaxBatches = None,
+    workers: Counts = "0,1,2,5",
+    as_json: Json = False,
+    timeout: VerifyTimeout = 600.0,
 ) -> None:
     """Say whether a loader gives the same bits whatever loads them; alone: this machine's training.
 
@@ -225,7 +172,7 @@ def pack(
         str, typer.Argument(metavar="SRC", help="A folder of images, or SCRIPT.py:DATASET.")
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],
-    workers: _Workers = "auto",
+    workers: Workers = "auto",
     on_error: Annotated[
         str,
         typer.Option(metavar="raise|skip|replace", help="What becomes of bad samples."),
@@ -244,19 +191,48 @@ def pack(
         source=source,
         target=target,
         workers=workers,
-        on_error=_checked_policy(on_error),
+        on_error=checked_policy(on_error),
         encoding=encoding,
         longer_side=longer_side,
         quality=quality,
-        on=_checked_place(on),
+        on=checked_place(on),
     )
     raise typer.Exit(run_pack(options))
 
 
-def _checked_place(text: str) -> str:
-    if text in ("here", "ray"):
-        return text
-    raise typer.BadParameter(f"{text!r} is neither here nor ray")
+@app.command()
+def bench(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SCRIPT:NAME | FOLDER]",
+            help="A dataset or loader, or a folder of pictures; without: pictures made here.",
+        ),
+    ] = None,
+    arguments: Arguments = None,
+    batch_size: BatchSize = None,
+    workers: Annotated[
+        str, typer.Option(metavar="N,N,...", help="To try; else by the cores.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=0.1, max=600.0, help="For each setting.")] = 2.0,
+    out: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help=".json or .html; several times.")
+    ] = None,
+) -> None:
+    """Measure how fast a dataset loads here, stage by stage and setting by setting."""
+    from penstock.cli.bench.command import BenchOptions, run_bench
+
+    if workers:
+        checked_counts(workers)
+    options = BenchOptions(
+        target=target,
+        arguments=tuple(arguments or ()),
+        batch_size=batch_size,
+        workers=tuple(int(part) for part in workers.split(",")) if workers else (),
+        seconds=seconds,
+        out=tuple(out or ()),
+    )
+    run_bench(options)
 
 
 class _RunCommand(TyperCommand):
@@ -294,7 +270,7 @@ def run(
         str | None,
         typer.Option(
             metavar="spawn|fork",
-            callback=_checked_start,
+            callback=checked_start,
             help="In the place of what the script says.",
         ),
     ] = None,
@@ -308,7 +284,7 @@ def run(
         str,
         typer.Option(
             metavar="raise|skip|replace",
-            callback=_checked_policy,
+            callback=checked_policy,
             help="What becomes of bad samples.",
         ),
     ] = "raise",
@@ -328,9 +304,12 @@ def run(
         str | None,
         typer.Option(
             metavar="auto|on|off",
-            callback=_checked_conv,
+            callback=checked_conv,
             help="Convolutions without the GPU's library: where it is broken, or all.",
         ),
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The timeline: .html to look at, or .json.")
     ] = None,
 ) -> None:
     """Run a training script, unchanged, with Penstock under its DataLoaders.
@@ -340,7 +319,7 @@ def run(
     from penstock.cli.run import RunOptions
 
     if workers is not None:
-        _checked_workers(workers)
+        checked_workers(workers)
     count = int(max_bad) if max_bad is not None and max_bad >= 1 else max_bad
     _pending.append(
         RunOptions(
@@ -349,6 +328,7 @@ def run(
             is_module=is_module,
             seed=seed,
             conv=conv,
+            trace=trace,
             patch={
                 "num_workers": int(workers) if workers and workers != "auto" else workers,
                 "multiprocessing_context": start_method,

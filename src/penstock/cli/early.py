@@ -10,7 +10,7 @@ HASH_SEED = "PYTHONHASHSEED"
 TAKES_VALUE = frozenset(
     (
         *("--seed", "--workers", "--start-method", "--on-error", "--max-bad"),
-        *("--bad-samples-file", "--max-restarts", "--sample-timeout-s", "--conv"),
+        *("--bad-samples-file", "--max-restarts", "--sample-timeout-s", "--conv", "--trace"),
     )
 )
 """Options of ``penstock run`` that are followed by a value."""

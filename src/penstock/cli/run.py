@@ -27,6 +27,7 @@ class RunOptions:
     Args:
         target: A script, or with ``is_module`` a module.
         conv: For :func:`penstock.compute.bypass_convolutions`; None: as ``PENSTOCK_CONV`` says.
+        trace: A file that gets the timeline of all loaders.
         patch: Options for :func:`penstock.patch`.
     """
 
@@ -35,11 +36,14 @@ class RunOptions:
     is_module: bool = False
     seed: int | None = None
     conv: str | None = None
+    trace: str | None = None
     patch: dict[str, Any]
 
 
 def run(options: RunOptions) -> NoReturn:
     """Run it and exit as it does."""
+    if options.trace is not None:
+        _check_trace(options.trace)
     report = _Report()
     if options.conv is not None:
         os.environ["PENSTOCK_CONV"] = options.conv  # programs that the script starts, too
@@ -59,6 +63,7 @@ class _Report:
         self._num_forks = 0
         self._seeded = ""
         self._bypass: Bypass | None = None
+        self._trace: _RunTrace | None = None
 
     def begin(self, options: RunOptions) -> None:
         """torch is there: patch it, and seed."""
@@ -69,6 +74,9 @@ class _Report:
 
             self._bypass = bypass_convolutions(options.conv)  # type: ignore[arg-type]
         try:
+            if options.trace is not None:
+                self._trace = _RunTrace(options.trace)
+                options.patch["trace"] = True
             self._tally = patch(seed=options.seed, **options.patch)
         except PenstockError as error:
             print(f"penstock: the script runs without it. {error}", file=sys.stderr)
@@ -124,6 +132,8 @@ class _Report:
             lines += [f"changed: {line}" for line in dict.fromkeys(tally.changes)]
             if tally.num_restarts:
                 lines.append(f"saved: {tally.num_restarts} lost worker(s) were replaced")
+            if self._trace is not None:
+                lines += self._trace.write()
             if tally.num_bad:
                 lines.append(f"saved: {tally.num_bad} bad sample(s) were left out or replaced")
             lines += [f"note: {line}" for line in (*tally.notes, *self._own_processes())]
@@ -133,3 +143,34 @@ class _Report:
         rank = os.environ.get("RANK")
         name = "penstock" if rank is None else f"penstock (rank {rank})"
         print("\n".join(f"{name}: {line}" for line in lines), file=sys.stderr, flush=True)
+
+
+class _RunTrace:
+    """The timeline of everything that was loaded."""
+
+    def __init__(self, path: str) -> None:
+        from penstock.engine.recording import keep_recorders
+
+        rank = os.environ.get("RANK")
+        stem, dot, rest = os.path.basename(path).partition(".")
+        name = stem if rank is None else f"{stem}-rank{rank}"
+        self._path = os.path.abspath(os.path.join(os.path.dirname(path), name + dot + rest))
+        self._recorders = keep_recorders()
+
+    def write(self) -> list[str]:
+        """Write it; what there is to say."""
+        from penstock.timeline.merging import merge_records
+        from penstock.timeline.view import Timeline
+
+        timeline = Timeline(merge_records([one.records() for one in self._recorders]))
+        try:
+            timeline.save(self._path)
+        except OSError as error:
+            return [f"the trace could not be written: {error}"]
+        return [f"trace: {self._path}", *str(timeline.verdict).splitlines()]
+
+
+def _check_trace(path: str) -> None:
+    from penstock.engine.recorded import checked_trace
+
+    checked_trace(path)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from penstock.compute import layout, tuning
+from penstock.compute.algorithms import implicit
 from penstock.compute.algorithms.table import Candidate
 from penstock.compute.geometry import (
     FORWARD,
@@ -33,6 +34,8 @@ _TYPES = frozenset(
 )
 Arguments = tuple[Any, ...]
 """Stride, padding, dilation, transposed, output padding and groups, as the dispatcher has them."""
+
+_OUT_OF_MEMORY: type[Exception] = getattr(torch.cuda, "OutOfMemoryError", MemoryError)
 
 CAP_VARIABLE = "PENSTOCK_CONV_MEMORY_MB"
 DEFAULT_CAPS = {"cpu": 32 << 20, "cuda": 512 << 20}
@@ -177,5 +180,13 @@ class Worker:
             way, is_final = tuning.choose(plan.geometry, which, a, b, cap)
             if is_final:
                 plan.ways[settled] = way
+        try:
+            result = way.run(plan.geometry, a, b, cap)
+        except Exception as error:
+            if not way.needs_triton or isinstance(error, _OUT_OF_MEMORY):
+                raise
+            implicit.give_up(error)
+            plan.ways.clear()
+            return self._run(plan, which, a, b)
         self.counts[way.name] = self.counts.get(way.name, 0) + 1
-        return layout.settle(way.run(plan.geometry, a, b, cap), channels_last=last)
+        return layout.settle(result, channels_last=last)

@@ -79,7 +79,7 @@ class Hook:
         kernels = (self._convolution, self._convolution_flagged, self._backward)
         try:
             with warnings.catch_warnings():
-                # That a kernel is overridden is what this is for; torch has one for CUDA's backward.
+                # That a kernel is overridden is what this is for; CUDA has one for backward.
                 warnings.filterwarnings("ignore", message="(?s).*previously registered kernel")
                 for device in devices:
                     for name, kernel in zip(OPERATORS, kernels, strict=True):

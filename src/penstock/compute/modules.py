@@ -124,7 +124,7 @@ def _autocast_type(device: str) -> torch.dtype | None:
     """What autocast would cast to; None where it is off."""
     get: Any = getattr(torch, "get_autocast_dtype", None)
     if get is not None:
-        return get(device) if torch.is_autocast_enabled(device) else None  # type: ignore[no-any-return]
+        return get(device) if torch.is_autocast_enabled(device) else None
     if device == "cuda":  # before torch 2.4
         return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
     return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None

@@ -40,16 +40,24 @@ class Courier:
 
     Args:
         device: Where to; with an index, for GPUs.
-        depth: Batches that lie there ready at most, before they are asked for.
+        depth: Batches that lie there ready at most, before they are asked for. Without streams
+            of its own a device gains nothing by that.
         finish: Applied to each batch there, on the stream that copied it.
+        keep: Called when a batch has tensors that could not be moved, and that the user may copy
+            himself: their memory must be watched.
     """
 
     def __init__(
-        self, device: torch.device, depth: int, finish: Callable[[Any], Any] | None = None
+        self,
+        device: torch.device,
+        depth: int,
+        finish: Callable[[Any], Any] | None = None,
+        keep: Callable[[], None] = lambda: None,
     ) -> None:
         self.device = device
-        self._depth = depth if device.type == "cuda" else min(depth, 1)
+        self._depth = depth if device.type == "cuda" else 0
         self._finish = finish
+        self._keep = keep
         self._route: _Streamed | _Plain
         self._route = _Streamed(device) if device.type == "cuda" else _Plain(device)
         self._sent: deque[_Sent] = deque()
@@ -71,7 +79,10 @@ class Courier:
         if not self._sent:
             assert self._end is not None
             end, self._end = self._end, None
-            raise end
+            try:
+                raise end
+            finally:
+                del end  # its traceback would hold it, and it the traceback
         sent = self._sent.popleft()
         with explained(self.device, sent.batch):
             self._route.hand_over(sent.batch, sent.event)
@@ -86,6 +97,10 @@ class Courier:
             batch, effects = take()
             with explained(self.device, batch):
                 moved, event = self._route.send(batch, self._finish)
+                if any(tensor.device.type == "cpu" for tensor in tensors_in(moved)):
+                    self._keep()
+        except StopIteration:
+            self._end = StopIteration()  # without a traceback, which would hold the iterator
         except Exception as error:  # raised in its turn, after the batches before it
             self._end = error
         else:

@@ -13,53 +13,23 @@ Neither is used while the user captures a graph: asking would break the capture.
 
 from __future__ import annotations
 
-import queue
-import threading
+import ctypes
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.device.runtime import ContextEvents, Runtime, allow_during_capture
+from penstock.device.background import Background
+from penstock.device.runtime import ContextEvents, Runtime
 
 IsOver = Callable[[], bool]
 
 
 class Fence(Protocol):
-    """Stands between the last view of a slot and its next use."""
+    """Stands between the last view of a slot and its next use. One for each GPU."""
 
     name: str
 
     def record(self) -> IsOver:
         """A question to ask again and again: is all that was asked before this call done?"""
-
-    def close(self) -> None:
-        """Stop what runs in the background."""
-
-
-class ContextFence:
-    """One event of the driver's for all streams; events are used again."""
-
-    name = "an event of the whole GPU context"
-
-    def __init__(self, events: ContextEvents) -> None:
-        self._events = events
-        self._free: list[object] = []
-
-    def record(self) -> IsOver:
-        event = self._free.pop() if self._free else self._events.make()
-        self._events.record(event)  # type: ignore[arg-type]
-        is_done = False
-
-        def is_over() -> bool:
-            nonlocal is_done
-            if not is_done and self._events.is_over(event):  # type: ignore[arg-type]
-                is_done = True
-                self._free.append(event)
-            return is_done
-
-        return is_over
-
-    def close(self) -> None:
-        self._free.clear()
 
 
 class WaitingFence:
@@ -69,44 +39,77 @@ class WaitingFence:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._asked: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self.background: Background[list[bool]] = Background(self._wait)
 
     def record(self) -> IsOver:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=_wait_for_all, args=(self._asked, self._runtime), daemon=True
-            )
-            self._thread.start()
-        done = threading.Event()
-        self._asked.put(done)
-        return done.is_set
+        done = [False]  # no threading.Event: its locks may be held when the collector calls us
+        self.background.take(done)
+        return lambda: done[0]
 
-    def close(self) -> None:
-        self._asked.put(None)
-
-
-def _wait_for_all(asked: queue.SimpleQueue[threading.Event | None], runtime: Runtime) -> None:
-    """The thread of a :class:`WaitingFence`."""
-    allow_during_capture()
-    while True:
-        batch = [asked.get()]
-        while not asked.empty():
-            batch.append(asked.get())
+    def _wait(self, asked: list[list[bool]]) -> None:
         try:
-            runtime.synchronise()
+            self._runtime.synchronise()
         except RuntimeError:  # the GPU is lost: nothing reads any more
             pass
-        for done in batch:
-            if done is not None:
-                done.set()
-        if None in batch:
-            return
+        for done in asked:
+            done[0] = True
+
+
+class ContextFence:
+    """One event of the driver's for all streams; events are used again.
+
+    Args:
+        otherwise: Is asked instead where the driver refuses an event.
+    """
+
+    name = "an event of the whole GPU context"
+
+    def __init__(self, events: ContextEvents, otherwise: Fence) -> None:
+        self._events = events
+        self._otherwise = otherwise
+        self._free: list[ctypes.c_void_p] = []
+
+    def record(self) -> IsOver:
+        try:
+            return _Mark(self._events, self._free)
+        except OSError:
+            return self._otherwise.record()
+
+
+class _Mark:
+    """One event, recorded; it goes back to those that are free when nobody asks any more."""
+
+    def __init__(self, events: ContextEvents, free: list[ctypes.c_void_p]) -> None:
+        self._events, self._free = events, free
+        self._is_over = False
+        try:
+            self._event = free.pop()
+        except IndexError:
+            self._event = events.make()
+        self._is_recorded = False
+        self._is_recorded = events.record(self._event)
+
+    def __call__(self) -> bool:
+        if self._is_over:
+            return True
+        if not self._is_recorded:  # another thread captured a graph: again, now
+            try:
+                self._is_recorded = self._events.record(self._event)
+            except OSError:
+                self._is_recorded = True  # the GPU is lost, and so says is_over
+        else:
+            self._is_over = self._events.is_over(self._event)
+        return self._is_over
+
+    def __del__(self) -> None:
+        if hasattr(self, "_is_recorded"):
+            self._free.append(self._event)  # whoever records it next forgets what it stood for
 
 
 def choose_fence(runtime: Runtime) -> Fence:
     """The best that this driver offers. Called once the context exists."""
+    waiting = WaitingFence(runtime)
     try:
-        return ContextFence(ContextEvents(runtime.index))
+        return ContextFence(ContextEvents(runtime.index), waiting)
     except (OSError, AttributeError):
-        return WaitingFence(runtime)
+        return waiting

@@ -10,8 +10,8 @@ format, mirrored where that is asked for. Elsewhere the same table is looked up 
 
 from __future__ import annotations
 
-import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,12 +109,18 @@ class Finish:
                 f"flip={self._flip!r} has {len(mirrored)} values for {len(tensor)} images",
                 remedy="one truth value per sample",
             )
-        look_up = _look_up_fused() if tensor.is_cuda else None
-        if look_up is None or not tensor.numel():
-            return _look_up(tensor, table, mirrored, self._memory_format)
-        out = _empty_like(tensor, table.dtype, self._memory_format)
-        look_up(tensor, table, None if mirrored is None else mirrored.to(tensor.device), out)
-        return out
+        look_up = _fused.look_up() if tensor.is_cuda and tensor.numel() else None
+        if look_up is not None:
+            out = _empty_like(tensor, table.dtype, self._memory_format)
+            flags = None if mirrored is None else mirrored.to(tensor.device)
+            try:
+                look_up(tensor, table, flags, out)
+                return out
+            except Exception as error:  # Triton's own, or a compiler's that it needs and misses
+                done = _look_up(tensor, table, mirrored, self._memory_format)
+                _fused.give_up(error)
+                return done
+        return _look_up(tensor, table, mirrored, self._memory_format)
 
     def _table_on(self, device: torch.device) -> torch.Tensor:
         if device not in self._tables:
@@ -182,10 +188,10 @@ def _look_up(
     memory_format: torch.memory_format,
 ) -> torch.Tensor:
     """The same with torch's own operations, channel by channel to keep what lies between small."""
+    out = _empty_like(images, table.dtype, memory_format)
     if mirrored is not None:
         where = mirrored.to(images.device)[:, None, None, None]
         images = torch.where(where, images.flip(3), images)
-    out = _empty_like(images, table.dtype, memory_format)
     for channel in range(images.shape[1]):
         row = table[channel if table.shape[0] > 1 else 0]
         indices = images[:, channel].to(torch.int32)
@@ -196,11 +202,30 @@ def _look_up(
 LookUp = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor], None]
 
 
-@functools.cache
-def _look_up_fused() -> LookUp | None:
-    """One kernel for all of it; None where there is no Triton."""
-    try:
-        from penstock.device.finish_kernel import look_up
-    except ImportError:
-        return None
-    return look_up
+class _Fused:
+    """One kernel for all of it, where Triton works. It shows only when it is first used."""
+
+    def __init__(self) -> None:
+        self._is_given_up = False
+
+    def look_up(self) -> LookUp | None:
+        if self._is_given_up:
+            return None
+        try:
+            from penstock.device.finish_kernel import look_up
+        except ImportError:
+            return None
+        return look_up
+
+    def give_up(self, error: Exception) -> None:
+        """Torch's operations do it from now on; said once."""
+        self._is_given_up = True
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        warnings.warn(
+            f"penstock.finish: Triton cannot be used here ({reason}). torch's own operations do "
+            "the same, more slowly. A C compiler (apt install gcc) is what is often missing.",
+            stacklevel=2,
+        )
+
+
+_fused = _Fused()

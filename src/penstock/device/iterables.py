@@ -51,7 +51,7 @@ def to_device(
         cpu [0.0, 0.0]
         cpu [1.0, 1.0]
     """
-    return ToDevice(iterable, checked_device(device), checked_depth(prefetch), finish)
+    return ToDevice(iterable, checked_device(device), checked_depth(prefetch, "prefetch"), finish)
 
 
 class ToDevice:

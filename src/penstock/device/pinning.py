@@ -5,28 +5,40 @@ registering is refused (limits, some drivers, some systems) batches are copied t
 buffers instead, which it uses again and again; the loader's plan says so.
 
 Memory is unregistered before it is unmapped, never after: a registration of memory that is gone
-stays with the driver, and the next mapping at that address could not be pinned.
+stays with the driver, and the next mapping at that address could not be pinned. So what is pinned
+is kept here, by the process, until it is unpinned: not by the loader, which may be gone by then.
 """
 
 from __future__ import annotations
 
-import _thread
 import os
-import queue
-import threading
+import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from penstock.device.background import Background
 from penstock.device.fences import Fence, IsOver, choose_fence
-from penstock.device.runtime import Runtime, allow_during_capture
+from penstock.device.runtime import Runtime
 
 _GIVE_UP_S = 60.0
 """A GPU that does not get done in this time keeps its memory pinned: better than wrong bytes."""
+
+
+class _Pinned(NamedTuple):
+    """Memory that is pinned, with what must not go before it is unpinned."""
+
+    pinner: SlotPinner
+    owner: object
+    memory: np.ndarray
+
+
+_pinned: dict[int, _Pinned] = {}
+"""All of this process, by address."""
 
 
 class SlotPinner:
@@ -44,67 +56,98 @@ class SlotPinner:
         self._index = index
         self._tell = tell
         self._is_fenced = is_fenced
-        self._runtime: Runtime | None = None
-        self._fence: Fence | None = None
-        self._owners: dict[int, object] = {}
-        self._left: list[np.ndarray] = []
-        """To be unpinned as soon as the GPU may be asked."""
+        self._gpu: _Gpu | None = None
         self._is_refused = False
         self._process = os.getpid()
 
     @property
     def num_pinned(self) -> int:
         """Pieces of memory that are pinned now."""
-        return len(self._owners)
+        return sum(piece.pinner is self for piece in list(_pinned.values()))
 
     @property
-    def runtime(self) -> Runtime:
-        if self._runtime is None:
-            index = choose_index() if self._index is None else self._index
-            self._runtime = Runtime(index)
-        return self._runtime
+    def gpu(self) -> _Gpu:
+        """The one that was chosen, and nothing of any other."""
+        if self._gpu is None:
+            self._gpu = _gpu(choose_index() if self._index is None else self._index)
+        return self._gpu
+
+    def insist(self) -> None:
+        """From now on wait for everything: a batch has parts that the user may copy himself."""
+        self._is_fenced = True
+
+    def may_pin(self) -> bool:
+        is_ours = os.getpid() == self._process
+        return not self._is_refused and is_ours and not self.gpu.runtime.is_capturing()
 
     def pin(self, memory: np.ndarray, owner: object) -> bool:
-        if self._is_refused or self.runtime.is_capturing():
-            return False
-        address = memory.ctypes.data
-        if not self.runtime.register(address, memory.nbytes):
+        self.gpu.clear_up()
+        address, runtime = memory.ctypes.data, self.gpu.runtime
+        if not runtime.register(address, memory.nbytes):
             self._is_refused = True
             self._tell(
-                f"slots cannot be pinned ({self.runtime.trouble}): each batch is copied to a "
+                f"slots cannot be pinned ({runtime.trouble}): each batch is copied to a "
                 "pinned buffer of torch's first"
             )
             return False
-        self._owners[address] = (owner, memory)
+        _pinned[address] = _Pinned(self, owner, memory)
         return True
 
     def unpin(self, memory: np.ndarray) -> None:
-        address = memory.ctypes.data
-        if address in self._owners:
-            with suppress(RuntimeError):  # of a GPU that is lost: the system frees it when we end
-                self.runtime.unregister(address)
-            del self._owners[address]
+        piece = _pinned.pop(memory.ctypes.data, None)
+        if piece is not None:
+            self.gpu.runtime.unregister(memory.ctypes.data)
 
-    def unpin_later(self, memory: np.ndarray) -> None:
-        if os.getpid() != self._process:
-            return
-        self._left.append(memory)
-        with suppress(RuntimeError, OSError):  # the GPU is lost, or this process is ending
-            if not self.runtime.is_capturing():  # else with the next one: asking ends a capture
-                is_over = self._everything()
-                pieces, self._left = self._left, []
-                _reaper.take(_Piece(self, pieces, is_over))
+    def unpin_later(self, pieces: list[np.ndarray]) -> None:
+        if os.getpid() == self._process and not sys.is_finalizing():
+            self.gpu.left.extend((self, memory) for memory in pieces)
+            self.gpu.clear_up()
 
     def may_ask(self) -> bool:
-        return not self._is_fenced or not self.runtime.is_capturing()
+        if os.getpid() != self._process:
+            return False  # a fork: nothing of the GPU is ours
+        return not self._is_fenced or not self.gpu.runtime.is_capturing()
 
     def fence(self) -> IsOver:
-        return self._everything() if self._is_fenced else _always
+        if not self._is_fenced:
+            return _always
+        self.gpu.clear_up()
+        return self.gpu.record()
 
-    def _everything(self) -> IsOver:
+
+class _Gpu:
+    """What all loaders of this process share of one GPU."""
+
+    def __init__(self, index: int) -> None:
+        self.runtime = Runtime(index)
+        self._fence: Fence | None = None
+        self.left: deque[tuple[SlotPinner, np.ndarray]] = deque()
+        """To be unpinned as soon as the GPU may be asked."""
+
+    def record(self) -> IsOver:
         if self._fence is None:
             self._fence = choose_fence(self.runtime)
         return self._fence.record()
+
+    def clear_up(self) -> None:
+        """Have unpinned what is left, unless a graph is captured: asking would end that."""
+        if not self.left or self.runtime.is_capturing():
+            return
+        pieces: list[tuple[SlotPinner, np.ndarray]] = []
+        try:
+            while True:
+                pieces.append(self.left.popleft())
+        except IndexError:
+            pass
+        if pieces:
+            reaper.take(_Load(pieces, self.record()))
+
+
+_gpus: dict[int, _Gpu] = {}
+
+
+def _gpu(index: int) -> _Gpu:
+    return _gpus.setdefault(index, _Gpu(index))
 
 
 def _always() -> bool:
@@ -125,52 +168,23 @@ def choose_index() -> int:
     return others[0] if others else current
 
 
-class _Piece(NamedTuple):
-    pinner: SlotPinner
-    memory: list[np.ndarray]
+class _Load(NamedTuple):
+    """Memory that nobody views any more, and when the GPU is done with it."""
+
+    pieces: list[tuple[SlotPinner, np.ndarray]]
     is_over: IsOver
 
 
-class _Reaper:
-    """Unpins memory that nobody views any more, once the GPU is done with it, in a thread.
-
-    ``take`` may run inside garbage collection: it puts something into a queue, and starts a bare
-    thread where none is running. The thread ends when there is nothing left.
-    """
-
-    def __init__(self) -> None:
-        self._forget()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
-
-    def _forget(self) -> None:
-        self._left: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
-        self._is_running = False
-        self._lock = threading.RLock()
-
-    def take(self, piece: _Piece) -> None:
-        self._left.put(piece)
-        with self._lock:
-            if self._is_running:
-                return
-            self._is_running = True
-        try:  # not threading.Thread, whose start takes locks and waits
-            _thread.start_new_thread(self._run, ())
-        except RuntimeError:  # the interpreter is going: the system frees everything
-            self._is_running = False
-
-    def _run(self) -> None:
-        allow_during_capture()
-        while True:
-            with self._lock:
-                if self._left.empty():
-                    self._is_running = False
-                    return
-            piece = self._left.get()
-            if _is_soon_over(piece.is_over):
-                for memory in piece.memory:
-                    piece.pinner.unpin(memory)
-            del piece  # or the memory would stay mapped until the next one
+def _reap(loads: list[_Load]) -> None:
+    """Unpin what nobody views any more, once the GPU is done with it. Called from: a thread."""
+    while loads:
+        load = loads.pop(0)
+        if _is_soon_over(load.is_over):
+            while load.pieces:
+                pinner, memory = load.pieces.pop()
+                pinner.unpin(memory)
+                del pinner, memory
+        del load  # or the memory would stay mapped until the next one
 
 
 def _is_soon_over(is_over: IsOver) -> bool:
@@ -183,4 +197,4 @@ def _is_soon_over(is_over: IsOver) -> bool:
     return True
 
 
-_reaper = _Reaper()
+reaper: Background[_Load] = Background(_reap)

@@ -42,16 +42,18 @@ class Placed:
         if self.device is None:
             return {"pinner": self._pinner(None)}
         device = resolve(self.device)
-        depth, finish = self.device_prefetch, self.finish
+        depth, finish, pinner = self.device_prefetch, self.finish, self._pinner(device)
+        keep = (lambda: None) if pinner is None else pinner.insist
         return {
-            "pinner": self._pinner(device),
-            "make_courier": lambda: Courier(device, depth, finish),
+            "pinner": pinner,
+            "make_courier": lambda: Courier(device, depth, finish, keep),
         }
 
     def _pinner(self, device: torch.device | None) -> SlotPinner | None:
         if device is not None and device.type == "cuda":  # the courier keeps what it copies
             return SlotPinner(device.index, self._note, is_fenced=False)
-        if device is None and self.pin_memory and torch.cuda.is_available():
+        stays = device is None or device.type == "cpu"
+        if stays and self.pin_memory and torch.cuda.is_available():
             asked = torch.device(self.pin_memory_device or "cuda")
             return SlotPinner(asked.index, self._note) if asked.type == "cuda" else None
         return None
@@ -62,7 +64,7 @@ class Placed:
         return lambda text: notes.setdefault(text)
 
 
-def checked_depth(depth: Any) -> int:
+def checked_depth(depth: Any, name: str = "device_prefetch") -> int:
     """A number of batches to be ahead.
 
     Example:
@@ -71,8 +73,8 @@ def checked_depth(depth: Any) -> int:
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= 1000:
         raise BadArgument(
-            f"device_prefetch={depth!r} is no number of batches from 1 to 1000",
-            remedy="DataLoader(..., device_prefetch=2)",
+            f"{name}={depth!r} is no number of batches from 1 to 1000",
+            remedy=f"{name}=2",
         )
     return depth
 
@@ -83,7 +85,9 @@ def checked_device(device: Any) -> torch.device:
     except (RuntimeError, TypeError, ValueError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise NoSuchDevice(
-            f"device={device!r}: {first_line}", remedy="DataLoader(..., device='cuda')"
+            f"device={device!r}: {first_line}",
+            remedy="DataLoader(..., device='cuda')",
+            device=str(device),
         ) from None
 
 
@@ -105,8 +109,24 @@ def resolve(device: torch.device) -> torch.device:
         raise NoSuchDevice(
             "device='mps': torch finds no Apple GPU here",
             remedy="DataLoader(..., device='cpu')",
+            device="mps",
         )
+    if device.type not in ("cpu", "mps", "meta"):
+        _try_out(device)
     return device
+
+
+def _try_out(device: torch.device) -> None:
+    """Of a kind that we know nothing about: does it take a tensor?"""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise NoSuchDevice(
+            f"device='{device}' takes no tensors here",
+            likely=str(error).strip().partition("\n")[0],
+            remedy="DataLoader(..., device='cpu')",
+            device=str(device),
+        ) from None
 
 
 def _check_cuda(device: torch.device) -> None:

@@ -17,6 +17,8 @@ PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every GPU, not only the one that was current."""
 _DISABLE_TIMING = 2
 _NOT_READY = 600
+_CAPTURING = range(900, 910)
+"""The driver's answers about captures of graphs."""
 _RELAXED = 2
 
 
@@ -34,14 +36,14 @@ class Runtime:
 
     def register(self, address: int, num_bytes: int) -> bool:
         """Page-lock a piece of mapped memory; False, and :attr:`trouble`, where that is refused."""
-        with torch.cuda.device(self.index):
-            status = int(_calls().cudaHostRegister(address, num_bytes, PORTABLE))
-            return self._is_fine(status)
+        is_done = self._call("HostRegister", address, num_bytes, PORTABLE)
+        if not is_done:
+            self._forget_error()
+        return is_done
 
     def unregister(self, address: int) -> bool:
         """Undo :meth:`register`. Pairs with it, at the same address."""
-        with torch.cuda.device(self.index):
-            return self._is_fine(int(_calls().cudaHostUnregister(address)))
+        return self._call("HostUnregister", address)
 
     def synchronise(self) -> None:
         """Wait for everything that was asked of the GPU so far."""
@@ -49,18 +51,27 @@ class Runtime:
 
     def is_capturing(self) -> bool:
         """Is a graph being captured on this thread's current stream?"""
-        with torch.cuda.device(self.index):
-            return torch.cuda.is_current_stream_capturing()
+        try:
+            with torch.cuda.device(self.index):
+                return torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # a GPU that is lost captures nothing
+            return False
 
-    def _is_fine(self, status: int) -> bool:
+    def _call(self, name: str, *arguments: int) -> bool:
+        shown = f"{'hip' if torch.version.hip else 'cuda'}{name}"
+        try:
+            with torch.cuda.device(self.index):
+                status = int(getattr(_calls(), f"cuda{name}")(*arguments))
+        except RuntimeError as error:
+            self.trouble = f"{shown}: {str(error).strip().partition(chr(10))[0]}"
+            return False
         if status == 0:
             return True
-        self.trouble = f"{_call_prefix()}HostRegister answered {_describe(status)}"
-        self._forget_error()
+        self.trouble = f"{shown} answered {_describe(status)}"
         return False
 
     def _forget_error(self) -> None:
-        """The runtime keeps the last error, and the next kernel of the user's would be blamed."""
+        """The runtime keeps a thread's last error; the user's next kernel there would be blamed."""
         try:
             torch.zeros(1, device=f"cuda:{self.index}")
         except RuntimeError:
@@ -112,9 +123,16 @@ class ContextEvents:
             self._driver.cuCtxPopCurrent_v2(ctypes.byref(popped))
         return event
 
-    def record(self, event: ctypes.c_void_p) -> None:
-        """Let the event stand after everything that was asked of any stream so far."""
-        self._check(self._record(self._context, event))
+    def record(self, event: ctypes.c_void_p) -> bool:
+        """Let the event stand after everything that was asked of any stream so far.
+
+        False: a graph is being captured in the context, and it is to be tried again later.
+        """
+        status = int(self._record(self._context, event))
+        if status in _CAPTURING:
+            return False
+        self._check(status)
+        return True
 
     def is_over(self, event: ctypes.c_void_p) -> bool:
         """Is everything before the event done? True also once the GPU is lost."""
@@ -123,10 +141,6 @@ class ContextEvents:
 
 def _calls() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _call_prefix() -> str:
-    return "hip" if torch.version.hip else "cuda"
 
 
 def _describe(status: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,28 +10,43 @@ from typing import Any
 import torch
 
 from penstock.device.structure import tensors_in
-from penstock.errors import DeviceFailed
+from penstock.errors import DeviceFailed, PenstockError
 
 _GIB = 1 << 30
+_DEVICE_WORDS = re.compile(
+    r"(CUDA|HIP|cuDNN|MIOpen|MPS|XPU)( driver)? error|MPS backend|out of memory|captur|"
+    r"re-initialize CUDA|no kernel image|device-side assert",
+    re.IGNORECASE,
+)
+"""How torch's errors about a device read, among all those that are a plain RuntimeError."""
 
 
 @contextmanager
 def explained(device: torch.device, batch: Any) -> Iterator[None]:
-    """Errors of the device inside become a :class:`DeviceFailed`, which is also of their class."""
+    """Errors of the device inside become a :class:`DeviceFailed`, which is also of their class.
+
+    Others, such as those of a ``finish`` function of the user's, stay what they are.
+    """
     try:
         yield
-    except DeviceFailed:
+    except PenstockError:
         raise
     except RuntimeError as error:
+        if not _is_of_device(error):
+            raise
         raise _describe(device, batch, error) from error
+
+
+def _is_of_device(error: RuntimeError) -> bool:
+    is_full = isinstance(error, torch.cuda.OutOfMemoryError)
+    return is_full or _DEVICE_WORDS.search(str(error)) is not None
 
 
 def _describe(device: torch.device, batch: Any, error: RuntimeError) -> DeviceFailed:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
     first_line = str(error).strip().split("\n")[0]
     what = f"a batch of {num_bytes / (1 << 20):.4g} MiB did not get to {device}: {first_line}"
-    is_full = isinstance(error, torch.cuda.OutOfMemoryError)
-    if is_full:
+    if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in first_line:
         likely = _memory_of(device)
         remedy = "a smaller batch_size, or DataLoader(..., device_prefetch=1)"
     elif "captur" in first_line:
@@ -48,17 +64,26 @@ def _also(kind: type[RuntimeError]) -> type[DeviceFailed]:
     if issubclass(DeviceFailed, kind):
         return DeviceFailed
     try:
-        return type("DeviceFailed", (DeviceFailed, kind), {"__module__": DeviceFailed.__module__})
+        members = {"__module__": DeviceFailed.__module__, "__reduce__": _reduce}
+        return type("DeviceFailed", (DeviceFailed, kind), members)
     except TypeError:  # classes that cannot be bases together
         return DeviceFailed
+
+
+def _reduce(error: DeviceFailed) -> tuple[object, ...]:
+    """In another process it is the plain class: nobody can find this one by its name."""
+    plain = DeviceFailed(error.what)
+    plain.args = error.args
+    plain.__dict__.update(error.__dict__)
+    return plain.__reduce__()
 
 
 def _memory_of(device: torch.device) -> str:
     try:
         free, total = torch.cuda.mem_get_info(device)
         ours = torch.cuda.memory_reserved(device)
-    except RuntimeError:
-        return "the GPU's memory is full"
+    except (RuntimeError, ValueError):  # Apple's, say
+        return "its memory is full"
     return (
         f"{free / _GIB:.2f} of {total / _GIB:.1f} GiB are free on {device}; "
         f"torch holds {ours / _GIB:.2f} GiB in this process"

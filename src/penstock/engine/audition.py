@@ -205,6 +205,7 @@ class AuditionIterator(LoaderIterator):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._num_yielded = 0
         self._returned = None
+        self._returned_ns = 0
         (self._pooled or self._inline)._reset(loader, first_iter)
         self._turn_number = self._course.num_turns
 

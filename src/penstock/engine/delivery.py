@@ -13,7 +13,6 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 from penstock.engine.iterators import Setup
@@ -62,9 +61,9 @@ class Delivery:
         # The first batch is, so that it comes early; not while workers start up.
         self._splits_first = setup.start_method != "spawn"
         self._in_order = setup.in_order
-        self._timeout_s = timeout_s
-        self._on_state = on_state
+        self._timeout_s, self._on_state = timeout_s, on_state
         self._num_workers = len(pool.processes)
+        self._crew = setup.log.hire(cells, task.ring_bytes, self._num_workers)
         self._pace = Pace(setup.depth, self._num_workers)
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
         self._turns = Turns(self._num_workers, in_turn=not task.per_sample)
@@ -115,6 +114,7 @@ class Delivery:
             position_of: From a place in the stream to the position in the epoch.
         """
         self.epoch += 1
+        self._setup.log.begin_pass(self._crew, self.epoch)
         self._key_epoch, self._position_of = epoch, position_of
         self._cells[EPOCH_CELL] = self.epoch
         for key in [key for key, job in self._jobs.items() if job.is_done]:
@@ -151,6 +151,7 @@ class Delivery:
                     if job.bad:
                         self._setup.on_bad(job.bad)
                     continue
+                self._setup.log.waited(started)
                 return self._deliver(job)
             if not self._num_open:
                 if self._sampler_error is not None:
@@ -165,8 +166,10 @@ class Delivery:
     def is_ready(self) -> bool:
         """Could :meth:`next` answer now, without waiting? Looks what has arrived."""
         if self._ready_job() is None and self._failure is None and self._num_open:
-            with suppress(Exception):  # next() raises it, in its turn
+            try:
                 self._hear(0.0)
+            except Exception as error:
+                self._failure = error  # next() raises it, in its turn
         job = self._ready_job()
         return job is not None and job.kind not in ("end", "empty")
 
@@ -182,6 +185,7 @@ class Delivery:
         while room > 0 and self._has_more and self._turns.has_active:
             slot = self.ring.take_if_any()
             if slot is None:
+                self._setup.log.refuse(self.ring.num_slots)
                 if must and not self._num_open:
                     self.ring.take()  # says what there is no room for
                 break  # slots of batches under way will come back
@@ -376,6 +380,7 @@ class Delivery:
             self._close_job(job)
             self._lease()
             raise
+        self._setup.log.deliver(job.epoch, job.number, job.rows, self._crew, self._jobs)
         self.ring.has_lent_pinned = False
         batch, keep_slot = job.open(self.ring)
         state = job.replies[0].state
@@ -388,6 +393,7 @@ class Delivery:
     def close(self) -> None:
         """Stop the workers and let go of the memory. Batches that the user holds stay valid."""
         self._pool.stop()
+        self._setup.log.dismiss(self._crew)
         self._jobs.clear()
         self._num_open, self._has_more = 0, False
         self.ring.close()

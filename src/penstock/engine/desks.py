@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import pickle
 import queue
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 
@@ -35,6 +35,19 @@ def dump_reply(reply: Any) -> bytes:
         return pickle.dumps(reply, protocol=5)
     except Exception:
         return bytes(payload.dump(reply))
+
+
+class Desk(Protocol):
+    """Where a worker gets leases and puts replies."""
+
+    def get(self) -> list[Errand] | None:
+        """The next leases; waits. None: the parent is gone or says stop."""
+
+    def put(self, reply: Reply | tuple[str, str]) -> None:
+        """Send a reply at once: the parent may be waiting for just this one."""
+
+    def segment(self, place: tuple[int, int]) -> mmap.mmap:
+        """A segment of the shared file, mapped here."""
 
 
 class _MappedSlots:

@@ -118,9 +118,12 @@ class Forgiving:
     def _is_iterable(self) -> bool:
         raise AssertionError("the loader knows")
 
-    def _bad_in(self, epoch: int) -> dict[str, list[Any]]:
+    def _bad_in(self, epoch: int, end: int) -> dict[str, list[Any]]:
+        positions = self._bad.positions(epoch)
+        if not self._is_iterable():  # a courier may be ahead of what was delivered
+            positions = [position for position in positions if position < end]
         found: dict[str, list[Any]] = {
-            "positions": self._bad.positions(epoch),
+            "positions": positions,
             "poison": list(self._bad.poison),
         }
         return {name: values for name, values in found.items() if values}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +34,7 @@ from penstock.order.foreign import OwnGenerators
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import COLLATE_STREAM, SampleRandomness
 from penstock.order.reads import watching_reads
+from penstock.tracing import now_ns
 
 _rings: weakref.WeakKeyDictionary[Any, tuple[int, Ring]] = weakref.WeakKeyDictionary()
 """Rings that no iterator uses now, by loader: their pages are there, and fresh ones cost a short
@@ -95,6 +97,7 @@ class InlineIterator(LoaderIterator):
 
     def _begin(self) -> None:
         self._place = 0
+        self._setup.log.begin_pass(None, 0)
         self._position_at = self._position_of()
         if self._randomness is not None:
             assert self._collate_randomness is not None
@@ -128,11 +131,16 @@ class InlineIterator(LoaderIterator):
         """There are none; others call this by name."""
 
     def _is_ready(self) -> bool:
-        return self._setup.per_sample  # else its draws would come before the user's
+        # Else its draws would come before the user's; and a stream's own state is asked for as
+        # it stands.
+        return self._setup.per_sample and self._stream is None
 
     def _next_batch(self) -> Any:
         while True:
             index = next(self._sampler_iter)
+            if self._ring is not None:
+                self._ring.has_lent_pinned = False
+            start_ns, cpu_ns, place = now_ns(), time.thread_time_ns(), self._place
             try:
                 batch = self._load_somehow(index)
             except Exhausted:
@@ -146,8 +154,10 @@ class InlineIterator(LoaderIterator):
             except NoSubstitute:
                 self._tell_bad()
                 raise
+            self._setup.log.load_inline(start_ns, cpu_ns, self._place - place, self._num_yielded)
             self._tell_bad()
-            return self._finished(batch)
+            is_pinned = self._ring is not None and self._ring.has_lent_pinned
+            return self._finished(batch, is_pinned=is_pinned)
 
     def _load_somehow(self, index: Any) -> Any:
         """As usual; one sample at a time if one of them is bad, or known to be poison."""

@@ -17,10 +17,12 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils.data import dataloader as torch_loader
 
 from penstock.engine.pinned import Pinner
+from penstock.engine.recording import Recorder
 from penstock.engine.recovery import Limits
 from penstock.engine.tolerance import OnError
 from penstock.errors import DeviceFailed
 from penstock.order.course import Course, Walk
+from penstock.tracing import now_ns
 
 Effect = Callable[[], None]
 
@@ -65,6 +67,8 @@ class Setup:
     """Pins the memory of batches; None: they lie in ordinary memory."""
     make_courier: Callable[[], Courier] | None = None
     """Makes what brings batches to a device; None: they are handed out as they are."""
+    log: Recorder = field(default_factory=Recorder)
+    """Takes notes of what is done when, for the timeline."""
     limits: Limits = field(default_factory=Limits)
     """When a worker that is lost ends the epoch."""
     on_error: OnError = "raise"
@@ -97,15 +101,19 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         self._base_seed = self._course.settle_base(self._base_seed)
         self._turn_number = self._course.num_turns
         self._courier = None if setup.make_courier is None else setup.make_courier()
+        self._returned_ns = 0
         self._effects: list[Effect] = []
-        """Of batches that the courier has not handed out yet. One list, shared by those that
-        take over from each other."""
+        """Of the batch that is being taken. One list, shared by those that take over from each
+        other."""
+        self._lost: DeviceFailed | None = None
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         courier: Courier | None = getattr(self, "_courier", None)  # torch resets before we enter
         if courier is not None:
             courier.reset()
             self._effects.clear()
+            self._lost = None
+        self._returned_ns = 0
         super()._reset(loader, first_iter)
 
     def _position_of(self) -> Callable[[int], int] | None:
@@ -113,6 +121,8 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         return walk.positions() if isinstance(walk, Walk) else None
 
     def __next__(self) -> Any:
+        log = self._setup.log
+        start_ns = log.begin_batch()
         # torch's own __next__ marks the batch for its profiler and warns about
         # wrong lengths; both only where somebody can see it.
         try:
@@ -128,25 +138,38 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             if self._course.num_turns == self._turn_number:
                 self._course.is_over = True
             self._setup.on_end(self._num_yielded)
+            log.end_pass()
             raise
         self._count(1)
+        self._returned_ns = log.end_batch(
+            start_ns,
+            self._returned_ns,
+            self._num_yielded - 1,
+            has_courier=self._courier is not None,
+        )
         return batch
 
     def _next_data(self) -> Any:
         if self._courier is None:
             return self._next_batch()
+        if self._lost is not None:
+            raise self._lost
         try:
             return self._courier.next(self._take, self._is_ready)
-        except Exception as error:
-            if isinstance(error, DeviceFailed):
-                self._shutdown_workers()
+        except DeviceFailed as error:
+            self._lost = error  # or the next call would look like the end of the epoch
+            self._shutdown_workers()
+            raise
+        except Exception:  # in its turn: nothing that was taken before it is left
             for effect in self._effects:  # of what came after the last batch
                 effect()
             self._effects.clear()
             raise
 
     def _take(self) -> tuple[Any, list[Effect]]:
+        start_ns = now_ns()
         batch = self._next_batch()
+        self._setup.log.taken(start_ns)
         effects = self._effects.copy()
         self._effects.clear()
         return batch, effects
@@ -168,20 +191,20 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         else:
             self._effects.append(effect)
 
+    # What is done later holds the course and not us: we hold the courier, which holds it, and
+    # workers of an iterator that nobody keeps would wait for the garbage collector.
+
     def _count_empty(self, num_batches: int = 1) -> None:
         """Batches of which nothing is left take their place in the epoch all the same."""
-        self._when_delivered(lambda: self._count(num_batches))
+        course, turn_number = self._course, self._turn_number
+        self._when_delivered(lambda: _count(course, turn_number, num_batches))
 
     def _count(self, num_batches: int) -> None:
-        if self._course.num_turns == self._turn_number:
-            self._course.num_batches += num_batches
+        _count(self._course, self._turn_number, num_batches)
 
-    def _stream_noter(self) -> Callable[[int, Any, int], None]:
-        """Takes what an iterable dataset says of itself. It must not hold this iterator."""
-        course, effects = self._course, self._effects
-        if self._courier is None:
-            return course.note_stream
-        return lambda *said: effects.append(lambda: course.note_stream(*said))
+    def _note_stream(self, worker: int, state: Any, next_worker: int) -> None:
+        course = self._course
+        self._when_delivered(lambda: course.note_stream(worker, state, next_worker))
 
     def _finished(self, batch: Any, *, is_pinned: bool = False) -> Any:
         if not is_pinned and (self._pin_memory or self._setup.pinner is not None):
@@ -189,3 +212,9 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
 
             return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
         return batch
+
+
+def _count(course: Course, turn_number: int, num_batches: int) -> None:
+    """Unless another epoch has begun."""
+    if course.num_turns == turn_number:
+        course.num_batches += num_batches

@@ -5,7 +5,8 @@
     worker -> parent   ("failed", report)              could not start at all
     worker -> parent   ("note" | "tell", text)         something the user should know
 
-The first page of the shared file is the control page: 64-bit cells that need no message.
+The first page of the shared file is the control page: 64-bit cells that need no message. Behind it
+lies a ring for each worker, where it notes what it does (see :mod:`penstock.engine.scribe`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ EPOCH_CELL = 0
 """The epoch that counts now; a worker drops leases of another one. -1: stop."""
 STOP = -1
 NOTHING = -1
+
+
+def control_bytes(num_workers: int, ring_bytes: int) -> int:
+    """The control page and all rings."""
+    return CONTROL_BYTES + num_workers * ring_bytes
 
 
 def position_cell(worker: int) -> int:
@@ -138,6 +144,10 @@ class Task:
     """See :class:`penstock.engine.tolerance.Careful`."""
     obeys_init_seed: bool = True
     """Is a seed that worker_init_fn gives to torch kept?"""
+    ring_bytes: int = 0
+    """Room for what each worker notes, behind the control page; 0: nothing is noted."""
+    traces_samples: bool = False
+    traces_steps: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

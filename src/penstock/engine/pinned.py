@@ -9,7 +9,6 @@ slots that rest. Who pins, and what a fence is, the caller says: see :class:`Pin
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import deque
@@ -29,14 +28,17 @@ MAX_COOLING_S = 120.0
 class Pinner(Protocol):
     """Page-locks memory, and knows when no GPU reads it any more."""
 
+    def may_pin(self) -> bool:
+        """May memory be pinned and unpinned now? Not while a graph is captured."""
+
     def pin(self, memory: np.ndarray, owner: object) -> bool:
         """Page-lock it; False where that is not to be had. Keeps ``owner`` until it is undone."""
 
     def unpin(self, memory: np.ndarray) -> None:
         """Undo :meth:`pin`; nothing reads the memory."""
 
-    def unpin_later(self, memory: np.ndarray) -> None:
-        """Undo it once nothing reads it any more. May be called inside garbage collection."""
+    def unpin_later(self, pieces: list[np.ndarray]) -> None:
+        """Undo it once nothing reads them any more. May be called inside garbage collection."""
 
     def may_ask(self) -> bool:
         """May the GPU be asked anything now? Not while a graph is captured."""
@@ -63,15 +65,19 @@ class PinnedRing(Ring):
         super().__init__(file, max_held_bytes=max_held_bytes, tell=tell)
         self._pinner = pinner
         self._returned: _Returned = _Returned()
+        self._pinned: set[Slot] = set()
         self._resting: list[Slot] = []
         self._cooling: deque[tuple[Callable[[], bool], list[Slot]]] = deque()
-        self._owner = os.getpid()
         self._is_closed = False
 
     def lend(self, slot: Slot, num_bytes: int) -> np.ndarray:
-        if slot.pinned_bytes < num_bytes:
+        if slot.pinned_bytes < num_bytes and self._pinner.may_pin():
             self._pin(slot, num_bytes)
-        self.has_lent_pinned = slot.pinned_bytes > 0
+        self.has_lent_pinned = slot.pinned_bytes >= num_bytes
+        if 0 < slot.pinned_bytes < num_bytes:  # in part only: no GPU copies from such memory
+            copied: np.ndarray = slot.view(num_bytes).copy()
+            self.give_back(slot)
+            return copied
         return super().lend(slot, num_bytes)
 
     def _pin(self, slot: Slot, num_bytes: int) -> None:
@@ -81,14 +87,22 @@ class PinnedRing(Ring):
         """
         wanted = num_bytes
         if slot.pinned_bytes:
-            self._pinner.unpin(slot.view(slot.pinned_bytes))
+            self._unpin(slot)
             wanted += num_bytes // 4
         wanted = min(slot.capacity, round_up(wanted))
-        slot.pinned_bytes = wanted if self._pinner.pin(slot.view(wanted), slot) else 0
+        if self._pinner.pin(slot.view(wanted), slot):
+            slot.pinned_bytes = wanted
+            self._pinned.add(slot)
+
+    def _unpin(self, slot: Slot) -> None:
+        """At once: it was free a moment ago, so no GPU reads it."""
+        self._pinner.unpin(slot.view(slot.pinned_bytes))
+        self._pinned.discard(slot)
+        slot.pinned_bytes = 0
 
     def has_room(self) -> bool:
         self._collect()
-        if not self._free and self._cooling and self._is_large():
+        if not self._free and self._cooling and self._is_large() and self._pinner.may_ask():
             self._wait()
         return super().has_room()
 
@@ -122,32 +136,41 @@ class PinnedRing(Ring):
             self._free += self._cooling.popleft()[1]
 
     def drop(self, slot: Slot) -> None:
-        self._unpin_later(slot)
+        if slot.pinned_bytes:
+            if self._pinner.may_pin():
+                self._unpin(slot)  # before the batch in it is handed out, as ordinary memory
+            else:
+                self._unpin_later(slot)
         super().drop(slot)
 
-    def _unpin_later(self, slot: Slot) -> None:
-        if slot.pinned_bytes:
-            self._pinner.unpin_later(slot.view(slot.pinned_bytes))
+    def _let_go(self, slots: list[Slot]) -> None:
+        self._unpin_later(*slots)
+
+    def _unpin_later(self, *slots: Slot) -> None:
+        pinned = [slot for slot in slots if slot in self._pinned]
+        self._pinned.difference_update(pinned)
+        if pinned:
+            self._pinner.unpin_later([slot.view(slot.pinned_bytes) for slot in pinned])
 
     def close(self) -> None:
-        """Unpin what nobody views once the GPU is done with it, the rest with its last view."""
-        if self._is_closed:
-            return
+        """Unpin what nobody views once the GPU is done with it, the rest with its last view.
+
+        What workers had when they were stopped is unpinned like what was free.
+        """
         self._is_closed = True
-        if os.getpid() == self._owner:  # a forked child has no GPU to ask, and pinned nothing
-            self._collect()
-            self._returned.heir = self._unpin_later  # from now on the last view unpins
-            cooling = [slot for _, slots in self._cooling for slot in slots]
-            for slot in [*self._free, *self._resting, *cooling]:
-                self._unpin_later(slot)
+        self._returned.heir = self._unpin_later  # from now on the last view unpins
+        while self._returned:
+            self._take_back()
         self._resting, self._cooling = [], deque()
-        watched = {slot: slot.watch for slot in self._held}
+        held = {slot: slot.watch for slot in self._held}
         super().close()
-        for slot, watch in watched.items():
-            slot.watch = watch  # the pinner keeps the slot, and so this, until it is unpinned
+        for slot, watch in held.items():
+            if watch is not None and watch() is not None:
+                slot.watch = watch  # the pinner keeps the slot, and so this, until it is unpinned
+        self._unpin_later(*[slot for slot in list(self._pinned) if slot.watch is None])
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # the system frees everything then
+        if not self._is_closed and not sys.is_finalizing():
             self.close()
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import dataloader as torch_loader
 from penstock.engine.batch import collate
 from penstock.engine.batch.fetch import takes_batches
 from penstock.engine.delivery import Delivery
+from penstock.engine.forgiving import weakly
 from penstock.engine.inline import InlineIterator
 from penstock.engine.iterators import LoaderIterator, Setup, max_held_bytes
 from penstock.engine.memory import SharedFile
@@ -23,6 +24,7 @@ from penstock.engine.pools import Pool, ProcessPool, ThreadPool, control_cells
 from penstock.engine.start.launcher import Launcher
 from penstock.engine.travel.parcel import Serialised
 from penstock.errors import StartFailed
+from penstock.tracing import now_ns
 
 
 class PooledIterator(LoaderIterator):
@@ -67,6 +69,11 @@ class PooledIterator(LoaderIterator):
         is_iterable = self._dataset_kind == torch_loader._DatasetKind.Iterable
         per_sample = setup.per_sample and not is_iterable
         base_seed = self._base_seed
+        start_ns = now_ns()
+        memory = SharedFile.create()
+        if memory.note:
+            setup.tell(memory.note)
+        cells, ring_bytes = control_cells(memory, setup.num_workers, setup.log.ring_bytes)
         task = Task(
             is_iterable=is_iterable,
             auto_collation=self._auto_collation,
@@ -77,11 +84,10 @@ class PooledIterator(LoaderIterator):
             has_limit=setup.limits.sample_timeout_s is not None,
             num_indices=setup.num_indices,
             obeys_init_seed=setup.obeys_init_seed,
+            ring_bytes=ring_bytes,
+            traces_samples=setup.log.traces_samples,
+            traces_steps=setup.log.traces_steps,
         )
-        memory = SharedFile.create()
-        if memory.note:
-            setup.tell(memory.note)
-        cells = control_cells(memory)
         pool = self._make_pool(travellers(self, loader), task, memory, cells, serialised)
         self._delivery = Delivery(
             pool=pool,
@@ -91,9 +97,10 @@ class PooledIterator(LoaderIterator):
             setup=setup,
             can_split=self._can_split(task),
             timeout_s=self._timeout,
-            on_state=self._stream_noter(),
+            on_state=weakly(self._note_stream),  # or we would hold each other
         )
         self._workers = pool.processes
+        setup.log.launched(start_ns, setup.num_workers)
 
     def _can_split(self, task: Task) -> bool:
         return (

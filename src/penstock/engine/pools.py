@@ -28,6 +28,7 @@ from penstock.engine.messages import (
     STOP,
     Errand,
     Task,
+    control_bytes,
     position_cell,
 )
 from penstock.engine.stacks import stack_of_thread, take_stack
@@ -37,6 +38,8 @@ from penstock.errors import StartFailed
 GRACE_S = 0.5
 """How long a worker may take to finish its present sample when it is told to stop."""
 EXIT_CODE_WAIT_S = 2.0
+SMALL_RING_BYTES = 64 << 10
+"""Of a worker's notes, where shared memory lies on a disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,14 +288,23 @@ def _call_init(init_fn: Any, num_workers: int) -> BaseException | None:
     return None
 
 
-def control_cells(memory: SharedFile) -> memoryview:
-    """The control page as 64-bit cells; the first piece of the shared file."""
-    offset = memory.grow(CONTROL_BYTES)
+def control_cells(memory: SharedFile, num_workers: int, ring_bytes: int) -> tuple[memoryview, int]:
+    """The control page and the rings as 64-bit cells, and how large a ring could be.
+
+    They are the first piece of the shared file. Where memory is short, nothing is noted.
+    """
+    if not memory.is_sparse:  # it is a disk's, and really taken
+        ring_bytes = min(ring_bytes, SMALL_RING_BYTES)
+    try:
+        offset = memory.grow(control_bytes(num_workers, ring_bytes))
+    except OSError:
+        ring_bytes = 0
+        offset = memory.grow(CONTROL_BYTES)
     assert offset == 0
-    cells = memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
-    for cell in range(len(cells)):
+    cells = memoryview(memory.map(0, control_bytes(num_workers, ring_bytes))).cast("q")
+    for cell in range(CONTROL_BYTES // 8):
         cells[cell] = NOTHING
-    return cells
+    return cells, ring_bytes
 
 
 _living_pools: weakref.WeakSet[Any] = weakref.WeakSet()

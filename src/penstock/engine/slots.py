@@ -110,7 +110,12 @@ class Ring:
             self._refusal = error
             self._free = small
             self.num_slots += len(small)
+        else:
+            self._let_go(small)
         return bool(self._free)
+
+    def _let_go(self, slots: list[Slot]) -> None:
+        """These are not used again. Nobody views them."""
 
     def take_if_any(self) -> Slot | None:
         """As :meth:`take`, but None where there is none."""

@@ -8,12 +8,10 @@ The same class runs in worker processes and in worker threads; only the desk dif
 
 from __future__ import annotations
 
-import mmap
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +31,16 @@ from penstock.engine.batch.fetch import (
 from penstock.engine.batch.gather import find_gatherer
 from penstock.engine.batch.layout import Layout, OddSample
 from penstock.engine.batch.scratch import Scratch, collating_into
+from penstock.engine.desks import Desk
 from penstock.engine.gate import Gate
-from penstock.engine.messages import NOTHING, Errand, Fresh, Lease, Reply, Resume, Task
+from penstock.engine.messages import NOTHING, Fresh, Lease, Reply, Resume, Task
 from penstock.engine.remote_errors import describe
+from penstock.engine.scribe import Scribe
 from penstock.engine.tolerance import Careful
 from penstock.order.course import own_state_of
 from penstock.order.foreign import OwnGenerator, OwnGenerators
 from penstock.order.randomness import COLLATE_STREAM, Restless, SampleRandomness
+from penstock.tracing import now_ns
 
 Loaded = tuple[str, Any, int, bool]
 """Kind and content of a reply, the bytes that the batch needs, and whether the slot is kept."""
@@ -53,19 +54,6 @@ _SEED_NOTE = (
     "depends on the number of workers. Leave torch.manual_seed out of worker_init_fn to get the "
     "same numbers with any number."
 )
-
-
-class Desk(Protocol):
-    """Where a worker gets leases and puts replies."""
-
-    def get(self) -> list[Errand] | None:
-        """The next leases; waits. None: the parent is gone or says stop."""
-
-    def put(self, reply: Reply | tuple[str, str]) -> None:
-        """Send a reply at once: the parent may be waiting for just this one."""
-
-    def segment(self, place: tuple[int, int]) -> mmap.mmap:
-        """A segment of the shared file, mapped here."""
 
 
 class Worker:
@@ -88,6 +76,7 @@ class Worker:
         self._collate = objects["collate_fn"]
         self._desk = desk
         self._badge = Badge(cells, number, has_limit=task.has_limit)
+        self._scribe = Scribe(cells, number, task, is_thread=is_thread)
         self._gate = gate
         self._guard: Callable[[], Any] = nullcontext if gate is None else self._alone
         # sys.exit ends a worker process, which is seen; a thread must say so itself.
@@ -129,6 +118,7 @@ class Worker:
 
     def run(self) -> None:
         """Serve until the parent says stop or is gone."""
+        self._scribe.enter()
         if self._keeps_torch_seed and self._task.per_sample and self._number == 0:
             self._desk.put(("note", _SEED_NOTE))
         for one in self._own if self._number == 0 else ():
@@ -149,7 +139,7 @@ class Worker:
                     self._desk.put(self._serve(lease))
 
     def _serve(self, lease: Lease) -> Reply:
-        start_ns = time.perf_counter_ns()
+        self._scribe.begin(lease)
         needed_bytes, is_kept = 0, False
         try:
             if self._init_error is not None:
@@ -168,7 +158,7 @@ class Worker:
             index, kind = self._badge.index, "error"
             content = describe(error, worker=self._number, where=self._where, index=index)
         self._badge.show_done()
-        busy_ns = time.perf_counter_ns() - start_ns
+        busy_ns = self._scribe.end()
         state = own_state_of(self._dataset) if self._task.is_iterable and kind != "error" else None
         bad = tuple(self._careful.found) if self._careful is not None else ()
         return Reply(*lease.key, kind, content, needed_bytes, busy_ns, is_kept, state, bad)
@@ -263,7 +253,7 @@ class Worker:
             with self._guard():
                 get = self._dataset.__getitems__
                 return call_user(get, lease.index, lease.position, self._randomness)
-        return self._one_by_one(lease)
+        return self._scribe.watch(self._one_by_one(lease))
 
     def _take_again(self, stream: Stream, index: Any) -> None:
         """Take and drop what the worker before this one has answered for, good or bad."""
@@ -384,11 +374,13 @@ class Worker:
         self._badge.show_no_sample(runs_user_code=True)
         root = self._slot(lease)
         scratch = Scratch(root)
+        start_ns = now_ns()
         with collating_into(scratch), self._guard():
             position, randomness = lease.position, self._collate_randomness
             if randomness is not None and self._randomness is not None:
                 randomness.look(is_used=self._randomness.has_drawn)
             batch = call_user(self._collate, samples, position, randomness)
+        self._scribe.collated(start_ns)
         written = payload.write(batch, root, scratch.used)
         alive = weakref.ref(root)
         scratch.buffer = None

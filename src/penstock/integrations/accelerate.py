@@ -269,9 +269,9 @@ class Prepared(DataLoader[Any]):
             adapter.iteration = state["epoch"]
             adapter.dl_state_dict = self.state_dict()
 
-    def _bad_in(self, epoch: int) -> dict[str, list[Any]]:
+    def _bad_in(self, epoch: int, end: int) -> dict[str, list[Any]]:
         """All ranks write one file, so they must say the same."""
-        return super()._bad_in(epoch) if self._chain().world_size == 1 else {}
+        return super()._bad_in(epoch, end) if self._chain().world_size == 1 else {}
 
     def __reduce__(self) -> Any:
         state = {**vars(self), "_adapter": None, "_leader": None, "_library": None}

@@ -56,9 +56,9 @@ def patch(**options: Any) -> Tally:
     Args:
         **options: ``seed``, ``num_workers`` and ``multiprocessing_context`` (in the place of what
             the code says), ``persistent_workers`` (True: also where it does not say so), ``pool``,
-            ``randomness``, ``on_error``, ``max_bad``, ``bad_samples_file``, ``max_restarts`` and
-            ``sample_timeout_s``, as :class:`penstock.DataLoader` takes them. With ``seed``, each
-            loader draws from generators of its own; the order stays torch's:
+            ``randomness``, ``on_error``, ``max_bad``, ``bad_samples_file``, ``max_restarts``,
+            ``sample_timeout_s`` and ``trace``, as :class:`penstock.DataLoader` takes them. With
+            ``seed``, each loader draws from generators of its own; the order stays torch's:
             ``torch.manual_seed`` repeats it.
 
     Returns what is counted while the patch stands. Pairs with :func:`unpatch`.

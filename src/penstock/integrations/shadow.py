@@ -73,6 +73,7 @@ class Options:
     bad_samples_file: Any = None
     max_restarts: int = 100
     sample_timeout_s: float | None = None
+    trace: Any = None
 
 
 @dataclass
@@ -130,6 +131,7 @@ class Shadow(DataLoader[Any]):
             options.max_restarts,
             options.sample_timeout_s,
         )
+        self._settle_trace(options.trace)
         self._begin(
             loader.dataset,
             _asked_prefetch(loader),

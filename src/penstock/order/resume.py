@@ -184,11 +184,11 @@ class Resumable:
             generator_state=mark.generator_state,
             length=self._length(),
             global_batch=self._global_batch(),
-            bad=self._bad_in(mark.epoch) or None,
+            bad=self._bad_in(mark.epoch, mark.position) or None,
         )
 
-    def _bad_in(self, epoch: int) -> dict[str, list[Any]]:
-        """What the state says about bad samples; the loader's own."""
+    def _bad_in(self, epoch: int, end: int) -> dict[str, list[Any]]:
+        """What the state says about bad samples before position ``end``; the loader's own."""
         return {}
 
     def _restore_bad(self, epoch: int, bad: dict[str, list[Any]]) -> None:

@@ -12,8 +12,8 @@ from penstock.compute.geometry import PASSES, Geometry
 
 pytestmark = pytest.mark.legacy
 
-CAPS = (1 << 30, 4096, 1)
-TYPES = (torch.float32, torch.bfloat16, torch.float64)
+CAPS = (1 << 30, 1000)
+TYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

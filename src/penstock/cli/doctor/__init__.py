@@ -11,6 +11,7 @@
         samples   time, form (sample_form), exceptions, randomness
         - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - notes on disk
       findings  what in the notes is a problem
+      gpu_copies  with --gpu: how fast batches get to the GPUs, timed by another child (gpu_trial)
       report    all of it for a person;  watch: the GPUs, once a second
       bad_samples   another kind of target: the samples that failed, and how to get rid of them
 """

@@ -17,6 +17,7 @@ from penstock.cli.doctor.bad_samples import (
 from penstock.cli.doctor.child import TrialOptions, try_dataset
 from penstock.cli.doctor.convolutions import judge_convolutions, probe_convolutions
 from penstock.cli.doctor.findings import find_dataset_problems
+from penstock.cli.doctor.gpu_copies import judge_copies, measure_copies
 from penstock.cli.doctor.report import Findings, print_report
 from penstock.cli.doctor.target import find_target
 from penstock.cli.sections import make_console
@@ -83,8 +84,11 @@ def examine(options: DoctorOptions) -> Findings:
     storage, problems = _judge_data(options, notes)
     problems += find_problems(here, plan)
     sighting = sight_by_torch(options.limit_s) if options.asks_torch else None
+    copies = None
     if sighting is not None:
         problems += _judge_sighting(here, sighting)
+        copies = measure_copies(sighting.gpus, options.limit_s)
+        problems += judge_copies(copies)
     convolutions = probe_convolutions(sighting)
     problems += judge_convolutions(convolutions)
     if notes is not None:
@@ -97,6 +101,7 @@ def examine(options: DoctorOptions) -> Findings:
         problems=worst_first(problems),
         storage=storage,
         seen_by_torch=None if sighting is None else sighting.gpus,
+        gpu_copies=copies,
         dataset=notes,
         convolutions=convolutions,
     )
@@ -114,6 +119,7 @@ def as_dict(findings: Findings) -> dict[str, Any]:
         if findings.seen_by_torch is None
         else [asdict(gpu) for gpu in findings.seen_by_torch],
         "convolutions": None if findings.convolutions is None else findings.convolutions.to_dict(),
+        "gpu_copies": findings.gpu_copies,
         "dataset": None
         if notes is None
         else {name: value for name, value in notes.items() if name not in ("machine", "plan")},

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.cli.doctor.convolutions import convolution_rows
+from penstock.cli.doctor.gpu_copies import copy_rows
 from penstock.cli.sections import main_facts, print_section
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.storage import Storage
@@ -30,6 +31,7 @@ class Findings:
     Args:
         plan: As :meth:`penstock.policy.plan.Plan.to_dict` gives it.
         seen_by_torch: The GPUs that torch can use, where it was asked.
+        gpu_copies: What :func:`penstock.cli.doctor.gpu_copies.measure_copies` gave.
         dataset: The notes of a trial.
         convolutions: What became of convolutions on the GPU, where torch was asked.
     """
@@ -39,6 +41,7 @@ class Findings:
     problems: list[Problem]
     storage: Mapping[str, Storage]
     seen_by_torch: tuple[Gpu, ...] | None = None
+    gpu_copies: Mapping[str, Any] | None = None
     dataset: Mapping[str, Any] | None = None
     convolutions: probe.Findings | None = None
 
@@ -46,6 +49,8 @@ class Findings:
 def print_report(console: Console, findings: Findings) -> None:
     """Print all of it. In a pipe there is no colour, and no line is broken to paste wrong."""
     print_section(console, "Machine", _machine_rows(findings))
+    if findings.gpu_copies is not None:
+        print_section(console, "To the GPU", copy_rows(findings.gpu_copies))
     if findings.dataset is not None:
         print_section(
             console, f"Dataset {findings.dataset['target']}", _dataset_rows(findings.dataset)

@@ -16,6 +16,7 @@ _USAGES = {
     "doctor": "penstock doctor train.py:dataset",
     "verify": "penstock verify train.py:make_loader",
     "pack": "penstock pack train.py:dataset packed/",
+    "bench": "penstock bench train.py:dataset",
 }
 _SHOWN = 4
 

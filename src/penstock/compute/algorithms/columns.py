@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 
@@ -151,7 +152,7 @@ class _Window:
 
 def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """``y`` as ``[batch, out_channels, *out_size]``, laid out as the geometry says."""
-    if g.is_channels_last:
+    if g.is_channels_last and (g.groups == 1 or x.is_cuda):
         return _forward_last(g, x, w, cap_bytes)
     return _forward_first(g, x, w, cap_bytes)
 
@@ -232,39 +233,101 @@ def _fitting(buffer: torch.Tensor | None, x: torch.Tensor, num: int) -> torch.Te
 
 
 def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``dw`` as ``[O, C/groups, *kernel]``; never with all columns at once."""
+    """``dw`` as ``[O, C/groups, *kernel]``; never with all columns at once.
+
+    With many channels tap by tap, in a buffer of what one tap sees; else with the columns of a
+    chunk. Copies follow the memory: runs of channels where they are innermost, else of places.
+    """
     sums = x.dtype if x.element_size() > 2 else torch.float32
-    dw = x.new_zeros((g.groups, g.num_taps, g.group_in, g.group_out), dtype=sums)
+    dw = x.new_zeros((g.groups, g.num_taps * g.group_in, g.group_out), dtype=sums)
     by_taps = g.group_in >= TAPS_FROM_CHANNELS or g.num_taps == 1
+    is_last = g.is_channels_last and g.groups == 1
     row_bytes = _row_bytes(g, x.element_size()) // (g.num_taps if by_taps else 1)
     window, buffer = _Window(g, x), None
     for chunk in _chunks(g, cap_bytes, row_bytes):
         num = chunk.num_samples * chunk.num_rows * prod(g.out_size[1:])
-        errors = _errors(g, dy, chunk, num)
+        errors = _errors(g, dy, chunk, num, is_last=is_last)
+        num_taps = 1 if by_taps else g.num_taps
+        buffer = _fitting(buffer, x, num * num_taps * g.in_channels)
+        cells = buffer[: num * num_taps * g.in_channels]
         if not by_taps:
-            buffer = _fitting(buffer, x, num * g.num_taps * g.in_channels)
-            cells = buffer[: num * g.num_taps * g.in_channels]
-            _fill_last(g, cells, window.columns(chunk))
-            columns = cells.view(g.groups, num, g.num_taps * g.group_in)
-            flat = dw.view(g.groups, g.num_taps * g.group_in, g.group_out)
-            flat += torch.bmm(columns.transpose(1, 2), errors)
+            dw += _product(g, cells, window.columns(chunk), errors, is_last=is_last)
             continue
         seen = window.padded(chunk)
-        buffer = _fitting(buffer, x, num * g.in_channels)
-        cells = buffer[: num * g.in_channels].view(g.groups, num, g.group_in)
+        parts = dw.view(g.groups, g.num_taps, g.group_in, g.group_out)
         for number, place in enumerate(product(*(range(k) for k in g.kernel))):
             view = window.tap(seen, chunk, place)
-            view = view.view(*view.shape[:-1], g.groups, g.group_in)
-            axes = view.dim()
-            order = (axes - 2, *range(axes - 2), axes - 1)
-            cells.view(g.groups, *view.shape[:-2], g.group_in).copy_(view.permute(order))
-            dw[:, number] += torch.bmm(cells.transpose(1, 2), errors)
-    shaped = dw.permute(0, 3, 2, 1).reshape(g.out_channels, g.group_in, *g.kernel)
-    return shaped.to(x.dtype)
+            one = view.reshape(*view.shape[:-1], *(1,) * g.num_dims, view.shape[-1])
+            parts[:, number] += _product(g, cells, one, errors, is_last=is_last)
+    return _shape_weights(g, dw, is_last=is_last or by_taps).to(x.dtype)
 
 
-def _errors(g: Geometry, dy: torch.Tensor, chunk: _Chunk, num: int) -> torch.Tensor:
+def _product(
+    g: Geometry, cells: torch.Tensor, columns: torch.Tensor, errors: torch.Tensor, *, is_last: bool
+) -> torch.Tensor:
+    """Columns, copied into ``cells``, times errors: ``[groups, depth, O/groups]``."""
+    if is_last:
+        _fill_last(g, cells, columns)
+        matrix = cells.view(1, errors.shape[1], -1).transpose(1, 2)
+    else:
+        _fill_first(g, cells, columns, is_grouped=True)
+        matrix = cells.view(g.groups, -1, errors.shape[1])
+    return torch.bmm(matrix, errors)
+
+
+def _errors(
+    g: Geometry, dy: torch.Tensor, chunk: _Chunk, num: int, *, is_last: bool
+) -> torch.Tensor:
     """The chunk's part of ``dy`` as ``[groups, places, O/groups]``."""
-    part = dy[chunk.samples, :, chunk.rows].movedim(1, -1)
-    part = part.reshape(num, g.groups, g.group_out)
-    return part.transpose(0, 1)
+    part = dy[chunk.samples, :, chunk.rows]
+    if is_last:
+        return part.movedim(1, -1).reshape(1, num, g.out_channels)
+    return part.transpose(0, 1).reshape(g.groups, g.group_out, num).transpose(1, 2)
+
+
+def _shape_weights(g: Geometry, dw: torch.Tensor, *, is_last: bool) -> torch.Tensor:
+    """``[groups, depth, O/groups]`` to ``[O, C/groups, *kernel]``; where the taps come first."""
+    if is_last:
+        parts = dw.view(g.groups, g.num_taps, g.group_in, g.group_out).permute(0, 3, 2, 1)
+    else:
+        parts = dw.view(g.groups, g.group_in, g.num_taps, g.group_out).permute(0, 3, 1, 2)
+    return parts.reshape(g.out_channels, g.group_in, *g.kernel)
+
+
+# -- input gradient with few channels --------------------------------------------------------------
+
+
+def folded_input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> torch.Tensor:
+    """``dx`` for few input channels: the columns' gradients, added to their places tap by tap.
+
+    Takes ``C * taps`` products for each place of ``dy``, where the phases copy
+    ``O * taps / stride^2``: better for the first layer of a network.
+    """
+    depth = g.group_in * g.num_taps
+    kernels = w.reshape(g.groups, g.group_out, depth).transpose(1, 2)
+    sums = dy.dtype if dy.element_size() > 2 else torch.float32
+    spans = (slice(p, p + n) for p, n in zip(g.padding, g.in_size, strict=True))
+    inner = (slice(None), slice(None), *spans)
+    dx = dy.new_empty((g.batch, g.in_channels, *g.in_size))
+    sample_bytes = _row_bytes(g, dy.element_size()) * g.out_size[0]
+    step = max(1, min(g.batch, cap_bytes // max(1, sample_bytes)))
+    for start in range(0, g.batch, step):
+        part = dy[start : start + step]
+        num = part.shape[0]
+        padded = dy.new_zeros((num, g.in_channels, *g.padded_size), dtype=sums)
+        errors = part.reshape(num, g.groups, g.group_out, g.num_positions).transpose(0, 1)
+        errors = errors.transpose(1, 2).reshape(g.groups, g.group_out, -1)
+        cells = torch.bmm(kernels, errors)
+        cells = cells.view(g.in_channels, *g.kernel, num, *g.out_size)
+        for place in product(*(range(k) for k in g.kernel)):
+            spans = (
+                slice(k * d, k * d + (n - 1) * s + 1, s)
+                for k, d, n, s in zip(place, g.dilation, g.out_size, g.stride, strict=True)
+            )
+            seen = (slice(None), slice(None), *spans)
+            here: tuple[Any, ...] = (slice(None), *place)
+            padded[seen] += cells[here].transpose(0, 1)
+        dx[start : start + step] = padded[inner]
+    return dx

@@ -12,6 +12,7 @@ Memory beside inputs and results: a transposed copy of the weights; a weight gra
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,15 +38,37 @@ def kernels() -> Any:
     return triton_kernels
 
 
+@functools.lru_cache(maxsize=1)
+def _depthwise_kernels() -> Any:
+    from penstock.compute.algorithms import depthwise_kernels
+
+    return depthwise_kernels
+
+
+_trouble = ""
+
+
 def is_there() -> bool:
     """Can Triton's kernels be used?"""
-    return kernels() is not None
+    return not _trouble and kernels() is not None
+
+
+def give_up(error: Exception) -> None:
+    """A kernel failed on this card: none of Triton's is offered any more."""
+    global _trouble
+    _trouble = f"{type(error).__name__}: {error}"
+    warnings.warn(
+        f"Triton's kernels do not run here and are left out ({_trouble[:200]}); convolutions go on "
+        "with matrix products alone.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def is_interpreted() -> bool:
     """Are kernels run by Triton's interpreter, on the CPU (``TRITON_INTERPRET=1``)?"""
     module = kernels()
-    return module is not None and not hasattr(module.gather_gemm, "cache_key")
+    return module is not None and type(module.gather_gemm).__name__ == "InterpretedFunction"
 
 
 @dataclass(frozen=True)
@@ -62,8 +85,8 @@ class Block:
 # Which tiles are tried; measured choices are kept by penstock.compute.tuning.
 WIDE = {
     torch.float32: Block(128, 64, 16, 4, 3),
-    torch.float16: Block(128, 128, 32, 8, 3),
-    torch.bfloat16: Block(128, 128, 32, 8, 3),
+    torch.float16: Block(128, 128, 64, 8, 3),
+    torch.bfloat16: Block(128, 128, 64, 8, 3),
 }
 NARROW = {
     torch.float32: Block(64, 64, 16, 4, 3),
@@ -85,11 +108,12 @@ def _area(size: tuple[int, ...]) -> int:
     return area
 
 
-def _block(g_out: int, depth: int, dtype: torch.dtype, *, is_wide: bool) -> Block:
-    """A tile no wider than the outputs, nor deeper than the sum."""
+def _block(outputs: int, channels: int, depth: int, dtype: torch.dtype, *, is_wide: bool) -> Block:
+    """A tile no wider than the outputs, and of a depth that lies within one tap if that can be."""
     base = (WIDE if is_wide else NARROW)[dtype]
-    n = max(16, min(base.n, _power(g_out)))
-    k = max(16, min(base.k, _power(depth)))
+    n = max(16, min(base.n, _power(outputs)))
+    within = [k for k in (64, 32, 16) if k <= base.k and channels % k == 0]
+    k = within[0] if within else max(16, min(32, base.k, _power(depth)))
     return Block(base.m, n, k, base.warps if n >= 64 else 4, base.stages)
 
 
@@ -135,7 +159,7 @@ def _launch(
     groups, taps_h, taps_w, channels, outputs = w.shape
     depth = taps_h * taps_w * channels
     rows = x.shape[0] * gather.out_size[0] * gather.out_size[1]
-    block = _block(outputs, depth, x.dtype, is_wide=is_wide)
+    block = _block(outputs, channels, depth, x.dtype, is_wide=is_wide)
     grid = (-(-rows // block.m) * -(-outputs // block.n), groups)
     kernels().gather_gemm[grid](
         *(x, w, y, rows, *gather.out_size, *gather.in_size, channels, outputs, taps_w, depth),
@@ -206,7 +230,7 @@ def weight_gradient(
     base = (WIDE if is_wide else NARROW)[x.dtype]
     block_m = max(16, min(64, _power(g.group_out)))
     block_n = max(16, min(base.n, _power(depth)))
-    block_k = base.k
+    block_k = min(32, base.k)
     tiles = -(-g.group_out // block_m) * -(-depth // block_n)
     splits = _num_splits(tiles * g.groups, rows, block_k, 4 * g.out_channels * depth)
     per_split = _up(_up(rows, splits), block_k) * block_k
@@ -252,7 +276,7 @@ def depthwise_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor) -> torch.Te
     """``y``, each element by one lane."""
     y = _empty(g, x, g.out_channels, g.out_size)
     num, (taps_h, taps_w) = y.numel(), _two(g.kernel, 1)
-    kernels().depthwise_forward[(-(-num // 256),)](
+    _depthwise_kernels().depthwise_forward[(-(-num // 256),)](
         *(x, w.contiguous(), y, num, g.in_channels, *_two(g.out_size, 1), *_two(g.in_size, 1)),
         *(*_two(g.stride, 1), *_two(g.dilation, 1), *_two(g.padding, 0)),
         *(*_strides(x), *_strides(y)),
@@ -268,7 +292,7 @@ def depthwise_input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor) -> 
     """``dx``, each element by one lane."""
     dx = _empty(g, dy, g.in_channels, g.in_size)
     num, (taps_h, taps_w) = dx.numel(), _two(g.kernel, 1)
-    kernels().depthwise_input_gradient[(-(-num // 256),)](
+    _depthwise_kernels().depthwise_input_gradient[(-(-num // 256),)](
         *(dy, w.contiguous(), dx, num, g.in_channels, *_two(g.in_size, 1), *_two(g.out_size, 1)),
         *(*_two(g.stride, 1), *_two(g.dilation, 1), *_two(g.padding, 0)),
         *(*_strides(dy), *_strides(dx)),
@@ -291,7 +315,7 @@ def depthwise_weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor) ->
     per_split = _up(_up(rows, splits), block_m) * block_m
     splits = -(-rows // per_split)
     partial = x.new_empty((splits, g.in_channels, g.num_taps), dtype=torch.float32)
-    kernels().depthwise_weight_gradient[(blocks, splits)](
+    _depthwise_kernels().depthwise_weight_gradient[(blocks, splits)](
         *(x, dy, partial, rows, per_split, g.in_channels),
         *(*_two(g.out_size, 1), *_two(g.in_size, 1)),
         *(*_two(g.stride, 1), *_two(g.dilation, 1), *_two(g.padding, 0)),

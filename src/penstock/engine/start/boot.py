@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from penstock.engine.memory import SharedFile
-from penstock.engine.messages import CONTROL_BYTES, STACK_FD, Assignment, Task, position_cell
+from penstock.engine.messages import STACK_FD, Assignment, Task, control_bytes, position_cell
 from penstock.engine.stacks import offer_stack
 from penstock.engine.start import nursery_protocol as protocol
 from penstock.engine.start.surroundings import enter
@@ -59,7 +59,8 @@ def _make_worker(channel: Any, assignment: Assignment, fds: list[int]) -> Any:
 
     torch.set_num_threads(1)
     memory = SharedFile.attach(assignment.memory)
-    cells = memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
+    num_bytes = control_bytes(assignment.num_workers, assignment.task.ring_bytes)
+    cells = memoryview(memory.map(0, num_bytes)).cast("q")
     cells[position_cell(assignment.worker) + STACK_FD] = offer_stack()
     objects = unpack(assignment.parcel, fds)
     payload.remember_parent_classes()

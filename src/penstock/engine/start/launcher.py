@@ -236,7 +236,7 @@ def _forked_main(
     from penstock.engine import remote_errors
     from penstock.engine.batch import payload, scratch
     from penstock.engine.desks import PipeDesk
-    from penstock.engine.messages import CONTROL_BYTES, STACK_FD, position_cell
+    from penstock.engine.messages import STACK_FD, control_bytes, position_cell
     from penstock.engine.stacks import offer_stack
     from penstock.engine.start import boot
     from penstock.engine.worker import Worker
@@ -245,7 +245,7 @@ def _forked_main(
     boot._quiet_signals()
     boot.watch_parent(parent)
     torch.set_num_threads(1)
-    cells = memoryview(memory.map(0, CONTROL_BYTES)).cast("q")
+    cells = memoryview(memory.map(0, control_bytes(num_workers, task.ring_bytes))).cast("q")
     cells[position_cell(number) + STACK_FD] = offer_stack()
     scratch.install_scratch_collate()
     payload.prefer_references()

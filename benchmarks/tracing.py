@@ -1,0 +1,141 @@
+"""What does tracing cost, which is always on?
+
+python benchmarks/tracing.py --repeats 7 --save my-laptop
+
+Loaders with and without it take turns. What counts is the time that the cores were at work for a
+batch, in the program and its workers together: on a machine that is shared with others, the rate
+says more about the others. Linux only.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import timeit
+from collections.abc import Callable
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import penstock
+from datasets import Pairs
+from front import run
+from measure import Case, Contender, Pace, Target
+
+NUM_WORKERS, BATCH_SIZE = 2, 64
+MOST = Target(bound=1.01, is_ceiling=True)
+NUM_JPEGS, JPEG_SIZE, CROP = 64, (375, 500), 224
+
+
+class Jpegs:
+    """Pictures of 500 x 375 with shapes and noise, decoded and cropped to 224 by Pillow."""
+
+    def __init__(self) -> None:
+        from PIL import Image
+
+        generator = np.random.default_rng(0)
+        self._files = []
+        for _ in range(NUM_JPEGS):
+            rough = generator.integers(0, 256, (12, 16, 3), dtype=np.uint8)
+            smooth = np.asarray(Image.fromarray(rough).resize(JPEG_SIZE[::-1]), dtype=np.int16)
+            noisy = smooth + generator.normal(0, 12, smooth.shape).astype(np.int16)
+            out = BytesIO()
+            Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=90)
+            self._files.append(out.getvalue())
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        from PIL import Image
+
+        image = Image.open(BytesIO(self._files[index % NUM_JPEGS])).resize((CROP, CROP))
+        return torch.from_numpy(np.array(image))
+
+
+def _cpu_s(pids: list[int]) -> float:
+    """What this process and those have computed so far."""
+    files = [path for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return time.process_time() + sum(int(path.read_text().split()[0]) for path in files) * 1e-9
+
+
+def _cost(dataset: Any, trace: Any, num_batches: int, **arguments: Any) -> float:
+    """Seconds of CPU for a batch, in all processes."""
+    loader = penstock.DataLoader(
+        dataset, batch_size=BATCH_SIZE, num_workers=NUM_WORKERS, trace=trace, **arguments
+    )
+    batches: Any = iter(loader)
+    for _ in range(max(4, num_batches // 20)):
+        next(batches)
+    pids = [worker.pid for worker in batches._workers]
+    before_s = _cpu_s(pids)
+    for _ in range(num_batches):
+        next(batches)
+    cpu_s = _cpu_s(pids) - before_s
+    batches._shutdown_workers()
+    return cpu_s / num_batches
+
+
+def _pair(key: str, title: str, dataset: Any, num_batches: int) -> Case:
+    cost = partial(_cost, dataset, num_batches=num_batches)
+    turns: dict[str, Callable[[], float]] = {
+        "tracing off": lambda: cost(trace=False),
+        "tracing as always": lambda: cost(trace=None),
+        "a trace is asked for": lambda: cost(trace=True),
+    }
+    return Case(
+        key=key,
+        title=f"{title}, batch {BATCH_SIZE}, {NUM_WORKERS} workers: CPU time a batch",
+        unit="s",
+        contenders=[
+            Contender(
+                name=name,
+                turn=turn,
+                against=() if name == "tracing off" else ("tracing off",),
+                target=MOST if name == "tracing as always" and key == "a" else None,
+            )
+            for name, turn in turns.items()
+        ],
+    )
+
+
+def jpegs(pace: Pace) -> Case:
+    """(a) A job of the usual kind."""
+    return _pair("a", "JPEG 500x375 to 224 (Pillow)", Jpegs(), int(8 * pace.window_s))
+
+
+def tiny(pace: Pace) -> Case:
+    """(b) The worst case: batches that cost next to nothing."""
+    return _pair("b", "Samples of 16 bytes", Pairs(), int(1000 * pace.window_s))
+
+
+def span(pace: Pace) -> Case:
+    """(c) One span of the user's: the quickest of many short runs."""
+    del pace
+
+    def timed() -> None:
+        with penstock.span("cost"):
+            pass
+
+    def turn(function: Callable[[], Any]) -> float:
+        return min(timeit.repeat(function, number=500, repeat=400)) / 500
+
+    return Case(
+        key="c",
+        title="with penstock.span(...)",
+        unit="s",
+        contenders=[
+            Contender(name="a span", turn=lambda: turn(timed)),
+            Contender(name="reading the clock", turn=lambda: turn(time.perf_counter_ns)),
+        ],
+    )
+
+
+CASES = {"a": jpegs, "b": tiny, "c": span}
+
+if __name__ == "__main__":
+    sys.exit(run("tracing", "What does tracing cost?", CASES, sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""What was measured: as a table, as JSON, and as a page with plots."""
+
+from __future__ import annotations
+
+import html
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cli.bench.measuring import Findings, Trial
+
+
+def print_findings(console: Console, findings: Findings) -> None:
+    """The table and the line to paste."""
+    for stage in findings.stages:
+        line = f"{stage.name}: {stage.sample_ms:.3g} ms a sample. {stage.note}".rstrip()
+        console.print(line, markup=False, highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("workers", "samples/s", "predicted", "of the ceiling", "waiting"):
+        table.add_column(column, justify="right")
+    chosen = findings.recommended
+    for trial in findings.trials:
+        predicted = "" if trial.predicted is None else f"{trial.predicted:,.0f}"
+        share = trial.rate / findings.ceiling if findings.ceiling else 0.0
+        row = (str(trial.workers), f"{trial.rate:,.0f}", predicted, f"{share:.0%}")
+        style = "bold green" if trial is chosen else ""
+        table.add_row(*row, f"{trial.stall_share:.0%}", style=style)
+    console.print(table)
+    console.print(f"The ceiling, with samples that lie ready: {findings.ceiling:,.0f} samples/s")
+    console.print(f"Recommended: {findings.line}", markup=False, highlight=False)
+
+
+def as_dict(findings: Findings, machine: dict[str, Any]) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "name": findings.name,
+        "batch_size": findings.batch_size,
+        "machine": machine,
+        "stages": [asdict(stage) for stage in findings.stages],
+        "ceiling": findings.ceiling,
+        "trials": [asdict(trial) for trial in findings.trials],
+        "recommended": findings.line,
+    }
+
+
+def dump(findings: Findings, machine: dict[str, Any]) -> str:
+    return json.dumps(as_dict(findings, machine), indent=2) + "\n"
+
+
+def make_page(findings: Findings, machine: dict[str, Any]) -> str:
+    """A page that needs no network: the plot, the table, and the best run's timeline."""
+    from penstock.timeline import render_html
+
+    facts = ", ".join(f"{key} {value}" for key, value in machine.items())
+    timeline = "" if findings.best is None else render_html.frame(findings.best.to_html())
+    stages = "".join(
+        f"<li>{html.escape(stage.name)}: {stage.sample_ms:.3g} ms a sample. "
+        f"{html.escape(stage.note)}</li>"
+        for stage in findings.stages
+    )
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<title>Penstock bench</title>
+<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em}}
+text{{font:12px system-ui,sans-serif;fill:currentColor}}code{{font-size:14px}}</style>
+<h1>{html.escape(findings.name)}</h1>
+<p>{html.escape(facts)}. Batches of {findings.batch_size}.</p>
+<p>Recommended: <code>{html.escape(findings.line)}</code></p>
+<ul>{stages}</ul>
+{plot(findings.trials, findings.ceiling)}
+<h2>The fastest run</h2>
+{timeline}
+</html>
+"""
+
+
+def plot(trials: list[Trial], ceiling: float) -> str:
+    """Rates over workers as SVG: bars measured, marks predicted, a line for the ceiling."""
+    most = max([ceiling, *(trial.rate for trial in trials), 1e-9])
+    wide, high, left = 90 * len(trials) + 60, 260, 50
+    parts = []
+    for place, trial in enumerate(trials):
+        x, top = left + 90 * place, 220 * (1 - trial.rate / most) + 20
+        parts.append(
+            f'<rect x="{x}" y="{top:.0f}" width="50" height="{240 - top:.0f}" fill="#3b82f6"/>'
+            f'<text x="{x + 25}" y="{top - 5:.0f}" text-anchor="middle">{trial.rate:,.0f}</text>'
+            f'<text x="{x + 25}" y="256" text-anchor="middle">{trial.workers} workers</text>'
+        )
+        if trial.predicted is not None:
+            mark = 220 * (1 - min(trial.predicted, most) / most) + 20
+            parts.append(f'<path d="M{x - 6} {mark:.0f}h62" stroke="#f59e0b" stroke-width="3"/>')
+    level = 220 * (1 - ceiling / most) + 20
+    parts.append(
+        f'<path d="M{left - 20} {level:.0f}H{wide}" stroke="#22c55e" stroke-dasharray="6 4"/>'
+        f'<text x="{left - 20}" y="{level - 5:.0f}">ceiling {ceiling:,.0f} samples/s</text>'
+    )
+    title = "<title>Samples a second by number of workers; orange: predicted</title>"
+    return (
+        f'<svg viewBox="0 0 {wide} {high}" width="{wide}" role="img">{title}{"".join(parts)}</svg>'
+    )

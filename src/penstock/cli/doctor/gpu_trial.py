@@ -1,0 +1,151 @@
+"""Copies to each GPU, timed, in a child process of the doctor's: from three kinds of memory.
+
+    pageable    ordinary memory: the driver copies it to a buffer of its own first
+    pinned      torch's pinned memory
+    registered  shared memory as our slots are, page-locked after it was made
+
+A driver that hangs or crashes takes this process with it and no other.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from penstock.cli.doctor.trial import Notes, conduct
+from penstock.machine.links import link_of
+
+COPY_BYTES = 64 << 20
+WARM_UPS, MAX_COPIES, MAX_S = 3, 20, 0.3
+"""Per kind of memory. On an H200 machine a copy takes 1 to 5 ms."""
+MAX_GPUS = 16
+
+
+def main(folder: str, options_text: str) -> None:
+    """Called from: the child's command line."""
+    conduct(folder, json.loads(options_text), _measure_all)
+
+
+def _measure_all(notes: Notes, options: dict[str, Any], deadline: float) -> None:
+    notes.doing("importing torch")
+    import torch
+
+    gpus: list[dict[str, Any]] = []
+    for index in range(min(MAX_GPUS, torch.cuda.device_count())):
+        gpus.append(measure_gpu(index, torch.device("cuda", index), notes.doing))
+        notes.save(gpus=gpus)
+
+
+def measure_gpu(index: int, target: Any, doing: Callable[[str], None]) -> dict[str, Any]:
+    """What one GPU takes, as plain values; a kind of memory that is not to be had is None.
+
+    Args:
+        target: The device that is copied to.
+        doing: Told what is about to be done, for the report of a child that is lost.
+    """
+    import torch
+
+    from penstock.device.fences import choose_fence
+    from penstock.device.runtime import Runtime
+
+    runtime = Runtime(index)
+    rates: dict[str, float | None] = {"pageable": None, "pinned": None, "registered": None}
+    with torch.cuda.device(index):
+        doing(f"opening GPU {index}")
+        properties = torch.cuda.get_device_properties(index)
+        there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=target)
+        source = torch.ones(COPY_BYTES, dtype=torch.uint8)
+        doing(f"copying ordinary memory to GPU {index}")
+        rates["pageable"] = _bytes_per_s(source, there)
+        doing(f"copying pinned memory to GPU {index}")
+        with suppress(RuntimeError):  # of limits on locked memory
+            rates["pinned"] = _bytes_per_s(source.pin_memory(), there)
+        doing(f"copying registered shared memory to GPU {index}")
+        rates["registered"], is_pinned = _registered_rate(runtime, there)
+        bus_id = bus_id_of(properties, index)
+        link = None if bus_id is None else link_of(bus_id)  # now: it is still awake
+    return {
+        "index": index,
+        "name": properties.name,
+        "bus_id": bus_id,
+        "link": None if link is None else asdict(link),
+        "bytes_per_s": rates,
+        "is_pinned": is_pinned,
+        "trouble": runtime.trouble,
+        "fence": choose_fence(runtime).name,
+    }
+
+
+def _registered_rate(runtime: Any, there: Any) -> tuple[float | None, bool]:
+    """As :mod:`penstock.device.pinning` does it with slots."""
+    import numpy as np
+    import torch
+
+    from penstock.engine.memory import SharedFile
+
+    file = SharedFile.create()
+    memory = np.frombuffer(file.map(file.grow(COPY_BYTES), COPY_BYTES), dtype=np.uint8)
+    memory[:] = 1  # or its pages are made while it is registered
+    if not runtime.register(memory.ctypes.data, memory.nbytes):
+        return None, False
+    try:
+        source = torch.from_numpy(memory)
+        return _bytes_per_s(source, there), _is_pinned(source)
+    finally:
+        runtime.unregister(memory.ctypes.data)
+
+
+def _is_pinned(tensor: Any) -> bool:
+    try:
+        return bool(tensor.is_pinned())
+    except RuntimeError:
+        return False
+
+
+def _bytes_per_s(source: Any, there: Any) -> float:
+    """The median over a few copies, each waited for."""
+    import torch
+
+    def copy_s() -> float:
+        start_s = time.perf_counter()
+        there.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start_s
+
+    torch.cuda.synchronize()
+    for _ in range(WARM_UPS):
+        copy_s()
+    times_s: list[float] = []
+    while len(times_s) < MAX_COPIES and sum(times_s) < MAX_S:
+        times_s.append(copy_s())
+    return float(source.numel() / max(statistics.median(times_s), 1e-9))
+
+
+def bus_id_of(properties: Any, index: int) -> str | None:
+    """The PCI address of a GPU as torch numbers them; None where nobody says."""
+    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None not in numbers:
+        domain, bus, device = numbers
+        return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+    return _bus_id_by_driver(index)
+
+
+def _bus_id_by_driver(index: int) -> str | None:
+    """Before torch told it, the driver did."""
+    import ctypes
+
+    for library, question in (
+        ("libcuda.so.1", "cuDeviceGetPCIBusId"),
+        ("libamdhip64.so", "hipDeviceGetPCIBusId"),
+        ("nvcuda.dll", "cuDeviceGetPCIBusId"),
+    ):
+        text = ctypes.create_string_buffer(32)
+        with suppress(OSError, AttributeError):
+            if getattr(ctypes.CDLL(library), question)(text, 32, index) == 0:
+                return text.value.decode("ascii").lower()
+    return None

@@ -1,0 +1,203 @@
+"""What a loader was told about tracing, and what it can say of its run: the part about that."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.recording import Recorder, Tracing, make_recorder
+from penstock.engine.steps import trace_steps
+from penstock.errors import BadArgument
+from penstock.machine.host import memory_bytes, usable_cores
+from penstock.tracing import BATCH, LEASE, Noted
+
+if TYPE_CHECKING:
+    from penstock import Timeline
+
+SUFFIXES = (".json", ".json.gz", ".html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """How a loader does just now: over the last few thousand batches of its present epoch.
+
+    Args:
+        stall_share: Of the time, the part in which the training loop waited for a batch.
+        step_share: The part that it worked with the batches.
+        num_ready: Batches that were loaded and waited to be taken, at the last look.
+    """
+
+    num_batches: int = 0
+    batches_per_s: float = 0.0
+    samples_per_s: float = 0.0
+    stall_share: float = 0.0
+    step_share: float = 0.0
+    num_ready: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_batches} batches, {self.samples_per_s:,.0f} samples/s; "
+            f"waiting {self.stall_share:.0%}, step {self.step_share:.0%}, {self.num_ready} ready"
+        )
+
+
+class Recorded:
+    """The trace keyword of a DataLoader, ``timeline()`` and ``stats()``."""
+
+    trace: Any = None
+    dataset: Any
+    batch_size: int | None
+    _recorder: Recorder | None = None
+
+    def _settle_trace(self, trace: Any) -> None:
+        self.trace = trace
+        self._asked = checked_trace(trace)
+
+    def _trace_setup(self) -> dict[str, Any]:
+        """For the engine's Setup: who takes notes."""
+        if self._recorder is None:
+            asked = getattr(self, "_asked", None)
+            self._recorder = make_recorder(asked)
+            if self._recorder.traces_steps:
+                trace_steps()  # for what is loaded in this process
+            if isinstance(asked, Tracing) and asked.file is not None:
+                writer = _Writer(self._recorder, os.fspath(asked.file))
+                self._recorder.on_end = writer.write_sometimes
+                # When the loader is gone, or at the end of the program.
+                weakref.finalize(self, writer.write)
+        return {"log": self._recorder}
+
+    def _close_trace(self) -> None:
+        """Write what there is, where that was asked for."""
+        if self._recorder is not None:
+            self._recorder.on_end()
+
+    def _note_facts(self, setup: Any) -> None:
+        """What the timeline should know about this loader."""
+        if self._recorder is not None:
+            self._recorder.facts.update(
+                dataset=type(self.dataset).__name__,
+                batch_size=self.batch_size,
+                num_workers=setup.num_workers,
+                pool=setup.pool,
+                start_method=setup.start_method,
+                prefetch_factor=setup.depth,
+                in_order=setup.in_order,
+                cores=usable_cores(),
+                memory_bytes=memory_bytes()[0],
+                device=None if setup.make_courier is None else str(getattr(self, "device", "")),
+            )
+
+    def timeline(self) -> Timeline:
+        """Where the time went so far: of the whole run with ``trace=``, else of its last part.
+
+        Example:
+            >>> from penstock import DataLoader
+            >>> loader = DataLoader(range(8), batch_size=4, num_workers=1)
+            >>> for batch in loader:
+            ...     pass
+            >>> timeline = loader.timeline()
+            >>> timeline.num_batches, [lane.name for lane in timeline.lanes][:2]
+            (2, ['main', 'worker 0'])
+        """
+        import penstock  # the front page knows who draws; this room does not
+
+        return penstock.Timeline(self._records())
+
+    def _records(self) -> dict[str, Any]:
+        return (self._recorder or Recorder()).records()
+
+    def stats(self) -> Stats:
+        """Rates and waits just now; asking costs about a millisecond, being asked nothing.
+
+        Example:
+            >>> from penstock import DataLoader
+            >>> loader = DataLoader(range(8), batch_size=4)
+            >>> for batch in loader:
+            ...     pass
+            >>> loader.stats().num_batches
+            2
+        """
+        return _stats(self._recorder.recent() if self._recorder is not None else [])
+
+
+def _stats(spans: list[Noted]) -> Stats:
+    batches = [span for span in spans if span.kind == BATCH]
+    batches = [span for span in batches if span.pass_ == batches[-1].pass_]
+    if not batches:
+        return Stats()
+    first_ns = batches[0].b or batches[0].start_ns
+    total_ns = max(1, batches[-1].end_ns - first_ns)
+    inline = {(span.pass_, span.batch): span for span in spans if span.kind == LEASE}
+    stall_ns = 0
+    for span in batches:
+        load = inline.get((span.pass_, span.batch))
+        stall_ns += span.a if load is None else load.end_ns - load.start_ns
+    return Stats(
+        num_batches=len(batches),
+        batches_per_s=len(batches) * 1e9 / total_ns,
+        samples_per_s=sum(span.rows for span in batches) * 1e9 / total_ns,
+        stall_share=min(1.0, stall_ns / total_ns),
+        step_share=sum(span.start_ns - span.b for span in batches if span.b) / total_ns,
+        num_ready=batches[-1].part,
+    )
+
+
+class _Writer:
+    """Writes what a recorder holds to a file; knows the loader no longer."""
+
+    def __init__(self, recorder: Recorder, path: str) -> None:
+        import penstock
+
+        self._recorder = recorder
+        self._path = path
+        self._timeline = penstock.Timeline  # now: at the end of the program it may be too late
+        self._owner = os.getpid()
+        self._written_s = self._took_s = 0.0
+
+    def write_sometimes(self) -> None:
+        """At the end of an epoch; not of each, where epochs are short and the file is long."""
+        if time.monotonic() - self._written_s > 20 * self._took_s:
+            self.write()
+
+    def write(self) -> None:
+        if os.getpid() == self._owner:
+            start_s = time.monotonic()
+            self._timeline(self._recorder.records()).save(self._path)
+            self._written_s = time.monotonic()
+            self._took_s = self._written_s - start_s
+
+
+def checked_trace(trace: Any) -> Any:
+    """None, False (off), or a Tracing.
+
+    Example:
+        >>> checked_trace("run.json").file
+        'run.json'
+    """
+    if trace is None or trace is False:
+        return trace
+    if trace is True:
+        return Tracing()
+    if isinstance(trace, (str, os.PathLike)):
+        trace = Tracing(file=trace)
+    if not isinstance(trace, Tracing):
+        raise BadArgument(
+            f"trace={trace!r} is no path, no Tracing(...), and neither True nor False",
+            remedy="DataLoader(..., trace='run.json')",
+        )
+    path = None if trace.file is None else os.fspath(trace.file)
+    if path is not None and not path.endswith(SUFFIXES):
+        raise BadArgument(
+            f"trace={path!r}: a trace is written to {', '.join(SUFFIXES)}",
+            remedy="DataLoader(..., trace='run.json'), or 'run.html' to look at",
+        )
+    folder = os.path.dirname(path) if path else ""
+    if folder and not os.path.isdir(folder):
+        raise BadArgument(
+            f"trace={path!r}: there is no folder {folder!r}", remedy=f"mkdir -p {folder}"
+        )
+    return trace

@@ -1,0 +1,118 @@
+"""How fast could bytes get to a GPU? Its PCIe link, from the system's files or ``nvidia-smi``.
+
+An idle GPU lets its link go slow to save power: what it is now is told beside what it can be.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.machine.asking import NoAnswer, ask_tool
+
+SYSFS = Path("/sys/bus/pci/devices")
+_LIMIT_S = 5.0
+_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""What a lane carries in one direction, by generation, after its line code."""
+_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
+"""By the transfers per second that the system tells, in 10**9."""
+_SMI_FIELDS = (
+    "pcie.link.gen.current",
+    "pcie.link.width.current",
+    "pcie.link.gen.max",
+    "pcie.link.width.max",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A PCIe link. None means: nobody says."""
+
+    generation: int | None = None
+    width: int | None = None
+    max_generation: int | None = None
+    max_width: int | None = None
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """What it carries at its best generation and its present width.
+
+        Example:
+            >>> Link(generation=1, width=16, max_generation=5).bytes_per_s // 1e9
+            63.0
+        """
+        lane = _LANE_BYTES_PER_S.get(self.max_generation or self.generation or 0)
+        return lane * self.width if lane and self.width else None
+
+    def __str__(self) -> str:
+        best = self.max_generation or self.generation
+        if best is None or self.width is None:
+            return "unknown"
+        text = f"PCIe {best} x{self.width}"
+        if self.bytes_per_s:
+            text += f", {self.bytes_per_s / 1e9:.3g} GB/s at most"
+        if self.generation is not None and self.generation < best:
+            text += f" (PCIe {self.generation} now: it saves power)"
+        if self.max_width is not None and self.width < self.max_width:
+            text += f"; the card has x{self.max_width}"
+        return text
+
+
+def link_of(bus_id: str, root: Path = SYSFS) -> Link | None:
+    """The link of the device at a PCI address such as ``0000:3b:00.0``; None where nobody knows.
+
+    Example:
+        >>> link_of("ffff:ff:1f.7") is None
+        True
+    """
+    link = _by_files(root / bus_id.lower())
+    return _by_tool(bus_id) if link is None else link
+
+
+def _by_files(folder: Path) -> Link | None:
+    generations = [_generation(folder / f"{when}_link_speed") for when in ("current", "max")]
+    widths = [_number(folder / f"{when}_link_width") for when in ("current", "max")]
+    if generations[0] is None and generations[1] is None:
+        return None
+    return Link(
+        generation=generations[0],
+        width=widths[0],
+        max_generation=generations[1],
+        max_width=widths[1],
+    )
+
+
+def _generation(path: Path) -> int | None:
+    speed = re.match(r"[\d.]+(?= GT/s)", _text(path))
+    return _GENERATIONS.get(float(speed[0])) if speed else None
+
+
+def _number(path: Path) -> int | None:
+    """Widths of 0 and 255 are what virtual devices say."""
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() and 0 < int(text) <= 32 else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _by_tool(bus_id: str) -> Link | None:
+    command = ["nvidia-smi", f"--id={bus_id}", f"--query-gpu={','.join(_SMI_FIELDS)}"]
+    try:
+        text = ask_tool([*command, "--format=csv,noheader,nounits"], _LIMIT_S)
+    except NoAnswer:
+        return None
+    cells = [cell.strip() for cell in text.strip().split(",")]
+    if len(cells) != len(_SMI_FIELDS) or not any(cell.isdecimal() for cell in cells):
+        return None
+    generation, width, max_generation, max_width = (
+        int(cell) if cell.isdecimal() else None for cell in cells
+    )
+    return Link(
+        generation=generation, width=width, max_generation=max_generation, max_width=max_width
+    )

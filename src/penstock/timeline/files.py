@@ -1,0 +1,144 @@
+"""Traces on disk: JSON, packed by gzip where the name ends so; columns of whole numbers.
+
+{"format": "penstock-trace", "version": 1, "facts": {...},
+ "lanes": [{"name", "role", "number", "pid", "num_lost", "names": [...],
+            "columns": {"kind": [...], "start_ns": [...], ...}}]}
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import BadTrace
+from penstock.tracing import Noted
+
+FORMAT, VERSION = "penstock-trace", 1
+_COLUMNS = tuple(name for name in Noted._fields if name != "name")
+_PLAIN = ("name", "role", "number", "pid", "crew", "launched_ns", "num_lost")
+_GZIP = b"\x1f\x8b"
+
+
+def dump_records(records: Mapping[str, Any]) -> bytes:
+    """Records as the bytes of a trace file, not packed."""
+    lanes = []
+    for lane in records.get("lanes") or ():
+        spans = lane.get("spans") or ()
+        names = sorted({span.name for span in spans})
+        numbers = {name: number for number, name in enumerate(names)}
+        columns = {
+            name: [span[place] for span in spans]
+            for place, name in enumerate(Noted._fields)
+            if name != "name"
+        }
+        columns["name"] = [numbers[span.name] for span in spans]
+        plain = {name: lane[name] for name in _PLAIN if name in lane}
+        lanes.append({**plain, "names": names, "columns": columns})
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "facts": records.get("facts") or {},
+        "lanes": lanes,
+    }
+    return json.dumps(content, separators=(",", ":"), default=str).encode()
+
+
+def write_records(records: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a trace file; whole or not at all."""
+    write_whole(dump_records(records), path)
+
+
+def write_whole(content: bytes, path: str | os.PathLike[str]) -> None:
+    """Write bytes, packed where the name ends in ``.gz``, under another name first."""
+    path = Path(path)
+    if path.suffix == ".gz":
+        content = gzip.compress(content, 5, mtime=0)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(content)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read_records(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The records in a trace file.
+
+    Raises:
+        BadTrace: There is none, it is not ours, or it breaks off.
+    """
+    content = _load(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise BadTrace(
+            f"{path} is no trace of Penstock's: {_what_else(content)}",
+            remedy="DataLoader(..., trace='run.json') writes one",
+        )
+    version = content.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise BadTrace(
+            f"{path} has version {version!r} of the format; this Penstock reads up to {VERSION}",
+            remedy="pip install -U penstock",
+        )
+    try:
+        lanes = [_read_lane(lane) for lane in content["lanes"]]
+        return {"facts": dict(content.get("facts") or {}), "lanes": lanes}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise BadTrace(
+            f"{path} is damaged: {type(error).__name__}: {error}",
+            likely="somebody changed it, or two programs wrote it at once.",
+            remedy="run again with trace= and a name of its own",
+        ) from None
+
+
+def _load(path: str | os.PathLike[str]) -> Any:
+    try:
+        raw = Path(path).read_bytes()
+        text = gzip.decompress(raw) if raw[:2] == _GZIP else raw
+        return json.loads(text)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise BadTrace(f"{path} cannot be read: {why}", remedy="penstock trace show FILE") from None
+    except (EOFError, zlib.error):
+        raise BadTrace(
+            f"{path} breaks off: {len(raw):,} bytes that do not unpack",
+            likely="a copy or download that stopped, or a full disk.",
+            remedy="copy it again, or run again with trace=",
+        ) from None
+    except (ValueError, RecursionError) as error:
+        ends = "is empty" if not raw else f"is no JSON, or breaks off ({error})"
+        raise BadTrace(
+            f"{path} {ends}",
+            likely="a copy that stopped, or a file of another kind.",
+            remedy="DataLoader(..., trace='run.json') writes one",
+        ) from None
+
+
+def _what_else(content: Any) -> str:
+    if isinstance(content, dict) and "traceEvents" in content:
+        return "it is in Chrome's form, as the profiler of torch writes it; open it in Perfetto"
+    if isinstance(content, dict):
+        return f"an object with {', '.join(map(repr, list(content)[:3])) or 'nothing in it'}"
+    return f"a {type(content).__name__}"
+
+
+def _read_lane(lane: Any) -> dict[str, Any]:
+    columns, names = lane["columns"], lane["names"]
+    numbers = columns["name"]
+    if not all(type(name) is str for name in names):
+        raise ValueError("a name is no text")
+    lists = [columns.get(name, [0] * len(numbers)) for name in _COLUMNS]
+    if any(len(column) != len(numbers) for column in lists):
+        raise ValueError("columns of different length")
+    if any(type(value) is not int for column in (numbers, *lists) for value in column):
+        raise ValueError("a value is no whole number")
+    spans = [
+        Noted(row[0], names[number], *row[1:])
+        for number, row in zip(numbers, zip(*lists, strict=True), strict=True)
+    ]
+    plain = {name: lane[name] for name in _PLAIN if name in lane}
+    return {**plain, "spans": spans}

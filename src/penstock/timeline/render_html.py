@@ -1,0 +1,89 @@
+"""The timeline as one page that needs nothing else: data, drawing and style in a single file.
+
+Names come from the user's code and may hold anything: they travel as JSON inside a script element
+that is never run, with every ``<`` written as an escape, and are drawn as text on a canvas. The
+page forbids itself all requests.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from penstock.timeline.model import WORDS, Lane, Model, Reading
+from penstock.timeline.verdict import Verdict
+
+KINDS = tuple(WORDS)
+_DATA = "__PENSTOCK_DATA__"
+MAX_READINGS = 20_000
+"""Points of a curve; more than a screen has columns, by far."""
+
+
+def render(model: Model, verdict: Verdict | None = None) -> str:
+    """The page."""
+    return _template().replace(_DATA, _as_script_text(make_data(model, verdict)))
+
+
+def frame(page: str, height: int = 460) -> str:
+    """The page within another one, with nothing of either reaching the other."""
+    return (
+        f'<iframe srcdoc="{html.escape(page)}" sandbox="allow-scripts" '
+        f'style="width:100%;height:{height}px;border:0" title="Penstock timeline"></iframe>'
+    )
+
+
+@cache
+def _template() -> str:
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+
+def _as_script_text(data: dict[str, Any]) -> str:
+    text = json.dumps(data, separators=(",", ":"), default=str)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def make_data(model: Model, verdict: Verdict | None) -> dict[str, Any]:
+    """What the page draws, in columns."""
+    names: dict[str, int] = {"": 0}
+    lanes = [_lane(lane, names) for lane in model.lanes]
+    return {
+        "kinds": list(KINDS),
+        "words": list(WORDS.values()),
+        "names": list(names),
+        "lanes": lanes,
+        "total": model.total_ns,
+        "ready": _curve(model.ready),
+        "facts": {key: str(value) for key, value in model.facts.items()},
+        "notes": model.notes,
+        "verdict": None if verdict is None else verdict.to_json(),
+    }
+
+
+def _lane(lane: Lane, names: dict[str, int]) -> dict[str, Any]:
+    spans = lane.spans
+    numbers = {kind: number for number, kind in enumerate(KINDS)}
+    return {
+        "name": lane.name,
+        "role": lane.role,
+        "pids": lane.pids,
+        "lost": lane.num_lost,
+        "start": [span.start_ns for span in spans],
+        "took": [max(0, span.took_ns) for span in spans],
+        "kind": [numbers[span.kind] for span in spans],
+        "depth": [span.depth for span in spans],
+        "label": [names.setdefault(span.name, len(names)) for span in spans],
+        "pass": [span.pass_ for span in spans],
+        "batch": [span.batch for span in spans],
+        "part": [span.part for span in spans],
+        "rows": [span.rows for span in spans],
+        "open": [number for number, span in enumerate(spans) if span.is_open],
+        "memory": _curve(lane.memory),
+    }
+
+
+def _curve(readings: list[Reading]) -> list[list[float]]:
+    step = max(1, len(readings) // MAX_READINGS)
+    return [[reading.at_ns, reading.value] for reading in readings[::step]]

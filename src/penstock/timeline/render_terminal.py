@@ -1,0 +1,191 @@
+"""The timeline in a terminal: a row for each lane, as wide as the window, gaps for waits.
+
+worker 0   ▕█████████████      ██████████████▏
+main       ▕░░░░░░░░░░░░░▓▓▓▓▓▓▓▓░░░░▓▓▓▓▓▓▓▓▏
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.text import Text
+
+from penstock.timeline.model import Lane, Model, Span
+
+STYLES = {
+    "fetch": ("█", "blue"),
+    "collate": ("▓", "magenta"),
+    "step": ("█", "green"),
+    "stall": ("░", "red"),
+    "deliver": ("▒", "yellow"),
+    "transfer": ("▓", "cyan"),
+    "copy": ("▓", "cyan"),
+    "gpu": ("█", "green"),
+    "launch": ("▒", "bright_black"),
+    "user": ("▒", "white"),
+    "sample": ("▒", "blue"),
+    "transform": ("▒", "magenta"),
+}
+"""How each kind looks: a character, so that it can be told apart without colour, and a colour."""
+LEGEND = {
+    "fetch": "load",
+    "collate": "collate",
+    "step": "your step",
+    "stall": "wait",
+    "transfer": "to device",
+    "deliver": "put together",
+    "launch": "start-up",
+    "gpu": "GPU busy",
+    "user": "your spans",
+}
+MAX_LANES = 24
+"""More workers than this are shown as the first and the last few."""
+_DARK = " ▁▂▃▄▅▆▇█"
+
+
+def render(model: Model, width: int, *, first_s: float = 0.0, last_s: float | None = None) -> Group:
+    """The drawing of a part of the run, for rich to print.
+
+    Args:
+        width: In characters.
+        first_s, last_s: The part, in seconds since the trace began.
+    """
+    first_ns = int(first_s * 1e9)
+    last_ns = model.total_ns if last_s is None else int(last_s * 1e9)
+    lanes, num_hidden = _shown_lanes(model)
+    label = min(max([8, *(len(lane.name) for lane in lanes)]), max(8, width // 4))
+    columns = max(10, width - label - 3)
+    if last_ns <= first_ns:
+        return Group(Text("No time passed: there is nothing to draw."))
+    lines: list[Text] = []
+    seen: set[str] = set()
+    for place, lane in enumerate(lanes):
+        if num_hidden and place == MAX_LANES // 2:
+            lines.append(Text(f"{'':>{label}} … {num_hidden} more workers …", style="dim"))
+        row = paint(_visible(lane), first_ns, last_ns, columns)
+        seen.update(kind for kind in row if kind)
+        lines.append(_line(lane.name, row, label))
+    depth = _depth_line(model, first_ns, last_ns, columns)
+    if depth is not None:
+        lines.append(Text(f"{'ready':>{label}} ") + depth)
+    lines.append(_scale(first_ns, last_ns, label, columns))
+    lines += _legend(seen, label, width)
+    return Group(*lines)
+
+
+def _shown_lanes(model: Model) -> tuple[list[Lane], int]:
+    order = {"worker": 0, "main": 1, "copy": 2, "gpu": 3, "user": 4}
+    lanes = [lane for lane in model.lanes if lane.spans]
+    workers = [lane for lane in lanes if lane.role == "worker"]
+    if len(workers) > MAX_LANES:
+        half = MAX_LANES // 2
+        shown = [*workers[:half], *workers[-half:]]
+        lanes = [lane for lane in lanes if lane.role != "worker"] + shown
+        hidden = len(workers) - len(shown)
+    else:
+        hidden = 0
+    return sorted(lanes, key=lambda lane: (order.get(lane.role, 9), lane.number)), hidden
+
+
+def _visible(lane: Lane) -> list[Span]:
+    return lane.spans if lane.role == "user" else lane.top()
+
+
+def paint(spans: Sequence[Span], first_ns: int, last_ns: int, columns: int) -> list[str]:
+    """For each column, the kind that took most of it; empty where most of it was a gap.
+
+    Example:
+        >>> paint([Span("fetch", "", 0, 50)], 0, 100, 4)
+        ['fetch', 'fetch', '', '']
+    """
+    width_ns = (last_ns - first_ns) / columns
+    shares: list[dict[str, float]] = [{} for _ in range(columns)]
+    for span in spans:
+        start, end = max(span.start_ns, first_ns), min(span.end_ns, last_ns)
+        if end <= start:
+            continue
+        left, right = (start - first_ns) / width_ns, (end - first_ns) / width_ns
+        for column in range(int(left), min(columns, int(right) + 1)):
+            part = min(right, column + 1) - max(left, column)
+            if part > 0:
+                shares[column][span.kind] = shares[column].get(span.kind, 0.0) + part
+    found = []
+    for share in shares:
+        kind, most = max(share.items(), key=lambda item: item[1], default=("", 0.0))
+        found.append(kind if most > max(0.0, 1.0 - sum(share.values())) * 0.999 else "")
+    return found
+
+
+def _line(name: str, row: list[str], label: int) -> Text:
+    text = Text(f"{name[:label]:>{label}} ")
+    text.append("▕", style="dim")
+    for kind in row:
+        character, style = STYLES.get(kind, (" ", ""))
+        text.append(character, style=style)
+    text.append("▏", style="dim")
+    return text
+
+
+def _depth_line(model: Model, first_ns: int, last_ns: int, columns: int) -> Text | None:
+    readings = [reading for reading in model.ready if first_ns <= reading.at_ns <= last_ns]
+    most = max((reading.value for reading in readings), default=0)
+    if not most:
+        return None
+    sums, counts = [0.0] * columns, [0] * columns
+    for at_ns, value in readings:
+        column = min(columns - 1, int((at_ns - first_ns) / (last_ns - first_ns) * columns))
+        sums[column] += value
+        counts[column] += 1
+    text = " "
+    last = 0.0
+    for total, count in zip(sums, counts, strict=True):
+        last = total / count if count else last
+        text += _DARK[round(last / most * (len(_DARK) - 1))]
+    return Text(f"{text}  most {most:.0f}"[: columns + 2], style="bright_black")
+
+
+def _scale(first_ns: int, last_ns: int, label: int, columns: int) -> Text:
+    total_s = (last_ns - first_ns) * 1e-9
+    marks = max(1, min(8, columns // 16))
+    text = [" "] * (columns + 10)
+    for mark in range(marks + 1):
+        at = f"{first_ns * 1e-9 + total_s * mark / marks:.{_digits(total_s)}f} s"
+        place = columns * mark // marks
+        place = min(place, columns - len(at) + 1) if mark else 0
+        text[place : place + len(at)] = at
+    return Text(f"{'':>{label}}  {''.join(text).rstrip()}", style="dim")
+
+
+def _digits(total_s: float) -> int:
+    return 0 if total_s >= 50 else 1 if total_s >= 5 else 2 if total_s >= 0.5 else 4
+
+
+def _legend(seen: set[str], label: int, width: int) -> list[Text]:
+    margin = " " * (label + 2)
+    lines = [Text(margin)]
+    for kind, words in LEGEND.items():
+        if kind not in seen:
+            continue
+        if len(lines[-1]) + len(words) + 3 > width and len(lines[-1]) > len(margin):
+            lines.append(Text(margin))
+        lines[-1].append(STYLES[kind][0] * 2, style=STYLES[kind][1])
+        lines[-1].append(f" {words}   ")
+    for line in lines:
+        line.rstrip()
+    return lines
+
+
+def draw(model: Model, width: int, *, colour: bool = False) -> str:
+    """The drawing as text; with ``colour``, as a terminal understands it."""
+    console = Console(
+        width=width,
+        force_terminal=colour,
+        color_system="standard" if colour else None,
+        no_color=not colour,
+        legacy_windows=False,
+        _environ={},
+    )
+    with console.capture() as capture:
+        console.print(render(model, width), soft_wrap=True)
+    return capture.get()

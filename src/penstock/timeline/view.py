@@ -1,0 +1,128 @@
+"""``penstock.Timeline``: a trace, looked at from all sides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from penstock.errors import BadTrace
+from penstock.timeline import files, render_html, render_perfetto, render_terminal
+from penstock.timeline.account import Account, make_account
+from penstock.timeline.model import Lane, Model, make_model
+from penstock.timeline.verdict import Verdict, judge
+
+
+class Timeline:
+    """Where the time of a run went. ``loader.timeline()`` gives one; :meth:`load` reads a file.
+
+    Args:
+        records: As a loader or a trace file has them.
+
+    Example:
+        >>> from penstock import DataLoader
+        >>> loader = DataLoader(range(64), batch_size=8)
+        >>> for batch in loader:
+        ...     pass
+        >>> timeline = loader.timeline()
+        >>> timeline.num_batches
+        8
+        >>> timeline.verdict.cause in ("main process", "step", "start-up")
+        True
+    """
+
+    def __init__(self, records: Mapping[str, Any]) -> None:
+        self._records = records
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Timeline:
+        """Read a trace file.
+
+        Raises:
+            BadTrace: It is none, or damaged.
+        """
+        return cls(files.read_records(path))
+
+    @cached_property
+    def model(self) -> Model:
+        """Lanes, spans and curves."""
+        return make_model(self._records)
+
+    @cached_property
+    def account(self) -> Account:
+        """The sums."""
+        return make_account(self.model)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """What limits the run, in one sentence with its evidence."""
+        from penstock.timeline.what_if import predict_rate
+
+        def predict(**settings: Any) -> float | None:
+            return predict_rate(self.model, **settings)
+
+        return judge(self.account, self.facts, predict)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is known about the loader and the machine."""
+        return self.model.facts
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return self.model.lanes
+
+    @property
+    def num_batches(self) -> int:
+        return self.account.num_batches
+
+    def draw(self, width: int = 100, *, colour: bool = False) -> str:
+        """The drawing for a terminal, as text."""
+        return render_terminal.draw(self.model, width, colour=colour)
+
+    def show(self) -> None:
+        """Print the drawing, as wide as the window, and the verdict."""
+        from rich.console import Console
+
+        console = Console()
+        console.print(render_terminal.render(self.model, console.width), soft_wrap=True)
+        console.print(str(self.verdict), highlight=False, markup=False)
+        for note in self.model.notes:
+            console.print(f"Note: {note}", highlight=False, markup=False)
+
+    def to_html(self) -> str:
+        """A page that needs nothing else: no network, no other file."""
+        return render_html.render(self.model, self.verdict)
+
+    def to_perfetto(self) -> dict[str, Any]:
+        """The trace in Chrome's form, for Perfetto and its kin."""
+        return render_perfetto.render(self.model)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it: ``.html`` is the page, ``.perfetto.json(.gz)`` Chrome's form, else records."""
+        name = os.fspath(path)
+        if name.endswith(".html"):
+            files.write_whole(self.to_html().encode(), name)
+        elif ".perfetto.json" in name:
+            files.write_whole(render_perfetto.dump(self.model), name)
+        elif name.endswith((".json", ".json.gz")):
+            files.write_records(self._records, name)
+        else:
+            raise BadTrace(
+                f"{name}: a timeline is written to .html, .json, .json.gz or .perfetto.json.gz",
+                remedy="timeline.save('run.html')",
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"Timeline({self.num_batches} batches, {len(self.lanes)} lanes, "
+            f"{self.model.num_spans:,} spans)"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.draw()}\n{self.verdict}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page, in a frame of its own."""
+        return render_html.frame(self.to_html())

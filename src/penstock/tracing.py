@@ -1,0 +1,320 @@
+"""What happened when, noted as it happens: one record of fixed size in a ring of its process.
+
+    worker 0   Ring ==+
+    worker 1   Ring ==+== memory that the parent owns: a worker that is killed leaves its records
+    parent     Ring, of this process alone: batches, steps, and ``penstock.span`` outside workers
+                 |
+                 +--> read(): plain spans, which penstock.timeline draws
+
+One clock for all: ``time.perf_counter_ns``. On Linux that is CLOCK_MONOTONIC, on macOS
+``mach_absolute_time``, on Windows QueryPerformanceCounter; each counts for the machine and not for
+the process, and does not follow when somebody sets the date. Only times of one machine can be
+compared.
+
+A record is written once when its span ends, or at its beginning and completed later: then one that
+never ended can be seen. Noting a span takes well under two microseconds; a ring that is full goes
+on at its beginning, and the reader counts what it missed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+now_ns = time.perf_counter_ns
+
+KINDS = (
+    "user",  # penstock.span(): the user's own
+    "start",  # a worker process begins to serve; a: its pid
+    "lease",  # a worker loads a part of a batch; a: CPU ns, b: ns waited for a core or -1, extra:
+    #           microseconds that copying into the slot took, or -1: not measured this time
+    "collate",  # the user's collate_fn, within a lease
+    "sample",  # one dataset[i], within a lease; only when asked for
+    "step",  # one transform of a Compose; only when asked for
+    "batch",  # the parent hands out a batch; a: ns waited for it, b: when the one before it was
+    #           handed out, extra: microseconds spent bringing batches to the device, part: ready
+    "launch",  # the parent starts workers
+    "memory",  # a: kB held, b: major page faults so far; of the parent, too, extra: MiB that the
+    #            machine has left, rows: milliseconds of CPU that the process has used
+    "refused",  # no slot was to be had for another batch; a: slots held by the user
+    "copy",  # a batch goes to the device, as the device's own clock has it
+    "gpu",  # the device computes, as its own clock has it
+)
+USER, START, LEASE, COLLATE, SAMPLE, STEP, BATCH, LAUNCH, MEMORY, REFUSED, COPY, GPU = range(
+    len(KINDS)
+)
+
+RECORD = struct.Struct("<qqqqqHHHHiiii")
+"""Number, start, end, a, b; kind, name, thread, part; pass, batch, rows, extra."""
+_pack_into = RECORD.pack_into
+_EXTRA = struct.Struct("<i")
+_HEADER_BYTES = 64
+_HEAD, _NUM_NAMES = 0, 1
+MAX_NAMES, _NAME_BYTES = 128, 64
+_RECORDS_AT = _HEADER_BYTES + MAX_NAMES * _NAME_BYTES
+_FIRST_CELL = _RECORDS_AT // 8
+RING_BYTES = 256 << 10
+"""About 4,000 records."""
+ASKED_RING_BYTES = 4 << 20
+"""About 65,000: where somebody asked for a trace, so that fewer are missed between two looks."""
+OFF = "PENSTOCK_TRACE"
+"""In the environment, ``0`` turns all tracing off."""
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Noted(NamedTuple):
+    """One record, read. ``end_ns`` 0: it had not ended. See :data:`KINDS` for a, b and extra."""
+
+    kind: int
+    name: str
+    start_ns: int
+    end_ns: int
+    thread: int = 0
+    pass_: int = -1
+    batch: int = -1
+    part: int = 0
+    rows: int = 0
+    a: int = 0
+    b: int = 0
+    extra: int = 0
+
+
+class Ring:
+    """Records of one writer, in memory that others may read meanwhile.
+
+    Args:
+        buffer: Where they lie; zeros, or the ring of a worker that this one replaces.
+
+    Called from: the process that works, for all of it but :func:`read_ring`.
+
+    Example:
+        >>> ring = Ring(bytearray(RING_BYTES))
+        >>> number = ring.add(BATCH, 100, 250, batch=3, rows=8)
+        >>> spans, head = read_ring(ring.buffer, 0)
+        >>> spans[0].batch, spans[0].end_ns - spans[0].start_ns, head
+        (3, 150, 1)
+    """
+
+    __slots__ = ("buffer", "capacity", "cells", "names", "next_number", "place")
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = memoryview(buffer).cast("B")
+        self.cells = self.buffer[: self.buffer.nbytes // 8 * 8].cast("q")
+        self.capacity = (self.buffer.nbytes - _RECORDS_AT) // RECORD.size
+        self.next_number = itertools.count(self.cells[_HEAD]).__next__
+        self.names = {name: number for number, name in enumerate(_read_names(self.buffer), 1)}
+        self.place = (-1, -1, 0)
+        """Pass, batch and part that spans of the user belong to."""
+
+    def add(
+        self,
+        kind: int,
+        start_ns: int,
+        end_ns: int,
+        pass_: int = -1,
+        batch: int = -1,
+        part: int = 0,
+        rows: int = 0,
+        a: int = 0,
+        b: int = 0,
+        extra: int = 0,
+        name: int = 0,
+        thread: int = 0,
+    ) -> int:
+        """Note a span that is over (or with ``end_ns`` 0: is not yet); its number."""
+        number = self.next_number()
+        at = _RECORDS_AT + number % self.capacity * 64
+        # fmt: off
+        _pack_into(self.buffer, at, number, start_ns, end_ns, a, b, kind, name, thread, part,
+                   pass_, batch, rows, extra)
+        # fmt: on
+        self.cells[0] = number + 1  # last, so that a reader never meets half a record
+        return number
+
+    def end(self, number: int, end_ns: int, a: int = 0, b: int = 0) -> None:
+        """Complete a span, unless the ring has gone round since."""
+        cell = _FIRST_CELL + number % self.capacity * 8
+        cells = self.cells
+        if cells[cell] == number:
+            if a or b:
+                cells[cell + 3], cells[cell + 4] = a, b
+            cells[cell + 2] = end_ns
+
+    def set_extra(self, number: int, extra: int) -> None:
+        """Give a record its last field."""
+        at = _RECORDS_AT + number % self.capacity * RECORD.size
+        _EXTRA.pack_into(self.buffer, at + RECORD.size - 4, min(max(extra, -1), 2**31 - 1))
+
+    def name(self, text: str) -> int:
+        """The number of a name; 0, which has none, once the table is full."""
+        number = self.names.get(text)
+        return self._intern(text) if number is None else number
+
+    def _intern(self, text: str) -> int:
+        number = len(self.names) + 1
+        if number > MAX_NAMES:
+            return 0
+        raw = str(text).encode("utf-8", "replace")[: _NAME_BYTES - 1]
+        at = _HEADER_BYTES + (number - 1) * _NAME_BYTES
+        self.buffer[at : at + 1 + len(raw)] = bytes([len(raw)]) + raw
+        self.names[text] = number
+        self.cells[_NUM_NAMES] = number
+        return number
+
+
+def read_ring(buffer: Any, since: int) -> tuple[list[Noted], int]:
+    """Spans noted from number ``since`` on, oldest first, and how many there ever were.
+
+    Fewer than ``head - since`` come back where the ring has gone round meanwhile.
+    Called from: any process that maps the buffer.
+    """
+    view = memoryview(buffer).cast("B")
+    head = view[:8].cast("q")[0]
+    capacity = (view.nbytes - _RECORDS_AT) // RECORD.size
+    names = ["", *_read_names(view)]
+    found = []
+    for number in range(max(since, head - capacity, 0), head):
+        at = _RECORDS_AT + number % capacity * RECORD.size
+        fields = RECORD.unpack_from(view, at)
+        is_whole = fields[0] == number and fields[5] < len(KINDS) and fields[1] > 0
+        if not is_whole:  # overwritten while we read, or never written
+            continue
+        _, start_ns, end_ns, a, b, kind, name, thread, part, pass_, batch, rows, extra = fields
+        text = names[name] if name < len(names) else ""
+        found.append(
+            Noted(kind, text, start_ns, end_ns, thread, pass_, batch, part, rows, a, b, extra)
+        )
+    return found, head
+
+
+def _read_names(view: memoryview) -> list[str]:
+    count = view[8:16].cast("q")[0]
+    found = []
+    for number in range(min(max(count, 0), MAX_NAMES)):
+        at = _HEADER_BYTES + number * _NAME_BYTES
+        raw = bytes(view[at + 1 : at + 1 + view[at]])
+        found.append(raw.decode("utf-8", "replace"))
+    return found
+
+
+# -- who writes where ------------------------------------------------------------------------------
+
+
+class _Here(threading.local):
+    writer: tuple[Ring | None, int] | None = None
+    """Of each thread: where it notes, and its number there; None: that is not known yet."""
+
+
+_here = _Here()
+_process: Ring | None = None
+_thread_numbers = itertools.count()
+
+
+def is_on() -> bool:
+    """Is anything noted at all?"""
+    return os.environ.get(OFF) != "0"
+
+
+def enter_process(ring: Ring | None) -> None:
+    """From now on this process notes there. Called from: a worker process, once."""
+    global _process
+    _process = ring
+    enter_thread(ring)
+
+
+def enter_thread(ring: Ring | None) -> None:
+    """From now on this thread notes there. Called from: a worker thread, once."""
+    _here.writer = ring, 0
+
+
+def process_ring() -> Ring | None:
+    """The ring that this process notes in where no worker's is at hand.
+
+    None: nothing was noted in it, or tracing is off.
+    """
+    return _process
+
+
+def _meet_thread() -> tuple[Ring | None, int]:
+    """A thread's first span outside workers."""
+    global _process
+    if _process is None and is_on():
+        _process = Ring(bytearray(ASKED_RING_BYTES // 4))
+    _here.writer = _process, next(_thread_numbers) % 65536
+    return _here.writer
+
+
+def _forget() -> None:
+    """In a child that the user has forked: the ring is the parent's."""
+    global _process, _here
+    _process, _here = None, _Here()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+class span:
+    """Times a part of your own code, in the training loop or inside ``dataset[i]``.
+
+    It appears in the timeline under its name, in the lane of whoever ran it. As a decorator it
+    times each call.
+
+    Example:
+        >>> import penstock
+        >>> with penstock.span("decode"):
+        ...     pass
+        >>> @penstock.span("augment")
+        ... def augment(image):
+        ...     return image
+        >>> augment(3)
+        3
+    """
+
+    __slots__ = ("_kind", "_name", "_number", "_ring")
+
+    def __init__(self, name: str, *, kind: int = USER) -> None:
+        self._name = name
+        self._kind = kind
+
+    def __enter__(self) -> span:
+        here = _here.writer
+        if here is None:
+            here = _meet_thread()
+        ring = self._ring = here[0]
+        if ring is not None:
+            name = ring.names.get(self._name)
+            if name is None:
+                name = ring.name(self._name)
+            pass_, batch, part = ring.place
+            # Ring.add() by hand: its call alone would be a fifth of all that a span costs.
+            number = self._number = ring.next_number()
+            at = _RECORDS_AT + number % ring.capacity * 64
+            # fmt: off
+            _pack_into(ring.buffer, at, number, now_ns(), 0, 0, 0, self._kind, name, here[1], part,
+                       pass_, batch, 0, 0)
+            # fmt: on
+            ring.cells[0] = number + 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ring = self._ring
+        if ring is not None:
+            number = self._number
+            cell = _FIRST_CELL + number % ring.capacity * 8
+            if ring.cells[cell] == number:
+                ring.cells[cell + 2] = now_ns()
+
+    def __call__(self, function: _F) -> _F:
+        @functools.wraps(function)
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            with span(self._name, kind=self._kind):
+                return function(*arguments, **keywords)
+
+        return timed  # type: ignore[return-value]

@@ -1,0 +1,116 @@
+"""Six training loops, each with one thing wrong, by construction."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate, get_worker_info
+
+from penstock import DataLoader, Timeline
+
+NUM_SAMPLES = 480
+BATCH_SIZE = 8
+PIXELS = torch.zeros(3, 32, 32)
+
+
+def compute(seconds: float) -> None:
+    """Keep a core busy for so long; time that others hold it does not count."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+class Samples:
+    """A dataset of a given length that does something for each sample."""
+
+    def __init__(self, work: Callable[[int], None], count: int = NUM_SAMPLES) -> None:
+        self._work = work
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self._work(index)
+        return PIXELS
+
+
+class ThrottledReads:
+    """Reads files, no faster than a given rate: a share in the network, say."""
+
+    def __init__(self, path: Path, bytes_per_s: float) -> None:
+        self._path = path
+        self._bytes_per_s = bytes_per_s
+
+    def __call__(self, index: int) -> None:
+        with self._path.open("rb") as file:
+            while piece := file.read(4096):
+                time.sleep(len(piece) / self._bytes_per_s)
+
+
+def computing_collate(samples: list[Any]) -> Any:
+    compute(0.02)
+    return default_collate(samples)
+
+
+def slow_where_worker_is_one(index: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    time.sleep(0.02 if info.id == 1 else 0.001)
+
+
+def copy_slowly(batch: torch.Tensor) -> torch.Tensor:
+    """In the place of a bus: the batch arrives 15 ms later."""
+    time.sleep(0.015)
+    return batch.clone()
+
+
+def _run(dataset: Any, step_s: float, **arguments: Any) -> Timeline:
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE, **arguments)
+    for _ in loader:
+        time.sleep(step_s)
+    return loader.timeline()
+
+
+def decode(folder: Path) -> Timeline:
+    return _run(Samples(lambda index: compute(0.003)), 0.001, num_workers=2)
+
+
+def collate(folder: Path) -> Timeline:
+    samples = Samples(lambda index: compute(0.0002))
+    return _run(samples, 0.001, num_workers=2, collate_fn=computing_collate)
+
+
+def storage(folder: Path) -> Timeline:
+    path = folder / "sample.bin"
+    path.write_bytes(os.urandom(16384))
+    return _run(Samples(ThrottledReads(path, 4e6)), 0.001, num_workers=2)
+
+
+def transfer(folder: Path) -> Timeline:
+    samples = Samples(lambda index: compute(0.0002))
+    return _run(samples, 0.001, num_workers=2, device="cpu", finish=copy_slowly)
+
+
+def slow_worker(folder: Path) -> Timeline:
+    return _run(Samples(slow_where_worker_is_one), 0.001, num_workers=3)
+
+
+def step(folder: Path) -> Timeline:
+    return _run(Samples(lambda index: compute(0.0002)), 0.03, num_workers=2)
+
+
+CASES: dict[str, Callable[[Path], Timeline]] = {
+    "decode": decode,
+    "collate": collate,
+    "storage": storage,
+    "transfer": transfer,
+    "slow worker": slow_worker,
+    "step": step,
+}
+"""By the cause that the verdict must name."""

@@ -1,0 +1,85 @@
+"""Triton's kernels without a GPU: run by Triton's own interpreter, against float64.
+
+On a real GPU they are tested in tests/gpu. No leg of CI has Triton (it comes with torch's CUDA
+builds); the hosted CI file installs such a build on Linux.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+CHECK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+import convolving
+from penstock.compute.algorithms import implicit
+from penstock.compute.algorithms.table import candidates
+assert implicit.is_interpreted()
+CASES = (
+    convolving.Case(name="strided", stride=2, channels=5, outputs=3, size=(5, 6)),
+    convolving.Case(name="grouped", groups=2, channels=32, outputs=4, size=(4, 5), batch=1),
+    convolving.Case(name="depthwise", groups=4, channels=4, outputs=4, size=(5, 4), stride=2),
+    convolving.Case(name="winograd", channels=32, outputs=32, size=(5, 4), batch=1),
+    convolving.Case(name="1-d, dilated", size=(7,), dilation=2, channels=3, outputs=2),
+)
+seen = set()
+for case in CASES:
+    exact = convolving.exact(case, torch.float32)
+    for is_last in (False, True):
+        g = case.geometry(is_channels_last=is_last)
+        for which in ("forward", "input gradient", "weight gradient"):
+            for way in candidates(g, which, torch.float32, "cpu"):
+                if not any(word in way.name for word in ("implicit", "lanes", "fused")):
+                    continue
+                result = way.run(g, *exact.arguments(which), 1 << 20)
+                off = convolving.distance(result, exact.results[which], exact.scales[which])
+                assert off <= convolving.bound(way.name, torch.float32), (case, which, way, off)
+                seen.add(way.name)
+print(sorted(seen))
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernels_are_right_in_triton_s_interpreter() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", CHECK, str(TESTS)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        timeout=110,
+        check=False,
+    )
+    if "only 0-dimensional arrays can be converted" in result.stderr:
+        pytest.skip("this Triton's interpreter cannot use NumPy 2.4")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str(
+        ["depthwise lanes", "implicit product", "implicit product, wide", "winograd, fused"]
+    )
+
+
+def test_without_triton_no_way_of_its_is_offered() -> None:
+    if importlib.util.find_spec("triton") is not None:
+        pytest.skip("triton is installed")
+    import torch
+
+    import convolving
+    from penstock.compute.algorithms.table import candidates
+
+    for case in convolving.CASES:
+        geometry = case.geometry(is_channels_last=True)
+        names = [way.name for way in candidates(geometry, "forward", torch.float32, "cuda")]
+        assert names
+        assert not any(word in name for name in names for word in ("implicit", "lanes", "fused"))

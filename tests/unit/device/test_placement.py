@@ -1,0 +1,108 @@
+"""Which devices are taken, and what is said of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pretend_gpu
+from penstock import DataLoader, to_device
+from penstock.device.placement import checked_depth, checked_device, resolve
+from penstock.errors import BadArgument, NoSuchDevice
+
+pytestmark = pytest.mark.legacy
+
+HAS_GPU = torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("device", ["warp", "cuda:x", "", object(), 1.5, ["cuda"]])
+def test_what_is_no_device_is_said_when_the_loader_is_made(device: Any) -> None:
+    with pytest.raises(NoSuchDevice, match=r"NoSuchDevice \[G01\]: device="):
+        DataLoader(range(4), device=device)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+def test_a_gpu_on_a_machine_without_one_is_said_before_any_worker_starts() -> None:
+    loader = DataLoader(range(4), device="cuda", num_workers=2)
+    with pytest.raises(NoSuchDevice, match="device='cuda' does not exist here") as caught:
+        iter(loader)
+    assert "device='cpu'" in str(caught.value)
+    assert caught.value.device == "cuda"
+
+
+def test_a_number_that_is_not_there_is_told_with_those_that_are() -> None:
+    with pretend_gpu.pretended("cuda"):
+        assert resolve(torch.device("cuda")) == torch.device("cuda", 0)
+        assert resolve(torch.device("cuda:1")) == torch.device("cuda", 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.backends.cuda, "is_built", lambda: True)
+            with pytest.raises(NoSuchDevice, match="torch sees cuda:0, cuda:1 and no other"):
+                resolve(torch.device("cuda:2"))
+
+
+def test_a_gpu_without_a_number_is_the_current_one_of_this_rank() -> None:
+    with pretend_gpu.pretended("hip") as gpu:
+        gpu.current = 1
+        assert resolve(torch.device("cuda")) == torch.device("cuda", 1)
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this is a Mac with a GPU")
+def test_no_apple_gpu_is_said() -> None:
+    with pytest.raises(NoSuchDevice, match="no Apple GPU"):
+        resolve(torch.device("mps"))
+
+
+def test_a_kind_that_we_know_nothing_about_is_tried_out() -> None:
+    with pytest.raises(NoSuchDevice, match="device='xpu' takes no tensors here"):
+        resolve(torch.device("xpu"))
+    assert resolve(torch.device("meta")).type == "meta"
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.0, True, "2", None, 1001])
+def test_a_depth_is_a_small_number_above_0(depth: Any) -> None:
+    with pytest.raises(BadArgument, match=r"device_prefetch=.* is no number of batches"):
+        DataLoader(range(4), device="cpu", device_prefetch=depth)
+    with pytest.raises(BadArgument, match=r"\bprefetch=.* is no number of batches"):
+        to_device([], "cpu", prefetch=depth)
+    assert checked_depth(1000) == 1000
+
+
+def test_finish_needs_a_device_and_to_be_a_function() -> None:
+    with pytest.raises(BadArgument, match="no device= was given"):
+        DataLoader(range(4), finish=print)
+    with pytest.raises(BadArgument, match="finish=3 is no function"):
+        DataLoader(range(4), finish=3, device="cpu")
+
+
+def test_arguments_are_attributes_so_that_others_can_rebuild_the_loader() -> None:
+    loader = DataLoader(range(4), device="cpu", device_prefetch=3, finish=print)
+    assert (loader.device, loader.device_prefetch, loader.finish) == (
+        torch.device("cpu"),
+        3,
+        print,
+    )
+    assert DataLoader(range(4), device=loader.device).device == checked_device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "index", "is_fenced"),
+    [
+        ({"device": "cuda"}, 0, False),
+        ({"device": "cuda:1"}, 1, False),
+        ({"device": "cuda:1", "pin_memory": True}, 1, False),
+        ({"pin_memory": True}, None, True),
+        ({"pin_memory": True, "device": "cpu"}, None, True),
+        ({"device": "cpu"}, "nobody", None),
+        ({}, "nobody", None),
+    ],
+)
+def test_who_pins_and_for_which_gpu(
+    arguments: dict[str, Any], index: Any, is_fenced: bool | None
+) -> None:
+    with pretend_gpu.pretended("cuda") as gpu:
+        pinner = DataLoader(range(4), **arguments)._device_setup()["pinner"]
+        found = ("nobody", None) if pinner is None else (pinner._index, pinner._is_fenced)
+        assert found == (index, is_fenced)
+        assert gpu.calls == [], "no GPU is opened for that"

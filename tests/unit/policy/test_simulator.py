@@ -1,0 +1,154 @@
+"""The model of the engine: what must hold whatever the times are."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+import penstock
+import traces
+from penstock import BadTrace, Timeline
+from penstock.errors import BadArgument
+from penstock.policy.simulator import Cost, Run, Settings, Workload, simulate
+from penstock.timeline.what_if import distil
+
+pytestmark = pytest.mark.legacy
+
+
+def imagine(rows: tuple[Cost, ...] = (Cost(0.0, 0.01),), step_s: float = 0.0, **wish: Any) -> Run:
+    work = Workload(rows=rows, steps=(Cost(0.0, step_s),), batch_rows=4, part_s=0.0)
+    given = {"num_workers": 2, "batch_rows": 4, "num_batches": 100, "cores": 4.0, **wish}
+    return simulate(work, Settings(**given))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4, 8])
+def test_samples_that_wait_need_no_cores(num_workers: int) -> None:
+    assert imagine(num_workers=num_workers, cores=1).rate == pytest.approx(
+        100 * num_workers, rel=0.1
+    )
+
+
+@pytest.mark.parametrize(("num_workers", "cores"), [(1, 4), (4, 4), (8, 4), (4, 1)])
+def test_samples_that_compute_share_the_cores(num_workers: int, cores: int) -> None:
+    run = imagine((Cost(0.01, 0.0),), num_workers=num_workers, cores=cores)
+    assert run.rate == pytest.approx(100 * min(num_workers, cores), rel=0.1)
+
+
+def test_a_long_step_is_the_limit_whatever_the_workers() -> None:
+    for num_workers in (2, 8):
+        run = imagine(step_s=0.1, num_workers=num_workers)
+        assert run.rate == pytest.approx(4 / 0.1, rel=0.05)
+
+
+def test_a_step_that_computes_takes_a_core_from_the_workers() -> None:
+    rows = (Cost(0.01, 0.0),)
+
+    def rate(step: Cost) -> float:
+        work = Workload(rows=rows, steps=(step,), batch_rows=4)
+        wish = Settings(num_workers=2, batch_rows=4, num_batches=100, cores=2)
+        return simulate(work, wish).rate
+
+    assert rate(Cost(0.015, 0.0)) < 0.9 * rate(Cost(0.0, 0.015))
+
+
+def test_batches_are_delivered_in_order_and_all_of_them() -> None:
+    rows = (Cost(0.0, 0.001), Cost(0.0, 0.05))
+    run = imagine(rows, num_workers=3, num_batches=50)
+    handed = [event.batch for event in run.events if event.kind == "deliver"]
+    assert handed == list(range(50))
+    loaded = sum(event.rows for event in run.events if event.kind == "fetch")
+    assert loaded == 200
+
+
+def test_no_worker_does_two_things_at_once_and_nothing_is_early() -> None:
+    run = imagine((Cost(0.002, 0.003),), num_workers=3, num_batches=40)
+    for worker in range(3):
+        mine = sorted(e for e in run.events if e.worker == worker)
+        mine.sort(key=lambda event: event.start_s)
+        for one, other in itertools.pairwise(mine):
+            assert one.end_s <= other.start_s + 1e-9
+    done = {}
+    for event in run.events:
+        if event.kind == "fetch":
+            done[event.batch] = max(event.end_s, done.get(event.batch, 0.0))
+    for event in run.events:
+        if event.kind == "deliver":
+            assert event.start_s >= done[event.batch] - 1e-9
+
+
+def test_no_more_batches_are_under_way_than_the_depth_allows() -> None:
+    run = imagine(step_s=0.05, depth=2, num_workers=2, num_batches=40, can_split=False)
+    handed = {e.batch: e.start_s for e in run.events if e.kind == "deliver"}
+    for event in run.events:
+        if event.kind == "fetch" and event.batch >= 4:
+            assert event.start_s >= handed[event.batch - 4] - 1e-9
+
+
+def test_a_deeper_queue_rides_out_a_slow_sample() -> None:
+    rows = (*[Cost(0.0, 0.002)] * 60, Cost(0.0, 0.3))
+    shallow = imagine(rows, step_s=0.008, depth=1, num_batches=400, num_workers=3).rate
+    deep = imagine(rows, step_s=0.008, depth=16, num_batches=400, num_workers=3).rate
+    assert deep > 1.05 * shallow
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    rows = (Cost(0.001, 0.001), Cost(0.004, 0.0), Cost(0.0, 0.01))
+    assert imagine(rows).events == imagine(rows).events
+    assert imagine(rows).events != imagine(rows, seed=1).events
+
+
+# -- from a trace ----------------------------------------------------------------------------------
+
+
+def trace(**changes: Any) -> Timeline:
+    return Timeline(traces.make_records(**{"num_batches": 80, "step_ms": 1.0, **changes}))
+
+
+def test_a_run_imagined_as_it_was_comes_out_as_it_was() -> None:
+    real = trace()
+    assert penstock.simulate(real).account.rate == pytest.approx(real.account.rate, rel=0.1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_other_numbers_of_workers_come_out_as_runs_with_them(num_workers: int) -> None:
+    real = trace(num_workers=num_workers)
+    imagined = penstock.simulate(trace(num_workers=2), workers=num_workers)
+    assert imagined.account.rate == pytest.approx(real.account.rate, rel=0.1)
+    assert len([lane for lane in imagined.lanes if lane.role == "worker"]) == num_workers
+
+
+def test_wishes_work_in_the_right_direction() -> None:
+    real = trace()
+    rate = penstock.simulate(real).account.rate
+    assert penstock.simulate(real, faster_decode=2.0).account.rate > 1.5 * rate
+    assert penstock.simulate(real, packed=True).account.rate > 3 * rate
+    assert penstock.simulate(real, step_ms=100.0).account.rate < 0.5 * rate
+    assert penstock.simulate(real, workers=0).account.rate < 0.6 * rate
+    assert penstock.simulate(real, workers=8, cores=2).account.rate < 1.2 * rate
+
+
+def test_an_imagined_run_is_a_timeline_like_any_other() -> None:
+    imagined = penstock.simulate(trace(), workers=3)
+    assert imagined.facts["imagined"] is True
+    assert "worker 2" in imagined.draw(80)
+    assert imagined.verdict.cause == "decode"
+    assert "imagined" in imagined.to_html()
+
+
+@pytest.mark.parametrize("wish", [{"workers": -1}, {"prefetch": 0}, {"batch_size": 1.5}])
+def test_wishes_that_cannot_be_are_refused(wish: dict[str, Any]) -> None:
+    with pytest.raises(BadArgument, match="no such number"):
+        penstock.simulate(trace(), **wish)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_too_short_a_run_is_said_to_be_one(count: int) -> None:
+    with pytest.raises(BadTrace, match="too few"):
+        distil(trace(num_batches=count).model, 10)
+
+
+def test_what_is_no_run_is_refused() -> None:
+    with pytest.raises(BadArgument, match="no loader"):
+        penstock.simulate([1, 2])

@@ -1,0 +1,173 @@
+"""Records in a ring: what is written is read, what is lost is counted, and it costs little."""
+
+from __future__ import annotations
+
+import os
+import threading
+import timeit
+
+import pytest
+
+import penstock
+from penstock import tracing
+from penstock.tracing import BATCH, LEASE, MAX_NAMES, RING_BYTES, USER, Ring, read_ring
+
+pytestmark = pytest.mark.legacy
+
+
+def make_ring(num_bytes: int = RING_BYTES) -> Ring:
+    return Ring(bytearray(num_bytes))
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    ring = make_ring()
+    ring.add(LEASE, 10, 90, 2, 7, 3, 16, 55, -1, -1, ring.name("cafés"), 4)
+    (span,), head = read_ring(ring.buffer, 0)
+    assert span == tracing.Noted(LEASE, "cafés", 10, 90, 4, 2, 7, 3, 16, 55, -1, -1)
+    assert head == 1
+
+
+def test_a_span_that_has_not_ended_says_so_and_can_end_later() -> None:
+    ring = make_ring()
+    number = ring.add(USER, 10, 0)
+    assert read_ring(ring.buffer, 0)[0][0].end_ns == 0
+    ring.end(number, 70, 5, 6)
+    assert read_ring(ring.buffer, 0)[0][0][2:4] == (10, 70)
+    assert read_ring(ring.buffer, 0)[0][0][9:11] == (5, 6)
+
+
+def test_a_full_ring_goes_on_at_its_beginning_and_the_reader_sees_how_many_it_missed() -> None:
+    ring = make_ring(16 << 10)
+    for number in range(1000):
+        ring.add(BATCH, number + 1, number + 2, batch=number)
+    spans, head = read_ring(ring.buffer, 0)
+    assert head == 1000
+    assert [span.batch for span in spans] == list(range(1000 - len(spans), 1000))
+    assert 100 < len(spans) < 1000
+    assert read_ring(ring.buffer, 990)[0] == spans[-10:]
+
+
+def test_a_span_that_the_ring_has_forgotten_is_not_ended_in_another_one_s_record() -> None:
+    ring = make_ring(16 << 10)
+    first = ring.add(USER, 1, 0)
+    for number in range(1000):
+        ring.add(BATCH, number + 1, 5000, batch=number)
+    ring.end(first, 9999)
+    assert all(span.end_ns == 5000 for span in read_ring(ring.buffer, 0)[0])
+
+
+def test_a_worker_that_takes_over_a_ring_goes_on_where_the_other_stopped() -> None:
+    memory = bytearray(RING_BYTES)
+    one = Ring(memory)
+    one.add(USER, 5, 6, name=one.name("decode"))
+    other = Ring(memory)
+    other.add(USER, 7, 8, name=other.name("decode"))
+    other.add(USER, 8, 9, name=other.name("flip"))
+    assert [span.name for span in read_ring(memory, 0)[0]] == ["decode", "decode", "flip"]
+
+
+def test_names_beyond_the_table_and_very_long_ones_do_no_harm() -> None:
+    ring = make_ring()
+    long = "ä" * 500
+    ring.add(USER, 1, 2, name=ring.name(long))
+    for number in range(MAX_NAMES + 10):
+        ring.add(USER, 1, 2, name=ring.name(f"name {number}"))
+    names = [span.name for span in read_ring(ring.buffer, 0)[0]]
+    assert long.startswith(names[0].rstrip("\ufffd"))
+    assert names[1] == "name 0"
+    assert names[-1] == ""
+
+
+@pytest.mark.parametrize("fill", [0xFF, 0x5A])
+def test_memory_that_holds_no_ring_reads_as_nothing(fill: int) -> None:
+    junk = bytearray([fill]) * (16 << 10)
+    junk[:8] = (300).to_bytes(8, "little")
+    junk[8:16] = (5).to_bytes(8, "little")
+    assert read_ring(junk, 0)[0] == []
+
+
+def test_threads_share_a_ring_without_losing_a_record() -> None:
+    ring = make_ring(1 << 20)
+
+    def work(number: int) -> None:
+        for turn in range(2000):
+            ring.add(BATCH, 1, 2, batch=turn, part=number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spans, head = read_ring(ring.buffer, 0)
+    assert head == len(spans) == 8000
+    assert sorted((span.part, span.batch) for span in spans) == [
+        (part, turn) for part in range(4) for turn in range(2000)
+    ]
+
+
+def own_spans() -> list[tracing.Noted]:
+    ring = tracing.process_ring()
+    return [] if ring is None else read_ring(ring.buffer, 0)[0]
+
+
+def test_spans_of_the_user_nest_and_carry_their_name() -> None:
+    with penstock.span("outer of two"), penstock.span("inner of two"):
+        pass
+    outer, inner = (span for span in own_spans() if span.name.endswith("of two"))
+    assert outer.start_ns <= inner.start_ns <= inner.end_ns <= outer.end_ns
+
+
+def test_a_span_ends_when_its_block_raises() -> None:
+    with pytest.raises(ValueError, match="no"), penstock.span("raises"):
+        raise ValueError("no")
+    assert [span.end_ns > 0 for span in own_spans() if span.name == "raises"] == [True]
+
+
+def test_a_decorated_function_keeps_its_name_and_result() -> None:
+    @penstock.span("doubling")
+    def double(value: int) -> int:
+        """Twice."""
+        return 2 * value
+
+    assert (double(4), double.__name__, double.__doc__) == (8, "double", "Twice.")
+    assert any(span.name == "doubling" for span in own_spans())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_that_the_user_forks_does_not_write_into_the_parent_s_ring() -> None:
+    with penstock.span("before the fork"):
+        pass
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with penstock.span("in the child"):
+            pass
+        os.write(writing, str([span.name for span in own_spans()]).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(reading, 1000) == b"['in the child']"
+    os.close(reading)
+    os.close(writing)
+    assert not any(span.name == "in the child" for span in own_spans())
+
+
+def cost_us(function: object) -> float:
+    """The quickest of many short runs: what others do to the machine does not count."""
+    return min(timeit.repeat(function, number=500, repeat=400)) / 500 * 1e6  # type: ignore[arg-type]
+
+
+def test_a_span_costs_less_than_two_microseconds() -> None:
+    def timed() -> None:
+        with penstock.span("cost"):
+            pass
+
+    assert cost_us(timed) < 2.0
+
+
+def test_a_slower_way_would_be_noticed() -> None:
+    def slow() -> None:
+        for _ in range(4):
+            with penstock.span("cost"):
+                str(own_spans)
+
+    assert cost_us(slow) > 2.0

@@ -1,0 +1,140 @@
+"""Chrome's trace-event form, held against its rules by a validator of our own."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import traces
+from penstock import Timeline
+
+pytestmark = pytest.mark.legacy
+
+NEEDS = {
+    "X": {"name", "ts", "dur", "pid", "tid"},
+    "M": {"name", "pid", "args"},
+    "C": {"name", "ts", "pid", "args"},
+    "s": {"name", "ts", "pid", "tid", "id"},
+    "f": {"name", "ts", "pid", "tid", "id"},
+}
+METADATA = {"process_name", "thread_name", "thread_sort_index"}
+
+
+def faults_of(trace: Any) -> list[str]:
+    """What is wrong with a trace by the trace-event rules."""
+    found = []
+    if set(trace) - {"traceEvents", "displayTimeUnit", "otherData"}:
+        found.append("unknown member")
+    rows: dict[Any, list[Any]] = defaultdict(list)
+    flows: dict[Any, list[Any]] = defaultdict(list)
+    for event in trace["traceEvents"]:
+        phase = event.get("ph")
+        if phase not in NEEDS:
+            found.append(f"unknown phase {phase!r}")
+            continue
+        if missing := NEEDS[phase] - set(event):
+            found.append(f"{phase} without {sorted(missing)}")
+            continue
+        if any(type(event[key]) is not int for key in ("pid", "tid") if key in event):
+            found.append("an id is no number")
+        if "ts" in event and not event["ts"] >= 0:
+            found.append("a time before the beginning")
+        if phase == "X":
+            rows[event["pid"], event["tid"]].append(event)
+        elif phase in "sf":
+            flows[event["cat"], event["id"]].append(event)
+        elif phase == "M" and event["name"] not in METADATA:
+            found.append(f"metadata {event['name']!r}")
+        elif phase == "C" and not all(
+            isinstance(value, (int, float)) for value in event["args"].values()
+        ):
+            found.append("a counter that counts no number")
+    return found + _badly_nested(rows) + _badly_flowing(flows, rows)
+
+
+def _badly_nested(rows: dict[Any, list[Any]]) -> list[str]:
+    """Spans of one row lie within each other or apart."""
+    found = []
+    for row, events in rows.items():
+        ends: list[float] = []
+        for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+            if event["dur"] < 0:
+                found.append("a negative duration")
+            end = event["ts"] + event["dur"]
+            while ends and ends[-1] <= event["ts"] + 1e-6:
+                ends.pop()
+            if ends and end > ends[-1] + 1e-6:
+                found.append(f"row {row}: {event['name']!r} at {event['ts']} reaches out")
+            ends.append(end)
+    return found
+
+
+def _badly_flowing(flows: dict[Any, list[Any]], rows: dict[Any, list[Any]]) -> list[str]:
+    """A flow starts once and ends once, later, within a span of its row."""
+    found = []
+    for key, events in flows.items():
+        if sorted(event["ph"] for event in events) != ["f", "s"]:
+            found.append(f"flow {key} is no pair")
+            continue
+        start, end = sorted(events, key=lambda event: event["ph"] == "f")
+        if start["ts"] > end["ts"]:
+            found.append(f"flow {key} goes back in time")
+        for event in events:
+            spans = rows[event["pid"], event["tid"]]
+            if not any(s["ts"] <= event["ts"] <= s["ts"] + s["dur"] for s in spans):
+                found.append(f"flow {key} hangs in the air")
+    return found
+
+
+def test_an_exported_run_is_valid() -> None:
+    records = traces.make_records(num_batches=30, spans_per_part=3, transfer_ms=1.0)
+    trace = Timeline(records).to_perfetto()
+    assert faults_of(trace) == []
+    kinds = {event.get("cat") for event in trace["traceEvents"]}
+    assert {"fetch", "stall", "step", "deliver", "transfer", "user", "flow"} <= kinds
+    counters = {event["name"] for event in trace["traceEvents"] if event["ph"] == "C"}
+    assert counters == {"batches ready", "memory MiB"}
+
+
+def test_every_part_flows_to_its_batch() -> None:
+    trace = Timeline(traces.make_records(num_batches=30)).to_perfetto()
+    assert sum(event["ph"] == "s" for event in trace["traceEvents"]) == 30
+
+
+@pytest.mark.parametrize("records", [{}, traces.make_records(num_batches=0)])
+def test_a_run_of_nothing_is_valid_too(records: Any) -> None:
+    assert faults_of(Timeline(records).to_perfetto()) == []
+
+
+def test_a_file_of_it_is_packed_json(tmp_path: Path) -> None:
+    path = tmp_path / "run.perfetto.json.gz"
+    Timeline(traces.make_records(name='"<é>')).save(path)
+    assert faults_of(json.loads(gzip.decompress(path.read_bytes()))) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ({"ph": "Q"}, "unknown phase"),
+        ({"dur": -5.0}, "negative"),
+        ({"ts": -5.0}, "before the beginning"),
+        ({"pid": "x"}, "no number"),
+        ({"dur": 1e9}, "reaches out"),
+    ],
+)
+def test_a_fault_would_be_noticed(spoil: dict[str, Any], words: str) -> None:
+    trace = Timeline(traces.make_records(spans_per_part=2)).to_perfetto()
+    inner = [event for event in trace["traceEvents"] if event.get("cat") == "user"][1]
+    inner.update(spoil)
+    assert any(words in fault for fault in faults_of(trace))
+
+
+def test_a_flow_without_an_end_would_be_noticed() -> None:
+    trace = Timeline(traces.make_records()).to_perfetto()
+    trace["traceEvents"] = [event for event in trace["traceEvents"] if event["ph"] != "f"]
+    assert any("no pair" in fault for fault in faults_of(trace))

@@ -1,0 +1,154 @@
+"""Each cause by the numbers alone, and beside it a run that differs in just that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import traces
+from penstock import Timeline
+from penstock.timeline.account import Account, WorkerAccount
+from penstock.timeline.comparing import compare
+from penstock.timeline.merging import merge_records
+from penstock.timeline.verdict import CAUSES, judge
+from penstock.tracing import BATCH, COLLATE, COPY, GPU, MEMORY, Noted
+
+pytestmark = pytest.mark.legacy
+
+
+def cause_of(**changes: Any) -> str:
+    return Timeline(traces.make_records(num_batches=60, **changes)).verdict.cause
+
+
+def test_workers_that_compute_are_decoding() -> None:
+    assert cause_of(cpu_share=0.95) == "decode"
+    assert cause_of(cpu_share=0.95, step_ms=30.0) == "step"
+
+
+def test_workers_that_wait_are_reading() -> None:
+    assert cause_of(cpu_share=0.05) == "storage"
+    assert cause_of(cpu_share=0.05, pool="thread") == "decode"  # they may wait for each other
+
+
+def test_a_long_way_to_the_device() -> None:
+    assert cause_of(fetch_ms=1.0, transfer_ms=20.0) == "transfer"
+    assert cause_of(fetch_ms=1.0, transfer_ms=0.1) == "step"
+
+
+def test_copies_that_only_the_device_sees() -> None:
+    def with_device(copy_share: float, gpu_share: float) -> Timeline:
+        records = traces.make_records(num_batches=60, fetch_ms=1.0, step_ms=20.0)
+        main = records["lanes"][0]["spans"]
+        for span in [span for span in main if span.kind == BATCH]:
+            start, step = span.end_ns, 20 * traces.MS
+            copied = start + int(step * copy_share)
+            main.append(Noted(COPY, "", start, copied, batch=span.batch))
+            main.append(Noted(GPU, "", copied, copied + int(step * gpu_share), batch=span.batch))
+        return Timeline(records)
+
+    slow = with_device(0.7, 0.3).verdict
+    assert slow.cause == "transfer"
+    assert slow.sentence.startswith("The GPU waits 7")
+    assert with_device(0.02, 0.97).verdict.cause == "step"
+
+
+def test_a_busy_training_process() -> None:
+    assert cause_of(fetch_ms=1.0, deliver_ms=20.0) == "main process"
+
+
+def test_one_slow_worker() -> None:
+    assert cause_of(num_workers=4, slow_worker=2) == "slow worker"
+    assert cause_of(num_workers=4, step_ms=1.0) != "slow worker"
+
+
+def test_a_few_slow_samples() -> None:
+    slow = dict.fromkeys((20, 41), 40.0)
+    assert cause_of(slow=slow, step_ms=11.0) == "slow sample"
+    assert cause_of(slow={}, step_ms=11.0) == "step"
+
+
+def test_a_long_start() -> None:
+    assert cause_of(start_ms=15_000.0) == "start-up"
+    assert cause_of(start_ms=5_000.0) == "decode"  # a short run: a long one starts once, too
+
+
+def test_a_start_in_every_epoch() -> None:
+    def three_epochs(start_ms: float) -> Timeline:
+        starts = (1_000.0, 11_000.0, 21_000.0)
+        return Timeline(
+            merge_records([traces.make_records(start_ms=start_ms, at_ms=start) for start in starts])
+        )
+
+    assert three_epochs(1000.0).verdict.cause == "start-up"
+    assert three_epochs(10.0).verdict.cause == "decode"
+
+
+def with_collating(share: float) -> dict[str, Any]:
+    records = traces.make_records(num_batches=60)
+    for lane in records["lanes"][1:]:
+        for span in list(lane["spans"])[1:]:
+            start = int(span.end_ns - (span.end_ns - span.start_ns) * share)
+            lane["spans"].append(Noted(COLLATE, "", start, span.end_ns, 0, 0, span.batch))
+    return records
+
+
+def test_collating_that_takes_most_of_the_time() -> None:
+    assert Timeline(with_collating(0.8)).verdict.cause == "collate"
+    assert Timeline(with_collating(0.1)).verdict.cause == "decode"
+
+
+def test_pages_that_come_back_from_the_disk() -> None:
+    records = traces.make_records(num_batches=60)
+    last = records["lanes"][1]["spans"][-1].end_ns
+    records["lanes"][1]["spans"].append(Noted(MEMORY, "", last, last, a=1000, b=100))
+    assert Timeline(records).verdict.cause == "decode"
+    records["lanes"][1]["spans"].append(Noted(MEMORY, "", last, last, a=1000, b=90_000))
+    assert Timeline(records).verdict.cause == "memory"
+
+
+def idle(**changes: Any) -> Account:
+    workers = tuple(WorkerAccount(number=n, fetch_s=0.2, row_s=0.001) for n in range(3))
+    given = {"num_batches": 50, "steady_s": 1.0, "stall_s": 0.5, "step_s": 0.5, "workers": workers}
+    return Account(**{**given, **changes})
+
+
+def test_workers_that_stand_idle_while_the_loop_waits_have_too_little_to_do() -> None:
+    verdict = judge(idle(refused=7), {"prefetch_factor": 2})
+    assert verdict.cause == "slots"
+    assert "prefetch_factor=4" in verdict.remedy
+    assert any("7 times there was no slot" in line for line in verdict.evidence)
+
+
+def test_without_workers_the_training_process_loads() -> None:
+    account = Account(num_batches=50, steady_s=1.0, loading_s=0.9, step_s=0.1)
+    verdict = judge(account, {"cores": 8}, lambda **settings: 500.0)
+    assert verdict.cause == "main process"
+    assert "8 workers would bring 0 to 500 samples/s" in verdict.sentence
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_too_few_batches_say_nothing(count: int) -> None:
+    verdict = Timeline(traces.make_records(num_batches=count)).verdict
+    assert verdict.cause == "nothing"
+    assert "too few" in verdict.sentence
+
+
+def test_a_verdict_has_numbers_evidence_and_a_line_to_paste() -> None:
+    verdict = Timeline(traces.make_records(num_batches=60)).verdict
+    assert verdict.cause in CAUSES
+    assert "%" in verdict.sentence
+    assert "8 workers instead of 2 would bring" in verdict.sentence
+    assert verdict.remedy == "DataLoader(..., num_workers=8)"
+    assert str(verdict).splitlines()[-1] == f"  Try: {verdict.remedy}"
+
+
+def test_two_runs_side_by_side_say_which_is_better() -> None:
+    slow, fast = (
+        Timeline(traces.make_records(num_batches=60, num_workers=n)).account for n in (1, 4)
+    )
+    lines = {line.what: line for line in compare(slow, fast)}
+    assert lines["samples a second"].is_better is True
+    assert lines["waiting for batches"].is_better is True
+    assert lines["workers"].change == "4.00x"
+    assert all(line.is_better is None for line in compare(slow, slow))
