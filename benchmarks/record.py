@@ -18,6 +18,11 @@ import penstock
 from penstock.machine.collect import machine
 
 RESULTS = Path(__file__).parent / "results"
+PEERS = (
+    *("torchdata", "torchvision", "pillow", "simplejpeg", "opencv-python-headless"),
+    *("litdata", "mosaicml-streaming", "webdataset", "datasets", "ffcv"),
+)
+"""Those that take part where they are installed."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -39,8 +44,9 @@ def describe_versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "unknown"
-    with suppress(PackageNotFoundError):  # a peer that takes part where it is installed
-        found["torchdata"] = version("torchdata")
+    for package in PEERS:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
     return found
 
 

@@ -139,16 +139,9 @@ def make_job(
     forms = {form for form, _, _ in probes}
     if len(forms) > 1:
         raise CannotPack(f"samples are of different forms: {', '.join(sorted(forms))}")
-    form, names, _ = probes[0]
-    renamed, wishes = read_wishes(fields, form, names)
-    own = getattr(dataset, "packed_names", None)
-    if fields is None and own is not None:
-        renamed = list(own)
-    columns = [[values[place] for _, _, values in probes] for place in range(len(renamed))]
-    schemas = tuple(
-        find_schema(name, column, wish)
-        for name, column, wish in zip(renamed, columns, wishes, strict=True)
-    )
+    form = probes[0][0]
+    renamed, wishes, columns = _columns(dataset, fields, probes)
+    schemas = tuple(map(find_schema, renamed, columns, wishes))
     sample_bytes = sum(map(mean_bytes, schemas, columns))
     max_shards = max(1, MAX_FILES // sum(len(schema.file_names(0)) for schema in schemas))
     shard_rows = max(1, shard_bytes // max(1, sample_bytes), -(-num_samples // max_shards))
@@ -168,6 +161,19 @@ def make_job(
         sample_bytes=sample_bytes,
     )
     return job, samples
+
+
+def _columns(
+    dataset: Any, fields: Any, probes: list[Any]
+) -> tuple[list[str], list[Field], list[list[Any]]]:
+    """For each field its name, what is wanted of it, and its values in the probes."""
+    form, names, _ = probes[0]
+    renamed, wishes = read_wishes(fields, form, names)
+    own = getattr(dataset, "packed_names", None)
+    if fields is None and own is not None:
+        renamed = list(own)
+    columns = [[values[place] for _, _, values in probes] for place in range(len(renamed))]
+    return renamed, wishes, columns
 
 
 def _describe(dataset: Any) -> str:
