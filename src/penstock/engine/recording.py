@@ -161,7 +161,7 @@ class Recorder:
         self._num_crews = self._num_passes = 0
         self._place = (-1, -1, 0)
         self._waited_ns = self._taken_ns = self._inside_ns = 0
-        self._read_ns = self._looked_ns = now_ns()
+        self._read_ns = self._looked_ns = self._born_ns = now_ns()
         self._num_ready = 0
         self._is_close = False
         self._process = psutil.Process() if self.ring_bytes else None
@@ -311,18 +311,25 @@ class Recorder:
             self._read()
             found = [self._main, *self._past]
             found += [lane for crew in self._crews for lane in crew.seen()]
-            own = process_ring()
-            if own is not None:
-                spans, head = read_ring(own.buffer, 0)
-                lost = head - len(spans)
-                found.append(Lane("your code", "user", pid=os.getpid(), spans=spans, num_lost=lost))
-            return found
+            return [*found, *self._own_lane()]
+
+    def _own_lane(self) -> list[Lane]:
+        """What the user named in this process since this loader first ran."""
+        own = process_ring()
+        if own is None or self.ring is None:
+            return []
+        spans, head = read_ring(own.buffer, 0)
+        num_lost = head - len(spans) if spans and spans[0].start_ns > self._born_ns else 0
+        spans = [span for span in spans if span.start_ns >= self._born_ns]
+        lane = Lane("your code", "user", pid=os.getpid(), spans=spans, num_lost=num_lost)
+        return [lane] if spans else []
 
     def forget(self) -> None:
         """Begin anew: what was noted so far is not asked for."""
         with self._lock:
             self._read()
             self._past = []
+            self._born_ns = now_ns()
             self._main.spans = []
             self._main.num_lost = 0
             for crew in self._crews:
