@@ -9,6 +9,7 @@ says more about the others. Linux only.
 
 from __future__ import annotations
 
+import mmap
 import sys
 import time
 import timeit
@@ -25,6 +26,9 @@ import penstock
 from datasets import Pairs
 from front import run
 from measure import Case, Contender, Pace, Target
+from penstock.engine.messages import Lease, Task, control_bytes
+from penstock.engine.worker import Worker
+from penstock.tracing import RING_BYTES
 
 NUM_WORKERS, BATCH_SIZE = 2, 64
 MOST = Target(bound=1.01, is_ceiling=True)
@@ -113,6 +117,67 @@ def tiny(pace: Pace) -> Case:
     return _pair("b", "Samples of 16 bytes", Pairs(), int(800 * pace.window_s))
 
 
+class _Desk:
+    """In the place of a pipe: the worker's slot is memory of this process."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 64 << 20)
+
+    def segment(self, place: tuple[int, int]) -> mmap.mmap:
+        return self._memory
+
+
+def _make_worker(dataset: Any, ring_bytes: int) -> Any:
+    from torch.utils.data import default_collate
+
+    task = Task(
+        is_iterable=False,
+        auto_collation=True,
+        drop_last=False,
+        per_sample=True,
+        base_seed=0,
+        shared_seed=None,
+        ring_bytes=ring_bytes,
+    )
+    cells = memoryview(bytearray(control_bytes(1, ring_bytes))).cast("q")
+    objects = {"dataset": dataset, "collate_fn": default_collate}
+    return Worker(number=0, task=task, objects=objects, desk=_Desk(), cells=cells, is_thread=True)
+
+
+def _serve(dataset: Any, ring_bytes: int, rows: int, num_runs: int) -> float:
+    """The quickest that a worker serves a part of a batch, in this thread; CPU time."""
+    worker = _make_worker(dataset, ring_bytes)
+    lease = Lease(0, 0, 0, list(range(rows)), 0, rows, 0, True, (0, 0), 0, 64 << 20)
+    quickest = float("inf")
+    for _ in range(num_runs):
+        start_s = time.thread_time()
+        reply = worker._serve(lease)
+        quickest = min(quickest, time.thread_time() - start_s)
+        assert reply.kind == "fixed", reply
+    return quickest
+
+
+def part(pace: Pace) -> Case:
+    """(d) A part of a batch in a worker, without what others do to the machine: the quickest."""
+    runs = int(20 * pace.window_s)
+    jobs: dict[str, Callable[[int], float]] = {
+        "8 JPEGs": lambda ring_bytes: _serve(Jpegs(), ring_bytes, 8, runs),
+        "64 samples of 16 bytes": lambda ring_bytes: _serve(Pairs(), ring_bytes, 64, 100 * runs),
+    }
+    contenders = []
+    for name, job in jobs.items():
+        contenders += [
+            Contender(name=f"{name}, off", turn=partial(job, 0)),
+            Contender(
+                name=f"{name}, as always",
+                turn=partial(job, RING_BYTES),
+                against=(f"{name}, off",),
+                target=MOST if "JPEG" in name else None,
+            ),
+        ]
+    return Case(key="d", title="One part of a batch in a worker", unit="s", contenders=contenders)
+
+
 def span(pace: Pace) -> Case:
     """(c) One span of the user's: the quickest of many short runs."""
     del pace
@@ -135,7 +200,7 @@ def span(pace: Pace) -> Case:
     )
 
 
-CASES = {"a": jpegs, "b": tiny, "c": span}
+CASES = {"a": jpegs, "b": tiny, "c": span, "d": part}
 
 if __name__ == "__main__":
     sys.exit(run("tracing", "What does tracing cost?", CASES, sys.argv[1:]))
