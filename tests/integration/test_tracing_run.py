@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -232,6 +234,16 @@ def test_a_loader_says_how_it_does() -> None:
             assert 0 < stats.samples_per_s < 1000
             assert 0.0 < stats.step_share + stats.stall_share <= 1.001
     assert "samples/s" in str(loader.stats())
+
+
+def test_a_loader_that_has_run_can_be_copied_and_pickled() -> None:
+    loader = DataLoader(range(8), batch_size=4)
+    assert len([batch.tolist() for batch in loader]) == 2
+    for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert other.timeline().num_batches == 0
+        assert len([batch.tolist() for batch in other]) == 2
+        assert other.timeline().num_batches == 2
+    assert loader.timeline().num_batches == 2
 
 
 def test_a_loader_that_never_ran_has_an_empty_timeline() -> None:

@@ -169,6 +169,10 @@ class Recorder:
         self.on_end: Callable[[], None] = lambda: None
         """Called at the end of an epoch."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Left behind when a loader is copied or pickled; the copy gets its own."""
+        return type(None), ()
+
     # -- from the engine -------------------------------------------------------------------------
 
     def hire(self, cells: memoryview, ring_bytes: int, num_workers: int) -> Crew | None:
