@@ -32,8 +32,8 @@ now_ns = time.perf_counter_ns
 KINDS = (
     "user",  # penstock.span(): the user's own
     "start",  # a worker process begins to serve; a: its pid
-    "lease",  # a worker loads a part of a batch; a: CPU ns, b: ns waited for a core or -1, extra:
-    #           microseconds that copying into the slot took, or -1: not measured this time
+    "lease",  # a worker loads a part of a batch; a: CPU ns, b: ns waited for a core, extra:
+    #           microseconds that copying into the slot took; each -1: not measured this time
     "collate",  # the user's collate_fn, within a lease
     "sample",  # one dataset[i], within a lease; only when asked for
     "step",  # one transform of a Compose; only when asked for

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from penstock.engine.scribe import CLOSE_LOOK_NS, memory_and_faults, ring_of
+from penstock.engine.scribe import memory_and_faults, next_look_ns, ring_of
 from penstock.tracing import (
     ASKED_RING_BYTES,
     BATCH,
@@ -161,12 +161,17 @@ class Recorder:
         self._num_crews = self._num_passes = 0
         self._place = (-1, -1, 0)
         self._waited_ns = self._taken_ns = self._inside_ns = 0
-        self._read_ns = self._looked_ns = now_ns()
-        self._num_ready = 0
+        self._read_ns = self._born_ns = now_ns()
+        self._next_look_ns = 0
+        self._num_ready = self._num_looks = 0
         self._is_close = False
         self._process = psutil.Process() if self.ring_bytes else None
         self.on_end: Callable[[], None] = lambda: None
         """Called at the end of an epoch."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Left behind when a loader is copied or pickled; the copy gets its own."""
+        return type(None), ()
 
     # -- from the engine -------------------------------------------------------------------------
 
@@ -208,7 +213,7 @@ class Recorder:
         """Somebody asks for a batch; when that was."""
         self._waited_ns = self._taken_ns = 0
         start_ns = now_ns()
-        self._is_close = start_ns - self._looked_ns > CLOSE_LOOK_NS
+        self._is_close = start_ns > self._next_look_ns
         return start_ns
 
     def waited(self, started: float) -> None:
@@ -219,7 +224,7 @@ class Recorder:
         """A batch is about to be handed out; ``jobs``: those under way."""
         self._place = (epoch + (crew.pass_offset if crew is not None else 0), batch, rows)
         if self._is_close:
-            self._num_ready = sum(job.is_done for job in jobs.values())
+            self._num_ready = min(sum(job.is_done for job in jobs.values()), 65535)
 
     def taken(self, started_ns: int) -> None:
         """A courier has been given a batch, which was loaded since then."""
@@ -234,10 +239,12 @@ class Recorder:
         transfer_us = 0
         if has_courier or number < 0:
             number = batch
-            transfer_us = max(0, end_ns - start_ns - self._taken_ns) // 1000 if has_courier else 0
+            if has_courier:
+                took_ns = end_ns - start_ns - self._taken_ns
+                transfer_us = min(max(0, took_ns) // 1000, 2**31 - 1)
+        ready, waited_ns = self._num_ready, self._waited_ns
         ring.add(
-            *(BATCH, start_ns, end_ns, pass_, number, min(self._num_ready, 65535), rows),
-            *(self._waited_ns, returned_ns, min(transfer_us, 2**31 - 1)),
+            BATCH, start_ns, end_ns, pass_, number, ready, rows, waited_ns, returned_ns, transfer_us
         )
         if self._is_close:
             self._look(ring, end_ns)
@@ -274,7 +281,8 @@ class Recorder:
             self.ring.add(REFUSED, at_ns, at_ns, self._place[0], a=num_held)
 
     def _look(self, ring: Ring, at_ns: int) -> None:
-        self._looked_ns = at_ns
+        self._num_looks += 1
+        self._next_look_ns = next_look_ns(at_ns, self._num_looks)
         assert self._process is not None
         num_bytes, faults = memory_and_faults(self._process)
         try:
@@ -311,18 +319,25 @@ class Recorder:
             self._read()
             found = [self._main, *self._past]
             found += [lane for crew in self._crews for lane in crew.seen()]
-            own = process_ring()
-            if own is not None:
-                spans, head = read_ring(own.buffer, 0)
-                lost = head - len(spans)
-                found.append(Lane("your code", "user", pid=os.getpid(), spans=spans, num_lost=lost))
-            return found
+            return [*found, *self._own_lane()]
+
+    def _own_lane(self) -> list[Lane]:
+        """What the user named in this process since this loader first ran."""
+        own = process_ring()
+        if own is None or self.ring is None:
+            return []
+        spans, head = read_ring(own.buffer, 0)
+        num_lost = head - len(spans) if spans and spans[0].start_ns > self._born_ns else 0
+        spans = [span for span in spans if span.start_ns >= self._born_ns]
+        lane = Lane("your code", "user", pid=os.getpid(), spans=spans, num_lost=num_lost)
+        return [lane] if spans else []
 
     def forget(self) -> None:
         """Begin anew: what was noted so far is not asked for."""
         with self._lock:
             self._read()
             self._past = []
+            self._born_ns = now_ns()
             self._main.spans = []
             self._main.num_lost = 0
             for crew in self._crews:

@@ -162,7 +162,7 @@ def _account_worker(lane: Lane, stalls: list[Span]) -> WorkerAccount:
         num_rows=sum(span.rows for span in fetches),
         fetch_s=fetch_s,
         collate_s=collate_s,
-        cpu_s=sum(span.cpu_ns for span in fetches) * 1e-9,
+        cpu_s=_scaled(fetches, collates, "cpu_ns"),
         queued_s=_scaled(fetches, collates, "queued_ns"),
         # The first finds out the layout; the user's collate_fn is counted by itself.
         copied_s=max(0.0, _scaled(fetches[1:], collates, "copied_ns") - collate_s),

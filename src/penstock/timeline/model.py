@@ -68,7 +68,8 @@ class Span(NamedTuple):
     rows: int = 0
     is_open: bool = False
     """It never ended: its worker was killed, or was still at it."""
-    cpu_ns: int = 0
+    cpu_ns: int = -1
+    """How long it computed; -1: not measured."""
     queued_ns: int = -1
     """How long it waited for a core; -1: not measured."""
     copied_ns: int = -1

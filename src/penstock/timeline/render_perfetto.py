@@ -55,7 +55,7 @@ def _complete(span: Span, pid: int, row: int) -> list[dict[str, Any]]:
         arguments = {"epoch": span.pass_, "batch": span.batch, "part": span.part}
     if span.rows:
         arguments["samples"] = span.rows
-    if span.cpu_ns:
+    if span.cpu_ns >= 0 and span.kind == "fetch":
         arguments["cpu_ms"] = span.cpu_ns / 1e6
     if span.is_open:
         arguments["ended"] = "never"

@@ -14,7 +14,7 @@ CAUSES = (
 )
 NOTHING_LOST = 0.10
 """A training loop that waits less than this part of its time is limited by its own step."""
-STARTUP_SHARE, LONG_START_S = 0.5, 10.0
+STARTUP_SHARE, LONG_START_S = 0.5, 20.0
 MANY_FAULTS, LOW_MEMORY = 1000, 0.03
 """Pages fetched from the disk again, and the machine's free memory, that tell of pressure."""
 SLOW_RATIO = 2.5

@@ -139,12 +139,14 @@ def distil(model: Model, num_batches: int) -> tuple[Workload, Settings]:
         start_s=_start_s(model, main),
         batch_rows=max(1, int(statistics.median(s.rows for s in fetches))),
     )
-    asked, facts = model.facts.get("prefetch_factor"), model.facts
+    asked = model.facts.get("prefetch_factor")
+    cores = float(model.facts.get("cores") or len(lanes))
     settings = Settings(
         num_workers=0 if is_inline else len(model.of("worker")),
         batch_rows=max(1, batch_rows),
         num_batches=num_batches,
-        cores=_free_cores(fetches, workload, lanes, float(facts.get("cores") or len(lanes))),
+        cores=cores,
+        others=_num_others(fetches, workload, lanes, cores),
         depth=asked if isinstance(asked, int) else None,
         can_split=not workload.collate,
         split_from_s=pace.SPLIT_FROM_S,
@@ -158,50 +160,58 @@ def distil(model: Model, num_batches: int) -> tuple[Workload, Settings]:
 def _row_costs(fetches: list[Span]) -> tuple[Cost, ...]:
     """What a sample took in each part, without the time that others held the cores.
 
-    That was measured in some parts; in the others as much of the time neither computing nor known
-    is taken for it.
+    How much of a part was computing, and how much such time, was measured in some; the others are
+    taken to be like those.
     """
-    known = [span for span in fetches if span.queued_ns >= 0 and span.took_ns > 0]
-    idle = sum(max(0, span.took_ns - span.cpu_ns) for span in known)
-    queued_share = min(1.0, sum(span.queued_ns for span in known) / idle) if idle else 0.0
+    known = [span for span in fetches if span.cpu_ns >= 0 and span.took_ns > 0]
+    took = sum(span.took_ns for span in known)
+    cpu_share = sum(min(span.cpu_ns, span.took_ns) for span in known) / took if took else 1.0
+    queued_share = sum(max(0, span.queued_ns) for span in known) / took if took else 0.0
+    wait_share = max(0.0, 1.0 - cpu_share - queued_share)
     costs = []
     for span in fetches:
         if not span.rows or span.took_ns <= 0:
             continue
-        idle_ns = max(0, span.took_ns - span.cpu_ns)
-        queued_ns = span.queued_ns if span.queued_ns >= 0 else idle_ns * queued_share
-        wait_ns = max(0.0, idle_ns - queued_ns)
-        costs.append(Cost(min(span.cpu_ns, span.took_ns), wait_ns).times(1e-9 / span.rows))
+        if span.cpu_ns >= 0:
+            cpu_ns = float(min(span.cpu_ns, span.took_ns))
+            wait_ns = max(0.0, span.took_ns - cpu_ns - max(0, span.queued_ns))
+        else:
+            cpu_ns, wait_ns = span.took_ns * cpu_share, span.took_ns * wait_share
+        costs.append(Cost(cpu_ns, wait_ns).times(1e-9 / span.rows))
     warm = costs[1:] if len(costs) > 4 else costs  # the first opens files and fills caches
     return tuple(warm) or (Cost(0.0, 0.0),)
 
 
-def _free_cores(fetches: list[Span], workload: Workload, lanes: list[Lane], cores: float) -> float:
-    """The cores that were to be had: fewer than the machine has where other programs ran."""
+def _num_others(fetches: list[Span], workload: Workload, lanes: list[Lane], cores: float) -> float:
+    """Other programs that wanted a core meanwhile, from the share that workers got."""
     known = [span for span in fetches if span.queued_ns >= 0 and span.cpu_ns > 0]
     cpu = sum(span.cpu_ns for span in known)
     wanted = cpu + sum(span.queued_ns for span in known)
     if len(known) < 5 or not cpu:
-        return cores
-    step = workload.steps
-    total = sum(cost.cpu_s + cost.wait_s for cost in step)
-    main = sum(cost.cpu_s for cost in step) / total if total else 0.0
-    took = sum(span.took_ns for span in fetches)
-    runnable = (len(lanes) * (sum(span.cpu_ns for span in fetches) * wanted / cpu)) / took + main
-    got = cpu / wanted
-    if got >= 0.85 * min(1.0, cores / max(runnable, 1e-9)):
-        return cores
-    return max(0.25, min(cores, got * max(runnable, 1.0)))
+        return 0.0
+    step_s = sum(cost.cpu_s + cost.wait_s for cost in workload.steps)
+    own = sum(cost.cpu_s for cost in workload.steps) / step_s if step_s else 0.0
+    took = sum(span.took_ns for span in known)
+    own += len(lanes) * min(1.0, wanted / took)
+    share = cpu / wanted
+    if share >= 0.9 * min(1.0, cores / max(own, 1e-9)):
+        return 0.0
+    return max(0.0, cores / share - own)
 
 
 def _collate_costs(lanes: list[Lane], fetches: list[Span]) -> tuple[Cost, ...]:
-    rows = {(s.pass_, s.batch, s.part): s.rows for s in fetches}
+    """What collating took for each sample. What it computed is noted with its part, for both."""
+    parts = {(s.pass_, s.batch, s.part): s for s in fetches if s.rows}
     spans = [s for lane in lanes for s in lane.top() if s.kind == "collate"]
-    # CPU of both is noted with the fetch: the collate's own share of it counts as waiting there.
+    pairs = [(s, parts[s.pass_, s.batch, s.part]) for s in spans if s[5:8] in parts]
+    known = [(s, part) for s, part in pairs if part.cpu_ns >= 0]
+    took = sum(s.took_ns for s, _ in known)
+    cpu = sum(min(s.took_ns, max(0, part.cpu_ns - part.took_ns)) for s, part in known)
+    queued = sum(min(s.took_ns, max(0, part.queued_ns)) for s, part in known)
+    cpu_share = cpu / took if took else 1.0
+    wait_share = max(0.0, 1.0 - cpu_share - (queued / took if took else 0.0))
     return tuple(
-        Cost(0.0, s.took_ns * 1e-9 / rows[s.pass_, s.batch, s.part])
-        for s in spans
-        if rows.get((s.pass_, s.batch, s.part))
+        Cost(cpu_share, wait_share).times(s.took_ns * 1e-9 / part.rows) for s, part in pairs
     )
 
 

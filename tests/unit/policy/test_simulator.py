@@ -36,6 +36,16 @@ def test_samples_that_compute_share_the_cores(num_workers: int, cores: int) -> N
     assert run.rate == pytest.approx(100 * min(num_workers, cores), rel=0.1)
 
 
+def test_other_programs_get_their_share_of_the_cores() -> None:
+    computing = (Cost(0.01, 0.0),)
+    alone = imagine(computing, num_workers=2, cores=2).rate
+    crowded = imagine(computing, num_workers=2, cores=2, others=2.0).rate
+    assert crowded == pytest.approx(alone / 2, rel=0.05)
+    more = imagine(computing, num_workers=6, cores=2, others=2.0).rate
+    assert more == pytest.approx(alone * 6 / 8, rel=0.05)
+    assert imagine(num_workers=2, others=9.0).rate == pytest.approx(200, rel=0.05)  # they wait
+
+
 def test_a_long_step_is_the_limit_whatever_the_workers() -> None:
     for num_workers in (2, 8):
         run = imagine(step_s=0.1, num_workers=num_workers)
