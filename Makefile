@@ -56,7 +56,7 @@ clean:
 # The legs
 
 test-core: env-core
-	.venv/bin/python -m pytest $(ARGS)
+	@tools/test_core.sh .venv/bin/python $(ARGS)
 
 test-vision: env-vision
 	.venv-vision/bin/python -m pytest -m vision tests/compat $(ARGS)

@@ -7,6 +7,8 @@ import torch
 
 import penstock
 
+pytest.importorskip("torchvision")
+
 pytestmark = pytest.mark.vision
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

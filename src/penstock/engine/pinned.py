@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.engine.memory import SharedFile, round_up
-from penstock.engine.slots import Ring, Slot
+from penstock.engine.slots import Ring, Slot, Watch
 from penstock.errors import DeviceFailed
 
 MAX_COOLING_S = 120.0
@@ -174,16 +174,16 @@ class PinnedRing(Ring):
             self.close()
 
 
-class _Returned(deque[Slot]):
-    """Slots whose last view is gone. ``heir`` takes them when the ring has closed."""
+class _Returned(deque[Watch]):
+    """Of slots whose last view is gone. ``heir`` takes those when the ring has closed."""
 
     heir: Callable[[Slot], None] | None = None
 
-    def append(self, slot: Slot) -> None:
+    def append(self, watch: Watch) -> None:
         if self.heir is None:
-            super().append(slot)
+            super().append(watch)
         else:
-            self.heir(slot)
+            self.heir(watch.slot)
 
 
 def make_ring(file: SharedFile, setup: Any, max_held_bytes: int) -> Ring:

@@ -7,8 +7,7 @@ backward and memoryviews all keep the root alive; ``clone()`` does not need to.
 Rules that keep this safe (each one was broken once in a prototype):
 - the root comes from ``np.frombuffer`` on the mapping itself, because NumPy collapses ``.base``
   chains and a weak reference on a slice fires early;
-- the callback may run inside garbage collection while a lock is held: it only appends to a deque;
-- a forked child must not free its parent's slots: the callback compares process ids;
+- the callback may run inside garbage collection while a lock is held: it is a deque's own append;
 - nothing is ever unmapped by hand.
 
 A raw ``data_ptr()`` kept after its tensor is gone cannot be seen: copy it.
@@ -40,6 +39,16 @@ class Segment(NamedTuple):
     num_bytes: int
 
 
+class Watch(weakref.ref["np.ndarray"]):
+    """Goes to the ring when the last view of its slot is gone.
+
+    No Python runs then: a Ctrl-C that comes in such a moment would be swallowed.
+    """
+
+    __slots__ = ("slot",)
+    slot: Slot
+
+
 class Slot:
     """The memory of one batch: a place in a segment, mapped here."""
 
@@ -50,7 +59,7 @@ class Slot:
         self.start = start
         self.capacity = capacity
         self.mapping = mapping
-        self.watch: weakref.ref[np.ndarray] | None = None
+        self.watch: Watch | None = None
         self.pinned_bytes = 0
         """See :mod:`penstock.engine.pinned`."""
 
@@ -80,7 +89,7 @@ class Ring:
         self._max_held_bytes = max_held_bytes
         self.needed_bytes = 0
         self._free: list[Slot] = []
-        self._returned: deque[Slot] = deque()
+        self._returned: deque[Watch] = deque()
         self._held: dict[Slot, int] = {}
         self._held_bytes = 0
         self._refusal: OSError | None = None
@@ -193,14 +202,8 @@ class Ring:
     def lend(self, slot: Slot, num_bytes: int) -> np.ndarray:
         """The root array of a delivery; the slot comes back when its last view is gone."""
         root = slot.view(num_bytes)
-        returned, getpid = self._returned, os.getpid  # at exit, views may outlive this module
-        owner = getpid()
-
-        def on_last_view_gone(_: object) -> None:
-            if getpid() == owner:
-                returned.append(slot)
-
-        slot.watch = weakref.ref(root, on_last_view_gone)
+        slot.watch = watch = Watch(root, self._returned.append)
+        watch.slot = slot
         self._held[slot] = num_bytes
         self._held_bytes += num_bytes
         return root
@@ -210,7 +213,7 @@ class Ring:
             self._free.append(self._take_back())
 
     def _take_back(self) -> Slot:
-        slot = self._returned.popleft()
+        slot = self._returned.popleft().slot
         slot.watch = None
         self._held_bytes -= self._held.pop(slot, 0)
         return slot
