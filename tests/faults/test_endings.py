@@ -92,7 +92,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
             os.kill(pid, signal.SIGKILL)
         return len(family), left
 
-    return scripting.run_all(kill, KILLED)
+    return scripting.run_all(kill, KILLED, at_once=3)  # they wait more than they work
 
 
 @pytest.mark.parametrize(("state", "method"), KILLED)

@@ -56,7 +56,9 @@ def test_the_stream_under_spawn_is_the_one_written_down() -> None:
     persistent = make(**ways[0], prefetch_factor=1, persistent_workers=True)
     assert streams.hashed(streams.whole(persistent)) == GOLDEN
     persistent.close()
-    pieces = streams.interrupted(make, itertools.cycle([ways[1], {}, {}]), random.Random(1))
+    pieces = streams.interrupted(
+        make, itertools.chain([{}, ways[1]], itertools.repeat({})), random.Random(1)
+    )
     assert streams.hashed(pieces) == GOLDEN
 
 
