@@ -162,6 +162,7 @@ class Recorder:
         self._place = (-1, -1, 0)
         self._waited_ns = self._taken_ns = self._inside_ns = 0
         self._read_ns = self._born_ns = now_ns()
+        self._own_head = _num_named()
         self._next_look_ns = 0
         self._num_ready = self._num_looks = 0
         self._is_close = False
@@ -326,8 +327,8 @@ class Recorder:
         own = process_ring()
         if own is None or self.ring is None:
             return []
-        spans, head = read_ring(own.buffer, 0)
-        num_lost = head - len(spans) if spans and spans[0].start_ns > self._born_ns else 0
+        spans, head = read_ring(own.buffer, self._own_head)
+        num_lost = head - self._own_head - len(spans)
         spans = [span for span in spans if span.start_ns >= self._born_ns]
         lane = Lane("your code", "user", pid=os.getpid(), spans=spans, num_lost=num_lost)
         return [lane] if spans else []
@@ -337,7 +338,7 @@ class Recorder:
         with self._lock:
             self._read()
             self._past = []
-            self._born_ns = now_ns()
+            self._born_ns, self._own_head = now_ns(), _num_named()
             self._main.spans = []
             self._main.num_lost = 0
             for crew in self._crews:
@@ -379,3 +380,9 @@ def make_recorder(trace: Any) -> Recorder:
 def plain_lanes(lanes: Iterable[Lane]) -> list[dict[str, Any]]:
     """Lanes as dictionaries: what another room, or a file, gets."""
     return [{**vars(lane), "spans": list(lane.spans)} for lane in lanes]
+
+
+def _num_named() -> int:
+    """How many spans the user has named in this process so far."""
+    own = process_ring()
+    return 0 if own is None else own.cells[0]
