@@ -253,7 +253,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "spawn": {"num_workers": 1, "multiprocessing_context": "spawn"},
 }
 QUICK_WAYS = ["inline", "thread", "nursery", "fork"]
-"""Spawn starts an interpreter per worker (2 to 4 s), so only a few tests use it, with one. Two are in
-test_same_bits.py, test_without_posix.py and test_starved.py."""
+"""Spawn starts an interpreter per worker (2 to 4 s), so only a few tests use it, with one. Two are
+in test_same_bits.py, test_without_posix.py and test_starved.py."""
 WORKER_WAYS = ["thread", "nursery", "fork"]
 PROCESS_WAYS = ["nursery", "fork"]
