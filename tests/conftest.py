@@ -7,6 +7,7 @@ process is warm on purpose and may stay; its workers may not.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -37,6 +38,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # A deadline says something about the machine, not about the product; two shared cores miss any.
     settings.register_profile("penstock", deadline=None, max_examples=60)
     settings.load_profile("penstock")
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of every later collection what is there for good: torch, pytest, all tests.
+
+    The fixture below collects where something is left at first, in a third of the tests, and that
+    took 0.1 to 0.2 s each time; now it looks at what the tests made.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

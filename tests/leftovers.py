@@ -145,13 +145,14 @@ def _belongs_to_others(segment: str) -> bool:
 
 def wait_until_clean(before: World, settle_s: float = SETTLE_S) -> list[str]:
     """What is left over once things had time to settle."""
-    limit = time.monotonic() + settle_s
+    limit, pause_s = time.monotonic() + settle_s, 0.0
     while True:
         left = difference(before, look())
         if not left or time.monotonic() > limit:
             return left
-        gc.collect()  # only now: it takes 0.1 s with torch loaded
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        gc.collect()  # only now: it takes a while, though conftest.py has it leave torch out
+        pause_s = 0.02  # what a collection does not cure needs time
 
 
 def wait_until_gone(pids: list[int], limit_s: float) -> list[int]:
