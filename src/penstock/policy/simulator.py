@@ -7,9 +7,8 @@
 What is modelled: batches are leased ahead up to a depth, cut into parts, and given to the worker
 with the fewest samples to do; workers load their parts one after the other; delivery is in order;
 the training process puts a batch together, brings it to the device, and takes its step. Workers and
-the training process share the cores, evenly and with other programs: what computes is slowed down
-when there are too few, what waits is not. Times are drawn from those measured, so rare slow ones
-stay rare and slow.
+the training process share the cores evenly: what computes is slowed down when there are too few,
+what waits is not. Times are drawn from those measured, so rare slow ones stay rare and slow.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class Settings:
     Args:
         depth: Batches under way for each worker; None: as the engine chooses.
         num_parts: Parts that a batch is cut into; None: as the engine chooses.
-        others: Programs beside this one that want a core all the time.
         split_from_s, depth_target_s, min_depth, max_depth: The engine's rules for the two.
     """
 
@@ -79,7 +77,6 @@ class Settings:
     depth: int | None = None
     num_parts: int | None = None
     can_split: bool = True
-    others: float = 0.0
     split_from_s: float = 0.05
     depth_target_s: float = 0.02
     min_depth: int = 2
@@ -183,15 +180,15 @@ class _Simulation:
 
     def _slowdown(self) -> float:
         """By how much computing is slowed down: all that want a core get an equal share."""
-        cores, others = self._wish.cores, self._wish.others
+        cores = self._wish.cores
         active = [task.cost for task in self._tasks if task.cost.cpu_s > 0]
-        if len(active) + others <= cores:
+        if len(active) <= cores:
             return 1.0
-        low, high = 1.0, max(1.0, (len(active) + others) / cores)
+        low, high = 1.0, max(1.0, len(active) / cores)
         for _ in range(20):
             middle = (low + high) / 2
             wanting = sum(c.cpu_s * middle / (c.wait_s + c.cpu_s * middle) for c in active)
-            low, high = (middle, high) if wanting + others > cores * middle else (low, middle)
+            low, high = (middle, high) if wanting > cores * middle else (low, middle)
         return high
 
     def _advance(self) -> None:
@@ -328,7 +325,7 @@ def simulate_inline(workload: Workload, settings: Settings) -> Run:
     run, now, generator = Run(), 0.0, random.Random(settings.seed)
     for batch in range(settings.num_batches):
         cost = workload.rows[generator.randrange(len(workload.rows))].times(settings.batch_rows)
-        slowdown = max(1.0, (1.0 + settings.others) / settings.cores)
+        slowdown = max(1.0, 1.0 / settings.cores)
         load_s = cost.cpu_s * slowdown + cost.wait_s
         place = (-1, batch, 0, settings.batch_rows)
         run.events.append(Event("fetch", *place, now, now + load_s, cost))

@@ -145,8 +145,7 @@ def distil(model: Model, num_batches: int) -> tuple[Workload, Settings]:
         num_workers=0 if is_inline else len(model.of("worker")),
         batch_rows=max(1, batch_rows),
         num_batches=num_batches,
-        cores=cores,
-        others=_num_others(fetches, workload, lanes, cores),
+        cores=_free_cores(fetches, workload, lanes, cores),
         depth=asked if isinstance(asked, int) else None,
         can_split=not workload.collate,
         split_from_s=pace.SPLIT_FROM_S,
@@ -182,21 +181,25 @@ def _row_costs(fetches: list[Span]) -> tuple[Cost, ...]:
     return tuple(warm) or (Cost(0.0, 0.0),)
 
 
-def _num_others(fetches: list[Span], workload: Workload, lanes: list[Lane], cores: float) -> float:
-    """Other programs that wanted a core meanwhile, from the share that workers got."""
+def _free_cores(fetches: list[Span], workload: Workload, lanes: list[Lane], cores: float) -> float:
+    """The cores that were to be had: fewer than the machine has where other programs ran.
+
+    More workers do not get more of them: schedulers share out between sessions and containers, and
+    hosts between machines (seen on two shared cores: 2, 4 and 8 computing workers, the same rate).
+    """
     known = [span for span in fetches if span.queued_ns >= 0 and span.cpu_ns > 0]
     cpu = sum(span.cpu_ns for span in known)
     wanted = cpu + sum(span.queued_ns for span in known)
     if len(known) < 5 or not cpu:
-        return 0.0
+        return cores
     step_s = sum(cost.cpu_s + cost.wait_s for cost in workload.steps)
     own = sum(cost.cpu_s for cost in workload.steps) / step_s if step_s else 0.0
     took = sum(span.took_ns for span in known)
     own += len(lanes) * min(1.0, wanted / took)
     share = cpu / wanted
     if share >= 0.9 * min(1.0, cores / max(own, 1e-9)):
-        return 0.0
-    return max(0.0, cores / share - own)
+        return cores
+    return max(0.25, min(cores, share * max(own, 1.0)))
 
 
 def _collate_costs(lanes: list[Lane], fetches: list[Span]) -> tuple[Cost, ...]:
