@@ -124,7 +124,7 @@ class PinnedRing(Ring):
             self._collect()
 
     def _collect(self) -> None:
-        while self._returned:
+        while self._has_returned():
             slot = self._take_back()
             (self._resting if slot.pinned_bytes else self._free).append(slot)
         if not (self._resting or self._cooling) or not self._pinner.may_ask():

@@ -8,6 +8,7 @@ Rules that keep this safe (each one was broken once in a prototype):
 - the root comes from ``np.frombuffer`` on the mapping itself, because NumPy collapses ``.base``
   chains and a weak reference on a slice fires early;
 - the callback may run inside garbage collection while a lock is held: it is a deque's own append;
+- a forked child must not use its parent's slots again: what comes back there is dropped;
 - nothing is ever unmapped by hand.
 
 A raw ``data_ptr()`` kept after its tensor is gone cannot be seen: copy it.
@@ -90,6 +91,7 @@ class Ring:
         self.needed_bytes = 0
         self._free: list[Slot] = []
         self._returned: deque[Watch] = deque()
+        self._owner = os.getpid()
         self._held: dict[Slot, int] = {}
         self._held_bytes = 0
         self._refusal: OSError | None = None
@@ -209,8 +211,14 @@ class Ring:
         return root
 
     def _collect(self) -> None:
-        while self._returned:
+        while self._has_returned():
             self._free.append(self._take_back())
+
+    def _has_returned(self) -> bool:
+        """Is there a slot to take back? Not in a forked child: its parent may still view it."""
+        if self._returned and os.getpid() != self._owner:
+            self._returned.clear()
+        return bool(self._returned)
 
     def _take_back(self) -> Slot:
         slot = self._returned.popleft().slot
