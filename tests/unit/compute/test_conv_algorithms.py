@@ -60,7 +60,11 @@ def test_columns_stay_under_the_cap() -> None:
             lambda cap=cap: columns.forward(geometry, exact.x, exact.w, cap)
         )  # type: ignore[misc]
         assert largest <= max(cap, exact.results["forward"].numel() * 4)
-    assert largest_allocation(lambda: columns.forward(geometry, exact.x, exact.w, whole)) == whole
+    seen = [  # torch 1.13's profiler loses an event now and then
+        largest_allocation(lambda: columns.forward(geometry, exact.x, exact.w, whole))
+        for _ in range(3)
+    ]
+    assert max(seen) == whole
 
 
 def largest_allocation(run: object) -> int:
