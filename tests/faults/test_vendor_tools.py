@@ -87,6 +87,9 @@ def test_control_a_child_that_is_left_would_be_noticed() -> None:
     pid = int(shell.stdout.readline())
     shell.wait()
     shell.stdout.close()
+    deadline_s = time.monotonic() + 10
+    while psutil.Process(pid).cmdline() != SLEEP.split() and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # it is still the shell
     try:
         assert num_sleepers(settle_s=0.2) == 1
     finally:
