@@ -59,10 +59,10 @@ test-core: env-core
 	@tools/test_core.sh .venv/bin/python $(ARGS)
 
 test-vision: env-vision
-	.venv-vision/bin/python -m pytest -m vision tests/compat $(ARGS)
+	@tools/run_pytest.sh .venv-vision/bin/python vision -m vision tests/compat $(ARGS)
 
 test-legacy: env-legacy
-	.venv-legacy/bin/python -m pytest -m legacy tests $(ARGS)
+	@tools/run_pytest.sh .venv-legacy/bin/python legacy -m legacy tests $(ARGS)
 
 env-core: .venv/.ready ; @:
 env-vision: .venv-vision/.ready ; @:

@@ -9,11 +9,11 @@ shift
 if [ $# -gt 0 ]; then exec "$python" -m pytest "$@"; fi
 
 log=$(mktemp)
-"$python" -m pytest -p no:cacheprovider tests/faults tests/compat tests/gpu tests/property >"$log" 2>&1 &
+tools/run_pytest.sh "$python" faults tests/faults tests/compat tests/gpu tests/property >"$log" 2>&1 &
 other=$!
 trap 'kill "$other" 2>/dev/null; rm -f "$log"' EXIT
 trap 'exit 130' INT TERM
-"$python" -m pytest tests/unit tests/integration tests/house
+tools/run_pytest.sh "$python" core tests/unit tests/integration tests/house
 failed=$?
 echo
 echo "== the other half of the core leg: faults, compat, gpu, property"
