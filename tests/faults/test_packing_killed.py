@@ -177,3 +177,19 @@ def test_killed_with_workers_at_work_a_packing_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [Packed(tmp_path / "set")[i]["label"] for i in (0, 150, 299)] == [0, 150, 299]
     assert not [path for path in (tmp_path / "set").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.legacy
+def test_killed_while_it_wrote_its_first_file_a_packing_begins_again(
+    server: PackServer, whole: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "begun"
+    folder.mkdir()
+    (folder / ".part-0123abcd-packing.json").write_text('{"half')
+    assert server.pack(folder) == 0
+    assert digest(folder) == whole
+    other = tmp_path / "mine"
+    other.mkdir()
+    (other / ".part-of-my-own.txt").write_text("kept")  # control: what is not ours is left alone
+    assert server.pack(other) != 0
+    assert (other / ".part-of-my-own.txt").read_text() == "kept"

@@ -201,14 +201,20 @@ def _begin(folder: str, job: Job) -> None:
             remedy=f"penstock.Packed({folder!r}) reads it; pack elsewhere for another",
             path=folder,
         )
-    others = sorted(found - {LOCK})
+    # Killed while it wrote its very first file, a packing leaves nothing but that part of it.
+    others = sorted(name for name in found - {LOCK} if not _is_first_part(name))
     if others:
         raise AlreadyThere(
             f"{folder} is not empty: it has {others[0]!r}",
             remedy="pack to a folder of its own",
             path=folder,
         )
+    _clear_parts(folder)
     write_whole(folder, JOURNAL, job.to_json())
+
+
+def _is_first_part(name: str) -> bool:
+    return name.startswith(PART_PREFIX) and name.endswith(f"-{JOURNAL}")
 
 
 def _record_name(number: int) -> str:
