@@ -40,7 +40,7 @@ if __name__ == "__main__":
         data=draw_squares(folder),
         epochs=2,
         imgsz=SIZE,
-        batch=8,
+        batch=4,
         close_mosaic=1,
         workers=2,
         device="cpu",
