@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from penstock import BadArgument, DataLoader
+from penstock import BadArgument, BadState, DataLoader
 from specimens import Draws, Numbers, Samples, Shards
 
 pytestmark = pytest.mark.vision
@@ -293,6 +293,18 @@ def test_torch_s_loader_begins_the_epoch_anew(tmp_path: Path) -> None:
         return seen
 
     assert run(stop_at=2) + run(is_second=True) != run()
+
+
+def test_a_checkpoint_of_another_training_is_a_warning_and_where_the_place_was_asked_for_an_error(
+    tmp_path: Path, plain: list[Any]
+) -> None:
+    train(tmp_path, stop_at=2, seed=4)
+    with pytest.warns(UserWarning, match=r"begins its epoch anew.*seed: 4 in the state, 3 here"):
+        assert train(tmp_path, num_done=0) == plain
+    prepared = prepare(make(), use_stateful_dataloader=True)
+    state = prepare(make(seed=4)).state_dict()
+    with pytest.raises(BadState, match="seed"):
+        prepared.load_state_dict(state)
 
 
 def test_without_a_seed_the_epoch_that_was_under_way_goes_on(tmp_path: Path) -> None:

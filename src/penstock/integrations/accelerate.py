@@ -24,7 +24,7 @@ import weakref
 from typing import Any
 
 from penstock.engine.traces import Traces
-from penstock.errors import BadArgument
+from penstock.errors import BadArgument, BadState
 from penstock.integrations.libraries import untested_here
 from penstock.integrations.rank_walk import Chain, RankWalk, unwrap
 from penstock.loader import DataLoader
@@ -78,11 +78,13 @@ def _hook(library: Any) -> bool:
         @functools.wraps(make)
         def __init__(adapter: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
             ours = _loader_of(dataset, keywords.get("batch_sampler"), library)
-            if ours is not None:
-                keywords["use_stateful_dataloader"] = False
+            if ours is None:
+                make(adapter, dataset, *arguments, **keywords)
+                return
+            is_asked = bool(keywords.pop("use_stateful_dataloader", False))
             make(adapter, dataset, *arguments, **keywords)
-            if ours is not None:
-                _adopt(adapter, ours, library)
+            _adopt(adapter, ours, library)
+            adapter.base_dataloader._is_state_asked = is_asked
 
         library.DataLoaderAdapter.__init__ = __init__
         _is_hooked = True
@@ -149,6 +151,8 @@ class Prepared(DataLoader[Any]):
     _adapter: Any
     _leader: Any
     """The loader of accelerate's whose batches this one skips some of; it is told the state."""
+    _is_state_asked: bool
+    """Has the user asked accelerate to restore the place of loaders? It does without, too."""
     _told: list[int]
     """The epochs that accelerate has announced since the last one was begun."""
 
@@ -179,10 +183,10 @@ class Prepared(DataLoader[Any]):
         self._notes, self._warned = dict(ours._notes), set(ours._warned)
         self._traces = Traces(self.dataset)
         self._course = Course(self.seed)
-        self._listen(ours)
+        self._listen()
         self._course.resume(ours._course.upcoming())
 
-    def _listen(self, ours: Any) -> None:
+    def _listen(self) -> None:
         """Have an order of our own, so that this one hears which epoch accelerate announces."""
         chain = self._chain()
         if chain.order is None:
@@ -263,7 +267,17 @@ class Prepared(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict({name: state[name] for name in state if name != _FINISHED})
+        """A checkpoint of another training is no error where nobody asked for its loader."""
+        try:
+            super().load_state_dict({name: state[name] for name in state if name != _FINISHED})
+        except BadState as error:
+            if self._is_state_asked:
+                raise
+            text = (
+                f"penstock: the loader begins its epoch anew, not where the checkpoint was. {error}"
+            )
+            warnings.warn(text, stacklevel=3)
+            return
         adapter = self._adapter and self._adapter()
         if adapter is not None:
             adapter.iteration = state["epoch"]
