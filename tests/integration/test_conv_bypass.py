@@ -288,25 +288,27 @@ def test_the_order_of_algorithms_is_fixed_when_determinism_is_asked_for() -> Non
 
 
 def test_the_hook_costs_less_than_20_microseconds_a_call() -> None:
-    """The least of many rounds: other programs' turns are not the hook's cost."""
+    """The least of many rounds, in turn: other programs' turns are not the hook's cost."""
     from penstock.compute.algorithms import pointwise
 
     x, w = torch.randn(1, 4, 2, 2), torch.randn(4, 4, 1, 1)
     arguments = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
     def cost_us(call: Any) -> float:
-        best = float("inf")
-        for _ in range(40):
-            started = time.perf_counter()
-            for _ in range(50):
-                call()
-            best = min(best, (time.perf_counter() - started) / 50 * 1e6)
-        return best
+        started = time.perf_counter()
+        for _ in range(50):
+            call()
+        return (time.perf_counter() - started) / 50 * 1e6
 
+    through = alone = float("inf")
+    until = time.monotonic() + 5.0
     with torch.no_grad(), bypass_convolutions("on", devices=("cpu",)) as bypass:
-        through = cost_us(lambda: torch.convolution(x, w, *arguments))
+        torch.convolution(x, w, *arguments)
         (plan,) = bypass._hook._plans.values()
-        alone = cost_us(lambda: pointwise.forward(plan.geometry, x, w))
+        while time.monotonic() < until and not through - alone < 20:
+            for _ in range(40):
+                through = min(through, cost_us(lambda: torch.convolution(x, w, *arguments)))
+                alone = min(alone, cost_us(lambda: pointwise.forward(plan.geometry, x, w)))
     assert through - alone < 20
 
 
