@@ -22,6 +22,7 @@ import torch
 
 from penstock.device.structure import change_tensors, tensors_in
 from penstock.device.trouble import explained
+from penstock.device.watching import GpuWatch
 
 Effect = Callable[[], None]
 Take = Callable[[], tuple[Any, list[Effect]]]
@@ -45,6 +46,7 @@ class Courier:
         finish: Applied to each batch there, on the stream that copied it.
         keep: Called when a batch has tensors that could not be moved, and that the user may copy
             himself: their memory must be watched.
+        watch: Notes when the copies ran.
     """
 
     def __init__(
@@ -53,13 +55,14 @@ class Courier:
         depth: int,
         finish: Callable[[Any], Any] | None = None,
         keep: Callable[[], None] = lambda: None,
+        watch: GpuWatch | None = None,
     ) -> None:
         self.device = device
         self._depth = depth if device.type == "cuda" else 0
         self._finish = finish
         self._keep = keep
         self._route: _Streamed | _Plain
-        self._route = _Streamed(device) if device.type == "cuda" else _Plain(device)
+        self._route = _Streamed(device, watch) if device.type == "cuda" else _Plain(device)
         self._sent: deque[_Sent] = deque()
         self._end: Exception | None = None
 
@@ -110,6 +113,7 @@ class Courier:
         """Forget what was sent: a new epoch begins."""
         self._sent.clear()
         self._end = None
+        self._route.reset()
 
 
 class _Move:
@@ -136,12 +140,17 @@ class _Plain:
     def hand_over(self, batch: Any, event: None) -> None:
         """It is there."""
 
+    def reset(self) -> None:
+        """Nothing is under way."""
+
 
 class _Streamed:
     """CUDA and HIP: a stream of our own, and an event for each batch."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, watch: GpuWatch | None = None) -> None:
         self._device = device
+        self._watch = watch
+        self._num_sent = 0
         self._stream: Any = None
         self._move = _Move(device, non_blocking=True)
         self._under_way: deque[tuple[Any, Any]] = deque()
@@ -149,12 +158,19 @@ class _Streamed:
     def send(self, batch: Any, finish: Callable[[Any], Any] | None) -> tuple[Any, Any]:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):  # and on its device
+            copy = self._watch and self._watch.begin_copy(self._stream, self._num_sent)
             moved = arrays_apart(change_tensors(batch, self._move))
+            if copy and self._watch:
+                num_bytes = sum(t.nelement() * t.element_size() for t in tensors_in(moved))
             if finish is not None:
                 moved = finish(moved)
-            event.record(self._stream)
+            if copy and self._watch:
+                event = self._watch.end_copy(copy, self._stream, num_bytes)
+            else:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(self._stream)
+        self._num_sent += 1
         self._under_way.append((event, batch))  # the slot stays until the copy is complete
         while self._under_way and self._under_way[0][0].query():
             self._under_way.popleft()
@@ -166,6 +182,10 @@ class _Streamed:
         for tensor in tensors_in(batch):
             if tensor.device.type == "cuda":
                 tensor.record_stream(stream)
+
+    def reset(self) -> None:
+        """Batches are counted anew."""
+        self._num_sent = 0
 
 
 def arrays_apart(batch: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from penstock.device.courier import Courier
 from penstock.device.pinning import SlotPinner
+from penstock.device.watching import GpuWatch
 from penstock.errors import BadArgument, NoSuchDevice
 
 
@@ -38,15 +39,17 @@ class Placed:
         self.finish = finish
 
     def _device_setup(self) -> dict[str, Any]:
-        """For the engine's Setup: who pins slots, and who brings batches on."""
+        """For the engine's Setup: who pins slots, who brings batches on, who watches the GPU."""
+        watch = {"make_watch": GpuWatch if _may_have_gpu() else None}
         if self.device is None:
-            return {"pinner": self._pinner(None)}
+            return {"pinner": self._pinner(None), **watch}
         device = resolve(self.device)
         depth, finish, pinner = self.device_prefetch, self.finish, self._pinner(device)
         keep = (lambda: None) if pinner is None else pinner.insist
         return {
             "pinner": pinner,
-            "make_courier": lambda: Courier(device, depth, finish, keep),
+            "make_courier": lambda watch: Courier(device, depth, finish, keep, watch),
+            **watch,
         }
 
     def _pinner(self, device: torch.device | None) -> SlotPinner | None:
@@ -62,6 +65,11 @@ class Placed:
     def _note(self) -> Callable[[str], None]:
         notes = self._notes
         return lambda text: notes.setdefault(text)
+
+
+def _may_have_gpu() -> bool:
+    """Without opening one: was torch built for any?"""
+    return bool(torch.version.cuda or torch.version.hip)
 
 
 def checked_depth(depth: Any, name: str = "device_prefetch") -> int:

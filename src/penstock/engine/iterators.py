@@ -43,6 +43,22 @@ class Courier(Protocol):
         """Another epoch begins: forget what is under way."""
 
 
+class Watch(Protocol):
+    """Notes what a device does while batches are handed out."""
+
+    def begin_step(self, batch: int) -> None:
+        """A batch is handed out."""
+
+    def end_step(self) -> None:
+        """Another one is asked for."""
+
+    def end_pass(self) -> None:
+        """The epoch is over."""
+
+    def reset(self) -> None:
+        """Another epoch begins."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """What the loader asks of the engine, as plain values."""
@@ -65,8 +81,10 @@ class Setup:
     """Is a seed that worker_init_fn gives to torch kept, though bits then depend on workers?"""
     pinner: Pinner | None = None
     """Pins the memory of batches; None: they lie in ordinary memory."""
-    make_courier: Callable[[], Courier] | None = None
+    make_courier: Callable[[Any], Courier] | None = None
     """Makes what brings batches to a device; None: they are handed out as they are."""
+    make_watch: Callable[..., Watch] | None = None
+    """Makes what notes when a device copies and computes; None: no device is known here."""
     log: Recorder = field(default_factory=Recorder)
     """Takes notes of what is done when, for the timeline."""
     limits: Limits = field(default_factory=Limits)
@@ -100,7 +118,10 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         self._course = setup.course or Course(None)
         self._base_seed = self._course.settle_base(self._base_seed)
         self._turn_number = self._course.num_turns
-        self._courier = None if setup.make_courier is None else setup.make_courier()
+        self._watch: Watch | None = None
+        if setup.make_watch is not None and setup.log.ring is not None:
+            self._watch = setup.make_watch(setup.log.on_device, is_asked=setup.log.keeps_all)
+        self._courier = None if setup.make_courier is None else setup.make_courier(self._watch)
         self._returned_ns = 0
         self._effects: list[Effect] = []
         """Of the batch that is being taken. One list, shared by those that take over from each
@@ -113,6 +134,9 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             courier.reset()
             self._effects.clear()
             self._lost = None
+        watch: Watch | None = getattr(self, "_watch", None)
+        if watch is not None:
+            watch.reset()
         self._returned_ns = 0
         super()._reset(loader, first_iter)
 
@@ -121,8 +145,10 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         return walk.positions() if isinstance(walk, Walk) else None
 
     def __next__(self) -> Any:
-        log = self._setup.log
+        log, watch = self._setup.log, self._watch
         start_ns = log.begin_batch()
+        if watch is not None:
+            watch.end_step()
         # torch's own __next__ marks the batch for its profiler and warns about
         # wrong lengths; both only where somebody can see it.
         try:
@@ -137,6 +163,8 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         except StopIteration:
             if self._course.num_turns == self._turn_number:
                 self._course.is_over = True
+            if watch is not None:
+                watch.end_pass()
             self._setup.on_end(self._num_yielded)
             log.end_pass()
             raise
@@ -147,6 +175,8 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             self._num_yielded - 1,
             has_courier=self._courier is not None,
         )
+        if watch is not None:
+            watch.begin_step(self._num_yielded - 1)
         return batch
 
     def _next_data(self) -> Any:

@@ -37,6 +37,9 @@ class Route:
         assert event.startswith("event of")
         self.handed.append(batch)
 
+    def reset(self) -> None:
+        """Nothing to forget."""
+
 
 class Source:
     """Gives numbers, or raises what stands in their place."""
