@@ -1,6 +1,7 @@
 """What does a person type?
 
     main --> early: must Python start again? --> commands: typer, one module for each command
+                                             --> run, where typer need not be asked
 
 The commands are imported last: typer takes 0.2 s, and a Python that starts again pays them twice.
 """
@@ -9,6 +10,9 @@ from __future__ import annotations
 
 import sys
 from typing import NoReturn
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
 
 
 def main() -> NoReturn:
@@ -19,6 +23,14 @@ def main() -> NoReturn:
     from penstock.cli.early import settle_hash_seed
 
     settle_hash_seed(sys.argv[1:])
+    if sys.argv[1:2] == ["run"]:
+        from penstock.cli.run_line import read_line
+
+        found = read_line(sys.argv[2:])
+        if found is not None:
+            from penstock.cli.run import make_options, run_to_end
+
+            run_to_end(make_options(**found))
 
     from penstock.cli.commands import run_command
 

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import penstock
-from penstock.cli.early import num_own
+from penstock.cli import INTERRUPTED, USAGE_ERROR
 from penstock.cli.options import (
     Arguments,
     BatchSize,
@@ -35,11 +35,10 @@ from penstock.cli.options import (
     checked_start,
     checked_workers,
 )
+from penstock.cli.run_line import num_own
 from penstock.cli.trace import app as trace_commands
 from penstock.errors import PenstockError
 
-USAGE_ERROR = 2
-INTERRUPTED = 130
 """What a shell reports for a program that Ctrl-C ended."""
 
 
@@ -316,29 +315,26 @@ def run(
 
     Exit status: the script's.
     """
-    from penstock.cli.run import RunOptions
+    from penstock.cli.run import make_options
 
     if workers is not None:
         checked_workers(workers)
-    count = int(max_bad) if max_bad is not None and max_bad >= 1 else max_bad
     _pending.append(
-        RunOptions(
+        make_options(
             target=target,
-            arguments=tuple(arguments or ()),
+            arguments=arguments,
             is_module=is_module,
             seed=seed,
+            workers=workers,
+            start_method=start_method,
+            persistent_workers=persistent_workers,
+            on_error=on_error,
+            max_bad=max_bad,
+            bad_samples_file=bad_samples_file,
+            max_restarts=max_restarts,
+            sample_timeout_s=sample_timeout_s,
             conv=conv,
             trace=trace,
-            patch={
-                "num_workers": int(workers) if workers and workers != "auto" else workers,
-                "multiprocessing_context": start_method,
-                "persistent_workers": persistent_workers,
-                "on_error": on_error,
-                "max_bad": count,
-                "bad_samples_file": bad_samples_file,
-                "max_restarts": max_restarts,
-                "sample_timeout_s": sample_timeout_s,
-            },
         )
     )
 
@@ -353,11 +349,7 @@ def run_command() -> NoReturn:
         if end.code or not _pending:
             raise
     if _pending:  # not from inside a command: the script's exceptions are not ours
-        from penstock.cli.run import run as run_script
+        from penstock.cli.run import run_to_end
 
-        try:
-            run_script(_pending.pop())
-        except PenstockError as error:
-            typer.echo(str(error), err=True)
-            sys.exit(USAGE_ERROR)
+        run_to_end(_pending.pop())
     sys.exit(0)

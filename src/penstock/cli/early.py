@@ -6,31 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from penstock.cli.run_line import num_own
+
 HASH_SEED = "PYTHONHASHSEED"
-TAKES_VALUE = frozenset(
-    (
-        *("--seed", "--workers", "--start-method", "--on-error", "--max-bad"),
-        *("--bad-samples-file", "--max-restarts", "--sample-timeout-s", "--conv", "--trace"),
-    )
-)
-"""Options of ``penstock run`` that are followed by a value."""
-
-
-def num_own(arguments: Sequence[str]) -> int:
-    """How many arguments of ``penstock run`` stand before the script, ``-m`` among them.
-
-    Example:
-        >>> num_own(["--seed", "0", "train.py", "--seed", "1"])
-        2
-        >>> num_own(["-m", "package.train", "--seed", "1"])
-        1
-    """
-    place = 0
-    while place < len(arguments) and arguments[place].startswith("-"):
-        if arguments[place] in ("-m", "--"):
-            return place + 1
-        place += 2 if arguments[place] in TAKES_VALUE else 1
-    return min(place, len(arguments))
 
 
 def settle_hash_seed(arguments: Sequence[str]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from penstock.cli import USAGE_ERROR
 from penstock.errors import PenstockError
 from penstock.integrations import running
 
@@ -38,6 +40,53 @@ class RunOptions:
     conv: str | None = None
     trace: str | None = None
     patch: dict[str, Any]
+
+
+def make_options(
+    *,
+    target: str,
+    arguments: Sequence[str] | None = None,
+    is_module: bool = False,
+    seed: int | None = None,
+    workers: str | None = None,
+    start_method: str | None = None,
+    persistent_workers: bool = False,
+    on_error: str = "raise",
+    max_bad: float | None = None,
+    bad_samples_file: str | None = None,
+    max_restarts: int = 100,
+    sample_timeout_s: float | None = None,
+    conv: str | None = None,
+    trace: str | None = None,
+) -> RunOptions:
+    """From the command's parameters, which were checked."""
+    return RunOptions(
+        target=target,
+        arguments=tuple(arguments or ()),
+        is_module=is_module,
+        seed=seed,
+        conv=conv,
+        trace=trace,
+        patch={
+            "num_workers": int(workers) if workers and workers != "auto" else workers,
+            "multiprocessing_context": start_method,
+            "persistent_workers": persistent_workers,
+            "on_error": on_error,
+            "max_bad": int(max_bad) if max_bad is not None and max_bad >= 1 else max_bad,
+            "bad_samples_file": bad_samples_file,
+            "max_restarts": max_restarts,
+            "sample_timeout_s": sample_timeout_s,
+        },
+    )
+
+
+def run_to_end(options: RunOptions) -> NoReturn:
+    """Run it and exit as it does, or say why it cannot be run."""
+    try:
+        run(options)
+    except PenstockError as error:
+        print(error, file=sys.stderr)
+        sys.exit(USAGE_ERROR)
 
 
 def run(options: RunOptions) -> NoReturn:
