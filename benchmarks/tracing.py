@@ -10,6 +10,7 @@ says more about the others. Linux only.
 from __future__ import annotations
 
 import mmap
+import statistics
 import sys
 import time
 import timeit
@@ -144,38 +145,71 @@ def _make_worker(dataset: Any, ring_bytes: int) -> Any:
     return Worker(number=0, task=task, objects=objects, desk=_Desk(), cells=cells, is_thread=True)
 
 
-def _serve(dataset: Any, ring_bytes: int, rows: int, num_runs: int) -> float:
-    """The quickest that a worker serves a part of a batch, in this thread; CPU time."""
-    worker = _make_worker(dataset, ring_bytes)
+class _InTurn:
+    """Two ways of doing the same, one after the other again and again: what disturbs one of them
+    disturbs the other. A turn is the median CPU time of each.
+
+    Args:
+        make: Makes what is to be timed; given whether tracing is on.
+    """
+
+    def __init__(self, make: Callable[[bool], Callable[[], object]], num_runs: int) -> None:
+        self._make, self._num_runs = make, num_runs
+        self._with_s = 0.0
+
+    def without(self) -> float:
+        ways = self._make(False), self._make(True)
+        took_s: tuple[list[float], list[float]] = ([], [])
+        for number in range(2 * self._num_runs):
+            way = (number + number // 2) % 2  # neither is always the first of the two
+            start_s = time.thread_time()
+            ways[way]()
+            took_s[way].append(time.thread_time() - start_s)
+        without_s, self._with_s = (statistics.median(one) for one in took_s)
+        return without_s
+
+    def with_tracing(self) -> float:
+        """Measured in the same turn."""
+        return self._with_s
+
+
+def _part_of_worker(dataset: Any, rows: int, is_on: bool) -> Callable[[], object]:
+    worker = _make_worker(dataset, RING_BYTES if is_on else 0)
     lease = Lease(0, 0, 0, list(range(rows)), 0, rows, 0, True, (0, 0), 0, 64 << 20)
-    quickest = float("inf")
-    for _ in range(num_runs):
-        start_s = time.thread_time()
+
+    def serve() -> None:
         reply = worker._serve(lease)
-        quickest = min(quickest, time.thread_time() - start_s)
         assert reply.kind == "fixed", reply
-    return quickest
+
+    return serve
+
+
+def _batch_of_loader(dataset: Any, rows: int, is_on: bool) -> Callable[[], object]:
+    loader = penstock.DataLoader(dataset, batch_size=rows, trace=None if is_on else False)
+    return iter(loader).__next__
 
 
 def part(pace: Pace) -> Case:
-    """(d) A part of a batch in a worker, without what others do to the machine: the quickest."""
-    runs = int(20 * pace.window_s)
-    jobs: dict[str, Callable[[int], float]] = {
-        "8 JPEGs": lambda ring_bytes: _serve(Jpegs(), ring_bytes, 8, runs),
-        "64 samples of 16 bytes": lambda ring_bytes: _serve(Pairs(), ring_bytes, 64, 100 * runs),
+    """(d) A part of a batch in a worker, and a batch of a loader without workers."""
+    runs, jpegs = int(100 * pace.window_s), Jpegs()
+    ways = {
+        "8 JPEGs in a worker": _InTurn(partial(_part_of_worker, jpegs, 8), runs),
+        "8 JPEGs, loader": _InTurn(partial(_batch_of_loader, jpegs, 8), runs),
+        "64 tiny samples in a worker": _InTurn(partial(_part_of_worker, Pairs(), 64), 50 * runs),
     }
     contenders = []
-    for name, job in jobs.items():
+    for name, way in ways.items():
         contenders += [
-            Contender(name=f"{name}, off", turn=partial(job, 0)),
+            Contender(name=f"{name}, off", turn=way.without),
             Contender(
                 name=f"{name}, as always",
-                turn=partial(job, RING_BYTES),
+                turn=way.with_tracing,
                 against=(f"{name}, off",),
                 target=MOST if "JPEG" in name else None,
             ),
         ]
-    return Case(key="d", title="One part of a batch in a worker", unit="s", contenders=contenders)
+    title = "CPU time, tracing on and off in turn, batch by batch"
+    return Case(key="d", title=title, unit="s", contenders=contenders)
 
 
 def span(pace: Pace) -> Case:

@@ -136,9 +136,9 @@ def break_when_torch_comes() -> None:
     if not spec:
         return
     try:
-        from penstock.integrations.running import when_torch_is_imported
+        from penstock.integrations.running import when_imported
     except ImportError:  # a Python without Penstock, such as a tool's
         return
     native = Native(spec)
     sys.modules[__name__].native = native  # type: ignore[attr-defined]
-    when_torch_is_imported(native.install)
+    when_imported("torch", native.install)

@@ -165,6 +165,6 @@ def _bypass_convolutions() -> None:
 
 
 if os.environ.get("PENSTOCK_CONV", "off") not in ("", "off"):
-    from penstock.integrations.running import when_torch_is_imported
+    from penstock.integrations.running import when_imported
 
-    when_torch_is_imported(_bypass_convolutions)
+    when_imported("torch", _bypass_convolutions)

@@ -168,6 +168,7 @@ def test_an_iterator_that_exists_goes_on_when_the_patch_is_gone() -> None:
         ({"on_error": "ignore"}, "on_error"),
         ({"seed": 0.5}, "seed"),
         ({"num_workers": "many"}, "num_workers"),
+        ({"num_workers": 2.0}, "num_workers=2.0"),
         ({"multiprocessing_context": "teleport"}, "teleport|start method"),
     ],
 )

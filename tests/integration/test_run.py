@@ -74,6 +74,18 @@ import sys
 sys.excepthook = lambda kind, error, trace: print("hook:", kind.__name__, error, trace.tb_lineno)
 raise RuntimeError("seen by my own hook")
 """
+HOOK_FAILS = """
+import sys
+def hook(kind, error, trace):
+    raise LookupError("of the hook")
+sys.excepthook = hook
+1 / 0
+"""
+LAST_WORDS = """
+import atexit, sys
+atexit.register(lambda: print(sys.last_type, sys.last_value, sys.last_traceback.tb_lineno))
+raise RuntimeError("for whoever reports crashes")
+"""
 SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "names": (NAMES, ("--seed", "1", "-m", "x", "--", "--workers=3")),
     "exit 7": ("import sys; sys.exit(7)", ()),
@@ -84,6 +96,8 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "a syntax error": ("x = 1\nif x\n    pass\n", ()),
     "a syntax error in a module": ("import crooked", ()),
     "a hook": (HOOKED, ()),
+    "a hook that fails": (HOOK_FAILS, ()),
+    "a crash that is looked at": (LAST_WORDS, ()),
     "classes": (CLASSES, ()),
     "stdin": ("import sys; print(input().upper(), sys.stdin.read())", ()),
     "an encoding": ("# -*- coding: latin-1 -*-\nprint(ascii('\u00e9'), __name__)", ()),
@@ -177,6 +191,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "pack" / "train.py").write_text(source)
     (root / "pack" / "__main__.py").write_text(source)
     (root / "pack" / "fails.py").write_text("1 / 0\n")
+    (root / "parsing").mkdir()
+    (root / "parsing" / "__init__.py").write_text("import sys\nprint(sys.argv)\n")
+    (root / "parsing" / "train.py").write_text("import sys\nprint(sys.argv[1:])\n")
     (root / "needy.py").write_text("import not_there_at_all\n")
     (root / "folder").mkdir()
     (root / "pack" / "empty").mkdir()
@@ -192,6 +209,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TARGETS = {
     "a module": ["-m", "pack.train", "--seed", "1"],
     "a package": ["-m", "pack", "a"],
+    "a package that reads the arguments": ["-m", "parsing.train", "--lr", "3"],
     "a module that fails": ["-m", "pack.fails"],
     "a module whose import fails": ["-m", "needy"],
     "a folder": ["folder", "a", "-m"],
@@ -222,7 +240,14 @@ COMMANDS = {
     "no script": (["gone.py"], "there is no script 'gone.py'"),
     "no module": (["-m", "pack.gone"], "there is no module 'pack.gone'"),
     "no package": (["-m", "gone.at.all"], "there is no module 'gone.at.all'"),
+    "a relative module": (["-m", ".pack"], "there is no module '.pack'"),
     "no target": ([], "Missing argument"),
+    "a negative part": (["--max-bad", "-1", "pack/train.py"], "--max-bad -1 is neither"),
+    "a part without end": (["--max-bad", "inf", "pack/train.py"], "--max-bad inf is neither"),
+    "one and a half": (["--max-bad", "1.5", "pack/train.py"], "--max-bad 1.5 is neither"),
+    "no time": (["--sample-timeout-s", "0", "pack/train.py"], "no number of seconds above 0"),
+    "a long seed": (["--seed", str(2**70), "pack/train.py"], "does not fit in 64 bits"),
+    "no folder": (["--bad-samples-file", "gone/bad.jsonl", "pack/train.py"], "there is no folder"),
     "bad workers": (["--workers", "many", "pack/train.py"], "many"),
     "no such option": (["--epochs", "10", "pack/train.py"], "No such option: --epochs"),
     "bad policy": (["--on-error", "ignore", "pack/train.py"], "ignore"),
@@ -252,6 +277,24 @@ def test_an_option_of_the_script_s_before_it_is_told_where_it_goes(refused: dict
     assert "stand behind it" in scripting.told(refused["no such option"]).stderr
 
 
+def test_standard_input_is_a_script(tmp_path: Path) -> None:
+    source = "import sys\nprint(sys.argv, __name__, sys.path[0] == '')\n1 / 0\n"
+    ends = [
+        subprocess.run(
+            [sys.executable, *command, "-", "a"],
+            input=source,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=60,
+            check=False,
+        )
+        for command in ([], ["-m", "penstock", "run"])
+    ]
+    assert told(ends[1]) == told(ends[0])
+    assert "ZeroDivisionError" in ends[0].stderr
+
+
 HASHES = "import os; print(hash('a'), os.environ.get('PYTHONHASHSEED'), os.getpid() > 0)"
 
 
@@ -265,6 +308,7 @@ def test_a_seed_settles_the_order_of_sets_unless_somebody_has(tmp_path: Path) ->
         ([*command, "--seed=5", "hashes.py"], {}),
         ([*command, "hashes.py", "--seed", "5"], {}),
         (seeded, {"PYTHONHASHSEED": "9"}),
+        ([*command, "--seed", "1", "--seed", "5", "hashes.py"], {}),  # the last one counts
     ]
     cleared = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     shown = [
@@ -279,7 +323,7 @@ def test_a_seed_settles_the_order_of_sets_unless_somebody_has(tmp_path: Path) ->
         ).stdout
         for arguments, environ in runs
     ]
-    assert shown[0] == shown[1]
+    assert shown[0] == shown[1] == shown[4]
     assert " 5 " in shown[0]
     assert " None " in shown[2]  # the script's own argument
     assert " 9 " in shown[3]

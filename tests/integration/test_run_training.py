@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -100,7 +102,45 @@ import subprocess, sys
 command = [sys.executable, "-m", "penstock", "run", "inner.py"]
 print(subprocess.run(command, capture_output=True, text=True, check=True).stderr.strip())
 """
+ASKED_FIRST = f"""
+import importlib.util, sys
+importlib.util.find_spec("torch")  # as transformers and datasets do before anybody imports it
+sys.modules["torch"] = None
+try:
+    import torch
+except ImportError:
+    del sys.modules["torch"]
+{PLAIN}"""
+EARLY = """
+import random
+drawn = [random.random()]
+random.seed(42)
+import numpy
+drawn += [numpy.random.random(), random.random()]
+import torch
+drawn += [numpy.random.random(), random.random(), torch.rand(1).item()]
+print(drawn)
+"""
+STRICT = f"""
+import sys, types, warnings
+warnings.simplefilter("error")
+sys.modules["timm"] = types.SimpleNamespace(__version__="99.1")
+{SCRIPT}
+print(len(epoch()) + len(epoch()))"""
+WANDERING = f"""
+import os
+os.makedirs("elsewhere")
+os.chdir("elsewhere")
+{BAD}
+print(os.listdir("."), sorted(os.listdir("..")))
+"""
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "asked first": (ASKED_FIRST, ("--seed", "7")),
+    "early": (EARLY, ("--seed", "7")),
+    "early again": (EARLY, ("--seed", "7")),
+    "strict": (STRICT, ()),
+    "kept": (PLAIN, ("--seed", "7", "--persistent-workers")),
+    "wandering": (WANDERING, ("--on-error", "skip", "--bad-samples-file", "bad.jsonl")),
     "seeded": (PLAIN, ("--seed", "7")),
     "seeded, inline": (PLAIN, ("--seed", "7", "--workers", "0")),
     "seeded, killed": (KILLED, ("--seed", "7")),
@@ -149,7 +189,35 @@ def test_a_seed_gives_the_same_bits_each_time_with_and_without_workers(
 ) -> None:
     seeded = end_of("seeded", ends).stdout
     assert seeded == end_of("seeded, inline", ends).stdout
+    assert seeded == end_of("kept", ends).stdout
     assert seeded != end_of("unseeded", ends).stdout
+
+
+def test_torch_may_be_asked_for_before_it_is_imported(ends: dict[str, Any]) -> None:
+    end = end_of("asked first", ends)
+    assert end.stdout == end_of("seeded", ends).stdout
+    assert "2 loaders ran on Penstock's engine" in end.stderr
+
+
+def test_a_seed_counts_from_the_first_line_and_the_script_s_own_seeds_stay(
+    ends: dict[str, Any],
+) -> None:
+    first, again = (json.loads(end_of(name, ends).stdout) for name in ("early", "early again"))
+    assert first == again
+    generator = random.Random(42)
+    assert [first[2], first[4]] == [generator.random(), generator.random()]
+    assert first[1] != first[3]
+
+
+def test_a_script_that_makes_warnings_errors_is_not_ended_by_ours(ends: dict[str, Any]) -> None:
+    end = end_of("strict", ends)
+    assert end.stdout == "24\n"
+    assert "penstock: timm 99.1 is outside" in end.stderr
+
+
+def test_files_are_written_where_the_command_was_typed(ends: dict[str, Any]) -> None:
+    shown = end_of("wandering", ends).stdout.splitlines()[-1]
+    assert shown == "[] ['bad.jsonl', 'elsewhere', 'inner.py', 'program.py']"
 
 
 @posix

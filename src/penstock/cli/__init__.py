@@ -28,7 +28,8 @@ def main() -> NoReturn:
 
         found = read_line(sys.argv[2:])
         if found is not None:
-            from penstock.cli.run import make_options, run_to_end
+            from penstock.cli.run import run_to_end
+            from penstock.cli.run_checks import make_options
 
             run_to_end(make_options(**found))
 

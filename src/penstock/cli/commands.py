@@ -315,7 +315,7 @@ def run(
 
     Exit status: the script's.
     """
-    from penstock.cli.run import make_options
+    from penstock.cli.run_checks import make_options
 
     if workers is not None:
         checked_workers(workers)

@@ -28,12 +28,13 @@ def _asked_seed(arguments: Sequence[str]) -> int | None:
     if not arguments or arguments[0] != "run":
         return None
     own = arguments[1 : 1 + num_own(arguments[1:])]
+    found: int | None = None
     for place, argument in enumerate(own):
         name, _, value = argument.partition("=")
-        if name == "--seed":
+        if name == "--seed":  # the last one counts
             text = value or (own[place + 1] if place + 1 < len(own) else "")
             try:
-                return int(text)
+                found = int(text)
             except ValueError:
                 return None  # the command says what is wrong with it
-    return None
+    return found

@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.cli import USAGE_ERROR
+from penstock.cli.run_checks import RunOptions, check_options
+from penstock.cli.run_seeds import hash_notes, seed_early, seed_torch
 from penstock.errors import PenstockError
 from penstock.integrations import running
 
@@ -20,64 +20,6 @@ if TYPE_CHECKING:
 _ENGINE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "engine", "")
 NESTED = "PENSTOCK_RUN"
 """Set in the environment of a run: programs that it starts report only what they changed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What was typed.
-
-    Args:
-        target: A script, or with ``is_module`` a module.
-        conv: For :func:`penstock.compute.bypass_convolutions`; None: as ``PENSTOCK_CONV`` says.
-        trace: A file that gets the timeline of all loaders.
-        patch: Options for :func:`penstock.patch`.
-    """
-
-    target: str
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-    seed: int | None = None
-    conv: str | None = None
-    trace: str | None = None
-    patch: dict[str, Any]
-
-
-def make_options(
-    *,
-    target: str,
-    arguments: Sequence[str] | None = None,
-    is_module: bool = False,
-    seed: int | None = None,
-    workers: str | None = None,
-    start_method: str | None = None,
-    persistent_workers: bool = False,
-    on_error: str = "raise",
-    max_bad: float | None = None,
-    bad_samples_file: str | None = None,
-    max_restarts: int = 100,
-    sample_timeout_s: float | None = None,
-    conv: str | None = None,
-    trace: str | None = None,
-) -> RunOptions:
-    """From the command's parameters, which were checked."""
-    return RunOptions(
-        target=target,
-        arguments=tuple(arguments or ()),
-        is_module=is_module,
-        seed=seed,
-        conv=conv,
-        trace=trace,
-        patch={
-            "num_workers": int(workers) if workers and workers != "auto" else workers,
-            "multiprocessing_context": start_method,
-            "persistent_workers": persistent_workers,
-            "on_error": on_error,
-            "max_bad": int(max_bad) if max_bad is not None and max_bad >= 1 else max_bad,
-            "bad_samples_file": bad_samples_file,
-            "max_restarts": max_restarts,
-            "sample_timeout_s": sample_timeout_s,
-        },
-    )
 
 
 def run_to_end(options: RunOptions) -> NoReturn:
@@ -91,12 +33,13 @@ def run_to_end(options: RunOptions) -> NoReturn:
 
 def run(options: RunOptions) -> NoReturn:
     """Run it and exit as it does."""
-    if options.trace is not None:
-        _check_trace(options.trace)
+    check_options(options)
     report = _Report()
     if options.conv is not None:
         os.environ["PENSTOCK_CONV"] = options.conv  # programs that the script starts, too
-    running.when_torch_is_imported(lambda: report.begin(options))
+    if options.seed is not None:
+        seed_early(options.seed)
+    running.when_imported("torch", lambda: report.begin(options))
     if options.is_module:
         running.run_module(options.target, options.arguments)
     running.run_file(options.target, options.arguments)
@@ -111,6 +54,7 @@ class _Report:
         self._is_nested = False
         self._num_forks = 0
         self._seeded = ""
+        self._notes: list[str] = []
         self._bypass: Bypass | None = None
         self._trace: _RunTrace | None = None
 
@@ -131,10 +75,9 @@ class _Report:
             print(f"penstock: the script runs without it. {error}", file=sys.stderr)
             return
         if options.seed is not None:
-            from penstock.order.seeding import seed_all
-
-            seed_all(options.seed)
+            seed_torch(options.seed)
             self._seeded = f"; seed {options.seed}"
+            self._notes = hash_notes(options.seed)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_parent=self._count_fork)
         self._is_nested = NESTED in os.environ
@@ -185,7 +128,9 @@ class _Report:
                 lines += self._trace.write()
             if tally.num_bad:
                 lines.append(f"saved: {tally.num_bad} bad sample(s) were left out or replaced")
-            lines += [f"note: {line}" for line in (*tally.notes, *self._own_processes())]
+            lines += [
+                f"note: {line}" for line in (*tally.notes, *self._notes, *self._own_processes())
+            ]
         if self._bypass is not None:
             lines.append(str(self._bypass))
             lines += [f"lost to another library: {name}" for name in self._bypass.check()]
@@ -217,9 +162,3 @@ class _RunTrace:
         except OSError as error:
             return [f"the trace could not be written: {error}"]
         return [f"trace: {self._path}", *str(timeline.verdict).splitlines()]
-
-
-def _check_trace(path: str) -> None:
-    from penstock.engine.recorded import checked_trace
-
-    checked_trace(path)

@@ -60,7 +60,7 @@ def num_own(arguments: Sequence[str]) -> int:
         1
     """
     place = 0
-    while place < len(arguments) and arguments[place].startswith("-"):
+    while place < len(arguments) and arguments[place].startswith("-") and arguments[place] != "-":
         if arguments[place] in ("-m", "--"):
             return place + 1
         place += 2 if arguments[place] in TAKES_VALUE else 1
@@ -83,7 +83,7 @@ def read_line(arguments: Sequence[str]) -> dict[str, Any] | None:
     if own[-1:] == ["-m"]:
         found["is_module"] = True
         own.pop()
-    if not rest or rest[0].startswith("-"):
+    if not rest or (rest[0].startswith("-") and rest[0] != "-"):
         return None
     try:
         while own:

@@ -133,7 +133,7 @@ def _checked(options: dict[str, Any]) -> Options:
         unknown = ", ".join(sorted(set(options) - set(vars(Options()))))
         raise BadArgument(f"patch() does not know {unknown}; it knows {known}") from None
     values = {name: value for name, value in vars(checked).items() if value is not None}
-    is_for_workers = "multiprocessing_context" in values or values["persistent_workers"]
+    is_for_workers = "multiprocessing_context" in values or values.get("persistent_workers")
     if is_for_workers and not values.get("num_workers"):
         values["num_workers"] = 1  # torch takes these only beside workers
     DataLoader([0], **values)  # it says what is wrong with a value

@@ -14,6 +14,8 @@ import io
 import os
 import runpy
 import sys
+import threading
+import traceback
 import types
 import zipfile
 from collections.abc import Callable, Sequence
@@ -26,7 +28,12 @@ _OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def run_file(script: str, arguments: Sequence[str]) -> NoReturn:
-    """Run a script, or a folder or archive with a ``__main__.py``, and exit as it does."""
+    """Run a script, or a folder or archive with a ``__main__.py``, and exit as it does.
+
+    ``-`` is standard input, as for python.
+    """
+    if script == "-":
+        _run_stdin(arguments)
     if not os.path.exists(script):
         raise BadTarget(
             f"there is no script {script!r} here ({os.getcwd()})",
@@ -57,6 +64,20 @@ def run_file(script: str, arguments: Sequence[str]) -> NoReturn:
     _finish(run)
 
 
+def _run_stdin(arguments: Sequence[str]) -> NoReturn:
+    module = types.ModuleType("__main__")
+    vars(module).update(__builtins__=builtins, __annotations__={})
+    sys.argv = ["-", *arguments]
+    _enter_folder("")
+
+    def run() -> None:
+        code = compile(sys.stdin.buffer.read(), "<stdin>", "exec", dont_inherit=True)
+        sys.modules["__main__"] = module
+        exec(code, vars(module))
+
+    _finish(run)
+
+
 def _main_of(folder: str, module: types.ModuleType) -> Any:
     """Prepare ``module`` to be the ``__main__.py`` in a folder or archive; what loads it."""
     spec = machinery.PathFinder.find_spec("__main__", [folder])
@@ -78,43 +99,53 @@ def _code_of(loader: Any, path: str) -> Any:
 def run_module(name: str, arguments: Sequence[str]) -> NoReturn:
     """``python -m name``."""
     _enter_folder(os.getcwd())
-    if not _is_module(name):
+    sys.argv = ["-m", *arguments]  # which the packages around it see
+    if name.startswith(".") or not _is_module(name):
         raise BadTarget(
             f"there is no module {name!r} here ({os.getcwd()})",
             remedy="penstock run -m package.module, or penstock run path/to/train.py",
         )
-    sys.argv = [name, *arguments]
     _finish(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
 
 
-def when_torch_is_imported(then: Callable[[], None]) -> None:
-    """Call ``then`` as soon as torch is there: now, or when somebody has imported it."""
-    if "torch" in sys.modules:
+def when_imported(name: str, then: Callable[[], None]) -> None:
+    """Call ``then`` as soon as a module is there: now, or when somebody has imported it."""
+    if name in sys.modules:
         then()
     else:
-        sys.meta_path.insert(0, _Watch(then))
+        sys.meta_path.insert(0, _Watch(name, then))
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Sees torch being imported, once, and steps aside."""
+    """Sees a module being imported, once, and steps aside.
 
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
+    Libraries ask where it is long before they import it, and an import may fail and be tried again.
+    """
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
+        self._asking: int | None = None
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != "torch":
+        if fullname != self._name or self._asking == threading.get_ident():
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
-        if spec is not None and spec.loader is not None:
-            execute, then = spec.loader.exec_module, self._then
+        self._asking = threading.get_ident()
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = None
+        loader = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
-                vars(spec.loader).pop("exec_module", None)  # several may watch, one in another
+                vars(loader).pop("exec_module", None)  # several may watch, one in another
                 execute(module)
-                then()
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self._then()
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
@@ -139,22 +170,47 @@ def _enter_folder(folder: str) -> None:
 
 def _finish(run: Callable[[], Any]) -> NoReturn:
     """Run to the end and leave as the interpreter would."""
+    found: BaseException | None = None
     try:
         run()
     except SystemExit:
         raise
     except BaseException as error:
-        trace = error.__traceback__
-        while trace is not None and _is_ours(trace):
-            trace = trace.tb_next
-        if isinstance(error, SyntaxError) and trace is None:
-            error.__traceback__ = None
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        if isinstance(error, KeyboardInterrupt):
-            sys.excepthook = lambda *_: None  # it has been shown; the rest is the interpreter's
-            raise KeyboardInterrupt from None
-        sys.exit(1)
-    sys.exit(0)
+        found = error
+    if found is None:
+        sys.exit(0)
+    _show(found)
+    if isinstance(found, KeyboardInterrupt):
+        sys.excepthook = lambda *_: None  # it has been shown; the rest is the interpreter's
+        raise KeyboardInterrupt
+    sys.exit(1)
+
+
+def _show(error: BaseException) -> None:
+    """As the interpreter does it, with its own frames only."""
+    trace = _without_ours(error)
+    if isinstance(error, SyntaxError) and trace is None:
+        error.__traceback__ = None
+    shown = type(error), error.with_traceback(trace), trace
+    sys.last_type, sys.last_value, sys.last_traceback = shown
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    try:
+        sys.excepthook(*shown)
+    except SystemExit:
+        raise
+    except BaseException as of_hook:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exception(type(of_hook), of_hook, _without_ours(of_hook))
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(*shown)
+
+
+def _without_ours(error: BaseException) -> types.TracebackType | None:
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace):
+        trace = trace.tb_next
+    return trace
 
 
 def _is_ours(trace: types.TracebackType) -> bool:

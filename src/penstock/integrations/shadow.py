@@ -8,12 +8,14 @@ the user's code
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -180,6 +182,9 @@ class Shadow(DataLoader[Any]):
             return super()._get_iterator()
         travels = (self.dataset, self.collate_fn, self.worker_init_fn)
         if self._kept is not None and _are_same(self._kept[0], travels):
+            # A new iterator would draw its base seed here: what the code's generator gives next
+            # must not depend on who stays.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             self._kept[1]._reset(self)
         else:
             self.close()
@@ -222,12 +227,18 @@ class Shadow(DataLoader[Any]):
         if line not in self._notes:
             self._notes[line] = None
             self._layer.tally.changes.append(line)
-            warnings.warn(f"penstock: {line}", stacklevel=2)
+            _warn(line)
 
     def _tell_note(self, line: str) -> None:
         if line not in self._layer.tally.notes:
             self._layer.tally.notes.append(line)
-            warnings.warn(f"penstock: {line}", stacklevel=2)
+            _warn(line)
+
+    def _warn(self, plan: Plan, stacklevel: int) -> None:
+        for text in plan.warnings:
+            if text not in self._warned:
+                self._warned.add(text)
+                _warn(text)
 
     def _turn(self) -> None:
         self._layer.tally.num_epochs += 1
@@ -255,6 +266,14 @@ class Shadow(DataLoader[Any]):
 
         counted: dict[str, Callable[..., None]] = {"on_bad": count_bad, "on_restart": count_restart}
         return {**setup, **counted}
+
+
+def _warn(line: str) -> None:
+    """A word about code that cannot be changed must not end it where it makes warnings errors."""
+    try:
+        warnings.warn(f"penstock: {line}", stacklevel=3)
+    except UserWarning as warning:
+        print(warning, file=sys.stderr)
 
 
 def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

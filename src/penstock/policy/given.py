@@ -67,7 +67,7 @@ def checked_workers(num_workers: Any) -> int | str:
         >>> checked_workers("auto"), checked_workers(4)
         ('auto', 4)
     """
-    if isinstance(num_workers, str) and num_workers != "auto":
+    if num_workers != "auto" and not hasattr(type(num_workers), "__index__"):
         raise BadArgument(
             f"num_workers={num_workers!r} is neither a number nor 'auto'",
             remedy="DataLoader(..., num_workers='auto')",

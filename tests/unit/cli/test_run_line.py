@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from penstock.cli import commands
-from penstock.cli.run import make_options
+from penstock.cli.run_checks import make_options
 from penstock.cli.run_line import SWITCHES, TAKES_VALUE, num_own, read_line
 
 READ = [
