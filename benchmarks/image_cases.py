@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,14 @@ class Encoded:
         return len(self.files)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return to_tensor(decode(self.files[index], self.crop))  # type: ignore[no-any-return]
+        return self.read_into(index, ())
+
+    def read_into(self, index: int, rows: Sequence[Any]) -> torch.Tensor:
+        """As the store's own datasets do it; see "Straight into the batch" in docs/store.md."""
+        found: torch.Tensor = to_tensor(
+            decode(self.files[index], self.crop), rows[0] if rows else None
+        )
+        return found
 
 
 def _files(pace: Pace, **keywords: Any) -> list[bytes]:
