@@ -297,3 +297,76 @@ def test_pillow_images_are_packed_as_pixels(folder: Path, tmp_path: Path) -> Non
     theirs = torchvision.datasets.ImageFolder(str(folder))
     packed = pack(theirs, tmp_path / "set", workers=0)
     assert distance(packed[3][0].permute(1, 2, 0), theirs[3][0]) == 0
+
+
+# Straight into the batch
+
+
+class Telling(ImageFolder):
+    """Says in place of the class whether there was a row for the image, and it lies there."""
+
+    def read_into(self, index: int, rows: Any) -> tuple[Any, Any]:
+        image, _ = super().read_into(index, rows)
+        is_there = bool(rows) and image.data_ptr() == rows[0].ctypes.data
+        return image, int(is_there)
+
+    __getitem__ = ImageFolder.__getitem__
+
+
+@pytest.mark.parametrize("antialias", [True, False])
+def test_own_crops_are_written_where_the_batch_lies(folder: Path, antialias: bool) -> None:
+    crop = penstock.RandomResizedCrop(64, antialias=antialias)
+    loader = DataLoader(Telling(folder, crop), batch_size=12, num_workers=1, seed=4)
+    ((images, flags),) = loader
+    assert flags.tolist() == [0, *[1] * 11]
+    ((expected, _),) = DataLoader(ImageFolder(folder, crop), batch_size=12, seed=4)
+    assert torch.equal(images, expected)
+
+
+def test_what_somebody_elses_transform_gets_is_its_own_to_keep(folder: Path) -> None:
+    theirs = v2.CenterCrop(64)
+    loader = DataLoader(Telling(folder, theirs), batch_size=12, num_workers=1)
+    ((images, flags),) = loader
+    assert flags.sum() == 0
+    ((expected, _),) = DataLoader(ImageFolder(folder, theirs), batch_size=12)
+    assert torch.equal(images, expected)
+
+
+def test_packed_images_are_written_where_the_batch_lies(folder: Path, tmp_path: Path) -> None:
+    packed = pack(ImageFolder(folder), tmp_path / "set", workers=0)
+    cropped = packed.with_transforms(image=penstock.Resize((40, 50)))
+    row = np.zeros((3, 40, 50), np.uint8)
+    image, label = cropped.read_into(5, [row, None])
+    assert image.data_ptr() == row.ctypes.data
+    assert torch.equal(image, cropped[5][0])
+    assert label == cropped[5][1]
+    other = cropped.with_transforms(label=lambda label: (label, label))
+    assert other.read_into(5, [row, None])[0].data_ptr() != row.ctypes.data
+    wrong = np.zeros((3, 50, 40), np.uint8)
+    assert torch.equal(cropped.read_into(5, [wrong, None])[0], image)
+    assert not wrong.any()
+
+
+class CountsThreads:
+    """How many threads OpenCV takes where the sample is loaded."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        import cv2
+
+        return int(cv2.getNumThreads())
+
+
+def test_opencv_stays_in_one_thread_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    cv2 = pytest.importorskip("cv2")
+    before = cv2.getNumThreads()
+    try:
+        cv2.setNumThreads(2)
+        assert list(DataLoader(CountsThreads(), num_workers=1)) == [1, 1]
+        assert list(DataLoader(CountsThreads())) == [2, 2]
+    finally:
+        cv2.setNumThreads(before)
+    monkeypatch.setenv("OPENCV_FOR_THREADS_NUM", "3")  # OpenCV's own variable is the user's word
+    assert list(DataLoader(CountsThreads(), num_workers=1)) == [3, 3]

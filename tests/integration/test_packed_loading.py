@@ -225,3 +225,20 @@ def test_a_cache_that_was_torn_by_a_power_cut_forgets_what_is_wrong(tmp_path: Pa
     assert (again[39][0] == 39).all()
     flip(tmp_path / "cache" / "field_0.npy")  # the negative control: without a new start, trusted
     assert not (cached(source, tmp_path / "cache")[39][0] == 39).all()
+
+
+class Doubled(Packed):
+    """A set whose samples are changed by the class, not by a transform."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) * 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_class_that_changes_samples_is_not_passed_over(num_workers: int, tmp_path: Path) -> None:
+    arrays = [np.full(3, number, np.float32) for number in range(4)]
+    pack(arrays, tmp_path / "set", workers=0)
+    changed = next(iter(DataLoader(Doubled(tmp_path / "set"), 4, num_workers=num_workers)))
+    assert changed[:, 0].tolist() == [0.0, 2.0, 4.0, 6.0]
+    plain = next(iter(DataLoader(Packed(tmp_path / "set"), 4, num_workers=num_workers)))
+    assert plain[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]

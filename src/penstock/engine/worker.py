@@ -30,6 +30,7 @@ from penstock.engine.batch.fetch import (
 )
 from penstock.engine.batch.gather import find_gatherer
 from penstock.engine.batch.layout import Layout, OddSample
+from penstock.engine.batch.placing import find_placer
 from penstock.engine.batch.scratch import Scratch, collating_into
 from penstock.engine.desks import Desk
 from penstock.engine.gate import Gate
@@ -115,6 +116,9 @@ class Worker:
                 none_is_bad=is_default_collate(self._collate),
             )
         self._gatherer = find_gatherer(self._dataset) if self._writes_slots else None
+        # Threads load a run of samples before any of them is written.
+        is_direct = self._writes_slots and not is_thread
+        self._placer = find_placer(self._dataset) if is_direct else None
 
     def run(self) -> None:
         """Serve until the parent says stop or is gone."""
@@ -274,7 +278,8 @@ class Worker:
         self._randomness.look(is_used=self._collate_randomness.has_drawn)
 
     def _one_by_one(self, lease: Lease) -> Iterator[Any]:
-        get, randomness, gate = getter(self._dataset), self._randomness, self._gate
+        get = getter(self._dataset) if self._placer is None else self._placer.get
+        randomness, gate = self._randomness, self._gate
         if gate is not None and randomness is not None and randomness.is_silent:
             self._badge.show_waiting(True)
             with gate.together():
@@ -331,6 +336,8 @@ class Worker:
         """default_collate, straight into the slot; falls back to a payload for odd samples."""
         buffer = self._slot(lease)
         writer = collate.BatchWriter(buffer, lease.rows, lease.first_row)
+        if self._placer is not None:
+            self._placer.begin(writer)
         iterator, needed_bytes = iter(samples), 0
         try:
             writer.take(iterator)

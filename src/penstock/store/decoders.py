@@ -52,13 +52,15 @@ def _by_cv2() -> JpegDecoder:
         4: cv2.IMREAD_REDUCED_COLOR_4,
         8: cv2.IMREAD_REDUCED_COLOR_8,
     }
+    in_rgb = getattr(cv2, "IMREAD_COLOR_RGB", None)  # from 4.11 on: no second pass, no copy
 
     def run(data: Any, scale: int) -> np.ndarray:
-        mode = modes[scale] | cv2.IMREAD_IGNORE_ORIENTATION
+        is_rgb = scale == 1 and in_rgb is not None
+        mode = (in_rgb if is_rgb else modes[scale]) | cv2.IMREAD_IGNORE_ORIENTATION
         found = cv2.imdecode(np.frombuffer(data, np.uint8), mode)
         if found is None:
             raise ValueError("OpenCV cannot decode it")
-        pixels: np.ndarray = cv2.cvtColor(found, cv2.COLOR_BGR2RGB)
+        pixels: np.ndarray = found if is_rgb else cv2.cvtColor(found, cv2.COLOR_BGR2RGB)
         return pixels
 
     return run

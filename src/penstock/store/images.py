@@ -201,8 +201,7 @@ def resize(pixels: np.ndarray, size: tuple[int, ...], *, antialias: bool = True)
     # time (229 and 79 microseconds for 170 x 150 to 224, 2 x86-64 cores).
     is_enlarged = pixels.shape[0] <= size[0] and pixels.shape[1] <= size[1]
     if (is_enlarged or not antialias) and _cv2() is not None:
-        plain = np.ascontiguousarray(pixels)
-        made: np.ndarray = _cv2().resize(plain, (size[1], size[0]))
+        made: np.ndarray = _cv2().resize(_in_rows(pixels), (size[1], size[0]))
         return made
     import torch
 
@@ -216,6 +215,13 @@ def resize(pixels: np.ndarray, size: tuple[int, ...], *, antialias: bool = True)
     else:  # before torch 2.1: through floats, to the same values within one
         shrunk = _interpolate(tensor.float(), size, antialias).round().clamp(0, 255).byte()
     return shrunk[0].permute(1, 2, 0).numpy()  # type: ignore[no-any-return]
+
+
+def _in_rows(pixels: np.ndarray) -> np.ndarray:
+    """As OpenCV takes it: pixels side by side in each row. A crop is a view, and stays one."""
+    num_channels = pixels.shape[2]
+    is_fit = pixels.strides[1:] == (num_channels, 1) and pixels.strides[0] > 0
+    return pixels if is_fit else np.ascontiguousarray(pixels)
 
 
 def _interpolate(tensor: Any, size: tuple[int, ...], antialias: bool) -> Any:
@@ -245,14 +251,19 @@ def _cv2() -> Any:
     return _found[0]
 
 
-def to_tensor(pixels: np.ndarray) -> Any:
-    """A uint8 tensor of shape (channels, height, width), which lies in memory that way, too."""
+def to_tensor(pixels: np.ndarray, out: np.ndarray | None = None) -> Any:
+    """A uint8 tensor of shape (channels, height, width), which lies in memory that way, too.
+
+    Args:
+        out: Where to put it, if that has the right form.
+    """
     import torch
 
     planes = pixels.transpose(2, 0, 1)
-    if planes.flags.c_contiguous and planes.flags.writeable:
-        return torch.from_numpy(planes)  # resized by torch: it lies that way already
-    out = np.empty(planes.shape, np.uint8)
+    if out is None or out.shape != planes.shape or out.dtype != np.uint8:
+        if planes.flags.c_contiguous and planes.flags.writeable:
+            return torch.from_numpy(planes)  # resized by torch: it lies that way already
+        out = np.empty(planes.shape, np.uint8)
     cv2 = _cv2() if len(planes) == 3 and pixels.flags.c_contiguous else None
     if cv2 is not None:
         # 14 microseconds for 224 x 224; a copy of the transposed view takes 66.
@@ -262,16 +273,28 @@ def to_tensor(pixels: np.ndarray) -> Any:
     return torch.from_numpy(out)
 
 
-def open_image(content: Any, encoding: str, transform: Any, where: str | None = None) -> Any:
-    """A stored image as a tensor. A transform that is not ours gets the whole picture."""
+def open_image(
+    content: Any,
+    encoding: str,
+    transform: Any,
+    where: str | None = None,
+    out: np.ndarray | None = None,
+) -> Any:
+    """A stored image as a tensor. A transform that is not ours gets the whole picture.
+
+    Args:
+        where: The file's name, for errors.
+        out: See :func:`to_tensor`; not for what a transform of somebody else gets.
+    """
     own = transform if isinstance(transform, Crop) else None
     if encoding == "file":
         data = content if isinstance(content, bytes) else bytes(content)
         pixels = _decode_named(data, where, own, True, MAX_PIXELS, None)
     else:
         pixels = _apply(np.asarray(content), own, None)
-    tensor = to_tensor(pixels)
-    return transform(tensor) if transform is not None and own is None else tensor
+    if transform is not None and own is None:
+        return transform(to_tensor(pixels))
+    return to_tensor(pixels, out)
 
 
 # -- for the writer ------------------------------------------------------------------------------

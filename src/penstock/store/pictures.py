@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import BadStore
@@ -70,12 +70,16 @@ class ImageFolder:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.read_into(index, ())
+
+    def read_into(self, index: int, rows: Sequence[Any]) -> tuple[Any, Any]:
+        """``self[index]``, the image in the first of ``rows``. Called from: a worker."""
         path, target = self.samples[index]
         with open(path, "rb") as file:
             data = file.read()
         if self._decoder and self._asked is None:
             choose(self._decoder)
-        image = open_image(data, "file", self.transform, path)
+        image = open_image(data, "file", self.transform, path, rows[0] if rows else None)
         return image, target if self.target_transform is None else self.target_transform(target)
 
     def __getstate__(self) -> dict[str, Any]:

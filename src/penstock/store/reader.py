@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -83,24 +84,37 @@ class Columns:
     # -- samples ---------------------------------------------------------------------------------
 
     def __getitem__(self, index: int) -> Any:
-        return self._sample(int(self._resolve([index])[0]))
+        return self.read_into(index, ())
 
-    def _sample(self, row: int) -> Any:
+    def read_into(self, index: int, rows: Sequence[np.ndarray | None]) -> Any:
+        """``self[index]``, images in their ``rows``. Called from: a worker."""
+        has_leaves = len(rows) == len(self._schemas) and self._has_own_transforms()
+        return self._sample(int(self._resolve([index])[0]), rows if has_leaves else ())
+
+    def _has_own_transforms(self) -> bool:
+        """Is each field one leaf? Nobody knows what another transform makes of it."""
+        from penstock.store.crops import Crop
+
+        return all(isinstance(one, Crop) for one in self._transforms.values())
+
+    def _sample(self, row: int, places: Sequence[np.ndarray | None] = ()) -> Any:
         values = [
-            self._value(schema, column, row)
-            for schema, column in zip(self._schemas, self._columns, strict=True)
+            self._value(schema, column, row, place)
+            for schema, column, place in zip_longest(self._schemas, self._columns, places)
         ]
         if self._form == "dict":
             return dict(zip(self.fields, values, strict=True))
         return values[0] if self._form == "single" else tuple(values)
 
-    def _value(self, schema: FieldSchema, column: Column, row: int) -> Any:
+    def _value(
+        self, schema: FieldSchema, column: Column, row: int, place: np.ndarray | None
+    ) -> Any:
         transform = self._transforms.get(schema.name)
         if schema.kind == "image":
             from penstock.store.images import open_image
 
             assert isinstance(column, RaggedColumn)
-            return open_image(column.view(row), schema.encoding, transform)
+            return open_image(column.view(row), schema.encoding, transform, out=place)
         value = value_of(schema, column.row(row))
         return value if transform is None else transform(value)
 
@@ -109,6 +123,8 @@ class Columns:
         """Only without transforms: what is random there belongs to one sample, not to a batch."""
         if self._transforms:
             raise AttributeError("samples of a set with transforms are loaded one by one")
+        if type(self).__getitem__ is not Columns.__getitem__:
+            raise AttributeError("this class has its own way to load a sample")
         return self._many
 
     def _many(self, indices: Sequence[int]) -> list[Any]:

@@ -4,8 +4,9 @@
     parent: view_batch(filled, root)               -> what default_collate would have returned
 
 Large samples are copied into their row as they come, while they are in the cache; small ones are
-gathered and stacked into the slot in one call. Nothing here decides what a batch means: whatever
-the layout cannot hold is left to torch's own ``default_collate``.
+gathered and stacked into the slot in one call; what a dataset wrote into its row itself
+(:mod:`penstock.engine.batch.placing`) stays there. Nothing here decides what a batch means:
+whatever the layout cannot hold is left to torch's own ``default_collate``.
 """
 
 from __future__ import annotations
@@ -143,11 +144,14 @@ class BatchWriter:
         self._streams = False
         self._row_writers: list[Callable[[int, Any], None] | None] = []
         self._taken: list[Any] = []
+        self._tables: list[np.ndarray | None] | None = None
+        self._given = -1
 
     def take(self, samples: Iterator[Any]) -> None:
         """Take samples until the iterator ends; raises what :meth:`add` raises."""
         for sample in samples:
             self.add(sample)
+            del sample  # not kept while the next one is made: its memory is warm
             if not self._streams:
                 self._taken.extend(samples)  # small ones are looked at when all are here
 
@@ -164,6 +168,21 @@ class BatchWriter:
             self._begin(sample)
         self._taken.append(self._copy_row(sample) if self._streams else sample)
         self.refused = []
+
+    def next_rows(self) -> list[np.ndarray | None]:
+        """The memory of the next sample, leaf by leaf; None for leaves that are not tensors.
+
+        Empty where that is not known yet, or small, or given out already: no two samples get the
+        same row, whatever becomes of the first.
+        """
+        row = len(self._taken)
+        if not self._streams or self.layout is None or row == self._given:
+            return []
+        if self._tables is None:
+            pairs = zip(self.layout.leaves, self._fields, strict=True)
+            self._tables = [_table(leaf, field, self._first_row) for leaf, field in pairs]
+        self._given = row
+        return [None if table is None else table[row] for table in self._tables]
 
     def _begin(self, sample: Any) -> None:
         layout = read_layout(sample, read_leaf)
@@ -237,6 +256,12 @@ def _is_streamed(leaf: Leaf) -> bool:
     return leaf.kind in ("tensor", "array")
 
 
+def _table(leaf: Leaf, field: torch.Tensor | None, first_row: int) -> np.ndarray | None:
+    if field is None or leaf.kind != "tensor" or leaf.dtype == "torch.bfloat16":
+        return None
+    return field.numpy()[first_row:]
+
+
 def _read_row(leaf: Leaf, field: torch.Tensor | None, row: int) -> Any:
     assert field is not None
     value = field[row].clone()
@@ -286,8 +311,10 @@ def _row_writer(
         if value.dtype is not dtype or value.shape != shape or value.requires_grad:
             raise OddSample
         if value.is_contiguous() and value.device.type == "cpu":
-            # libc's copy does not read the destination first: 1.4 times torch's on cold memory.
-            memmove(start + row * num_bytes, value.data_ptr(), num_bytes)
+            source, place = value.data_ptr(), start + row * num_bytes
+            if source != place:  # else the dataset wrote it there
+                # libc's copy does not read the destination first: 1.4 times torch's when cold.
+                memmove(place, source, num_bytes)
         else:
             field[first_row + row].copy_(value)
 

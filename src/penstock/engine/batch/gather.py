@@ -16,6 +16,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from penstock.engine.batch.collate import is_default_collate, read_leaf, view_batch
 from penstock.engine.batch.layout import Layout, OddSample, read_layout
+from penstock.engine.batch.placing import offers
 from penstock.engine.slots import Ring
 from penstock.order.splitting import Part
 
@@ -181,7 +182,7 @@ def find_gatherer(dataset: Any) -> Gatherer | None:
         rows.append(dataset.indices)
         dataset = dataset.dataset
     is_sliced = type(dataset) is TensorDataset and bool(dataset.tensors)
-    reads_rows = callable(getattr(dataset, "read_rows", None))
+    reads_rows = offers(dataset, "read_rows")
     if not (is_sliced or reads_rows) or not len(dataset):
         return None
     try:

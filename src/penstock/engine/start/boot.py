@@ -30,6 +30,7 @@ from penstock.engine.start.surroundings import enter
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.25
+_OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"
 
 
 def worker_main(channel: Any, assignment: Assignment, fds: list[int]) -> None:
@@ -58,6 +59,7 @@ def _make_worker(channel: Any, assignment: Assignment, fds: list[int]) -> Any:
     from penstock.engine.worker import Worker
 
     torch.set_num_threads(1)
+    keep_opencv_single()
     memory = SharedFile.attach(assignment.memory)
     num_bytes = control_bytes(assignment.num_workers, assignment.task.ring_bytes)
     cells = memoryview(memory.map(0, num_bytes)).cast("q")
@@ -70,6 +72,22 @@ def _make_worker(channel: Any, assignment: Assignment, fds: list[int]) -> Any:
     prepare_worker(number, assignment.num_workers, task, objects)
     desk = PipeDesk(channel, memory)
     return Worker(number=number, task=task, objects=objects, desk=desk, cells=cells)
+
+
+def keep_opencv_single() -> None:
+    """One thread for OpenCV in a worker, as for torch: the workers are the threads.
+
+    Its pool has a thread for each core in every worker, which spins between calls. Whoever set
+    OpenCV's own variable is obeyed, and worker_init_fn may call ``cv2.setNumThreads``. Not for a
+    worker that was forked from the user's process, where OpenCV would wait for threads that are
+    not there.
+    """
+    if _OPENCV_THREADS in os.environ:
+        return
+    os.environ[_OPENCV_THREADS] = "1"  # for a dataset that imports it later
+    set_num_threads = getattr(sys.modules.get("cv2"), "setNumThreads", None)
+    if set_num_threads is not None:
+        set_num_threads(1)
 
 
 def serve(worker: Any) -> None:
