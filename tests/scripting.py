@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,15 @@ def run_all(
 
     with ThreadPoolExecutor(at_once) as executor:
         return dict(zip(cases, executor.map(outcome, cases), strict=True))
+
+
+_naming = threading.Lock()
+
+
+def make_folder(factory: Any, name: str) -> Path:
+    """pytest's own ``mktemp`` numbers folders by looking which are there: not in two threads."""
+    with _naming:
+        return Path(factory.mktemp(name))
 
 
 def told(outcome: Any) -> Any:

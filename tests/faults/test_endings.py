@@ -219,7 +219,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     def end(name: str) -> tuple[int, str, list[int]]:
         body = ENDINGS[name][0].replace("next(it)\n", "next(it)\ntell()\n", 1)
-        with scripting.running(HEAD + TELL + body, tmp_path_factory.mktemp("ended")) as program:
+        with scripting.running(
+            HEAD + TELL + body, scripting.make_folder(tmp_path_factory, "ended")
+        ) as program:
             out, said = program.communicate(timeout=40)
         family = [int(pid) for pid in out.split()]
         return program.returncode, said, leftovers.wait_until_gone(family, GONE_S)

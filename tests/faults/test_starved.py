@@ -94,7 +94,8 @@ PROGRAMS: dict[str, Callable[[Path], Any]] = {
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every program of this file, run to its end."""
     return scripting.run_all(
-        lambda name: PROGRAMS[name](tmp_path_factory.mktemp("starved")), list(PROGRAMS)
+        lambda name: PROGRAMS[name](scripting.make_folder(tmp_path_factory, "starved")),
+        list(PROGRAMS),
     )
 
 

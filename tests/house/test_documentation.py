@@ -102,7 +102,7 @@ def results(
     def run(part: int) -> dict[Path, Outcome]:
         paths = [path for path in DOCUMENTS_WITH_CODE if path in wanted][part::2]
         scripts = [script_of(path.read_text("utf-8")) for path in paths]
-        folders = [tmp_path_factory.mktemp("document") for _ in paths]
+        folders = [scripting.make_folder(tmp_path_factory, "document") for _ in paths]
         return dict(zip(paths, run_scripts(scripts, folders) if paths else [], strict=True))
 
     parts = scripting.run_all(run, [0, 1])
