@@ -53,7 +53,7 @@ def make_options(
     conv: str | None = None,
     trace: str | None = None,
 ) -> RunOptions:
-    """From the command's parameters, which were checked."""
+    """From the command's parameters. Files are meant from where the command was typed."""
     return RunOptions(
         target=target,
         arguments=tuple(arguments or ()),

@@ -26,9 +26,9 @@ def seed_early(seed: int) -> None:
 
 
 def _seed_numpy(bits: int) -> None:
-    import numpy as np
+    from penstock.order.seeding import seed_numpy
 
-    np.random.seed(bits if bits < 1 << 32 else [bits & 0xFFFFFFFF, bits >> 32])
+    seed_numpy(bits)
 
 
 def seed_torch(seed: int) -> None:

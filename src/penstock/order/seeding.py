@@ -108,7 +108,7 @@ def _seed_generators(seed: int) -> list[str]:
 
     bits = seed & MASK
     random.seed(bits)
-    np.random.seed(bits if bits < 1 << 32 else [bits & 0xFFFFFFFF, bits >> 32])
+    seed_numpy(bits)
     torch.manual_seed(seed)
     done = ["Python's random", "NumPy's global generator", "torch on the CPU and every accelerator"]
     opencv: Any = sys.modules.get("cv2")
@@ -116,6 +116,11 @@ def _seed_generators(seed: int) -> list[str]:
         opencv.setRNGSeed(bits & 0x7FFFFFFF)
         done.append("OpenCV's generator of this thread")
     return done
+
+
+def seed_numpy(bits: int) -> None:
+    """NumPy's global generator, by a seed of 64 bits."""
+    np.random.seed(bits if bits < 1 << 32 else [bits & 0xFFFFFFFF, bits >> 32])
 
 
 # -- torch's switches ------------------------------------------------------------------------------

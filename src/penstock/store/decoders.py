@@ -56,7 +56,7 @@ def _by_cv2() -> JpegDecoder:
         4: cv2.IMREAD_REDUCED_COLOR_4,
         8: cv2.IMREAD_REDUCED_COLOR_8,
     }
-    in_rgb = getattr(cv2, "IMREAD_COLOR_RGB", None)  # from 4.11 on: no second pass, no copy
+    in_rgb = getattr(cv2, "IMREAD_COLOR_RGB", None)  # in newer ones: no second pass, no copy
 
     def run(data: Any, scale: int) -> np.ndarray:
         is_rgb = scale == 1 and in_rgb is not None

@@ -261,7 +261,7 @@ def to_tensor(pixels: np.ndarray, out: np.ndarray | None = None) -> Any:
 
     planes = pixels.transpose(2, 0, 1)
     if out is None or out.shape != planes.shape or out.dtype != np.uint8:
-        if planes.flags.c_contiguous and planes.flags.writeable:
+        if len(planes) > 1 and planes.flags.c_contiguous and planes.flags.writeable:
             return torch.from_numpy(planes)  # resized by torch: it lies that way already
         out = np.empty(planes.shape, np.uint8)
     cv2 = _cv2() if len(planes) == 3 and pixels.flags.c_contiguous else None
