@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,8 @@ def run(name: str, question: str, cases: Cases, arguments: Sequence[str]) -> int
     machine, versions = describe_machine(), describe_versions()
     _print_heading(console, machine, versions)
     pace = QUICK if options.quick else Pace()
+    if options.window:
+        pace = replace(pace, window_s=options.window)
     repeats = options.repeats or (2 if options.quick else 5)
     records, num_missed = [], 0
     for key in options.only:
@@ -68,6 +71,7 @@ def _parse(name: str, question: str, cases: Cases, arguments: Sequence[str]) -> 
         help="which questions to ask",
     )
     parser.add_argument("--repeats", type=_count, help="turns of each contender (default 5)")
+    parser.add_argument("--window", type=float, metavar="S", help="count for so long (default 1.5)")
     parser.add_argument("--quick", action="store_true", help="short looks, 2 turns: a smoke test")
     parser.add_argument(
         "--save", type=_name, metavar="NAME", help=f"write results/{name}-NAME.json"

@@ -61,6 +61,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves something (tests/house/test_leftovers.py shows that this notices)."""
+    if request.node.get_closest_marker("gpu") is not None:
+        _open_gpu()
     before = leftovers.look()
     yield
     if request.node.stash.get(FAILED, False):
@@ -68,3 +70,11 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     left = leftovers.wait_until_clean(before)
     if left:
         pytest.fail("this test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _open_gpu() -> None:
+    """Open the GPU before the first look: the driver keeps its descriptors to the end."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")

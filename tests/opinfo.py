@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
+import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 
 NAMES = tuple(f"nn.functional.conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
-REASON = "torch's own samples need expecttest: pip install expecttest"
 
 
 def operator(name: str) -> Any:
     """torch's description of an operator, with its samples."""
-    pytest.importorskip("expecttest", reason=REASON)
+    _provide_expecttest()
     from torch.testing._internal.common_methods_invocations import op_db
 
     # Importing it forbids the whole process to set torch.backends' switches, as other tests do.
     torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     (found,) = (op for op in op_db if op.name == name)
     return found
+
+
+def _provide_expecttest() -> None:
+    """torch's module imports it for a base class of its own tests, which nobody uses here."""
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
+        module: Any = types.ModuleType("expecttest")
+        module.TestCase = unittest.TestCase
+        sys.modules["expecttest"] = module
 
 
 def gradient_cases(

@@ -64,7 +64,13 @@ def no_tf32() -> Any:
 
 @pytest.mark.parametrize("kind", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("manner", ["eager", "autocast", "compiled"])
-def test_training_gives_the_native_losses_without_the_library(manner: str, kind: Any) -> None:
+def test_training_gives_the_native_losses_without_the_library(
+    manner: str, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if manner == "compiled":  # or Inductor keeps a process for each core
+        import torch._inductor.config
+
+        monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
     x = torch.randn(4, 3, 64, 64, device="cuda").contiguous(memory_format=kind)
 
     def train() -> list[float]:

@@ -316,24 +316,24 @@ def test_a_kernel_of_triton_s_that_fails_is_left_out_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from penstock.compute import tuning
-    from penstock.compute.algorithms import implicit
+    from penstock.compute.algorithms import launching
     from penstock.compute.algorithms.table import Candidate
 
     def fail(*arguments: Any) -> torch.Tensor:
         raise RuntimeError("this card has no such instruction")
 
-    monkeypatch.setattr(implicit, "_trouble", "")
+    monkeypatch.setattr(launching, "_trouble", "")
     choose = tuning.choose
     fails = Candidate("implicit product", fail, needs_triton=True)
     monkeypatch.setattr(
-        tuning, "choose", lambda *rest: choose(*rest) if implicit._trouble else (fails, True)
+        tuning, "choose", lambda *rest: choose(*rest) if launching._trouble else (fails, True)
     )
     with bypass_convolutions("on", devices=("cpu",)) as bypass:
         with pytest.warns(RuntimeWarning, match="no such instruction"):
             net()(X)
         assert bypass.num_caught == NUM_LAYERS
     assert "implicit product" not in bypass.counts
-    assert not implicit.is_there()
+    assert not launching.is_there()
 
 
 # -- from outside ----------------------------------------------------------------------------------

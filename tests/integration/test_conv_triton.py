@@ -24,16 +24,22 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 import convolving
-from penstock.compute.algorithms import implicit
+from penstock.compute.algorithms import launching
 from penstock.compute.algorithms.table import candidates
-assert implicit.is_interpreted()
+assert launching.is_interpreted()
 CASES = (
     convolving.Case(name="strided", stride=2, channels=5, outputs=3, size=(5, 6)),
     convolving.Case(name="grouped", groups=2, channels=32, outputs=4, size=(4, 5), batch=1),
     convolving.Case(name="depthwise", groups=4, channels=4, outputs=4, size=(5, 4), stride=2),
+    convolving.Case(name="merged", groups=4, channels=8, outputs=16, size=(5, 4), stride=2),
     convolving.Case(name="winograd", channels=32, outputs=32, size=(5, 4), batch=1),
+    convolving.Case(name="stem", channels=2, outputs=8, kernel=5, stride=2, padding=2, size=(7, 6)),
+    convolving.Case(name="stride beyond kernel", stride=3, kernel=2, padding=0, size=(5, 6)),
+    convolving.Case(name="1-d, strided", size=(7,), stride=2, channels=3, outputs=2),
+    convolving.Case(name="dilated, strided", dilation=2, stride=2, size=(7, 5), channels=2),
     convolving.Case(name="1-d, dilated", size=(7,), dilation=2, channels=3, outputs=2),
 )
+WORDS = ("implicit", "lanes", "fused", "folded product", "merged")
 seen = set()
 for case in CASES:
     exact = convolving.exact(case, torch.float32)
@@ -41,7 +47,7 @@ for case in CASES:
         g = case.geometry(is_channels_last=is_last)
         for which in ("forward", "input gradient", "weight gradient"):
             for way in candidates(g, which, torch.float32, "cpu"):
-                if not any(word in way.name for word in ("implicit", "lanes", "fused")):
+                if not any(word in way.name for word in WORDS):
                     continue
                 result = way.run(g, *exact.arguments(which), 1 << 20)
                 off = convolving.distance(result, exact.results[which], exact.scales[which])
@@ -66,7 +72,10 @@ def test_the_kernels_are_right_in_triton_s_interpreter() -> None:
         pytest.skip("this Triton's interpreter cannot use NumPy 2.4")
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(
-        ["depthwise lanes", "implicit product", "implicit product, wide", "winograd, fused"]
+        [
+            *("depthwise lanes", "folded product", "implicit product", "implicit product, wide"),
+            *("merged groups", "winograd, fused"),
+        ]
     )
 
 
@@ -82,4 +91,8 @@ def test_without_triton_no_way_of_its_is_offered() -> None:
         geometry = case.geometry(is_channels_last=True)
         names = [way.name for way in candidates(geometry, "forward", torch.float32, "cuda")]
         assert names
-        assert not any(word in name for name in names for word in ("implicit", "lanes", "fused"))
+        assert not any(
+            word in name
+            for name in names
+            for word in ("implicit", "lanes", "fused", "folded product", "merged")
+        )

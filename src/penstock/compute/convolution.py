@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from penstock.compute import layout, tuning
-from penstock.compute.algorithms import implicit
+from penstock.compute.algorithms import launching
 from penstock.compute.algorithms.table import Candidate
 from penstock.compute.geometry import (
     FORWARD,
@@ -167,6 +167,9 @@ class Worker:
         return dx, dw, db
 
     def _run(self, plan: Plan, which: Pass, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if a.is_cuda and a.device.index != torch.cuda.current_device():
+            with torch.cuda.device(a.device):  # Triton starts kernels on the current one
+                return self._run(plan, which, a, b)
         last = plan.geometry.is_channels_last
         a = layout.settle(a.resolve_conj(), channels_last=last)
         if which == WEIGHT_GRADIENT:
@@ -185,7 +188,7 @@ class Worker:
         except Exception as error:
             if not way.needs_triton or isinstance(error, _OUT_OF_MEMORY):
                 raise
-            implicit.give_up(error)
+            launching.give_up(error)
             plan.ways.clear()
             return self._run(plan, which, a, b)
         self.counts[way.name] = self.counts.get(way.name, 0) + 1

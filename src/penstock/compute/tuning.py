@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from penstock.compute import folder
-from penstock.compute.algorithms import implicit
+from penstock.compute.algorithms import launching
 from penstock.compute.algorithms.table import Candidate, candidates
 from penstock.compute.geometry import Geometry, Pass
 
 BUDGET_VARIABLE = "PENSTOCK_CONV_TUNE_S"
 DEFAULT_BUDGET_S = 60.0
 """For one process, compiling of kernels included. A guess: an epoch on such cards takes minutes."""
-NUM_TIMED = 5
+NUM_ROUNDS, NUM_TIMED = 3, 4
 
 _files: dict[str, dict[str, str]] = {}
 _dirty: set[str] = set()
@@ -106,17 +106,21 @@ def _measure(
 def time_once(
     way: Candidate, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
 ) -> float:
-    """Milliseconds on the GPU, the least of some calls after a first one."""
+    """Milliseconds of a call among others: the GPU's, or ours if starting it takes longer.
+
+    Some calls follow each other without waiting, as in a training; the best of some such rounds.
+    """
     way.run(g, a, b, cap_bytes)
     event: Any = torch.cuda.Event
     times = []
-    for _ in range(NUM_TIMED):
+    for _ in range(NUM_ROUNDS):
         start, end = (event(enable_timing=True) for _ in range(2))
         start.record()
-        way.run(g, a, b, cap_bytes)
+        for _ in range(NUM_TIMED):
+            way.run(g, a, b, cap_bytes)
         end.record()
         end.synchronize()
-        times.append(float(start.elapsed_time(end)))
+        times.append(float(start.elapsed_time(end)) / NUM_TIMED)
     return min(times)
 
 
@@ -129,7 +133,7 @@ def _file_name(device: torch.device) -> str:
             torch.__version__,
             torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             str(getattr(torch.version, "hip", None) or torch.version.cuda),
-            "triton" if implicit.is_there() else "no triton",
+            "triton" if launching.is_there() else "no triton",
         )
     )
     return f"conv-choices-{hashlib.sha256(about.encode()).hexdigest()[:12]}.json"

@@ -137,6 +137,78 @@ def depthwise_input_gradient(
 
 
 @kernel
+def depthwise_tile(
+    x,
+    w,
+    y,
+    num_rows,
+    channels,
+    out_h,
+    out_w,
+    in_h,
+    in_w,
+    stride_h,
+    stride_w,
+    step_h,
+    step_w,
+    pad_h,
+    pad_w,
+    x_n,
+    x_c,
+    x_h,
+    x_w,
+    y_n,
+    y_c,
+    y_h,
+    y_w,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    IS_FORWARD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Places and channels of ``y``, the channels innermost: read and written many at a time.
+
+    Not IS_FORWARD: ``y`` is the input gradient, and ``x`` the error.
+    """
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_row = rows < num_rows
+    is_channel = channel < channels
+    v = rows % out_w
+    rest = rows // out_w
+    h = rest % out_h
+    sample = (rest // out_h).to(tl.int64)
+    x_at = x + (sample * x_n)[:, None] + (channel * x_c)[None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
+    for r in tl.static_range(R):
+        if IS_FORWARD:
+            at_h = h * stride_h - pad_h + r * step_h
+            is_here = is_row & (at_h >= 0) & (at_h < in_h)
+        else:
+            far = h + pad_h - r * step_h
+            at_h = far // stride_h
+            is_here = is_row & (far >= 0) & (at_h * stride_h == far) & (at_h < in_h)
+        for s in tl.static_range(S):
+            if IS_FORWARD:
+                at_w = v * stride_w - pad_w + s * step_w
+                is_inside = is_here & (at_w >= 0) & (at_w < in_w)
+            else:
+                far = v + pad_w - s * step_w
+                at_w = far // stride_w
+                is_inside = is_here & (far >= 0) & (at_w * stride_w == far) & (at_w < in_w)
+            seen = tl.load(
+                x_at + (at_h * x_h + at_w * x_w)[:, None],
+                mask=is_inside[:, None] & is_channel[None, :],
+                other=0.0,
+            )
+            tap = tl.load(w + channel * (R * S) + r * S + s, mask=is_channel, other=0.0)
+            sums += seen.to(tl.float32) * tap.to(tl.float32)[None, :]
+    y_at = y + (sample * y_n + h * y_h + v * y_w)[:, None] + (channel * y_c)[None, :]
+    tl.store(y_at, sums.to(y.dtype.element_ty), mask=is_row[:, None] & is_channel[None, :])
+
+
+@kernel
 def depthwise_weight_gradient(
     x,
     dy,
@@ -168,14 +240,15 @@ def depthwise_weight_gradient(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """``partial[split, channel, tap]``. All taps at once, so ``dy`` is read once."""
+    """``partial[split, channel, tap]``, the taps of one row of the kernel at once."""
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split = tl.program_id(1)
     is_channel = channel < channels
+    row = tl.program_id(2)
     taps = tl.arange(0, TAPS)
-    shift_h = (taps // S) * step_h - pad_h
-    shift_w = (taps % S) * step_w - pad_w
-    is_tap = taps < NUM_TAPS
+    shift_h = row * step_h - pad_h
+    shift_w = taps * step_w - pad_w
+    is_tap = taps < S
     sums = tl.zeros((TAPS, BLOCK_M, BLOCK_C), dtype=tl.float32)
     first = split * rows_per_split
     last = min(first + rows_per_split, num_rows)
@@ -188,14 +261,14 @@ def depthwise_weight_gradient(
         sample = (rest // out_h).to(tl.int64)
         y_at = dy + (sample * y_n + h * y_h + v * y_w)[:, None] + (channel * y_c)[None, :]
         error = tl.load(y_at, mask=is_row[:, None] & is_channel[None, :], other=0.0)
-        at_h = shift_h[:, None] + (h * stride_h)[None, :]
+        at_h = shift_h + h * stride_h
         at_w = shift_w[:, None] + (v * stride_w)[None, :]
-        is_inside = (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
-        is_inside = is_inside & is_tap[:, None] & is_row[None, :]
-        x_rows = (sample * x_n)[None, :] + at_h * x_h + at_w * x_w
+        is_inside = (is_row & (at_h >= 0) & (at_h < in_h))[None, :] & is_tap[:, None]
+        is_inside = is_inside & (at_w >= 0) & (at_w < in_w)
+        x_rows = (sample * x_n + at_h * x_h)[None, :] + at_w * x_w
         x_at = x + x_rows[:, :, None] + (channel * x_c)[None, None, :]
         seen = tl.load(x_at, mask=is_inside[:, :, None] & is_channel[None, None, :], other=0.0)
         sums += seen.to(tl.float32) * error.to(tl.float32)[None, :, :]
     total = tl.sum(sums, axis=1)
-    at = partial + (split * channels + channel)[None, :] * NUM_TAPS + taps[:, None]
+    at = partial + (split * channels + channel)[None, :] * NUM_TAPS + row * S + taps[:, None]
     tl.store(at, total, mask=is_tap[:, None] & is_channel[None, :])

@@ -15,7 +15,12 @@ import torch
 from penstock.compute.algorithms import (
     columns,
     depthwise,
+    depthwise_lanes,
+    folding,
     implicit,
+    launching,
+    merging,
+    parted,
     phases,
     pointwise,
     winograd,
@@ -62,13 +67,15 @@ def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> lis
         >>> candidates(g, "forward", torch.float32, "cpu")[0].name
         '1x1 product'
     """
-    has_triton = (device == "cuda" or implicit.is_interpreted()) and implicit.is_there()
+    has_triton = (device == "cuda" or launching.is_interpreted()) and launching.is_there()
     found: list[Candidate] = []
     if g.is_depthwise:
         found += _depthwise(g, which, dtype, device, has_triton=has_triton)
     if g.is_pointwise and g.groups == 1:
         found.append(_POINTWISE[which])
     if which == INPUT_GRADIENT and FOLD_BELOW * g.group_in <= g.group_out and not g.is_depthwise:
+        if has_triton and folding.can(g, dtype):
+            found.append(Candidate("folded product", folding.input_gradient, needs_triton=True))
         found.append(Candidate("columns, folded", columns.folded_input_gradient))
     is_half = dtype in (torch.float16, torch.bfloat16)
     by_winograd = _winograd(g, which, dtype, has_triton=has_triton)
@@ -80,8 +87,8 @@ def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> lis
         found += [*by_triton, *by_winograd, *by_columns]
     else:
         found += [*by_winograd, *by_triton, *by_columns]
-    if device == "cuda" and g.num_dims == 2 and not g.is_channels_last and not g.is_depthwise:
-        found.append(Candidate("columns, channels turned", partial(_turned, which=which)))
+    if device == "cuda":
+        found += _turned_ways(g, which, dtype, has_triton=has_triton)
     return found
 
 
@@ -115,13 +122,34 @@ def _columns(g: Geometry, which: Pass) -> list[Candidate]:
     return [Candidate("columns by taps", columns.weight_gradient)]
 
 
-def _turned(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int, which: Pass) -> torch.Tensor:
+def _turned(
+    g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int, way: Run, which: Pass
+) -> torch.Tensor:
     """The same with the channels innermost in between, for memory that has them outermost."""
-    inner = replace(g, is_channels_last=True)
     a = a.contiguous(memory_format=torch.channels_last)
     if which == WEIGHT_GRADIENT:
         b = b.contiguous(memory_format=torch.channels_last)
-    return _columns(inner, which)[0].run(inner, a, b, cap)
+    return way(replace(g, is_channels_last=True), a, b, cap)
+
+
+def _turned_ways(
+    g: Geometry, which: Pass, dtype: torch.dtype, *, has_triton: bool
+) -> list[Candidate]:
+    """For memory with the channels outermost, where it can pay to turn it first."""
+    if g.num_dims != 2 or g.is_channels_last:
+        return []
+    found: list[Candidate] = []
+    if g.is_depthwise:
+        if which == WEIGHT_GRADIENT and has_triton and depthwise_lanes.can(g, dtype):
+            run = partial(_turned, way=_lanes_last, which=which)
+            found.append(Candidate("depthwise lanes, channels turned", run, needs_triton=True))
+        return found
+    if which == WEIGHT_GRADIENT and has_triton and implicit.can(g, dtype):
+        run = partial(_turned, way=_implicit_last, which=which)
+        found.append(Candidate("implicit product, channels turned", run, needs_triton=True))
+    columns_last = _columns(replace(g, is_channels_last=True), which)[0].run
+    run = partial(_turned, way=columns_last, which=which)
+    return [*found, Candidate("columns, channels turned", run)]
 
 
 _POINTWISE = {
@@ -158,15 +186,35 @@ _FUSED: dict[Pass, Run] = {
 }
 
 
+def _implicit_last(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int) -> torch.Tensor:
+    return parted.weight_gradient(g, a, b)
+
+
+def _lanes_last(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int) -> torch.Tensor:
+    return depthwise_lanes.weight_gradient(g, a, b)
+
+
+_MERGED: dict[Pass, Run] = {
+    FORWARD: merging.forward,
+    INPUT_GRADIENT: merging.input_gradient,
+    WEIGHT_GRADIENT: merging.weight_gradient,
+}
+
+
 def _implicit(g: Geometry, which: Pass, dtype: torch.dtype) -> list[Candidate]:
     if not implicit.can(g, dtype):
         return []
-    run = {
+    ways: dict[Pass, Callable[..., torch.Tensor]] = {
         FORWARD: implicit.forward,
         INPUT_GRADIENT: implicit.input_gradient,
-        WEIGHT_GRADIENT: implicit.weight_gradient,
-    }[which]
+        WEIGHT_GRADIENT: parted.weight_gradient,
+    }
+    run = ways[which]
+    found = []
+    if merging.can(g, dtype):
+        found.append(Candidate("merged groups", _MERGED[which], needs_triton=True))
     return [
+        *found,
         Candidate(
             "implicit product, wide",
             lambda g, a, b, cap: run(g, a, b, is_wide=True),
@@ -184,9 +232,9 @@ _SHIFTS: dict[Pass, Callable[[Geometry, torch.Tensor, torch.Tensor], torch.Tenso
     WEIGHT_GRADIENT: depthwise.weight_gradient,
 }
 _LANES: dict[Pass, Callable[[Geometry, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    FORWARD: implicit.depthwise_forward,
-    INPUT_GRADIENT: implicit.depthwise_input_gradient,
-    WEIGHT_GRADIENT: implicit.depthwise_weight_gradient,
+    FORWARD: depthwise_lanes.forward,
+    INPUT_GRADIENT: depthwise_lanes.input_gradient,
+    WEIGHT_GRADIENT: depthwise_lanes.weight_gradient,
 }
 
 
@@ -194,7 +242,7 @@ def _depthwise(
     g: Geometry, which: Pass, dtype: torch.dtype, device: str, *, has_triton: bool
 ) -> list[Candidate]:
     found: list[Candidate] = []
-    if has_triton and implicit.can_depthwise(g, dtype):
+    if has_triton and depthwise_lanes.can(g, dtype):
         lanes = _LANES[which]
         found.append(
             Candidate("depthwise lanes", lambda g, a, b, cap: lanes(g, a, b), needs_triton=True)

@@ -27,9 +27,9 @@ def _tile(num_m, num_n, GROUP_M: tl.constexpr):
 
 
 _PLAIN = [
-    *("num_rows", "rows_per_split", "out_h", "out_w", "in_h", "in_w", "taps_w", "depth"),
+    *("num_rows", "rows_per_split", "out_h", "out_w", "in_h", "in_w", "taps_h", "taps_w", "depth"),
     *("stride_h", "stride_w", "step_h", "step_w", "offset_h", "offset_w", "pad_h", "pad_w"),
-    *("w_g", "w_r", "w_s", "num_groups", "num"),
+    *("w_g", "w_r", "w_s", "num_groups", "num", "splits", "taps", "merged", "batch"),
 ]
 """Numbers that a kernel is not compiled anew for. What lies side by side in memory is worth it."""
 
@@ -46,21 +46,23 @@ def gather_gemm(
     x,
     w,
     y,
-    num_rows,
+    batch,
     out_h,
     out_w,
     in_h,
     in_w,
     channels,
     outputs,
+    taps_h,
     taps_w,
-    depth,
     stride_h,
     stride_w,
     step_h,
     step_w,
     offset_h,
     offset_w,
+    w_first,
+    y_first,
     x_n,
     x_c,
     x_h,
@@ -74,6 +76,7 @@ def gather_gemm(
     y_c,
     y_h,
     y_w,
+    IS_PHASED: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -83,11 +86,42 @@ def gather_gemm(
     """``y[n, o, h, w]`` sums ``x[n, c, h * stride + r * step + offset, ...] * w[r, s, c, o]``.
 
     Forward: step is the dilation, offset minus the padding. A phase of an input gradient: stride 1,
-    the step negative, and strides of ``y`` that skip the other phases. One group for each program
-    of the second axis. EVEN: a block of the depth lies within one tap.
+    the step negative, and strides of ``y`` that skip the other phases; ``w_first`` and ``y_first``
+    are where its first tap and its first place lie. One group for each program of the second axis.
+    EVEN: a block of the depth lies within one tap.
+
+    IS_PHASED: all phases of an input gradient without dilation, one for each program of the third
+    axis. Stride is the convolution's, offset its padding, and sizes and strides are of all places.
     """
     group = tl.program_id(1)
-    m, n = _tile(tl.cdiv(num_rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N), GROUP_M)
+    if IS_PHASED:
+        phase_h = tl.program_id(2) // stride_w
+        phase_w = tl.program_id(2) % stride_w
+        first_h = (phase_h + offset_h) % stride_h
+        first_w = (phase_w + offset_w) % stride_w
+        w_first = first_h * w_r + first_w * w_s
+        y_first = phase_h * y_h + phase_w * y_w
+        out_h = tl.maximum(out_h - phase_h + stride_h - 1, 0) // stride_h
+        out_w = tl.maximum(out_w - phase_w + stride_w - 1, 0) // stride_w
+        taps_h = tl.maximum(taps_h - first_h + stride_h - 1, 0) // stride_h
+        taps_w = tl.maximum(taps_w - first_w + stride_w - 1, 0) // stride_w
+        offset_h = (phase_h + offset_h - first_h) // stride_h
+        offset_w = (phase_w + offset_w - first_w) // stride_w
+        w_r = w_r * stride_h
+        w_s = w_s * stride_w
+        y_h = y_h * stride_h
+        y_w = y_w * stride_w
+        stride_h = 1
+        stride_w = 1
+        step_h = -1
+        step_w = -1
+    depth = taps_h * taps_w * channels
+    num_rows = batch * out_h * out_w
+    num_m = tl.cdiv(num_rows, BLOCK_M)
+    num_n = tl.cdiv(outputs, BLOCK_N)
+    if tl.program_id(0) >= num_m * num_n:
+        return  # a phase with fewer places than the first
+    m, n = _tile(num_m, num_n, GROUP_M)
     rows = m * BLOCK_M + tl.arange(0, BLOCK_M)
     places_w = rows % out_w
     rest = rows // out_w
@@ -99,7 +133,7 @@ def gather_gemm(
     x_rows = x + sample * x_n + group * channels * x_c
     columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < outputs
-    w_columns = w + group * w_g + columns * w_k
+    w_columns = w + w_first + group * w_g + columns * w_k
     inner = tl.arange(0, BLOCK_K)
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, depth, BLOCK_K):
@@ -141,7 +175,7 @@ def gather_gemm(
                 other=0.0,
             )
         sums = tl.dot(left, right, sums, input_precision="ieee")
-    y_rows = y + sample * y_n + places_h * y_h + places_w * y_w
+    y_rows = y + y_first + sample * y_n + places_h * y_h + places_w * y_w
     y_at = y_rows[:, None] + ((group * outputs + columns) * y_c)[None, :]
     tl.store(y_at, sums.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
@@ -244,3 +278,117 @@ def weight_gemm(
     base = partial + (split * num_groups + group).to(tl.int64) * outputs * depth
     at = base + outs[:, None] * depth + columns[None, :]
     tl.store(at, sums, mask=is_out[:, None] & is_column[None, :])
+
+
+@kernel
+def sum_splits(
+    partial,
+    out,
+    num,
+    splits,
+    channels,
+    taps,
+    outputs,
+    merged,
+    IS_LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """``out[o, c, tap]`` is the sum of ``partial[split, o, tap, c]``, always in the same order.
+
+    Of merged groups of ``outputs``, only the channels of an output's own group are taken. IS_LAST:
+    the channels of ``out`` are innermost, too.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    channel = index % channels
+    rest = index // channels
+    o = rest // taps
+    source = (rest * merged + o // outputs % merged) * channels + channel
+    sums = tl.zeros((BLOCK_S, BLOCK), dtype=tl.float32)
+    for start in range(0, splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        at = partial + split.to(tl.int64)[:, None] * num * merged + source[None, :]
+        sums += tl.load(at, mask=(split < splits)[:, None] & is_here[None, :], other=0.0)
+    total = tl.sum(sums, axis=0)
+    place = index
+    if not IS_LAST:
+        place = (o * channels + channel) * taps + rest % taps
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=is_here)
+
+
+@kernel
+def merge_groups(
+    w, out, num, channels, taps, taps_w, outputs, merged, w_o, w_c, w_r, w_s, BLOCK: tl.constexpr
+):
+    """``out[o, tap, c]``: weights of groups along the diagonal of merged ones, zero elsewhere."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    wide = index % (channels * merged)
+    rest = index // (channels * merged)
+    tap = rest % taps
+    o = rest // taps
+    is_own = wide // channels == o // outputs % merged
+    at = w + o * w_o + wide % channels * w_c + tap // taps_w * w_r + tap % taps_w * w_s
+    tl.store(out + index, tl.load(at, mask=is_here & is_own, other=0.0), mask=is_here)
+
+
+@kernel
+def fold(
+    cells,
+    dx,
+    num,
+    channels,
+    in_h,
+    in_w,
+    out_h,
+    out_w,
+    stride_h,
+    stride_w,
+    step_h,
+    step_w,
+    pad_h,
+    pad_w,
+    cell_n,
+    cell_depth,
+    cell_place,
+    x_n,
+    x_c,
+    x_h,
+    x_w,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    IS_LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``dx`` from ``cells[n, (c, r, s), place]``: each element collects what its taps gave."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    if IS_LAST:
+        channel = index % channels
+        rest = index // channels
+        v = rest % in_w
+        rest = rest // in_w
+        h = rest % in_h
+        sample = (rest // in_h).to(tl.int64)
+    else:
+        v = index % in_w
+        rest = index // in_w
+        h = rest % in_h
+        rest = rest // in_h
+        channel = rest % channels
+        sample = (rest // channels).to(tl.int64)
+    at = cells + sample * cell_n + channel * (R * S) * cell_depth
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for r in tl.static_range(R):
+        at_h = h + pad_h - r * step_h
+        o_h = at_h // stride_h
+        is_row = is_here & (o_h * stride_h == at_h) & (at_h >= 0) & (o_h < out_h)
+        for s in tl.static_range(S):
+            at_w = v + pad_w - s * step_w
+            o_w = at_w // stride_w
+            is_hit = is_row & (o_w * stride_w == at_w) & (at_w >= 0) & (o_w < out_w)
+            where = at + (r * S + s) * cell_depth + (o_h * out_w + o_w) * cell_place
+            sums += tl.load(where, mask=is_hit, other=0.0).to(tl.float32)
+    x_at = dx + sample * x_n + channel * x_c + h * x_h + v * x_w
+    tl.store(x_at, sums.to(dx.dtype.element_ty), mask=is_here)

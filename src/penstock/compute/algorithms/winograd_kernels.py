@@ -258,3 +258,92 @@ def transform_output(
     _store4(out + 2 * y_h, h + 2, w, size_h, size_w, y_w, c0, c1, c2, c3, is_here)
     d0, d1, d2, d3 = _a(d0, d1, d2, d3, d4, d5)
     _store4(out + 3 * y_h, h + 3, w, size_h, size_w, y_w, d0, d1, d2, d3, is_here)
+
+
+@triton.jit
+def _g(w0, w1, w2):
+    """A line of three taps, transformed."""
+    p, q = (w0 + w2) / 6, w1 / 6
+    r, s = w0 / 24 + w2 / 6, w1 / 12
+    return w0 / 4, -p - q, q - p, r + s, r - s, w2
+
+
+@triton.jit
+def _g_back(m0, m1, m2, m3, m4, m5):
+    """A line of six products, back to three taps."""
+    p, q, r, s = m1 + m2, m2 - m1, m3 + m4, m3 - m4
+    return m0 / 4 - p / 6 + r / 24, q / 6 + s / 12, (r - p) / 6 + m5
+
+
+@triton.jit(do_not_specialize=["num", "first"])
+def transform_weights(w, u, num, channels, first, w_o, w_c, w_h, w_w, BLOCK: tl.constexpr):
+    """``u[36, output, channel]``. Taps in reverse: the first is the last, the strides negative."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    at = w + first + index // channels * w_o + index % channels * w_c
+    a0 = tl.load(at, mask=is_here, other=0.0)
+    a1 = tl.load(at + w_w, mask=is_here, other=0.0)
+    a2 = tl.load(at + 2 * w_w, mask=is_here, other=0.0)
+    b0 = tl.load(at + w_h, mask=is_here, other=0.0)
+    b1 = tl.load(at + w_h + w_w, mask=is_here, other=0.0)
+    b2 = tl.load(at + w_h + 2 * w_w, mask=is_here, other=0.0)
+    c0 = tl.load(at + 2 * w_h, mask=is_here, other=0.0)
+    c1 = tl.load(at + 2 * w_h + w_w, mask=is_here, other=0.0)
+    c2 = tl.load(at + 2 * w_h + 2 * w_w, mask=is_here, other=0.0)
+    a0, a1, a2, a3, a4, a5 = _g(a0, a1, a2)
+    b0, b1, b2, b3, b4, b5 = _g(b0, b1, b2)
+    c0, c1, c2, c3, c4, c5 = _g(c0, c1, c2)
+    out = u + index
+    step = num.to(tl.int64)
+    p, q, r, s, t, v = _g(a0, b0, c0)
+    _store6(out, step, p, q, r, s, t, v, is_here)
+    p, q, r, s, t, v = _g(a1, b1, c1)
+    _store6(out + step, step, p, q, r, s, t, v, is_here)
+    p, q, r, s, t, v = _g(a2, b2, c2)
+    _store6(out + 2 * step, step, p, q, r, s, t, v, is_here)
+    p, q, r, s, t, v = _g(a3, b3, c3)
+    _store6(out + 3 * step, step, p, q, r, s, t, v, is_here)
+    p, q, r, s, t, v = _g(a4, b4, c4)
+    _store6(out + 4 * step, step, p, q, r, s, t, v, is_here)
+    p, q, r, s, t, v = _g(a5, b5, c5)
+    _store6(out + 5 * step, step, p, q, r, s, t, v, is_here)
+
+
+@triton.jit
+def _back(at, step, is_here):
+    """Six products of one column, back to three taps."""
+    m0 = tl.load(at, mask=is_here, other=0.0)
+    m1 = tl.load(at + 6 * step, mask=is_here, other=0.0)
+    m2 = tl.load(at + 12 * step, mask=is_here, other=0.0)
+    m3 = tl.load(at + 18 * step, mask=is_here, other=0.0)
+    m4 = tl.load(at + 24 * step, mask=is_here, other=0.0)
+    m5 = tl.load(at + 30 * step, mask=is_here, other=0.0)
+    return _g_back(m0, m1, m2, m3, m4, m5)
+
+
+@triton.jit(do_not_specialize=["num"])
+def gather_weights(m, dw, num, outputs, w_o, w_c, w_h, w_w, BLOCK: tl.constexpr):
+    """``m[36, channel, output]`` back to ``dw``."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    step = num.to(tl.int64)
+    at = m + index
+    a0, b0, c0 = _back(at, step, is_here)
+    a1, b1, c1 = _back(at + step, step, is_here)
+    a2, b2, c2 = _back(at + 2 * step, step, is_here)
+    a3, b3, c3 = _back(at + 3 * step, step, is_here)
+    a4, b4, c4 = _back(at + 4 * step, step, is_here)
+    a5, b5, c5 = _back(at + 5 * step, step, is_here)
+    out = dw + index % outputs * w_o + index // outputs * w_c
+    p, q, r = _g_back(a0, a1, a2, a3, a4, a5)
+    tl.store(out, p, mask=is_here)
+    tl.store(out + w_w, q, mask=is_here)
+    tl.store(out + 2 * w_w, r, mask=is_here)
+    p, q, r = _g_back(b0, b1, b2, b3, b4, b5)
+    tl.store(out + w_h, p, mask=is_here)
+    tl.store(out + w_h + w_w, q, mask=is_here)
+    tl.store(out + w_h + 2 * w_w, r, mask=is_here)
+    p, q, r = _g_back(c0, c1, c2, c3, c4, c5)
+    tl.store(out + 2 * w_h, p, mask=is_here)
+    tl.store(out + 2 * w_h + w_w, q, mask=is_here)
+    tl.store(out + 2 * w_h + 2 * w_w, r, mask=is_here)
