@@ -13,9 +13,11 @@ from multiprocessing import resource_tracker
 
 import psutil
 
-SETTLE_S = 4.0
+SETTLE_S = 10.0
 """A stopped process needs a moment to disappear; what is there after this long is left over."""
 PREFIX = "penstock-"
+DRIVER = "/dev/nvidia"
+"""Opened by a GPU's driver when it likes, and kept to the end."""
 BROWSER = "/chromium/chromium --"
 HAS_PROC = os.path.isdir("/proc/self/fd")
 """Elsewhere than on Linux only processes and threads can be counted this way."""
@@ -73,7 +75,7 @@ def _fds() -> dict[int, str]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue  # the listing's own descriptor
-        if int(name) not in stay:
+        if int(name) not in stay and not target.startswith(DRIVER):
             found[int(name)] = target
     return found
 

@@ -68,9 +68,9 @@ def test_training_gives_the_native_losses_without_the_library(
     manner: str, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if manner == "compiled":  # or Inductor keeps a process for each core
-        import torch._inductor.config
+        from torch._inductor import config as inductor
 
-        monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+        monkeypatch.setattr(inductor, "compile_threads", 1)
     x = torch.randn(4, 3, 64, 64, device="cuda").contiguous(memory_format=kind)
 
     def train() -> list[float]:
