@@ -1,8 +1,8 @@
 """Is Triton there, and how are its kernels started at little cost?
 
-Triton looks at every argument of every call to find the compiled kernel: 50 to 100 microseconds for
-the 40 numbers of a convolution, more than many of them take on a fast GPU. Those numbers depend on
-shapes alone, so a :class:`Launch` keeps them, and from the second call on the compiled kernel.
+Triton looks at every argument of every call to find the compiled kernel, 40 numbers for a
+convolution, which takes longer than many of them take on a fast GPU. Those numbers depend on shapes
+alone, so a :class:`Launch` keeps them, and from the second call on the compiled kernel.
 """
 
 from __future__ import annotations
