@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import multiprocessing
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import torch
 import penstock
 from measure import Case, Contender, Pace, Target
 from penstock.cli.stopwatch import time_loader
+from penstock.machine.collect import machine
 from penstock.store.decoders import fastest
 from penstock.store.images import decode, to_tensor
 
@@ -144,6 +146,37 @@ def _bare(files: list[bytes], crop: Any, decoder: str, pace: Pace) -> Callable[[
     return turn
 
 
+def _bare_processes(
+    files: list[bytes], crop: Any, decoder: str, pace: Pace, num: int
+) -> Callable[[], float]:
+    """The same in processes, one for each core."""
+
+    def turn() -> float:
+        context: Any = multiprocessing.get_context("fork")
+        counts, gate = context.Array("q", num, lock=False), context.Barrier(num)
+        arguments = (files, crop, decoder, 3 * pace.window_s, counts, gate)
+        processes = [context.Process(target=_decode_for, args=(n, *arguments)) for n in range(num)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        return float(sum(counts)) / (3 * pace.window_s)
+
+    return turn
+
+
+def _decode_for(
+    number: int, files: list[bytes], crop: Any, decoder: str, limit_s: float, counts: Any, gate: Any
+) -> None:
+    torch.set_num_threads(1)
+    penstock.decode(files[number], crop, decoder=decoder)
+    gate.wait()
+    end_s = time.perf_counter() + limit_s
+    while time.perf_counter() < end_s:
+        decode(files[(counts[number] * len(counts) + number) % len(files)], crop, decoder=decoder)
+        counts[number] += 1
+
+
 def _peers(files: list[bytes], antialias: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, make in (
@@ -192,6 +225,36 @@ def _case(key: str, antialias: bool, pace: Pace) -> Case:
                 against=tuple(theirs),
                 target=Target(bound=1.0),
             ),
+        ],
+    )
+
+
+def _on_all_cores(key: str, antialias: bool, pace: Pace) -> Case:
+    """(e), (f): as (a) and (b) with as many workers as cores, beside as many bare processes."""
+    torch.set_num_threads(1)
+    num = machine().usable_cores
+    files = _files(pace) * NUM_ROUNDS
+    crop = penstock.RandomResizedCrop(SIZE, antialias=antialias)
+    keywords: dict[str, Any] = {"batch_size": BATCH_SIZE, "shuffle": True, "drop_last": True}
+    keywords |= {"num_workers": num, "persistent_workers": True}
+    theirs = _peers(files, antialias)
+    decoder = fastest(files[0])
+    bare = f"{num} bare processes, the same work"
+    ours = _rate(partial(OURS, Encoded(files, crop, decoder), **keywords), pace)
+    word = "antialiased" if antialias else "not antialiased"
+    best = Target(bound=1.3)
+    return Case(
+        key=key,
+        title=f"JPEG 500x375 to random crops of 224, {word}, uint8, {num} workers",
+        unit="images/s",
+        contenders=[
+            Contender(name=bare, turn=_bare_processes(files, crop, decoder, pace, num)),
+            Contender(name="Penstock", turn=ours, against=(bare,), target=Target(bound=0.9)),
+            *(
+                Contender(name=name, turn=_rate(partial(TORCH, data, **keywords), pace))
+                for name, data in theirs.items()
+            ),
+            Contender(name="Penstock, again", turn=ours, against=tuple(theirs), target=best),
         ],
     )
 
@@ -260,4 +323,11 @@ def scaled(pace: Pace) -> Case:
     )
 
 
-CASES = {"a": smooth, "b": quick, "c": raw, "d": scaled}
+CASES = {
+    "a": smooth,
+    "b": quick,
+    "c": raw,
+    "d": scaled,
+    "e": lambda pace: _on_all_cores("e", True, pace),
+    "f": lambda pace: _on_all_cores("f", False, pace),
+}
