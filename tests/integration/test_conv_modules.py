@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from penstock.compute import (
     unpatch_modules,
 )
 from penstock.compute.bypass import current
+from penstock.errors import BadArgument
 from small_network import NUM_LAYERS, X, assert_close, gradients, net
 
 pytestmark = pytest.mark.legacy
@@ -108,4 +110,11 @@ def test_the_grid_is_right_and_shown(capsys: pytest.CaptureFixture[str]) -> None
     assert report
     assert "all 13 are right" in said
     assert said.count("weight gradient") == 13
+    assert current() is None
+
+
+@pytest.mark.parametrize("function", [patch_modules, apply_full_patch])
+def test_what_is_no_model_is_named(function: Any) -> None:
+    with pytest.raises(BadArgument, match="not a int"):
+        function(3)
     assert current() is None

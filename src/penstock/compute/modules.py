@@ -182,11 +182,7 @@ def patch_modules(model: nn.Module) -> Patched:
           0: Conv2d 3 -> 8, kernel (3, 3), groups 1
           2: ConvTranspose2d 8 -> 3, kernel (3, 3), groups 1
     """
-    if not isinstance(model, nn.Module):
-        raise BadArgument(
-            f"a model is a torch.nn.Module, not a {type(model).__name__}",
-            remedy="penstock.compute.patch_modules(model)",
-        )
+    _check_model(model, "patch_modules")
     layers, left = [], []
     for name, layer in model.named_modules():
         if not isinstance(layer, LAYERS) or isinstance(layer, FallbackConv2d):
@@ -239,12 +235,22 @@ def apply_full_patch(
     """
     from penstock.compute.bypass import bypass_convolutions
 
+    if model is not None:
+        _check_model(model, "apply_full_patch")
     bypass_convolutions("on", devices=("cuda", "cpu"))
     modules = [] if model is None else model.named_modules()
     layers = [_describe(name, layer) for name, layer in modules if isinstance(layer, LAYERS)]
     found = Patched(layers=tuple(layers))
     say(str(found) if model is not None else "all convolutions are computed by Penstock")
     return found
+
+
+def _check_model(model: Any, function: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise BadArgument(
+            f"a model is a torch.nn.Module, not a {type(model).__name__}",
+            remedy=f"penstock.compute.{function}(model)",
+        )
 
 
 def _describe(name: str, layer: Any) -> str:

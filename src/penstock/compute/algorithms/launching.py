@@ -48,7 +48,10 @@ class Launch:
         self._start: Callable[..., Any] | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        is_aligned = all(not t.data_ptr() % ALIGNMENT for t in tensors)
+        is_aligned = True
+        for tensor in tensors:
+            if tensor.data_ptr() % ALIGNMENT:
+                is_aligned = False
         if is_aligned and self._start is not None:
             self._start(*tensors, *self._rest)
             return
