@@ -1,4 +1,4 @@
-"""Is docs/seeds.md true: does every row say what becomes of it, and do its tests and files exist?"""
+"""Is docs/seeds.md true: does every row say what becomes of it, and do its tests exist?"""
 
 from __future__ import annotations
 

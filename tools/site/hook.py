@@ -1,11 +1,11 @@
-"""What does MkDocs get beside the files in docs/? The pages that are made, and links that hold there.
+"""What does MkDocs get beside docs/? The pages that are made, and links that hold there.
 
     docs/*.md                        as they are
     README's neighbours, examples/   brought in as pages (BROUGHT)
     reference.py                     reference/api.md and reference/cli.md, from the code
 
-On GitHub, `../benchmarks/README.md` is where it says. In the site it is another page: links that lead
-out of docs/ are turned towards the page made of that file, or lose their link if there is none.
+On GitHub, `../benchmarks/README.md` is where it says. In the site it is another page: links that
+lead out of docs/ are turned towards the page made of that file, or lose their link.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def examples_page() -> str:
     for path in sorted((REPO / "examples").glob("*.py")):
         source = path.read_text(encoding="utf-8")
         told = ast.get_docstring(ast.parse(source)) or path.stem
-        out.append(f"## {path.stem}\n\n{told.splitlines()[0]}\n\n```python\n{source.strip()}\n```\n")
+        out.append(
+            f"## {path.stem}\n\n{told.splitlines()[0]}\n\n```python\n{source.strip()}\n```\n"
+        )
     for path in sorted((REPO / "examples").glob("*.ipynb")):
         out.append(f"## {path.stem}, a notebook\n")
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
@@ -100,7 +102,28 @@ def made_pages() -> dict[str, str]:
     return pages
 
 
+def spread(entry: Any) -> list[Any]:
+    """An entry of the navigation; one with a star becomes the pages that it means."""
+    if isinstance(entry, dict):
+        return [{title: spread_all(inside) for title, inside in entry.items()}]
+    if "*" in entry:
+        pages = sorted(path.relative_to(REPO / "docs") for path in (REPO / "docs").glob(entry))
+        return [page.as_posix() for page in pages if page.name != "README.md"]
+    return [entry]
+
+
+def spread_all(entries: Any) -> Any:
+    if isinstance(entries, str):
+        return entries
+    return [page for entry in entries for page in spread(entry)]
+
+
 # What MkDocs calls
+
+
+def on_config(config: Any) -> Any:
+    config["nav"] = spread_all(config["nav"])
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

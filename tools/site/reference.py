@@ -1,7 +1,7 @@
 """What is in the reference? Signatures and docstrings, read from the sources without running them.
 
-    src/penstock/__init__.py  which names there are, and where each lives
-    that module               its signature and docstring, turned into Markdown
+src/penstock/__init__.py  which names there are, and where each lives
+that module               its signature and docstring, turned into Markdown
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ def homes_of(package: str) -> dict[str, str]:
     if package != "penstock":
         found = {name: f"{package}.{home}" for name, home in found.items()}
     for node in ast.walk(tree):  # what a type checker is told is the defining module itself
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{package}."):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.startswith(f"{package}.")
+        ):
             for alias in node.names:
                 if alias.name in found:
                     found[alias.name] = node.module
