@@ -39,11 +39,17 @@ def documents() -> list[Path]:
     return [*pages, REPO / "benchmarks" / "README.md"]
 
 
-TYPED = [
-    path
-    for path in documents()
-    if any(step["kind"] == "console" for step in typist.steps_of(path.read_text("utf-8")))
-]
+def typed_texts() -> dict[str, str]:
+    """The documents with commands, by their names."""
+    texts = {path.relative_to(REPO).as_posix(): path.read_text("utf-8") for path in documents()}
+    return {
+        name: text
+        for name, text in texts.items()
+        if any(step["kind"] == "console" for step in typist.steps_of(text))
+    }
+
+
+TEXTS = typed_texts()
 
 
 def type_documents(texts: list[str], folders: list[Path]) -> list[list[dict[str, Any]]]:
@@ -79,22 +85,22 @@ def faults_of(typed: list[dict[str, Any]]) -> list[str]:
 @pytest.fixture(scope="module")
 def typed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[Path, list[dict[str, Any]]]:
+) -> dict[str, list[dict[str, Any]]]:
     cases = [getattr(item, "callspec", None) for item in request.session.items]
-    wanted = {case.params.get("path") for case in cases if case is not None}
-    paths = [path for path in TYPED if path in wanted]
-    folders = [scripting.make_folder(tmp_path_factory, "typed") for _ in paths]
-    results = type_documents([path.read_text("utf-8") for path in paths], folders)
-    return dict(zip(paths, results, strict=True))
+    wanted = {case.params.get("name") for case in cases if case is not None}
+    names = [name for name in TEXTS if name in wanted]
+    folders = [scripting.make_folder(tmp_path_factory, "typed") for _ in names]
+    results = type_documents([TEXTS[name] for name in names], folders)
+    return dict(zip(names, results, strict=True))
 
 
 @pytest.mark.timeout(300)  # the documents share one set-up
-@pytest.mark.parametrize("path", TYPED, ids=lambda path: path.relative_to(REPO).as_posix())
+@pytest.mark.parametrize("name", TEXTS)
 def test_the_commands_of_a_document_work_as_written(
-    path: Path, typed: dict[Path, list[dict[str, Any]]]
+    name: str, typed: dict[str, list[dict[str, Any]]]
 ) -> None:
-    assert typed[path]
-    assert faults_of(typed[path]) == []
+    assert typed[name]
+    assert faults_of(typed[name]) == []
 
 
 def test_a_command_that_fails_or_prints_something_else_would_be_noticed(tmp_path: Path) -> None:
