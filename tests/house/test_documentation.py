@@ -44,8 +44,9 @@ EXAMPLES = {
     "time_series.py": "batches left after a resume: 8",
     "custom_stream.py": "each line once, also when resumed: True",
     "first_steps.ipynb": "127 of 128 samples",
+    "readme_picture.py": "run.svg",
 }
-"""In examples/, and a line that each prints."""
+"""In examples/ (the last one in tools/site/), and a line that each prints."""
 
 
 def source_of(path: Path) -> str:
@@ -112,7 +113,11 @@ def run_scripts(scripts: Sequence[str], folders: Sequence[Path]) -> list[Outcome
 
 
 DOCUMENTS_WITH_CODE = [path for path in documents() if BLOCK.search(path.read_text("utf-8"))]
-WITH_CODE = [*DOCUMENTS_WITH_CODE, *(REPO / "examples" / name for name in EXAMPLES)]
+FOLDERS = {"readme_picture.py": REPO / "tools" / "site"}
+WITH_CODE = [
+    *DOCUMENTS_WITH_CODE,
+    *(FOLDERS.get(name, REPO / "examples") / name for name in EXAMPLES),
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
-"""Draws docs/images/run.svg: the timeline of a real run, in which a worker is killed half way.
+"""Draws the README's picture: the timeline of a real run, in which a worker is killed half way.
 
-    python tools/site/readme_picture.py [OUT.svg]
+    python tools/site/readme_picture.py docs/images/run.svg
 
 The demo's pictures, two workers, a small network as the training step. Nothing is drawn that was
 not noted; the sentence below is the verdict of that run.
@@ -22,7 +22,6 @@ import torch
 import penstock
 from penstock.cli.demo_images import KINDS, GeneratedImages
 
-OUT = Path(__file__).resolve().parents[2] / "docs" / "images" / "run.svg"
 NUM_IMAGES, BATCH, KILL_AT, NUM_SKIPPED = 640, 16, 20, 8
 LEFT, WIDTH, ROW, BAR = 76, 980, 30, 20
 NAMES = {
@@ -116,6 +115,6 @@ def _page(shapes: list[Any], num_lanes: int, total_s: float, told: str) -> str:
 
 if __name__ == "__main__":
     logging.getLogger("penstock").setLevel(logging.ERROR)
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
+    out = Path(sys.argv[1] if len(sys.argv) > 1 else "run.svg")
     out.write_text(draw(train()), encoding="utf-8")
     print(out)
