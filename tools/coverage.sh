@@ -17,7 +17,9 @@ export PYTHONPATH="$root/tools/measured:$root/src${PYTHONPATH:+:$PYTHONPATH}"
 status=0
 if [ $# -eq 0 ]; then set -- tests; fi
 "$python" -m pytest "$@" || status=$?
-"$python" -m coverage combine --quiet build/coverage
+# A process that was killed may leave half a file: those are passed over.
+"$python" -W ignore -m coverage combine --quiet build/coverage || true
+rm -f build/coverage/.coverage.*
 "$python" -m coverage html --quiet -d build/coverage/html
 "$python" -m coverage report --sort=cover | tail -n 60
 exit "$status"
