@@ -11,7 +11,7 @@ BUILD_INPUTS = pyproject.toml requirements/build.txt requirements/test.txt tools
 BIN = .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak bench clean \
+.PHONY: help demo test check format soak bench docs coverage clean \
 	env-core env-vision env-legacy test-core test-vision test-legacy
 
 help:
@@ -21,6 +21,8 @@ help:
 	@echo 'make format  rewrite the sources the way make check wants them'
 	@echo 'make soak    the long counts'
 	@echo 'make bench   benchmarks/loader.py'
+	@echo 'make docs    the documentation as a site, in build/site'
+	@echo 'make coverage  the core leg with coverage of all processes, in build/coverage'
 	@echo 'make clean   remove environments and caches'
 	@echo 'More arguments go in ARGS: make test-core ARGS="-k slots -x"'
 
@@ -48,6 +50,12 @@ soak: env-core env-vision
 bench: env-core
 	$(BIN)/python benchmarks/loader.py $(ARGS)
 
+docs: env-core
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+coverage: env-core
+	tools/coverage.sh $(BIN)/python $(ARGS)
+
 clean:
 	rm -rf .venv .venv-vision .venv-legacy build dist
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -68,7 +76,7 @@ env-core: .venv/.ready ; @:
 env-vision: .venv-vision/.ready ; @:
 env-legacy: .venv-legacy/.ready ; @:
 
-.venv/.ready: requirements/core.txt constraints/core.txt $(BUILD_INPUTS)
+.venv/.ready: requirements/core.txt requirements/docs.txt constraints/core.txt $(BUILD_INPUTS)
 	@tools/make_env.sh core .venv 3.11 3.10+
 
 .venv-vision/.ready: requirements/vision.txt constraints/vision.txt $(BUILD_INPUTS)

@@ -1,7 +1,12 @@
-"""Does the code in the documents run? Each file's Python blocks, top to bottom, as one script."""
+"""Does the code in the documents run? Each file's Python blocks, top to bottom, as one script.
+
+So do the examples that need nothing but torch, and the cells of the notebook. What has a title, and
+commands, are for test_commands.py.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -32,6 +37,25 @@ def script_of(text: str) -> str:
         first_line = text.count("\n", 0, match.start(1))
         script += "\n" * (first_line - script.count("\n")) + match.group(1)
     return script
+
+
+EXAMPLES = {
+    "text_ragged.py": "loss",
+    "time_series.py": "batches left after a resume: 8",
+    "custom_stream.py": "each line once, also when resumed: True",
+    "first_steps.ipynb": "127 of 128 samples",
+    "readme_picture.py": "run.svg",
+}
+"""In examples/ (the last one in tools/site/), and a line that each prints."""
+
+
+def source_of(path: Path) -> str:
+    """What is run of a file: a script, the cells of a notebook, the blocks of a document."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        return "\n\n".join("".join(cell["source"]) for cell in cells)
+    return text if path.suffix == ".py" else script_of(text)
 
 
 READER = """
@@ -89,6 +113,11 @@ def run_scripts(scripts: Sequence[str], folders: Sequence[Path]) -> list[Outcome
 
 
 DOCUMENTS_WITH_CODE = [path for path in documents() if BLOCK.search(path.read_text("utf-8"))]
+FOLDERS = {"readme_picture.py": REPO / "tools" / "site"}
+WITH_CODE = [
+    *DOCUMENTS_WITH_CODE,
+    *(FOLDERS.get(name, REPO / "examples") / name for name in EXAMPLES),
+]
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +129,8 @@ def results(
     wanted = {case.params.get("path") for case in cases if case is not None}
 
     def run(part: int) -> dict[Path, Outcome]:
-        paths = [path for path in DOCUMENTS_WITH_CODE if path in wanted][part::2]
-        scripts = [script_of(path.read_text("utf-8")) for path in paths]
+        paths = [path for path in WITH_CODE if path in wanted][part::2]
+        scripts = [source_of(path) for path in paths]
         folders = [scripting.make_folder(tmp_path_factory, "document") for _ in paths]
         return dict(zip(paths, run_scripts(scripts, folders) if paths else [], strict=True))
 
@@ -117,6 +146,14 @@ def test_the_python_blocks_of_a_document_run(path: Path, results: dict[Path, Any
     result = results[path]
     print(result.said)  # warnings are shown, not errors
     assert result.status == "0", result.said
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", WITH_CODE[len(DOCUMENTS_WITH_CODE) :], ids=lambda path: path.name)
+def test_an_example_runs_and_says_what_it_should(path: Path, results: dict[Path, Any]) -> None:
+    result = results[path]
+    assert result.status == "0", result.said
+    assert EXAMPLES[path.name] in result.said
 
 
 def test_the_readme_has_code_that_runs() -> None:

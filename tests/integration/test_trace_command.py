@@ -114,6 +114,23 @@ def test_run_writes_the_timeline_of_all_loaders_and_says_what_limits(tmp_path: P
     assert Timeline.load(tmp_path / "run.json.gz").num_batches == 36
 
 
+def test_run_traces_a_script_that_has_our_loader_already(tmp_path: Path) -> None:
+    script = (
+        "import penstock\nfor batch in penstock.DataLoader(range(12), batch_size=2):\n    pass\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "run", "--trace", "run.json", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "penstock: trace: " in done.stderr
+    assert Timeline.load(tmp_path / "run.json").num_batches == 6
+
+
 def test_run_refuses_a_trace_that_cannot_be_written_before_the_script_runs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')")
     done = subprocess.run(

@@ -118,6 +118,7 @@ class _Report:
             return
         if not tally.num_loaders:
             lines = ["no DataLoader of torch's was iterated: nothing was changed"]
+            lines += [] if self._trace is None else self._trace.write()
         else:
             loaders = f"{tally.num_loaders} loader{'s' if tally.num_loaders > 1 else ''}"
             lines = [f"{loaders} ran on Penstock's engine{self._seeded}"]
@@ -152,7 +153,9 @@ class _RunTrace:
         self._recorders = keep_recorders()
 
     def write(self) -> list[str]:
-        """Write it; what there is to say."""
+        """Write it, if anything was loaded; what there is to say."""
+        if not self._recorders:
+            return []
         from penstock.timeline.merging import merge_records
         from penstock.timeline.view import Timeline
 

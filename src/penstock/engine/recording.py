@@ -369,7 +369,12 @@ def make_recorder(trace: Any) -> Recorder:
     if trace is False:
         return Recorder()
     is_asked = isinstance(trace, Tracing)
-    recorder = Recorder(ring_bytes=ASKED_RING_BYTES if is_asked else RING_BYTES, keeps_all=is_asked)
+    keeps_all = (
+        is_asked or _kept is not None
+    )  # a run that is traced: scripts with loaders of ours, too
+    recorder = Recorder(
+        ring_bytes=ASKED_RING_BYTES if keeps_all else RING_BYTES, keeps_all=keeps_all
+    )
     if is_asked:
         recorder.traces_samples, recorder.traces_steps = trace.samples, trace.steps
     if _kept is not None:

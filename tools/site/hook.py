@@ -1,0 +1,141 @@
+"""What does MkDocs get beside docs/? The pages that are made, and links that hold there.
+
+    docs/*.md                        as they are
+    README's neighbours, examples/   brought in as pages (BROUGHT)
+    reference.py                     reference/api.md and reference/cli.md, from the code
+
+On GitHub, `../benchmarks/README.md` is where it says. In the site it is another page: links that
+lead out of docs/ are turned towards the page made of that file, or lose their link.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO / "tools" / "site"))
+sys.path.insert(0, str(REPO / "src"))
+
+import reference  # noqa: E402
+
+BROUGHT = {
+    "benchmarks/README.md": "benchmarks.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+"""Files outside docs/ that are pages of the site."""
+MADE = ("reference/api.md", "reference/cli.md", "examples.md")
+"""Pages that no file is behind."""
+_LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_FENCED = re.compile(r"(^```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
+
+
+def site_page_of(path: str) -> str | None:
+    """The page of the site that a file of the repository became."""
+    if path in ("README.md", "docs"):
+        return "index.md"
+    if path.startswith("examples"):
+        return "examples.md"
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return BROUGHT.get(path)
+
+
+def turn_links(text: str, origin: str, page: str) -> str:
+    """Links as they must be in the site, for a page made of the file ``origin``."""
+
+    def turned(match: re.Match[str]) -> str:
+        words, target = match.group(1), match.group(2)
+        if re.match(r"[a-z][a-z0-9+.-]*:|#", target):
+            return match.group(0)
+        path, mark, part = target.partition("#")
+        led = posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
+        to = site_page_of(led)
+        if to is None:
+            return words
+        back = posixpath.relpath(to, posixpath.dirname(page) or ".")
+        return f"[{words}]({back}{mark}{part})"
+
+    pieces = _FENCED.split(text)  # every second one is code
+    return "".join(
+        piece if number % 2 else _LINK.sub(turned, piece) for number, piece in enumerate(pieces)
+    )
+
+
+def examples_page() -> str:
+    out = ["# Examples\n", "Whole scripts to start from. The tests run each of them.\n"]
+    for path in sorted((REPO / "examples").glob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        told = ast.get_docstring(ast.parse(source)) or path.stem
+        out.append(
+            f"## {path.stem}\n\n{told.splitlines()[0]}\n\n```python\n{source.strip()}\n```\n"
+        )
+    for path in sorted((REPO / "examples").glob("*.ipynb")):
+        out.append(f"## {path.stem}, a notebook\n")
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            source = "".join(cell["source"])
+            is_code = cell["cell_type"] == "code"
+            text = f"```python\n{source}\n```" if is_code else re.sub(r"^#", "##", source)
+            out.append(text + "\n")
+    return "\n".join(out)
+
+
+def made_pages() -> dict[str, str]:
+    pages = {
+        "reference/api.md": reference.api_page(),
+        "reference/cli.md": reference.command_page(),
+        "examples.md": examples_page(),
+    }
+    assert set(pages) == set(MADE)
+    for origin, page in BROUGHT.items():
+        path = REPO / origin
+        if path.exists():
+            pages[page] = turn_links(path.read_text(encoding="utf-8"), origin, page)
+    return pages
+
+
+def spread(entry: Any) -> list[Any]:
+    """An entry of the navigation; one with a star becomes the pages that it means."""
+    if isinstance(entry, dict):
+        return [{title: spread_all(inside) for title, inside in entry.items()}]
+    if "*" in entry:
+        pages = sorted(path.relative_to(REPO / "docs") for path in (REPO / "docs").glob(entry))
+        return [page.as_posix() for page in pages if page.name != "README.md"]
+    return [entry]
+
+
+def spread_all(entries: Any) -> Any:
+    if isinstance(entries, str):
+        return entries
+    return [page for entry in entries for page in spread(entry)]
+
+
+# What MkDocs calls
+
+
+def on_config(config: Any) -> Any:
+    config["nav"] = spread_all(config["nav"])
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for name, content in made_pages().items():
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    uri = page.file.src_uri
+    if page.file.generated_by is not None or not os.path.exists(REPO / "docs" / uri):
+        return markdown
+    return turn_links(markdown, f"docs/{uri}", uri)

@@ -1,0 +1,290 @@
+"""What is in the reference? Signatures and docstrings, read from the sources without running them.
+
+src/penstock/__init__.py  which names there are, and where each lives
+that module               its signature and docstring, turned into Markdown
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+SOURCE = REPO / "src"
+
+Node = ast.FunctionDef | ast.ClassDef
+
+GROUPS = {
+    "Loading": ("loader", "integrations.patching", "engine.bad_file"),
+    "Order and randomness": ("order", "engine.replay"),
+    "The same bits": ("verify",),
+    "Sharing": ("engine.shared",),
+    "Packed sets and images": ("packing", "store"),
+    "To the GPU": ("device",),
+    "Time": ("tracing", "engine.recording", "timeline"),
+    "Machine and plan": ("machine", "policy"),
+    "Errors": ("errors",),
+}
+"""Which rooms stand under which heading."""
+_ROLE = re.compile(r":\w+:`~?([^`]+)`")
+_SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Yields|Examples?|Called from|Pairs with):")
+
+
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    path = SOURCE / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def homes_of(package: str) -> dict[str, str]:
+    """Each public name of a front page, and the module that defines it."""
+    tree, found = tree_of(package), {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_HOMES":
+            found = ast.literal_eval(node.value)
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "_HOMES":
+            found = ast.literal_eval(node.value) if node.value else found
+    if package != "penstock":
+        found = {name: f"{package}.{home}" for name, home in found.items()}
+    for node in ast.walk(tree):  # what a type checker is told is the defining module itself
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.startswith(f"{package}.")
+        ):
+            for alias in node.names:
+                if alias.name in found:
+                    found[alias.name] = node.module
+    return found
+
+
+def definition_of(name: str, module: str) -> Node | None:
+    """Where a name is defined, following one `from x import name`."""
+    for node in tree_of(module).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return node
+    for node in tree_of(module).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name and node.module.startswith("penstock"):
+                    return definition_of(alias.name, node.module)
+    return None
+
+
+def signature_of(node: Node, name: str) -> str:
+    if isinstance(node, ast.ClassDef):
+        init = next((m for m in methods_of(node, private=True) if m.name == "__init__"), None)
+        if init is None:
+            fields = [
+                ast.unparse(item).replace(" = ", "=")
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and not ast.unparse(item.target).startswith("_")
+            ]
+            return _wrapped(name, fields)
+        node = init
+    arguments = ast.unparse(node.args)
+    parts = [part for part in _split(arguments) if part not in ("self", "cls")]
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
+    return _wrapped(name, parts) + returns
+
+
+def _split(arguments: str) -> list[str]:
+    """Arguments apart: at commas that are in no bracket or quotes."""
+    parts, depth, quoted, start = [], 0, "", 0
+    for place, sign in enumerate(arguments):
+        if quoted:
+            quoted = "" if sign == quoted else quoted
+        elif sign in "'\"":
+            quoted = sign
+        else:
+            depth += (sign in "([{") - (sign in ")]}")
+            if sign == "," and not depth:
+                parts.append(arguments[start:place].strip())
+                start = place + 1
+    return [part for part in [*parts, arguments[start:].strip()] if part]
+
+
+def _wrapped(name: str, parts: list[str]) -> str:
+    line = f"{name}({', '.join(parts)})"
+    if len(line) <= 88:
+        return line
+    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + ")"
+
+
+def methods_of(node: ast.ClassDef, private: bool = False) -> Iterator[ast.FunctionDef]:
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and (private or not item.name.startswith("_")):
+            yield item
+
+
+def render_docstring(text: str) -> str:
+    """A docstring as Markdown: sections become paragraphs and lists, examples code."""
+    out: list[str] = []
+    for block in re.split(r"\n(?=(?:\w[\w ]+):\n\s)", textwrap.dedent(text).strip()):
+        head, _, rest = block.partition("\n")
+        if not _SECTION.match(head):
+            out.append(_render_prose(block))
+        elif head.startswith("Example"):
+            out.append(f"```pycon\n{textwrap.dedent(rest).strip()}\n```")
+        else:
+            title, _, same_line = head.partition(":")
+            body = "\n".join(filter(None, [same_line.strip(), textwrap.dedent(rest).strip()]))
+            out.append(f"**{title}:**\n\n{_render_items(body, title)}")
+    return "\n\n".join(out) + "\n"
+
+
+def _render_prose(text: str) -> str:
+    """Paragraphs as they are; what is set in, a drawing or code, as code."""
+    out = []
+    for paragraph in text.split("\n\n"):
+        is_set_in = all(line.startswith("    ") for line in paragraph.splitlines() if line)
+        if is_set_in and paragraph.strip():
+            out.append(f"```text\n{textwrap.dedent(paragraph)}\n```")
+        else:
+            out.append(_plain(paragraph))
+    return "\n\n".join(out)
+
+
+def _render_items(body: str, title: str) -> str:
+    items: list[str] = []
+    for line in body.splitlines():
+        is_item = re.match(r"[\w*`., ]+?:\s", line + " ") and not line.startswith(" ")
+        if is_item and title in ("Args", "Attributes", "Raises"):
+            name, _, rest = line.partition(":")
+            items.append(f"- `{name.strip('`')}`: {rest.strip()}")
+        elif items and line.strip():
+            items[-1] += " " + line.strip()
+        elif line.strip():
+            items.append(line.strip())
+    return _plain("\n".join(items))
+
+
+def _plain(text: str) -> str:
+    text = _ROLE.sub(r"`\1`", text).replace("``", "`")
+    return re.sub(r"\[(?=[^\]]*\]\()", r"\\[", text)
+
+
+def _all_methods(node: ast.ClassDef, home: str) -> Iterator[ast.FunctionDef]:
+    """Of the class, then of those of ours that it is made of, each name once."""
+    seen = set()
+    families = [node]
+    for base in node.bases:
+        found = definition_of(ast.unparse(base).partition("[")[0], home)
+        families += [found] if isinstance(found, ast.ClassDef) else []
+    for family in families:
+        for method in methods_of(family):
+            if method.name not in seen:
+                seen.add(method.name)
+                yield method
+
+
+def describe(name: str, node: Node, level: int, shown: str, home: str) -> Iterator[str]:
+    yield f"{'#' * level} `{shown}`\n"
+    yield f"```python\n{signature_of(node, name)}\n```\n"
+    yield render_docstring(ast.get_docstring(node) or "")
+    if isinstance(node, ast.ClassDef) and not name.endswith("Error"):
+        for method in _all_methods(node, home):
+            told = ast.get_docstring(method)
+            if not told:
+                continue
+            is_property = any("property" in ast.unparse(d) for d in method.decorator_list)
+            line = method.name if is_property else signature_of(method, method.name)
+            yield f"```python\n{line}\n```\n"
+            yield textwrap.indent(render_docstring(told), "") + "\n"
+
+
+def api_page() -> str:
+    """The page of the whole public face."""
+    homes = homes_of("penstock")
+    out = ["# API\n", "Made from the sources. Every name is on `penstock` itself.\n"]
+    left = {name: home for name, home in homes.items() if name not in ("compute", "legacy")}
+    for title, rooms in GROUPS.items():
+        out.append(f"## {title}\n")
+        for name, home in list(left.items()):
+            if any(f"{home}.".startswith(f"penstock.{room}.") for room in rooms):
+                del left[name]
+                node = definition_of(name, CALLABLE_ROOMS.get(name, home))
+                if node is None:
+                    raise LookupError(f"penstock.{name} is not defined in {home}")
+                out += describe(name, node, 3, f"penstock.{name}", home)
+    if left:
+        raise LookupError(f"no heading in tools/site/reference.py for {left}")
+    out.append("## penstock.compute\n")
+    for name, home in homes_of("penstock.compute").items():
+        node = definition_of(name, home)
+        if node is None:
+            raise LookupError(f"penstock.compute.{name} is not defined in {home}")
+        out += describe(name, node, 3, f"penstock.compute.{name}", home)
+    out.append("## penstock.legacy\n")
+    out.append("Names that projects gave to functions of their own: [Seeds](../seeds.md).\n")
+    for node in tree_of("penstock.integrations.legacy_names").body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            out += describe(node.name, node, 3, f"penstock.legacy.{node.name}", "")
+    return "\n".join(out)
+
+
+CALLABLE_ROOMS = {"machine": "penstock.machine.collect", "verify": "penstock.verify.checking"}
+"""Rooms that can be called: what stands behind the call."""
+
+
+def command_page() -> str:
+    """The page of the command line, asked of the program itself."""
+    import typer.main
+
+    from penstock.cli.commands import app
+
+    out = ["# Command line\n", "Made from the program. `penstock COMMAND --help` says the same.\n"]
+    group = typer.main.get_command(app)
+    for name, command in _commands(group, "penstock"):  # type: ignore[arg-type]
+        out.append(f"## {name}\n\n{_plain(textwrap.dedent(command.help or '').strip())}\n")
+        usage = [name]
+        rows = []
+        for parameter in command.params:
+            if getattr(parameter, "hidden", False):
+                continue
+            told = (getattr(parameter, "help", "") or "").replace("|", "\\|")
+            shown = parameter.metavar or parameter.name.upper()
+            if parameter.param_type_name == "argument":
+                usage.append(shown if parameter.required or shown.startswith("[") else f"[{shown}]")
+                rows.append((shown, told, ""))
+            else:
+                rows.append((_option(parameter), told, _default(parameter)))
+        usage.insert(1, "[OPTIONS]")
+        out.append(f"```text\n{' '.join(usage)}\n```\n")
+        if rows:
+            out.append("| | | default |\n|---|---|---|")
+            out += [f"| `{a.replace('|', chr(92) + '|')}` | {b} | {c} |" for a, b, c in rows]
+            out.append("")
+    return "\n".join(out)
+
+
+def _commands(group: object, path: str) -> Iterator[tuple[str, object]]:
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}", command
+
+
+def _option(parameter: object) -> str:
+    names = ", ".join(parameter.opts)  # type: ignore[attr-defined]
+    if parameter.is_flag:  # type: ignore[attr-defined]
+        return names
+    return f"{names} {parameter.metavar or _kind(parameter)}"  # type: ignore[attr-defined]
+
+
+def _kind(parameter: object) -> str:
+    """TEXT or NUMBER: typers keep the type in different places."""
+    kept = getattr(parameter, "type", None) or getattr(parameter, "type_descriptor", "")
+    told = f"{getattr(kept, 'name', '')} {getattr(kept, 'annotation', '')}".lower()
+    return "NUMBER" if "int" in told or "float" in told else "TEXT"
+
+
+def _default(parameter: object) -> str:
+    value = parameter.default  # type: ignore[attr-defined]
+    return "" if value in (None, "", False, ()) or callable(value) else f"`{value}`"
