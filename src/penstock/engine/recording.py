@@ -369,9 +369,7 @@ def make_recorder(trace: Any) -> Recorder:
     if trace is False:
         return Recorder()
     is_asked = isinstance(trace, Tracing)
-    keeps_all = (
-        is_asked or _kept is not None
-    )  # a run that is traced: scripts with loaders of ours, too
+    keeps_all = is_asked or _kept is not None  # the whole run is traced: loaders of ours, too
     recorder = Recorder(
         ring_bytes=ASKED_RING_BYTES if keeps_all else RING_BYTES, keeps_all=keeps_all
     )
