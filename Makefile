@@ -27,7 +27,8 @@ help:
 	@echo 'More arguments go in ARGS: make test-core ARGS="-k slots -x"'
 
 demo: env-core
-	$(BIN)/penstock demo $(ARGS)
+	@mkdir -p build
+	$(BIN)/penstock demo --page build/demo.html $(ARGS)
 
 test:
 	@MAKE='$(MAKE)' tools/test_legs.sh

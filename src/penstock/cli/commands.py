@@ -6,6 +6,7 @@ That one is imported when it is run: ``penstock --help`` imports no torch.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -97,12 +98,16 @@ def demo(
         ),
     ] = "auto",
     images: Annotated[int, typer.Option(min=1, max=100_000, help="How many images to make.")] = 600,
+    page: Annotated[Path, typer.Option(help="Where the page with the timeline goes.")] = Path(
+        "penstock-demo.html"
+    ),
 ) -> None:
-    """Train a small model through the loader, then set its rate beside PyTorch's."""
+    """Train a small model through the loader, set its rate beside PyTorch's, show the timeline."""
     from penstock.cli.demo import DemoOptions, run_demo
 
     num_workers = "auto" if workers == "auto" else int(workers)
-    run_demo(DemoOptions(train_s=seconds, num_workers=num_workers, num_images=images))
+    options = DemoOptions(train_s=seconds, num_workers=num_workers, num_images=images, page=page)
+    run_demo(options)
 
 
 @app.command()

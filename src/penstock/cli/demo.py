@@ -1,7 +1,8 @@
 """``penstock demo``: what does this loader do here, and is it faster than PyTorch's?
 
-Makes pictures, shows the plan, trains a small model, then races the two loaders. Nothing is
-downloaded. Numbers that speak for PyTorch are printed like the others.
+Makes pictures, shows the plan, trains a small model, races the two loaders, and ends with the
+timeline of the training: what limited it, and a page to look at. Nothing is downloaded. Numbers
+that speak for PyTorch are printed like the others.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from penstock.loader import DataLoader
     from penstock.policy.plan import Plan
+    from penstock.timeline.view import Timeline
 
 BATCH_SIZE = 64
 NUM_TURNS = 5
@@ -45,6 +47,7 @@ class DemoOptions:
     train_s: float
     num_workers: int | str
     num_images: int
+    page: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ def _show(console: Console, images: GeneratedImages, options: DemoOptions) -> No
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console.print(f"Penstock, with torch {torch.__version__}, training on: {device}\n")
-    loader = _make_loader("penstock", images, options.num_workers)
+    loader = _make_loader("penstock", images, options.num_workers, trace=True)
     _show_plan(console, loader.plan)
     console.print(
         "\nTraining a small CNN to tell flat and upright ellipses, discs and rings apart, "
@@ -90,9 +93,24 @@ def _show(console: Console, images: GeneratedImages, options: DemoOptions) -> No
     )
     race = _race(console, images, num_workers, training.first_batch_s)
     describe_race(console, race)
+    _show_timeline(loader.timeline(), options.page, console)
 
 
-def _make_loader(whose: str, images: GeneratedImages, num_workers: int | str) -> DataLoader[Any]:
+def _show_timeline(timeline: Timeline, page: Path, console: Console) -> None:
+    console.print("\nWhere the time of the training went")
+    timeline.show()
+    try:
+        timeline.save(page)
+    except OSError as error:
+        told = f"The page of it could not be written to {page}: {error.strerror or error}"
+    else:
+        told = f"Every batch on its way through the workers, to zoom into: open {page} in a browser"
+    console.print(told, highlight=False, markup=False, soft_wrap=True)
+
+
+def _make_loader(
+    whose: str, images: GeneratedImages, num_workers: int | str, **keywords: Any
+) -> DataLoader[Any]:
     """A loader that draws images at random without end; the same for both sides."""
     import torch.utils.data
 
@@ -101,7 +119,7 @@ def _make_loader(whose: str, images: GeneratedImages, num_workers: int | str) ->
     sampler = torch.utils.data.RandomSampler(images, replacement=True, num_samples=10**9)
     make: Any = torch.utils.data.DataLoader if whose == "torch" else DataLoader
     loader: DataLoader[Any] = make(
-        images, batch_size=BATCH_SIZE, sampler=sampler, num_workers=num_workers
+        images, batch_size=BATCH_SIZE, sampler=sampler, num_workers=num_workers, **keywords
     )
     return loader
 
