@@ -84,7 +84,7 @@ def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: in
 
 def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """``dw``."""
-    return parted.weight_gradient(g, x, dy, merged=num_merged(g, x.dtype))
+    return parted.weight_gradient(g, x, dy, cap_bytes, merged=num_merged(g, x.dtype))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,8 +3,8 @@
 So that many programs have work although ``dw`` is small, and the same call gives the same bits.
 
 Error: products and sums in float32 (without TF32), rounded once to the type of the result.
-Memory beside inputs and results: ``parts * O * C/groups * taps`` sums in float32, of at most
-:data:`MAX_PARTIAL_BYTES`.
+Memory beside inputs and results: ``parts * O * C/groups * taps`` sums in float32, of at most the
+cap and :data:`MAX_PARTIAL_BYTES`, or one part's.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def _prepare_weight_gradient(
     dy: Strides,
     is_wide: bool,
     merged: int,
+    limit_bytes: int,
 ) -> Ready:
     collected, g = g, replace(g, groups=g.groups // merged)
     depth, rows = g.num_taps * g.group_in, g.batch * g.num_positions
@@ -53,7 +54,7 @@ def _prepare_weight_gradient(
     block_n = max(16, min(base.n, power(depth)))
     block_k = base.k
     tiles = -(-g.group_out // block_m) * -(-depth // block_n)
-    split = Split.of(rows, tiles * g.groups, block_k, 4 * g.out_channels * depth)
+    split = Split.of(rows, tiles * g.groups, block_k, 4 * g.out_channels * depth, limit_bytes)
     launch = Launch(
         kernels().weight_gemm,
         (tiles, g.groups, split.num),
@@ -83,15 +84,22 @@ def _prepare_weight_gradient(
 
 
 def weight_gradient(
-    g: Geometry, x: torch.Tensor, dy: torch.Tensor, *, is_wide: bool = True, merged: int = 1
+    g: Geometry,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    cap_bytes: int = MAX_PARTIAL_BYTES,
+    *,
+    is_wide: bool = True,
+    merged: int = 1,
 ) -> torch.Tensor:
     """``dw`` as ``[O, C/groups, *kernel]``: some splits of the places, then their sum.
 
     Args:
         merged: So many groups are computed as one; see :mod:`penstock.compute.algorithms.merging`.
     """
-    strides = (x.stride(), dy.stride())
-    return _prepare_weight_gradient(g, x.dtype, x.device, *strides, is_wide, merged)(x, dy)
+    key = (x.dtype, x.device, x.stride(), dy.stride())
+    limit = min(cap_bytes, MAX_PARTIAL_BYTES)
+    return _prepare_weight_gradient(g, *key, is_wide, merged, limit)(x, dy)
 
 
 @dataclass(frozen=True)
@@ -102,16 +110,19 @@ class Split:
     size: int
 
     @classmethod
-    def of(cls, rows: int, tiles: int, block: int, bytes_each: int) -> Split:
+    def of(
+        cls, rows: int, tiles: int, block: int, bytes_each: int, limit: int = MAX_PARTIAL_BYTES
+    ) -> Split:
         """So many that the GPU is busy, and no more than their sums are worth.
 
         Args:
             tiles: Programs of one part.
             block: Rows that a program takes at a time.
             bytes_each: What the sums of one part take.
+            limit: What those of all may take, in bytes; one part's are needed.
         """
         longest = max(1, rows // (8 * block))
-        wanted = min(-(-TARGET_PROGRAMS // tiles), longest, MAX_PARTIAL_BYTES // bytes_each, 1024)
+        wanted = min(-(-TARGET_PROGRAMS // tiles), longest, limit // bytes_each, 1024)
         each = -(-rows // max(1, wanted))
         size = -(-each // block) * block
         return cls(-(-rows // size), size)

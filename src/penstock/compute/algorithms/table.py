@@ -125,11 +125,29 @@ def _columns(g: Geometry, which: Pass) -> list[Candidate]:
 def _turned(
     g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int, way: Run, which: Pass
 ) -> torch.Tensor:
-    """The same with the channels innermost in between, for memory that has them outermost."""
-    a = a.contiguous(memory_format=torch.channels_last)
-    if which == WEIGHT_GRADIENT:
-        b = b.contiguous(memory_format=torch.channels_last)
-    return way(replace(g, is_channels_last=True), a, b, cap)
+    """The same with the channels innermost in between, for memory that has them outermost.
+
+    Turned copies stay under the cap, or are of one sample; the sums of chunks are in float32.
+    """
+    is_weight = which == WEIGHT_GRADIENT
+    sample_bytes = (a[0].numel() + (b[0].numel() if is_weight else 0)) * a.element_size()
+    step = max(1, min(g.batch, cap // sample_bytes))
+    parts: list[torch.Tensor] = []
+    total: torch.Tensor | None = None
+    for start in range(0, g.batch, step):
+        chunk = slice(start, start + step)
+        left = a[chunk].contiguous(memory_format=torch.channels_last)
+        right = b[chunk].contiguous(memory_format=torch.channels_last) if is_weight else b
+        part = way(replace(g, is_channels_last=True, batch=len(left)), left, right, cap)
+        if not is_weight:
+            parts.append(part)
+        elif total is None:
+            total = part.float() if step < g.batch and part.element_size() == 2 else part
+        else:
+            total += part
+    if total is not None:
+        return total.to(a.dtype)
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _turned_ways(
@@ -187,7 +205,7 @@ _FUSED: dict[Pass, Run] = {
 
 
 def _implicit_last(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int) -> torch.Tensor:
-    return parted.weight_gradient(g, a, b)
+    return parted.weight_gradient(g, a, b, cap)
 
 
 def _lanes_last(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int) -> torch.Tensor:
@@ -204,26 +222,22 @@ _MERGED: dict[Pass, Run] = {
 def _implicit(g: Geometry, which: Pass, dtype: torch.dtype) -> list[Candidate]:
     if not implicit.can(g, dtype):
         return []
-    ways: dict[Pass, Callable[..., torch.Tensor]] = {
-        FORWARD: implicit.forward,
-        INPUT_GRADIENT: implicit.input_gradient,
-        WEIGHT_GRADIENT: parted.weight_gradient,
-    }
-    run = ways[which]
+    run = _IMPLICIT[which]
     found = []
     if merging.can(g, dtype):
         found.append(Candidate("merged groups", _MERGED[which], needs_triton=True))
     return [
         *found,
-        Candidate(
-            "implicit product, wide",
-            lambda g, a, b, cap: run(g, a, b, is_wide=True),
-            needs_triton=True,
-        ),
-        Candidate(
-            "implicit product", lambda g, a, b, cap: run(g, a, b, is_wide=False), needs_triton=True
-        ),
+        Candidate("implicit product, wide", partial(run, is_wide=True), needs_triton=True),
+        Candidate("implicit product", partial(run, is_wide=False), needs_triton=True),
     ]
+
+
+_IMPLICIT: dict[Pass, Callable[..., torch.Tensor]] = {
+    FORWARD: lambda g, a, b, cap, is_wide: implicit.forward(g, a, b, is_wide=is_wide),
+    INPUT_GRADIENT: lambda g, a, b, cap, is_wide: implicit.input_gradient(g, a, b, is_wide=is_wide),
+    WEIGHT_GRADIENT: parted.weight_gradient,
+}
 
 
 _SHIFTS: dict[Pass, Callable[[Geometry, torch.Tensor, torch.Tensor], torch.Tensor]] = {
