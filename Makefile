@@ -61,10 +61,10 @@ test-core: env-core
 
 # Its halves, which run at once.
 test-integration: env-core
-	@tools/run_pytest.sh .venv/bin/python integration tests/integration
+	@tools/run_pytest.sh .venv/bin/python integration tests/integration $(ARGS)
 
 test-others: env-core
-	@tools/run_pytest.sh .venv/bin/python others $(OTHERS)
+	@tools/run_pytest.sh .venv/bin/python others $(OTHERS) $(ARGS)
 
 test-vision: env-vision
 	@tools/run_pytest.sh .venv-vision/bin/python vision -m vision tests/compat $(ARGS)

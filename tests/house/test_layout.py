@@ -98,7 +98,7 @@ def heavy_packages_after(statement: str) -> set[str]:
 
 
 def time_run_s(code: str) -> float:
-    """Processor time of an interpreter, start included: what others do on the machine is not in it."""
+    """Processor time of an interpreter, start included: what others do here is not in it."""
     return float(run_python(f"{code}\nimport time\nprint(time.process_time())"))
 
 
