@@ -9,10 +9,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BUILD_INPUTS = pyproject.toml requirements/build.txt requirements/test.txt tools/make_env.sh
 BIN = .venv/bin
+OTHERS = $(addprefix tests/,faults compat gpu property unit house)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format soak bench docs coverage clean \
-	env-core env-vision env-legacy test-core test-vision test-legacy
+	env-core env-vision env-legacy test-core test-integration test-others test-vision test-legacy
 
 help:
 	@echo 'make demo    train a small model through the loader'
@@ -65,7 +66,14 @@ clean:
 # The legs
 
 test-core: env-core
-	@tools/test_core.sh .venv/bin/python $(ARGS)
+	@MAKE='$(MAKE)' tools/test_core.sh .venv/bin/python $(ARGS)
+
+# Its halves, which run at once.
+test-integration: env-core
+	@tools/run_pytest.sh .venv/bin/python integration tests/integration $(ARGS)
+
+test-others: env-core
+	@tools/run_pytest.sh .venv/bin/python others $(OTHERS) $(ARGS)
 
 test-vision: env-vision
 	@tools/run_pytest.sh .venv-vision/bin/python vision -m vision tests/compat $(ARGS)

@@ -11,6 +11,8 @@ import scripting
 from training import End, Run, train
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(600)]
+# One of the scripts needs nothing but torch; the core leg has its like in test_run_training.py.
+pytest.importorskip("torchvision")
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "3", "--standalone")
 ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")

@@ -78,7 +78,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
 
     def kill(case: tuple[str, str]) -> tuple[int, list[int]]:
         state, method = case
-        folder = tmp_path_factory.mktemp("killed")
+        folder = scripting.make_folder(tmp_path_factory, "killed")
         with scripting.running(HEAD + globals()[state], folder, method) as program:
             if state == "STARTING":
                 scripting.wait_for_family(program.pid, 1)  # the nursery, which imports torch now
@@ -141,7 +141,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     def interrupt(case: tuple[str, str]) -> tuple[int, str, list[int]]:
         method, state = case
         body = RUNNING if "starting" in state else globals()[state]
-        folder = tmp_path_factory.mktemp("interrupted")
+        folder = scripting.make_folder(tmp_path_factory, "interrupted")
         with scripting.running(HEAD + body, folder, method) as program:
             if "starting" in state:
                 scripting.wait_for_family(program.pid, 1)

@@ -200,7 +200,7 @@ def test_a_batch_that_takes_too_long_is_an_error_that_names_the_sample(way: str)
     started = time.monotonic()
     with pytest.raises(WorkerTimeout, match="sample 5") as info:
         next(iterator)
-    assert 0.9 < time.monotonic() - started < 3.0
+    assert 0.9 < time.monotonic() - started < 8.0  # the sample takes longer than any test
     assert "timed out" in str(info.value)  # torch's own words
     assert isinstance(info.value, RuntimeError)
     del iterator, info
@@ -213,16 +213,18 @@ def test_a_batch_that_takes_long_but_not_too_long_comes() -> None:
 
 
 def test_the_limit_is_per_batch_and_not_for_the_epoch() -> None:
-    loader = DataLoader(Slow(8, sample_s=0.2), batch_size=1, num_workers=1, timeout=1.0)
+    loader = DataLoader(Slow(8, sample_s=0.2), batch_size=1, num_workers=1, timeout=1.5)
     started = time.monotonic()
     assert torch.cat(list(loader)).tolist() == list(range(8))
-    assert time.monotonic() - started > 1.0  # control: the epoch took longer than the limit
+    assert time.monotonic() - started > 1.5  # control: the epoch took longer than the limit
 
 
 def test_a_slow_consumer_is_not_timed_out() -> None:
-    loader = DataLoader(Slow(6), batch_size=1, num_workers=1, timeout=0.5)
+    loader = DataLoader(Slow(6), batch_size=1, num_workers=1, timeout=1.0)
+    started = time.monotonic()
     for _ in loader:
         time.sleep(0.2)
+    assert time.monotonic() - started > 1.0  # control: the limit was passed
 
 
 @pytest.mark.parametrize("way", PROCESS_WAYS)
@@ -233,5 +235,5 @@ def test_leaving_while_a_sample_hangs_takes_no_more_than_a_moment(way: str) -> N
     time.sleep(0.2)
     started = time.monotonic()
     del iterator
-    assert time.monotonic() - started < 3.0
-    assert leftovers.wait_until_gone(pids, 1.0) == []
+    assert time.monotonic() - started < 8.0
+    assert leftovers.wait_until_gone(pids, 4.0) == []

@@ -56,8 +56,8 @@ def test_without_restarts_a_loader_whose_nursery_was_killed_says_so() -> None:
     started = time.monotonic()
     with pytest.raises(WorkerDied):
         collections.deque(iterator, maxlen=0)
-    assert time.monotonic() - started < 3.0
-    assert leftovers.wait_until_gone(pids, 3.0) == []
+    assert time.monotonic() - started < 8.0
+    assert leftovers.wait_until_gone(pids, 8.0) == []
     assert load() == GOOD
 
 

@@ -106,14 +106,14 @@ def test_the_bits_of_persistent_workers_do_not_depend_on_whether_they_pay() -> N
 def test_a_cold_nursery_is_not_waited_for() -> None:
     nurseries.close_nursery()
     loader = DataLoader(Slow(3_000, 0.002), batch_size=8, num_workers="auto")
-    batches = iter(loader)
     start_s = time.perf_counter()
-    for _ in range(4):
-        assert set(next(batches)[-1].tolist()) == {os.getpid()}
-    # 64 ms of work; importing torch in the nursery takes a second and more.
-    assert time.perf_counter() - start_s < 1.0
-    pids = [int(pid) for batch in batches for pid in batch[-1]]
-    assert os.getpid() not in pids[-8:]
+    came = [(time.perf_counter() - start_s, set(batch[-1].tolist())) for batch in loader]
+    assert all(pids == {os.getpid()} for _, pids in came[:4])
+    assert os.getpid() not in came[-1][1]
+    # 64 ms of work; importing torch in the nursery takes a second and more, on a busy machine both
+    # take longer.
+    first_of_a_worker_s = next(at_s for at_s, pids in came if os.getpid() not in pids)
+    assert came[3][0] < 0.5 * first_of_a_worker_s
 
 
 @needs_cores

@@ -161,7 +161,7 @@ def test_what_was_asked_for_in_an_epoch_that_was_left_is_not_loaded(way: str) ->
     next(iter(loader))  # 29 batches of 0.1 s are asked for
     started = time.monotonic()
     next(iter(loader))
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 2.5  # all of them would take 2.9 s
     loader.close()
 
 

@@ -52,9 +52,11 @@ import multiprocessing, os, sys
 def double(x):
     return 2 * x
 class Pooled(Noisy):
+    def __init__(self, function):
+        self.function = function
     def __getitem__(self, i):
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            return 2 * pool.map(abs, [-i])[0]
+            return 2 * pool.map(self.function, [-i])[0]
 def child():
     epoch()
     sys.exit(5)
@@ -62,31 +64,21 @@ if __name__ == "__main__":
     multiprocessing.set_start_method("fork")
     with multiprocessing.Pool(2) as pool:
         assert pool.map(double, [1, 2]) == [2, 4]
-    loader = DataLoader(Pooled(), batch_size=4, num_workers=1)
+    loader = DataLoader(Pooled(abs), batch_size=4, num_workers=1)
     assert [n for batch in loader for n in batch.tolist()] == [2 * i for i in range(24)]
     epoch()
     process = multiprocessing.Process(target=child)
     process.start()
     process.join()
-    print("child", process.exitcode, multiprocessing.get_start_method())
+    print("child", process.exitcode, multiprocessing.get_start_method(), flush=True)
+    list(DataLoader(Pooled(double), num_workers=1))
 """
 STRANGE = f"""{SCRIPT}
 import multiprocessing, sys, types
 multiprocessing.set_start_method("spawn")
 sys.modules["timm"] = types.SimpleNamespace(__version__="99.1")
-print(len(epoch()) + len(epoch(num_workers=0)))
+print(len(epoch(num_workers=500)) + len(epoch(num_workers=0)))
 """
-POOLS = f"""{SCRIPT}
-import multiprocessing
-def double(x):
-    return 2 * x
-class Pooled(Noisy):
-    def __getitem__(self, i):
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            return pool.map(double, [i])[0]
-list(DataLoader(Pooled(), num_workers=1))
-"""
-MANY = f"{SCRIPT}\nprint(len(epoch(num_workers=500)))"
 BAD = f"""{SCRIPT}
 class Broken(Noisy):
     def __getitem__(self, i):
@@ -99,7 +91,7 @@ class Broken(Noisy):
         raise LookupError("no such image")
 list(DataLoader(Broken(), batch_size=6))
 """
-NESTED = f"""{SCRIPT}
+NESTED = """
 import subprocess, sys
 command = [sys.executable, "-m", "penstock", "run", "inner.py"]
 print(subprocess.run(command, capture_output=True, text=True, check=True).stderr.strip())
@@ -142,13 +134,9 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "seeded, killed": (KILLED, ("--seed", "7")),
     "unseeded": (PLAIN, ()),
     "settings": (SETTINGS, ()),
-    "pools": (POOLS, ()),
     "strange": (STRANGE, ()),
-    "many": (MANY, ()),
-    "bad": (BAD, ("--on-error", "skip")),
     "failing": (FAILING, ()),
     "nested": (NESTED, ()),
-    "nothing": ("import torch", ()),
 }
 
 
@@ -229,13 +217,13 @@ def test_the_report_is_one_line_where_nothing_happened(ends: dict[str, Any]) -> 
     report = "penstock: 2 loaders ran on Penstock's engine"
     assert end_of("unseeded", ends).stderr.splitlines() == [report]
     assert end_of("seeded", ends).stderr.splitlines() == [f"{report}; seed 7"]
-    nothing = "penstock: no DataLoader of torch's was iterated: nothing was changed"
-    assert end_of("nothing", ends).stderr.splitlines() == [nothing]
+    nothing = "penstock: no DataLoader of torch's was iterated: no loader was changed"
+    assert end_of("early", ends).stderr.splitlines() == [nothing]
 
 
 @posix
 def test_start_methods_pools_and_forks_of_the_script_s_own_work(ends: dict[str, Any]) -> None:
-    end = end_of("settings", ends)
+    end = end_of("settings", ends, status=1)  # for its last line
     assert end.stdout == "child 5 fork\n"
     # Two of its pool and one of its own; those that a worker forks are not the script's.
     notes = [line for line in end.stderr.splitlines() if "note:" in line]
@@ -252,7 +240,7 @@ def test_a_start_method_of_the_script_s_own_is_for_its_own_processes(ends: dict[
 @posix
 def test_a_pool_in_a_worker_that_needs_the_script_is_told_what_to_do(ends: dict[str, Any]) -> None:
     """With torch's own workers, no pool can be made at all; one of a module's functions works."""
-    lines = end_of("pools", ends, status=1).stderr.splitlines()
+    lines = end_of("settings", ends, status=1).stderr.splitlines()
     assert any("PicklingError" in line for line in lines)
     assert any("Try: put the function in a module" in line for line in lines)
 
@@ -266,16 +254,16 @@ def test_a_library_outside_its_tested_range_is_a_line_and_the_script_runs(
 
 
 def test_what_is_changed_is_in_the_report(ends: dict[str, Any]) -> None:
-    end = end_of("many", ends)
-    assert end.stdout == "12\n"
+    end = end_of("strange", ends)
+    assert end.stdout == "24\n"
     changed = [line for line in end.stderr.splitlines() if "changed:" in line]
     assert len(changed) == 1
     assert "num_workers=500 becomes" in changed[0]
 
 
 def test_bad_samples_are_left_out_and_reported(ends: dict[str, Any]) -> None:
-    end = end_of("bad", ends)
-    assert end.stdout == "[5, 5, 5, 5]\n"
+    end = end_of("wandering", ends)
+    assert end.stdout.startswith("[5, 5, 5, 5]\n")
     assert "4 bad sample(s) were left out or replaced" in end.stderr
 
 

@@ -117,21 +117,13 @@ print(json.dumps([cell.outputs for cell in notebook.cells]))
 
 PACKAGE = """
 from . import parts
-import torch
-from penstock import DataLoader
-class D(torch.utils.data.Dataset):
-    def __len__(self): return 4
-    def __getitem__(self, i): return i + parts.offset
-print([b.tolist() for b in DataLoader(D(), batch_size=2, num_workers=2)])
-"""
-TALKING = """
 import sys, torch
 from penstock import DataLoader
 print("parent", end=" ")  # stays in the buffer while workers start
 class D(torch.utils.data.Dataset):
-    def __len__(self): return 3
-    def __getitem__(self, i): print("sample", i); return i
-list(DataLoader(D(), num_workers=1))
+    def __len__(self): return 4
+    def __getitem__(self, i): print("sample", i); return i + parts.offset
+print(*[b.tolist() for b in DataLoader(D(), batch_size=2, num_workers=2)])
 sys.exit(5)
 """
 
@@ -160,7 +152,6 @@ PROGRAMS: dict[str, Callable[[Path], Any]] = {
         program("torch.utils.data", record="i"), folder, "spawn"
     ),
     "a module of a package": run_package,
-    "a program that talks": lambda folder: scripting.run(TALKING, folder),
     "a notebook": lambda folder: scripting.run(NOTEBOOK, folder, stdin=json.dumps(CELLS)),
 }
 
@@ -194,8 +185,7 @@ def test_torch_s_own_loader_cannot_run_that_program_under_spawn(results: dict[st
 
 def test_a_program_that_is_a_module_of_a_package_runs(results: dict[str, Any]) -> None:
     result = scripting.told(results["a module of a package"])
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "[[100, 101], [102, 103]]"
+    assert "[100, 101] [102, 103]" in result.stdout, result.stderr
 
 
 def test_a_notebook_runs_with_classes_and_lambdas_of_its_cells(results: dict[str, Any]) -> None:
@@ -214,7 +204,7 @@ def test_a_notebook_runs_with_classes_and_lambdas_of_its_cells(results: dict[str
 
 
 def test_exit_code_and_output_are_the_program_s_own_and_come_once(results: dict[str, Any]) -> None:
-    result = scripting.told(results["a program that talks"])
-    words = ["parent", "sample", "0", "sample", "1", "sample", "2"]
-    assert sorted(result.stdout.split()) == sorted(words)
+    result = scripting.told(results["a module of a package"])
+    words = "parent [100, 101] [102, 103] sample 0 sample 1 sample 2 sample 3"
+    assert sorted(result.stdout.split()) == sorted(words.split())
     assert (result.returncode, result.stderr) == (5, "")

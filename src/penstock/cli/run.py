@@ -117,7 +117,7 @@ class _Report:
         if self._is_nested and not tally.num_loaders and self._bypass is None:
             return
         if not tally.num_loaders:
-            lines = ["no DataLoader of torch's was iterated: nothing was changed"]
+            lines = [f"no DataLoader of torch's was iterated: no loader was changed{self._seeded}"]
             lines += [] if self._trace is None else self._trace.write()
         else:
             loaders = f"{tally.num_loaders} loader{'s' if tally.num_loaders > 1 else ''}"

@@ -49,7 +49,7 @@ def verify_training(
         modes: Names, and whether torch is switched to repeatable algorithms.
 
     Example:
-        >>> verdict = verify_training()
+        >>> verdict = verify_training(modes={"as it comes": False})
         >>> verdict.rows[0].setting
         'cpu, as it comes'
     """
