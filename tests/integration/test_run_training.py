@@ -217,7 +217,7 @@ def test_the_report_is_one_line_where_nothing_happened(ends: dict[str, Any]) -> 
     report = "penstock: 2 loaders ran on Penstock's engine"
     assert end_of("unseeded", ends).stderr.splitlines() == [report]
     assert end_of("seeded", ends).stderr.splitlines() == [f"{report}; seed 7"]
-    nothing = "penstock: no DataLoader of torch's was iterated: no loader was changed"
+    nothing = "penstock: no DataLoader of torch's was iterated: no loader was changed; seed 7"
     assert end_of("early", ends).stderr.splitlines() == [nothing]
 
 
