@@ -5,7 +5,8 @@ is computed once, on the CPU, by the same operations as torchvision's: so the re
 the last bit, also on GPUs, where dividing by a number is done another way and rounds differently.
 
 On a GPU with Triton one kernel reads each byte once and writes the result in its type and memory
-format, mirrored where that is asked for. Elsewhere the same table is looked up by torch.
+format, mirrored where that is asked for; without, torch looks the same table up. The CPU does
+torchvision's operations themselves, picture by picture: its vector units have no look-up.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,25 +58,35 @@ def finish(
         (tensor([[[[-1.,  1.]]]]), tensor([7]))
     """
     BadArgument.unless_one_of("scaling", scaling, ("multiply", "divide"))
-    return Finish(_make_table(mean, std, dtype, scaling), memory_format, flip)
+    if dtype not in _FLOATS:
+        raise BadArgument(
+            f"dtype={dtype} is no floating-point type",
+            remedy="penstock.finish(dtype=torch.float32)",
+        )
+    return Finish(_make_arithmetic(mean, std, scaling), dtype, memory_format, flip)
 
 
 class Finish:
     """Made by :func:`finish`. Holds the table, on each device that it was used on.
 
     Args:
-        table: (channels, 256) in the type of the result; one channel serves any number.
+        arithmetic: What becomes of a byte, in each channel.
     """
 
     def __init__(
-        self, table: torch.Tensor, memory_format: torch.memory_format, flip: int | str | None
+        self,
+        arithmetic: Arithmetic,
+        dtype: torch.dtype,
+        memory_format: torch.memory_format,
+        flip: int | str | None,
     ) -> None:
         if memory_format not in _FORMATS:
             raise BadArgument(
                 f"memory_format={memory_format} is not known here",
                 remedy="penstock.finish(..., memory_format=torch.channels_last)",
             )
-        self._table = table
+        self._arithmetic = arithmetic
+        self._table = table = arithmetic.make_table(dtype)
         self._tables: dict[torch.device, torch.Tensor] = {table.device: table}
         self._memory_format = memory_format
         self._flip = flip
@@ -109,6 +121,8 @@ class Finish:
                 f"flip={self._flip!r} has {len(mirrored)} values for {len(tensor)} images",
                 remedy="one truth value per sample",
             )
+        if tensor.device.type == "cpu" and not tensor.is_cuda:
+            return _compute(tensor, self._arithmetic, table.dtype, mirrored, self._memory_format)
         look_up = _fused.look_up() if tensor.is_cuda and tensor.numel() else None
         if look_up is not None:
             out = _empty_like(tensor, table.dtype, self._memory_format)
@@ -131,17 +145,42 @@ class Finish:
         return {**self.__dict__, "_tables": {self._table.device: self._table}}
 
 
-def _make_table(
-    mean: Sequence[float] | None, std: Sequence[float] | None, dtype: torch.dtype, scaling: str
-) -> torch.Tensor:
-    if dtype not in _FLOATS:
-        raise BadArgument(
-            f"dtype={dtype} is no floating-point type",
-            remedy="penstock.finish(dtype=torch.float32)",
-        )
+@dataclass(frozen=True)
+class Arithmetic:
+    """What torchvision does to a byte: scale, then subtract and divide by channel.
+
+    Args:
+        means, stds: One number per channel; one channel serves any number, none scales only.
+    """
+
+    means: tuple[float, ...]
+    stds: tuple[float, ...]
+    divides: bool
+
+    def apply(self, values: torch.Tensor) -> None:
+        """In place, to float32 values of shape (channels, ...)."""
+        if self.divides:
+            values.div_(255)
+        else:
+            values.mul_(1.0 / 255)
+        if self.means:
+            shape = (-1, *(1,) * (values.ndim - 1))
+            values.sub_(torch.tensor(self.means).view(shape))
+            values.div_(torch.tensor(self.stds).view(shape))
+
+    def make_table(self, dtype: torch.dtype) -> torch.Tensor:
+        """(channels, 256): the result of each byte, in its type."""
+        table = torch.arange(256, dtype=torch.float32).repeat(max(1, len(self.means)), 1)
+        self.apply(table)
+        return table.to(dtype)
+
+
+def _make_arithmetic(
+    mean: Sequence[float] | None, std: Sequence[float] | None, scaling: str
+) -> Arithmetic:
     means, stds = _checked("mean", mean, 0.0), _checked("std", std, 1.0)
     if mean is None and std is None:
-        means, stds = [], []
+        return Arithmetic((), (), scaling == "divide")
     if len({len(values) for values in (mean, std) if values is not None}) > 1:
         raise BadArgument(
             f"mean has {len(means)} channels and std {len(stds)}",
@@ -149,15 +188,9 @@ def _make_table(
         )
     if any(value == 0 for value in stds):
         raise BadArgument(f"std={list(stds)} would divide by 0", remedy="std above 0")
-    scaled = torch.arange(256, dtype=torch.uint8).to(torch.float32)
-    scaled = scaled.mul_(1.0 / 255) if scaling == "multiply" else scaled.div_(255)
-    if not means and not stds:
-        return scaled[None].to(dtype)
     channels = max(len(means), len(stds))
     means, stds = means * (channels // len(means)), stds * (channels // len(stds))
-    table = scaled[None].repeat(channels, 1)
-    table.sub_(torch.tensor(means)[:, None]).div_(torch.tensor(stds)[:, None])
-    return table.to(dtype)
+    return Arithmetic(tuple(means), tuple(stds), scaling == "divide")
 
 
 def _checked(name: str, values: Sequence[float] | None, default: float) -> list[float]:
@@ -181,13 +214,36 @@ def _empty_like(
     return torch.empty_like(images, dtype=dtype, memory_format=memory_format)
 
 
+def _compute(
+    images: torch.Tensor,
+    arithmetic: Arithmetic,
+    dtype: torch.dtype,
+    mirrored: torch.Tensor | None,
+    memory_format: torch.memory_format,
+) -> torch.Tensor:
+    """On the CPU, a picture at a time, which stays in the cache from step to step."""
+    out = _empty_like(images, dtype, memory_format)
+    if not images.numel():
+        return out
+    room = torch.empty_like(images[0], dtype=torch.float32)
+    is_here = dtype is torch.float32 and out[0].stride() == room.stride()
+    flags = [False] * len(images) if mirrored is None else mirrored.tolist()
+    for picture, place, is_mirrored in zip(images, out, flags, strict=True):
+        values = place if is_here else room
+        values.copy_(picture.flip(2) if is_mirrored else picture)
+        arithmetic.apply(values)
+        if not is_here:
+            place.copy_(values)
+    return out
+
+
 def _look_up(
     images: torch.Tensor,
     table: torch.Tensor,
     mirrored: torch.Tensor | None,
     memory_format: torch.memory_format,
 ) -> torch.Tensor:
-    """The same with torch's own operations, channel by channel to keep what lies between small."""
+    """The table by torch's own operations, by channel to keep what lies between small."""
     out = _empty_like(images, table.dtype, memory_format)
     if mirrored is not None:
         where = mirrored.to(images.device)[:, None, None, None]
