@@ -1,0 +1,93 @@
+"""Penstock: plain datasets, a folder of images, packed sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import penstock
+from by_torch import Numbers
+from contract import MEAN, STD, Contender, Feed, Job
+
+
+def _crop(job: Job) -> Any:
+    crop = penstock.RandomResizedCrop(224, antialias=job.antialias)
+    return penstock.Compose([crop, penstock.RandomHorizontalFlip()])
+
+
+class Penstock(Contender):
+    name = "Penstock"
+
+    def open(self, job: Job) -> Feed:
+        extras: dict[str, Any] = {}
+        if job.is_float:
+            mean, std = ([value / 255 for value in values] for values in (MEAN, STD))
+            extras = {"device": "cpu", "finish": penstock.finish(mean=mean, std=std)}
+        if job.seed is not None:
+            extras["seed"] = job.seed
+        num_workers = self.workers(job)
+        loader: Any = penstock.DataLoader(
+            self.dataset(job),
+            batch_size=job.batch_size,
+            shuffle=True,
+            drop_last=True,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            **extras,
+        )
+        return Feed(loader, state=loader.state_dict, restore=loader.load_state_dict)
+
+    def workers(self, job: Job) -> int:
+        """Mapped rows need none."""
+        return 0 if job.kind in ("small", "large") else job.num_workers
+
+    def prepare(self, job: Job) -> None:
+        if job.kind in ("small", "large", "raw"):
+            rows = np.load(job.data / f"{job.kind}.npy", mmap_mode="r")
+            ragged = {"fields": {"value": penstock.Field(ragged=True)}} if job.kind == "raw" else {}
+            penstock.pack(list(rows), job.folder, workers=0, **ragged)
+
+    def dataset(self, job: Job) -> Any:
+        if job.kind == "jpeg":
+            return penstock.ImageFolder(job.data / "jpeg", _crop(job))
+        if job.kind == "numbers":
+            return Numbers(job.count, job.work)
+        packed = penstock.Packed(job.folder)
+        return packed.with_transforms(value=_crop(job)) if job.kind == "raw" else packed
+
+
+class PenstockPacked(Penstock):
+    """JPEGs in a packed set."""
+
+    name = "Penstock, packed"
+    kinds = ("jpeg",)
+
+    def prepare(self, job: Job) -> None:
+        source = penstock.ImageFolder(job.data / "jpeg")
+        penstock.pack(source, job.folder, workers=0)
+
+    def dataset(self, job: Job) -> Any:
+        return penstock.Packed(job.folder, transforms={"image": _crop(job)})
+
+
+class PenstockWorkers(Penstock):
+    """Rows from workers, where none are needed."""
+
+    name = "Penstock, 2 workers"
+    kinds = ("small", "large")
+
+    def workers(self, job: Job) -> int:
+        return job.num_workers
+
+
+class PenstockInline(Penstock):
+    name = "Penstock, 0 workers"
+    kinds = ("numbers",)
+    has_processes = False
+
+    def workers(self, job: Job) -> int:
+        return 0
+
+
+CONTENDERS = (Penstock, PenstockPacked, PenstockWorkers, PenstockInline)
