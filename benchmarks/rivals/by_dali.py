@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from contract import MEAN, SIZE, STD, Contender, Feed, Job
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
-
-from contract import MEAN, SIZE, STD, Contender, Feed, Job
 
 
 @pipeline_def
@@ -67,12 +66,12 @@ def _numbers(job: Job) -> Any:
 class Dali(Contender):
     name = "DALI on the CPU"
     kinds = ("jpeg", "small", "large", "numbers")
+    formats = ("small", "large")
 
     def prepare(self, job: Job) -> None:
-        if job.kind in ("small", "large"):
-            job.folder.mkdir(parents=True)
-            for index, row in enumerate(np.load(job.data / f"{job.kind}.npy", mmap_mode="r")):
-                np.save(job.folder / f"{index:06d}.npy", row)
+        job.folder.mkdir(parents=True)
+        for index, row in enumerate(np.load(job.data / f"{job.kind}.npy", mmap_mode="r")):
+            np.save(job.folder / f"{index:06d}.npy", row)
 
     def open(self, job: Job) -> Feed:
         keywords: dict[str, Any] = {

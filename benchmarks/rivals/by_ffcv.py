@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from contract import MEAN, SIZE, STD, Contender, Feed, Job, jpeg_files
 from ffcv.fields import IntField, NDArrayField, RGBImageField
 from ffcv.fields.decoders import (
     IntDecoder,
@@ -15,8 +16,6 @@ from ffcv.loader import Loader, OrderOption
 from ffcv.transforms import NormalizeImage, RandomHorizontalFlip, ToTensor, ToTorchImage
 from ffcv.writer import DatasetWriter
 from PIL import Image
-
-from contract import MEAN, SIZE, STD, Contender, Feed, Job, jpeg_files
 
 
 class _Source:
@@ -42,7 +41,7 @@ class _Source:
 
 class Ffcv(Contender):
     name = "FFCV"
-    kinds = ("jpeg", "small", "large", "raw")
+    kinds = formats = ("jpeg", "small", "large", "raw")
     antialias = (True,)  # OpenCV's area filter, always
     has_processes = False
 

@@ -7,8 +7,7 @@ from typing import Any
 import grain
 import numpy as np
 import torch
-
-from contract import Contender, Feed, Job, jpeg_files
+from contract import Contender, Feed, Job, jpeg_files, make_names
 from work import CropJpeg, CropPixels, Random
 
 
@@ -52,8 +51,13 @@ class _Draw(grain.transforms.RandomMap):
         return np.array([element, *rng.random(3)], np.float64)
 
 
+def _length(name: Any) -> np.ndarray:
+    return np.int64(len(name))
+
+
 class Processes(Contender):
     name = "Grain, processes"
+    kinds = (*Contender.kinds, "strings")
 
     def open(self, job: Job) -> Feed:
         dataset = self.map(job).repeat() if job.is_endless else self.map(job)
@@ -67,6 +71,8 @@ class Processes(Contender):
         source = grain.MapDataset.source(self.source(job)).seed(job.seed or 0).shuffle()
         if job.kind == "raw":
             return source.map(CropPixels(job.antialias))
+        if job.kind == "strings":
+            return source.map(_length)
         if job.kind != "numbers":
             return source
         return source.random_map(_Draw()) if isinstance(job.work, Random) else source.map(job.work)
@@ -74,8 +80,8 @@ class Processes(Contender):
     def source(self, job: Job) -> Any:
         if job.kind == "jpeg":
             return _Files(jpeg_files(job), CropJpeg(job.antialias))
-        if job.kind == "numbers":
-            return range(job.count)
+        if job.kind in ("numbers", "strings"):
+            return make_names(job) if job.kind == "strings" else range(job.count)
         return _Mapped(str(job.data / f"{job.kind}.npy"), job.count)
 
     def prefetch(self, dataset: Any, job: Job) -> Any:
@@ -86,6 +92,7 @@ class Processes(Contender):
 
 class Threads(Processes):
     name = "Grain, threads"
+    kinds = Contender.kinds
     has_processes = False
 
     def prefetch(self, dataset: Any, job: Job) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
-
 from contract import Contender, Feed, Job, jpeg_files
 from work import CropJpeg, CropPixels
+
+import datasets
 
 
 class _Batch:
@@ -26,7 +26,7 @@ class _Batch:
 
 class HuggingFace(Contender):
     name = "HF datasets"
-    kinds = ("jpeg", "small", "large", "numbers")
+    kinds = formats = ("jpeg", "small", "large", "numbers")
 
     def prepare(self, job: Job) -> None:
         datasets.disable_progress_bars()

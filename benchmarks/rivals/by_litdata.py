@@ -7,9 +7,8 @@ from typing import Any
 import litdata
 import numpy as np
 import torch
-from litdata.streaming.writer import BinaryWriter
-
 from contract import Contender, Feed, Job, jpeg_files
+from litdata.streaming.writer import BinaryWriter
 from work import CropJpeg, CropPixels
 
 
@@ -42,6 +41,7 @@ class _Number:
 
 class LitData(Contender):
     name = "LitData"
+    formats = Contender.kinds
 
     def prepare(self, job: Job) -> None:
         writer = BinaryWriter(str(job.folder), chunk_bytes="64MB")

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import streaming
 import torch
-
 from contract import Contender, Feed, Job, jpeg_files
 from work import CropJpeg, CropPixels
 
@@ -39,6 +38,7 @@ class _Sample:
 
 class Mosaic(Contender):
     name = "MosaicML Streaming"
+    formats = Contender.kinds
 
     def prepare(self, job: Job) -> None:
         columns = {"x": {"jpeg": "bytes", "numbers": "int"}.get(job.kind, "ndarray")}

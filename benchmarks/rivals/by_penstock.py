@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from by_torch import Numbers, Strings
+from contract import MEAN, STD, Contender, Feed, Job, make_names
 
 import penstock
-from by_torch import Numbers
-from contract import MEAN, STD, Contender, Feed, Job
 
 
 def _crop(job: Job) -> Any:
@@ -18,6 +18,8 @@ def _crop(job: Job) -> Any:
 
 class Penstock(Contender):
     name = "Penstock"
+    formats = ("small", "large", "raw")
+    kinds = (*Contender.kinds, "strings")
 
     def open(self, job: Job) -> Feed:
         extras: dict[str, Any] = {}
@@ -43,16 +45,17 @@ class Penstock(Contender):
         return 0 if job.kind in ("small", "large") else job.num_workers
 
     def prepare(self, job: Job) -> None:
-        if job.kind in ("small", "large", "raw"):
-            rows = np.load(job.data / f"{job.kind}.npy", mmap_mode="r")
-            ragged = {"fields": {"value": penstock.Field(ragged=True)}} if job.kind == "raw" else {}
-            penstock.pack(list(rows), job.folder, workers=0, **ragged)
+        rows = np.load(job.data / f"{job.kind}.npy", mmap_mode="r")
+        ragged = {"fields": {"value": penstock.Field(ragged=True)}} if job.kind == "raw" else {}
+        penstock.pack(list(rows), job.folder, workers=0, **ragged)
 
     def dataset(self, job: Job) -> Any:
         if job.kind == "jpeg":
             return penstock.ImageFolder(job.data / "jpeg", _crop(job))
         if job.kind == "numbers":
             return Numbers(job.count, job.work)
+        if job.kind == "strings":
+            return Strings(make_names(job), job.count)
         packed = penstock.Packed(job.folder)
         return packed.with_transforms(value=_crop(job)) if job.kind == "raw" else packed
 
@@ -61,7 +64,7 @@ class PenstockPacked(Penstock):
     """JPEGs in a packed set."""
 
     name = "Penstock, packed"
-    kinds = ("jpeg",)
+    kinds = formats = ("jpeg",)
 
     def prepare(self, job: Job) -> None:
         source = penstock.ImageFolder(job.data / "jpeg")
@@ -81,6 +84,16 @@ class PenstockWorkers(Penstock):
         return job.num_workers
 
 
+class PenstockShared(Penstock):
+    """The names in a SharedList: one copy for all."""
+
+    name = "Penstock, SharedList"
+    kinds = ("strings",)
+
+    def dataset(self, job: Job) -> Any:
+        return Strings(penstock.SharedList(make_names(job)), job.count)
+
+
 class PenstockInline(Penstock):
     name = "Penstock, 0 workers"
     kinds = ("numbers",)
@@ -90,4 +103,4 @@ class PenstockInline(Penstock):
         return 0
 
 
-CONTENDERS = (Penstock, PenstockPacked, PenstockWorkers, PenstockInline)
+CONTENDERS = (Penstock, PenstockPacked, PenstockWorkers, PenstockShared, PenstockInline)

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import spdl.io
 import torch
+from contract import SIZE, Contender, Feed, Job, NotOffered, jpeg_files
 from spdl.pipeline import PipelineBuilder
-
-from contract import SIZE, Contender, Feed, Job, jpeg_files
 from work import CropJpeg, CropPixels, draw_crop
 
 
@@ -64,7 +63,9 @@ class ByHand(Contender):
         rows = np.load(job.data / f"{job.kind}.npy", mmap_mode="r")
         if job.kind == "raw":
             crop_pixels = CropPixels(job.antialias)
-            return lambda indices: torch.from_numpy(np.stack([crop_pixels(rows[i]) for i in indices]))
+            return lambda indices: torch.from_numpy(
+                np.stack([crop_pixels(rows[i]) for i in indices])
+            )
         return lambda indices: torch.from_numpy(np.take(rows, indices, axis=0, mode="clip"))
 
 
@@ -84,8 +85,14 @@ class OwnDecoder(ByHand):
     """FFmpeg through SPDL: crop, scale and flip are filters, and colours stay in one conversion."""
 
     name = "SPDL, its own decoder"
-    kinds = ("jpeg",)
+    kinds = formats = ("jpeg",)
     antialias = (False,)
+
+    def prepare(self, job: Job) -> None:
+        try:
+            _decode(jpeg_files(job)[0][0])
+        except RuntimeError as error:
+            raise NotOffered("its decoder needs FFmpeg's libraries (Debian: ffmpeg)") from error
 
     def function(self, job: Job) -> Any:
         files = jpeg_files(job)

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from contract import MEAN, STD, Contender, Feed, Job, jpeg_files
+from contract import MEAN, STD, Contender, Feed, Job, jpeg_files, make_names
 from work import CropJpeg, CropPixels
 
 
@@ -113,7 +112,8 @@ def _unit() -> tuple[list[float], list[float]]:
 
 
 class PyTorch(Contender):
-    name = "PyTorch, simplejpeg + OpenCV"
+    name = "PyTorch"
+    kinds = (*Contender.kinds, "strings")
     kind_of_loader: Any = torch.utils.data.DataLoader
 
     def open(self, job: Job) -> Feed:
@@ -127,6 +127,8 @@ class PyTorch(Contender):
             return JpegFiles(jpeg_files(job), self.crop(job))
         if job.kind == "numbers":
             return Numbers(job.count, job.work)
+        if job.kind == "strings":
+            return Strings(make_names(job), job.count)
         if job.kind == "raw":
             return RawPixels(str(job.data / "raw.npy"), CropPixels(job.antialias))
         return Rows(str(job.data / f"{job.kind}.npy"))
@@ -204,8 +206,7 @@ class Strings(torch.utils.data.Dataset[Any]):
         return self.count
 
     def __getitem__(self, index: int) -> int:
-        return len(self.names[index]) if self.names is not None else 0
+        return len(self.names[index])
 
 
 CONTENDERS = (PyTorch, PyTorchInline, PyTorchTensors, PyTorchPillow, PyTorchTorchvision)
-

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 import torchdata.nodes as nodes
-from torch.utils.data import RandomSampler, default_collate
-from torchdata.stateful_dataloader import StatefulDataLoader
-
 from by_torch import PyTorch
 from contract import Contender, Feed, Job
+from torch.utils.data import RandomSampler, default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 class Stateful(PyTorch):
     name = "torchdata StatefulDataLoader"
+    kinds = PyTorch.kinds
     kind_of_loader = StatefulDataLoader
 
     def feed(self, loader: Any) -> Feed:

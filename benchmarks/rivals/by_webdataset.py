@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 import webdataset as wds
-
 from contract import Contender, Feed, Job, jpeg_files
 from work import CropJpeg, CropPixels
 
@@ -42,6 +41,7 @@ def _read_npy(content: bytes) -> np.ndarray:
 
 class WebDataset(Contender):
     name = "WebDataset"
+    formats = Contender.kinds
 
     def prepare(self, job: Job) -> None:
         job.folder.mkdir(parents=True)

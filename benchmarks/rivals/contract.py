@@ -28,7 +28,7 @@ class Job:
     """What to load, and how.
 
     Args:
-        kind: "jpeg", "small" and "large" (tensors), "raw" (pixels), "numbers".
+        kind: "jpeg", "small" and "large" (tensors), "raw" (pixels), "numbers", "strings".
         data: Where the common data lie: ``KIND.npy``, or a folder of classes for JPEGs.
         home: Where this contender keeps them in its own format.
         count: Number of samples.
@@ -89,6 +89,8 @@ class Contender:
     """As the table shows it."""
     kinds: tuple[str, ...] = ("jpeg", "small", "large", "raw", "numbers")
     """What it can load at all."""
+    formats: tuple[str, ...] = ()
+    """What it writes in a form of its own before it loads it."""
     antialias: tuple[bool, ...] = (True, False)
     has_processes = True
     """Whether samples are loaded in worker processes."""
@@ -101,8 +103,9 @@ class Contender:
         raise NotOffered("no loader for this")
 
 
-def numbers_of(job: Job) -> range:
-    return range(job.count)
+def make_names(job: Job) -> list[str]:
+    """What a dataset of files holds: a path for each sample."""
+    return [f"train/n{number % 1000:08d}/image-{number:09d}.JPEG" for number in range(job.count)]
 
 
 def jpeg_files(job: Job) -> list[tuple[str, int]]:

@@ -24,6 +24,7 @@ class Sizes:
     large: int = 1_024
     raw: int = 1_024
     numbers: int = 65_536
+    strings: int = 500_000
     few: int = 4_096
     """Numbers of an epoch that is loaded to its end."""
     num_pictures: int = 256
@@ -31,7 +32,14 @@ class Sizes:
 
 
 TINY = Sizes(
-    jpeg=128, small=1_024, large=128, raw=128, numbers=4_096, few=2_048, num_pictures=8
+    jpeg=128,
+    small=1_024,
+    large=128,
+    raw=128,
+    numbers=4_096,
+    strings=10_000,
+    few=2_048,
+    num_pictures=8,
 )
 
 

@@ -119,9 +119,7 @@ def _install(python: str, held: Path, options: tuple[str, ...]) -> str | None:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def _reason(said: str) -> str:

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-
 from clock import time_feed
 from contract import SIZE, Contender, Job, NotOffered
 from work import WORKS, digest, normalise
@@ -177,6 +176,15 @@ def ask_bits(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
     return {"is_yes": is_all, "says": says}
 
 
+def ask_strings(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
+    """What is held after a shuffled epoch with 4 workers."""
+    feed = contender.open(replace(job, num_workers=4))
+    batches = iter(feed)
+    for _ in itertools.islice(batches, job.count // job.batch_size - 2):
+        pass
+    return {"memory_mb": family_mb()}
+
+
 def ask_prepare(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
     """Write the data in this contender's format."""
     if not job.folder.exists():
@@ -192,4 +200,5 @@ QUESTIONS: dict[str, Callable[[Contender, Job, dict[str, float]], Answer]] = {
     "save": ask_save,
     "resume": ask_resume,
     "bits": ask_bits,
+    "strings": ask_strings,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -64,7 +65,7 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
         with suppress(ProcessLookupError):  # its workers, too
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return "" if status == 0 else f"the process ended with status {status}"
+    return "" if status == 0 else f"the process ended with status {status}:"
 
 
 def _answers(text: str, count: int, ending: str) -> list[dict[str, Any]]:
@@ -72,6 +73,6 @@ def _answers(text: str, count: int, ending: str) -> list[dict[str, Any]]:
     found = [json.loads(line[line.index("{") :]) for line in lines]
     if os.environ.get("PENSTOCK_PEERS_DEBUG") and len(found) < count:
         print(text[-4000:])
-    last = [line for line in text.splitlines() if line.strip()][-1:]
-    reason = ending or f"no answer: {last}"
-    return found + [{"failed": reason}] * (count - len(found))
+    last = [line.strip() for line in text.splitlines() if line.strip()][-1:]
+    reason = " ".join([ending, *(last if ending.startswith("the process") else [])])
+    return found + [{"failed": re.sub(r"/\S+/", "", reason)[:160]}] * (count - len(found))

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import platform
-import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -60,7 +59,7 @@ def describe(module: str, packages: list[str]) -> dict[str, Any]:
         except PackageNotFoundError:
             pass
     names = {
-        kind.name: {"kinds": kind.kinds, "antialias": kind.antialias}
+        kind.name: {"kinds": kind.kinds, "formats": kind.formats}
         for kind in list_contenders(module).values()
     }
     return {"contenders": names, "versions": versions}
