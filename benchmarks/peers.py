@@ -12,6 +12,7 @@ is not offered is a row that says so.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 
 from front import _count, _name
 from penstock.cli.stopwatch import take_turns
-from record import describe_machine, save, today
+from record import RESULTS, describe_machine, save, today
 from rivals.data import TINY, Sizes, make_data
 from rivals.environments import PEERS, Environment, build
 from rivals.plan import GROUPS, Group
@@ -152,6 +153,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: a smoke test")
     parser.add_argument("--save", type=_name, metavar="NAME", help="write results/peers-NAME.json")
     parser.add_argument("--page", action="store_true", help="make docs/peers.md of what is saved")
+    parser.add_argument(
+        "--render", metavar="FILE", help="measure nothing: the page of results/FILE"
+    )
     parser.add_argument("--note", default="", help="what else ran on the machine, say")
     return parser.parse_args(arguments)
 
@@ -170,6 +174,10 @@ def _some(known: dict[str, Any], text: str) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
+    if options.render:
+        content = json.loads((RESULTS / options.render).read_text("utf-8"))
+        PAGE.write_text(render(content, options.render), "utf-8")
+        return 0
     field = Field(options)
     repeats = options.repeats or (1 if options.quick else 3)
     keep = [word for word in arguments if word != "--home" and word != str(options.home)]

@@ -97,16 +97,17 @@ def print_table(table: dict[str, Any]) -> None:
 
 
 INTRODUCTION = """\
-Made by `{command}` on {date}; [every sample]({link}). Do not edit: change the script, or run it again.
+Made by `{command}` on {date}; [every sample]({link}). Do not edit: run it again.
 
 {machine}
 
-{note}Each row is a fresh process in an environment of its own, all over the same torch. Contenders take
-turns, and the order is turned round each time. A figure is the median of its turns, then the lowest and
-the highest. Settings are those that each peer's documentation recommends for 2 cores. Who has no decoder
-of their own gets the quickest that people write by hand: simplejpeg and OpenCV. *Antialiased* is the
-triangle filter of Pillow and torchvision with Penstock, PyTorch's recipes and DALI, and OpenCV's area
-filter, which is cheaper, with FFCV and everything by hand. A gap of less than 10% may be chance.
+{note}Each row is a fresh process in an environment of its own, all over the same torch. Contenders
+take turns, and the order is turned round each time. A figure is the median of its turns, then the
+lowest and the highest. Settings are those that each peer's documentation recommends. Who has no
+decoder of their own gets the quickest that people write by hand: simplejpeg and OpenCV, and the
+consumer turns bytes to floats. *Antialiased* is the triangle filter of Pillow and torchvision with
+Penstock, PyTorch's recipes and DALI; it is OpenCV's area filter with FFCV and everything by hand.
+A gap of less than 10% may be chance.
 """
 
 
