@@ -137,8 +137,7 @@ def about_missing(group: Group) -> str:
 
 
 def _say(name: str) -> None:
-    if sys.stdout.isatty():
-        print(f"  {name}", end="\033[K\r", flush=True)
+    print(f"  {name}", end="\033[K\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

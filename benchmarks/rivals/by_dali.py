@@ -67,6 +67,7 @@ class Dali(Contender):
     name = "DALI on the CPU"
     kinds = ("jpeg", "small", "large", "numbers")
     formats = ("small", "large")
+    without_state = "checkpoints of its own readers only, not of samples from Python"
 
     def prepare(self, job: Job) -> None:
         job.folder.mkdir(parents=True)

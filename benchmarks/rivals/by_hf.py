@@ -26,6 +26,7 @@ class _Batch:
 
 class HuggingFace(Contender):
     name = "HF datasets"
+    without_state = "a state only in its iterable datasets, not in one with an index"
     kinds = formats = ("jpeg", "small", "large", "numbers")
 
     def prepare(self, job: Job) -> None:

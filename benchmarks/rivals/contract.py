@@ -92,6 +92,8 @@ class Contender:
     formats: tuple[str, ...] = ()
     """What it writes in a form of its own before it loads it."""
     antialias: tuple[bool, ...] = (True, False)
+    without_state = "no state to save"
+    """Why it cannot be resumed, where that is so."""
     has_processes = True
     """Whether samples are loaded in worker processes."""
 

@@ -46,13 +46,24 @@ def family_mb() -> float:
     return total / 1e6
 
 
+def family_cpu_s() -> float:
+    """Processor time of this process and all below it, so far: others cannot slow that much."""
+    process, total = psutil.Process(), 0.0
+    for member in [process, *process.children(recursive=True)]:
+        try:
+            times = member.cpu_times()
+            total += times.user + times.system
+        except psutil.Error:  # it ended meanwhile
+            pass
+    return total
+
+
 def ask_rate(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
     """Samples a second, and the first batch."""
     job = replace(job, is_endless=True)
     use: Callable[[Any], Any] = lambda batch: batch  # noqa: E731
     if job.is_float:
         use = _to_floats
-    held: list[float] = []
 
     def check(batch: Any) -> None:
         _check(job, first_of(batch))
@@ -63,12 +74,12 @@ def ask_rate(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
         feed.append(contender.open(job))
         return feed[0]
 
-    answer = time_feed(make, check=check, use=use, **pace)
-    held.append(family_mb())
+    answer = time_feed(make, check=check, use=use, cpu=family_cpu_s, **pace)
     return {
         "samples_per_s": answer["per_s"] * job.batch_size,
+        "cpu_us": answer["cpu_s"] / job.batch_size * 1e6,
         "first_s": answer["first_s"],
-        "memory_mb": held[0],
+        "memory_mb": family_mb(),
     }
 
 
@@ -128,7 +139,7 @@ def ask_save(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
     """Half an epoch, then the state, and what would have come next."""
     feed = contender.open(job)
     if feed.state is None:
-        raise NotOffered("no state to save")
+        raise NotOffered(contender.without_state)
     batches = iter(feed)
     for _ in itertools.islice(batches, job.count // job.batch_size // 2):
         pass

@@ -39,12 +39,16 @@ def _entry(table: Any, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if table.value is None:
         return dict(answers[-1])
     samples = [round(float(answer[table.value]), 4) for answer in answers]
-    return {
+    entry = {
         "median": statistics.median(samples),
         "low": min(samples),
         "high": max(samples),
         "samples": samples,
     }
+    used = [answer["cpu_us"] for answer in answers if "cpu_us" in answer]
+    if used and table.value == "samples_per_s":
+        entry["cpu_us"] = round(statistics.median(used), 2)
+    return entry
 
 
 def find_best(table: dict[str, Any], is_ours: bool) -> dict[str, Any] | None:
@@ -73,14 +77,15 @@ def format_number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], is_words: bool) -> list[str]:
     if "median" in row:
         spread = f"{format_number(row['low'])} to {format_number(row['high'])}"
-        return [format_number(row["median"]), spread]
+        used = f"; {format_number(row['cpu_us'])} μs of CPU" if "cpu_us" in row else ""
+        return [format_number(row["median"]), spread + used]
     if "no" in row:
         return ["no", row["no"]]
     if "failed" in row:
-        return ["does not run", row["failed"]]
+        return ["no" if is_words else "does not run", row["failed"]]
     seconds = f" ({format_number(row['seconds'])} s)" if "seconds" in row else ""
     return ["yes" if row["is_yes"] else "no", row["says"] + seconds]
 
@@ -89,7 +94,7 @@ def print_table(table: dict[str, Any]) -> None:
     unit = f" ({table['unit']})" if table["unit"] else ""
     print(f"\n{table['title']}{unit}")
     for row in table["rows"]:
-        first, second = _cells(row)
+        first, second = _cells(row, not table["unit"])
         print(f"  {row['contender']:40s} {first:>12s}   {second}")
     found = compare(table)
     if found:
@@ -103,11 +108,12 @@ Made by `{command}` on {date}; [every sample]({link}). Do not edit: run it again
 
 {note}Each row is a fresh process in an environment of its own, all over the same torch. Contenders
 take turns, and the order is turned round each time. A figure is the median of its turns, then the
-lowest and the highest. Settings are those that each peer's documentation recommends. Who has no
-decoder of their own gets the quickest that people write by hand: simplejpeg and OpenCV, and the
-consumer turns bytes to floats. *Antialiased* is the triangle filter of Pillow and torchvision with
-Penstock, PyTorch's recipes and DALI; it is OpenCV's area filter with FFCV and everything by hand.
-A gap of less than 10% may be chance.
+lowest and the highest; for rates also the processor time of all its processes for each sample,
+which a busy machine changes less. Settings are those that each peer's documentation recommends.
+Who has no decoder of their own gets the quickest that people write by hand: simplejpeg and OpenCV,
+and the consumer turns bytes to floats. *Antialiased* is the triangle filter of Pillow and
+torchvision with Penstock, PyTorch's recipes and DALI; it is OpenCV's area filter with FFCV and
+everything by hand. A gap of less than 10% may be chance.
 """
 
 
@@ -160,7 +166,9 @@ def _markdown(table: dict[str, Any]) -> list[str]:
     lines = [f"| | {heads[0]} | {heads[1]} |", f"|---|{'---:' if table['unit'] else '---'}|---|"]
     for row in table["rows"]:
         name = f"**{row['contender']}**" if row["peer"] == OURS else row["contender"]
-        lines.append("| " + " | ".join([name, *_cells(row)]).replace("\n", " ") + " |")
+        lines.append(
+            "| " + " | ".join([name, *_cells(row, not table["unit"])]).replace("\n", " ") + " |"
+        )
     return lines
 
 

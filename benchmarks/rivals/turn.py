@@ -38,7 +38,8 @@ def answer(order: dict[str, Any]) -> dict[str, Any]:
     try:
         if job.kind not in kind.kinds:
             raise NotOffered("not its business")
-        if job.kind in ("jpeg", "raw") and job.antialias not in kind.antialias:
+        is_crop = job.kind in ("jpeg", "raw") and order["question"] == "rate"
+        if is_crop and job.antialias not in kind.antialias:
             raise NotOffered("always antialiased" if not job.antialias else "never antialiased")
         return QUESTIONS[order["question"]](kind(), job, order["pace"])
     except NotOffered as reason:
