@@ -16,6 +16,7 @@ import json
 import os
 import shlex
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,29 +46,31 @@ class Field:
         self.pace = QUICK if options.quick else PACE
         self.rows: list[str] = options.rows
         self.peers: dict[str, dict[str, Any]] = {}
-        self.pythons: dict[str, str] = {}
-        for name in options.contenders:
-            here = Environment(python=sys.executable)
-            self._enter(name, here if options.here else build(name, options.home))
+        names: list[str] = options.contenders
+        here = Environment(python=sys.executable)
+        found = {name: here if options.here else build(name, options.home) for name in names}
+        self.pythons = {name: environment.python for name, environment in found.items()}
+        with ThreadPoolExecutor(2) as pool:
+            for name, told in zip(names, pool.map(self._meet, names, found.values()), strict=True):
+                self.peers[name] = told
+                print(f"{told['title']}: {told['trouble'] or ', '.join(told['contenders'])}")
 
-    def _enter(self, name: str, found: Environment) -> None:
-        peer, trouble, contenders, versions = PEERS[name], found.trouble, {}, {}
-        self.pythons[name] = found.python
-        if trouble is None:
-            packages = [*(p for p in (*peer.packages, *peer.bare)), *IN_PLAIN]
+    def _meet(self, name: str, found: Environment) -> dict[str, Any]:
+        """Who is in an environment: contenders and versions, or what the trouble is."""
+        peer, told = PEERS[name], {"failed": found.trouble}
+        if found.trouble is None:
+            packages = [*peer.packages, *peer.bare, *IN_PLAIN]
             order = {"describe": {"module": peer.module, "packages": packages}}
             (told,) = self.run(name, [order], 120)
-            trouble = told.get("failed")
-            contenders, versions = told.get("contenders", {}), told.get("versions", {})
-            if self.rows:
-                contenders = {name: contenders[name] for name in self.rows if name in contenders}
-        self.peers[name] = {
+        contenders = told.get("contenders", {})
+        if self.rows:
+            contenders = {row: contenders[row] for row in self.rows if row in contenders}
+        return {
             "title": peer.title,
-            "trouble": trouble,
-            "versions": versions,
+            "trouble": told.get("failed"),
+            "versions": told.get("versions", {}),
             "contenders": contenders,
         }
-        print(f"{peer.title}: {trouble or ', '.join(contenders)}", flush=True)
 
     def run(self, name: str, orders: list[dict[str, Any]], limit_s: float) -> list[dict[str, Any]]:
         source = REPO / "src" if name == "penstock" else None
@@ -180,27 +183,36 @@ def main(arguments: list[str]) -> int:
     field = Field(options)
     repeats = options.repeats or (1 if options.quick else 3)
     keep = [word for word in arguments if word != "--home" and word != str(options.home)]
-    tables: list[dict[str, Any]] = []
     content = {
         "benchmark": "peers",
         "date": today(),
         "command": shlex.join(["python", "benchmarks/peers.py", *keep]),
-        "note": options.note,
         "machine": describe_machine(),
         "peers": field.peers,
-        "tables": tables,
+        "tables": [],
     }
     for key in options.only:
         group = GROUPS[key]
-        rows = ask(field, group, min(group.num_turns or repeats, repeats))
-        for table in group.tables:
-            tables.append(summarise(table, rows))
-            print_table(tables[-1])
+        num_turns = min(group.num_turns or repeats, repeats)
+        rows = ask(field, group, num_turns)
+        asked = {"date": today(), "turns": num_turns, "note": options.note}
+        tables = [summarise(table, rows) | {"asked": asked} for table in group.tables]
+        for table in tables:
+            print_table(table)
         if options.save:  # after each group: a run that is stopped leaves what it has
-            path = save(options.save, content)
-            if options.page:
-                PAGE.write_text(render(content, path.name), "utf-8")
+            _save(options, content, tables)
     return 0
+
+
+def _save(options: argparse.Namespace, content: dict[str, Any], tables: list[Any]) -> None:
+    """Write tables in their order, beside those of other questions that are there already."""
+    path = RESULTS / f"peers-{options.save}.json"
+    found = json.loads(path.read_text("utf-8"))["tables"] if path.exists() else []
+    merged = {table["key"]: table for table in [*found, *tables]}
+    order = [table.key for group in GROUPS.values() for table in group.tables]
+    save(options.save, {**content, "tables": [merged[key] for key in order if key in merged]})
+    if options.page:
+        PAGE.write_text(render(json.loads(path.read_text("utf-8")), path.name), "utf-8")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ Made by `{command}` on {date}; [every sample]({link}). Do not edit: run it again
 
 {machine}
 
-{note}Each row is a fresh process in an environment of its own, all over the same torch. Contenders
+Each row is a fresh process in an environment of its own, all over the same torch. Contenders
 take turns, and the order is turned round each time. A figure is the median of its turns, then the
 lowest and the highest; for rates also the processor time of all its processes for each sample,
 which a busy machine changes less. Settings are those that each peer's documentation recommends.
@@ -126,16 +126,20 @@ def render(content: dict[str, Any], file_name: str) -> str:
             command=content["command"],
             date=content["date"],
             link=f"../benchmarks/results/{file_name}",
-            note=f"{content['note']} " if content["note"] else "",
             machine=f"{machine['cpu']}, {machine['usable_cores']} usable cores, "
             f"{machine['memory_gib']} GiB, {machine['os']}.",
         )
     ]
     text += ["## Wins and losses", "", *_verdicts(content["tables"]), ""]
     for table in content["tables"]:
-        text += [f"## {table['title']}", "", *_markdown(table), ""]
+        text += [f"## {table['title']}", "", _when(table["asked"]), "", *_markdown(table), ""]
     text += ["## Versions", "", *_versions(content["peers"]), ""]
     return "\n".join(text)
+
+
+def _when(asked: dict[str, Any]) -> str:
+    turns = f"{asked['turns']} turn{'s' if asked['turns'] > 1 else ''} each"
+    return f"{asked['date']}, {turns}. {asked['note']}".strip()
 
 
 def _verdicts(tables: Sequence[dict[str, Any]]) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,22 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
     except subprocess.TimeoutExpired:
         return f"hangs (ended after {limit_s:.0f} s)"
     finally:
-        with suppress(ProcessLookupError):  # its workers, too
-            os.killpg(process.pid, signal.SIGKILL)
+        _end_group(process.pid)
         process.wait()
     return "" if status == 0 else f"the process ended with status {status}:"
+
+
+def _end_group(leader: int) -> None:
+    """End its workers, too.
+
+    Politely first: Python's resource tracker stays, and removes the shared memory they leave.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGTERM)
+        for _ in range(20):
+            time.sleep(0.05)
+            os.killpg(leader, 0)  # raises when nobody is left
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _answers(text: str, count: int, ending: str) -> list[dict[str, Any]]:
