@@ -133,7 +133,7 @@ def ask(field: Field, group: Group, num_turns: int) -> list[dict[str, Any]]:
 
 def about_missing(group: Group) -> str:
     if group.kind == "strings":
-        return "no list in memory: it reads its own format"
+        return "not asked: it has threads, which share the list, or reads its own format"
     if group.kind == "numbers":
         return "no samples from Python: it reads its own format"
     return "no such path in this benchmark"
@@ -183,10 +183,10 @@ def main(arguments: list[str]) -> int:
     field = Field(options)
     repeats = options.repeats or (1 if options.quick else 3)
     keep = [word for word in arguments if word != "--home" and word != str(options.home)]
+    command = shlex.join(["python", "benchmarks/peers.py", *keep])
     content = {
         "benchmark": "peers",
         "date": today(),
-        "command": shlex.join(["python", "benchmarks/peers.py", *keep]),
         "machine": describe_machine(),
         "peers": field.peers,
         "tables": [],
@@ -195,7 +195,7 @@ def main(arguments: list[str]) -> int:
         group = GROUPS[key]
         num_turns = min(group.num_turns or repeats, repeats)
         rows = ask(field, group, num_turns)
-        asked = {"date": today(), "turns": num_turns, "note": options.note}
+        asked = {"date": today(), "turns": num_turns, "note": options.note, "command": command}
         tables = [summarise(table, rows) | {"asked": asked} for table in group.tables]
         for table in tables:
             print_table(table)

@@ -47,7 +47,7 @@ def family_mb() -> float:
 
 
 def family_cpu_s() -> float:
-    """Processor time of this process and all below it, so far: others cannot slow that much."""
+    """Processor time of this process and all below it, so far."""
     process, total = psutil.Process(), 0.0
     for member in [process, *process.children(recursive=True)]:
         try:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 OURS = "penstock"
+MIN_TURNS = 3
+"""On a busy machine, one run (2 turns) put a pair at 0.91 and the next (1 turn) at 0.36."""
 
 
 def summarise(table: Any, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -68,6 +70,8 @@ def compare(table: dict[str, Any]) -> tuple[float, str] | None:
     pairs = zip(ours["samples"], theirs["samples"], strict=False)
     ratios = [b / a if table["is_less_better"] else a / b for a, b in pairs if a and b]
     ratio = statistics.median(ratios)
+    if len(ratios) < MIN_TURNS:
+        return ratio, "too few turns to say"
     is_mixed = min(ratios) < 1 < max(ratios) or 0.97 < ratio < 1.03
     return ratio, "level" if is_mixed else "ahead" if ratio > 1 else "behind"
 
@@ -98,20 +102,21 @@ def print_table(table: dict[str, Any]) -> None:
         print(f"  {row['contender']:40s} {first:>12s}   {second}")
     found = compare(table)
     if found:
-        print(f"  Penstock is {found[1]}: {found[0]:.2f} times as good as the best peer")
+        print(f"  Penstock is {found[0]:.2f} times as good as the best peer: {found[1]}")
 
 
 INTRODUCTION = """\
-Made by `{command}` on {date}; [every sample]({link}). Do not edit: run it again.
+Made by `benchmarks/peers.py`; each table names its command, and here is [every sample]({link}). Do
+not edit: run it again.
 
-{machine}
+{machine}{note}
 
 Each row is a fresh process in an environment of its own, all over the same torch. Contenders
 take turns, and the order is turned round each time. A figure is the median of its turns, then the
 lowest and the highest; for rates also the processor time of all its processes for each sample,
-which a busy machine changes less. Settings are those that each peer's documentation recommends.
-Who has no decoder of their own gets the quickest that people write by hand: simplejpeg and OpenCV,
-and the consumer turns bytes to floats. *Antialiased* is the triangle filter of Pillow and
+which is coarse: a window of a second or two has few batches. Settings are those that each peer's
+documentation recommends, as far as we know it. Who has no decoder of their own gets the quickest
+that people write by hand: simplejpeg and OpenCV, and the consumer turns bytes to floats. *Antialiased* is the triangle filter of Pillow and
 torchvision with Penstock, PyTorch's recipes and DALI; it is OpenCV's area filter with FFCV and
 everything by hand. A gap of less than 10% may be chance.
 """
@@ -123,8 +128,7 @@ def render(content: dict[str, Any], file_name: str) -> str:
     text = [f"<!-- from benchmarks/results/{file_name} -->", "# Penstock beside its peers", ""]
     text += [
         INTRODUCTION.format(
-            command=content["command"],
-            date=content["date"],
+            note=f" {content['note']}" if content.get("note") else "",
             link=f"../benchmarks/results/{file_name}",
             machine=f"{machine['cpu']}, {machine['usable_cores']} usable cores, "
             f"{machine['memory_gib']} GiB, {machine['os']}.",
@@ -139,7 +143,7 @@ def render(content: dict[str, Any], file_name: str) -> str:
 
 def _when(asked: dict[str, Any]) -> str:
     turns = f"{asked['turns']} turn{'s' if asked['turns'] > 1 else ''} each"
-    return f"{asked['date']}, {turns}. {asked['note']}".strip()
+    return f"`{asked['command']}` on {asked['date']}, {turns}. {asked['note']}".strip()
 
 
 def _verdicts(tables: Sequence[dict[str, Any]]) -> list[str]:

@@ -58,9 +58,11 @@ def test_a_loss_is_called_one() -> None:
         for name, peer, value in (("Other", "torch", 2.0), ("Penstock", "penstock", 1.0))
     ]
     for row in rows:
-        row["samples"] = [row["median"]]
+        row["samples"] = [row["median"]] * 3
     table = {"title": "t", "unit": "samples/s", "is_less_better": False, "rows": rows}
     report = load_report()
     assert report.compare(table) == (0.5, "behind")
     assert "**behind**" in "\n".join(report._verdicts([table]))
+    few = [{**row, "samples": row["samples"][:1]} for row in rows]
+    assert report.compare({**table, "rows": few}) == (0.5, "too few turns to say")
     assert report.compare({**table, "rows": rows[::-1], "is_less_better": True}) == (2.0, "ahead")
