@@ -116,9 +116,10 @@ take turns, and the order is turned round each time. A figure is the median of i
 lowest and the highest; for rates also the processor time of all its processes for each sample,
 which is coarse: a window of a second or two has few batches. Settings are those that each peer's
 documentation recommends, as far as we know it. Who has no decoder of their own gets the quickest
-that people write by hand: simplejpeg and OpenCV, and the consumer turns bytes to floats. *Antialiased* is the triangle filter of Pillow and
-torchvision with Penstock, PyTorch's recipes and DALI; it is OpenCV's area filter with FFCV and
-everything by hand. A gap of less than 10% may be chance.
+that people write by hand: simplejpeg and OpenCV, and the consumer turns bytes to floats.
+*Antialiased* is the triangle filter of Pillow and torchvision with Penstock, PyTorch's recipes and
+DALI; it is OpenCV's area filter with FFCV and everything by hand. A gap of less than 10% may be
+chance.
 """
 
 
