@@ -72,8 +72,9 @@ def compare(table: dict[str, Any]) -> tuple[float, str] | None:
     ratio = statistics.median(ratios)
     if len(ratios) < MIN_TURNS:
         return ratio, "too few turns to say"
-    is_mixed = min(ratios) < 1 < max(ratios) or 0.97 < ratio < 1.03
-    return ratio, "level" if is_mixed else "ahead" if ratio > 1 else "behind"
+    if min(ratios) < 1 < max(ratios) and not 0.97 < ratio < 1.03:
+        return ratio, "unclear: some turns each way"
+    return ratio, "level" if 0.97 < ratio < 1.03 else "ahead" if ratio > 1 else "behind"
 
 
 def format_number(value: float) -> str:
