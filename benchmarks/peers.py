@@ -1,0 +1,219 @@
+"""How does Penstock stand beside every peer, on this machine, now?
+
+    .venv-vision/bin/python benchmarks/peers.py --save my-laptop --page   # all of it, 20 minutes
+    python benchmarks/peers.py --only numbers,kill --contenders torch,penstock --here --quick
+
+Builds an environment for each peer over the torch of this interpreter (see rivals/environments.py),
+writes the same data in each one's format, lets them take turns in fresh processes, and writes
+results/peers-NAME.json; --page makes docs/peers.md from it. What does not install, does not run or
+is not offered is a row that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from front import _count, _name
+from penstock.cli.stopwatch import take_turns
+from record import RESULTS, describe_machine, save, today
+from rivals.data import TINY, Sizes, make_data
+from rivals.environments import PEERS, Environment, build
+from rivals.plan import GROUPS, Group
+from rivals.report import print_table, render, summarise
+from rivals.running import run_turn
+
+REPO = Path(__file__).resolve().parents[1]
+PAGE = REPO / "docs" / "peers.md"
+PACE = {"warm_up_s": 0.4, "window_s": 1.5}
+QUICK = {"warm_up_s": 0.05, "window_s": 0.15}
+IN_PLAIN = ("torch", "torchvision", "numpy", "simplejpeg", "opencv-python-headless", "pillow")
+
+
+class Field:
+    """Everybody who takes part: environments, contenders, and what has been prepared."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.home: Path = options.home / ("quick" if options.quick else "full")
+        self.sizes = TINY if options.quick else Sizes()
+        self.pace = QUICK if options.quick else PACE
+        self.rows: list[str] = options.rows
+        self.peers: dict[str, dict[str, Any]] = {}
+        names: list[str] = options.contenders
+        here = Environment(python=sys.executable)
+        found = {name: here if options.here else build(name, options.home) for name in names}
+        self.pythons = {name: environment.python for name, environment in found.items()}
+        with ThreadPoolExecutor(2) as pool:
+            for name, told in zip(names, pool.map(self._meet, names, found.values()), strict=True):
+                self.peers[name] = told
+                print(f"{told['title']}: {told['trouble'] or ', '.join(told['contenders'])}")
+
+    def _meet(self, name: str, found: Environment) -> dict[str, Any]:
+        """Who is in an environment: contenders and versions, or what the trouble is."""
+        peer, told = PEERS[name], {"failed": found.trouble}
+        if found.trouble is None:
+            packages = [*peer.packages, *peer.bare, *IN_PLAIN]
+            order = {"describe": {"module": peer.module, "packages": packages}}
+            (told,) = self.run(name, [order], 120)
+        contenders = told.get("contenders", {})
+        if self.rows:
+            contenders = {row: contenders[row] for row in self.rows if row in contenders}
+        return {
+            "title": peer.title,
+            "trouble": told.get("failed"),
+            "versions": told.get("versions", {}),
+            "contenders": contenders,
+        }
+
+    def run(self, name: str, orders: list[dict[str, Any]], limit_s: float) -> list[dict[str, Any]]:
+        source = REPO / "src" if name == "penstock" else None
+        return run_turn(self.pythons[name], orders, limit_s, source)
+
+    def prepare(self, name: str, contender: str, group: Group) -> dict[str, Any] | None:
+        """What comes before the turns; the answer, if that ends the matter."""
+        has_format = group.kind in self.peers[name]["contenders"][contender]["formats"]
+        for question in (("prepare",) if has_format else ()) + (group.before or ()):
+            orders = self.orders(name, contender, group, question)
+            (told,) = self.run(name, orders[:1], 400)
+            if "failed" in told or "no" in told:
+                return told
+        return None
+
+    def orders(self, name: str, contender: str, group: Group, question: str) -> list[Any]:
+        folder = "".join(letter if letter.isalnum() else "-" for letter in contender)
+        base = {
+            "kind": group.kind,
+            "data": str(self.home / "data"),
+            "home": str(self.home / "formats" / folder),
+            "count": group.count(self.sizes),
+            "batch_size": min(group.batch_size, group.count(self.sizes) // 4),
+        }
+        jobs = group.jobs[:1] if question == "prepare" else group.jobs
+        return [
+            {
+                "module": PEERS[name].module,
+                "contender": contender,
+                "question": question,
+                "pace": self.pace,
+                "job": {**base, **job},
+            }
+            for job in jobs
+        ]
+
+
+def ask(field: Field, group: Group, num_turns: int) -> list[dict[str, Any]]:
+    """All turns of all contenders that can load this; a row for everybody, also who cannot."""
+    make_data(field.home / "data", field.sizes, {group.kind})
+    turns, rows = {}, {}
+    for name, peer in field.peers.items():
+        if peer["trouble"]:
+            rows[peer["title"]] = {"peer": name, "answers": [[{"failed": peer["trouble"]}]]}
+        for contender, about in peer["contenders"].items():
+            if group.kind not in about["kinds"] or (group.is_few and "0 workers" in contender):
+                continue
+            trouble = field.prepare(name, contender, group)
+            rows[contender] = {"peer": name, "answers": [[trouble]] if trouble else []}
+            if not trouble:
+                orders = field.orders(name, contender, group, group.question)
+                turns[contender] = partial(field.run, name, orders, group.limit_s)
+        if not peer["trouble"] and not any(row["peer"] == name for row in rows.values()):
+            reason = [[{"no": about_missing(group)}]]
+            rows[peer["title"]] = {"peer": name, "answers": reason}
+    for contender, answers in take_turns(turns, num_turns, _say).items():
+        rows[contender]["answers"] = answers
+    return [{"contender": contender, **row} for contender, row in rows.items()]
+
+
+def about_missing(group: Group) -> str:
+    if group.kind == "strings":
+        return "not asked: it has threads, which share the list, or reads its own format"
+    if group.kind == "numbers":
+        return "no samples from Python: it reads its own format"
+    return "no such path in this benchmark"
+
+
+def _say(name: str) -> None:
+    print(f"  {name}", end="\033[K\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks/peers.py", description=__doc__)
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "penstock-peers"
+    parser.add_argument("--only", type=partial(_some, GROUPS), default=[*GROUPS])
+    parser.add_argument("--contenders", type=partial(_some, PEERS), default=[*PEERS])
+    parser.add_argument("--rows", type=_names, default=[], help="only rows of these names, by ;")
+    parser.add_argument("--home", type=Path, default=default, help="environments and data")
+    parser.add_argument("--here", action="store_true", help="build nothing: this interpreter")
+    parser.add_argument("--repeats", type=_count, help="turns of each contender (default 3)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: a smoke test")
+    parser.add_argument("--save", type=_name, metavar="NAME", help="write results/peers-NAME.json")
+    parser.add_argument("--page", action="store_true", help="make docs/peers.md of what is saved")
+    parser.add_argument(
+        "--render", metavar="FILE", help="measure nothing: the page of results/FILE"
+    )
+    parser.add_argument("--note", default="", help="what else ran on the machine, say")
+    return parser.parse_args(arguments)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(";")]
+
+
+def _some(known: dict[str, Any], text: str) -> list[str]:
+    keys = [key.strip() for key in text.split(",")]
+    for key in keys:
+        if key not in known:
+            raise argparse.ArgumentTypeError(f"{key!r} is not one of {', '.join(known)}")
+    return keys
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    if options.render:
+        content = json.loads((RESULTS / options.render).read_text("utf-8"))
+        PAGE.write_text(render(content, options.render), "utf-8")
+        return 0
+    field = Field(options)
+    repeats = options.repeats or (1 if options.quick else 3)
+    keep = [word for word in arguments if word != "--home" and word != str(options.home)]
+    command = shlex.join(["python", "benchmarks/peers.py", *keep])
+    content = {
+        "benchmark": "peers",
+        "date": today(),
+        "machine": describe_machine(),
+        "peers": field.peers,
+        "tables": [],
+    }
+    for key in options.only:
+        group = GROUPS[key]
+        num_turns = min(group.num_turns or repeats, repeats)
+        rows = ask(field, group, num_turns)
+        asked = {"date": today(), "turns": num_turns, "note": options.note, "command": command}
+        tables = [summarise(table, rows) | {"asked": asked} for table in group.tables]
+        for table in tables:
+            print_table(table)
+        if options.save:  # after each group: a run that is stopped leaves what it has
+            _save(options, content, tables)
+    return 0
+
+
+def _save(options: argparse.Namespace, content: dict[str, Any], tables: list[Any]) -> None:
+    """Write tables in their order, beside those of other questions that are there already."""
+    path = RESULTS / f"peers-{options.save}.json"
+    found = json.loads(path.read_text("utf-8"))["tables"] if path.exists() else []
+    merged = {table["key"]: table for table in [*found, *tables]}
+    order = [table.key for group in GROUPS.values() for table in group.tables]
+    save(options.save, {**content, "tables": [merged[key] for key in order if key in merged]})
+    if options.page:
+        PAGE.write_text(render(json.loads(path.read_text("utf-8")), path.name), "utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""The common data: pictures that decode like photographs, and tensors. Made once for a home."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from pictures import encode, make_pixels
+
+NUM_CLASSES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much of everything."""
+
+    jpeg: int = 2048
+    small: int = 20_000
+    large: int = 1_024
+    raw: int = 1_024
+    numbers: int = 65_536
+    strings: int = 500_000
+    few: int = 4_096
+    """Numbers of an epoch that is loaded to its end."""
+    num_pictures: int = 256
+    """Different ones; the rest are the same files again under other names."""
+
+
+TINY = Sizes(
+    jpeg=128,
+    small=1_024,
+    large=128,
+    raw=128,
+    numbers=4_096,
+    strings=10_000,
+    few=2_048,
+    num_pictures=8,
+)
+
+
+def make_data(folder: Path, sizes: Sizes, kinds: set[str]) -> None:
+    """Write what some questions need and is not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if "jpeg" in kinds and not (folder / "jpeg").exists():
+        _make_jpegs(folder, sizes)
+    random = np.random.default_rng(0)
+    for kind, shape in (("small", (3, 64, 64)), ("large", (3, 224, 224))):
+        if kind in kinds and not (folder / f"{kind}.npy").exists():
+            count = getattr(sizes, kind)
+            np.save(folder / f"{kind}.npy", random.integers(0, 256, (count, *shape), np.uint8))
+    if "raw" in kinds and not (folder / "raw.npy").exists():
+        pictures = [make_pixels(192, 256, seed=number) for number in range(sizes.num_pictures)]
+        repeats = -(-sizes.raw // len(pictures))
+        np.save(folder / "raw.npy", np.stack((pictures * repeats)[: sizes.raw]))
+
+
+def _make_jpegs(folder: Path, sizes: Sizes) -> None:
+    partial = folder / "jpeg.partial"
+    for number in range(NUM_CLASSES):
+        (partial / str(number)).mkdir(parents=True, exist_ok=True)
+    first: list[Path] = []
+    for number in range(sizes.jpeg):
+        path = partial / str(number % NUM_CLASSES) / f"{number:06d}.jpg"
+        if number < sizes.num_pictures:
+            path.write_bytes(encode(make_pixels(seed=number)))
+            first.append(path)
+        else:
+            os.link(first[number % len(first)], path)
+    partial.rename(folder / "jpeg")

@@ -1,0 +1,132 @@
+"""Environments for the peers: one each, over the torch that is here.
+
+    HOME/environments/NAME/    a venv whose last entry of sys.path is this interpreter's packages
+
+So torch, torchvision and what else is installed here is found and not downloaded again, and a peer
+that wants another version of something gets it for itself alone. torch itself is held fast: a peer
+that refuses it does not install, and its rows say so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+BY_HAND = ("simplejpeg", "opencv-python-headless", "pillow")
+"""What decodes and crops for everybody who has nothing of their own."""
+HELD = ("torch", "torchvision")
+LIMIT_S = 900
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One peer: its environment, and the file beside this one that has its contenders.
+
+    Args:
+        packages: What pip is asked for.
+        bare: Installed without what they ask for, which would be gigabytes or is not needed.
+    """
+
+    title: str
+    module: str
+    packages: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
+
+    @property
+    def wishes(self) -> tuple[str, ...]:
+        return (*self.packages, *BY_HAND)
+
+
+PEERS = {
+    "penstock": Peer(title="Penstock", module="by_penstock"),
+    "torch": Peer(title="PyTorch DataLoader", module="by_torch"),
+    "torchdata": Peer(title="torchdata", module="by_torchdata", packages=("torchdata",)),
+    "grain": Peer(title="Grain", module="by_grain", packages=("grain",)),
+    "spdl": Peer(title="SPDL", module="by_spdl", packages=("spdl",)),
+    "ffcv": Peer(
+        title="FFCV",
+        module="by_ffcv",
+        packages=("numba", "fastargs", "terminaltables", "assertpy", "tqdm"),
+        bare=("ffcv", "pytorch-pfn-extras"),
+    ),
+    "dali": Peer(title="DALI on the CPU", module="by_dali", packages=("nvidia-dali-cuda120",)),
+    "litdata": Peer(title="LitData", module="by_litdata", packages=("litdata",)),
+    "mosaic": Peer(
+        title="MosaicML Streaming", module="by_mosaic", packages=("mosaicml-streaming",)
+    ),
+    "webdataset": Peer(title="WebDataset", module="by_webdataset", packages=("webdataset",)),
+    "hf": Peer(title="HF datasets", module="by_hf", packages=("datasets",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """An interpreter for a peer, or why there is none."""
+
+    python: str
+    trouble: str | None = None
+
+
+def build(name: str, home: Path) -> Environment:
+    """Make the environment of a peer, or find the one made before; its failure is a result, too."""
+    peer, folder = PEERS[name], home / "environments" / name
+    python, done = folder / "bin" / "python", folder / "done.json"
+    mark = hashlib.sha256(repr((peer, sys.prefix)).encode()).hexdigest()
+    if done.exists():
+        found = json.loads(done.read_text("utf-8"))
+        if found["mark"] == mark:
+            return Environment(python=str(python), trouble=found["trouble"])
+    _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)])
+    _look_here(folder)
+    held = folder / "held.txt"
+    held.write_text("".join(f"{line}\n" for line in _held()), "utf-8")
+    trouble = None
+    for options in (peer.wishes, ("--no-deps", "--no-build-isolation", *peer.bare)):
+        if trouble is None and options[-1] != "--no-build-isolation":
+            trouble = _install(str(python), held, options)
+    done.write_text(json.dumps({"mark": mark, "trouble": trouble}), "utf-8")
+    return Environment(python=str(python), trouble=trouble)
+
+
+def _look_here(folder: Path) -> None:
+    """Our own packages come last on the path of the environment."""
+    paths = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    target = next(folder.glob("lib/python*/site-packages"))
+    (target / "zz_base.pth").write_text("".join(f"{path}\n" for path in paths), "utf-8")
+
+
+def _held() -> list[str]:
+    found = []
+    for package in HELD:
+        try:
+            found.append(f"{package}=={version(package)}")
+        except PackageNotFoundError:
+            pass
+    return found
+
+
+def _install(python: str, held: Path, options: tuple[str, ...]) -> str | None:
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-compile"]
+    command += ["--disable-pip-version-check", "--no-input", "--prefer-binary"]
+    ended = _run([*command, "--constraint", str(held), *options])
+    return None if ended.returncode == 0 else _reason(ended.stderr)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def _reason(said: str) -> str:
+    """The line of pip's answer that says most, without anything that names this machine."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    for word in ("RuntimeError", "fatal error", "No matching distribution", "ERROR:", "error:"):
+        for line in lines:
+            if word in line and "/" not in line:
+                return line[:160]
+    return "pip failed"

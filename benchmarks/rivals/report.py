@@ -1,0 +1,190 @@
+"""From answers to tables, and from a file of results to docs/peers.md.
+
+Standard library only: a test makes the page again from the file and compares.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+OURS = "penstock"
+MIN_TURNS = 3
+"""On a busy machine, one run (2 turns) put a pair at 0.91 and the next (1 turn) at 0.36."""
+
+
+def summarise(table: Any, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A table for JSON: each contender's samples with median and spread, or what it says."""
+    found = []
+    for row in rows:
+        answers = [turn[min(table.job, len(turn) - 1)] for turn in row["answers"]]
+        found.append({"contender": row["contender"], "peer": row["peer"], **_entry(table, answers)})
+    kept = [row for row in found if row.get("no") != "not its business"]
+    if table.value is not None:
+        best = sorted((row for row in kept if "median" in row), key=lambda row: row["median"])
+        ranked = best if table.is_less_better else best[::-1]
+        kept = [*ranked, *(row for row in kept if "median" not in row)]
+    return {
+        "key": table.key,
+        "title": table.title,
+        "unit": table.unit,
+        "is_less_better": table.is_less_better,
+        "rows": kept,
+    }
+
+
+def _entry(table: Any, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    for answer in answers:
+        if "no" in answer or "failed" in answer:
+            return {key: answer[key] for key in ("no", "failed") if key in answer}
+    if table.value is None:
+        return dict(answers[-1])
+    samples = [round(float(answer[table.value]), 4) for answer in answers]
+    entry = {
+        "median": statistics.median(samples),
+        "low": min(samples),
+        "high": max(samples),
+        "samples": samples,
+    }
+    used = [answer["cpu_us"] for answer in answers if "cpu_us" in answer]
+    if used and table.value == "samples_per_s":
+        entry["cpu_us"] = round(statistics.median(used), 2)
+    return entry
+
+
+def find_best(table: dict[str, Any], is_ours: bool) -> dict[str, Any] | None:
+    """The best row of ours, or of all others. Rows are in order."""
+    for row in table["rows"]:
+        if "median" in row and (row["peer"] == OURS) == is_ours:
+            found: dict[str, Any] = row
+            return found
+    return None
+
+
+def compare(table: dict[str, Any]) -> tuple[float, str] | None:
+    """How many times as good as the best peer ours is, turn by turn, and in a word."""
+    ours, theirs = find_best(table, True), find_best(table, False)
+    if ours is None or theirs is None:
+        return None
+    pairs = zip(ours["samples"], theirs["samples"], strict=False)
+    ratios = [b / a if table["is_less_better"] else a / b for a, b in pairs if a and b]
+    ratio = statistics.median(ratios)
+    if len(ratios) < MIN_TURNS:
+        return ratio, "too few turns to say"
+    if min(ratios) < 1 < max(ratios) and not 0.97 < ratio < 1.03:
+        return ratio, "unclear: some turns each way"
+    return ratio, "level" if 0.97 < ratio < 1.03 else "ahead" if ratio > 1 else "behind"
+
+
+def format_number(value: float) -> str:
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def _cells(row: dict[str, Any], is_words: bool) -> list[str]:
+    if "median" in row:
+        spread = f"{format_number(row['low'])} to {format_number(row['high'])}"
+        used = f"; {format_number(row['cpu_us'])} μs of CPU" if "cpu_us" in row else ""
+        return [format_number(row["median"]), spread + used]
+    if "no" in row:
+        return ["no", row["no"]]
+    if "failed" in row:
+        return ["no" if is_words else "does not run", row["failed"]]
+    seconds = f" ({format_number(row['seconds'])} s)" if "seconds" in row else ""
+    return ["yes" if row["is_yes"] else "no", row["says"] + seconds]
+
+
+def print_table(table: dict[str, Any]) -> None:
+    unit = f" ({table['unit']})" if table["unit"] else ""
+    print(f"\n{table['title']}{unit}")
+    for row in table["rows"]:
+        first, second = _cells(row, not table["unit"])
+        print(f"  {row['contender']:40s} {first:>12s}   {second}")
+    found = compare(table)
+    if found:
+        print(f"  Penstock is {found[0]:.2f} times as good as the best peer: {found[1]}")
+
+
+INTRODUCTION = """\
+Made by `benchmarks/peers.py`; each table names its command, and here is [every sample]({link}). Do
+not edit: run it again.
+
+{machine}{note}
+
+Each row is a fresh process in an environment of its own, all over the same torch. Contenders
+take turns, and the order is turned round each time. A figure is the median of its turns, then the
+lowest and the highest; for rates also the processor time of all its processes for each sample,
+which is coarse: a window of a second or two has few batches. Settings are those that each peer's
+documentation recommends, as far as we know it. Who has no decoder of their own gets the quickest
+that people write by hand: simplejpeg and OpenCV, and the consumer turns bytes to floats.
+*Antialiased* is the triangle filter of Pillow and torchvision with Penstock, PyTorch's recipes and
+DALI; it is OpenCV's area filter with FFCV and everything by hand. A gap of less than 10% may be
+chance.
+"""
+
+
+def render(content: dict[str, Any], file_name: str) -> str:
+    """The page."""
+    machine = content["machine"]
+    text = [f"<!-- from benchmarks/results/{file_name} -->", "# Penstock beside its peers", ""]
+    text += [
+        INTRODUCTION.format(
+            note=f" {content['note']}" if content.get("note") else "",
+            link=f"../benchmarks/results/{file_name}",
+            machine=f"{machine['cpu']}, {machine['usable_cores']} usable cores, "
+            f"{machine['memory_gib']} GiB, {machine['os']}.",
+        )
+    ]
+    text += ["## Wins and losses", "", *_verdicts(content["tables"]), ""]
+    for table in content["tables"]:
+        text += [f"## {table['title']}", "", _when(table["asked"]), "", *_markdown(table), ""]
+    text += ["## Versions", "", *_versions(content["peers"]), ""]
+    return "\n".join(text)
+
+
+def _when(asked: dict[str, Any]) -> str:
+    turns = f"{asked['turns']} turn{'s' if asked['turns'] > 1 else ''} each"
+    return f"`{asked['command']}` on {asked['date']}, {turns}. {asked['note']}".strip()
+
+
+def _verdicts(tables: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["| question | Penstock | best peer | times as good | |", "|---|---|---|---|---|"]
+    for table in tables:
+        ours, theirs, found = find_best(table, True), find_best(table, False), compare(table)
+        if ours and theirs and found:
+            mine, other = (f"{format_number(r['median'])} {table['unit']}" for r in (ours, theirs))
+            their_name = f"{other} ({theirs['contender']})"
+            word = f"**{found[1]}**" if found[1] == "behind" else found[1]
+            lines.append(f"| {table['title']} | {mine} | {their_name} | {found[0]:.2f} | {word} |")
+        elif not table["unit"]:
+            lines.append(_in_words(table))
+    return lines
+
+
+def _in_words(table: dict[str, Any]) -> str:
+    able = [row["contender"] for row in table["rows"] if row.get("is_yes")]
+    ours = [row for row in table["rows"] if row["peer"] == OURS and "is_yes" in row]
+    others = [name for name in able if not name.startswith("Penstock")]
+    mine = "yes" if any(row["is_yes"] for row in ours) else "no"
+    word = "level" if others and mine == "yes" else "ahead" if mine == "yes" else "**behind**"
+    return f"| {table['title']} | {mine} | {', '.join(others) or 'none'} | | {word} |"
+
+
+def _markdown(table: dict[str, Any]) -> list[str]:
+    heads = (table["unit"], "spread") if table["unit"] else ("", "")
+    lines = [f"| | {heads[0]} | {heads[1]} |", f"|---|{'---:' if table['unit'] else '---'}|---|"]
+    for row in table["rows"]:
+        name = f"**{row['contender']}**" if row["peer"] == OURS else row["contender"]
+        lines.append(
+            "| " + " | ".join([name, *_cells(row, not table["unit"])]).replace("\n", " ") + " |"
+        )
+    return lines
+
+
+def _versions(peers: dict[str, Any]) -> list[str]:
+    lines = ["| | |", "|---|---|"]
+    for peer in peers.values():
+        told = ", ".join(f"{name} {number}" for name, number in peer["versions"].items())
+        lines.append(f"| {peer['title']} | {peer['trouble'] or told} |")
+    return lines

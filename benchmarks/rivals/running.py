@@ -1,0 +1,91 @@
+"""Starts the turns, from the parent's side: a process each, a limit, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def run_turn(
+    python: str, orders: list[dict[str, Any]], limit_s: float, source: Path | None
+) -> list[dict[str, Any]]:
+    """Ask one contender; as many answers as orders, whatever happens to the process.
+
+    Args:
+        source: Where Penstock's sources lie; only its own turns see them.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-peers-") as folder:
+        file, said = Path(folder, "orders.json"), Path(folder, "said")
+        file.write_text(json.dumps(orders), "utf-8")
+        script = Path(folder, "go.py")
+        script.write_text(_script(file), "utf-8")
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        if source is not None:
+            environment["PYTHONPATH"] = str(source)
+        with said.open("wb") as output:  # no pipe: a worker that hangs would hold it open
+            process = subprocess.Popen(
+                [python, str(script)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env={**environment, "TMPDIR": folder},
+                start_new_session=True,
+            )
+            ending = _wait(process, limit_s)
+        text = said.read_text("utf-8", "replace")
+    return _answers(text, len(orders), ending)
+
+
+def _script(file: Path) -> str:
+    """A main module with a guard: some peers spawn workers, which import it again."""
+    return (
+        "import sys\n"
+        f"sys.path[:] = [p for p in sys.path[1:]] + [{str(HERE)!r}]\n"
+        "if __name__ == '__main__':\n"
+        "    import json, turn\n"
+        f"    turn.main(json.load(open({str(file)!r})))\n"
+    )
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"hangs (ended after {limit_s:.0f} s)"
+    finally:
+        _end_group(process.pid)
+        process.wait()
+    return "" if status == 0 else f"the process ended with status {status}:"
+
+
+def _end_group(leader: int) -> None:
+    """End its workers, too.
+
+    Politely first: Python's resource tracker stays, and removes the shared memory they leave.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGTERM)
+        for _ in range(20):
+            time.sleep(0.05)
+            os.killpg(leader, 0)  # raises when nobody is left
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _answers(text: str, count: int, ending: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("ANSWER ") for line in text.splitlines() if "ANSWER {" in line]
+    found = [json.loads(line[line.index("{") :]) for line in lines]
+    if os.environ.get("PENSTOCK_PEERS_DEBUG") and len(found) < count:
+        print(text[-4000:])
+    last = [line.strip() for line in text.splitlines() if line.strip()][-1:]
+    reason = " ".join([ending, *(last if ending.startswith("the process") else [])])
+    return found + [{"failed": re.sub(r"/\S+/", "", reason)[:160]}] * (count - len(found))

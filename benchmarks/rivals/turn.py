@@ -1,0 +1,75 @@
+"""One turn of one contender, in a fresh process of its own environment.
+
+    python benchmarks/rivals/turn.py FOLDER_OF_RIVALS JOBS     prints a line of JSON for each job
+
+The parent starts it with ``-c``, so that this folder is not the first place where packages are
+looked for. JOBS is a list of {module, contender, question, pace, job}.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import platform
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def list_contenders(module: str) -> dict[str, Any]:
+    return {kind.name: kind for kind in importlib.import_module(module).CONTENDERS}
+
+
+def answer(order: dict[str, Any]) -> dict[str, Any]:
+    """What the contender did; a failure is an answer, too."""
+    from contract import Job, NotOffered
+    from questions import QUESTIONS
+    from work import WORKS
+
+    kind = list_contenders(order["module"])[order["contender"]]
+    given = dict(order["job"])
+    given |= {"data": Path(given["data"]), "home": Path(given["home"])}
+    if given.get("work"):
+        given["work"] = WORKS[given["work"]]()
+    job = Job(**given)
+    try:
+        if job.kind not in kind.kinds:
+            raise NotOffered("not its business")
+        is_crop = job.kind in ("jpeg", "raw") and order["question"] == "rate"
+        if is_crop and job.antialias not in kind.antialias:
+            raise NotOffered("always antialiased" if not job.antialias else "never antialiased")
+        return QUESTIONS[order["question"]](kind(), job, order["pace"])
+    except NotOffered as reason:
+        return {"no": str(reason)}
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        if os.environ.get("PENSTOCK_PEERS_DEBUG"):
+            raise
+        return {"failed": f"{type(error).__name__}: {lines[0][:160]}"}
+
+
+def describe(module: str, packages: list[str]) -> dict[str, Any]:
+    """Which contenders the module has, and the versions of some packages."""
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            pass
+    names = {
+        kind.name: {"kinds": kind.kinds, "formats": kind.formats}
+        for kind in list_contenders(module).values()
+    }
+    return {"contenders": names, "versions": versions}
+
+
+def main(orders: list[dict[str, Any]]) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    for order in orders:
+        told = describe(**order["describe"]) if "describe" in order else answer(order)
+        print("ANSWER " + json.dumps(told), flush=True)
+    os._exit(0)  # a loader that hangs in its own clean-up is no part of the question
