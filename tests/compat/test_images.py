@@ -370,3 +370,13 @@ def test_opencv_stays_in_one_thread_in_a_worker(monkeypatch: pytest.MonkeyPatch)
         cv2.setNumThreads(before)
     monkeypatch.setenv("OPENCV_FOR_THREADS_NUM", "3")  # OpenCV's own variable is the user's word
     assert list(DataLoader(CountsThreads(), num_workers=1)) == [3, 3]
+
+
+@pytest.mark.parametrize("num_channels", [1, 3, 4])
+@pytest.mark.parametrize("is_planar", [False, True])
+def test_a_flip_has_the_pixels_of_numpy_s_view(num_channels: int, is_planar: bool) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, num_channels), dtype=np.uint8)
+    if is_planar:
+        pixels = np.ascontiguousarray(pixels.transpose(2, 0, 1)).transpose(1, 2, 0)
+    flipped = penstock.RandomHorizontalFlip(1.0)(pixels)
+    assert np.array_equal(flipped.numpy(), pixels[:, ::-1].transpose(2, 0, 1))

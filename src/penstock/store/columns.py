@@ -14,6 +14,7 @@ gather took 450 microseconds, from a single array 420, row by row 640 (256 rows,
 
 from __future__ import annotations
 
+import bisect
 import math
 import mmap
 from typing import Any, Protocol
@@ -35,6 +36,8 @@ class Guard(Protocol):
     is_done: bool
 
     def check(self, starts: np.ndarray, ends: np.ndarray) -> None: ...
+
+    def check_range(self, start: int, end: int) -> None: ...
 
 
 class Part:
@@ -58,9 +61,15 @@ class Part:
 
     def check(self, rows: np.ndarray) -> None:
         """Look at the bytes of rows that nobody has looked at. Raises: Damaged."""
-        if self.guard is not None and len(rows):
+        if self.guard is not None and len(rows) and not self.guard.is_done:
             starts = self.offset + rows * self.row_bytes
             self.guard.check(starts, starts + self.row_bytes)
+
+    def check_rows(self, first: int, last: int) -> None:
+        """The same for some rows side by side, up to ``last``: for one sample."""
+        if self.guard is not None and not self.guard.is_done:
+            start = self.offset + first * self.row_bytes
+            self.guard.check_range(start, start + (last - first) * self.row_bytes)
 
     def advise(self, rows: np.ndarray) -> None:
         """Ask the system to read these rows from the disk now, all at once."""
@@ -77,9 +86,9 @@ class ItemPart(Part):
     """The items of a ragged field: a range of them at a time."""
 
     def check_items(self, start: int, end: int) -> None:
-        if self.guard is not None:
-            begin = self.offset + np.array([start]) * self.array.itemsize
-            self.guard.check(begin, self.offset + np.array([end]) * self.array.itemsize)
+        if self.guard is not None and not self.guard.is_done:
+            size = self.array.itemsize
+            self.guard.check_range(self.offset + start * size, self.offset + end * size)
 
 
 class FixedColumn:
@@ -162,7 +171,7 @@ class FixedColumn:
     def row(self, index: int) -> np.ndarray:
         """A copy of one row."""
         part, row = self._find(index)
-        part.check(np.array([row]))
+        part.check_rows(row, row + 1)
         return np.array(part.array[row])
 
     def _find(self, index: int) -> tuple[Part, int]:
@@ -178,7 +187,8 @@ class RaggedColumn:
     def __init__(self, parts: list[tuple[ItemPart, Part, Part | None]]) -> None:
         self.parts = parts
         self.first_rows = np.cumsum([0, *(len(offsets.array) - 1 for _, offsets, _ in parts)])
-        self.length = int(self.first_rows[-1])
+        self._firsts: list[int] = self.first_rows.tolist()
+        self.length = self._firsts[-1]
 
     def row(self, index: int) -> np.ndarray:
         """A copy of one sample's items, in its shape."""
@@ -186,11 +196,11 @@ class RaggedColumn:
 
     def view(self, index: int) -> np.ndarray:
         """One sample's items, as they lie in the map."""
-        shard = int(np.searchsorted(self.first_rows, index, side="right")) - 1
+        shard = bisect.bisect_right(self._firsts, index) - 1
         data, offsets, shapes = self.parts[shard]
-        row = index - int(self.first_rows[shard])
-        offsets.check(np.array([row, row + 1]))
-        start, end = (int(at) for at in offsets.array[row : row + 2])
+        row = index - self._firsts[shard]
+        offsets.check_rows(row, row + 2)
+        start, end = offsets.array[row : row + 2].tolist()
         if not 0 <= start <= end <= len(data.array):
             raise Damaged(
                 f"sample {index} lies at {start} to {end} of {len(data.array)} items",
@@ -201,11 +211,12 @@ class RaggedColumn:
         items = data.array[start:end]
         if shapes is None:
             return items
-        shapes.check(np.array([row]))
-        shape = [int(size) for size in shapes.array[row]]
+        shapes.check_rows(row, row + 1)
+        shape = shapes.array[row].tolist()
         if min(shape, default=0) < 0 or math.prod(shape) != len(items):
             raise Damaged(f"sample {index} has {len(items)} items, and shape {shape}")
-        return items.reshape(shape)
+        shaped: np.ndarray = items.reshape(shape)
+        return shaped
 
 
 Column = FixedColumn | RaggedColumn

@@ -96,9 +96,11 @@ class RandomResizedCrop(Crop):
         """Top, left, height and width of a crop."""
         generator, area = rng(), height * width
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        small, large = self.scale
         for _ in range(_NUM_TRIES):
-            target = area * generator.uniform(self.scale[0], self.scale[1])
-            ratio = math.exp(generator.uniform(low, high))
+            # uniform(a, b) is this, at a third of its time
+            target = area * (small + (large - small) * generator.random())
+            ratio = math.exp(low + (high - low) * generator.random())
             wide = round(math.sqrt(target * ratio))
             tall = round(math.sqrt(target / ratio))
             if 0 < wide <= width and 0 < tall <= height:

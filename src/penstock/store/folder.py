@@ -211,6 +211,15 @@ class _BlockGuard:
         for block in blocks[self._seen[blocks] == 0].tolist():
             self._check_block(block)
 
+    def check_range(self, start: int, end: int) -> None:
+        """The same for one range of bytes."""
+        if self.is_done or start == end:
+            return
+        first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
+        for block in range(first, last + 1):
+            if not self._seen[block]:
+                self._check_block(block)
+
     def _check_block(self, block: int) -> None:
         if self._checks is None:
             self._checks = read_blocks(self._path, self._entry)
