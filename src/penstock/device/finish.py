@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from penstock.device.shelf import Shelf
 from penstock.device.structure import change_tensors
 from penstock.errors import BadArgument
 
@@ -90,6 +91,7 @@ class Finish:
         self._tables: dict[torch.device, torch.Tensor] = {table.device: table}
         self._memory_format = memory_format
         self._flip = flip
+        self._shelf = Shelf()
 
     def __call__(self, batch: Any) -> Any:
         """The batch with its images finished."""
@@ -122,7 +124,8 @@ class Finish:
                 remedy="one truth value per sample",
             )
         if tensor.device.type == "cpu" and not tensor.is_cuda:
-            return _compute(tensor, self._arithmetic, table.dtype, mirrored, self._memory_format)
+            out = self._shelf.empty_like(tensor, table.dtype, self._memory_format)
+            return _compute(tensor, self._arithmetic, mirrored, out)
         look_up = _fused.look_up() if tensor.is_cuda and tensor.numel() else None
         if look_up is not None:
             out = _empty_like(tensor, table.dtype, self._memory_format)
@@ -217,16 +220,14 @@ def _empty_like(
 def _compute(
     images: torch.Tensor,
     arithmetic: Arithmetic,
-    dtype: torch.dtype,
     mirrored: torch.Tensor | None,
-    memory_format: torch.memory_format,
+    out: torch.Tensor,
 ) -> torch.Tensor:
     """On the CPU, a picture at a time, which stays in the cache from step to step."""
-    out = _empty_like(images, dtype, memory_format)
     if not images.numel():
         return out
     room = torch.empty_like(images[0], dtype=torch.float32)
-    is_here = dtype is torch.float32 and out[0].stride() == room.stride()
+    is_here = out.dtype is torch.float32 and out[0].stride() == room.stride()
     flags = [False] * len(images) if mirrored is None else mirrored.tolist()
     for picture, place, is_mirrored in zip(images, out, flags, strict=True):
         values = place if is_here else room
