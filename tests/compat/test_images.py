@@ -370,3 +370,26 @@ def test_opencv_stays_in_one_thread_in_a_worker(monkeypatch: pytest.MonkeyPatch)
         cv2.setNumThreads(before)
     monkeypatch.setenv("OPENCV_FOR_THREADS_NUM", "3")  # OpenCV's own variable is the user's word
     assert list(DataLoader(CountsThreads(), num_workers=1)) == [3, 3]
+
+
+def test_packing_twice_gives_the_same_bytes_with_files_that_are_no_images(tmp_path: Path) -> None:
+    make_folder(tmp_path / "in", 4, height=60, width=80)
+    broken = next((tmp_path / "in").rglob("*.jpg")).with_name("zz.jpg")
+    broken.write_bytes(b"no image")
+    manifests = []
+    for name in ("one", "two"):
+        folder = penstock.ImageFolder(tmp_path / "in")
+        fields = {"image": penstock.Field(encoding="raw"), "label": None}
+        kept = bytearray(100_000)  # what is made next lies elsewhere
+        packed = penstock.pack(folder, tmp_path / name, fields=fields, workers=0, on_error="skip")
+        manifests.append((tmp_path / name / "manifest.json").read_bytes())
+        assert kept
+        assert packed.bad_samples[0][1] == (
+            "BadImage: the image cannot be decoded: UnidentifiedImageError"
+        )
+    assert manifests[0] == manifests[1]
+
+
+def test_a_decoder_that_does_not_exist_is_not_blamed_on_the_file() -> None:
+    with pytest.raises(penstock.BadArgument, match="decoder='magic' is not known"):
+        penstock.decode(encode(make_pixels(60, 80)), decoder="magic")

@@ -5,6 +5,7 @@ Called from: whoever packs (:func:`make_job`), and whoever writes a shard (:clas
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ SHARD_BYTES = 64 << 20
 MAX_FILES = 256
 """More than these make shards larger instead: each is a mapping of every reader's and, elsewhere
 than on Linux, a descriptor."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NUM_PROBES = 8
 _NUM_TRIES = 100
 """Substitutes that are tried for a bad sample before packing ends."""
@@ -227,4 +229,6 @@ def _kinds(probe: Any) -> Any:
 
 def _text_of(error: Exception) -> str:
     what = error.what if isinstance(error, PenstockError) else str(error)
-    return f"{type(error).__name__}: {what.partition(chr(10))[0][:500]}"
+    # Where an object lies in memory differs from run to run; the manifest must not.
+    what = _ADDRESS.sub("", what.partition(chr(10))[0])
+    return f"{type(error).__name__}: {what[:500]}"
