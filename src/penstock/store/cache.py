@@ -153,7 +153,11 @@ class Cached:
                 self._busy.discard(row)
 
     def _encoded(self, sample: Any) -> list[np.ndarray]:
-        form, _, values = split_sample(sample)
+        form, names, values = split_sample(sample)
+        if form == "dict":
+            wanted = [schema.name for schema in self._schemas]
+            found = dict(zip(names, values, strict=True))
+            values = [found[name] for name in wanted] if set(wanted) == set(names) else []
         if form != self._form or len(values) != len(self._encoders):
             raise CannotPack("another form")
         pairs = zip(self._encoders, values, strict=True)
@@ -218,7 +222,8 @@ def cached(dataset: Any, path: str | os.PathLike[str]) -> Cached:
     form, names, _ = split_sample(probes[0][1])
     wanted = _form_of(probes[0][1])
     probes = [probe for probe in probes if _form_of(probe[1]) == wanted]
-    columns = [[split_sample(one)[2][place] for _, one in probes] for place in range(len(names))]
+    taken = [split_sample(one)[1:] for _, one in probes]
+    columns = [[values[found.index(name)] for found, values in taken] for name in names]
     schemas = tuple(
         find_schema(name, column, Field()) for name, column in zip(names, columns, strict=True)
     )
@@ -265,7 +270,8 @@ def _form_of(sample: Any) -> Any:
         kinds = [kind_of(value, name) for name, value in zip(names, values, strict=True)]
     except CannotPack:
         return None
-    return form, names, kinds, [getattr(value, "ndim", 0) for value in values]
+    sizes = [getattr(value, "ndim", 0) for value in values]
+    return form, sorted(zip(names, kinds, sizes, strict=True))
 
 
 def _begin(

@@ -30,7 +30,8 @@ JOURNAL = "packing.json"
 MARK = "penstock packed set"
 KINDS = ("tensor", "array", "scalar", "int", "float", "bool", "text", "bytes", "image")
 FORMS = ("single", "tuple", "dict")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_MAX_NAME = 100
+_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,{_MAX_NAME - 1}}}")
 _RESERVED = {"con", "prn", "aux", "nul", "manifest", "packing", "shard"}
 _DTYPE_KINDS = "biufc"
 MAX_NDIM = 32
@@ -43,9 +44,15 @@ def check_name(name: Any) -> str:
         CannotPack: It has a slash, say.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name.lower() in _RESERVED:
+        why = "letters, digits, '_', '-' and '.' make file names"
+        if isinstance(name, str) and name.lower() in _RESERVED:
+            why = "files of that name are something else"
+        elif isinstance(name, str) and len(name) > _MAX_NAME:
+            why = f"it has {len(name)} letters, and files may have {_MAX_NAME}"
+        shown = name[:40] if isinstance(name, str) else name
         raise CannotPack(
-            f"{name!r} cannot name a field: letters, digits, '_', '-' and '.' make file names",
-            remedy='pack(..., fields=["image", "label"])',
+            f"{shown!r} cannot name a field: {why}",
+            remedy="another key in the dataset's samples; pack(..., fields=[...]) names a tuple's",
         )
     return name
 
