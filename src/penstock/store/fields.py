@@ -244,7 +244,7 @@ def find_schema(name: str, values: Sequence[Any], wish: Field) -> FieldSchema:
             remedy="x.reshape(...) in the dataset",
             field=name,
         )
-    if wish.ragged or (wish.ragged is None and len(shapes) > 1):
+    if shapes != {()} and (wish.ragged or (wish.ragged is None and len(shapes) > 1)):
         return FieldSchema(name=name, kind=kind, dtype=dtype, ndim=arrays[0][0].ndim)
     return FieldSchema(name=name, kind=kind, dtype=dtype, shape=arrays[0][0].shape)
 

@@ -85,8 +85,14 @@ class FieldSchema:
         sizes = self.shape or ()
         if len(sizes) > MAX_NDIM or not 0 <= self.ndim <= MAX_NDIM or any(n < 0 for n in sizes):
             raise ValueError(f"field {self.name!r} has shape {self.shape}, ndim {self.ndim}")
-        if self.is_ragged and self.kind in ("text", "bytes") and dtype != np.dtype("u1"):
+        if self.kind in ("text", "bytes") and not (self.is_ragged and dtype == np.dtype("u1")):
             raise ValueError(f"field {self.name!r} of kind {self.kind} must be of bytes")
+        if self.kind in ("int", "float", "bool") and self.shape != ():
+            raise ValueError(f"field {self.name!r} of kind {self.kind} must be a number")
+        if self.kind == "image" and (self.encoding, self.ndim) not in (("file", 1), ("raw", 3)):
+            raise ValueError(f"field {self.name!r} is an image as {self.encoding!r}, {self.ndim}-d")
+        if self.kind == "image" and not (self.is_ragged and dtype == np.dtype("u1")):
+            raise ValueError(f"field {self.name!r} of kind image must be of bytes")
 
     @property
     def stored(self) -> np.dtype[Any]:

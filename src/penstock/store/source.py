@@ -139,7 +139,7 @@ def make_job(
 ) -> tuple[Job, Samples]:
     """Look at a few samples, and settle how all of them are stored."""
     if not callable(on_error):
-        BadArgument.unless_one_of("on_error", on_error, ("raise", "skip", "replace"))
+        BadArgument.unless_one_of("on_error", on_error, ("raise", "skip", "replace"), "pack")
     checked_count("shard_bytes", shard_bytes, 1)
     num_samples = _length_of(dataset)
     get = getattr(dataset, "packed_sample", None) or dataset.__getitem__
