@@ -19,6 +19,7 @@ from torchvision.transforms.v2 import functional  # noqa: E402
 
 import penstock  # noqa: E402
 from penstock import BadImage, DataLoader, ImageFolder, Packed, pack  # noqa: E402
+from penstock.machine.decoders import find_decoders  # noqa: E402
 from penstock.store.decoders import available, jpeg_decoder  # noqa: E402
 from penstock.store.images import find_scale, resize  # noqa: E402
 from pictures import encode, make_folder, make_pixels  # noqa: E402
@@ -393,3 +394,26 @@ def test_packing_twice_gives_the_same_bytes_with_files_that_are_no_images(tmp_pa
 def test_a_decoder_that_does_not_exist_is_not_blamed_on_the_file() -> None:
     with pytest.raises(penstock.BadArgument, match="decoder='magic' is not known"):
         penstock.decode(encode(make_pixels(60, 80)), decoder="magic")
+    if not find_decoders(("simplejpeg",)):
+        with pytest.raises(penstock.MissingExtra, match="pip install simplejpeg"):
+            penstock.decode(encode(make_pixels(60, 80)), decoder="simplejpeg")
+
+
+def test_a_folder_uses_the_decoder_that_it_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path, 2, height=60, width=80)
+    used = []
+
+    def noting(name: str) -> Any:
+        used.append(name)
+        return jpeg_decoder(name)
+
+    monkeypatch.setattr("penstock.store.images.jpeg_decoder", noting)
+    for name in ("PIL", "torchvision", "cv2"):
+        ImageFolder(tmp_path, decoder=name)[0]
+    assert used == ["PIL", "torchvision", "cv2"]
+    with pytest.raises(penstock.BadArgument, match=r"ImageFolder\(\.\.\., decoder="):
+        ImageFolder(tmp_path, decoder="magic")
+    with pytest.raises(penstock.BadArgument, match="cannot be called"):
+        ImageFolder(tmp_path, 224)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import MissingExtra
+from penstock.errors import BadArgument, MissingExtra
 from penstock.machine.decoders import find_decoders
 
 JpegDecoder = Callable[[Any, int], np.ndarray]
@@ -24,6 +24,7 @@ JpegDecoder = Callable[[Any, int], np.ndarray]
 _NUM_RUNS = 3
 PREFERRED = ("simplejpeg", "cv2", "torchvision", "PIL")
 """The quickest first, as they usually are."""
+_PACKAGES = {"cv2": "opencv-python-headless", "PIL": "pillow"}
 CLEAR_LEAD = 1.5
 """Another one is taken only where it is faster by this factor: decoders differ in single values of
 pixels, and what chance decides would be another choice in each worker and each run."""
@@ -150,6 +151,17 @@ def no_decoder() -> MissingExtra:
         "no library that decodes images is installed here",
         remedy='pip install "penstock[images]"',
     )
+
+
+def check_decoder(name: str | None, call: str) -> None:
+    """Raises: BadArgument: no decoder of that name. MissingExtra: it is not installed."""
+    if name is None:
+        return
+    BadArgument.unless_one_of("decoder", name, PREFERRED, call)
+    if not find_decoders((name,)):
+        raise MissingExtra(
+            f"{name} is not installed here", remedy=f"pip install {_PACKAGES.get(name, name)}"
+        )
 
 
 _chosen: list[str] = []

@@ -150,6 +150,16 @@ class Folder:
                 remedy="copy the file again from where it was made",
                 path=self.path,
             )
+        if self.verify == "lazy" and entry.bytes > BLOCK_BYTES:
+            checks = os.path.join(self.path, entry.blocks_name)
+            if not os.path.isfile(checks):
+                raise BadStore(
+                    f"{entry.blocks_name} is not there: the checks of {entry.name}",
+                    where=self.path,
+                    likely="a file was not copied along.",
+                    remedy="copy it again from where it was made, or Packed(..., verify='full')",
+                    path=self.path,
+                )
 
     def _map(self, entry: FileEntry) -> Mapped:
         try:

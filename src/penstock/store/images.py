@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import BadArgument, BadImage, CannotPack, MissingExtra
+from penstock.errors import BadImage, CannotPack, MissingExtra
 from penstock.machine.decoders import find_decoders
 from penstock.store.crops import Crop, Step
 from penstock.store.decoders import (
-    PREFERRED,
     SCALING,
+    check_decoder,
     decode_other,
     fastest,
     jpeg_decoder,
@@ -60,11 +60,7 @@ def decode(
         >>> import penstock
         >>> pixels = penstock.decode("cat.jpg", penstock.Resize(224))  # doctest: +SKIP
     """
-    if decoder is not None and decoder not in PREFERRED:
-        raise BadArgument(
-            f"decoder={decoder!r} is not known; it is one of {', '.join(map(repr, PREFERRED))}",
-            remedy=f"decode(..., decoder={PREFERRED[-1]!r})",
-        )
+    check_decoder(decoder, "decode")
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _decode_named(bytes(source), None, transform, upright, max_pixels, decoder)
     with open(source, "rb") as file:
@@ -296,17 +292,19 @@ def open_image(
     transform: Any,
     where: str | None = None,
     out: np.ndarray | None = None,
+    decoder: str | None = None,
 ) -> Any:
     """A stored image as a tensor. A transform that is not ours gets the whole picture.
 
     Args:
         where: The file's name, for errors.
         out: See :func:`to_tensor`; not for what a transform of somebody else gets.
+        decoder: See :func:`decode`.
     """
     own = transform if isinstance(transform, Crop) else None
     if encoding == "file":
         data = content if isinstance(content, bytes) else bytes(content)
-        pixels = _decode_named(data, where, own, True, MAX_PIXELS, None)
+        pixels = _decode_named(data, where, own, True, MAX_PIXELS, decoder)
     else:
         pixels = _apply(_as_pixels(content), own, None)
     if transform is not None and own is None:

@@ -91,6 +91,8 @@ class FieldSchema:
             raise ValueError(f"field {self.name!r} of kind {self.kind} must be a number")
         if self.kind == "image" and (self.encoding, self.ndim) not in (("file", 1), ("raw", 3)):
             raise ValueError(f"field {self.name!r} is an image as {self.encoding!r}, {self.ndim}-d")
+        if self.encoding and self.kind != "image":
+            raise ValueError(f"field {self.name!r} of kind {self.kind} has an encoding")
         if self.kind == "image" and not (self.is_ragged and dtype == np.dtype("u1")):
             raise ValueError(f"field {self.name!r} of kind image must be of bytes")
 

@@ -200,7 +200,7 @@ def _begin(folder: str, job: Job) -> None:
         before = Job.from_json(read_text(journal), journal)
         if before.fingerprint != job.fingerprint:
             raise AlreadyThere(
-                f"{folder} has the beginning of another packing: source or options differ",
+                f"{folder} has the beginning of another packing: {_difference(before, job)}",
                 remedy=f"the same call as before to end it, or remove {folder}",
                 path=folder,
             )
@@ -222,6 +222,19 @@ def _begin(folder: str, job: Job) -> None:
         )
     _clear_parts(folder)
     write_whole(folder, JOURNAL, job.to_json())
+
+
+def _difference(before: Job, now: Job) -> str:
+    """What keeps two packings apart, as far as the journal tells."""
+    if before.num_samples != now.num_samples:
+        return f"of {before.num_samples} samples, not {now.num_samples}"
+    names = [[schema.name for schema in job.fields] for job in (before, now)]
+    if names[0] != names[1]:
+        return f"of the fields {names[0]}, not {names[1]}"
+    for old, new in zip(before.fields, now.fields, strict=True):
+        if old != new:
+            return f"field {old.name!r} was {old.kind} of {old.dtype}, shape {old.shape}"
+    return "the dataset's class or module, fields=, on_error=, seed= or shard_bytes= differ"
 
 
 def _is_first_part(name: str) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import BadImage, CenterCrop, Compose, RandomResizedCrop, Resize
+from penstock import BadArgument, BadImage, CenterCrop, Compose, RandomResizedCrop, Resize
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (12, 20, 3), dtype=np.uint8)
 
@@ -46,3 +46,10 @@ def test_a_grey_picture_stays_grey(size: int) -> None:
 def test_what_is_no_picture_is_refused_rather_than_cropped(picture: Any) -> None:
     with pytest.raises(BadImage, match="is no picture of bytes"):
         RandomResizedCrop(4)(picture)
+
+
+@pytest.mark.parametrize("size", [0, -5, 22.4, None, "a", (1, 2, 3), [8, 0]])
+def test_what_is_no_size_is_refused(size: Any) -> None:
+    with pytest.raises(BadArgument, match="no size in pixels"):
+        RandomResizedCrop(size)
+    assert RandomResizedCrop(np.array([4, 5])).size == (4, 5)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import BadArgument, CannotPack, CannotWrite, Field, cached, pack
+from penstock import AlreadyThere, BadArgument, CannotPack, CannotWrite, Field, cached, pack
 
 FLOATS = "Field(dtype='float64')"
 REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
@@ -108,3 +108,20 @@ def test_room_is_advised_only_where_room_is_missing(tmp_path: Path) -> None:
     assert "make room" not in str(caught.value)
     with pytest.raises(CannotWrite, match=r"'' cannot be written"):
         pack([1], "", workers=0)
+
+
+def test_another_packing_says_how_it_differs(tmp_path: Path) -> None:
+    def begin(function: Any, numbers: Any) -> Any:
+        return [function(number) for number in list(numbers)[:1]]
+
+    with pytest.raises(BadArgument):
+        pack([(1, 2)] * 9, tmp_path, map=begin, shard_bytes=1)
+    for samples, keywords, told in (
+        ([(1, 2)] * 8, {}, "of 9 samples, not 8"),
+        ([(1, 2)] * 9, {"fields": ["a", "b"]}, r"of the fields \['field_0'"),
+        ([(1, 2.5)] * 9, {}, "'field_1' was int"),
+        ([(1, 2)] * 9, {"seed": 1}, "seed="),
+    ):
+        with pytest.raises(AlreadyThere, match=told):
+            pack(samples, tmp_path, workers=0, shard_bytes=1, **keywords)
+    assert len(pack([(1, 2)] * 9, tmp_path, workers=0, shard_bytes=1)) == 9

@@ -77,6 +77,7 @@ CHANGES = {
     "an image of one size": ("image", {"kind": "image", "encoding": "raw", "ndim": 3}, "of bytes"),
     "a number of one shape": ("image", {"kind": "int"}, "must be a number"),
     "a number of any shape": ("name", {"kind": "int"}, "must be a number"),
+    "an encoding of numbers": ("image", {"encoding": "file"}, "has an encoding"),
     "an image in no encoding": ("name", {"kind": "image"}, "is an image as ''"),
 }
 
@@ -138,3 +139,11 @@ def test_conjugated_tensors_are_read(tmp_path: Path) -> None:
     torch.save(torch.full((3,), 1j).conj(), tmp_path / "x.pt")
     wanted = torch.load(tmp_path / "x.pt", weights_only=True)  # torch 1.13 forgets the conjugation
     assert open_tensors(tmp_path / "x.pt")[1] == wanted[1]
+
+
+def test_checks_that_are_missing_are_missed_at_opening(tmp_path: Path) -> None:
+    pack([np.full(2 << 20, number, np.uint8) for number in range(2)], tmp_path, workers=0)
+    (tmp_path / "value-00000.crc.npy").unlink()
+    with pytest.raises(BadStore, match=r"value-00000\.crc\.npy is not there"):
+        Packed(tmp_path)
+    assert Packed(tmp_path, verify="full")[1][0] == 1  # needs no list: all of it is compared
