@@ -380,7 +380,7 @@ def test_packing_twice_gives_the_same_bytes_with_files_that_are_no_images(tmp_pa
     manifests = []
     for name in ("one", "two"):
         folder = penstock.ImageFolder(tmp_path / "in")
-        fields = {"image": penstock.Field(encoding="raw"), "label": None}
+        fields = {"image": penstock.Field(encoding="raw")}
         kept = bytearray(100_000)  # what is made next lies elsewhere
         packed = penstock.pack(folder, tmp_path / name, fields=fields, workers=0, on_error="skip")
         manifests.append((tmp_path / name / "manifest.json").read_bytes())

@@ -60,6 +60,9 @@ class Field:
                 f"encoding={self.encoding!r} is none of {', '.join(ENCODINGS)}",
                 remedy='Field(encoding="jpeg", quality=90)',
             )
+        for name in ("longer_side", "quality", "max_bytes"):
+            if not isinstance(getattr(self, name), (int, type(None))):
+                raise CannotPack(f"{name}={getattr(self, name)!r} is not a whole number")
         if self.quality is not None and not 1 <= self.quality <= 100:
             raise CannotPack(f"quality={self.quality} is not between 1 and 100")
         if self.longer_side is not None and self.longer_side < 1:

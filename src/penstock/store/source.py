@@ -180,10 +180,8 @@ def _columns(
 ) -> tuple[list[str], list[Field], list[list[Any]]]:
     """For each field its name, what is wanted of it, and its values in the probes."""
     form, names, _ = probes[0]
-    renamed, wishes = read_wishes(fields, form, names)
-    own = getattr(dataset, "packed_names", None)
-    if fields is None and own is not None:
-        renamed = list(own)
+    own = getattr(dataset, "packed_names", None)  # a folder of images calls them image and label
+    renamed, wishes = read_wishes(fields, form, names if own is None else list(own))
     samples = [dict(zip(found, values, strict=True)) for _, found, values in probes]
     other = next((list(sample) for sample in samples if set(sample) != set(names)), None)
     if other is not None:

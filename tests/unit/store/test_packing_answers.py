@@ -88,6 +88,10 @@ def test_a_map_that_loses_results_is_named(tmp_path: Path) -> None:
     def lose(function: Any, numbers: Any) -> Any:
         return [function(number) for number in list(numbers)[:-2]]
 
+    with pytest.raises(BadArgument, match="map=5 cannot be called"):
+        pack([1], tmp_path / "set", map=5)  # type: ignore[arg-type]
+    with pytest.raises(CannotPack, match="longer_side='x' is not a whole number"):
+        Field(longer_side="x")  # type: ignore[arg-type]
     with pytest.raises(BadArgument, match=r"no result for shard 8, and for 2 of 10"):
         pack(list(range(10)), tmp_path / "set", map=lose, shard_bytes=1)
     again = pack(list(range(10)), tmp_path / "set", workers=0, shard_bytes=1)
