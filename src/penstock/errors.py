@@ -152,12 +152,14 @@ class BadArgument(PenstockError, ValueError):
     code = "A01"
 
     @classmethod
-    def unless_one_of(cls, name: str, value: object, known: tuple[str, ...]) -> None:
+    def unless_one_of(
+        cls, name: str, value: object, known: tuple[str, ...], call: str = "DataLoader"
+    ) -> None:
         """Raise unless ``value`` is one of the words that are known."""
         if value not in known:
             raise cls(
                 f"{name}={value!r} is not known; it is one of {', '.join(map(repr, known))}",
-                remedy=f"DataLoader(..., {name}={known[0]!r})",
+                remedy=f"{call}(..., {name}={known[0]!r})",
             )
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from penstock.errors import TooManyBad
+from penstock.errors import BadArgument, TooManyBad
 from penstock.loader import DataLoader
 from penstock.machine.collect import here
 from penstock.order.keys import checked_count
@@ -83,6 +83,8 @@ def pack(
         shard_bytes=shard_bytes,
         images=encode_image,
     )
+    if map is not None and not callable(map):
+        raise BadArgument(f"map={map!r} cannot be called", remedy="map=executor.map")
     if map is None:
         map = pool_map(_checked_workers(workers), job.num_shards)
     folder = os.fspath(path)

@@ -19,6 +19,7 @@ from torchvision.transforms.v2 import functional  # noqa: E402
 
 import penstock  # noqa: E402
 from penstock import BadImage, DataLoader, ImageFolder, Packed, pack  # noqa: E402
+from penstock.machine.decoders import find_decoders  # noqa: E402
 from penstock.store.decoders import available, jpeg_decoder  # noqa: E402
 from penstock.store.images import find_scale, resize  # noqa: E402
 from pictures import encode, make_folder, make_pixels  # noqa: E402
@@ -380,3 +381,49 @@ def test_a_flip_has_the_pixels_of_numpy_s_view(num_channels: int, is_planar: boo
         pixels = np.ascontiguousarray(pixels.transpose(2, 0, 1)).transpose(1, 2, 0)
     flipped = penstock.RandomHorizontalFlip(1.0)(pixels)
     assert np.array_equal(flipped.numpy(), pixels[:, ::-1].transpose(2, 0, 1))
+
+
+def test_packing_twice_gives_the_same_bytes_with_files_that_are_no_images(tmp_path: Path) -> None:
+    make_folder(tmp_path / "in", 4, height=60, width=80)
+    broken = next((tmp_path / "in").rglob("*.jpg")).with_name("zz.jpg")
+    broken.write_bytes(b"no image")
+    manifests = []
+    for name in ("one", "two"):
+        folder = penstock.ImageFolder(tmp_path / "in")
+        fields = {"image": penstock.Field(encoding="raw")}
+        kept = bytearray(100_000)  # what is made next lies elsewhere
+        packed = penstock.pack(folder, tmp_path / name, fields=fields, workers=0, on_error="skip")
+        manifests.append((tmp_path / name / "manifest.json").read_bytes())
+        assert kept
+        assert packed.bad_samples[0][1] == (
+            "BadImage: the image cannot be decoded: UnidentifiedImageError"
+        )
+    assert manifests[0] == manifests[1]
+
+
+def test_a_decoder_that_does_not_exist_is_not_blamed_on_the_file() -> None:
+    with pytest.raises(penstock.BadArgument, match="decoder='magic' is not known"):
+        penstock.decode(encode(make_pixels(60, 80)), decoder="magic")
+    if not find_decoders(("simplejpeg",)):
+        with pytest.raises(penstock.MissingExtra, match="pip install simplejpeg"):
+            penstock.decode(encode(make_pixels(60, 80)), decoder="simplejpeg")
+
+
+def test_a_folder_uses_the_decoder_that_it_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path, 2, height=60, width=80)
+    used = []
+
+    def noting(name: str) -> Any:
+        used.append(name)
+        return jpeg_decoder(name)
+
+    monkeypatch.setattr("penstock.store.images.jpeg_decoder", noting)
+    for name in ("PIL", "torchvision", "cv2"):
+        ImageFolder(tmp_path, decoder=name)[0]
+    assert used == ["PIL", "torchvision", "cv2"]
+    with pytest.raises(penstock.BadArgument, match=r"ImageFolder\(\.\.\., decoder="):
+        ImageFolder(tmp_path, decoder="magic")
+    with pytest.raises(penstock.BadArgument, match="cannot be called"):
+        ImageFolder(tmp_path, 224)  # type: ignore[arg-type]

@@ -61,6 +61,9 @@ def describe(error: BaseException, *, worker: int, where: str, index: Any = None
     """Turn an exception into a report that can always be sent. Called from: the worker."""
     trace = "".join(traceback.format_exception(type(error), error, _own_frames_cut(error)))
     trace += _advice_on(error)
+    own = getattr(error, "sample_index", None)
+    if isinstance(own, int):  # raised while one item of ours loads many samples
+        index = own
     return ErrorReport(
         kind=type(error).__name__,
         text=_safe_text(error),

@@ -102,7 +102,12 @@ def _read_header(file: io.BufferedReader, path: str) -> tuple[np.dtype[Any], Any
         }[version]
         shape, is_fortran, dtype = read(file)
     except Exception as error:  # whatever the bytes made of NumPy's parser
-        raise BadStore(f"{path} is no .npy file: {error}", path=path) from None
+        raise BadStore(
+            f"{path} is no .npy file: {' '.join(str(error).split())[:200]}",
+            likely="its first bytes are damaged, or something else wrote it.",
+            remedy="copy the file again from where it was made",
+            path=path,
+        ) from None
     if dtype.hasobject:
         raise BadStore(
             f"{path} holds Python objects, which only pickle could read: refused", path=path

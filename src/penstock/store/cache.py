@@ -14,6 +14,7 @@ ready; a disk that is full, or samples of an odd form, cost the cache, never the
 from __future__ import annotations
 
 import json
+import operator
 import os
 import threading
 import warnings
@@ -28,7 +29,7 @@ from penstock.order.generators import preserved_generators
 from penstock.order.randomness import SampleRandomness
 from penstock.store.arrays import HEADER_BYTES
 from penstock.store.columns import FixedColumn, Part, value_of
-from penstock.store.fields import Encoder, Field, find_schema, mean_bytes, split_sample
+from penstock.store.fields import Encoder, Field, find_schema, kind_of, mean_bytes, split_sample
 from penstock.store.layout import MARK, VERSION, FieldSchema
 from penstock.store.places import DiskPlace, MemoryPlace, Place
 from penstock.store.writer import make_fingerprint
@@ -93,7 +94,11 @@ class Cached:
             column.take(index, target)
 
     def __getitem__(self, index: int) -> Any:
-        row = index + len(self) if index < 0 else index
+        try:
+            place = operator.index(index)
+        except TypeError:
+            raise TypeError(f"samples are found by whole numbers, not {index!r}") from None
+        row = place + len(self) if place < 0 else place
         if not 0 <= row < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} samples")
         if self._ready[row]:
@@ -148,7 +153,11 @@ class Cached:
                 self._busy.discard(row)
 
     def _encoded(self, sample: Any) -> list[np.ndarray]:
-        form, _, values = split_sample(sample)
+        form, names, values = split_sample(sample)
+        if form == "dict":
+            wanted = [schema.name for schema in self._schemas]
+            found = dict(zip(names, values, strict=True))
+            values = [found[name] for name in wanted] if set(wanted) == set(names) else []
         if form != self._form or len(values) != len(self._encoders):
             raise CannotPack("another form")
         pairs = zip(self._encoders, values, strict=True)
@@ -211,12 +220,16 @@ def cached(dataset: Any, path: str | os.PathLike[str]) -> Cached:
     """
     probes = _probe(dataset)
     form, names, _ = split_sample(probes[0][1])
-    columns = [[split_sample(one)[2][place] for _, one in probes] for place in range(len(names))]
+    wanted = _form_of(probes[0][1])
+    probes = [probe for probe in probes if _form_of(probe[1]) == wanted]
+    taken = [split_sample(one)[1:] for _, one in probes]
+    columns = [[values[found.index(name)] for found, values in taken] for name in names]
     schemas = tuple(
         find_schema(name, column, Field()) for name, column in zip(names, columns, strict=True)
     )
     if any(schema.kind == "image" for schema in schemas):
         raise CannotPack("images are cached as arrays", remedy="np.asarray(image) in the dataset")
+    _check_names(schemas)
     digest = [
         Encoder(s, Field(), None).encode(c[0]).tobytes()
         for s, c in zip(schemas, columns, strict=True)
@@ -250,6 +263,17 @@ def _probe(dataset: Any) -> list[tuple[int, Any]]:
         return [(i, randomness.call(dataset.__getitem__, i, i)) for i in places]
 
 
+def _form_of(sample: Any) -> Any:
+    """What two samples must share to lie in one cache; None: this one cannot."""
+    try:
+        form, names, values = split_sample(sample)
+        kinds = [kind_of(value, name) for name, value in zip(names, values, strict=True)]
+    except CannotPack:
+        return None
+    sizes = [getattr(value, "ndim", 0) for value in values]
+    return form, sorted(zip(names, kinds, sizes, strict=True))
+
+
 def _begin(
     place: Place, length: int, form: str, schemas: tuple[FieldSchema, ...], fingerprint: str
 ) -> bool:
@@ -271,14 +295,30 @@ def _begin(
                 remedy=f"remove {place}, or choose another folder",
             )
         return False
-    for schema in schemas:
-        if schema.is_ragged:
-            width = 1 + schema.ndim
-            place.make(f"{schema.name}.spans.npy", np.dtype("<i8"), (length, width))
-            place.make_heap(f"{schema.name}.heap")
-        else:
-            place.make(f"{schema.name}.npy", schema.stored, (length, *(schema.shape or ())))
-    place.make(_CHECKS, np.dtype("<u4"), (length,))
-    place.make(_READY, np.dtype("|u1"), (length,))
-    place.describe(_CACHE, text)
+    with place.beginning():
+        for schema in schemas:
+            if schema.is_ragged:
+                width = 1 + schema.ndim
+                place.make(f"{schema.name}.spans.npy", np.dtype("<i8"), (length, width))
+                place.make_heap(f"{schema.name}.heap")
+            else:
+                place.make(f"{schema.name}.npy", schema.stored, (length, *(schema.shape or ())))
+        place.make(_CHECKS, np.dtype("<u4"), (length,))
+        place.make(_READY, np.dtype("|u1"), (length,))
+        place.describe(_CACHE, text)
     return True
+
+
+def _check_names(schemas: tuple[FieldSchema, ...]) -> None:
+    """Each file has one owner: a field called "ready" would be written over by our own."""
+    owners = {_READY: "the cache itself", _CHECKS: "the cache itself"}
+    for schema in schemas:
+        stem = schema.name.lower()
+        for file in (f"{stem}.spans.npy", f"{stem}.heap") if schema.is_ragged else (f"{stem}.npy",):
+            if file in owners:
+                raise CannotPack(
+                    f"field {schema.name!r} would be kept in {file}, which is of {owners[file]}",
+                    remedy="give the field another name in dataset[i]",
+                    field=schema.name,
+                )
+            owners[file] = f"field {schema.name!r}"

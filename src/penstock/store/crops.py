@@ -50,10 +50,11 @@ class Crop:
 
 
 def _pair(size: Any) -> tuple[int, int]:
-    found = (size, size) if isinstance(size, (int, np.integer)) else tuple(size)
+    found = tuple(size) if hasattr(size, "__len__") else (size, size)
     if len(found) == 1:
         found = found * 2
-    if len(found) != 2 or any(int(one) != one or one < 1 for one in found):
+    are_numbers = all(isinstance(one, (int, float, np.number)) for one in found)
+    if len(found) != 2 or not are_numbers or any(int(one) != one or one < 1 for one in found):
         raise BadArgument(f"size={size!r} is no size in pixels", remedy="size=224")
     return int(found[0]), int(found[1])
 

@@ -16,14 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import MissingExtra
+from penstock.errors import BadArgument, MissingExtra
 from penstock.machine.decoders import find_decoders
 
 JpegDecoder = Callable[[Any, int], np.ndarray]
 """From the bytes of a JPEG and a scale (1, 2, 4 or 8: 1/scale in each direction) to RGB pixels."""
 _NUM_RUNS = 3
-_PREFERRED = ("simplejpeg", "cv2", "torchvision", "PIL")
+PREFERRED = ("simplejpeg", "cv2", "torchvision", "PIL")
 """The quickest first, as they usually are."""
+_PACKAGES = {"cv2": "opencv-python-headless", "PIL": "pillow"}
 CLEAR_LEAD = 1.5
 """Another one is taken only where it is faster by this factor: decoders differ in single values of
 pixels, and what chance decides would be another choice in each worker and each run."""
@@ -116,7 +117,7 @@ def available() -> tuple[str, ...]:
 
     torchvision takes a second to import: it counts where it is imported already, or the only one.
     """
-    found = find_decoders(_PREFERRED)
+    found = find_decoders(PREFERRED)
     is_cheap = [name for name in found if name != "torchvision" or name in sys.modules]
     return tuple(is_cheap) or found
 
@@ -152,6 +153,17 @@ def no_decoder() -> MissingExtra:
     )
 
 
+def check_decoder(name: str | None, call: str) -> None:
+    """Raises: BadArgument: no decoder of that name. MissingExtra: it is not installed."""
+    if name is None:
+        return
+    BadArgument.unless_one_of("decoder", name, PREFERRED, call)
+    if not find_decoders((name,)):
+        raise MissingExtra(
+            f"{name} is not installed here", remedy=f"pip install {_PACKAGES.get(name, name)}"
+        )
+
+
 _chosen: list[str] = []
 
 
@@ -169,7 +181,7 @@ def pick(times: dict[str, float]) -> str:
         >>> pick({"torchvision": 0.9, "cv2": 1.0}), pick({"torchvision": 0.5, "cv2": 1.0})
         ('cv2', 'torchvision')
     """
-    usual = min(times, key=_PREFERRED.index)
+    usual = min(times, key=PREFERRED.index)
     quickest = min(times, key=times.__getitem__)
     return quickest if times[quickest] * CLEAR_LEAD < times[usual] else usual
 

@@ -19,6 +19,7 @@ from penstock.store.layout import FieldSchema, check_name
 
 ENCODINGS = ("keep", "jpeg", "raw")
 _PYTHON_DTYPES = {"int": "<i8", "float": "<f8", "bool": "|b1"}
+_NUMBERS = frozenset({*_PYTHON_DTYPES, "scalar"})
 ImageEncoder = Callable[[Any, "Field"], Any]
 """From what a sample has as an image to the bytes or pixels that are stored."""
 
@@ -59,6 +60,9 @@ class Field:
                 f"encoding={self.encoding!r} is none of {', '.join(ENCODINGS)}",
                 remedy='Field(encoding="jpeg", quality=90)',
             )
+        for name in ("longer_side", "quality", "max_bytes"):
+            if not isinstance(getattr(self, name), (int, type(None))):
+                raise CannotPack(f"{name}={getattr(self, name)!r} is not a whole number")
         if self.quality is not None and not 1 <= self.quality <= 100:
             raise CannotPack(f"quality={self.quality} is not between 1 and 100")
         if self.longer_side is not None and self.longer_side < 1:
@@ -78,6 +82,8 @@ def split_sample(sample: Any) -> tuple[str, list[str], list[Any]]:
         >>> split_sample((1.5, "a"))
         ('tuple', ['field_0', 'field_1'], [1.5, 'a'])
     """
+    if isinstance(sample, (dict, tuple, list)) and not sample:
+        raise CannotPack(f"a sample is an empty {type(sample).__name__}: there is nothing to store")
     if isinstance(sample, dict):
         return "dict", [check_name(name) for name in sample], list(sample.values())
     if isinstance(sample, (tuple, list)):
@@ -108,6 +114,8 @@ def read_wishes(given: Any, form: str, names: list[str]) -> tuple[list[str], lis
             remedy=f"pack(..., fields={names!r})",
         )
     chosen = [check_name(name) for name in (names if form == "dict" else given_names)]
+    if len(set(chosen)) < len(chosen):
+        raise CannotPack(f"fields= names one field twice: {chosen}")
     return chosen, [wishes.get(name, Field()) for name in chosen]
 
 
@@ -149,10 +157,10 @@ _KINDS: tuple[tuple[Any, str], ...] = (
     (EncodedImage, "image"),
     (bool, "bool"),
     (int, "int"),
-    (np.generic, "scalar"),
-    (float, "float"),
     (str, "text"),
     ((bytes, bytearray), "bytes"),
+    (np.generic, "scalar"),
+    (float, "float"),
     (np.ndarray, "array"),
 )
 
@@ -173,9 +181,17 @@ def array_of(value: Any, name: str) -> tuple[np.ndarray, str]:
             import torch
 
             return plain.contiguous().view(torch.int16).numpy().view("<u2"), "bfloat16"
-        array = plain.numpy()
+        array = _numbers_of(plain, name)
     else:
         array = np.asarray(value)
+    if isinstance(value, int) and array.dtype.hasobject:
+        raise CannotPack(f"field {name!r} is {value}, more than 64 bits hold", field=name)
+    if array.dtype.char in "gG":
+        raise CannotPack(
+            f"field {name!r} is of {array.dtype}, which is another on other machines",
+            remedy="x.astype(np.float64) in the dataset",
+            field=name,
+        )
     if array.dtype.kind not in "biufc":
         raise CannotPack(
             f"field {name!r} is an array of {array.dtype}: only numbers are stored in arrays",
@@ -189,13 +205,30 @@ def array_of(value: Any, name: str) -> tuple[np.ndarray, str]:
     return np.ascontiguousarray(array, dtype=dtype).reshape(array.shape), dtype.str
 
 
+def _numbers_of(tensor: Any, name: str) -> np.ndarray:
+    try:
+        found: np.ndarray = tensor.resolve_conj().resolve_neg().numpy()
+    except (TypeError, RuntimeError):
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise CannotPack(
+            f"field {name!r} is a {layout} tensor of {tensor.dtype}, which NumPy does not know",
+            remedy="x.to_dense().float() in the dataset, or its parts as fields of their own",
+            field=name,
+        ) from None
+    return found
+
+
 def find_schema(name: str, values: Sequence[Any], wish: Field) -> FieldSchema:
     """The schema that fits a few samples' values of one field."""
     kinds = {kind_of(value, name) for value in values}
     kind = kind_of(values[0], name)
-    if len(kinds) > 1:
+    if len(kinds) > 1 and kinds <= _NUMBERS and wish.dtype is not None:
+        kind = "scalar"
+    elif len(kinds) > 1:
         raise CannotPack(
-            f"field {name!r} is {' in one sample and '.join(sorted(kinds))} in another", field=name
+            f"field {name!r} is {' in one sample and '.join(sorted(kinds))} in another",
+            remedy=_as_floats(name) if kinds <= _NUMBERS else None,
+            field=name,
         )
     if kind in ("text", "bytes"):
         return FieldSchema(name=name, kind=kind, dtype="|u1")
@@ -209,10 +242,18 @@ def find_schema(name: str, values: Sequence[Any], wish: Field) -> FieldSchema:
         kind = "scalar"
     shapes = {array.shape for array, _ in arrays}
     if len({array.ndim for array, _ in arrays}) > 1:
-        raise CannotPack(f"field {name!r} has shapes {sorted(shapes)}", field=name)
-    if wish.ragged or (wish.ragged is None and len(shapes) > 1):
+        raise CannotPack(
+            f"field {name!r} has shapes {sorted(shapes)}: other numbers of dimensions",
+            remedy="x.reshape(...) in the dataset",
+            field=name,
+        )
+    if shapes != {()} and (wish.ragged or (wish.ragged is None and len(shapes) > 1)):
         return FieldSchema(name=name, kind=kind, dtype=dtype, ndim=arrays[0][0].ndim)
     return FieldSchema(name=name, kind=kind, dtype=dtype, shape=arrays[0][0].shape)
+
+
+def _as_floats(name: str) -> str:
+    return f"pack(..., fields={{{name!r}: Field(dtype='float64')}})"
 
 
 def _stores_pixels(value: Any, wish: Field) -> bool:
@@ -230,7 +271,7 @@ def wished_dtype(dtype: Any, name: str) -> str:
         found = np.dtype(text if str(dtype).startswith("torch.") else dtype).newbyteorder("<")
     except TypeError:
         found = np.dtype(object)
-    if found.kind not in "biufc":
+    if found.kind not in "biufc" or found.char in "gG":
         raise CannotPack(f"field {name!r} cannot be stored as {dtype!r}", field=name)
     return str(found.str)
 
@@ -250,11 +291,17 @@ class Encoder:
         """Raises: CannotPack: it is not what was declared, or would not come back the same."""
         schema, kind = self.schema, kind_of(value, self.schema.name)
         if kind != schema.kind and not (schema.kind == "scalar" and kind in _PYTHON_DTYPES):
-            raise self._refused(f"is {kind}; the first samples have {schema.kind}")
+            is_number = kind in _NUMBERS and schema.kind in _NUMBERS
+            remedy = _as_floats(schema.name) if is_number else None
+            raise self._refused(f"is {kind}; the first samples have {schema.kind}", remedy)
         if kind == "image":
             return self._image(value)
         if kind in ("text", "bytes"):
-            content = value.encode("utf-8") if kind == "text" else bytes(value)
+            try:
+                content = value.encode("utf-8") if kind == "text" else bytes(value)
+            except UnicodeEncodeError as error:
+                what = f"is text that is no Unicode: {error.reason} at {error.start}"
+                raise self._refused(what, 'text.encode("utf-8", "replace").decode()') from None
             if self._wish.max_bytes is not None and len(content) > self._wish.max_bytes:
                 raise self._refused(
                     f"has {len(content)} bytes; max_bytes={self._wish.max_bytes} was declared"
@@ -281,7 +328,9 @@ class Encoder:
 
     def _converted(self, array: np.ndarray, dtype: str, value: Any) -> np.ndarray:
         if self._wish.dtype is None and self.schema.kind != "scalar":
-            raise self._refused(f"is {dtype}; the first samples have {self.schema.dtype}")
+            what = f"is {dtype}; the first samples have {self.schema.dtype}"
+            wanted = f"pack(..., fields={{{self.schema.name!r}: Field(dtype={dtype!r})}})"
+            raise self._refused(what, wanted)
         if "bfloat16" in (dtype, self.schema.dtype):
             return self._converted_by_torch(value)
         target = self.schema.stored
@@ -328,7 +377,7 @@ def mean_bytes(schema: FieldSchema, values: Sequence[Any]) -> int:
     sizes = []
     for value in values:
         if schema.kind == "text":
-            sizes.append(len(value.encode("utf-8")))
+            sizes.append(len(value.encode("utf-8", "surrogatepass")))
         elif schema.kind == "bytes" or isinstance(value, EncodedImage):
             sizes.append(len(value))
         elif schema.kind == "image":

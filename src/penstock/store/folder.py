@@ -33,7 +33,7 @@ class Folder:
     def __init__(
         self, path: str, *, verify: str = "lazy", seen_at: tuple[str, bytes] | None = None
     ) -> None:
-        BadArgument.unless_one_of("verify", verify, VERIFY)
+        BadArgument.unless_one_of("verify", verify, VERIFY, "Packed")
         self.path = os.path.realpath(path)
         self.verify = verify
         self.manifest = read_manifest(self.path)
@@ -43,6 +43,8 @@ class Folder:
             for some in shard.files.values()
             for entry in some
         ]
+        for entry in entries:  # before their sizes, which a stranger wrote, are made memory
+            self._check_size(entry)
         counts = [-(-entry.bytes // BLOCK_BYTES) for entry in entries]
         firsts = np.cumsum([0, *counts]).tolist()
         self._first_block: dict[str, int] = {
@@ -124,7 +126,7 @@ class Folder:
         seen = self.seen.blocks[first : first - (-entry.bytes // BLOCK_BYTES)]
         return _BlockGuard(self.path, entry, mapped, seen)
 
-    def _map(self, entry: FileEntry) -> Mapped:
+    def _check_size(self, entry: FileEntry) -> None:
         path = os.path.join(self.path, entry.name)
         if os.path.realpath(path) != path:
             raise BadStore(
@@ -148,7 +150,22 @@ class Folder:
                 remedy="copy the file again from where it was made",
                 path=self.path,
             )
-        return map_array(path)
+        if self.verify == "lazy" and entry.bytes > BLOCK_BYTES:
+            checks = os.path.join(self.path, entry.blocks_name)
+            if not os.path.isfile(checks):
+                raise BadStore(
+                    f"{entry.blocks_name} is not there: the checks of {entry.name}",
+                    where=self.path,
+                    likely="a file was not copied along.",
+                    remedy="copy it again from where it was made, or Packed(..., verify='full')",
+                    path=self.path,
+                )
+
+    def _map(self, entry: FileEntry) -> Mapped:
+        try:
+            return map_array(os.path.join(self.path, entry.name))
+        except OSError as error:
+            raise BadStore(f"{entry.name} cannot be opened: {error}", path=self.path) from None
 
     def _check_all(self, entries: list[FileEntry]) -> None:
         for entry in entries:

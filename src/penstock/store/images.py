@@ -20,6 +20,7 @@ from penstock.machine.decoders import find_decoders
 from penstock.store.crops import Crop, Step
 from penstock.store.decoders import (
     SCALING,
+    check_decoder,
     decode_other,
     fastest,
     jpeg_decoder,
@@ -31,6 +32,7 @@ from penstock.store.headers import read_header, read_orientation
 
 MAX_PIXELS = 178_956_970
 """Twice Pillow's limit, where it raises, too: half a gigabyte of pixels."""
+_NUM_CHANNELS = (1, 2, 3, 4)
 
 
 def decode(
@@ -58,6 +60,7 @@ def decode(
         >>> import penstock
         >>> pixels = penstock.decode("cat.jpg", penstock.Resize(224))  # doctest: +SKIP
     """
+    check_decoder(decoder, "decode")
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _decode_named(bytes(source), None, transform, upright, max_pixels, decoder)
     with open(source, "rb") as file:
@@ -78,12 +81,22 @@ def _decode_named(data: bytes, where: str | None, *arguments: Any) -> np.ndarray
             error.what, where=where, likely=error.likely, remedy=error.remedy, path=where
         ) from None
     except Exception as error:
+        likely = "the file is cut off, or no image." if data else "the file is empty."
+        if type(error).__name__ == "DecompressionBombError":
+            likely = "a decompression bomb."
         raise BadImage(
-            f"the image cannot be decoded: {type(error).__name__}: {error}",
+            f"the image cannot be decoded: {_words_of(error)}",
             where=where,
-            likely="the file is cut off, or no image." if data else "the file is empty.",
+            likely=likely,
             path=where,
         ) from error
+
+
+def _words_of(error: Exception) -> str:
+    """What the decoder says. Pillow names the object it read from by its address, which would make
+    two packings of the same files differ."""
+    name = type(error).__name__
+    return name if name == "UnidentifiedImageError" else f"{name}: {error}"
 
 
 def _decode(
@@ -219,7 +232,7 @@ def resize(pixels: np.ndarray, size: tuple[int, ...], *, antialias: bool = True)
     is_enlarged = pixels.shape[0] <= size[0] and pixels.shape[1] <= size[1]
     if (is_enlarged or not antialias) and _cv2() is not None:
         made: np.ndarray = _cv2().resize(_in_rows(pixels), (size[1], size[0]))
-        return made
+        return made.reshape(*size, pixels.shape[2])  # a single channel's axis is dropped
     import torch
 
     if any(stride < 0 for stride in pixels.strides):
@@ -296,22 +309,50 @@ def open_image(
     transform: Any,
     where: str | None = None,
     out: np.ndarray | None = None,
+    decoder: str | None = None,
 ) -> Any:
     """A stored image as a tensor. A transform that is not ours gets the whole picture.
 
     Args:
         where: The file's name, for errors.
         out: See :func:`to_tensor`; not for what a transform of somebody else gets.
+        decoder: See :func:`decode`.
     """
     own = transform if isinstance(transform, Crop) else None
     if encoding == "file":
         data = content if isinstance(content, bytes) else bytes(content)
-        pixels = _decode_named(data, where, own, True, MAX_PIXELS, None)
+        pixels = _decode_named(data, where, own, True, MAX_PIXELS, decoder)
     else:
-        pixels = _apply(np.asarray(content), own, None)
+        pixels = _apply(_as_pixels(content), own, None)
     if transform is not None and own is None:
         return transform(to_tensor(pixels))
     return to_tensor(pixels, out)
+
+
+def _as_pixels(picture: Any) -> np.ndarray:
+    """Height, width, channels. Tensors have their channels first, as torchvision's do.
+
+    Raises:
+        BadImage: It is no picture, or not of bytes.
+    """
+    if hasattr(picture, "getbands"):
+        return pixels_of(picture)
+    pixels: np.ndarray = np.asarray(picture)
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
+    elif pixels.ndim == 3 and hasattr(picture, "detach"):
+        pixels = pixels.transpose(1, 2, 0)
+    is_picture = pixels.ndim == 3 and pixels.size > 0 and pixels.shape[2] in _NUM_CHANNELS
+    if pixels.dtype != np.uint8 or not is_picture:
+        raise BadImage(
+            f"a {type(picture).__name__} of {pixels.dtype}, shape {np.shape(picture)}, is no "
+            "picture of bytes",
+            likely="pictures are uint8: arrays of height, width, channels; tensors of channels, "
+            "height, width.",
+            remedy="crop before the picture is made floats, and array.transpose(1, 2, 0) for "
+            "arrays with the channels first",
+        )
+    return pixels
 
 
 # -- for the writer ------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ JOURNAL = "packing.json"
 MARK = "penstock packed set"
 KINDS = ("tensor", "array", "scalar", "int", "float", "bool", "text", "bytes", "image")
 FORMS = ("single", "tuple", "dict")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_MAX_NAME = 100
+_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,{_MAX_NAME - 1}}}")
 _RESERVED = {"con", "prn", "aux", "nul", "manifest", "packing", "shard"}
 _DTYPE_KINDS = "biufc"
 MAX_NDIM = 32
@@ -43,9 +44,15 @@ def check_name(name: Any) -> str:
         CannotPack: It has a slash, say.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name.lower() in _RESERVED:
+        why = "letters, digits, '_', '-' and '.' make file names"
+        if isinstance(name, str) and name.lower() in _RESERVED:
+            why = "files of that name are something else"
+        elif isinstance(name, str) and len(name) > _MAX_NAME:
+            why = f"it has {len(name)} letters, and files may have {_MAX_NAME}"
+        shown = name[:40] if isinstance(name, str) else name
         raise CannotPack(
-            f"{name!r} cannot name a field: letters, digits, '_', '-' and '.' make file names",
-            remedy='pack(..., fields=["image", "label"])',
+            f"{shown!r} cannot name a field: {why}",
+            remedy="another key in the dataset's samples; pack(..., fields=[...]) names a tuple's",
         )
     return name
 
@@ -78,8 +85,16 @@ class FieldSchema:
         sizes = self.shape or ()
         if len(sizes) > MAX_NDIM or not 0 <= self.ndim <= MAX_NDIM or any(n < 0 for n in sizes):
             raise ValueError(f"field {self.name!r} has shape {self.shape}, ndim {self.ndim}")
-        if self.is_ragged and self.kind in ("text", "bytes") and dtype != np.dtype("u1"):
+        if self.kind in ("text", "bytes") and not (self.is_ragged and dtype == np.dtype("u1")):
             raise ValueError(f"field {self.name!r} of kind {self.kind} must be of bytes")
+        if self.kind in ("int", "float", "bool") and self.shape != ():
+            raise ValueError(f"field {self.name!r} of kind {self.kind} must be a number")
+        if self.kind == "image" and (self.encoding, self.ndim) not in (("file", 1), ("raw", 3)):
+            raise ValueError(f"field {self.name!r} is an image as {self.encoding!r}, {self.ndim}-d")
+        if self.encoding and self.kind != "image":
+            raise ValueError(f"field {self.name!r} of kind {self.kind} has an encoding")
+        if self.kind == "image" and not (self.is_ragged and dtype == np.dtype("u1")):
+            raise ValueError(f"field {self.name!r} of kind image must be of bytes")
 
     @property
     def stored(self) -> np.dtype[Any]:

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.errors import BadStore
-from penstock.store.decoders import choose, fastest, measure
+from penstock.errors import BadArgument, BadStore
+from penstock.store.decoders import check_decoder, choose, fastest, measure
 from penstock.store.fields import EncodedImage
 from penstock.store.images import open_image
 from penstock.store.writer import make_fingerprint
@@ -50,6 +50,12 @@ class ImageFolder:
         *,
         decoder: str | None = None,
     ) -> None:
+        check_decoder(decoder, "ImageFolder")
+        if transform is not None and not callable(transform):
+            raise BadArgument(
+                f"transform={transform!r} cannot be called",
+                remedy="ImageFolder(root, penstock.RandomResizedCrop(224))",
+            )
         self.root = os.fspath(root)
         self.transform = transform
         self.target_transform = target_transform
@@ -79,7 +85,8 @@ class ImageFolder:
             data = file.read()
         if self._decoder and self._asked is None:
             choose(self._decoder)
-        image = open_image(data, "file", self.transform, path, rows[0] if rows else None)
+        out = rows[0] if rows else None
+        image = open_image(data, "file", self.transform, path, out, self._asked)
         return image, target if self.target_transform is None else self.target_transform(target)
 
     def __getstate__(self) -> dict[str, Any]:

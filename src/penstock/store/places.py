@@ -17,11 +17,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.errors import CannotWrite
+from penstock.errors import AlreadyThere, CannotWrite
 from penstock.store.arrays import HEADER_BYTES, Mapped, make_header, map_array
 from penstock.store.locking import hold, lock_byte, unlock_byte
-from penstock.store.writer import read_text, write_whole
+from penstock.store.writer import PART_PREFIX, read_text, write_whole
 
+_LOCK = ".cache.lock"
+_MARK = ".making"
 _LOCKS = "locks"
 _BOOT = "boot"
 
@@ -30,6 +32,7 @@ class Place(Protocol):
     """Files by name, for many processes at once."""
 
     def making(self) -> Any: ...
+    def beginning(self) -> Any: ...
     def described(self, name: str) -> str | None: ...
     def describe(self, name: str, text: str) -> None: ...
     def make(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None: ...
@@ -74,7 +77,7 @@ class DiskPlace:
         """One process at a time makes or opens it; the others wait."""
         try:
             os.makedirs(self.folder, exist_ok=True)
-            descriptor = os.open(self._path(".cache.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(self._path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise CannotWrite(f"{self.folder} cannot be written: {error.strerror}") from error
         try:
@@ -82,6 +85,26 @@ class DiskPlace:
             yield
         finally:
             os.close(descriptor)
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """While the files are made. Raises: AlreadyThere: others' files, which stay as they are.
+
+        The mark tells what a maker who was killed has left from what somebody else put here.
+        """
+        found = set(os.listdir(self.folder)) - {_LOCK}
+        others = sorted(name for name in found if not name.startswith(PART_PREFIX))
+        if others and _MARK not in found:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(_LOCK))
+            raise AlreadyThere(
+                f"{self.folder} is not empty: it has {others[0]!r}, and no cache",
+                remedy="cached(dataset, 'a folder of its own')",
+                path=self.folder,
+            )
+        self.describe(_MARK, "")
+        yield
+        os.unlink(self._path(_MARK))
 
     def described(self, name: str) -> str | None:
         try:
@@ -193,6 +216,10 @@ class MemoryPlace(DiskPlace):
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
         yield  # nobody else knows of it yet
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        yield
 
     def described(self, name: str) -> str | None:
         return None

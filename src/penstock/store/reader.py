@@ -168,12 +168,18 @@ class Columns:
 
     def _resolve(self, indices: Sequence[int]) -> np.ndarray:
         found = np.asarray(indices, dtype=np.int64 if not len(indices) else None)
-        if found.dtype.kind not in "iu":
-            raise TypeError(f"samples are found by whole numbers, not {found.dtype}")
-        found = found.astype(np.int64, copy=False)
         length = len(self)
-        if len(found) and (found.min() < -length or found.max() >= length):
-            raise IndexError(f"index {indices} is out of range for {length} samples")
+        if found.dtype.kind not in "iu" or found.ndim != 1:
+            if all(type(index) is int for index in indices):  # of more than 64 bits
+                raise IndexError(f"index {max(indices, key=abs)} is out of range for {length}")
+            raise TypeError(
+                f"samples are found by one whole number, not by {indices[0]!r}; several are a "
+                "subset(slice, range or list of whole numbers)"
+            )
+        wrong = (found < -length) | (found >= length)
+        if wrong.any():
+            raise IndexError(f"index {found[wrong][0]} is out of range for {length} samples")
+        found = found.astype(np.int64, copy=False)
         found = np.where(found < 0, found + length, found)
         return found if self._rows is None else self._rows_at(found)
 
@@ -211,12 +217,14 @@ class Columns:
         other = self._like()
         if isinstance(indices, slice):
             indices = range(*indices.indices(len(self)))
-        if isinstance(indices, range) and (self._rows is None or isinstance(self._rows, range)):
+        # From the end on, as in range(-3, 0), only a list of rows can say it.
+        is_plain = isinstance(indices, range) and min([*indices[:1], *indices[-1:]], default=0) >= 0
+        if is_plain and (self._rows is None or isinstance(self._rows, range)):
             if len(indices):
                 self._resolve([indices[0], indices[-1]])
             other._rows = indices if self._rows is None else self._rows[_slice_of(indices)]
         else:
-            other._rows = self._resolve(list(indices))
+            other._rows = self._resolve(_listed(indices))
         return other
 
     def shard(self: Self, rank: int, world_size: int) -> Self:
@@ -229,6 +237,12 @@ class Columns:
         unknown = [name for name in transforms if name not in self.fields]
         if unknown:
             raise BadArgument(f"there is no field {unknown[0]!r}", remedy=", ".join(self.fields))
+        for name, transform in transforms.items():
+            if not callable(transform):
+                raise BadArgument(
+                    f"the transform of {name!r} is {transform!r}, which cannot be called",
+                    remedy=f"transforms={{{name!r}: function}}",
+                )
         other = self._like()
         other._transforms = {**self._transforms, **transforms}
         return other
@@ -240,6 +254,11 @@ class Columns:
             raise BadArgument(
                 f"{self} and {other} have other fields: they cannot be put together",
                 remedy="select() the fields that both have",
+            )
+        if _settings(other._transforms) != _settings(self._transforms):
+            raise BadArgument(
+                f"{self} and {other} have other transforms: one set has one for all its samples",
+                remedy="(a + b).with_transforms(...), or torch.utils.data.ConcatDataset([a, b])",
             )
         joined = self._like()
         joined._holders = self._holders + other._holders
@@ -259,6 +278,23 @@ class Columns:
         )
         block_size = max(1, _BLOCK_BYTES // max(1, row_bytes))
         return BlockOrder(len(self), **{"block_size": block_size, "seed": seed, **keywords})
+
+
+def _settings(transforms: dict[str, Any]) -> dict[str, Any]:
+    """What makes two transforms the same: crops of ours are what they were given."""
+    from penstock.store.crops import Crop
+
+    return {
+        name: (type(one), vars(one)) if type(one).__module__ == Crop.__module__ else one
+        for name, one in transforms.items()
+    }
+
+
+def _listed(indices: Any) -> list[Any]:
+    try:
+        return list(indices)
+    except TypeError:
+        raise TypeError(f"a subset is a slice, a range or a list, not {indices!r}") from None
 
 
 def _slice_of(indices: range) -> slice:
@@ -303,8 +339,14 @@ class Packed(Columns):
     ) -> None:
         self._hold(Folder(os.fspath(path), verify=verify), read_ahead)
         if columns is not None:
-            self.__dict__.update(self.select(*columns).__dict__)
+            names = (columns,) if isinstance(columns, str) else columns
+            self.__dict__.update(self.select(*names).__dict__)
         if transforms:
+            if not isinstance(transforms, dict):
+                raise BadArgument(
+                    "transforms= must be a dict from a field's name to its function",
+                    remedy=f"transforms={{{self.fields[0]!r}: function}}",
+                )
             self.__dict__.update(self.with_transforms(**transforms).__dict__)
 
     def _hold(self, holder: Any, read_ahead: bool | None = None) -> None:

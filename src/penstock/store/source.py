@@ -5,6 +5,8 @@ Called from: whoever packs (:func:`make_job`), and whoever writes a shard (:clas
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,7 @@ SHARD_BYTES = 64 << 20
 MAX_FILES = 256
 """More than these make shards larger instead: each is a mapping of every reader's and, elsewhere
 than on Linux, a descriptor."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NUM_PROBES = 8
 _NUM_TRIES = 100
 """Substitutes that are tried for a bad sample before packing ends."""
@@ -70,6 +73,7 @@ class Samples:
                 continue
             except Exception as error:
                 if self.on_error == "raise":
+                    _note_sample(error, index)
                     raise
                 failed = error
             yield index, _text_of(failed)
@@ -85,7 +89,13 @@ class Samples:
         if form == "dict" and self.form == "dict":
             found = dict(zip(names, values, strict=True))
             wanted = [encoder.schema.name for encoder in encoders]
-            values = [found[name] for name in wanted if name in found]
+            if set(found) != set(wanted):
+                raise CannotPack(
+                    f"sample {index} has the fields {names}; the first ones have {wanted}",
+                    remedy="the same keys in every sample",
+                    sample_index=index,
+                )
+            values = [found[name] for name in wanted]
         if form != self.form or len(values) != len(encoders):
             raise CannotPack(
                 f"sample {index} is a {form} of {len(values)}; the first ones are a {self.form} "
@@ -129,7 +139,7 @@ def make_job(
 ) -> tuple[Job, Samples]:
     """Look at a few samples, and settle how all of them are stored."""
     if not callable(on_error):
-        BadArgument.unless_one_of("on_error", on_error, ("raise", "skip", "replace"))
+        BadArgument.unless_one_of("on_error", on_error, ("raise", "skip", "replace"), "pack")
     checked_count("shard_bytes", shard_bytes, 1)
     num_samples = _length_of(dataset)
     get = getattr(dataset, "packed_sample", None) or dataset.__getitem__
@@ -141,6 +151,8 @@ def make_job(
         raise CannotPack(f"samples are of different forms: {', '.join(sorted(forms))}")
     form = probes[0][0]
     renamed, wishes, columns = _columns(dataset, fields, probes)
+    if len({name.lower() for name in renamed}) < len(renamed):
+        raise CannotPack(f"the fields {renamed} need names that make files of their own")
     schemas = tuple(map(find_schema, renamed, columns, wishes))
     sample_bytes = sum(map(mean_bytes, schemas, columns))
     max_shards = max(1, MAX_FILES // sum(len(schema.file_names(0)) for schema in schemas))
@@ -168,12 +180,13 @@ def _columns(
 ) -> tuple[list[str], list[Field], list[list[Any]]]:
     """For each field its name, what is wanted of it, and its values in the probes."""
     form, names, _ = probes[0]
-    renamed, wishes = read_wishes(fields, form, names)
-    own = getattr(dataset, "packed_names", None)
-    if fields is None and own is not None:
-        renamed = list(own)
-    columns = [[values[place] for _, _, values in probes] for place in range(len(renamed))]
-    return renamed, wishes, columns
+    own = getattr(dataset, "packed_names", None)  # a folder of images calls them image and label
+    renamed, wishes = read_wishes(fields, form, names if own is None else list(own))
+    samples = [dict(zip(found, values, strict=True)) for _, found, values in probes]
+    other = next((list(sample) for sample in samples if set(sample) != set(names)), None)
+    if other is not None:
+        raise CannotPack(f"one sample has the fields {names}, another {other}")
+    return renamed, wishes, [[sample[name] for sample in samples] for name in names]
 
 
 def _describe(dataset: Any) -> str:
@@ -211,20 +224,35 @@ def _probes(get: Any, num_samples: int, on_error: Any, seed: int) -> Iterator[An
             found = split_sample(randomness.call(get, index, index))
         except Exception as error:
             if on_error == "raise":
+                _note_sample(error, index)
                 raise
             failed = error
             continue
         num_found += 1
         yield found
     if not num_found:
-        raise CannotPack("none of the first samples could be loaded") from failed
+        raise CannotPack(
+            "none of the first samples could be loaded",
+            where=None if failed is None else f"the last of them: {_text_of(failed)}",
+        ) from failed
 
 
 def _kinds(probe: Any) -> Any:
     form, names, values = probe
-    return form, [kind_of(value, name) for name, value in zip(names, values, strict=True)]
+    kinds = {name: kind_of(value, name) for name, value in zip(names, values, strict=True)}
+    return form, kinds
+
+
+def _note_sample(error: Exception, index: int) -> None:
+    """Say which sample it was; the error stays the user's own."""
+    with contextlib.suppress(AttributeError, TypeError):
+        error.sample_index = index  # type: ignore[attr-defined]
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(f"while packing sample {index}")
 
 
 def _text_of(error: Exception) -> str:
     what = error.what if isinstance(error, PenstockError) else str(error)
-    return f"{type(error).__name__}: {what.partition(chr(10))[0][:500]}"
+    # Where an object lies in memory differs from run to run; the manifest must not.
+    what = _ADDRESS.sub("", what.partition(chr(10))[0])
+    return f"{type(error).__name__}: {what[:500]}"

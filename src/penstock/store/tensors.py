@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import BadArgument, BadStore
+from penstock.errors import BadArgument, BadStore, CannotPack
 from penstock.store.arrays import map_array
 from penstock.store.columns import Column, FixedColumn, Part
 from penstock.store.layout import FieldSchema
@@ -50,25 +50,42 @@ class TensorFiles:
         self._dtypes: dict[str, FieldSchema] = getattr(self, "_dtypes", {})
         if path.endswith(".npy"):
             mapped = _map(path)
-            self._describe(name, mapped.array, mapped.array.dtype.str)
+            self._describe(name, mapped.array, mapped.array.dtype.str, path)
             return {name: Part(mapped.array, mapping=mapped.mapping, offset=mapped.offset)}
         tensors, self.form = _load(path, name)
         parts = {}
         for key, tensor in tensors.items():
-            array, dtype = _as_array(tensor)
-            self._describe(key, array, dtype)
+            array, dtype = _as_array(tensor, f"{path}: {key}")
+            self._describe(key, array, dtype, path)
             parts[key] = Part(array)
         return parts
 
-    def _describe(self, name: str, array: np.ndarray, dtype: str) -> None:
+    def _describe(self, name: str, array: np.ndarray, dtype: str, path: str) -> None:
         if not array.ndim:
-            raise BadStore(f"{name} is a single number: there is no row for each sample")
+            raise BadStore(f"{path} is a single number: there is no row for each sample", path=path)
+        if dtype != "bfloat16" and (array.dtype.kind not in "biufc" or array.dtype.char in "gG"):
+            raise BadStore(
+                f"{path} holds {array.dtype}, which no tensor has",
+                remedy="np.save numbers: an array of float64, int64 or the like",
+                path=path,
+            )
+        if array.dtype.byteorder == ">":
+            raise BadStore(
+                f"{path} holds {array.dtype.str}, with the bytes of each number reversed",
+                remedy=f"x = np.load({path!r}); "
+                f"np.save({path!r}, x.astype(x.dtype.newbyteorder('<')))",
+                path=path,
+            )
         try:
             self._dtypes[name] = FieldSchema(
                 name=name, kind="tensor", dtype=dtype, shape=array.shape[1:]
             )
-        except ValueError as error:
-            raise BadStore(f"{name}: {error}") from None
+        except CannotPack as error:
+            raise BadStore(
+                f"{path}: {error.what}",
+                remedy=f"open_tensors(x={path!r})" if path.endswith(".npy") else None,
+                path=path,
+            ) from None
 
 
 class Tensors(Columns):
@@ -141,9 +158,14 @@ def _load(path: str, name: str) -> tuple[dict[str, Any], str]:
         keywords["mmap"] = True
     try:
         found = torch.load(path, **keywords)
-    except Exception as error:
+    except OSError as error:
+        raise BadStore(f"{path} cannot be opened: {error.strerror or error}", path=path) from None
+    except Exception:
+        # Not torch's own words: they advise to unpickle all of it, which runs a stranger's code.
         raise BadStore(
-            f"{path} cannot be opened as tensors: {error!s:.200}",
+            f"{path} cannot be opened as tensors",
+            likely="it holds more than tensors, is cut off, or is not of torch.save's format since "
+            "torch 1.6.",
             remedy="torch.save a tensor, a list or a dict of tensors, and nothing else",
             path=path,
         ) from None
@@ -154,15 +176,27 @@ def _load(path: str, name: str) -> tuple[dict[str, Any], str]:
     else:
         tensors, form = {f"field_{n}": one for n, one in enumerate(found)}, "tuple"
     if not tensors or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
-        raise BadStore(f"{path} holds something else than tensors", path=path)
+        raise BadStore(
+            f"{path} holds something else than tensors",
+            remedy="torch.save a tensor, a list or a dict of tensors, and nothing else",
+            path=path,
+        )
     return tensors, form
 
 
-def _as_array(tensor: Any) -> tuple[np.ndarray, str]:
+def _as_array(tensor: Any, where: str) -> tuple[np.ndarray, str]:
     import torch
 
-    plain = tensor.detach().contiguous()
-    if plain.dtype is torch.bfloat16:
-        return plain.view(torch.int16).numpy().view("<u2"), "bfloat16"
-    array: np.ndarray = plain.numpy()
+    try:
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if plain.dtype is torch.bfloat16:
+            return plain.view(torch.int16).numpy().view("<u2"), "bfloat16"
+        array: np.ndarray = plain.numpy()
+    except (TypeError, RuntimeError, NotImplementedError):
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise BadStore(
+            f"{where} is a {layout} tensor of {tensor.dtype} on {tensor.device}, whose rows cannot "
+            "be mapped",
+            remedy="torch.save x.to_dense().float(), say",
+        ) from None
     return array, array.dtype.str

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.errors import AlreadyThere, BadStore, CannotPack, CannotWrite
+from penstock.errors import AlreadyThere, BadArgument, BadStore, CannotPack, CannotWrite
 from penstock.store.layout import (
     JOURNAL,
     MANIFEST,
@@ -88,7 +88,11 @@ class Job:
         except BadStore:
             raise
         except Exception as error:
-            raise BadStore(f"{path} is damaged: {error}", path=path) from None
+            raise BadStore(
+                f"{path} is damaged: {error}",
+                remedy=f"remove {os.path.dirname(path)}, and pack again",
+                path=path,
+            ) from None
 
 
 _OUTER = ("format", "version")
@@ -140,6 +144,13 @@ def _go_on(folder: str, job: Job, fetch: Fetch, map: Map, on_shard: Any) -> Mani
     for number, record in map(write, left) if left else ():
         records[number] = record
         on_shard(len(records), job.num_shards)
+    missing = [number for number in range(job.num_shards) if number not in records]
+    if missing:
+        raise BadArgument(
+            f"map= gave no result for shard {missing[0]}, and for {len(missing)} of "
+            f"{job.num_shards} in all",
+            remedy="map(function, numbers) must return function(number) for each of the numbers",
+        )
     manifest = _manifest_of(job, [records[number] for number in range(job.num_shards)])
     write_whole(folder, MANIFEST, manifest.to_json())
     _tidy(folder)
@@ -189,7 +200,7 @@ def _begin(folder: str, job: Job) -> None:
         before = Job.from_json(read_text(journal), journal)
         if before.fingerprint != job.fingerprint:
             raise AlreadyThere(
-                f"{folder} has the beginning of another packing: source or options differ",
+                f"{folder} has the beginning of another packing: {_difference(before, job)}",
                 remedy=f"the same call as before to end it, or remove {folder}",
                 path=folder,
             )
@@ -213,6 +224,19 @@ def _begin(folder: str, job: Job) -> None:
     write_whole(folder, JOURNAL, job.to_json())
 
 
+def _difference(before: Job, now: Job) -> str:
+    """What keeps two packings apart, as far as the journal tells."""
+    if before.num_samples != now.num_samples:
+        return f"of {before.num_samples} samples, not {now.num_samples}"
+    names = [[schema.name for schema in job.fields] for job in (before, now)]
+    if names[0] != names[1]:
+        return f"of the fields {names[0]}, not {names[1]}"
+    for old, new in zip(before.fields, now.fields, strict=True):
+        if old != new:
+            return f"field {old.name!r} was {old.kind} of {old.dtype}, shape {old.shape}"
+    return "the dataset's class or module, fields=, on_error=, seed= or shard_bytes= differ"
+
+
 def _is_first_part(name: str) -> bool:
     return name.startswith(PART_PREFIX) and name.endswith(f"-{JOURNAL}")
 
@@ -226,7 +250,7 @@ def _finished(folder: str, job: Job) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             record = json.loads(read_text(os.path.join(folder, _record_name(number))))
             shard = read_shard(record)
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
         entries = [entry for some in shard.files.values() for entry in some]
         if all(_has_size(os.path.join(folder, one.name), one.bytes) for one in entries):
@@ -286,11 +310,15 @@ def _check_room(folder: str, job: Job, num_shards: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CannotWrite(
-            f"about {needed / 1e9:.1f} GB are needed at {folder}, and {free / 1e9:.1f} GB are free",
+            f"about {_in_words(needed)} are needed at {folder}, and {_in_words(free)} are free",
             likely=f"{job.num_samples} samples of about {job.sample_bytes} bytes.",
             remedy="another disk; or smaller: a Field with dtype, longer_side or quality",
             path=folder,
         )
+
+
+def _in_words(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 @contextlib.contextmanager
@@ -302,11 +330,15 @@ def _naming_trouble(folder: str) -> Iterator[None]:
     except OSError as error:
         if getattr(error, "code", None):  # one of ours, from the source
             raise
+        is_full = error.errno in _FULL
+        again = "the same call again: finished shards are kept"
         raise CannotWrite(
-            f"{folder} cannot be written: {error.strerror or error}",
+            f"{folder or repr(folder)} cannot be written: {error.strerror or error}",
             where=str(error.filename) if error.filename else None,
-            likely="the disk is full." if error.errno in _FULL else None,
-            remedy="make room, then the same call again: finished shards are kept",
+            likely="the disk is full." if is_full else None,
+            remedy=f"make room, then {again}"
+            if is_full
+            else f"a folder that you may write to; or mend this one, then {again}",
             path=folder,
         ) from error
 

@@ -117,3 +117,10 @@ def test_names_are_found_wherever_a_module_binds_them() -> None:
         "with a as b:\n  c, (d, *e) = f\nfor g in h: pass\n(i := 1)\ndef j():\n  global k\n  l = 1"
     )
     assert set(bound_names(ast.parse(source))) == set("bcdegijk")
+
+
+def test_what_is_imported_is_not_suggested(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import numpy as np\ndataset = [np.zeros(3)]\n")
+    with pytest.raises(BadTarget, match=r"train\.py:dataset"):
+        find_target(f"{script}:nope")  # nearer to np than to dataset

@@ -66,7 +66,7 @@ CANNOT = {
     "a number that is too large": (Given(1, 300), {"fields": {"value": "uint8"}}, "cannot hold"),
     "a fraction in whole numbers": (Given(1.5), {"fields": {"value": "int8"}}, "cannot hold"),
     "a float that is too large": (Given(1e9), {"fields": {"value": "float16"}}, "too large"),
-    "a whole number of more than 64 bits": (Given(1 << 70), {}, "only numbers|too large|too big"),
+    "a whole number of more than 64 bits": (Given(1 << 70), {}, "more than 64 bits"),
     "a name with a slash": (Given({"a/b": 1}), {}, "cannot name a field"),
     "a name that leads out": (Given({"..": 1}), {}, "cannot name a field"),
     "a name with a slash, given": (Given((1, 2)), {"fields": ["a", "b/c"]}, "cannot name"),

@@ -1,0 +1,131 @@
+"""What a first user is told: which sample, which field, what else to write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import AlreadyThere, BadArgument, CannotPack, CannotWrite, Field, cached, pack
+
+FLOATS = "Field(dtype='float64')"
+REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "no fields": ([{}, {}], {}, "an empty dict"),
+    "tuples of other lengths": ([(1, 2), (1,)], {}, "another ['field_0']"),
+    "other keys": ([{"a": 1}, {"b": 1}], {}, "another ['b']"),
+    "a name given twice": ([(1, 2)], {"fields": ["x", "x"]}, "one field twice"),
+    "names that are one file on Windows": ([{"A": 1, "a": 2}], {}, "files of their own"),
+    "a name of Windows' own": ([{"con": 1}], {}, "something else"),
+    "a long name": ([{"a" * 101: 1}], {}, "it has 101 letters"),
+    "a sparse tensor": ([torch.eye(2).to_sparse()], {}, "to_dense()"),
+    "half a surrogate": (["\ud800"], {}, "no Unicode: surrogates not allowed at 0"),
+    "numbers of 80 bits": ([np.ones(2, np.longdouble)], {}, "astype(np.float64)"),
+    "a whole number of 71 bits": ([2**70], {}, "more than 64 bits"),
+    "whole numbers and fractions": ([1, 1.5], {}, FLOATS),
+    "arrays of other precision": ([np.zeros(2, "f4"), np.zeros(2)], {}, "Field(dtype='<f8')"),
+}
+
+
+@pytest.mark.parametrize(("samples", "keywords", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_packed_is_said_in_the_users_words(
+    samples: list[Any], keywords: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    if told.endswith("(np.float64)") and np.dtype(np.longdouble) == np.float64:
+        pytest.skip("long doubles are doubles here")
+    with pytest.raises(CannotPack) as caught:
+        pack(samples, tmp_path / "set", workers=0, **keywords)
+    assert told in str(caught.value)
+
+
+def test_the_remedies_that_are_named_help(tmp_path: Path) -> None:
+    fields = {"value": Field(dtype="float64")}
+    assert pack([1, 1.5, True], tmp_path / "a", workers=0, fields=fields)[1] == 1.5
+    arrays = [np.zeros(2, "f4"), np.ones(2)]
+    assert pack(arrays, tmp_path / "b", workers=0, fields={"value": "<f8"})[1][0] == 1
+    assert pack([np.str_("é"), "b"], tmp_path / "c", workers=0)[0] == "é"
+
+
+def test_keys_may_come_in_any_order(tmp_path: Path) -> None:
+    samples = [{"a": 1, "b": "x"}, {"b": "y", "a": 2}, {"a": 3, "b": "z"}, {"b": "u", "a": 4}]
+    for data in (pack(samples, tmp_path / "set", workers=0), cached(samples, "ram")):
+        for _ in range(2):  # computed, then kept
+            assert [data[index] for index in range(4)] == samples
+    alike = [{"a": 1, "b": 10}, {"b": 20, "a": 2}, {"c": 3, "d": 30}, {"a": 4, "b": 40}]
+    kept = cached(alike, "ram")
+    assert [[kept[index] for index in range(4)] for _ in range(2)] == [alike, alike]
+
+
+class Torn:
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> int:
+        if index == 222:
+            raise KeyError("torn")
+        return index
+
+
+def test_an_error_of_the_users_own_says_which_sample_it_was(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="torn") as caught:
+        pack(Torn(), tmp_path / "set", workers=0, shard_bytes=80)
+    assert caught.value.sample_index == 222  # type: ignore[attr-defined]
+    notes = getattr(caught.value, "__notes__", ["while packing sample 222"])  # Python 3.10
+    assert notes == ["while packing sample 222"]
+    with pytest.raises(CannotPack, match="KeyError: 'torn'"):
+        pack(AllTorn(), tmp_path / "other", workers=0, on_error="skip")
+
+
+class AllTorn(Torn):
+    def __getitem__(self, index: int) -> int:
+        raise KeyError("torn")
+
+
+def test_a_map_that_loses_results_is_named(tmp_path: Path) -> None:
+    def lose(function: Any, numbers: Any) -> Any:
+        return [function(number) for number in list(numbers)[:-2]]
+
+    with pytest.raises(BadArgument, match="map=5 cannot be called"):
+        pack([1], tmp_path / "set", map=5)  # type: ignore[arg-type]
+    with pytest.raises(CannotPack, match="longer_side='x' is not a whole number"):
+        Field(longer_side="x")  # type: ignore[arg-type]
+    with pytest.raises(BadArgument, match=r"no result for shard 8, and for 2 of 10"):
+        pack(list(range(10)), tmp_path / "set", map=lose, shard_bytes=1)
+    again = pack(list(range(10)), tmp_path / "set", workers=0, shard_bytes=1)
+    assert [again[index] for index in range(10)] == list(range(10))
+
+
+def test_records_of_rubbish_are_written_anew(tmp_path: Path) -> None:
+    with pytest.raises(BadArgument):
+        pack(list(range(10)), tmp_path / "set", map=lambda f, some: [f(some[0])], shard_bytes=1)
+    (tmp_path / "set" / "shard-00000.json").write_text(json.dumps([1]))
+    assert len(pack(list(range(10)), tmp_path / "set", workers=0, shard_bytes=1)) == 10
+
+
+def test_room_is_advised_only_where_room_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CannotWrite, match="a folder that you may write to") as caught:
+        pack([1], tmp_path / "file" / "set", workers=0)
+    assert "make room" not in str(caught.value)
+    with pytest.raises(CannotWrite, match=r"'' cannot be written"):
+        pack([1], "", workers=0)
+
+
+def test_another_packing_says_how_it_differs(tmp_path: Path) -> None:
+    def begin(function: Any, numbers: Any) -> Any:
+        return [function(number) for number in list(numbers)[:1]]
+
+    with pytest.raises(BadArgument):
+        pack([(1, 2)] * 9, tmp_path, map=begin, shard_bytes=1)
+    for samples, keywords, told in (
+        ([(1, 2)] * 8, {}, "of 9 samples, not 8"),
+        ([(1, 2)] * 9, {"fields": ["a", "b"]}, r"of the fields \['field_0'"),
+        ([(1, 2.5)] * 9, {}, "'field_1' was int"),
+        ([(1, 2)] * 9, {"seed": 1}, "seed="),
+    ):
+        with pytest.raises(AlreadyThere, match=told):
+            pack(samples, tmp_path, workers=0, shard_bytes=1, **keywords)
+    assert len(pack([(1, 2)] * 9, tmp_path, workers=0, shard_bytes=1)) == 9
