@@ -18,7 +18,7 @@ import torch
 
 import penstock
 from penstock import DataLoader, Timeline, Tracing
-from penstock.errors import BadArgument
+from penstock.errors import BadArgument, BadTrace
 from penstock.tracing import KINDS
 
 pytestmark = pytest.mark.legacy
@@ -199,11 +199,36 @@ def test_a_trace_is_there_after_each_epoch_and_after_close(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "trace", [3, "run.txt", "no such folder/run.json", Tracing(file="run.csv")]
+    "trace",
+    [
+        *(3, "run.txt", "no such folder/run.json", Tracing(file="run.csv"), Tracing(file=5)),  # type: ignore[arg-type]
+        *("~/run.json", f"{__file__}/run.json", "x" * 300 + ".json", "\0.json"),
+    ],
 )
 def test_a_trace_that_cannot_be_is_refused_at_once(trace: Any) -> None:
     with pytest.raises(BadArgument, match="trace="):
         DataLoader(range(4), trace=trace)
+
+
+def test_a_trace_that_cannot_be_written_any_more_ends_no_training(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    loader = DataLoader(range(8), batch_size=4, trace=folder / "run.json")
+    folder.rmdir()
+    with pytest.warns(UserWarning, match="no such folder(?s:.*)goes on without") as warned:
+        assert len([*loader, *loader]) == 4
+    assert len(warned) == 1
+    with pytest.raises(BadTrace, match="mkdir -p"):
+        loader.timeline().save(folder / "run.html")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_nothing_is_ready_while_everything_is_waited_for(num_workers: int) -> None:
+    loader = DataLoader(Drawing(), batch_size=BATCH_SIZE, num_workers=num_workers)
+    for _ in loader:
+        pass
+    ready = [reading.value for reading in loader.timeline().model.ready]
+    assert sorted(ready)[len(ready) // 2] == 0
 
 
 def test_long_runs_are_kept_whole_where_a_trace_was_asked_for() -> None:

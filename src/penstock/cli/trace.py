@@ -11,8 +11,6 @@ from typing import Annotated
 
 import typer
 
-from penstock.errors import BadTrace
-
 app = typer.Typer(help="Look at traces, as DataLoader(trace=...) and run --trace write them.")
 
 _File = Annotated[str, typer.Argument(metavar="TRACE", help="A .json or .json.gz of ours.")]
@@ -85,10 +83,7 @@ def export(
     from penstock.timeline.view import Timeline
 
     timeline = Timeline.load(file)
-    try:
-        timeline.save(out)
-    except OSError as error:
-        raise BadTrace(f"{out} cannot be written: {error.strerror}") from None
+    timeline.save(out)
     typer.echo(f"{out}: {Path(out).stat().st_size:,} bytes, {timeline.model.num_spans:,} spans")
 
 

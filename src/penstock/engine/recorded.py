@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.recording import Recorder, Tracing, make_recorder
 from penstock.engine.steps import trace_steps
-from penstock.errors import BadArgument
+from penstock.errors import BadArgument, BadTrace
 from penstock.machine.host import memory_bytes, usable_cores
 from penstock.tracing import BATCH, LEASE, Noted
 
@@ -157,6 +158,7 @@ class _Writer:
         self._timeline = penstock.Timeline  # now: at the end of the program it may be too late
         self._owner = os.getpid()
         self._written_s = self._took_s = 0.0
+        self._has_failed = False
 
     def write_sometimes(self) -> None:
         """At the end of an epoch; not of each, where epochs are short and the file is long."""
@@ -164,11 +166,17 @@ class _Writer:
             self.write()
 
     def write(self) -> None:
-        if os.getpid() == self._owner:
-            start_s = time.monotonic()
+        if os.getpid() != self._owner:
+            return
+        start_s = time.monotonic()
+        try:
             self._timeline(self._recorder.records()).save(self._path)
-            self._written_s = time.monotonic()
-            self._took_s = self._written_s - start_s
+        except BadTrace as error:  # a full disk, say: no reason to lose the training as well
+            if not self._has_failed:
+                warnings.warn(f"{error}\n  The run goes on without its trace.", stacklevel=2)
+            self._has_failed = True
+        self._written_s = time.monotonic()
+        self._took_s = self._written_s - start_s
 
 
 def checked_trace(trace: Any) -> Any:
@@ -184,7 +192,10 @@ def checked_trace(trace: Any) -> Any:
         return Tracing()
     if isinstance(trace, (str, os.PathLike)):
         trace = Tracing(file=trace)
-    if not isinstance(trace, Tracing):
+    is_sound = isinstance(trace, Tracing) and isinstance(
+        trace.file, (str, os.PathLike, type(None))
+    )
+    if not is_sound:
         raise BadArgument(
             f"trace={trace!r} is no path, no Tracing(...), and neither True nor False",
             remedy="DataLoader(..., trace='run.json')",
@@ -195,9 +206,31 @@ def checked_trace(trace: Any) -> Any:
             f"trace={path!r}: a trace is written to {', '.join(SUFFIXES)}",
             remedy="DataLoader(..., trace='run.json'), or 'run.html' to look at",
         )
-    folder = os.path.dirname(path) if path else ""
-    if folder and not os.path.isdir(folder):
-        raise BadArgument(
-            f"trace={path!r}: there is no folder {folder!r}", remedy=f"mkdir -p {folder}"
-        )
+    if path is not None:
+        _check_place(path)
     return trace
+
+
+def _check_place(path: str) -> None:
+    """Can a file be made there? Asked now, and not after the first epoch."""
+    folder = os.path.dirname(path)
+    if folder and not os.path.isdir(folder):
+        if folder.startswith("~"):
+            what, remedy = "only shells know '~'", f"trace=os.path.expanduser({path!r})"
+        elif os.path.exists(folder):
+            what, remedy = f"{folder!r} is a file, no folder", "DataLoader(..., trace='run.json')"
+        else:
+            what, remedy = f"there is no folder {folder!r}", f"mkdir -p {folder}"
+        raise BadArgument(f"trace={path!r}: {what}", remedy=remedy)
+    beside = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
+    try:
+        with open(beside, "xb"):
+            pass
+        os.unlink(beside)
+    except FileExistsError:
+        pass  # another loader of this process writes just now
+    except (OSError, ValueError) as error:
+        raise BadArgument(
+            f"trace={path!r} cannot be written: {getattr(error, 'strerror', None) or error}",
+            remedy="DataLoader(..., trace='/tmp/run.json'), or another folder that is yours",
+        ) from None

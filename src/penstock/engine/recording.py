@@ -225,7 +225,8 @@ class Recorder:
         """A batch is about to be handed out; ``jobs``: those under way."""
         self._place = (epoch + (crew.pass_offset if crew is not None else 0), batch, rows)
         if self._is_close:
-            self._num_ready = min(sum(job.is_done for job in jobs.values()), 65535)
+            others = sum(job.is_done for job in jobs.values()) - 1  # beside this one
+            self._num_ready = min(max(0, others), 65535)
 
     def taken(self, started_ns: int) -> None:
         """A courier has been given a batch, which was loaded since then."""

@@ -278,8 +278,8 @@ class _Simulation:
             start = self._now
             while self._missing[batch]:
                 self._advance()
-            run.ready.append((self._now, sum(not left for left in self._missing.values())))
             del self._missing[batch]
+            run.ready.append((self._now, sum(not left for left in self._missing.values())))
             if self._now > start:
                 run.events.append(Event("stall", -1, batch, 0, 0, start, self._now))
             self._next = batch + 1

@@ -54,16 +54,28 @@ def write_records(records: Mapping[str, Any], path: str | os.PathLike[str]) -> N
 
 
 def write_whole(content: bytes, path: str | os.PathLike[str]) -> None:
-    """Write bytes, packed where the name ends in ``.gz``, under another name first."""
+    """Write bytes, packed where the name ends in ``.gz``, under another name first.
+
+    Raises:
+        BadTrace: It cannot be written there.
+    """
     path = Path(path)
     if path.suffix == ".gz":
         content = gzip.compress(content, 5, mtime=0)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_bytes(content)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+        try:
+            beside.write_bytes(content)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        is_there = path.parent.is_dir()
+        why = getattr(error, "strerror", None) or str(error)
+        raise BadTrace(
+            f"{path} cannot be written: {why if is_there else 'there is no such folder'}",
+            remedy="another folder, or more room" if is_there else f"mkdir -p {path.parent}",
+        ) from error
 
 
 def read_records(path: str | os.PathLike[str]) -> dict[str, Any]:
