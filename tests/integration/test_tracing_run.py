@@ -158,6 +158,10 @@ def test_nothing_is_noted_where_tracing_is_off() -> None:
     batches_of(loader)
     assert loader.timeline().num_batches == 0
     assert loader.stats().num_batches == 0
+    for said in (loader.timeline().verdict.sentence, str(loader.stats())):
+        assert "tracing is off" in said
+    with pytest.raises(BadTrace, match="trace=True"):
+        penstock.simulate(loader, workers=2)
 
 
 SCRIPT = """

@@ -37,8 +37,12 @@ class Stats:
     stall_share: float = 0.0
     step_share: float = 0.0
     num_ready: int = 0
+    is_off: bool = False
+    """Nothing is known: the loader was told to note nothing."""
 
     def __str__(self) -> str:
+        if self.is_off:
+            return "nothing is known: tracing is off (trace=False, or PENSTOCK_TRACE=0)"
         return (
             f"{self.num_batches} batches, {self.samples_per_s:,.0f} samples/s; "
             f"waiting {self.stall_share:.0%}, step {self.step_share:.0%}, {self.num_ready} ready"
@@ -89,6 +93,9 @@ class Recorded:
                 in_order=setup.in_order,
                 cores=usable_cores(),
                 memory_bytes=memory_bytes()[0],
+                persistent_workers=bool(getattr(self, "persistent_workers", False)),
+                collate_fn=_name_collate(getattr(self, "collate_fn", None)),
+                is_off=self._recorder.ring is None,
                 device=None if setup.make_courier is None else str(getattr(self, "device", "")),
             )
 
@@ -122,7 +129,17 @@ class Recorded:
             >>> loader.stats().num_batches
             2
         """
-        return _stats(self._recorder.recent() if self._recorder is not None else [])
+        if self._recorder is None:
+            return Stats()
+        is_off = self._recorder.ring is None
+        return Stats(is_off=True) if is_off else _stats(self._recorder.recent())
+
+
+def _name_collate(collate_fn: Any) -> str:
+    from torch.utils.data import default_collate
+
+    is_default = collate_fn is None or collate_fn is default_collate
+    return "default" if is_default else "own"
 
 
 def _stats(spans: list[Noted]) -> Stats:
@@ -192,9 +209,7 @@ def checked_trace(trace: Any) -> Any:
         return Tracing()
     if isinstance(trace, (str, os.PathLike)):
         trace = Tracing(file=trace)
-    is_sound = isinstance(trace, Tracing) and isinstance(
-        trace.file, (str, os.PathLike, type(None))
-    )
+    is_sound = isinstance(trace, Tracing) and isinstance(trace.file, (str, os.PathLike, type(None)))
     if not is_sound:
         raise BadArgument(
             f"trace={trace!r} is no path, no Tracing(...), and neither True nor False",

@@ -124,7 +124,9 @@ def distil(model: Model, num_batches: int) -> tuple[Workload, Settings]:
         raise BadTrace(
             f"{len(batches)} batches and {len(fetches)} parts of them are too few to imagine "
             "another run from",
-            remedy="let the loader run for a few seconds first",
+            remedy="DataLoader(..., trace=True)"
+            if model.facts.get("is_off") is True
+            else "let the loader run for a few seconds first",
         )
     batch_rows = int(statistics.median(batch.rows for batch in batches))
     is_inline = not model.of("worker")
