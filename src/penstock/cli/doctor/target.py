@@ -158,17 +158,18 @@ def _local_place(target: Target) -> str | None:
 
 def _suggest(target: Target) -> str:
     """A line with the names that may have been meant."""
-    names = [name for name in bound_names(target.tree) if not name.startswith("_")]
-    near = difflib.get_close_matches(target.name, names, n=1, cutoff=0.5) if target.name else []
-    if near:
-        return f"penstock {target.command} {target.script}:{near[0]}"
     imported = {
         alias.asname or alias.name.partition(".")[0]
         for node in ast.walk(target.tree)
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
     }
-    own = sorted((name for name in names if name not in imported), key=_is_unlikely)[:_SHOWN]
+    names = [name for name in bound_names(target.tree) if not name.startswith("_")]
+    own = [name for name in names if name not in imported]
+    near = difflib.get_close_matches(target.name, own, n=1, cutoff=0.5) if target.name else []
+    if near:
+        return f"penstock {target.command} {target.script}:{near[0]}"
+    own = sorted(own, key=_is_unlikely)[:_SHOWN]
     if not own:
         return _USAGES[target.command]
     return f"penstock {target.command} {target.script}:{own[0]}" + (
