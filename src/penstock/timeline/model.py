@@ -288,7 +288,7 @@ class _Maker:
         loaded = self._inline.get((pass_, batch), 0) - self._origin
         middle = min(end, max(start + waited + transfer, loaded))
         lane.spans.append(Span("deliver", "", middle, end, 0, *place))
-        self._model.ready.append(Reading(start, ready))
+        self._model.ready.append(Reading(start, max(0, ready)))
 
 
 def nest(spans: list[Span]) -> list[Span]:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from penstock.timeline.view import Timeline
 
 NUM_BATCHES = 200
-MAX_WORKERS, MAX_COUNT = 1024, 100_000
-"""More takes minutes to imagine."""
+MAX_WORKERS, MAX_COUNT = 1024, 10_000_000
+"""More takes minutes to imagine, or is no wish but a slip."""
 PACKED_S, PACKED_BYTES_PER_S = 2e-5, 2e9
 """What a packed sample costs: finding it, and copying it (150 KB samples, one core)."""
 
@@ -114,6 +114,8 @@ def _check_numbers(**numbers: Any) -> None:
 
 def predict_rate(model: Model, *, num_workers: int) -> float | None:
     """Samples a second with another number of workers; None where the trace does not tell."""
+    if num_workers > MAX_WORKERS:
+        return None
     try:
         workload, settings = distil(model, NUM_BATCHES)
     except BadTrace:
@@ -166,7 +168,7 @@ def distil(model: Model, num_batches: int) -> tuple[Workload, Settings]:
         batch_rows=max(1, batch_rows),
         num_batches=num_batches,
         cores=_free_cores(fetches, workload, lanes, cores),
-        depth=asked if isinstance(asked, int) else None,
+        depth=asked if isinstance(asked, int) and asked >= 1 else None,
         can_split=not workload.collate,
         split_from_s=pace.SPLIT_FROM_S,
         depth_target_s=pace.DEPTH_TARGET_S,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import traces
 from penstock import BadTrace, Timeline
 from penstock.timeline.files import dump_records, read_records, write_records
 from penstock.tracing import BATCH, LEASE, USER, Noted
@@ -117,6 +118,19 @@ def test_a_lane_with_a_spoiled_field_is_damaged(tmp_path: Path, field: str) -> N
     content = json.loads(dump_records(RECORDS))
     content["lanes"][0][field] = math.nan
     assert "damaged" in str(bad(tmp_path, json.dumps(content).encode()))
+
+
+def test_a_trace_that_claims_a_billion_cores_is_judged_all_the_same() -> None:
+    odd = {"cores": 2**31, "prefetch_factor": 0}
+    verdict = Timeline(traces.make_records(num_workers=2, **odd)).verdict
+    assert verdict.cause == "decode"
+
+
+def test_a_queue_that_counts_below_zero_is_drawn() -> None:
+    records = traces.make_records(num_workers=2)
+    main = records["lanes"][0]["spans"]
+    main[3] = main[3]._replace(part=-(2**63))
+    assert "worker 0" in Timeline(records).draw()
 
 
 def test_a_file_that_is_not_there_and_a_folder_are_named(tmp_path: Path) -> None:
