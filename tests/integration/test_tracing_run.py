@@ -226,6 +226,15 @@ def test_a_trace_that_cannot_be_written_any_more_ends_no_training(tmp_path: Path
         loader.timeline().save(folder / "run.html")
 
 
+def test_two_loaders_that_would_overwrite_each_other_s_trace_are_told(tmp_path: Path) -> None:
+    first, second = (DataLoader(range(4), trace=tmp_path / "run.json") for _ in range(2))
+    assert len(list(first)) == 4
+    with pytest.warns(UserWarning, match="two loaders write their trace"):
+        next(iter(second))
+    del first, second
+    assert len(list(DataLoader(range(4), trace=tmp_path / "run.json"))) == 4  # one after the other
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_nothing_is_ready_while_everything_is_waited_for(num_workers: int) -> None:
     loader = DataLoader(Drawing(), batch_size=BATCH_SIZE, num_workers=num_workers)

@@ -69,6 +69,7 @@ class Recorded:
             if self._recorder.traces_steps:
                 trace_steps()  # for what is loaded in this process
             if isinstance(asked, Tracing) and asked.file is not None:
+                _claim(os.fspath(asked.file), self)
                 writer = _Writer(self._recorder, os.fspath(asked.file))
                 self._recorder.on_end = writer.write_sometimes
                 # When the loader is gone, or at the end of the program.
@@ -162,6 +163,18 @@ def _stats(spans: list[Noted]) -> Stats:
         step_share=sum(span.start_ns - span.b for span in batches if span.b) / total_ns,
         num_ready=batches[-1].part,
     )
+
+
+_claims: weakref.WeakValueDictionary[str, Recorded] = weakref.WeakValueDictionary()
+"""Which loader of this process writes to which file."""
+
+
+def _claim(path: str, loader: Recorded) -> None:
+    path = os.path.realpath(path)
+    if _claims.get(path, loader) is not loader:
+        text = f"two loaders write their trace to {path}: only that of the last one stays there"
+        warnings.warn(f"{text}\n  Try: a trace= of its own for each", stacklevel=2)
+    _claims[path] = loader
 
 
 class _Writer:

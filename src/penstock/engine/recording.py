@@ -53,7 +53,7 @@ class Tracing:
 
     Args:
         file: Where the trace goes: ``.json``, ``.json.gz``, ``.html`` or ``.perfetto.json.gz``.
-        samples: Note each ``dataset[i]``, and not only the parts of batches.
+        samples: Note each ``dataset[i]`` in workers, and not only the parts of batches.
         steps: Note each transform of torchvision's ``Compose`` by its name.
 
     Example:

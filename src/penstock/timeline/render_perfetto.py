@@ -55,7 +55,7 @@ def lay_out(spans: list[Span]) -> list[int]:
     Example:
         >>> fetches = [Span("fetch", "", 0, 10), Span("fetch", "", 10, 20)]
         >>> lay_out([*fetches, Span("user", "all", 5, 15), Span("user", "one", 6, 8)])
-        [0, 0, 1, 1]
+        [0, 0, 1, 0]
     """
     lines = [0] * len(spans)
     open_until: list[list[int]] = []
