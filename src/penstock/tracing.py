@@ -153,6 +153,11 @@ class Ring:
         at = _RECORDS_AT + number % self.capacity * RECORD.size
         _EXTRA.pack_into(self.buffer, at + RECORD.size - 4, min(max(extra, -1), 2**31 - 1))
 
+    def set_rows(self, number: int, rows: int) -> None:
+        """Say how many samples it really was."""
+        at = _RECORDS_AT + number % self.capacity * RECORD.size
+        _EXTRA.pack_into(self.buffer, at + RECORD.size - 8, rows)
+
     def name(self, text: str) -> int:
         """The number of a name; 0, which has none, once the table is full."""
         number = self.names.get(text)

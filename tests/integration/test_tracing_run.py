@@ -226,6 +226,19 @@ def test_a_trace_that_cannot_be_written_any_more_ends_no_training(tmp_path: Path
         loader.timeline().save(folder / "run.html")
 
 
+def test_parts_that_were_dropped_half_way_make_no_sample_seem_quick() -> None:
+    loader = DataLoader(Drawing(), batch_size=8, num_workers=2, persistent_workers=True)
+    for _ in range(6):  # each time, what was loaded ahead is dropped
+        next(iter(loader))
+    for _ in loader:
+        pass
+    timeline = loader.timeline()
+    parts = [s for lane in timeline.lanes if lane.role == "worker" for s in lane.top() if s.rows]
+    loader.close()
+    assert len(parts) >= COUNT // 8
+    assert min(part.took_ns / part.rows for part in parts) >= 1_000_000  # what a sample sleeps
+
+
 def test_two_loaders_that_would_overwrite_each_other_s_trace_are_told(tmp_path: Path) -> None:
     first, second = (DataLoader(range(4), trace=tmp_path / "run.json") for _ in range(2))
     assert len(list(first)) == 4

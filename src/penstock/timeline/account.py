@@ -193,7 +193,8 @@ def _scaled(fetches: list[Span], collates: list[Span], field: str) -> float:
 
 def row_s(fetches: list[Span]) -> float:
     """What a sample takes: the median over parts."""
-    return statistics.median(s.took_ns / max(1, s.rows) for s in fetches) * 1e-9 if fetches else 0.0
+    took_ns = [s.took_ns / s.rows for s in fetches if s.rows]  # none: dropped half way
+    return statistics.median(took_ns) * 1e-9 if took_ns else 0.0
 
 
 def _overlap_share(stalls: list[Span], busy: list[Span]) -> float:

@@ -137,7 +137,8 @@ def distil(model: Model, num_batches: int) -> tuple[Workload, Settings]:
     """
     main = next(iter(model.of("main")), None)
     lanes = [lane for lane in model.of("worker") if lane.spans] or ([main] if main else [])
-    fetches = [s for lane in lanes for s in lane.top() if s.kind == "fetch" and not s.is_open]
+    spans = [s for lane in lanes for s in lane.top() if s.kind == "fetch"]
+    fetches = [s for s in spans if s.rows > 0 and not s.is_open]  # no rows: dropped half way
     batches = model.batches()
     if main is None or len(batches) < 3 or not fetches:
         raise BadTrace(
