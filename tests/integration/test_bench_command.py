@@ -133,3 +133,18 @@ def test_a_folder_that_is_not_there_is_said_to_be_missing() -> None:
     done = CliRunner().invoke(app, ["bench", "no such folder"])
     assert done.exit_code == 2
     assert "no folder" in done.output + (done.stderr or "")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (("--out", "no such folder/b.html"), "there is no folder"),
+        (("--workers", "0,100000"), "1024 at most"),
+    ],
+)
+def test_what_would_fail_later_is_refused_before_anything_is_measured(
+    option: tuple[str, str], words: str
+) -> None:
+    done = CliRunner().invoke(app, ["bench", "train.py:dataset", *option])
+    assert done.exit_code == 2
+    assert words in done.output + (done.stderr or "")
