@@ -223,8 +223,8 @@ class _Judge:
         others = [w for w in self.workers if w is not one and w.first_pass == one.first_pass]
         usual = sorted(worker.row_s for worker in others)[len(others) // 2]
         text = (
-            f"Worker {one.number} is {one.row_s / usual:.1f} times slower than the others, which "
-            f"wait for it."
+            f"Worker {one.number} is {one.row_s / usual:.1f} times slower than the others"
+            f"{'.' if self.facts.get('in_order') is False else ', which wait for it.'}"
         )
         evidence = [
             f"a sample takes it {one.row_s * 1e3:.3g} ms, the others {usual * 1e3:.3g} ms",

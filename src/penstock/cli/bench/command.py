@@ -16,7 +16,6 @@ from penstock.cli.bench.subject import Subject, open_subject
 from penstock.errors import BadArgument
 from penstock.machine.collect import machine
 
-
 MAX_WORKERS = 1024
 """Beyond this, a slip of the finger."""
 
