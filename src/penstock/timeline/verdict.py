@@ -248,7 +248,7 @@ class _Judge:
             text = f"Collating in workers limits: it takes {collate:.0%} of their time."
             remedy = "DataLoader(..., collate_fn=None), with the work moved to dataset[i]"
             if self.facts.get("collate_fn") == "default":
-                remedy = "few large tensors or arrays in a sample instead of many small values"
+                remedy = "samples of fewer bytes (uint8, not float32), in one tensor, not in many"
             return self._say("collate", text, evidence, remedy)
         if waits > 0.5 and self.facts.get("pool") != "thread":
             more = max(2 * len(self.workers), self._cores())
