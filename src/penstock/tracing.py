@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from penstock.errors import BadArgument
+
 now_ns = time.perf_counter_ns
 
 KINDS = (
@@ -151,6 +153,11 @@ class Ring:
         at = _RECORDS_AT + number % self.capacity * RECORD.size
         _EXTRA.pack_into(self.buffer, at + RECORD.size - 4, min(max(extra, -1), 2**31 - 1))
 
+    def set_rows(self, number: int, rows: int) -> None:
+        """Say how many samples it really was."""
+        at = _RECORDS_AT + number % self.capacity * RECORD.size
+        _EXTRA.pack_into(self.buffer, at + RECORD.size - 8, rows)
+
     def name(self, text: str) -> int:
         """The number of a name; 0, which has none, once the table is full."""
         number = self.names.get(text)
@@ -260,6 +267,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
+def _as_name(value: Any) -> str:
+    if callable(value):  # @span without a name: the function would never be called
+        name = getattr(value, "__name__", "part")
+        raise BadArgument(
+            f"penstock.span was given {name}, not a name", remedy=f'@penstock.span("{name}")'
+        )
+    return str(value)
+
+
 class span:
     """Times a part of your own code, in the training loop or inside ``dataset[i]``.
 
@@ -280,7 +296,7 @@ class span:
     __slots__ = ("_kind", "_name", "_number", "_ring")
 
     def __init__(self, name: str, *, kind: int = USER) -> None:
-        self._name = name
+        self._name = name if type(name) is str else _as_name(name)
         self._kind = kind
 
     def __enter__(self) -> span:

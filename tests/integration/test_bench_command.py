@@ -112,3 +112,39 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     for target in (f"{script}:number", f"{script}:nothing", str(tmp_path)):
         with pytest.raises(BadTarget), open_subject(target, ()):
             pass
+
+
+class Raising(Waiting):
+    def __getitem__(self, index: int) -> float:
+        raise KeyError("oops")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"), [([], "is empty"), (Raising(), r"dataset\[0\] raises KeyError")]
+)
+def test_a_dataset_that_gives_nothing_is_named(dataset: Any, words: str) -> None:
+    with pytest.raises(BadTarget, match=words):
+        measure(
+            Subject(name="x", dataset=dataset), batch_size=4, workers=(), seconds=0.1, tell=print
+        )
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_missing() -> None:
+    done = CliRunner().invoke(app, ["bench", "no such folder"])
+    assert done.exit_code == 2
+    assert "no folder" in done.output + (done.stderr or "")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (("--out", "no such folder/b.html"), "there is no folder"),
+        (("--workers", "0,100000"), "1024 at most"),
+    ],
+)
+def test_what_would_fail_later_is_refused_before_anything_is_measured(
+    option: tuple[str, str], words: str
+) -> None:
+    done = CliRunner().invoke(app, ["bench", "train.py:dataset", *option])
+    assert done.exit_code == 2
+    assert words in done.output + (done.stderr or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,31 @@ def test_show_draws_and_judges(files: tuple[str, str]) -> None:
     assert lines[0].startswith("worker 0 ▕")
     assert any(line.startswith("The training loop waits") for line in lines)
     assert any("Try: DataLoader(" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "part", [("--from", "99"), ("--from", "0.5", "--to", "0.1"), ("--to", "nan")]
+)
+def test_a_part_that_the_trace_does_not_have_is_named(
+    files: tuple[str, str], part: tuple[str, ...]
+) -> None:
+    done = penstock("show", files[0], *part)
+    assert done.exit_code == 2
+    assert "the trace goes from 0 to" in done.output + (done.stderr or "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_where_there_are_no_blocks_it_is_drawn_without(
+    files: tuple[str, str], encoding: str
+) -> None:
+    command = [sys.executable, "-m", "penstock", "trace", "show", files[0]]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=60)
+    lines = done.stdout.decode(encoding).splitlines()
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert lines[0].startswith("worker 0 |")
+    assert "###" in lines[0]
+    assert any(line.startswith("The training loop waits") for line in lines)
 
 
 def test_show_for_a_program_is_json(files: tuple[str, str]) -> None:

@@ -18,7 +18,7 @@ import torch
 
 import penstock
 from penstock import DataLoader, Timeline, Tracing
-from penstock.errors import BadArgument
+from penstock.errors import BadArgument, BadTrace
 from penstock.tracing import KINDS
 
 pytestmark = pytest.mark.legacy
@@ -158,6 +158,10 @@ def test_nothing_is_noted_where_tracing_is_off() -> None:
     batches_of(loader)
     assert loader.timeline().num_batches == 0
     assert loader.stats().num_batches == 0
+    for said in (loader.timeline().verdict.sentence, str(loader.stats())):
+        assert "tracing is off" in said
+    with pytest.raises(BadTrace, match="trace=True"):
+        penstock.simulate(loader, workers=2)
 
 
 SCRIPT = """
@@ -199,11 +203,58 @@ def test_a_trace_is_there_after_each_epoch_and_after_close(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "trace", [3, "run.txt", "no such folder/run.json", Tracing(file="run.csv")]
+    "trace",
+    [
+        *(3, "run.txt", "no such folder/run.json", Tracing(file="run.csv"), Tracing(file=5)),  # type: ignore[arg-type]
+        *("~/run.json", f"{__file__}/run.json", "x" * 300 + ".json", "\0.json"),
+    ],
 )
 def test_a_trace_that_cannot_be_is_refused_at_once(trace: Any) -> None:
     with pytest.raises(BadArgument, match="trace="):
         DataLoader(range(4), trace=trace)
+
+
+def test_a_trace_that_cannot_be_written_any_more_ends_no_training(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    loader = DataLoader(range(8), batch_size=4, trace=folder / "run.json")
+    folder.rmdir()
+    with pytest.warns(UserWarning, match="no such folder(?s:.*)goes on without") as warned:
+        assert len([*loader, *loader]) == 4
+    assert len(warned) == 1
+    with pytest.raises(BadTrace, match="mkdir -p"):
+        loader.timeline().save(folder / "run.html")
+
+
+def test_parts_that_were_dropped_half_way_make_no_sample_seem_quick() -> None:
+    loader = DataLoader(Drawing(), batch_size=8, num_workers=2, persistent_workers=True)
+    for _ in range(6):  # each time, what was loaded ahead is dropped
+        next(iter(loader))
+    for _ in loader:
+        pass
+    timeline = loader.timeline()
+    parts = [s for lane in timeline.lanes if lane.role == "worker" for s in lane.top() if s.rows]
+    loader.close()
+    assert len(parts) >= COUNT // 8
+    assert min(part.took_ns / part.rows for part in parts) >= 1_000_000  # what a sample sleeps
+
+
+def test_two_loaders_that_would_overwrite_each_other_s_trace_are_told(tmp_path: Path) -> None:
+    first, second = (DataLoader(range(4), trace=tmp_path / "run.json") for _ in range(2))
+    assert len(list(first)) == 4
+    with pytest.warns(UserWarning, match="two loaders write their trace"):
+        next(iter(second))
+    del first, second
+    assert len(list(DataLoader(range(4), trace=tmp_path / "run.json"))) == 4  # one after the other
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_nothing_is_ready_while_everything_is_waited_for(num_workers: int) -> None:
+    loader = DataLoader(Drawing(), batch_size=BATCH_SIZE, num_workers=num_workers)
+    for _ in loader:
+        pass
+    ready = [reading.value for reading in loader.timeline().model.ready]
+    assert sorted(ready)[len(ready) // 2] == 0
 
 
 def test_long_runs_are_kept_whole_where_a_trace_was_asked_for() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import penstock
 from penstock import tracing
+from penstock.errors import BadArgument
 from penstock.tracing import BATCH, LEASE, MAX_NAMES, RING_BYTES, USER, Ring, read_ring
 
 pytestmark = pytest.mark.legacy
@@ -132,6 +133,20 @@ def test_a_decorated_function_keeps_its_name_and_result() -> None:
 
     assert (double(4), double.__name__, double.__doc__) == (8, "double", "Twice.")
     assert any(span.name == "doubling" for span in own_spans())
+
+
+def test_a_decorator_without_a_name_is_refused_since_it_would_never_call_the_function() -> None:
+    with pytest.raises(BadArgument, match=r'@penstock\.span\("double"\)'):
+
+        @penstock.span
+        def double(value: int) -> int:
+            return 2 * value
+
+
+def test_what_is_no_text_is_a_name_as_it_is_printed() -> None:
+    with penstock.span(["odd", 5]):  # type: ignore[arg-type]
+        pass
+    assert own_spans()[-1].name == "['odd', 5]"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

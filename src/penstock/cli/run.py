@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from penstock.cli import USAGE_ERROR
 from penstock.cli.run_checks import RunOptions, check_options
 from penstock.cli.run_seeds import hash_notes, seed_early, seed_torch
-from penstock.errors import PenstockError
+from penstock.errors import BadTrace, PenstockError
 from penstock.integrations import running
 
 if TYPE_CHECKING:
@@ -162,6 +162,6 @@ class _RunTrace:
         timeline = Timeline(merge_records([one.records() for one in self._recorders]))
         try:
             timeline.save(self._path)
-        except OSError as error:
-            return [f"the trace could not be written: {error}"]
+        except BadTrace as error:
+            return str(error).splitlines()
         return [f"trace: {self._path}", *str(timeline.verdict).splitlines()]

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.errors import BadTrace
+from penstock.errors import BadArgument
 
 app = typer.Typer(help="Look at traces, as DataLoader(trace=...) and run --trace write them.")
 
@@ -32,7 +32,7 @@ def show(
     """Draw it here, as wide as the window, with the verdict."""
     from rich.console import Console
 
-    from penstock.timeline.render_terminal import render
+    from penstock.timeline.render_terminal import print_run, render
     from penstock.timeline.view import Timeline
 
     timeline = Timeline.load(file)
@@ -40,10 +40,15 @@ def show(
         sys.stdout.write(json.dumps(_as_dict(timeline), indent=2, default=str) + "\n")
         return
     console = Console(width=width)
-    console.print(render(timeline.model, console.width, first_s=first, last_s=last), soft_wrap=True)
-    console.print(str(timeline.verdict), highlight=False, markup=False, soft_wrap=True)
-    for note in timeline.model.notes:
-        console.print(f"Note: {note}", highlight=False, markup=False, soft_wrap=True)
+    total_s = timeline.model.total_ns * 1e-9
+    end_s = total_s if last is None else min(last, total_s)
+    if total_s and not first < end_s:
+        raise BadArgument(
+            f"--from {first:g} --to {end_s:g}: the trace goes from 0 to {total_s:.4g} s",
+            remedy=f"penstock trace show {file} --from 0 --to {total_s:.4g}",
+        )
+    drawing = render(timeline.model, console.width, first_s=first, last_s=end_s)
+    print_run(console, drawing, timeline.say(), soft_wrap=True)
 
 
 def _as_dict(timeline: object) -> dict[str, object]:
@@ -85,10 +90,7 @@ def export(
     from penstock.timeline.view import Timeline
 
     timeline = Timeline.load(file)
-    try:
-        timeline.save(out)
-    except OSError as error:
-        raise BadTrace(f"{out} cannot be written: {error.strerror}") from None
+    timeline.save(out)
     typer.echo(f"{out}: {Path(out).stat().st_size:,} bytes, {timeline.model.num_spans:,} spans")
 
 

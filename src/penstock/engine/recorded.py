@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.recording import Recorder, Tracing, make_recorder
 from penstock.engine.steps import trace_steps
-from penstock.errors import BadArgument
+from penstock.errors import BadArgument, BadTrace
 from penstock.machine.host import memory_bytes, usable_cores
 from penstock.tracing import BATCH, LEASE, Noted
 
@@ -36,8 +37,12 @@ class Stats:
     stall_share: float = 0.0
     step_share: float = 0.0
     num_ready: int = 0
+    is_off: bool = False
+    """Nothing is known: the loader was told to note nothing."""
 
     def __str__(self) -> str:
+        if self.is_off:
+            return "nothing is known: tracing is off (trace=False, or PENSTOCK_TRACE=0)"
         return (
             f"{self.num_batches} batches, {self.samples_per_s:,.0f} samples/s; "
             f"waiting {self.stall_share:.0%}, step {self.step_share:.0%}, {self.num_ready} ready"
@@ -64,6 +69,7 @@ class Recorded:
             if self._recorder.traces_steps:
                 trace_steps()  # for what is loaded in this process
             if isinstance(asked, Tracing) and asked.file is not None:
+                _claim(os.fspath(asked.file), self)
                 writer = _Writer(self._recorder, os.fspath(asked.file))
                 self._recorder.on_end = writer.write_sometimes
                 # When the loader is gone, or at the end of the program.
@@ -88,6 +94,9 @@ class Recorded:
                 in_order=setup.in_order,
                 cores=usable_cores(),
                 memory_bytes=memory_bytes()[0],
+                persistent_workers=bool(getattr(self, "persistent_workers", False)),
+                collate_fn=_name_collate(getattr(self, "collate_fn", None)),
+                is_off=self._recorder.ring is None,
                 device=None if setup.make_courier is None else str(getattr(self, "device", "")),
             )
 
@@ -121,7 +130,17 @@ class Recorded:
             >>> loader.stats().num_batches
             2
         """
-        return _stats(self._recorder.recent() if self._recorder is not None else [])
+        if self._recorder is None:
+            return Stats()
+        is_off = self._recorder.ring is None
+        return Stats(is_off=True) if is_off else _stats(self._recorder.recent())
+
+
+def _name_collate(collate_fn: Any) -> str:
+    from torch.utils.data import default_collate
+
+    is_default = collate_fn is None or collate_fn is default_collate
+    return "default" if is_default else "own"
 
 
 def _stats(spans: list[Noted]) -> Stats:
@@ -146,6 +165,18 @@ def _stats(spans: list[Noted]) -> Stats:
     )
 
 
+_claims: weakref.WeakValueDictionary[str, Recorded] = weakref.WeakValueDictionary()
+"""Which loader of this process writes to which file."""
+
+
+def _claim(path: str, loader: Recorded) -> None:
+    path = os.path.realpath(path)
+    if _claims.get(path, loader) is not loader:
+        text = f"two loaders write their trace to {path}: only that of the last one stays there"
+        warnings.warn(f"{text}\n  Try: a trace= of its own for each", stacklevel=2)
+    _claims[path] = loader
+
+
 class _Writer:
     """Writes what a recorder holds to a file; knows the loader no longer."""
 
@@ -157,6 +188,7 @@ class _Writer:
         self._timeline = penstock.Timeline  # now: at the end of the program it may be too late
         self._owner = os.getpid()
         self._written_s = self._took_s = 0.0
+        self._has_failed = False
 
     def write_sometimes(self) -> None:
         """At the end of an epoch; not of each, where epochs are short and the file is long."""
@@ -164,11 +196,17 @@ class _Writer:
             self.write()
 
     def write(self) -> None:
-        if os.getpid() == self._owner:
-            start_s = time.monotonic()
+        if os.getpid() != self._owner:
+            return
+        start_s = time.monotonic()
+        try:
             self._timeline(self._recorder.records()).save(self._path)
-            self._written_s = time.monotonic()
-            self._took_s = self._written_s - start_s
+        except BadTrace as error:  # a full disk, say: no reason to lose the training as well
+            if not self._has_failed:
+                warnings.warn(f"{error}\n  The run goes on without its trace.", stacklevel=2)
+            self._has_failed = True
+        self._written_s = time.monotonic()
+        self._took_s = self._written_s - start_s
 
 
 def checked_trace(trace: Any) -> Any:
@@ -184,7 +222,8 @@ def checked_trace(trace: Any) -> Any:
         return Tracing()
     if isinstance(trace, (str, os.PathLike)):
         trace = Tracing(file=trace)
-    if not isinstance(trace, Tracing):
+    is_sound = isinstance(trace, Tracing) and isinstance(trace.file, (str, os.PathLike, type(None)))
+    if not is_sound:
         raise BadArgument(
             f"trace={trace!r} is no path, no Tracing(...), and neither True nor False",
             remedy="DataLoader(..., trace='run.json')",
@@ -195,9 +234,31 @@ def checked_trace(trace: Any) -> Any:
             f"trace={path!r}: a trace is written to {', '.join(SUFFIXES)}",
             remedy="DataLoader(..., trace='run.json'), or 'run.html' to look at",
         )
-    folder = os.path.dirname(path) if path else ""
-    if folder and not os.path.isdir(folder):
-        raise BadArgument(
-            f"trace={path!r}: there is no folder {folder!r}", remedy=f"mkdir -p {folder}"
-        )
+    if path is not None:
+        _check_place(path)
     return trace
+
+
+def _check_place(path: str) -> None:
+    """Can a file be made there? Asked now, and not after the first epoch."""
+    folder = os.path.dirname(path)
+    if folder and not os.path.isdir(folder):
+        if folder.startswith("~"):
+            what, remedy = "only shells know '~'", f"trace=os.path.expanduser({path!r})"
+        elif os.path.exists(folder):
+            what, remedy = f"{folder!r} is a file, no folder", "DataLoader(..., trace='run.json')"
+        else:
+            what, remedy = f"there is no folder {folder!r}", f"mkdir -p {folder}"
+        raise BadArgument(f"trace={path!r}: {what}", remedy=remedy)
+    beside = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
+    try:
+        with open(beside, "xb"):
+            pass
+        os.unlink(beside)
+    except FileExistsError:
+        pass  # another loader of this process writes just now
+    except (OSError, ValueError) as error:
+        raise BadArgument(
+            f"trace={path!r} cannot be written: {getattr(error, 'strerror', None) or error}",
+            remedy="DataLoader(..., trace='/tmp/run.json'), or another folder that is yours",
+        ) from None

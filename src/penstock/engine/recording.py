@@ -53,7 +53,7 @@ class Tracing:
 
     Args:
         file: Where the trace goes: ``.json``, ``.json.gz``, ``.html`` or ``.perfetto.json.gz``.
-        samples: Note each ``dataset[i]``, and not only the parts of batches.
+        samples: Note each ``dataset[i]`` in workers, and not only the parts of batches.
         steps: Note each transform of torchvision's ``Compose`` by its name.
 
     Example:
@@ -225,7 +225,8 @@ class Recorder:
         """A batch is about to be handed out; ``jobs``: those under way."""
         self._place = (epoch + (crew.pass_offset if crew is not None else 0), batch, rows)
         if self._is_close:
-            self._num_ready = min(sum(job.is_done for job in jobs.values()), 65535)
+            others = sum(job.is_done for job in jobs.values()) - 1  # beside this one
+            self._num_ready = min(max(0, others), 65535)
 
     def taken(self, started_ns: int) -> None:
         """A courier has been given a batch, which was loaded since then."""

@@ -162,7 +162,8 @@ class Worker:
             index, kind = self._badge.index, "error"
             content = describe(error, worker=self._number, where=self._where, index=index)
         self._badge.show_done()
-        busy_ns = self._scribe.end()
+        is_loaded = kind not in ("dropped", "empty", "end", "error")
+        busy_ns = self._scribe.end(is_loaded=is_loaded)
         state = own_state_of(self._dataset) if self._task.is_iterable and kind != "error" else None
         bad = tuple(self._careful.found) if self._careful is not None else ()
         return Reply(*lease.key, kind, content, needed_bytes, busy_ns, is_kept, state, bad)

@@ -35,6 +35,10 @@ class Cost(NamedTuple):
 _NONE, _SHORT = Cost(0.0, 0.0), Cost(5e-5, 0.0)
 
 
+MAX_DRAWS = 1000
+"""The mean of so many is as good as that of more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """Measured times, as plain values.
@@ -258,7 +262,7 @@ class _Simulation:
     def _part_cost(self, rows: int) -> Cost:
         """Drawn from what was measured; large parts are sums of several draws."""
         measured = self._work.rows
-        draws = max(1, round(rows / max(1, self._work.batch_rows)))
+        draws = max(1, min(MAX_DRAWS, round(rows / max(1, self._work.batch_rows))))
         found = [measured[self._random.randrange(len(measured))] for _ in range(draws)]
         cost = _mean(tuple(found)).times(rows)
         if self._work.collate:
@@ -278,8 +282,8 @@ class _Simulation:
             start = self._now
             while self._missing[batch]:
                 self._advance()
-            run.ready.append((self._now, sum(not left for left in self._missing.values())))
             del self._missing[batch]
+            run.ready.append((self._now, sum(not left for left in self._missing.values())))
             if self._now > start:
                 run.events.append(Event("stall", -1, batch, 0, 0, start, self._now))
             self._next = batch + 1

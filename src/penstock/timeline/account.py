@@ -52,6 +52,7 @@ class Account:
 
     Args:
         startup_s: Until the first batch of each epoch was there.
+        first_start_s: The part of it that the first epoch took, which pays once for much.
         loading_s: Loading in the training process itself.
         refused: How often there was no slot for another batch.
     """
@@ -61,6 +62,7 @@ class Account:
     num_passes: int = 0
     total_s: float = 0.0
     startup_s: float = 0.0
+    first_start_s: float = 0.0
     steady_s: float = 0.0
     steady_rows: int = 0
     stall_s: float = 0.0
@@ -97,7 +99,7 @@ def make_account(model: Model) -> Account:
     firsts: dict[int, int] = {}
     for batch in batches:
         firsts[batch.pass_] = min(batch.batch, firsts.get(batch.pass_, batch.batch))
-    sums, startup_ns, steady_rows, stalls = _sum_up(model, firsts)
+    sums, starts_ns, steady_rows, stalls = _sum_up(model, firsts)
     steady_s = sum(sums[kind] for kind in ("stall", "step", "deliver", "transfer", "fetch"))
     top_share, slowest_ratio, slowest = _concentration(model, stalls)
     free = [reading.value for reading in model.free_memory]
@@ -106,7 +108,8 @@ def make_account(model: Model) -> Account:
         num_rows=sum(batch.rows for batch in batches),
         num_passes=len(firsts),
         total_s=model.total_ns * 1e-9,
-        startup_s=startup_ns * 1e-9,
+        startup_s=sum(starts_ns.values()) * 1e-9,
+        first_start_s=starts_ns.get(min(firsts), 0) * 1e-9,
         steady_s=steady_s,
         steady_rows=steady_rows,
         stall_s=sums["stall"],
@@ -126,23 +129,26 @@ def make_account(model: Model) -> Account:
     )
 
 
-def _sum_up(model: Model, firsts: dict[int, int]) -> tuple[dict[str, float], int, int, list[Span]]:
+def _sum_up(
+    model: Model, firsts: dict[int, int]
+) -> tuple[dict[str, float], dict[int, int], int, list[Span]]:
     """Seconds of each kind, the start-up apart, and the stalls; ``firsts``: each epoch's batch."""
     sums: dict[str, float] = defaultdict(float)
-    startup_ns = steady_rows = 0
+    starts_ns: dict[int, int] = defaultdict(int)
+    steady_rows = 0
     stalls: list[Span] = []
     for lane in model.of("main"):
         for span in lane.top():
             is_first = firsts.get(span.pass_) == span.batch and span.kind != "step"
             if span.kind == "launch" or is_first:
-                startup_ns += span.took_ns
+                starts_ns[span.pass_] += span.took_ns
                 continue
             sums[span.kind] += span.took_ns * 1e-9
             if span.kind == "stall":
                 stalls.append(span)
             if span.kind == "deliver":
                 steady_rows += span.rows
-    return sums, startup_ns, steady_rows, stalls
+    return sums, starts_ns, steady_rows, stalls
 
 
 def _free_share(free: list[float], model: Model) -> float:
@@ -187,7 +193,8 @@ def _scaled(fetches: list[Span], collates: list[Span], field: str) -> float:
 
 def row_s(fetches: list[Span]) -> float:
     """What a sample takes: the median over parts."""
-    return statistics.median(s.took_ns / max(1, s.rows) for s in fetches) * 1e-9 if fetches else 0.0
+    took_ns = [s.took_ns / s.rows for s in fetches if s.rows]  # none: dropped half way
+    return statistics.median(took_ns) * 1e-9 if took_ns else 0.0
 
 
 def _overlap_share(stalls: list[Span], busy: list[Span]) -> float:

@@ -54,16 +54,28 @@ def write_records(records: Mapping[str, Any], path: str | os.PathLike[str]) -> N
 
 
 def write_whole(content: bytes, path: str | os.PathLike[str]) -> None:
-    """Write bytes, packed where the name ends in ``.gz``, under another name first."""
+    """Write bytes, packed where the name ends in ``.gz``, under another name first.
+
+    Raises:
+        BadTrace: It cannot be written there.
+    """
     path = Path(path)
     if path.suffix == ".gz":
         content = gzip.compress(content, 5, mtime=0)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_bytes(content)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+        try:
+            beside.write_bytes(content)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        is_there = path.parent.is_dir()
+        why = getattr(error, "strerror", None) or str(error)
+        raise BadTrace(
+            f"{path} cannot be written: {why if is_there else 'there is no such folder'}",
+            remedy="another folder, or more room" if is_there else f"mkdir -p {path.parent}",
+        ) from error
 
 
 def read_records(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -102,7 +114,9 @@ def _load(path: str | os.PathLike[str]) -> Any:
         return json.loads(text)
     except OSError as error:
         why = error.strerror or str(error)
-        raise BadTrace(f"{path} cannot be read: {why}", remedy="penstock trace show FILE") from None
+        raise BadTrace(
+            f"{path} cannot be read: {why}", remedy="DataLoader(..., trace='run.json') writes one"
+        ) from None
     except (EOFError, zlib.error):
         raise BadTrace(
             f"{path} breaks off: {len(raw):,} bytes that do not unpack",
@@ -110,6 +124,11 @@ def _load(path: str | os.PathLike[str]) -> Any:
             remedy="copy it again, or run again with trace=",
         ) from None
     except (ValueError, RecursionError) as error:
+        if raw.lstrip()[:1] == b"<":
+            raise BadTrace(
+                f"{path} is a page to look at, and not read back",
+                remedy=f"open it in a browser; for penstock trace: trace='{Path(path).stem}.json'",
+            ) from None
         ends = "is empty" if not raw else f"is no JSON, or breaks off ({error})"
         raise BadTrace(
             f"{path} {ends}",
@@ -141,4 +160,7 @@ def _read_lane(lane: Any) -> dict[str, Any]:
         for number, row in zip(numbers, zip(*lists, strict=True), strict=True)
     ]
     plain = {name: lane[name] for name in _PLAIN if name in lane}
+    for name, value in plain.items():
+        if type(value) is not (str if name in ("name", "role") else int):
+            raise ValueError(f"{name} is {value!r}")
     return {**plain, "spans": spans}

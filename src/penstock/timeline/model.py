@@ -241,6 +241,8 @@ class _Maker:
         elif span.kind == BATCH:
             self._draw_batch(lane, span, place)
         elif span.kind in _INNER:
+            if span.kind == USER and not span.name:
+                self._odd["spans have no name: a process keeps the first 128 names"] += 1
             lane.spans.append(
                 Span(_INNER[span.kind], span.name, start, end, span.thread, *place, is_open)
             )
@@ -286,7 +288,7 @@ class _Maker:
         loaded = self._inline.get((pass_, batch), 0) - self._origin
         middle = min(end, max(start + waited + transfer, loaded))
         lane.spans.append(Span("deliver", "", middle, end, 0, *place))
-        self._model.ready.append(Reading(start, ready))
+        self._model.ready.append(Reading(start, max(0, ready)))
 
 
 def nest(spans: list[Span]) -> list[Span]:

@@ -74,6 +74,31 @@ def render(model: Model, width: int, *, first_s: float = 0.0, last_s: float | No
     return Group(*lines)
 
 
+_ASCII = str.maketrans("█▓▒░▕▏▁▂▃▄▅▆▇…", "#%=.||_.:-=+*~")
+
+
+def print_run(console: Console, drawing: Group, words: str, *, soft_wrap: bool = False) -> None:
+    """Print a drawing and what is said about it, with the characters that there are.
+
+    A pipe on Windows and ``LC_ALL=C`` have few of them: a run should not end by being looked at.
+    """
+    can_draw = True
+    try:
+        "".join([*_DARK, "░▒▓▕▏…"]).encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        can_draw = False
+    for line in drawing.renderables:
+        if not can_draw and isinstance(line, Text):
+            line.plain = _replaced(line.plain.translate(_ASCII), console.encoding)
+        console.print(line, soft_wrap=True)
+    words = _replaced(words, console.encoding)
+    console.print(words, highlight=False, markup=False, soft_wrap=soft_wrap)
+
+
+def _replaced(text: str, encoding: str) -> str:
+    return text.encode(encoding, "replace").decode(encoding, "replace")
+
+
 def _shown_lanes(model: Model) -> tuple[list[Lane], int]:
     order = {"worker": 0, "main": 1, "copy": 2, "gpu": 3, "user": 4}
     lanes = [lane for lane in model.lanes if lane.spans]

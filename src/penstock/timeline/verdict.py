@@ -14,6 +14,8 @@ CAUSES = (
 )
 NOTHING_LOST = 0.10
 """A training loop that waits less than this part of its time is limited by its own step."""
+MIN_BATCHES = 4
+"""Of fewer, most were loaded ahead while the workers started."""
 STARTUP_SHARE, LONG_START_S = 0.5, 20.0
 MANY_FAULTS, LOW_MEMORY = 1000, 0.03
 """Pages fetched from the disk again, and the machine's free memory, that tell of pressure."""
@@ -76,7 +78,13 @@ class _Judge:
 
     def judge(self) -> Verdict:
         it = self.it
-        if it.num_batches < 2 or it.steady_s <= 0:
+        if not it.num_batches and self.facts.get("is_off") is True:
+            return Verdict(
+                cause="nothing",
+                sentence="Nothing was noted: tracing is off (trace=False, or PENSTOCK_TRACE=0).",
+                remedy="DataLoader(..., trace=True), and no PENSTOCK_TRACE in the environment",
+            )
+        if it.num_batches < MIN_BATCHES or it.steady_s <= 0:
             return Verdict(
                 cause="nothing",
                 sentence=f"{_batches(it.num_batches)} delivered: too few to say anything.",
@@ -127,15 +135,20 @@ class _Judge:
     def _start_up(self) -> Verdict | None:
         it = self.it
         share = it.startup_s / max(it.startup_s + it.steady_s, 1e-9)
-        is_often = it.num_passes > 1 and it.startup_s >= 0.05 * it.num_passes
+        num_later = it.num_passes - 1
+        later_s = it.startup_s - it.first_start_s
+        later_steady_s = it.steady_s * num_later / max(1, it.num_passes)
+        is_often = later_s > max(0.05 * num_later, later_steady_s)
         if share < STARTUP_SHARE or not (is_often or it.startup_s >= LONG_START_S):
             return None  # a short run has started once: that says nothing about a long one
+        epochs = f"{it.num_passes} epochs ({it.first_start_s:.2f} s in the first)"
         text = (
             f"{share:.0%} of the time is start-up: {it.startup_s:.2f} s until the first batch of "
-            f"{it.num_passes} epoch{'s' if it.num_passes > 1 else ''}, then {it.steady_s:.2f} s."
+            f"{epochs if num_later else '1 epoch'}, then {it.steady_s:.2f} s."
         )
-        remedy = "DataLoader(..., persistent_workers=True)" if not self.is_inline else ""
-        return self._say("start-up", text, [], remedy)
+        are_kept = self.facts.get("persistent_workers") is True
+        remedy = "DataLoader(..., persistent_workers=True)"
+        return self._say("start-up", text, [], "" if self.is_inline or are_kept else remedy)
 
     def _step(self) -> Verdict | None:
         it = self.it
@@ -210,15 +223,17 @@ class _Judge:
         others = [w for w in self.workers if w is not one and w.first_pass == one.first_pass]
         usual = sorted(worker.row_s for worker in others)[len(others) // 2]
         text = (
-            f"Worker {one.number} is {one.row_s / usual:.1f} times slower than the others, which "
-            f"wait for it."
+            f"Worker {one.number} is {one.row_s / usual:.1f} times slower than the others"
+            f"{'.' if self.facts.get('in_order') is False else ', which wait for it.'}"
         )
         evidence = [
             f"a sample takes it {one.row_s * 1e3:.3g} ms, the others {usual * 1e3:.3g} ms",
             f"while the loop waits it is busy {one.stall_busy_share:.0%} of the time, the others "
             f"{sum(w.stall_busy_share for w in others) / len(others):.0%}",
         ]
-        remedy = "DataLoader(..., prefetch_factor=8), and look what else runs on its core"
+        remedy = "DataLoader(..., in_order=False), and look what else runs on its core"
+        if self.facts.get("in_order") is False:
+            remedy = "look what else runs on its core: top -H"
         return self._say("slow worker", text, evidence, remedy)
 
     def _workers(self) -> Verdict | None:
@@ -232,6 +247,8 @@ class _Judge:
         if collate > 0.5:
             text = f"Collating in workers limits: it takes {collate:.0%} of their time."
             remedy = "DataLoader(..., collate_fn=None), with the work moved to dataset[i]"
+            if self.facts.get("collate_fn") == "default":
+                remedy = "samples of fewer bytes (uint8, not float32), in one tensor, not in many"
             return self._say("collate", text, evidence, remedy)
         if waits > 0.5 and self.facts.get("pool") != "thread":
             more = max(2 * len(self.workers), self._cores())
@@ -245,17 +262,25 @@ class _Judge:
         text = "Decoding and transforms in workers limit."
         if self.facts.get("pool") == "thread":
             remedy = "DataLoader(..., pool='process'): threads share one interpreter"
+        elif self._others_compute():
+            text += " Other programs hold the cores, which workers wait for."
+            remedy = "look what else runs here (top), or ask for cores of your own"
         elif num_workers < cores:
-            text = (
-                text[:-1] + self._promise(num_workers=cores)
-                if self._promise(num_workers=cores)
-                else text
-            )
+            promise = self._promise(num_workers=cores)
+            text = text[:-1] + ":" + promise if promise else text
             remedy = f"DataLoader(..., num_workers={cores})"
         else:
             text += f" All {cores} cores are in use."
             remedy = "smaller images on disk, or a faster decoder: penstock doctor names it"
         return self._say("decode", text, evidence, remedy)
+
+    def _others_compute(self) -> bool:
+        """Do workers wait for cores that neither they nor the step can be using?"""
+        it = self.it
+        busy_s = sum(worker.busy_s for worker in self.workers) or 1e-9
+        queued = sum(worker.queued_s for worker in self.workers) / busy_s
+        used = sum(worker.cpu_s for worker in self.workers) / max(it.total_s - it.startup_s, 1e-9)
+        return queued > 0.5 and used + it.share(it.step_s + it.deliver_s) < 0.6 * self._cores()
 
     def _slots(self) -> Verdict | None:
         it = self.it
@@ -292,9 +317,9 @@ class _Judge:
         rows = [worker.row_s for worker in self.workers if worker.row_s]
         typical = sorted(rows)[len(rows) // 2] * 1e3 if rows else 0.0
         return [
-            f"{len(self.workers)} workers, {typical:.3g} ms a sample: computing {cpu:.0%}, waiting "
-            f"for a core {queued:.0%}, for data {max(0.0, 1 - cpu - queued):.0%}; "
-            f"collating {collate:.0%}",
+            f"{len(self.workers)} worker{'s' * (len(self.workers) > 1)}, {typical:.3g} ms a "
+            f"sample: computing {cpu:.0%}, waiting for a core {queued:.0%}, "
+            f"for data {max(0.0, 1 - cpu - queued):.0%}; collating {collate:.0%}",
             f"while the loop waits, workers are idle {idle:.0%} of the time",
         ]
 

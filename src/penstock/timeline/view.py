@@ -86,10 +86,12 @@ class Timeline:
         from rich.console import Console
 
         console = Console()
-        console.print(render_terminal.render(self.model, console.width), soft_wrap=True)
-        console.print(str(self.verdict), highlight=False, markup=False)
-        for note in self.model.notes:
-            console.print(f"Note: {note}", highlight=False, markup=False)
+        drawing = render_terminal.render(self.model, console.width)
+        render_terminal.print_run(console, drawing, self.say())
+
+    def say(self) -> str:
+        """The verdict and what is odd about the trace, as text."""
+        return "\n".join([str(self.verdict), *(f"Note: {note}" for note in self.model.notes)])
 
     def to_html(self) -> str:
         """A page that needs nothing else: no network, no other file."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from penstock.timeline.view import Timeline
 
 NUM_BATCHES = 200
+MAX_WORKERS, MAX_COUNT = 1024, 10_000_000
+"""More takes minutes to imagine, or is no wish but a slip."""
 PACKED_S, PACKED_BYTES_PER_S = 2e-5, 2e9
 """What a packed sample costs: finding it, and copying it (150 KB samples, one core)."""
 
@@ -65,7 +67,9 @@ def simulate(
     from penstock.timeline.view import Timeline
 
     timeline = _timeline_of(run)
-    _check_counts(workers=workers, prefetch=prefetch, batch_size=batch_size)
+    _check_counts(workers=workers, device_prefetch=device_prefetch, least=0)
+    _check_counts(prefetch=prefetch, batch_size=batch_size, cores=cores, num_batches=num_batches)
+    _check_numbers(faster_decode=faster_decode, step_ms=step_ms)
     workload, settings = distil(timeline.model, num_batches)
     if step_ms is not None:
         workload = replace(workload, steps=(Cost(0.0, step_ms * 1e-3),))
@@ -87,16 +91,31 @@ def simulate(
     return Timeline(records)
 
 
-def _check_counts(**counts: Any) -> None:
+def _check_counts(*, least: int = 1, **counts: Any) -> None:
     for name, value in counts.items():
-        if value is not None and (type(value) is not int or value < (name != "workers")):
+        most = MAX_WORKERS if name == "workers" else MAX_COUNT
+        if value is not None and (type(value) is not int or not least <= value <= most):
             raise BadArgument(
-                f"{name}={value!r} is no such number", remedy=f"simulate(..., {name}=2)"
+                f"{name}={value!r} is no whole number from {least} to {most:,}",
+                remedy=f"simulate(..., {name}=2)",
+            )
+
+
+def _check_numbers(**numbers: Any) -> None:
+    for name, value in numbers.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_factor = name == "faster_decode"
+        if value is not None and not (is_number and (value > 0 if is_factor else 0 <= value < 1e9)):
+            raise BadArgument(
+                f"{name}={value!r} is no {'factor above 0' if is_factor else 'time from 0 on'}",
+                remedy=f"simulate(..., {name}=1.5)",
             )
 
 
 def predict_rate(model: Model, *, num_workers: int) -> float | None:
     """Samples a second with another number of workers; None where the trace does not tell."""
+    if num_workers > MAX_WORKERS:
+        return None
     try:
         workload, settings = distil(model, NUM_BATCHES)
     except BadTrace:
@@ -118,13 +137,16 @@ def distil(model: Model, num_batches: int) -> tuple[Workload, Settings]:
     """
     main = next(iter(model.of("main")), None)
     lanes = [lane for lane in model.of("worker") if lane.spans] or ([main] if main else [])
-    fetches = [s for lane in lanes for s in lane.top() if s.kind == "fetch" and not s.is_open]
+    spans = [s for lane in lanes for s in lane.top() if s.kind == "fetch"]
+    fetches = [s for s in spans if s.rows > 0 and not s.is_open]  # no rows: dropped half way
     batches = model.batches()
     if main is None or len(batches) < 3 or not fetches:
         raise BadTrace(
             f"{len(batches)} batches and {len(fetches)} parts of them are too few to imagine "
             "another run from",
-            remedy="let the loader run for a few seconds first",
+            remedy="DataLoader(..., trace=True)"
+            if model.facts.get("is_off") is True
+            else "let the loader run for a few seconds first",
         )
     batch_rows = int(statistics.median(batch.rows for batch in batches))
     is_inline = not model.of("worker")
@@ -140,13 +162,14 @@ def distil(model: Model, num_batches: int) -> tuple[Workload, Settings]:
         batch_rows=max(1, int(statistics.median(s.rows for s in fetches))),
     )
     asked = model.facts.get("prefetch_factor")
-    cores = float(model.facts.get("cores") or len(lanes))
+    known = model.facts.get("cores")
+    cores = float(known if isinstance(known, (int, float)) and known >= 1 else len(lanes))
     settings = Settings(
         num_workers=0 if is_inline else len(model.of("worker")),
         batch_rows=max(1, batch_rows),
         num_batches=num_batches,
         cores=_free_cores(fetches, workload, lanes, cores),
-        depth=asked if isinstance(asked, int) else None,
+        depth=asked if isinstance(asked, int) and asked >= 1 else None,
         can_split=not workload.collate,
         split_from_s=pace.SPLIT_FROM_S,
         depth_target_s=pace.DEPTH_TARGET_S,
@@ -263,8 +286,6 @@ def _start_s(model: Model, main: Lane) -> float:
 def _with_faster_rows(
     workload: Workload, factor: float, packed: bool, facts: dict[str, Any]
 ) -> Workload:
-    if not factor > 0:
-        raise BadArgument(f"faster_decode={factor!r} is no factor above 0")
     if packed:
         sample_bytes = facts.get("sample_bytes")
         num_bytes = sample_bytes if isinstance(sample_bytes, (int, float)) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -150,9 +151,17 @@ def test_an_imagined_run_is_a_timeline_like_any_other() -> None:
     assert "imagined" in imagined.to_html()
 
 
-@pytest.mark.parametrize("wish", [{"workers": -1}, {"prefetch": 0}, {"batch_size": 1.5}])
+@pytest.mark.parametrize(
+    "wish",
+    [
+        *({"workers": -1}, {"prefetch": 0}, {"batch_size": 1.5}, {"cores": 0}, {"num_batches": 0}),
+        *({"workers": 10**6}, {"batch_size": 10**9}, {"device_prefetch": -1}, {"step_ms": -1}),
+        *({"step_ms": math.nan}, {"step_ms": math.inf}, {"faster_decode": "2"}),
+        *({"faster_decode": 0}, {"faster_decode": math.nan}),
+    ],
+)
 def test_wishes_that_cannot_be_are_refused(wish: dict[str, Any]) -> None:
-    with pytest.raises(BadArgument, match="no such number"):
+    with pytest.raises(BadArgument, match=r"is no (whole number|factor|time)"):
         penstock.simulate(trace(), **wish)
 
 

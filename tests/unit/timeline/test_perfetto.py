@@ -12,6 +12,8 @@ import pytest
 
 import traces
 from penstock import Timeline
+from penstock.timeline.merging import merge_records
+from penstock.tracing import USER, Noted
 
 pytestmark = pytest.mark.legacy
 
@@ -138,3 +140,21 @@ def test_a_flow_without_an_end_would_be_noticed() -> None:
     trace = Timeline(traces.make_records()).to_perfetto()
     trace["traceEvents"] = [event for event in trace["traceEvents"] if event["ph"] != "f"]
     assert any("no pair" in fault for fault in faults_of(trace))
+
+
+def test_spans_that_overlap_their_neighbours_get_a_line_of_their_own() -> None:
+    records = traces.make_records(num_batches=8, num_workers=1)
+    first, *_, last = records["lanes"][1]["spans"][1:]
+    middle = (first.start_ns + first.end_ns) // 2
+    around = Noted(USER, "around a yield", middle, last.end_ns - 5)
+    never = Noted(USER, "never ended", middle + 7, 0)
+    records["lanes"][1]["spans"] += [around, never]
+    trace = Timeline(records).to_perfetto()
+    assert faults_of(trace) == []
+    rows = {event["name"]: event["tid"] for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert len({rows["around a yield"], rows["never ended"], rows["loading samples"]}) == 3
+
+
+def test_two_loaders_that_run_at_once_are_two_lines() -> None:
+    both = [traces.make_records(at_ms=at_ms) for at_ms in (1000.0, 1007.0)]
+    assert faults_of(Timeline(merge_records(both)).to_perfetto()) == []

@@ -150,3 +150,9 @@ def test_loaders_of_one_program_are_counted_on() -> None:
     model = make_model(merge_records([records(0), records(1)]))
     assert [one.name for one in model.lanes] == ["main 0", "worker 0", "loader 2: worker 0"]
     assert {batch.pass_ for batch in model.batches()} == {0, 1}
+
+
+def test_spans_whose_names_had_no_room_are_counted() -> None:
+    unnamed, named = Noted(USER, "", 10, 20), Noted(USER, "part", 20, 30)
+    (note,) = make(lane("main", unnamed, named)).notes
+    assert note.startswith("1 spans have no name")

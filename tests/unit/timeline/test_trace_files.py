@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import random
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import traces
 from penstock import BadTrace, Timeline
 from penstock.timeline.files import dump_records, read_records, write_records
 from penstock.tracing import BATCH, LEASE, USER, Noted
@@ -64,6 +66,7 @@ def bad(tmp_path: Path, content: bytes) -> BadTrace:
         (b"import torch\n", "is no JSON"),
         (b"\x00\xff\xfe" * 50, "is no JSON"),
         (b"[1, 2]", "a list"),
+        (b"<!doctype html><html>", "open it in a browser"),
         (b"{}", "nothing in it"),
         (b'{"traceEvents": []}', "Perfetto"),
         (b'{"format": "penstock-trace", "version": 7}', "version 7"),
@@ -88,7 +91,7 @@ def test_a_file_that_breaks_off_anywhere_is_never_a_traceback(tmp_path: Path, pa
 
 def test_a_file_with_any_value_spoiled_is_a_bad_trace_or_a_timeline(tmp_path: Path) -> None:
     generator = random.Random(0)
-    spoils: list[Any] = [None, "x", -1, 2**70, [], {}, 1.5, True]
+    spoils: list[Any] = [None, "x", -1, 2**70, [], {}, 1.5, True, math.nan, math.inf]
     path = tmp_path / "spoiled.json"
     for _ in range(300):
         content = json.loads(dump_records(RECORDS))
@@ -108,6 +111,26 @@ def test_a_file_with_any_value_spoiled_is_a_bad_trace_or_a_timeline(tmp_path: Pa
         str(timeline)
         timeline.to_html()
         timeline.to_perfetto()
+
+
+@pytest.mark.parametrize("field", ["pid", "num_lost", "number", "name"])
+def test_a_lane_with_a_spoiled_field_is_damaged(tmp_path: Path, field: str) -> None:
+    content = json.loads(dump_records(RECORDS))
+    content["lanes"][0][field] = math.nan
+    assert "damaged" in str(bad(tmp_path, json.dumps(content).encode()))
+
+
+def test_a_trace_that_claims_a_billion_cores_is_judged_all_the_same() -> None:
+    odd = {"cores": 2**31, "prefetch_factor": 0}
+    verdict = Timeline(traces.make_records(num_workers=2, **odd)).verdict
+    assert verdict.cause == "decode"
+
+
+def test_a_queue_that_counts_below_zero_is_drawn() -> None:
+    records = traces.make_records(num_workers=2)
+    main = records["lanes"][0]["spans"]
+    main[3] = main[3]._replace(part=-(2**63))
+    assert "worker 0" in Timeline(records).draw()
 
 
 def test_a_file_that_is_not_there_and_a_folder_are_named(tmp_path: Path) -> None:

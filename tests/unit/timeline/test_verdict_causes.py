@@ -84,6 +84,45 @@ def test_a_start_in_every_epoch() -> None:
     assert three_epochs(10.0).verdict.cause == "decode"
 
 
+def test_a_start_that_is_paid_once_says_nothing_about_more_epochs() -> None:
+    def account(first_start_s: float) -> Account:
+        starts = {"startup_s": 4.0, "first_start_s": first_start_s}
+        return idle(steady_s=0.2, stall_s=0.15, step_s=0.05, num_passes=4, **starts)
+
+    assert judge(account(3.9), {}).cause != "start-up"
+    assert judge(account(1.0), {}).remedy == "DataLoader(..., persistent_workers=True)"
+    kept = judge(account(1.0), {"persistent_workers": True})
+    assert (kept.cause, kept.remedy) == ("start-up", "")
+
+
+@pytest.mark.parametrize(("in_order", "is_proposed"), [(True, True), (False, False)])
+def test_whoever_waits_for_one_worker_is_told_not_to(in_order: bool, is_proposed: bool) -> None:
+    records = traces.make_records(num_batches=60, num_workers=4, slow_worker=2, in_order=in_order)
+    assert ("in_order=False" in Timeline(records).verdict.remedy) is is_proposed
+
+
+def test_a_default_collate_is_not_replaced_by_itself() -> None:
+    records = with_collating(0.8)
+    assert "collate_fn=None" in Timeline(records).verdict.remedy
+    records["facts"]["collate_fn"] = "default"
+    assert "collate_fn=None" not in Timeline(records).verdict.remedy
+
+
+@pytest.mark.parametrize(("cpu_s", "says"), [(0.1, "Other programs"), (0.9, "All 2 cores")])
+def test_cores_that_others_hold_are_not_blamed_on_decoding(cpu_s: float, says: str) -> None:
+    worker = WorkerAccount(
+        number=0, fetch_s=1.0, cpu_s=cpu_s, queued_s=0.6, row_s=0.01, stall_busy_share=1.0
+    )
+    account = idle(workers=(worker, worker), total_s=1.0, stall_s=0.9, step_s=0.1)
+    assert says in judge(account, {"cores": 2}).sentence
+
+
+def test_what_more_workers_would_bring_is_a_sentence() -> None:
+    verdict = Timeline(traces.make_records(num_batches=60, num_workers=1)).verdict
+    assert "in workers limit: 8 workers instead of 1 would bring" in verdict.sentence
+    assert any(line.startswith("1 worker,") for line in verdict.evidence)
+
+
 def with_collating(share: float) -> dict[str, Any]:
     records = traces.make_records(num_batches=60)
     for lane in records["lanes"][1:]:
@@ -127,7 +166,7 @@ def test_without_workers_the_training_process_loads() -> None:
     assert "8 workers would bring 0 to 500 samples/s" in verdict.sentence
 
 
-@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("count", [0, 1, 3])
 def test_too_few_batches_say_nothing(count: int) -> None:
     verdict = Timeline(traces.make_records(num_batches=count)).verdict
     assert verdict.cause == "nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from penstock.cli.bench.measuring import Findings, measure
 from penstock.cli.bench.subject import Subject, open_subject
 from penstock.errors import BadArgument
 from penstock.machine.collect import machine
+
+MAX_WORKERS = 1024
+"""Beyond this, a slip of the finger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +40,7 @@ class BenchOptions:
 
 def run_bench(options: BenchOptions) -> None:
     """Measure, print, write."""
-    for path in options.out:
-        if not path.endswith((".json", ".html")):
-            raise BadArgument(f"--out {path}: .json or .html", remedy="penstock bench --out b.html")
+    _check(options)
     console = Console()
     here = machine()
     facts: dict[str, Any] = {"cpu": here.cpu_model, "cores": here.usable_cores, "os": here.os}
@@ -53,6 +55,22 @@ def run_bench(options: BenchOptions) -> None:
         )
         Path(path).write_text(text, encoding="utf-8")
         console.print(f"Written: {path}", markup=False, highlight=False)
+
+
+def _check(options: BenchOptions) -> None:
+    """What would fail after minutes of measuring is refused now."""
+    for path in options.out:
+        if not path.endswith((".json", ".html")):
+            raise BadArgument(f"--out {path}: .json or .html", remedy="penstock bench --out b.html")
+        folder = Path(path).parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(path).is_dir():
+            why = "cannot be written" if folder.is_dir() else f"there is no folder {folder}"
+            raise BadArgument(f"--out {path}: {why}", remedy="penstock bench --out b.html")
+    if max(options.workers, default=0) > MAX_WORKERS:
+        raise BadArgument(
+            f"--workers {max(options.workers)}: {MAX_WORKERS} at most",
+            remedy="penstock bench --workers 0,1,2,4",
+        )
 
 
 def _measure_shown(

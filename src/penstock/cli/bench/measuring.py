@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.bench.subject import Subject
+from penstock.errors import BadTarget
 
 if TYPE_CHECKING:
     from penstock import Timeline
@@ -131,9 +134,13 @@ def _measure_stages(findings: Findings, subject: Subject, seconds: float) -> lis
     kept: list[Any] = []
     times, cpu_s = [], time.thread_time()
     end_s = time.perf_counter() + seconds
+    if not len(subject.dataset):
+        raise BadTarget(
+            f"{subject.name} is empty: len(dataset) is 0", remedy="penstock bench train.py:dataset"
+        )
     for index in _indices(len(subject.dataset)):
         start_s = time.perf_counter()
-        sample = subject.dataset[index]
+        sample = _load(subject.dataset, index)
         times.append(time.perf_counter() - start_s)
         if len(kept) < NUM_KEPT:
             kept.append(sample)
@@ -156,6 +163,18 @@ def _measure_stages(findings: Findings, subject: Subject, seconds: float) -> lis
     return kept
 
 
+def _load(dataset: Any, index: int) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise BadTarget(
+            f"dataset[{index}] raises {type(error).__name__}: {error}",
+            where=f"{frame.filename}:{frame.lineno}, in {frame.name}",
+            remedy="penstock doctor train.py:dataset, which says more about it",
+        ) from error
+
+
 def _indices(length: int) -> Iterator[int]:
     """All samples, spread over the dataset: the first are not always like the rest."""
     step = max(1, int(length * 0.618)) | 1
@@ -174,11 +193,13 @@ def _run(dataset: Any, batch_size: int, collate_fn: Any, workers: int, seconds: 
     """A loader that runs for so long, without a step."""
     import penstock
 
-    loader: Any = penstock.DataLoader(
-        dataset, batch_size=batch_size, num_workers=workers, collate_fn=collate_fn
-    )
-    batches = iter(loader)
-    next(batches)
+    with warnings.catch_warnings():  # more workers than cores are tried on purpose
+        warnings.filterwarnings("ignore", message="This DataLoader will create", append=False)
+        loader: Any = penstock.DataLoader(
+            dataset, batch_size=batch_size, num_workers=workers, collate_fn=collate_fn
+        )
+        batches = iter(loader)
+        next(batches)
     end_s = time.perf_counter() + seconds
     num_batches = 0
     while time.perf_counter() < end_s or num_batches < 3:

@@ -78,6 +78,11 @@ def _pictures_in(folder: Path) -> Pictures:
 
 
 def _from_script(target: str, arguments: tuple[str, ...]) -> Subject:
+    if ":" not in target and not Path(target).exists():
+        raise BadTarget(
+            f"there is no folder and no script {target!r}",
+            remedy="penstock bench train.py:dataset, or a folder of pictures",
+        )
     found = find_target(target, "bench")
     try:
         value = run_script(found, list(arguments), lambda doing: None)

@@ -158,13 +158,13 @@ def _local_place(target: Target) -> str | None:
 
 def _suggest(target: Target) -> str:
     """A line with the names that may have been meant."""
-    names = [name for name in bound_names(target.tree) if not name.startswith("_")]
     imported = {
         alias.asname or alias.name.partition(".")[0]
         for node in ast.walk(target.tree)
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
     }
+    names = [name for name in bound_names(target.tree) if not name.startswith("_")]
     own = sorted((name for name in names if name not in imported), key=_is_unlikely)
     near = difflib.get_close_matches(target.name, own, n=1, cutoff=0.5) if target.name else []
     own = near or own[:_SHOWN]
