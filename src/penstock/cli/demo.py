@@ -24,6 +24,7 @@ from rich.table import Table
 from penstock.cli.demo_images import KINDS, GeneratedImages
 from penstock.cli.race_report import Race, describe_race
 from penstock.cli.stopwatch import Lap, take_turns, time_loader
+from penstock.errors import BadTrace
 from penstock.machine.collect import machine
 
 if TYPE_CHECKING:
@@ -101,8 +102,8 @@ def _show_timeline(timeline: Timeline, page: Path, console: Console) -> None:
     timeline.show()
     try:
         timeline.save(page)
-    except OSError as error:
-        told = f"The page of it could not be written to {page}: {error.strerror or error}"
+    except (BadTrace, OSError) as error:
+        told = f"The page of it could not be written: {str(error).splitlines()[0]}"
     else:
         told = f"Every batch on its way through the workers, to zoom into: open {page} in a browser"
     console.print(told, highlight=False, markup=False, soft_wrap=True)
