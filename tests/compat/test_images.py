@@ -401,6 +401,25 @@ def test_packing_twice_gives_the_same_bytes_with_files_that_are_no_images(tmp_pa
     assert manifests[0] == manifests[1]
 
 
+def test_a_library_that_replaced_pillow_s_open_is_not_quoted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ultralytics does, and tries to install a package for files that are no images."""
+    import PIL.Image
+
+    opened = PIL.Image.open
+
+    def patched(*arguments: Any) -> Any:
+        try:
+            return opened(*arguments)
+        except PIL.UnidentifiedImageError:
+            raise ModuleNotFoundError("No module named 'elsewhere'")  # noqa: B904
+
+    monkeypatch.setattr(PIL.Image, "open", patched)
+    with pytest.raises(BadImage, match="cannot be decoded: UnidentifiedImageError"):
+        penstock.decode(b"no image")
+
+
 def test_a_decoder_that_does_not_exist_is_not_blamed_on_the_file() -> None:
     with pytest.raises(penstock.BadArgument, match="decoder='magic' is not known"):
         penstock.decode(encode(make_pixels(60, 80)), decoder="magic")

@@ -47,7 +47,9 @@ def test_killed_at_random_moments_a_packing_goes_on_to_the_same_bytes(
     moments = random.Random(9)
     num_killed = 0
     folder = tmp_path / "killed"
-    for _ in range(NUM_KILLS):
+    for _ in range(5 * NUM_KILLS):  # some come too late, and more of them beside other tests
+        if num_killed == NUM_KILLS:
+            break
         code = server.pack(folder, kill_after_s=moments.uniform(0.0, full_s / 2))
         num_killed += code == -signal.SIGKILL
         if code == 0:
@@ -56,7 +58,7 @@ def test_killed_at_random_moments_a_packing_goes_on_to_the_same_bytes(
     if not (folder / "manifest.json").exists() or (folder / "packing.json").exists():
         assert server.pack(folder) == 0
     assert digest(folder) == whole
-    assert num_killed >= NUM_KILLS // 2
+    assert num_killed == NUM_KILLS
 
 
 def test_killed_before_each_step_a_packing_goes_on_to_the_same_bytes(

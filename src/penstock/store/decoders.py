@@ -214,3 +214,17 @@ def pixels_of(opened: Any) -> np.ndarray:
         grey = np.clip(np.rint(np.asarray(opened)), 0, 255).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)
     return np.asarray(opened.convert("RGB"))
+
+
+def words_of(error: BaseException) -> str:
+    """What a decoder says of a file, the same each time.
+
+    Pillow names the object that it read from by its address. Others replace its function that opens
+    files (Ultralytics), and then fail at something else once it has found no image.
+    """
+    within: BaseException | None = error
+    while within is not None:
+        if type(within).__name__ == "UnidentifiedImageError":
+            return "UnidentifiedImageError"
+        within = within.__cause__ or within.__context__
+    return f"{type(error).__name__}: {error}"

@@ -26,6 +26,7 @@ from penstock.store.decoders import (
     jpeg_decoder,
     no_decoder,
     pixels_of,
+    words_of,
 )
 from penstock.store.fields import EncodedImage, Field
 from penstock.store.headers import read_header, read_orientation
@@ -85,18 +86,11 @@ def _decode_named(data: bytes, where: str | None, *arguments: Any) -> np.ndarray
         if type(error).__name__ == "DecompressionBombError":
             likely = "a decompression bomb."
         raise BadImage(
-            f"the image cannot be decoded: {_words_of(error)}",
+            f"the image cannot be decoded: {words_of(error)}",
             where=where,
             likely=likely,
             path=where,
         ) from error
-
-
-def _words_of(error: Exception) -> str:
-    """What the decoder says. Pillow names the object it read from by its address, which would make
-    two packings of the same files differ."""
-    name = type(error).__name__
-    return name if name == "UnidentifiedImageError" else f"{name}: {error}"
 
 
 def _decode(
