@@ -16,7 +16,7 @@ from penstock.compute.algorithms.triton_kernels import kernel
 
 
 @triton.jit
-def _place(index, size_h, size_w, channels, IS_LAST: tl.constexpr):
+def place_of(index, size_h, size_w, channels, IS_LAST: tl.constexpr):
     """Sample, channel, row and column of an element, in the order of memory."""
     if IS_LAST:
         channel = index % channels
@@ -68,7 +68,7 @@ def depthwise_forward(
     """Every program computes ``BLOCK`` elements of ``y``, in the order of its memory."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
-    sample, channel, h, v = _place(index, out_h, out_w, channels, IS_LAST)
+    sample, channel, h, v = place_of(index, out_h, out_w, channels, IS_LAST)
     x_at = x + sample * x_n + channel * x_c
     from_h = h * stride_h - pad_h
     from_w = v * stride_w - pad_w
@@ -118,7 +118,7 @@ def depthwise_input_gradient(
     """Every program computes ``BLOCK`` elements of ``dx``."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
-    sample, channel, h, v = _place(index, in_h, in_w, channels, IS_LAST)
+    sample, channel, h, v = place_of(index, in_h, in_w, channels, IS_LAST)
     y_at = dy + sample * y_n + channel * y_c
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for r in tl.static_range(R):

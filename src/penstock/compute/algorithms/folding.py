@@ -11,13 +11,21 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 
 from penstock.compute.algorithms.implicit import Ready
 from penstock.compute.algorithms.implicit import can as can_gather
-from penstock.compute.algorithms.launching import Launch, empty, four, kernels, two
+from penstock.compute.algorithms.launching import Launch, empty, four, two
 from penstock.compute.geometry import Geometry
+
+
+@functools.lru_cache(maxsize=1)
+def _kernels() -> Any:
+    from penstock.compute.algorithms import fold_kernels
+
+    return fold_kernels
 
 
 def can(g: Geometry, dtype: torch.dtype) -> bool:
@@ -33,7 +41,7 @@ def _prepare_fold(g: Geometry, dtype: torch.dtype, device: torch.device) -> Read
     cells = (places * depth, 1, depth) if g.is_channels_last else (depth * places, places, 1)
     num = g.batch * g.in_channels * prod(g.in_size)
     launch = Launch(
-        kernels().fold,
+        _kernels().fold,
         (-(-num // 256),),
         (
             *(num, g.in_channels, *two(g.in_size, 1), *two(g.out_size, 1)),
