@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,9 @@ from torch.utils.data import Dataset
 
 from datasets import ENDLESS
 
-PHOTOGRAPHS = 2_048
+BATCH_SIZE = 64
+NUM_WORKERS = max(1, (os.cpu_count() or 2) - 1)
+PHOTOGRAPHS, CLASSES = 2_048, 8
 
 
 class Stacked(Dataset[Any]):
@@ -29,60 +34,67 @@ class Stacked(Dataset[Any]):
 
 
 class Mapped(Dataset[Any]):
-    """Images in a file that is mapped into memory."""
+    """Images in a file that is mapped into memory, as people write it."""
 
-    def __init__(self, path: Path, shape: tuple[int, ...], labels: torch.Tensor) -> None:
-        self.path, self.shape, self.labels = path, shape, labels
+    def __init__(self, path: Path, labels: torch.Tensor) -> None:
+        self.path, self.labels = path, labels
         self.images: np.ndarray | None = None
 
-    @classmethod
-    def of(cls, images: torch.Tensor, labels: torch.Tensor) -> Mapped:
-        path = Path(tempfile.mkdtemp(prefix="penstock-bench-")) / "images.bin"
-        images.numpy().tofile(path)
-        return cls(path, tuple(images.shape), labels)
-
     def __len__(self) -> int:
-        return self.shape[0]
+        return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, torch.Tensor]:
         if self.images is None:
-            self.images = np.memmap(self.path, dtype=np.uint8, mode="r", shape=self.shape)
+            self.images = np.load(self.path, mmap_mode="r")
         return np.asarray(self.images[index]), self.labels[index]
+
+
+def make_arrays(images: torch.Tensor, labels: torch.Tensor) -> tuple[Path, Path]:
+    """Two files that NumPy can map."""
+    folder = _folder()
+    np.save(folder / "images.npy", images.numpy())
+    np.save(folder / "labels.npy", labels.numpy())
+    return folder / "images.npy", folder / "labels.npy"
 
 
 class Photographs(Dataset[Any]):
     """Decoded by torchvision and cropped to 224, as people do it."""
 
-    def __init__(self, files: list[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         from torchvision.transforms import v2
 
-        self.files = files
+        self.files = sorted(str(path) for path in folder.rglob("*.jpg"))
         self.crop = v2.RandomResizedCrop(224, antialias=True)
 
     def __len__(self) -> int:
-        return 10 * len(self.files)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         from torchvision.io import ImageReadMode, decode_jpeg, read_file
 
-        image = decode_jpeg(read_file(self.files[index % len(self.files)]), ImageReadMode.RGB)
+        image = decode_jpeg(read_file(self.files[index]), ImageReadMode.RGB)
         return self.crop(image), index % 1000
 
 
-def make_photographs() -> list[str]:
+def make_photographs() -> Path:
     """JPEG files of 500 x 375, about 60 KB each: smooth shapes and grain, as in photographs."""
     from torchvision.io import write_jpeg
 
-    folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
+    folder = _folder()
+    for number in range(CLASSES):
+        (folder / f"{number}").mkdir()
     generator = torch.Generator().manual_seed(0)
-    files = []
     for number in range(PHOTOGRAPHS):
         coarse = torch.rand(1, 3, 12, 16, generator=generator)
         fine = torch.rand(1, 3, 94, 125, generator=generator)
         smooth = torch.nn.functional.interpolate(coarse, (375, 500), mode="bicubic")
         grain = torch.nn.functional.interpolate(fine, (375, 500), mode="bilinear")
         image = (smooth * 0.7 + grain * 0.3).clamp(0, 1).mul(255).to(torch.uint8)[0]
-        path = folder / f"{number:05d}.jpg"
-        write_jpeg(image, str(path), quality=92)
-        files.append(str(path))
-    return files
+        write_jpeg(image, str(folder / f"{number % CLASSES}" / f"{number:05d}.jpg"), quality=92)
+    return folder
+
+
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

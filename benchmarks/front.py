@@ -41,6 +41,9 @@ def run(name: str, question: str, cases: Cases, arguments: Sequence[str]) -> int
     if options.window:
         pace = replace(pace, window_s=options.window)
     repeats = options.repeats or (2 if options.quick else 5)
+    command = shlex.join(["python", f"benchmarks/{name}.py", *arguments])
+    content = {"benchmark": name, "date": today(), "command": command}
+    content |= {"machine": machine, "versions": versions}
     records, num_missed = [], 0
     for key in options.only:
         case = cases[key](pace)
@@ -49,14 +52,10 @@ def run(name: str, question: str, cases: Cases, arguments: Sequence[str]) -> int
         _print_case(console, case, rows)
         num_missed += sum(row.is_missed for row in rows)
         records.append(_as_record(case, rows))
+        if options.save:  # after each: a run that is cut off keeps what it measured
+            path = save(options.save, {**content, "cases": records})
     console.print(f"Targets missed: {num_missed}")
     if options.save:
-        command = shlex.join(["python", f"benchmarks/{name}.py", *arguments])
-        content = {"benchmark": name, "date": today(), "command": command}
-        path = save(
-            options.save,
-            {**content, "machine": machine, "versions": versions, "cases": records},
-        )
         console.print(f"Saved as benchmarks/results/{path.name}")
     return 1 if options.check and num_missed else 0
 

@@ -3,20 +3,28 @@
 Called from anywhere, garbage collection included: handing something over puts it into a queue, and
 starts a bare thread where none is running. So no loader leaves a thread behind, and none has to be
 told to end it.
+
+At the end of the program what runs is waited for: a thread that comes back from the GPU's driver into
+an interpreter that is gone ends the whole process with an error.
 """
 
 from __future__ import annotations
 
 import _thread
+import atexit
 import os
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from penstock.device.runtime import allow_during_capture
 
 Item = TypeVar("Item")
+
+WAIT_AT_EXIT_S = 10.0
 
 
 class Background(Generic[Item]):
@@ -29,6 +37,7 @@ class Background(Generic[Item]):
     def __init__(self, work: Callable[[list[Item]], None]) -> None:
         self._work = work
         self._forget()
+        _all.add(self)
 
     def _forget(self) -> None:
         self._left: queue.SimpleQueue[Item] = queue.SimpleQueue()
@@ -42,7 +51,9 @@ class Background(Generic[Item]):
         return self._is_running
 
     def take(self, item: Item) -> None:
-        """Have it done soon."""
+        """Have it done soon; at the end of the program not at all: the system frees everything."""
+        if _is_over:
+            return
         if os.getpid() != self._process:
             self._forget()  # the thread is our parent's, and so is what waited for it
         self._left.put(item)
@@ -52,7 +63,7 @@ class Background(Generic[Item]):
             self._is_running = True
         try:  # not threading.Thread, whose start takes locks and waits
             _thread.start_new_thread(self._run, ())
-        except RuntimeError:  # the interpreter is going: the system frees everything
+        except RuntimeError:  # no thread can be had
             self._is_running = False
 
     def _run(self) -> None:
@@ -76,3 +87,16 @@ class Background(Generic[Item]):
                 items.append(self._left.get_nowait())
         except queue.Empty:
             return items
+
+
+_all: weakref.WeakSet[Background[Any]] = weakref.WeakSet()
+_is_over = False
+
+
+@atexit.register
+def _wait_for_all() -> None:
+    global _is_over
+    _is_over = True
+    until_s = time.monotonic() + WAIT_AT_EXIT_S
+    while any(one.is_running for one in list(_all)) and time.monotonic() < until_s:
+        time.sleep(0.001)

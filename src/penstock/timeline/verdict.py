@@ -71,7 +71,7 @@ class _Judge:
         self.is_inline = not account.workers
         it = account
         lost_s = it.stall_s + it.deliver_s + it.transfer_s + it.loading_s
-        self.lost = it.share(lost_s)
+        self.lost = self.loop_lost = it.share(lost_s)
         self.worker_name = "training loop"
         if it.gpu_s:  # its own clock says more than the loop's
             self.worker_name, self.lost = "GPU", max(0.0, 1.0 - it.share(it.gpu_s))
@@ -152,6 +152,15 @@ class _Judge:
 
     def _step(self) -> Verdict | None:
         it = self.it
+        if self.loop_lost < NOTHING_LOST <= self.lost and not self._copies_unseen():
+            text = (
+                f"The GPU waits {self.lost:.0%} of the time, but not for batches: your step holds "
+                f"the loop {it.share(it.step_s):.0%} of it, and they are ready when it asks."
+            )
+            remedy = (
+                'with penstock.span("forward"): ... shows where the step waits (.item(), print)'
+            )
+            return self._say("step", text, self._worker_evidence(), remedy)
         if self.lost >= NOTHING_LOST:
             return None
         text = (
@@ -163,8 +172,7 @@ class _Judge:
     def _transfer(self) -> Verdict | None:
         it = self.it
         other = it.stall_s + it.loading_s + it.deliver_s
-        # Copies that the device makes by itself hold up no loop: the step waits for them unseen.
-        is_unseen = it.gpu_s > 0 and it.copy_s > other and it.share(it.copy_s) > 0.5
+        is_unseen = self._copies_unseen()
         if it.transfer_s <= other and not is_unseen:
             return None
         took_s = max(it.transfer_s, it.copy_s if is_unseen else 0.0)
@@ -174,6 +182,12 @@ class _Judge:
             f"DataLoader(..., device='{device}', pin_memory=True), samples as uint8 and finish="
         )
         return self._say("transfer", text, [f"copies: {took_s:.2f} s"], remedy)
+
+    def _copies_unseen(self) -> bool:
+        """Copies that the device makes by itself hold up no loop: the step waits for them."""
+        it = self.it
+        other = it.stall_s + it.loading_s + it.deliver_s
+        return it.gpu_s > 0 and it.copy_s > other and it.share(it.copy_s) > 0.5
 
     def _main(self) -> Verdict | None:
         it = self.it

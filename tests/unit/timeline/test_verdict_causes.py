@@ -51,6 +51,9 @@ def test_copies_that_only_the_device_sees() -> None:
     assert slow.cause == "transfer"
     assert slow.sentence.startswith("The GPU waits 7")
     assert with_device(0.02, 0.97).verdict.cause == "step"
+    starved = with_device(0.02, 0.4).verdict  # nothing is waited for but the step itself
+    assert starved.cause == "step"
+    assert "but not for batches" in starved.sentence
 
 
 def test_a_busy_training_process() -> None:

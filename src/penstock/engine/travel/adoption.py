@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,8 @@ _HARMLESS_FLAGS = frozenset(
 a driver (not inherited by forks), watched by userfaultfd."""
 _HARMLESS_THREADS = ("tqdm", "ipykernel", "IPython", "zmq", "debugpy", "_pydevd_bundle")
 """Threads of these packages never touch the user's arrays."""
+_HARMLESS_BARE = ("penstock.device.background",)
+"""Where bare threads begin that do not, either."""
 _OTHER_GPU_LIBRARIES = ("cupy", "pycuda", "numba.cuda", "jax", "tensorflow")
 _NAME = "/memfd:penstock"
 
@@ -159,13 +162,24 @@ def _busy_threads() -> list[str]:
     """Threads that run Python code and may hold the user's arrays."""
     own = threading.get_ident()
     threads = {thread.ident: thread for thread in threading.enumerate()}
+    frames = sys._current_frames()
     found = []
-    for ident in {*sys._current_frames(), *threads} - {own}:
+    for ident in {*frames, *threads} - {own}:
         thread = threads.get(ident)
+        if thread is None and _begins_in(frames[ident]) in _HARMLESS_BARE:
+            continue
         target = getattr(thread, "_target", None) or type(thread)
         if str(getattr(target, "__module__", "")).split(".")[0] not in _HARMLESS_THREADS:
             found.append(thread.name if thread is not None else f"number {ident}")
     return sorted(found)
+
+
+def _begins_in(frame: FrameType) -> str:
+    """The module of the function that a thread was started with."""
+    outermost = frame
+    while outermost.f_back is not None:
+        outermost = outermost.f_back
+    return str(outermost.f_globals.get("__name__"))
 
 
 def _block_behind(view: memoryview, owners: Iterable[Any]) -> tuple[Any, int]:
