@@ -32,7 +32,7 @@ from record import describe_machine, describe_versions, save, today
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TARGETS = {"float32": 1.6, "bfloat16": 2.5}
 MAX_LAYER = 3.0
-CAPS_MIB = (4, 16, 64, 256, 1024)
+CAPS_MIB = (4, 8, 16, 64, 256, 1024)
 
 
 def main(arguments: list[str]) -> int:
@@ -42,19 +42,25 @@ def main(arguments: list[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     machine, versions = _describe(options.device)
     console.print(", ".join(f"{k} {v}" for k, v in {**machine, **versions}.items()))
-    records: dict[str, Any] = {"layers": [], "steps": [], "caps": []}
+    command = shlex.join(["python", "benchmarks/convolution.py", *arguments])
+    content = {"benchmark": "convolution", "date": today(), "command": command}
+    content |= {"machine": machine, "versions": versions}
+    records: dict[str, Any] = {"layers": [], "caps": [], "steps": []}
+
+    def keep(part: str, found: list[dict[str, Any]]) -> None:
+        records[part] += found
+        if options.save:  # after each part: a run that is cut off keeps what it measured
+            save(options.save, {**content, **records})
+
     for name in options.types:
-        records["layers"] += _layers(console, name, options)
-    if "steps" in options.only:
-        records["steps"] = _steps(console, options)
-    if "caps" in options.only and options.device == "cuda":
-        records["caps"] = _caps(console, options)
+        keep("layers", _layers(console, name, options))
     missed = _judge(console, records["layers"], options.device)
+    if "caps" in options.only and options.device == "cuda":
+        keep("caps", _caps(console, options))
+    if "steps" in options.only:
+        keep("steps", _steps(console, options))
     if options.save:
-        command = shlex.join(["python", "benchmarks/convolution.py", *arguments])
-        content = {"benchmark": "convolution", "date": today(), "command": command}
-        path = save(options.save, {**content, "machine": machine, "versions": versions, **records})
-        console.print(f"Saved as benchmarks/results/{path.name}")
+        console.print(f"Saved as benchmarks/results/convolution-{options.save}.json")
     return 1 if options.check and missed else 0
 
 

@@ -23,6 +23,7 @@ busy_percent: dict[str, list[float]] = {}
 def rate_of(call: Callable[[], Any], pace: Pace, watched: str | None = None) -> float:
     """Calls per second, the GPU's work included; with a name, nvidia-smi looks on."""
     with _watched(watched) as begin:
+        call()  # starting is not the question, here
         run_for(call, max(1.0, pace.warm_up_s))
         torch.cuda.synchronize()
         begin()

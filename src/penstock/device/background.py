@@ -4,8 +4,8 @@ Called from anywhere, garbage collection included: handing something over puts i
 starts a bare thread where none is running. So no loader leaves a thread behind, and none has to be
 told to end it.
 
-At the end of the program what runs is waited for: a thread that comes back from the GPU's driver into
-an interpreter that is gone ends the whole process with an error.
+At the end of the program what runs is waited for: a thread that comes back from the GPU's driver
+into an interpreter that is gone ends the whole process with an error.
 """
 
 from __future__ import annotations

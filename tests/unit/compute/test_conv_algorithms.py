@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import convolving
-from penstock.compute.algorithms import columns, phases, winograd
+from penstock.compute.algorithms import columns, phases, pointwise, winograd
 from penstock.compute.algorithms.table import candidates
 from penstock.compute.geometry import PASSES, Geometry
 
@@ -65,6 +68,38 @@ def test_columns_stay_under_the_cap() -> None:
         for _ in range(3)
     ]
     assert max(seen) == whole
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """Where its memory begins; torch 1.13 has the older name."""
+    return int(getattr(tensor, "untyped_storage", tensor.storage)().data_ptr())
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest result of an operator that is no view."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        given = {place_of(one) for one in args if isinstance(one, torch.Tensor)}
+        if place_of(result) not in given:
+            self.num_bytes = max(self.num_bytes, result.numel() * result.element_size())
+        return result
+
+
+@pytest.mark.parametrize("size", [(2, 2), (16, 16)], ids=["copies", "products"])
+def test_a_pointwise_weight_gradient_stays_under_the_cap(size: tuple[int, int]) -> None:
+    case = convolving.Case(name="", channels=8, outputs=8, size=size, kernel=1, padding=0, batch=16)
+    geometry = case.geometry(is_channels_last=False)
+    exact = convolving.exact(case, torch.float32)
+
+    def largest(cap: int) -> int:
+        with Largest() as seen:
+            pointwise.weight_gradient(geometry, exact.x, exact.dy, cap)
+        return seen.num_bytes
+
+    assert largest(1024) <= 1024 < largest(1 << 20)
 
 
 def largest_allocation(run: object) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.device.background import Background
 from penstock.engine.travel.mappings import areas, is_unwritten
 from penstock.engine.travel.parcel import Packed, adoption, serialise
 from travelling import arrive
@@ -361,3 +362,24 @@ def test_a_written_page_of_a_private_mapping_is_seen(tmp_path: Path) -> None:
     mapped[40 * mmap.PAGESIZE] = 1
     assert not is_unwritten(start, end)
     assert is_unwritten(start, start + 40 * mmap.PAGESIZE)
+
+
+def test_our_own_thread_that_unpins_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    done, begun = threading.Event(), threading.Event()
+    before = adoption._busy_threads()
+
+    def work(items: list[int]) -> None:
+        items.clear()
+        begun.set()
+        done.wait(30)
+
+    background = Background(work)
+    background.take(1)
+    try:
+        assert begun.wait(30)
+        assert adoption._busy_threads() == before
+        monkeypatch.setattr(adoption, "_HARMLESS_BARE", ())
+        assert len(adoption._busy_threads()) == len(before) + 1
+    finally:
+        done.set()

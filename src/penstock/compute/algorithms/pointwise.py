@@ -1,8 +1,9 @@
 """Kernels of one place (1x1): a plain matrix product over the channels.
 
 Error: sums of ``C`` products, as torch's matrix product sums them. Memory beside inputs and
-results: none with the channels innermost; otherwise a weight gradient takes ``min(batch * O * C,
-size of x and dy)`` elements. A stride copies the part of ``x`` that is seen.
+results: none with the channels innermost; otherwise a weight gradient takes ``O * C`` elements for
+each sample, or the size of x and dy where that is less, of as many samples at once as the cap
+allows. A stride copies the part of ``x`` that is seen.
 """
 
 from __future__ import annotations
@@ -45,19 +46,34 @@ def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor) -> torch.Tens
     return dx
 
 
-def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """``dw``: one product over all places of all samples."""
-    seen = _seen(g, x)
-    num, sums = g.batch * g.num_positions, torch.float32 if x.element_size() == 2 else x.dtype
-    is_small = g.batch * g.out_channels <= num and g.batch * g.in_channels <= num
-    if not g.is_channels_last and is_small:
-        columns = seen.reshape(g.batch, g.in_channels, g.num_positions)
-        errors = dy.reshape(g.batch, g.out_channels, g.num_positions)
-        dw = torch.bmm(errors, columns.transpose(1, 2)).sum(0, dtype=sums)
-    else:
-        rows = seen.movedim(1, -1).reshape(num, g.in_channels)
-        dw = torch.mm(dy.movedim(1, -1).reshape(num, g.out_channels).t(), rows)
-    return dw.to(x.dtype).view(g.out_channels, g.in_channels, *g.kernel)
+def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+    """``dw``: one product over all places of all samples, or of some of them after each other."""
+    step = g.batch
+    if not g.is_channels_last:
+        places = (g.in_channels + g.out_channels) * g.num_positions
+        each = g.in_channels * g.out_channels if _by_sample(g) else places
+        step = max(1, min(g.batch, cap_bytes // (each * x.element_size())))
+    total = _summed(g, x[:step], dy[:step])
+    for start in range(step, g.batch, step):
+        total += _summed(g, x[start : start + step], dy[start : start + step])
+    return total.to(x.dtype).view(g.out_channels, g.in_channels, *g.kernel)
+
+
+def _by_sample(g: Geometry) -> bool:
+    """Are the products of each sample smaller than copies of the samples?"""
+    return max(g.in_channels, g.out_channels) <= g.num_positions
+
+
+def _summed(g: Geometry, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """``dw`` of some samples as a matrix, in float32 for half types."""
+    seen, sums = _seen(g, x), torch.float32 if x.element_size() == 2 else x.dtype
+    if not g.is_channels_last and _by_sample(g):
+        columns = seen.reshape(len(x), g.in_channels, g.num_positions)
+        errors = dy.reshape(len(x), g.out_channels, g.num_positions)
+        return torch.bmm(errors, columns.transpose(1, 2)).sum(0, dtype=sums)
+    rows = seen.movedim(1, -1).reshape(-1, g.in_channels)
+    errors = dy.movedim(1, -1).reshape(-1, g.out_channels)
+    return torch.mm(errors.t(), rows).to(sums)
 
 
 def _seen(g: Geometry, x: torch.Tensor) -> torch.Tensor:

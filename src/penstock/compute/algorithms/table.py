@@ -175,9 +175,7 @@ _POINTWISE = {
     INPUT_GRADIENT: Candidate(
         "1x1 product", lambda g, a, b, cap: pointwise.input_gradient(g, a, b)
     ),
-    WEIGHT_GRADIENT: Candidate(
-        "1x1 product", lambda g, a, b, cap: pointwise.weight_gradient(g, a, b)
-    ),
+    WEIGHT_GRADIENT: Candidate("1x1 product", pointwise.weight_gradient),
 }
 
 

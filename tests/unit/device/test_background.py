@@ -1,0 +1,50 @@
+"""A thread that is there only while there is something to do, and the end of the program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripting import run
+
+pytestmark = pytest.mark.legacy
+
+LEAVING = """
+import time
+from penstock.device import background
+
+def work(items):
+    while items:
+        items.pop()
+        time.sleep(0.2)
+        print("done", flush=True)
+
+{control}
+thread = background.Background(work)
+thread.take(1)
+thread.take(2)
+"""
+
+
+def test_what_has_begun_is_waited_for_at_the_end(tmp_path: Path) -> None:
+    end = run(LEAVING.format(control=""), tmp_path)
+    assert (end.returncode, end.stdout.split()) == (0, ["done"] * 2), end.stderr
+
+
+def test_the_control_leaves_it_unfinished(tmp_path: Path) -> None:
+    end = run(LEAVING.format(control="background.WAIT_AT_EXIT_S = 0.0"), tmp_path)
+    assert end.stdout.split() != ["done"] * 2
+
+
+def test_nothing_is_begun_after_the_end(tmp_path: Path) -> None:
+    late = """
+from penstock.device import background
+
+thread = background.Background(lambda items: print("late", items, flush=True))
+background._wait_for_all()
+thread.take(1)
+assert not thread.is_running
+"""
+    end = run(late, tmp_path)
+    assert (end.returncode, end.stdout) == (0, ""), end.stderr
