@@ -7,6 +7,7 @@ main       ▕░░░░░░░░░░░░░▓▓▓▓▓▓▓▓░
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rich.console import Console, Group
 from rich.text import Text
@@ -41,6 +42,8 @@ LEGEND = {
 }
 MAX_LANES = 24
 """More workers than this are shown as the first and the last few."""
+LITTLE, LEAST = "·", 0.01
+"""A column that is a gap but for a moment; less than this part of it is not shown."""
 _DARK = " ▁▂▃▄▅▆▇█"
 
 
@@ -60,21 +63,23 @@ def render(model: Model, width: int, *, first_s: float = 0.0, last_s: float | No
         return Group(Text("No time passed: there is nothing to draw."))
     lines: list[Text] = []
     seen: set[str] = set()
+    has_little = False
     for place, lane in enumerate(lanes):
         if num_hidden and place == MAX_LANES // 2:
             lines.append(Text(f"{'':>{label}} … {num_hidden} more workers …", style="dim"))
         row = paint(_visible(lane), first_ns, last_ns, columns)
-        seen.update(kind for kind in row if kind)
+        seen.update(cell.kind for cell in row if not cell.is_little)
+        has_little = has_little or any(cell.is_little for cell in row)
         lines.append(_line(lane.name, row, label))
     depth = _depth_line(model, first_ns, last_ns, columns)
     if depth is not None:
         lines.append(Text(f"{'ready':>{label}} ") + depth)
     lines.append(_scale(first_ns, last_ns, label, columns))
-    lines += _legend(seen, label, width)
+    lines += _legend(seen, has_little, label, width)
     return Group(*lines)
 
 
-_ASCII = str.maketrans("█▓▒░▕▏▁▂▃▄▅▆▇…", "#%=.||_.:-=+*~")
+_ASCII = str.maketrans("█▓▒░▕▏▁▂▃▄▅▆▇…·", "#%=.||_.:-=+*~'")
 
 
 def print_run(console: Console, drawing: Group, words: str, *, soft_wrap: bool = False) -> None:
@@ -84,7 +89,7 @@ def print_run(console: Console, drawing: Group, words: str, *, soft_wrap: bool =
     """
     can_draw = True
     try:
-        "".join([*_DARK, "░▒▓▕▏…"]).encode(console.encoding)
+        "".join([*_DARK, "░▒▓▕▏…·"]).encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
         can_draw = False
     for line in drawing.renderables:
@@ -117,11 +122,18 @@ def _visible(lane: Lane) -> list[Span]:
     return lane.spans if lane.role == "user" else lane.top()
 
 
-def paint(spans: Sequence[Span], first_ns: int, last_ns: int, columns: int) -> list[str]:
-    """For each column, the kind that took most of it; empty where most of it was a gap.
+class Cell(NamedTuple):
+    """What a column shows: the kind that took most of it, and whether most of it was a gap."""
+
+    kind: str = ""
+    is_little: bool = False
+
+
+def paint(spans: Sequence[Span], first_ns: int, last_ns: int, columns: int) -> list[Cell]:
+    """What each column shows; an empty kind where there was nothing at all.
 
     Example:
-        >>> paint([Span("fetch", "", 0, 50)], 0, 100, 4)
+        >>> [cell.kind for cell in paint([Span("fetch", "", 0, 50)], 0, 100, 4)]
         ['fetch', 'fetch', '', '']
     """
     width_ns = (last_ns - first_ns) / columns
@@ -138,16 +150,21 @@ def paint(spans: Sequence[Span], first_ns: int, last_ns: int, columns: int) -> l
     found = []
     for share in shares:
         kind, most = max(share.items(), key=lambda item: item[1], default=("", 0.0))
-        found.append(kind if most > max(0.0, 1.0 - sum(share.values())) * 0.999 else "")
-    return found
+        gap = max(0.0, 1.0 - sum(share.values()))
+        found.append(Cell(kind, most <= gap * 0.999) if most > LEAST else Cell())
+    beside = zip([Cell(), *found], [*found[1:], Cell()])  # noqa: B905 (the first has one more)
+    return [  # the edge of a span that is drawn anyway is no moment of its own
+        Cell() if cell.is_little and Cell(cell.kind) in pair else cell
+        for cell, pair in zip(found, beside, strict=True)
+    ]
 
 
-def _line(name: str, row: list[str], label: int) -> Text:
+def _line(name: str, row: list[Cell], label: int) -> Text:
     text = Text(f"{name[:label]:>{label}} ")
     text.append("▕", style="dim")
-    for kind in row:
-        character, style = STYLES.get(kind, (" ", ""))
-        text.append(character, style=style)
+    for cell in row:
+        character, style = STYLES.get(cell.kind, (" ", ""))
+        text.append(LITTLE if cell.is_little else character, style=style)
     text.append("▏", style="dim")
     return text
 
@@ -186,15 +203,16 @@ def _digits(total_s: float) -> int:
     return 0 if total_s >= 50 else 1 if total_s >= 5 else 2 if total_s >= 0.5 else 4
 
 
-def _legend(seen: set[str], label: int, width: int) -> list[Text]:
+def _legend(seen: set[str], has_little: bool, label: int, width: int) -> list[Text]:
     margin = " " * (label + 2)
     lines = [Text(margin)]
-    for kind, words in LEGEND.items():
-        if kind not in seen:
-            continue
+    shown = [(*STYLES[kind], words) for kind, words in LEGEND.items() if kind in seen]
+    if has_little:
+        shown.append((LITTLE, "", "for a moment"))
+    for character, style, words in shown:
         if len(lines[-1]) + len(words) + 3 > width and len(lines[-1]) > len(margin):
             lines.append(Text(margin))
-        lines[-1].append(STYLES[kind][0] * 2, style=STYLES[kind][1])
+        lines[-1].append(character * 2, style=style)
         lines[-1].append(f" {words}   ")
     for line in lines:
         line.rstrip()

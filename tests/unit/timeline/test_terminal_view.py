@@ -84,15 +84,20 @@ def test_a_run_of_nothing_is_said_to_be_one(records: dict[str, Any]) -> None:
 
 
 def test_a_gap_is_a_wait() -> None:
-    assert paint([Span("fetch", "", 0, 10), Span("fetch", "", 30, 40)], 0, 40, 4) == [
-        "fetch",
-        "",
-        "",
-        "fetch",
-    ]
+    row = paint([Span("fetch", "", 0, 10), Span("fetch", "", 30, 40)], 0, 40, 4)
+    assert [cell.kind for cell in row] == ["fetch", "", "", "fetch"]
 
 
 def test_what_takes_most_of_a_column_is_what_it_shows() -> None:
     spans = [Span("step", "", 0, 30), Span("stall", "", 30, 100)]
-    assert paint(spans, 0, 100, 1) == ["stall"]
-    assert paint(spans[:1], 0, 100, 1) == [""]
+    assert paint(spans, 0, 100, 1) == [("stall", False)]
+    assert paint(spans[:1], 0, 100, 1) == [("step", True)]
+    assert paint([Span("copy", "", 0, 1)], 0, 1000, 1) == [("", False)]
+
+
+def test_what_is_short_beside_a_column_is_not_lost() -> None:
+    records = traces.make_records(num_batches=8, fetch_ms=0.5, step_ms=50.0)
+    drawn = Timeline(records).draw(60)
+    (worker,) = [line for line in lines_of(drawn) if line.strip().startswith("worker 0")]
+    assert "·" in worker
+    assert "for a moment" in drawn
