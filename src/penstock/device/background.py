@@ -47,8 +47,8 @@ class Background(Generic[Item]):
 
     @property
     def is_running(self) -> bool:
-        """Is there a thread now?"""
-        return self._is_running
+        """Is there a thread now, in this process? A fork has none of its parent's."""
+        return self._is_running and self._process == os.getpid()
 
     def take(self, item: Item) -> None:
         """Have it done soon; at the end of the program not at all: the system frees everything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,31 @@ assert not thread.is_running
 """
     end = run(late, tmp_path)
     assert (end.returncode, end.stdout) == (0, ""), end.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_does_not_wait_for_a_thread_that_it_does_not_have(tmp_path: Path) -> None:
+    forking = """
+import os, sys, threading, time
+from penstock.device import background
+
+begun, done = threading.Event(), threading.Event()
+
+def work(items):
+    items.clear()
+    begun.set()
+    done.wait(30)
+
+thread = background.Background(work)
+thread.take(1)
+begun.wait(30)
+child = os.fork()
+if not child:
+    sys.exit(0)  # with everything that Python does at its end
+start_s = time.monotonic()
+os.waitpid(child, 0)
+done.set()
+print(time.monotonic() - start_s)
+"""
+    end = run(forking, tmp_path)
+    assert float(end.stdout) < 5, end.stderr
