@@ -81,9 +81,12 @@ def _start_of(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any] | None
         """As ``start`` does, past hooks that nobody has put anything into."""
         if _is_idle(runtime.launch_enter_hook) and _is_idle(runtime.launch_exit_hook):
             stream = _raw_stream(_current_device())
-            run(*grid, stream, function, packed, None, None, None, *arguments)
-        else:
-            start(*arguments)
+            try:
+                run(*grid, stream, function, packed, None, None, None, *arguments)
+                return
+            except TypeError:  # a version that is started in another way
+                pass
+        start(*arguments)
 
     try:
         from triton.knobs import runtime

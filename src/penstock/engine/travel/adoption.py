@@ -166,7 +166,7 @@ def _busy_threads() -> list[str]:
     found = []
     for ident in {*frames, *threads} - {own}:
         thread = threads.get(ident)
-        if thread is None and _begins_in(frames[ident]) in _HARMLESS_BARE:
+        if ident in frames and _begins_in(frames[ident]) in _HARMLESS_BARE:
             continue
         target = getattr(thread, "_target", None) or type(thread)
         if str(getattr(target, "__module__", "")).split(".")[0] not in _HARMLESS_THREADS:
