@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import penstock
+import penstock.device.finish_cpu as finish_cpu
 
 pytest.importorskip("torchvision")
 
@@ -71,3 +72,21 @@ def test_a_loader_gives_what_a_transform_in_the_dataset_gives(images: torch.Tens
         data, batch_size=4, device="cpu", finish=penstock.finish(mean=MEAN, std=STD)
     )
     assert torch.equal(torch.cat([batch for (batch,) in loader]), theirs(images))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_opencv_s_look_up_and_torch_s_operations_give_the_same_bits(
+    images: torch.Tensor,
+    dtype: torch.dtype,
+    form: torch.memory_format,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change = penstock.finish(mean=MEAN, std=STD, dtype=dtype, memory_format=form, flip=1)
+    batch = images, torch.arange(len(images)) % 2
+    assert finish_cpu._cv2() is not None
+    looked_up = change(batch)[0].clone(memory_format=torch.preserve_format)
+    monkeypatch.setattr(finish_cpu, "_cv2", lambda: None)
+    computed = change(batch)[0]
+    assert torch.equal(looked_up, computed)
+    assert looked_up.stride() == computed.stride()

@@ -5,8 +5,8 @@ is computed once, on the CPU, by the same operations as torchvision's: so the re
 the last bit, also on GPUs, where dividing by a number is done another way and rounds differently.
 
 On a GPU with Triton one kernel reads each byte once and writes the result in its type and memory
-format, mirrored where that is asked for; without, torch looks the same table up. The CPU does
-torchvision's operations themselves, picture by picture: its vector units have no look-up.
+format, mirrored where that is asked for; without, torch looks the same table up. For the CPU see
+:mod:`penstock.device.finish_cpu`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from penstock.device.finish_cpu import Arithmetic, compute
 from penstock.device.shelf import Shelf
 from penstock.device.structure import change_tensors
 from penstock.errors import BadArgument
@@ -125,7 +125,7 @@ class Finish:
             )
         if tensor.device.type == "cpu" and not tensor.is_cuda:
             out = self._shelf.empty_like(tensor, table.dtype, self._memory_format)
-            return _compute(tensor, self._arithmetic, mirrored, out)
+            return compute(tensor, self._arithmetic, mirrored, out)
         look_up = _fused.look_up() if tensor.is_cuda and tensor.numel() else None
         if look_up is not None:
             out = _empty_like(tensor, table.dtype, self._memory_format)
@@ -146,36 +146,6 @@ class Finish:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": {self._table.device: self._table}}
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """What torchvision does to a byte: scale, then subtract and divide by channel.
-
-    Args:
-        means, stds: One number per channel; one channel serves any number, none scales only.
-    """
-
-    means: tuple[float, ...]
-    stds: tuple[float, ...]
-    divides: bool
-
-    def apply(self, values: torch.Tensor) -> None:
-        """In place, to float32 values of shape (channels, ...)."""
-        if self.divides:
-            values.div_(255)
-        else:
-            values.mul_(1.0 / 255)
-        if self.means:
-            shape = (-1, *(1,) * (values.ndim - 1))
-            values.sub_(torch.tensor(self.means).view(shape))
-            values.div_(torch.tensor(self.stds).view(shape))
-
-    def make_table(self, dtype: torch.dtype) -> torch.Tensor:
-        """(channels, 256): the result of each byte, in its type."""
-        table = torch.arange(256, dtype=torch.float32).repeat(max(1, len(self.means)), 1)
-        self.apply(table)
-        return table.to(dtype)
 
 
 def _make_arithmetic(
@@ -215,27 +185,6 @@ def _empty_like(
     images: torch.Tensor, dtype: torch.dtype, memory_format: torch.memory_format
 ) -> torch.Tensor:
     return torch.empty_like(images, dtype=dtype, memory_format=memory_format)
-
-
-def _compute(
-    images: torch.Tensor,
-    arithmetic: Arithmetic,
-    mirrored: torch.Tensor | None,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """On the CPU, a picture at a time, which stays in the cache from step to step."""
-    if not images.numel():
-        return out
-    room = torch.empty_like(images[0], dtype=torch.float32)
-    is_here = out.dtype is torch.float32 and out[0].stride() == room.stride()
-    flags = [False] * len(images) if mirrored is None else mirrored.tolist()
-    for picture, place, is_mirrored in zip(images, out, flags, strict=True):
-        values = place if is_here else room
-        values.copy_(picture.flip(2) if is_mirrored else picture)
-        arithmetic.apply(values)
-        if not is_here:
-            place.copy_(values)
-    return out
 
 
 def _look_up(
