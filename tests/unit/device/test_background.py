@@ -18,7 +18,7 @@ from penstock.device import background
 def work(items):
     while items:
         items.pop()
-        time.sleep(0.2)
+        time.sleep({seconds})
         print("done", flush=True)
 
 {control}
@@ -29,12 +29,12 @@ thread.take(2)
 
 
 def test_what_has_begun_is_waited_for_at_the_end(tmp_path: Path) -> None:
-    end = run(LEAVING.format(control=""), tmp_path)
+    end = run(LEAVING.format(control="", seconds=0.2), tmp_path)
     assert (end.returncode, end.stdout.split()) == (0, ["done"] * 2), end.stderr
 
 
 def test_the_control_leaves_it_unfinished(tmp_path: Path) -> None:
-    end = run(LEAVING.format(control="background.WAIT_AT_EXIT_S = 0.0"), tmp_path)
+    end = run(LEAVING.format(control="background.WAIT_AT_EXIT_S = 0.0", seconds=9.0), tmp_path)
     assert end.stdout.split() != ["done"] * 2
 
 
