@@ -98,16 +98,23 @@ class Courier:
             return
         try:
             batch, effects = take()
-            with explained(self.device, batch):
-                moved, event = self._route.send(batch, self._finish)
-                if any(tensor.device.type == "cpu" for tensor in tensors_in(moved)):
-                    self._keep()
+            moved, event = self._bring(batch)
         except StopIteration:
             self._end = StopIteration()  # without a traceback, which would hold the iterator
         except Exception as error:  # raised in its turn, after the batches before it
             self._end = error
         else:
             self._sent.append(_Sent(moved, event, effects))
+
+    def _bring(self, batch: Any) -> tuple[Any, Any]:
+        try:
+            with explained(self.device, batch):
+                moved, event = self._route.send(batch, self._finish)
+                if any(tensor.device.type == "cpu" for tensor in tensors_in(moved)):
+                    self._keep()
+        except StopIteration as error:  # it would read as the end of the epoch
+            raise RuntimeError("finish= raised StopIteration") from error
+        return moved, event
 
     def reset(self) -> None:
         """Forget what was sent: a new epoch begins."""

@@ -58,7 +58,7 @@ def finish(
         >>> normalise((images, torch.tensor([7])))
         (tensor([[[[-1.,  1.]]]]), tensor([7]))
     """
-    BadArgument.unless_one_of("scaling", scaling, ("multiply", "divide"))
+    BadArgument.unless_one_of("scaling", scaling, ("multiply", "divide"), "penstock.finish")
     if dtype not in _FLOATS:
         raise BadArgument(
             f"dtype={dtype} is no floating-point type",

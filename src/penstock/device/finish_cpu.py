@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +37,20 @@ class Arithmetic:
             values.mul_(1.0 / 255)
         if self.means:
             shape = (-1, *(1,) * (values.ndim - 1))
-            values.sub_(torch.tensor(self.means).view(shape))
-            values.div_(torch.tensor(self.stds).view(shape))
+            values.sub_(_float32(self.means).view(shape))
+            values.div_(_float32(self.stds).view(shape))
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 (it has no state but its numbers)
     def make_table(self, dtype: torch.dtype) -> torch.Tensor:
         """(channels, 256): the result of each byte, in its type."""
-        table = torch.arange(256, dtype=torch.float32).repeat(max(1, len(self.means)), 1)
+        table = _float32(range(256)).repeat(max(1, len(self.means)), 1)
         self.apply(table)
         return table.to(dtype)
+
+
+def _float32(values: Iterable[float]) -> torch.Tensor:
+    """On the CPU and of this type, whatever the user has made torch's defaults."""
+    return torch.tensor(list(values), dtype=torch.float32, device="cpu")
 
 
 def compute(
@@ -82,6 +88,7 @@ def _look_up(cv2: Any, source: torch.Tensor, arithmetic: Arithmetic, values: tor
 @functools.cache
 def _cv2() -> Any:
     try:
-        return importlib.import_module("cv2")
+        cv2 = importlib.import_module("cv2")
     except Exception:  # not there, or a build that does not load here
         return None
+    return cv2 if hasattr(cv2, "LUT") else None  # a folder that an uninstalled one left behind

@@ -10,16 +10,20 @@ A loader of Penstock's needs no thread: its workers are ahead already.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from penstock.device.background import WAIT_AT_EXIT_S
 from penstock.device.courier import Courier
-from penstock.device.placement import checked_depth, checked_device, resolve
+from penstock.device.placement import checked_depth, checked_device, checked_finish, resolve
 from penstock.device.structure import change_tensors
 from penstock.errors import DeviceFailed
 
@@ -51,7 +55,8 @@ def to_device(
         cpu [0.0, 0.0]
         cpu [1.0, 1.0]
     """
-    return ToDevice(iterable, checked_device(device), checked_depth(prefetch, "prefetch"), finish)
+    depth = checked_depth(prefetch, "prefetch")
+    return ToDevice(iterable, checked_device(device), depth, checked_finish(finish))
 
 
 class ToDevice:
@@ -96,6 +101,9 @@ class _Taker:
         self._thread = threading.Thread(
             target=self._run, args=(batches, device), name="penstock-to-device", daemon=True
         )
+        _all.add(self)
+        atexit.unregister(_wait_for_all)  # the last comes first: before the workers of a loader,
+        atexit.register(_wait_for_all)  # whose batch the thread may be waiting for, are stopped
         self._thread.start()
 
     def take(self) -> tuple[Any, list[Callable[[], None]]]:
@@ -143,6 +151,26 @@ class _Taker:
         self._is_wanted = False
         while not self._taken.empty():
             self._taken.get()
+
+    def wait(self, until_s: float) -> None:
+        """Until the thread has ended, or the clock says so."""
+        self._thread.join(max(0.0, until_s - time.monotonic()))
+
+
+_all: weakref.WeakSet[_Taker] = weakref.WeakSet()
+
+
+def _wait_for_all() -> None:
+    """A thread that comes back from torch into an interpreter that is gone aborts the process.
+
+    Called from: the end of the program.
+    """
+    until_s = time.monotonic() + WAIT_AT_EXIT_S
+    takers = list(_all)
+    for taker in takers:
+        taker.stop()
+    for taker in takers:
+        taker.wait(until_s)
 
 
 def _pinned(batch: Any, device: torch.device) -> Any:

@@ -26,12 +26,7 @@ class Placed:
     def _settle_device(self, device: Any, device_prefetch: int, finish: Any) -> None:
         self.device = None if device is None else checked_device(device)
         self.device_prefetch = checked_depth(device_prefetch)
-        if finish is not None and not callable(finish):
-            raise BadArgument(
-                f"finish={finish!r} is no function of a batch",
-                remedy="DataLoader(..., finish=penstock.finish(mean=..., std=...))",
-            )
-        if finish is not None and device is None:
+        if checked_finish(finish) is not None and device is None:
             raise BadArgument(
                 "finish= works where the batch is brought to, and no device= was given",
                 remedy="DataLoader(..., device='cuda', finish=...), or device='cpu'",
@@ -85,6 +80,15 @@ def checked_depth(depth: Any, name: str = "device_prefetch") -> int:
             remedy=f"{name}=2",
         )
     return depth
+
+
+def checked_finish(finish: Any) -> Callable[[Any], Any] | None:
+    if finish is not None and not callable(finish):
+        raise BadArgument(
+            f"finish={finish!r} is no function of a batch",
+            remedy="finish=penstock.finish(mean=..., std=...)",
+        )
+    return cast("Callable[[Any], Any] | None", finish)
 
 
 def checked_device(device: Any) -> torch.device:

@@ -27,7 +27,7 @@ def change_tensors(batch: Any, change: Change) -> Any:
     """
     if isinstance(batch, torch.Tensor):
         return change(batch)
-    if isinstance(batch, (str, bytes)) or batch is None:
+    if isinstance(batch, (str, bytes, type)) or batch is None:  # a class has the method, too
         return batch
     if isinstance(batch, Mapping):
         return _like_mapping(
@@ -35,7 +35,7 @@ def change_tensors(batch: Any, change: Change) -> Any:
         )
     if isinstance(batch, (list, tuple)):
         return _like_sequence(batch, change)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+    if dataclasses.is_dataclass(batch):
         return _like_dataclass(batch, change)
     return _by_itself(batch, change) if callable(getattr(batch, "to", None)) else batch
 

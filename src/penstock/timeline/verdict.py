@@ -167,6 +167,11 @@ class _Judge:
             f"Your step takes {it.share(it.step_s):.0%} of the time and batches are ready when it "
             f"asks: faster loading would bring at most {self.lost:.0%}."
         )
+        if self.loop_lost >= NOTHING_LOST:  # it runs ahead of the GPU, and waits there
+            text = (
+                f"The GPU is busy {1 - self.lost:.0%} of the time, although the loop waits "
+                f"{self.loop_lost:.0%}: faster loading would bring at most {self.lost:.0%}."
+            )
         return self._say("step", text, self._worker_evidence())
 
     def _transfer(self) -> Verdict | None:

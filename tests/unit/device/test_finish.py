@@ -12,6 +12,7 @@ import torch
 
 import penstock.device.finish as finishing
 from penstock import finish
+from penstock.device import finish_cpu
 from penstock.errors import BadArgument
 
 pytestmark = pytest.mark.legacy
@@ -176,3 +177,39 @@ def test_what_does_not_fit_the_batch_is_said_with_its_shape() -> None:
         finish(flip=2)((images(), 0))
     with pytest.raises(BadArgument, match="flip=1 has 3 values for 5 images"):
         finish(flip=1)((images(), [1, 0, 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_changes_no_bit_of_the_result(dtype: torch.dtype) -> None:
+    mean, std = [0.4851, 0.4562, 0.4063], [0.2291, 0.2242, 0.2253]  # in no cache yet
+    batch = images()
+    expected = by_hand(batch, mean, std)
+    finish_cpu.Arithmetic.make_table.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        assert not torch.equal(by_hand(batch, mean, std), expected), "the control: it could"
+        done = finish(mean=mean, std=std)(batch)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(done, expected)
+
+
+@pytest.mark.skipif(not hasattr(torch, "set_default_device"), reason="torch 2.0 and newer")
+def test_torchs_default_device_is_not_where_the_table_is_made() -> None:
+    batch = images()
+    finish_cpu.Arithmetic.make_table.cache_clear()
+    with torch.device("meta"):
+        done = finish(mean=MEAN, std=STD)(batch)
+    assert torch.equal(done, by_hand(batch, MEAN, STD))
+
+
+def test_what_an_uninstalled_opencv_leaves_behind_is_not_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finish_cpu._cv2.cache_clear()
+    monkeypatch.setitem(sys.modules, "cv2", types.ModuleType("cv2"))  # an empty folder: no LUT
+    try:
+        batch = images()
+        assert torch.equal(finish(mean=MEAN, std=STD)(batch), by_hand(batch, MEAN, STD))
+    finally:
+        finish_cpu._cv2.cache_clear()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import penstock
 from penstock import to_device
-from penstock.errors import NoSuchDevice
+from penstock.errors import BadArgument, NoSuchDevice
 
 pytestmark = pytest.mark.legacy
 
@@ -157,3 +161,70 @@ def test_a_device_that_is_not_there_is_said_before_anything_is_taken() -> None:
 
 def test_none_as_a_batch_is_not_the_end() -> None:
     assert list(to_device([None, None], "cpu")) == [None, None]
+
+
+def test_a_finish_that_is_no_function_is_said_at_once() -> None:
+    with pytest.raises(BadArgument, match="finish=3 is no function"):
+        to_device([1], "cpu", finish=3)  # type: ignore[arg-type]
+
+
+def test_a_finish_that_raises_stop_iteration_does_not_end_the_epoch_in_silence() -> None:
+    empty: Iterator[int] = iter([])
+    with pytest.raises(RuntimeError, match="finish= raised StopIteration"):
+        list(to_device([1, 2], "cpu", finish=lambda _: next(empty)))
+
+
+LEAVING = """
+import sys, torch, penstock
+{control}
+
+def endless():
+    x = torch.randn(700, 700)
+    while True:
+        yield x @ x
+
+batches = iter(penstock.to_device(endless(), "cpu"))
+next(batches)
+sys.exit(3)
+"""
+
+
+def leave(control: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "leaving.py"
+    script.write_text(LEAVING.format(control=control))
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_program_that_ends_while_a_batch_is_taken_keeps_its_exit_code(tmp_path: Path) -> None:
+    end = leave("", tmp_path)
+    assert (end.returncode, end.stderr) == (3, "")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="such threads stand still from 3.14 on")
+def test_without_waiting_for_it_the_program_may_be_aborted(tmp_path: Path) -> None:
+    stop = "import penstock.device.iterables as it; it._wait_for_all = lambda: None"
+    ends = (leave(stop, tmp_path) for _ in range(5))
+    assert any(end.returncode == -signal.SIGABRT for end in ends)
+
+
+def test_a_loader_of_ours_is_left_at_the_end_of_the_program_without_waiting(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "leaving_ours.py"
+    script.write_text(
+        "import atexit, time\n"
+        "from penstock import to_device\n"
+        "began = []\n"
+        "atexit.register(lambda: print(time.monotonic() - began[0]))\n"
+        "from penstock import DataLoader\n"
+        "def load(i):\n    time.sleep(0.05)\n    return i\n"
+        "class Slow:\n    __len__ = lambda self: 1000\n    __getitem__ = lambda self, i: load(i)\n"
+        "it = iter(to_device(DataLoader(Slow(), batch_size=2, num_workers=1), 'cpu'))\n"
+        "next(it)\n"
+        "began.append(time.monotonic())\n"
+    )
+    command = [sys.executable, str(script)]
+    end = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert end.returncode == 0, end.stderr
+    assert float(end.stdout) < 5

@@ -171,3 +171,9 @@ def test_arrays_apart_copies_arrays_and_nothing_else() -> None:
     assert not np.shares_memory(apart["b"][0], array)
     assert apart["t"] is tensor
     assert apart["b"][1][1] == "x"
+
+
+@pytest.mark.parametrize("kind", [Own, torch.nn.Linear, torch.Tensor, Boxes])
+def test_a_class_in_a_batch_is_left_alone_even_if_its_objects_can_move(kind: Any) -> None:
+    batch = {"kind": kind, "x": zero()}
+    assert change_tensors(batch, _Move(torch.device("cpu"), non_blocking=False))["kind"] is kind

@@ -56,6 +56,17 @@ def test_copies_that_only_the_device_sees() -> None:
     assert "but not for batches" in starved.sentence
 
 
+def test_a_loop_that_waits_ahead_of_a_busy_gpu_is_not_told_that_batches_are_ready() -> None:
+    def sentence(**seconds: float) -> str:
+        return judge(Account(num_batches=9, steady_s=1.0, **seconds), {}).sentence
+
+    ahead = sentence(step_s=0.4, stall_s=0.6, gpu_s=0.95)
+    assert "ready" not in ahead
+    for words in ("busy 95%", "the loop waits 60%", "at most 5%"):
+        assert words in ahead
+    assert "batches are ready" in sentence(step_s=0.97, stall_s=0.03, gpu_s=0.95)
+
+
 def test_a_busy_training_process() -> None:
     assert cause_of(fetch_ms=1.0, deliver_ms=20.0) == "main process"
 
