@@ -170,7 +170,7 @@ def _checked(name: str, values: Sequence[float] | None, default: float) -> list[
     if values is None:
         return [default]
     try:
-        numbers = [float(value) for value in values]
+        numbers = [] if isinstance(values, str) else [float(value) for value in values]
     except (TypeError, ValueError):
         numbers = []
     if not numbers or not all(math.isfinite(number) for number in numbers):

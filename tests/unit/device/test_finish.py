@@ -157,6 +157,7 @@ def test_it_can_be_sent_to_another_process() -> None:
         ({"mean": 0.5}, "mean=0.5 is no list of numbers"),
         ({"mean": []}, "is no list of numbers"),
         ({"mean": ["a"]}, "is no list of numbers"),
+        ({"mean": "12"}, "is no list of numbers"),
         ({"std": [float("nan")]}, "is no list of numbers"),
         ({"mean": [0.5], "std": [0.0]}, "would divide by 0"),
         ({"mean": [0.1, 0.2], "std": [0.1] * 3}, "mean has 2 channels and std 3"),
