@@ -74,7 +74,7 @@ def _watched(name: str | None) -> Iterator[Callable[[], None]]:
         finally:
             if process:
                 process.terminate()
-                process.wait()
+                process.wait(timeout=10)
         said.seek(sizes[-1])
         seen = [float(line) for line in said.read().split() if line.isdecimal()]
     if name and seen:

@@ -166,7 +166,7 @@ def _make_arithmetic(
     return Arithmetic(tuple(means), tuple(stds), scaling == "divide")
 
 
-def _checked(name: str, values: Sequence[float] | None, default: float) -> list[float]:
+def _checked(name: str, values: Any, default: float) -> list[float]:
     if values is None:
         return [default]
     try:

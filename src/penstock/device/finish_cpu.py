@@ -9,12 +9,13 @@ threads, which wait for each other where workers hold the cores.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from penstock.machine.decoders import opencv
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def compute(
     room = torch.empty_like(images[0], dtype=torch.float32)
     is_here = out.dtype is torch.float32 and out[0].stride() == room.stride()
     flags = [False] * len(images) if mirrored is None else mirrored.tolist()
-    cv2 = _cv2() if images[0].is_contiguous() and room.is_contiguous() else None
+    cv2 = opencv() if images[0].is_contiguous() and room.is_contiguous() else None
     for picture, place, is_mirrored in zip(images, out, flags, strict=True):
         values = place if is_here else room
         source = picture.flip(2) if is_mirrored else picture
@@ -83,12 +84,3 @@ def _look_up(cv2: Any, source: torch.Tensor, arithmetic: Arithmetic, values: tor
     table = arithmetic.make_table(torch.float32).numpy()
     for channel, (plane, place) in enumerate(zip(source.numpy(), values.numpy(), strict=True)):
         cv2.LUT(plane, table[channel if len(table) > 1 else 0], place)
-
-
-@functools.cache
-def _cv2() -> Any:
-    try:
-        cv2 = importlib.import_module("cv2")
-    except Exception:  # not there, or a build that does not load here
-        return None
-    return cv2 if hasattr(cv2, "LUT") else None  # a folder that an uninstalled one left behind

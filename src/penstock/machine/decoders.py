@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Iterable
+from typing import Any
 
 KNOWN = (
     "simplejpeg",
@@ -34,6 +36,17 @@ def _is_importable(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # blocked, or a stand-in without a spec
         return False
+
+
+@functools.cache
+def opencv() -> Any:
+    """OpenCV, imported now, or None: not there, a build that does not load here, or an empty folder
+    that an uninstalled one left behind."""
+    try:
+        cv2 = importlib.import_module("cv2")
+    except Exception:
+        return None
+    return cv2 if hasattr(cv2, "LUT") else None
 
 
 def has_turbo() -> bool | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadImage, CannotPack, MissingExtra
-from penstock.machine.decoders import find_decoders
+from penstock.machine.decoders import find_decoders, opencv
 from penstock.store.crops import Crop, Step
 from penstock.store.decoders import (
     SCALING,
@@ -202,7 +202,7 @@ def _apply(pixels: np.ndarray, transform: Crop | None, steps: list[Step] | None)
 
 def _flip(pixels: np.ndarray) -> np.ndarray:
     """Left and right exchanged. OpenCV's copy lies in order, and takes less than undoing a view."""
-    cv2 = _cv2() if pixels.shape[2] == 3 else None
+    cv2 = opencv() if pixels.shape[2] == 3 else None
     if cv2 is None:
         return pixels[:, ::-1]
     if pixels.flags.c_contiguous:
@@ -224,8 +224,8 @@ def resize(pixels: np.ndarray, size: tuple[int, ...], *, antialias: bool = True)
     # What is only enlarged needs no antialiasing: OpenCV's values are within 1, in a third of the
     # time (229 and 79 microseconds for 170 x 150 to 224, 2 x86-64 cores).
     is_enlarged = pixels.shape[0] <= size[0] and pixels.shape[1] <= size[1]
-    if (is_enlarged or not antialias) and _cv2() is not None:
-        made: np.ndarray = _cv2().resize(_in_rows(pixels), (size[1], size[0]))
+    if (is_enlarged or not antialias) and opencv() is not None:
+        made: np.ndarray = opencv().resize(_in_rows(pixels), (size[1], size[0]))
         return made.reshape(*size, pixels.shape[2])  # a single channel's axis is dropped
     import torch
 
@@ -263,18 +263,6 @@ def _resizes_bytes() -> bool:
     return (major, minor) >= (2, 1)
 
 
-_found: list[Any] = []
-
-
-def _cv2() -> Any:
-    if not _found:
-        try:
-            _found.append(importlib.import_module("cv2"))
-        except Exception:  # not there, or a build that does not load here
-            _found.append(None)
-    return _found[0]
-
-
 def to_tensor(pixels: np.ndarray, out: np.ndarray | None = None) -> Any:
     """A uint8 tensor of shape (channels, height, width), which lies in memory that way, too.
 
@@ -288,7 +276,7 @@ def to_tensor(pixels: np.ndarray, out: np.ndarray | None = None) -> Any:
         if len(planes) > 1 and planes.flags.c_contiguous and planes.flags.writeable:
             return torch.from_numpy(planes)  # resized by torch: it lies that way already
         out = np.empty(planes.shape, np.uint8)
-    cv2 = _cv2() if len(planes) == 3 and pixels.flags.c_contiguous else None
+    cv2 = opencv() if len(planes) == 3 and pixels.flags.c_contiguous else None
     if cv2 is not None:
         # 14 microseconds for 224 x 224; a copy of the transposed view takes 66.
         cv2.split(pixels, [out[0], out[1], out[2]])
@@ -384,8 +372,8 @@ def _encode_jpeg(pixels: np.ndarray, quality: int) -> bytes:
     if find_decoders(("simplejpeg",)):
         encode = importlib.import_module("simplejpeg").encode_jpeg
         return bytes(encode(pixels, quality=quality, colorspace="RGB", colorsubsampling="420"))
-    if _cv2() is not None:
-        cv2 = _cv2()
+    if opencv() is not None:
+        cv2 = opencv()
         swapped = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
         is_done, content = cv2.imencode(".jpg", swapped, [cv2.IMWRITE_JPEG_QUALITY, quality])
         if is_done:

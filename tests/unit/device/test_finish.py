@@ -207,10 +207,10 @@ def test_torchs_default_device_is_not_where_the_table_is_made() -> None:
 def test_what_an_uninstalled_opencv_leaves_behind_is_not_taken_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    finish_cpu._cv2.cache_clear()
+    finish_cpu.opencv.cache_clear()
     monkeypatch.setitem(sys.modules, "cv2", types.ModuleType("cv2"))  # an empty folder: no LUT
     try:
         batch = images()
         assert torch.equal(finish(mean=MEAN, std=STD)(batch), by_hand(batch, MEAN, STD))
     finally:
-        finish_cpu._cv2.cache_clear()
+        finish_cpu.opencv.cache_clear()
