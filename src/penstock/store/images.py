@@ -30,6 +30,7 @@ from penstock.store.decoders import (
 )
 from penstock.store.fields import EncodedImage, Field
 from penstock.store.headers import read_header, read_orientation
+from penstock.store.partial import PARTIAL, decode_top
 
 MAX_PIXELS = 178_956_970
 """Twice Pillow's limit, where it raises, too: half a gigabyte of pixels."""
@@ -94,7 +95,12 @@ def _decode_named(data: bytes, where: str | None, *arguments: Any) -> np.ndarray
 
 
 def _decode(
-    data: bytes, transform: Crop | None, upright: bool, max_pixels: int, decoder: str | None
+    data: bytes,
+    transform: Crop | None,
+    upright: bool,
+    max_pixels: int,
+    decoder: str | None,
+    is_checked: bool = False,
 ) -> np.ndarray:
     header = read_header(memoryview(data))
     _refuse_bomb(header.height, header.width, max_pixels)
@@ -111,6 +117,10 @@ def _decode(
     scale = 1
     if transform is not None and steps is not None and transform.fast and name in SCALING:
         scale = find_scale(steps, height, width)
+    can_stop = is_checked and name in PARTIAL and scale == orientation == 1
+    if can_stop and steps and steps[0].kind == "crop":
+        top, _, tall, _ = steps[0].box
+        return _apply(decode_top(data, header, top + tall), transform, steps)
     pixels = _turn(jpeg_decoder(name)(data, scale), orientation)
     if scale > 1 and steps is not None:
         steps = shrink_steps(steps, (height, width), pixels.shape[:2])
@@ -292,6 +302,7 @@ def open_image(
     where: str | None = None,
     out: np.ndarray | None = None,
     decoder: str | None = None,
+    is_checked: bool = False,
 ) -> Any:
     """A stored image as a tensor. A transform that is not ours gets the whole picture.
 
@@ -299,11 +310,12 @@ def open_image(
         where: The file's name, for errors.
         out: See :func:`to_tensor`; not for what a transform of somebody else gets.
         decoder: See :func:`decode`.
+        is_checked: The bytes are what was once written; see :mod:`penstock.store.partial`.
     """
     own = transform if isinstance(transform, Crop) else None
     if encoding == "file":
         data = content if isinstance(content, bytes) else bytes(content)
-        pixels = _decode_named(data, where, own, True, MAX_PIXELS, decoder)
+        pixels = _decode_named(data, where, own, True, MAX_PIXELS, decoder, is_checked)
     else:
         pixels = _apply(_as_pixels(content), own, None)
     if transform is not None and own is None:

@@ -114,7 +114,8 @@ class Columns:
             from penstock.store.images import open_image
 
             assert isinstance(column, RaggedColumn)
-            return open_image(column.view(row), schema.encoding, transform, out=place)
+            stored = column.view(row)
+            return open_image(stored, schema.encoding, transform, out=place, is_checked=True)
         value = value_of(schema, column.row(row))
         return value if transform is None else transform(value)
 
