@@ -17,6 +17,7 @@ from penstock.engine.inline import InlineIterator
 from penstock.engine.iterators import Setup
 from penstock.engine.pooled import PooledIterator
 from penstock.engine.recorded import Recorded
+from penstock.engine.start.nursery import warm_up
 from penstock.engine.traces import Traces
 from penstock.errors import BadArgument
 from penstock.machine.collect import here
@@ -118,10 +119,8 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
             num_workers = here().usable_cores  # until the first batch shows how many are needed
             persistent_workers = persistent_workers or here().os != "linux"  # spawning is slow
         keywords: dict[str, Any] = {"prefetch_factor": prefetch_factor, "in_order": in_order}
-        if prefetch_factor is None and not _HAS_IN_ORDER:
-            keywords.pop("prefetch_factor")  # torch 1.13 has no None there
-        if not _HAS_IN_ORDER:
-            keywords.pop("in_order")
+        if not _HAS_IN_ORDER:  # torch 1.13, which has no None as prefetch_factor either
+            keywords = {} if prefetch_factor is None else {"prefetch_factor": prefetch_factor}
         self._auto_workers = num_workers if self._is_auto else None
         self._begin(dataset, prefetch_factor, pool, randomness, seed)
         self.shard, self.rank, self.world_size, self.padding = shard, rank, world_size, padding
@@ -160,17 +159,18 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
             pin_memory_device=pin_memory_device,
             **keywords,
         )
-        self.in_order = in_order
-        self.shuffle = shuffle
+        self.in_order, self.shuffle = in_order, shuffle
         if self._is_auto:  # what needs no measuring is known now
             self.num_workers = self._auto_workers = self.plan.num_workers.value
+        elif num_workers:
+            plan = make_plan(here(), self._wish(), self._work_so_far())
+            warm_up(plan.pool.value, plan.start_method.value)
 
     def _begin(
         self, dataset: Any, prefetch: int | None, pool: str, randomness: str, seed: int | None
     ) -> None:
         """What a loader has beyond torch's, before anything is loaded."""
-        self._asked_prefetch = prefetch
-        self._work = Work()
+        self._asked_prefetch, self._work = prefetch, Work()
         self._notes: dict[str, None] = {}
         self._warned: set[str] = set()
         self._traces = Traces(dataset)

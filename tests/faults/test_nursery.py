@@ -75,6 +75,60 @@ def test_a_nursery_that_was_closed_is_started_again() -> None:
     assert load() == GOOD
 
 
+def test_a_loader_with_workers_starts_it_and_does_not_wait_for_it() -> None:
+    nurseries.close_nursery()
+    started = time.monotonic()
+    loader = DataLoader(Numbers(10), batch_size=2, num_workers=2)
+    assert time.monotonic() - started < 0.5
+    pid = leftovers.nursery_pid()
+    assert pid is not None
+    until = time.monotonic() + 60.0
+    while not nurseries.current_nursery().is_warm() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [labels.tolist() for _, labels in collect(loader)] == GOOD
+    assert leftovers.nursery_pid() == pid
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2, "pool": "thread"},
+        {"num_workers": 2, "pool": "inline"},
+        {"num_workers": 2, "multiprocessing_context": "spawn"},
+    ],
+    ids=str,
+)
+def test_a_loader_that_does_not_need_it_starts_none(keywords: dict[str, Any]) -> None:
+    nurseries.close_nursery()
+    DataLoader(Numbers(10), batch_size=2, **keywords)
+    assert leftovers.nursery_pid() is None
+
+
+def test_it_may_die_between_a_loader_and_its_first_batch() -> None:
+    nurseries.close_nursery()
+    loader = DataLoader(Numbers(10), batch_size=2, num_workers=2)
+    pid = leftovers.nursery_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert [labels.tolist() for _, labels in collect(loader)] == GOOD
+
+
+def test_a_loader_is_made_also_where_it_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    nurseries.close_nursery()
+
+    def fail(*_: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nurseries, "start_child", fail)
+        loader = DataLoader(Numbers(10), batch_size=2, num_workers=2)
+        assert leftovers.nursery_pid() is None
+        with pytest.raises(OSError, match="Too many open files"):
+            next(iter(loader))
+    assert [labels.tolist() for _, labels in collect(loader)] == GOOD
+
+
 THREADED = """
 import threading, time, torch
 thread = threading.Thread(target=time.sleep, args=(3600,), daemon=True)

@@ -1,6 +1,6 @@
 """The nursery, seen from the parent: a clean process that forks workers in milliseconds.
 
-One nursery per process, started when the first loader needs workers, warm from then on. It has
+One nursery per process, started with the first loader that has workers, warm from then on. It has
 imported torch, has one thread and has never touched a GPU, so forking it is safe whatever the
 parent holds: threads, a GPU context, a notebook.
 """
@@ -106,6 +106,9 @@ class Nursery:
         self._owner = os.getpid()
         try:
             self._process = start_child(f"nursery_main({theirs.fileno()})", (theirs.fileno(),))
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
         self._is_ready = False
@@ -316,6 +319,16 @@ def current_nursery() -> Nursery:
         if _current is None or _current.is_lost or _owner != os.getpid():
             _current, _owner = Nursery(frozenset(_tainted)), os.getpid()
         return _current
+
+
+def warm_up(pool: str, start_method: str) -> None:
+    """Start the nursery for a loader that will need it: it imports torch while the program goes on.
+
+    Never fails: the first worker says what is wrong.
+    """
+    if pool == "process" and start_method == "nursery":
+        with suppress(OSError, StartFailed):
+            current_nursery()
 
 
 def replace_nursery(nursery: Nursery, without: tuple[str, ...]) -> None:
