@@ -129,6 +129,62 @@ def test_a_loader_is_made_also_where_it_cannot_be_started(monkeypatch: pytest.Mo
     assert [labels.tolist() for _, labels in collect(loader)] == GOOD
 
 
+TOP_LEVEL = """
+import penstock
+from penstock.engine.start import nursery
+
+
+class Dataset:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return int(nursery._current is not None)
+
+
+loader = penstock.DataLoader(Dataset(), batch_size=2, num_workers=2)
+"""
+
+
+@pytest.mark.parametrize("method", [None, "spawn"])
+def test_a_loader_at_the_top_of_a_module_starts_none_in_workers(
+    method: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"loader_on_top_{method}"
+    (tmp_path / f"{name}.py").write_text(TOP_LEVEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    dataset = importlib.import_module(name).Dataset()
+    loader = DataLoader(dataset, batch_size=2, num_workers=2, multiprocessing_context=method)
+    assert [numbers.tolist() for numbers in loader] == [[0, 0], [0, 0]]
+    sys.modules.pop(name)
+
+
+def test_a_program_of_multiprocessing_starts_none_while_it_imports_the_script(
+    tmp_path: Path,
+) -> None:
+    result = scripting.run(IN_A_SPAWNED_CHILD, tmp_path)
+    assert result.stdout.split() == ["False", "True"]
+
+
+IN_A_SPAWNED_CHILD = """
+import multiprocessing
+import penstock
+from penstock.engine.start import nursery
+
+loader = penstock.DataLoader(list(range(4)), batch_size=2, num_workers=2)
+
+
+def main():
+    print(nursery._current is not None, flush=True)
+
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=main)
+    child.start()
+    child.join()
+    main()
+"""
+
 THREADED = """
 import threading, time, torch
 thread = threading.Thread(target=time.sleep, args=(3600,), daemon=True)

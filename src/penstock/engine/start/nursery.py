@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import multiprocessing
 import os
 import pickle
 import signal
@@ -324,9 +325,12 @@ def current_nursery() -> Nursery:
 def warm_up(pool: str, start_method: str) -> None:
     """Start the nursery for a loader that will need it: it imports torch while the program goes on.
 
-    Never fails: the first worker says what is wrong.
+    Never fails: the first worker says what is wrong. Not in a child that imports a module with a
+    loader at its top level, to find a class in it: nobody will iterate over that one.
     """
-    if pool == "process" and start_method == "nursery":
+    is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    is_child = is_importing or "penstock.engine.start.boot" in sys.modules
+    if pool == "process" and start_method == "nursery" and not is_child:
         with suppress(OSError, StartFailed):
             current_nursery()
 
