@@ -18,7 +18,7 @@ import pytest
 from penstock.machine.cgroup import MOUNT
 from penstock.machine.oom import OomCount
 
-pytestmark = [pytest.mark.fault, pytest.mark.legacy]
+pytestmark = pytest.mark.fault
 
 LIMIT_BYTES = 64 << 20
 ROOM_FOR_A_LOADER_BYTES = 3 << 29
