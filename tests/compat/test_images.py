@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +400,30 @@ def test_packing_twice_gives_the_same_bytes_with_files_that_are_no_images(tmp_pa
             "BadImage: the image cannot be decoded: UnidentifiedImageError"
         )
     assert manifests[0] == manifests[1]
+
+
+def test_packing_finds_broken_files_although_it_keeps_them_as_they_are(tmp_path: Path) -> None:
+    make_folder(tmp_path / "in", 4, height=60, width=80)
+    good = next((tmp_path / "in").rglob("*.jpg"))
+    for name, content in (("a", b""), ("y", good.read_bytes()[:-300]), ("z", b"text")):
+        good.with_name(f"{name}.jpg").write_bytes(content)
+    folder = penstock.ImageFolder(tmp_path / "in")
+    with pytest.raises(BadImage, match="cannot be decoded"):
+        pack(folder, tmp_path / "refused", workers=0)
+    packed = pack(folder, tmp_path / "out", workers=0, on_error="skip")
+    assert len(packed) == 4
+    wrong = [os.path.basename(folder.samples[index][0]) for index, _ in packed.bad_samples]
+    assert wrong == ["a.jpg", "y.jpg", "z.jpg"]
+
+
+def test_a_broken_first_file_does_not_choose_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr("penstock.store.decoders._chosen", chosen)
+    with pytest.raises(BadImage):
+        penstock.decode(encode(make_pixels(60, 80))[:99])
+    assert chosen == []
+    penstock.decode(encode(make_pixels(60, 80)))
+    assert len(chosen) == 1
 
 
 def test_a_library_that_replaced_pillow_s_open_is_not_quoted(

@@ -28,7 +28,7 @@ def _verify_script(notes: Notes, options: dict[str, Any], deadline: float) -> No
             epochs=options["epochs"],
             workers=options["workers"],
             max_batches=options["max_batches"],
-            tell=lambda setting: notes.doing(f"running {target.name} with {setting}"),
+            tell=lambda setting: notes.doing(f"running {target.name}: {setting}"),
         )
     except BadArgument as error:
         raise TrialFailed("name", f"{target.name}: {error.what}") from error
@@ -39,7 +39,9 @@ def _maker(value: Any, target: Target) -> Any:
     """A factory, or a loader that is made again; any other iterable is run as it is."""
     from torch.utils.data import DataLoader, Dataset
 
-    if isinstance(value, Dataset) or (isinstance(value, type) and issubclass(value, Dataset)):
+    kind = value if isinstance(value, type) else type(value)
+    is_indexed = hasattr(kind, "__getitem__") and not hasattr(kind, "__iter__")
+    if issubclass(kind, Dataset) or is_indexed:
         raise TrialFailed(
             "name",
             f"{target.name} is a dataset: verify runs a loader",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from penstock.errors import BadArgument, BadStore
+from penstock.errors import BadArgument, BadStore, MissingExtra
 from penstock.store.decoders import check_decoder, choose, fastest, measure
 from penstock.store.fields import EncodedImage
 from penstock.store.images import open_image
@@ -117,10 +118,17 @@ class ImageFolder:
     # -- for penstock.pack -----------------------------------------------------------------------
 
     def packed_sample(self, index: int) -> tuple[EncodedImage, int]:
-        """The file as it is, and its class."""
+        """The file as it is, and its class.
+
+        Raises:
+            BadImage: It cannot be decoded. Not looked at where nothing here decodes its kind.
+        """
         path, target = self.samples[index]
         with open(path, "rb") as file:
-            return EncodedImage(file.read()), target
+            data = file.read()
+        with suppress(MissingExtra):
+            open_image(data, "file", None, path, None, self._asked)
+        return EncodedImage(data), target
 
     @property
     def packed_attributes(self) -> dict[str, Any]:

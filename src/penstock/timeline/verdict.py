@@ -290,7 +290,10 @@ class _Judge:
             remedy = f"DataLoader(..., num_workers={cores})"
         else:
             text += f" All {cores} cores are in use."
-            remedy = "smaller images on disk, or a faster decoder: penstock doctor names it"
+            remedy = (
+                "penstock pack DATA PACKED, which does once what is the same in each epoch; images "
+                "by penstock.ImageFolder, which has the fastest decoder here"
+            )
         return self._say("decode", text, evidence, remedy)
 
     def _others_compute(self) -> bool:

@@ -92,11 +92,18 @@ def measure(
     tell: Callable[[str], None],
 ) -> Findings:
     """Everything, one after the other. ``tell``: called with what comes next."""
+    import torch
+
     import penstock
 
     findings = Findings(name=subject.name, batch_size=batch_size)
     tell("one sample at a time")
-    kept = _measure_stages(findings, subject, seconds)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker
+    try:
+        kept = _measure_stages(findings, subject, seconds)
+    finally:
+        torch.set_num_threads(num_threads)
     endless = Endless(subject.dataset, max(1, len(subject.dataset)))
     previous: Timeline | None = None
     best_rate = 0.0

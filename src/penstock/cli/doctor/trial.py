@@ -15,7 +15,10 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +30,7 @@ from penstock.cli.doctor.user_code import describe_error, place_of
 
 STACK_AHEAD_S = 1.0
 """So long before the parent's limit the child writes down where it stands."""
+_LOOK_S = 0.5
 
 
 class Notes:
@@ -75,6 +79,7 @@ def conduct(folder: str, options: dict[str, Any], attempt: Attempt) -> None:
         attempt: Called with the notes, the options, and when time is up.
     """
     notes = Notes(Path(folder))
+    _end_with_parent(folder)
     deadline = time.monotonic() + options["limit_s"]
     stack = open(Path(folder) / "stack", "w", encoding="utf-8")  # noqa: SIM115 - until we end
     faulthandler.enable(file=stack)
@@ -94,6 +99,23 @@ def conduct(folder: str, options: dict[str, Any], attempt: Attempt) -> None:
     os._exit(0)  # threads and exit handlers of the script's may wait for ever; the parent cleans up
 
 
+def _end_with_parent(folder: str) -> None:
+    """A command that was killed cannot clean up: end with it, and take the notes along."""
+    import psutil
+
+    parent = psutil.Process(os.getppid())
+
+    def watch() -> None:
+        while parent.is_running():
+            time.sleep(_LOOK_S)
+        shutil.rmtree(folder, ignore_errors=True)
+        if sys.platform != "win32" and os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)  # with what the script has started
+        os._exit(1)
+
+    threading.Thread(target=watch, name="penstock-watch-parent", daemon=True).start()
+
+
 def _failure(kind: str, what: str, where: str | None, cure: str) -> dict[str, str | None]:
     return {"kind": kind, "what": what, "where": where, "cure": cure}
 
@@ -105,6 +127,7 @@ def _try(notes: Notes, options: dict[str, Any], deadline: float) -> None:
     made = make_dataset(value, target)
     import torch
 
+    torch.set_num_threads(1)  # as in a worker: samples are timed
     from penstock.cli.doctor.stages import (
         Stages,
     )  # late: it imports torch, the script may set it up
