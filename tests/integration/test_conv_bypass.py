@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
@@ -287,6 +288,9 @@ def test_the_order_of_algorithms_is_fixed_when_determinism_is_asked_for() -> Non
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.skipif(
+    "COVERAGE_PROCESS_START" in os.environ, reason="each line costs more while coverage looks"
+)
 def test_the_hook_costs_less_than_20_microseconds_a_call() -> None:
     """The least of many rounds, in turn: other programs' turns are not the hook's cost."""
     from penstock.compute.algorithms import pointwise
