@@ -7,10 +7,11 @@ No decoder that Python has takes a part of a picture. But a JPEG's blocks lie in
 rows, so one that claims to be less high is decoded to the same pixels, and no further. A tenth of
 the rows of 500 x 375 is below random crops.
 
-Only for bytes with a checksum: damage that makes the decoder lose its place is often noticed at the
-end of the picture only (of random damage above the crop, two thirds of what decoding in full would
-name). A file that was cut off is noticed either way. Whatever else the decoder has to say makes it
-be decoded in full, and judged as always.
+Only for packed sets, whose bytes have checksums: damage that makes the decoder lose its place is
+often noticed at the end of the picture only. Of what decoding in full names above the crop, two
+thirds (30 random bytes in the file) to all of it (30 zeros) is not noticed here. A file that was
+cut off is noticed either way. Whatever else the decoder has to say makes it be decoded in full, and
+judged as always.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def _start(
     module: str, folder: Path, options: dict[str, Any], printed: Any
 ) -> subprocess.Popen[bytes]:
     paths = json.dumps([os.path.abspath(path) for path in sys.path])
-    command = [sys.executable, "-c", _BOOT, paths, module, str(folder), json.dumps(options)]
+    command = [sys.executable, "-c", _BOOT, paths, module, str(folder)]
+    command.append(json.dumps({**options, "parent": os.getpid()}))
     extra: dict[str, Any] = {"start_new_session": True}
     if sys.platform == "win32":
         extra = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}

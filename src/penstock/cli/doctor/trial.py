@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,11 @@ def conduct(folder: str, options: dict[str, Any], attempt: Attempt) -> None:
     """Run an attempt, note how it ended, and end this process.
 
     Args:
-        options: ``limit_s`` is used here.
+        options: ``limit_s`` and ``parent`` (a process's number) are used here.
         attempt: Called with the notes, the options, and when time is up.
     """
     notes = Notes(Path(folder))
-    _end_with_parent(folder)
+    _end_with_parent(options["parent"], folder)
     deadline = time.monotonic() + options["limit_s"]
     stack = open(Path(folder) / "stack", "w", encoding="utf-8")  # noqa: SIM115 - until we end
     faulthandler.enable(file=stack)
@@ -99,15 +100,15 @@ def conduct(folder: str, options: dict[str, Any], attempt: Attempt) -> None:
     os._exit(0)  # threads and exit handlers of the script's may wait for ever; the parent cleans up
 
 
-def _end_with_parent(folder: str) -> None:
+def _end_with_parent(parent: int, folder: str) -> None:
     """A command that was killed cannot clean up: end with it, and take the notes along."""
     import psutil
 
-    parent = psutil.Process(os.getppid())
-
     def watch() -> None:
-        while parent.is_running():
-            time.sleep(_LOOK_S)
+        with suppress(psutil.NoSuchProcess):  # it was killed while we started
+            process = psutil.Process(parent)
+            while process.is_running():
+                time.sleep(_LOOK_S)
         shutil.rmtree(folder, ignore_errors=True)
         if sys.platform != "win32" and os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)  # with what the script has started
