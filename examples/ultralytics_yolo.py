@@ -34,7 +34,7 @@ def draw_squares(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "squares")
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "squares").resolve()
     model = YOLO("yolov8n.yaml")
     model.train(
         data=draw_squares(folder),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -128,16 +127,11 @@ _HOMES = {
 
 __all__ = ["__version__", *_HOMES]
 
-_WITHOUT_TORCH = ("errors", "legacy", "machine", "order", "policy", "tracing")
-
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    # `penstock run` waits for torch and then needs the loader, which must not be half imported.
-    if "penstock.integrations.running" in sys.modules and home.split(".")[1] not in _WITHOUT_TORCH:
-        importlib.import_module("torch")
     module = importlib.import_module(home)
     if name == "DataLoader":  # accelerate takes loaders apart: it must find us when it does
         importlib.import_module("penstock.integrations.accelerate").watch()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,9 +18,14 @@ from penstock.errors import BadArgument, TooManyBad
 from penstock.loader import DataLoader
 from penstock.machine.collect import here
 from penstock.order.keys import checked_count
+from penstock.order.randomness import SampleRandomness
 from penstock.store.reader import Packed
-from penstock.store.source import SHARD_BYTES, make_job
+from penstock.store.source import SHARD_BYTES, Samples, make_job
 from penstock.store.writer import Map, pack_into
+from penstock.verify.hashing import digest
+
+_NUM_TWICE = 4
+"""Samples that are loaded twice to see whether they are random: one flip of a coin misses half."""
 
 
 def pack(
@@ -65,6 +71,9 @@ def pack(
         CannotWrite: No room, or no right to write there.
         TooManyBad: See ``max_bad``; the others are packed.
 
+    Warns:
+        UserWarning: Samples are random: they are packed as they fall out, for all epochs.
+
     Example:
         >>> import tempfile, numpy as np, penstock
         >>> folder = tempfile.mkdtemp() + "/digits"
@@ -83,6 +92,7 @@ def pack(
         shard_bytes=shard_bytes,
         images=encode_image,
     )
+    _warn_of_chance(fetch)
     if map is not None and not callable(map):
         raise BadArgument(f"map={map!r} cannot be called", remedy="map=executor.map")
     if map is None:
@@ -92,6 +102,24 @@ def pack(
         manifest = pack_into(folder, job, fetch, map=map, on_shard=tell)
     _check_bad(folder, len(manifest.bad), job.num_samples, max_bad)
     return Packed(folder)
+
+
+def _warn_of_chance(samples: Samples) -> None:
+    """Is a sample another one each time? What is packed stays as it fell out."""
+    draws = [SampleRandomness(seed) for seed in (samples.seed, samples.seed + 1)]
+    for index in range(min(samples.num_samples, _NUM_TWICE)):
+        try:
+            once, again = (digest(draw.call(samples.get, index, index)) for draw in draws)
+        except Exception:  # bad samples have a policy of their own
+            continue
+        if once != again:
+            warnings.warn(
+                f"sample {index} is another one each time it is loaded; packed, it is the same in "
+                "all epochs. Pack what comes before the random part, and give that to "
+                "Packed(..., transforms=)",
+                stacklevel=3,
+            )
+            return
 
 
 def pool_map(workers: int, num_items: int) -> Map:

@@ -82,7 +82,7 @@ sys.path.insert(0, {str(EXAMPLES)!r})
 from pathlib import Path
 from ultralytics import YOLO
 from ultralytics_yolo import draw_squares
-folder = Path("squares")
+folder = Path("squares").resolve()
 data = draw_squares(folder)
 for path in sorted((folder / "images" / "train").iterdir())[16:]:
     path.unlink()

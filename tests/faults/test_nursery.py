@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import leftovers
 import scripting
-from penstock import DataLoader, WorkerDied
+from penstock import DataLoader, StartFailed, WorkerDied
 from penstock.engine.memory import SharedFile
 from penstock.engine.slots import Ring
 from penstock.engine.start import nursery as nurseries
@@ -44,6 +44,35 @@ def test_after_the_nursery_was_killed_the_next_loader_works() -> None:
     assert load() == GOOD
     assert leftovers.nursery_pid() != old
     assert leftovers.wait_until_gone([old], 3.0) == []
+
+
+def test_a_nursery_that_is_stopped_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load() == GOOD
+    old = leftovers.nursery_pid()
+    assert old is not None
+    os.kill(old, signal.SIGSTOP)
+    monkeypatch.setattr(nurseries, "ANSWER_LIMIT_S", 3.0)
+    try:
+        iter(DataLoader(Numbers(4), num_workers=1))  # a new one has 120 s to come up
+    finally:
+        monkeypatch.undo()
+    assert leftovers.wait_until_gone([old], 3.0) == []
+    assert load() == GOOD
+
+
+def test_one_that_never_answers_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    nurseries.close_nursery()
+    loader = DataLoader(Numbers(4), num_workers=1)
+    old = leftovers.nursery_pid()
+    assert old is not None
+    os.kill(old, signal.SIGSTOP)
+    monkeypatch.setattr(nurseries, "START_LIMIT_S", 1.0)
+    with pytest.raises(StartFailed, match="does not answer: no answer in 1 s") as caught:
+        next(iter(loader))
+    assert "it was stopped" in str(caught.value)
+    assert leftovers.wait_until_gone([old], 3.0) == []
+    monkeypatch.undo()
+    assert load() == GOOD
 
 
 def test_without_restarts_a_loader_whose_nursery_was_killed_says_so() -> None:

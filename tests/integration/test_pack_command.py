@@ -57,7 +57,7 @@ def test_a_dataset_of_a_script_is_packed_and_its_bad_sample_listed(tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("nowhere", "out"), "no folder, and not MODULE:DATASET"),
+        (("nowhere", "out"), "no folder, and not SCRIPT.py:DATASET"),
         (("nosuch_module:x", "out"), "cannot be found"),
         (("empty", "out"), "no subfolder for any class"),
         (("data.py:dataset", "out", "--quality", "90"), "for folders of images"),

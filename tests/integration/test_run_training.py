@@ -105,6 +105,13 @@ try:
 except ImportError:
     del sys.modules["torch"]
 {PLAIN}"""
+OURS_FIRST = f"""
+from penstock.loader import DataLoader as first
+from torch.utils.data import DataLoader as patched
+import penstock, sys
+assert first is penstock.DataLoader and issubclass(first, patched)
+assert sys.modules["penstock.loader"].__spec__.origin.endswith("loader.py")
+{PLAIN}"""
 EARLY = """
 import random
 drawn = [random.random()]
@@ -127,7 +134,7 @@ print(os.listdir("."), sorted(os.listdir("..")))
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "asked first": (ASKED_FIRST, ("--seed", "7")),
     "early": (EARLY, ("--seed", "7")),
-    "kept": (PLAIN, ("--seed", "7", "--persistent-workers")),
+    "kept": (OURS_FIRST, ("--seed", "7", "--persistent-workers")),
     "wandering": (WANDERING, ("--on-error", "skip", "--bad-samples-file", "bad.jsonl")),
     "seeded": (PLAIN, ("--seed", "7")),
     "seeded, inline": (PLAIN, ("--seed", "7", "--workers", "0")),
@@ -181,6 +188,10 @@ def test_torch_may_be_asked_for_before_it_is_imported(ends: dict[str, Any]) -> N
     end = end_of("asked first", ends)
     assert end.stdout == end_of("seeded", ends).stdout
     assert "2 loaders ran on Penstock's engine" in end.stderr
+
+
+def test_our_own_loader_may_be_the_first_that_needs_torch(ends: dict[str, Any]) -> None:
+    assert "2 loaders ran on Penstock's engine" in end_of("kept", ends).stderr
 
 
 def test_a_seed_counts_from_the_first_line_and_the_script_s_own_seeds_stay(

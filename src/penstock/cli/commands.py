@@ -40,8 +40,6 @@ from penstock.cli.run_line import num_own
 from penstock.cli.trace import app as trace_commands
 from penstock.errors import PenstockError
 
-"""What a shell reports for a program that Ctrl-C ended."""
-
 
 class _Commands(TyperGroup):
     """The one place where exceptions become exit codes."""

@@ -87,7 +87,7 @@ def _find_dataset(source: str) -> Any:
         found = _import(file, name, source)
     else:
         raise BadTarget(
-            f"{source!r} is no folder, and not MODULE:DATASET",
+            f"{source!r} is no folder, and not SCRIPT.py:DATASET",
             remedy="penstock pack photos/ packed/   or   penstock pack train.py:dataset packed/",
         )
     is_maker = callable(found) and not hasattr(found, "__getitem__")

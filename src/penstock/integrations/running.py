@@ -8,6 +8,7 @@ torch is patched when the script imports it: a script that does not pays nothing
 from __future__ import annotations
 
 import builtins
+import importlib
 import importlib.abc
 import importlib.util
 import io
@@ -24,6 +25,7 @@ from typing import Any, NoReturn
 
 from penstock.errors import BadTarget
 
+_ROOMS_WITH_TORCH = ("loader", "packing", "engine", "store", "device", "compute", "verify")
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
@@ -113,7 +115,7 @@ def when_imported(name: str, then: Callable[[], None]) -> None:
     if name in sys.modules:
         then()
     else:
-        sys.meta_path.insert(0, _Watch(name, then))
+        sys.meta_path[:0] = [_First(name), _Watch(name, then)]
 
 
 class _Watch(importlib.abc.MetaPathFinder):
@@ -147,6 +149,35 @@ class _Watch(importlib.abc.MetaPathFinder):
 
             loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+class _First(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports the watched module before the first of our rooms that needs it.
+
+    What is called then may need that room itself, which must not be half imported.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._spec: Any = None
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        package, _, rest = fullname.partition(".")
+        if package != "penstock" or rest.partition(".")[0] not in _ROOMS_WITH_TORCH:
+            return None
+        importlib.import_module(self._name)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if fullname not in sys.modules:
+            return None
+        self._spec = sys.modules[fullname].__spec__  # it was imported just now
+        return importlib.util.spec_from_loader(fullname, self)
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 def _is_module(name: str) -> bool:

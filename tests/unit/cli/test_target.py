@@ -124,3 +124,28 @@ def test_what_is_imported_is_not_suggested(tmp_path: Path) -> None:
     script.write_text("import numpy as np\ndataset = [np.zeros(3)]\n")
     with pytest.raises(BadTarget, match=r"train\.py:dataset"):
         find_target(f"{script}:nope")  # nearer to np than to dataset
+
+
+CLASSES = """
+class TrainSet: ...
+photo_set = TrainSet()
+def make_loader(): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("pack", "train.py:photo_set packed/  (or TrainSet, make_loader)"),
+        ("verify", "train.py:make_loader  (or photo_set)"),
+        ("bench", "train.py:photo_set  (or make_loader, TrainSet)"),
+    ],
+)
+def test_a_suggestion_is_a_whole_line_that_could_work(
+    tmp_path: Path, command: str, said: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CLASSES)
+    with pytest.raises(BadTarget) as caught:
+        find_target(f"{script}:xyz", command)
+    assert str(caught.value).endswith(said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,20 @@ def test_another_packing_says_how_it_differs(tmp_path: Path) -> None:
         with pytest.raises(AlreadyThere, match=told):
             pack(samples, tmp_path, workers=0, shard_bytes=1, **keywords)
     assert len(pack([(1, 2)] * 9, tmp_path, workers=0, shard_bytes=1)) == 9
+
+
+class Flipped:
+    """Every second time another way round."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return -index - 1 if random.random() < 0.5 else index + 1
+
+
+def test_what_is_random_is_packed_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"another one each time .* transforms="):
+        packed = pack(Flipped(), tmp_path / "set", workers=0)
+    assert [abs(packed[index]) for index in range(8)] == [*range(1, 9)]
+    pack([random.random() for _ in range(8)], tmp_path / "drawn before", workers=0)  # no warning

@@ -16,7 +16,7 @@ _USAGES = {
     "doctor": "penstock doctor train.py:dataset",
     "verify": "penstock verify train.py:make_loader",
     "pack": "penstock pack train.py:dataset packed/",
-    "bench": "penstock bench train.py:dataset",
+    "bench": "penstock bench train.py:dataset   or   penstock bench photos/",
 }
 _SHOWN = 4
 
@@ -164,17 +164,23 @@ def _suggest(target: Target) -> str:
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
     }
+    classes = {node.name for node in target.tree.body if isinstance(node, ast.ClassDef)}
     names = [name for name in bound_names(target.tree) if not name.startswith("_")]
-    own = sorted((name for name in names if name not in imported), key=_is_unlikely)
+    if target.command == "verify":  # which needs a loader, or what makes one
+        names = [name for name in names if name not in classes]
+    own = [name for name in names if name not in imported]
+    own.sort(key=lambda name: (_is_unlikely(name, target.command), name in classes))
     near = difflib.get_close_matches(target.name, own, n=1, cutoff=0.5) if target.name else []
     own = near or own[:_SHOWN]
     if not own:
         return _USAGES[target.command]
-    return f"penstock {target.command} {target.script}:{own[0]}" + (
-        f"  (or {', '.join(own[1:])})" if own[1:] else ""
-    )
+    rest = " packed/" if target.command == "pack" else ""
+    others = f"  (or {', '.join(own[1:])})" if own[1:] else ""
+    return f"penstock {target.command} {target.script}:{own[0]}{rest}{others}"
 
 
-def _is_unlikely(name: str) -> bool:
-    """Does a name not sound like a dataset?"""
-    return not any(part in name.lower() for part in ("data", "ds", "set", "loader", "train"))
+def _is_unlikely(name: str, command: str) -> bool:
+    """Does a name not sound like what the command takes?"""
+    data = ("data", "ds", "set", "train")
+    wanted = {"pack": data, "verify": ("loader",)}.get(command, (*data, "loader"))
+    return not any(part in name.lower() for part in wanted)

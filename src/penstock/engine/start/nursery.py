@@ -103,7 +103,7 @@ class Nursery:
         self._without = without
         self._lock = threading.RLock()
         self._exit_codes: dict[int, int] = {}
-        self.is_lost = False
+        self.is_lost = self.was_killed = False
         self._owner = os.getpid()
         try:
             self._process = start_child(f"nursery_main({theirs.fileno()})", (theirs.fileno(),))
@@ -123,12 +123,6 @@ class Nursery:
     def was_ready(self) -> bool:
         """Did it come up, and has it been lost since?"""
         return self._is_ready and self.is_lost
-
-    @property
-    def was_killed(self) -> bool:
-        """Did a signal end it?"""
-        code = self._process.poll()
-        return self.is_lost and code is not None and code < 0
 
     def fork(self, assignment: Assignment, fds: list[int], name: str) -> NurseryWorker:
         """One new worker.
@@ -261,10 +255,19 @@ class Nursery:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5)
         code = self._process.poll()
+        self.was_killed = code is not None and code < 0
+        if code is None:  # one that is stopped would not see that we end
+            self._process.kill()
+            state, likely = "does not answer", "it was stopped (SIGSTOP, a debugger, a frozen "
+            likely += "container), or importing torch takes that long here."
+        elif code < 0:
+            state, likely = f"was ended by signal {-code}", "something killed it."
+        else:
+            state, likely = f"is gone (exit code {code})", "its own error is printed above: "
+            likely += "importing torch in a fresh Python fails."
         raise StartFailed(
-            f"the nursery process (pid {self._process.pid}, exit code {code}) is gone: {why}",
-            likely="its own error is printed above; importing torch in a fresh Python fails, or "
-            "something killed it.",
+            f"the nursery process (pid {self._process.pid}) {state}: {why}",
+            likely=likely,
             remedy=f'{sys.executable} -c "import torch", or DataLoader(..., pool="thread")',
         )
 
