@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,19 @@ def no_tf32() -> Any:
     torch.backends.cudnn.allow_tf32 = before
 
 
+@pytest.fixture
+def one_compiler() -> Iterator[None]:
+    """Or Inductor keeps a process for each core."""
+    from torch._inductor import config as inductor
+
+    with inductor.patch(compile_threads=1):
+        yield
+
+
 @pytest.mark.parametrize("kind", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("manner", ["eager", "autocast", "compiled"])
-def test_training_gives_the_native_losses_without_the_library(
-    manner: str, kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if manner == "compiled":  # or Inductor keeps a process for each core
-        from torch._inductor import config as inductor
-
-        monkeypatch.setattr(inductor, "compile_threads", 1)
+@pytest.mark.usefixtures("one_compiler")
+def test_training_gives_the_native_losses_without_the_library(manner: str, kind: Any) -> None:
     x = torch.randn(4, 3, 64, 64, device="cuda").contiguous(memory_format=kind)
 
     def train() -> list[float]:

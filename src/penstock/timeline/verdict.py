@@ -21,6 +21,8 @@ MANY_FAULTS, LOW_MEMORY = 1000, 0.03
 """Pages fetched from the disk again, and the machine's free memory, that tell of pressure."""
 SLOW_RATIO = 2.5
 """A worker, or a sample, that takes this much longer than the others is an outlier."""
+OTHERS_BUSY = 0.75
+"""Workers that are busy more than this part of a stall do not wait for another one."""
 
 Predict = Callable[..., float | None]
 """Samples a second with other settings (as penstock.simulate takes them), or None."""
@@ -241,17 +243,21 @@ class _Judge:
         one = slow[0]
         others = [w for w in self.workers if w is not one and w.first_pass == one.first_pass]
         usual = sorted(worker.row_s for worker in others)[len(others) // 2]
+        is_in_order = self.facts.get("in_order") is not False
+        others_busy = sum(worker.stall_busy_share for worker in others) / len(others)
+        if is_in_order and others_busy > OTHERS_BUSY:
+            return None
         text = (
             f"Worker {one.number} is {one.row_s / usual:.1f} times slower than the others"
-            f"{'.' if self.facts.get('in_order') is False else ', which wait for it.'}"
+            f"{', which wait for it.' if is_in_order else '.'}"
         )
         evidence = [
             f"a sample takes it {one.row_s * 1e3:.3g} ms, the others {usual * 1e3:.3g} ms",
             f"while the loop waits it is busy {one.stall_busy_share:.0%} of the time, the others "
-            f"{sum(w.stall_busy_share for w in others) / len(others):.0%}",
+            f"{others_busy:.0%}",
         ]
         remedy = "DataLoader(..., in_order=False), and look what else runs on its core"
-        if self.facts.get("in_order") is False:
+        if not is_in_order:
             remedy = "look what else runs on its core: top -H"
         return self._say("slow worker", text, evidence, remedy)
 

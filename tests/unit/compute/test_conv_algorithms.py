@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import convolving
+from penstock.compute import algorithms
 from penstock.compute.algorithms import columns, phases, pointwise, winograd
 from penstock.compute.algorithms.table import candidates
 from penstock.compute.geometry import PASSES, Geometry
@@ -41,6 +44,24 @@ def test_a_wrong_result_would_be_noticed() -> None:
     truth, scale = exact.results["forward"], exact.scales["forward"]
     shifted = truth.roll(1, -1)
     assert convolving.distance(shifted, truth, scale) > convolving.bound("columns", torch.float32)
+
+
+ONE_DTYPE = {"winograd_fused._prepare", "winograd_fused._prepare_weight_gradient"}
+"""They are for float32 alone."""
+
+
+def test_what_is_kept_for_a_device_is_kept_for_a_dtype() -> None:
+    """A kernel that was compiled for float32 reads and writes past the end of halves."""
+    kept = {}
+    for module in Path(algorithms.__file__).parent.glob("*.py"):
+        for node in ast.parse(module.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and "cache" in str(
+                [ast.unparse(one) for one in node.decorator_list]
+            ):
+                kept[f"{module.stem}.{node.name}"] = {one.arg for one in node.args.args}
+    on_device = {name for name, given in kept.items() if "device" in given}
+    assert {"merging._merge", "implicit._prepare_forward"} <= on_device
+    assert {name for name in on_device if "dtype" not in kept[name]} == ONE_DTYPE
 
 
 def test_winograd_is_among_the_ways_of_a_wide_3x3_and_not_of_a_strided_one() -> None:

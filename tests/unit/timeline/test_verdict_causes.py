@@ -76,6 +76,24 @@ def test_one_slow_worker() -> None:
     assert cause_of(num_workers=4, step_ms=1.0) != "slow worker"
 
 
+@pytest.mark.parametrize(("busy", "cause"), [(0.3, "slow worker"), (0.95, "collate")])
+def test_a_worker_is_waited_for_only_by_those_that_are_idle(busy: float, cause: str) -> None:
+    """Beside other programs, the little that a collating worker does to samples varies much."""
+    rows_ms, shares = (0.67, 0.24), (0.99, busy)
+    workers = tuple(
+        WorkerAccount(
+            number=number,
+            fetch_s=0.1,
+            collate_s=0.8,
+            cpu_s=0.9,
+            row_s=row_ms * 1e-3,
+            stall_busy_share=share,
+        )
+        for number, (row_ms, share) in enumerate(zip(rows_ms, shares, strict=True))
+    )
+    assert judge(idle(workers=workers, stall_s=0.9, step_s=0.1), {}).cause == cause
+
+
 def test_a_few_slow_samples() -> None:
     slow = dict.fromkeys((20, 41), 40.0)
     assert cause_of(slow=slow, step_ms=11.0) == "slow sample"

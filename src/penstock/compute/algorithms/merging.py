@@ -47,7 +47,7 @@ def can(g: Geometry, dtype: torch.dtype) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _merge(
-    g: Geometry, device: torch.device, w: Strides, num: int
+    g: Geometry, dtype: torch.dtype, device: torch.device, w: Strides, num: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """To ``[O, num * C/groups, *kernel]``, the channels innermost."""
     shape = (g.out_channels, *g.kernel, num * g.group_in)
@@ -61,7 +61,7 @@ def _merge(
     )
 
     def run(w: torch.Tensor) -> torch.Tensor:
-        wide = w.new_empty(shape)
+        wide = torch.empty(shape, dtype=dtype, device=device)
         launch(w, wide)
         return wide.movedim(-1, 1)
 
@@ -71,14 +71,14 @@ def _merge(
 def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """``y``."""
     num = num_merged(g, x.dtype)
-    merged = _merge(g, w.device, w.stride(), num)(w)
+    merged = _merge(g, w.dtype, w.device, w.stride(), num)(w)
     return implicit.forward(_wider(g, num), x, merged)
 
 
 def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """``dx``."""
     num = num_merged(g, dy.dtype)
-    merged = _merge(g, w.device, w.stride(), num)(w)
+    merged = _merge(g, w.dtype, w.device, w.stride(), num)(w)
     return implicit.input_gradient(_wider(g, num), dy, merged)
 
 
