@@ -25,7 +25,7 @@ from penstock.engine.slots import Ring
 from penstock.engine.start import nursery as nurseries
 from specimens import Numbers, collect
 
-pytestmark = [pytest.mark.fault, pytest.mark.legacy]
+pytestmark = pytest.mark.fault
 
 
 def load(num_batches: int = 5) -> list[list[int]]:
