@@ -167,4 +167,4 @@ def _bypass_convolutions() -> None:
 if os.environ.get("PENSTOCK_CONV", "off") not in ("", "off"):
     from penstock.integrations.running import when_imported
 
-    when_imported("torch", _bypass_convolutions)
+    when_imported("torch", _bypass_convolutions, needs=("compute",))

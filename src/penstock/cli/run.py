@@ -39,7 +39,7 @@ def run(options: RunOptions) -> NoReturn:
         os.environ["PENSTOCK_CONV"] = options.conv  # programs that the script starts, too
     if options.seed is not None:
         seed_early(options.seed)
-    running.when_imported("torch", lambda: report.begin(options))
+    running.when_imported("torch", lambda: report.begin(options), needs=running.ROOMS_WITH_TORCH)
     if options.is_module:
         running.run_module(options.target, options.arguments)
     running.run_file(options.target, options.arguments)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from penstock.errors import BadTarget
 
-_ROOMS_WITH_TORCH = ("loader", "packing", "engine", "store", "device", "compute", "verify")
+ROOMS_WITH_TORCH = ("loader", "packing", "engine", "store", "device", "compute", "verify")
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
@@ -110,12 +110,16 @@ def run_module(name: str, arguments: Sequence[str]) -> NoReturn:
     _finish(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
 
 
-def when_imported(name: str, then: Callable[[], None]) -> None:
-    """Call ``then`` as soon as a module is there: now, or when somebody has imported it."""
+def when_imported(name: str, then: Callable[[], None], needs: Sequence[str] = ()) -> None:
+    """Call ``then`` as soon as a module is there: now, or when somebody has imported it.
+
+    Args:
+        needs: Our rooms that ``then`` uses and that import the module themselves.
+    """
     if name in sys.modules:
         then()
     else:
-        sys.meta_path[:0] = [_First(name), _Watch(name, then)]
+        sys.meta_path[:0] = [_First(name, needs), _Watch(name, then)]
 
 
 class _Watch(importlib.abc.MetaPathFinder):
@@ -152,18 +156,18 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 class _First(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the watched module before the first of our rooms that needs it.
+    """Imports the watched module before the first of some rooms that import it.
 
-    What is called then may need that room itself, which must not be half imported.
+    What is called then uses these rooms, which must not be half imported.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, rooms: Sequence[str]) -> None:
+        self._name, self._rooms = name, rooms
         self._spec: Any = None
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         package, _, rest = fullname.partition(".")
-        if package != "penstock" or rest.partition(".")[0] not in _ROOMS_WITH_TORCH:
+        if package != "penstock" or rest.partition(".")[0] not in self._rooms:
             return None
         importlib.import_module(self._name)
         if self in sys.meta_path:
