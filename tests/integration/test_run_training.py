@@ -19,7 +19,8 @@ import torch
 
 import scripting
 
-pytestmark = [pytest.mark.legacy, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
+legacy = pytest.mark.legacy
 posix = pytest.mark.skipif(sys.platform == "win32", reason="fork, signals and gloo as on POSIX")
 
 SCRIPT = """
@@ -145,11 +146,16 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "failing": (FAILING, ()),
     "nested": (NESTED, ()),
 }
+LEGACY = ("early", "kept", "seeded", "seeded, inline", "seeded, killed", "unseeded")
+"""What that leg runs: half a minute of programs less."""
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def ends(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("runs")
+    names = LEGACY if request.config.option.markexpr == "legacy" else CASES
 
     def run(name: str) -> subprocess.CompletedProcess[str]:
         source, options = CASES[name]
@@ -166,7 +172,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             check=False,
         )
 
-    return scripting.run_all(run, list(CASES))
+    return scripting.run_all(run, list(names))
 
 
 def end_of(name: str, ends: dict[str, Any], status: int = 0) -> Any:
@@ -175,6 +181,7 @@ def end_of(name: str, ends: dict[str, Any], status: int = 0) -> Any:
     return end
 
 
+@legacy
 def test_a_seed_gives_the_same_bits_each_time_with_and_without_workers(
     ends: dict[str, Any],
 ) -> None:
@@ -190,10 +197,12 @@ def test_torch_may_be_asked_for_before_it_is_imported(ends: dict[str, Any]) -> N
     assert "2 loaders ran on Penstock's engine" in end.stderr
 
 
+@legacy
 def test_our_own_loader_may_be_the_first_that_needs_torch(ends: dict[str, Any]) -> None:
     assert "2 loaders ran on Penstock's engine" in end_of("kept", ends).stderr
 
 
+@legacy
 def test_a_seed_counts_from_the_first_line_and_the_script_s_own_seeds_stay(
     ends: dict[str, Any],
 ) -> None:
@@ -216,6 +225,7 @@ def test_files_are_written_where_the_command_was_typed(ends: dict[str, Any]) -> 
     assert shown == "[] ['bad.jsonl', 'elsewhere', 'inner.py', 'program.py']"
 
 
+@legacy
 @posix
 def test_killed_workers_change_nothing_and_are_reported(ends: dict[str, Any]) -> None:
     end = end_of("seeded, killed", ends)
@@ -224,6 +234,7 @@ def test_killed_workers_change_nothing_and_are_reported(ends: dict[str, Any]) ->
     assert "penstock: saved: 2 lost worker(s) were replaced" in end.stderr
 
 
+@legacy
 def test_the_report_is_one_line_where_nothing_happened(ends: dict[str, Any]) -> None:
     report = "penstock: 2 loaders ran on Penstock's engine"
     assert end_of("unseeded", ends).stderr.splitlines() == [report]

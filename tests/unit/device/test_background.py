@@ -9,8 +9,6 @@ import pytest
 
 from scripting import run
 
-pytestmark = pytest.mark.legacy
-
 LEAVING = """
 import time
 from penstock.device import background
