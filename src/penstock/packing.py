@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,10 +22,10 @@ from penstock.order.keys import checked_count
 from penstock.order.randomness import SampleRandomness
 from penstock.store.reader import Packed
 from penstock.store.source import SHARD_BYTES, Samples, make_job
-from penstock.store.writer import Map, pack_into
+from penstock.store.writer import Map, pack_into, refuse_finished
 from penstock.verify.hashing import digest
 
-_NUM_TWICE = 4
+_NUM_TWICE, _LONGEST_S = 4, 1.0
 """Samples that are loaded twice to see whether they are random: one flip of a coin misses half."""
 
 
@@ -84,6 +85,9 @@ def pack(
     """
     from penstock.store.images import encode_image
 
+    folder = os.fspath(path)
+    refuse_finished(folder)
+    chance = _Chance()
     job, fetch = make_job(
         dataset,
         fields=fields,
@@ -91,35 +95,49 @@ def pack(
         seed=seed,
         shard_bytes=shard_bytes,
         images=encode_image,
+        on_probe=chance.note,
     )
-    _warn_of_chance(fetch)
+    chance.warn(fetch)
     if map is not None and not callable(map):
         raise BadArgument(f"map={map!r} cannot be called", remedy="map=executor.map")
     if map is None:
         map = pool_map(_checked_workers(workers), job.num_shards)
-    folder = os.fspath(path)
     with _bar(job.num_samples, progress) as tell:
         manifest = pack_into(folder, job, fetch, map=map, on_shard=tell)
     _check_bad(folder, len(manifest.bad), job.num_samples, max_bad)
     return Packed(folder)
 
 
-def _warn_of_chance(samples: Samples) -> None:
+class _Chance:
     """Is a sample another one each time? What is packed stays as it fell out."""
-    draws = [SampleRandomness(seed) for seed in (samples.seed, samples.seed + 1)]
-    for index in range(min(samples.num_samples, _NUM_TWICE)):
-        try:
-            once, again = (digest(draw.call(samples.get, index, index)) for draw in draws)
-        except Exception:  # bad samples have a policy of their own
-            continue
-        if once != again:
-            warnings.warn(
-                f"sample {index} is another one each time it is loaded; packed, it is the same in "
-                "all epochs. Pack what comes before the random part, and give that to "
-                "Packed(..., transforms=)",
-                stacklevel=3,
-            )
-            return
+
+    def __init__(self) -> None:
+        self._seen: dict[int, bytes] = {}
+
+    def note(self, index: int, sample: Any) -> None:
+        if len(self._seen) < _NUM_TWICE:
+            with contextlib.suppress(Exception):
+                self._seen[index] = digest(sample)
+
+    def warn(self, samples: Samples) -> None:
+        """Load a few once more, drawing other numbers, for a second at most."""
+        others = SampleRandomness(samples.seed + 1)
+        limit = time.monotonic() + _LONGEST_S
+        for index, before in self._seen.items():
+            try:
+                again = digest(others.call(samples.get, index, index))
+            except Exception:  # bad samples have a policy of their own
+                continue
+            if again != before:
+                warnings.warn(
+                    f"sample {index} is another one each time it is loaded; packed, it is the "
+                    "same in all epochs. Pack what comes before the random part, and give that to "
+                    "Packed(..., transforms=)",
+                    stacklevel=3,
+                )
+                return
+            if time.monotonic() > limit:
+                return
 
 
 def pool_map(workers: int, num_items: int) -> Map:

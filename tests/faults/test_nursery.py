@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,21 +47,31 @@ def test_after_the_nursery_was_killed_the_next_loader_works() -> None:
     assert leftovers.wait_until_gone([old], 3.0) == []
 
 
-def test_a_nursery_that_is_stopped_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nursery_that_is_stopped_is_ended_and_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert load() == GOOD
     old = leftovers.nursery_pid()
     assert old is not None
     os.kill(old, signal.SIGSTOP)
-    monkeypatch.setattr(nurseries, "ANSWER_LIMIT_S", 3.0)
-    try:
-        iter(DataLoader(Numbers(4), num_workers=1))  # a new one has 120 s to come up
-    finally:
-        monkeypatch.undo()
-    assert leftovers.wait_until_gone([old], 3.0) == []
+    monkeypatch.setattr(nurseries, "STOPPED_LIMIT_S", 1.0)
     assert load() == GOOD
+    assert leftovers.wait_until_gone([old], 3.0) == []
+    assert "does not answer: it was stopped for 1 s" in caplog.text
 
 
-def test_one_that_never_answers_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_stopped_for_a_moment_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    assert load() == GOOD
+    old = leftovers.nursery_pid()
+    assert old is not None
+    os.kill(old, signal.SIGSTOP)
+    threading.Timer(1.5, os.kill, (old, signal.SIGCONT)).start()
+    assert load() == GOOD
+    assert leftovers.nursery_pid() == old
+    assert caplog.text == ""
+
+
+def test_one_that_never_comes_up_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     nurseries.close_nursery()
     loader = DataLoader(Numbers(4), num_workers=1)
     old = leftovers.nursery_pid()

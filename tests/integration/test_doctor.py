@@ -65,9 +65,8 @@ def make(size=1):
     return Data()
 """
 HOMEBOUND = """
-import threading
 class Data:
-    def __init__(self): self.lock = threading.Lock()
+    def __init__(self): self.stream = (i for i in range(3))
     def __len__(self): return 10
     def __getitem__(self, i): return [0, 1, 2, 3, 4, 5, 6, 7, 8, 9][i]
 ds = Data()
@@ -263,8 +262,8 @@ def test_a_stream_is_read_and_its_length_compared(trials: dict[str, Any]) -> Non
 def test_what_cannot_travel_is_named_with_its_way_out(trials: dict[str, Any]) -> None:
     code, found = outcome(trials, "homebound")
     assert code == 1
-    assert "dataset.lock" in problems(found)["cannot-travel"]["what"]
-    assert "__getitem__" in problems(found)["cannot-travel"]["cure"]
+    assert "dataset.stream" in problems(found)["cannot-travel"]["what"]
+    assert "__iter__" in problems(found)["cannot-travel"]["cure"]
     assert found["plan"]["num_workers"]["value"] == 0
 
 

@@ -24,6 +24,9 @@ class Squares:
         return {"n": i, "square": np.float32(i * i)}
 
 dataset = Squares()
+def make_loader():
+    import torch
+    return torch.utils.data.DataLoader(dataset)
 """
 
 
@@ -41,7 +44,8 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_dataset_of_a_script_is_packed_and_its_bad_sample_listed(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(DATASET)
-    result = run(tmp_path, "data.py:dataset", "out", "--on-error", "skip", "--workers", "2")
+    # A loader's dataset, as doctor and bench take it, too.
+    result = run(tmp_path, "data.py:make_loader", "out", "--on-error", "skip", "--workers", "2")
     assert result.returncode == 0, result.stderr
     assert "49 samples of n, square" in result.stdout
     assert "sample 7 is bad: ValueError: torn" in result.stdout
@@ -60,6 +64,7 @@ def test_a_dataset_of_a_script_is_packed_and_its_bad_sample_listed(tmp_path: Pat
         (("nowhere", "out"), "no folder, and not SCRIPT.py:DATASET"),
         (("nosuch_module:x", "out"), "cannot be found"),
         (("empty", "out"), "no subfolder for any class"),
+        (("data.py", "out"), "Try: penstock pack data.py:dataset packed/"),
         (("data.py:dataset", "out", "--quality", "90"), "for folders of images"),
         (("data.py:dataset", "out", "--on", "mars"), "neither here nor ray"),
         (("data.py:dataset", "out", "--on", "ray"), 'Try: pip install "penstock[ray]"'),

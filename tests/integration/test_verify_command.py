@@ -34,6 +34,8 @@ def make_torch(num_workers=0):
 loader = DataLoader(Data(), batch_size=4, seed=0)
 batches = [[1, 2], [3, 4]]
 dataset = Data()
+def make_dataset():
+    return dataset
 def hangs():
     time.sleep(1000)
 def raises(num_workers=0):
@@ -51,6 +53,7 @@ CASES: dict[str, list[str]] = {
     "hangs": ["train.py:hangs", "--timeout", "5"],
     "raises": ["train.py:raises"],
     "a dataset": ["train.py:dataset"],
+    "a maker of datasets": ["train.py:make_dataset"],
     "needs": ["train.py:needs"],
     "no such name": ["train.py:make_loder"],
     "no such script": ["no.py:make_loader"],
@@ -126,6 +129,7 @@ def test_a_factory_that_raises_is_told_with_its_line(found: dict[str, Any]) -> N
     ("case", "words"),
     [
         ("a dataset", "dataset is a dataset"),
+        ("a maker of datasets", "what make_dataset() returns is a dataset"),
         ("needs", "needs folder"),
         ("no such name", "penstock verify train.py:make_loader"),
         ("no such script", "cannot be read"),

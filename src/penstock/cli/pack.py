@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import runpy
 import sys
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,14 +53,15 @@ def run_pack(options: PackOptions) -> int:
 
         keywords["map"] = ray_map()
     try:
-        packed = pack(
-            dataset,
-            options.target,
-            fields=fields,
-            workers="auto" if options.workers == "auto" else int(options.workers),
-            on_error=options.on_error,
-            **keywords,
-        )
+        with _plain_warnings():
+            packed = pack(
+                dataset,
+                options.target,
+                fields=fields,
+                workers="auto" if options.workers == "auto" else int(options.workers),
+                on_error=options.on_error,
+                **keywords,
+            )
     except PenstockError:
         raise
     except KeyboardInterrupt:
@@ -65,6 +69,20 @@ def run_pack(options: PackOptions) -> int:
         raise
     _print(packed, options)
     return 0
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Without a line of our own source, which says nothing to whoever typed a command."""
+    before, warnings.formatwarning = warnings.formatwarning, _as_note
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+def _as_note(message: Any, *_: Any, **__: Any) -> str:
+    return f"Note: {message}\n"
 
 
 def _again() -> str:
@@ -77,7 +95,7 @@ def _find_dataset(source: str) -> Any:
 
         return ImageFolder(source)
     file, _, name = source.rpartition(":")
-    if file.endswith(".py"):
+    if file.endswith(".py") or source.endswith(".py"):  # the latter is told which names it has
         find_target(source, "pack")
         sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
         found = runpy.run_path(file, run_name="__penstock__").get(name)
@@ -91,7 +109,9 @@ def _find_dataset(source: str) -> Any:
             remedy="penstock pack photos/ packed/   or   penstock pack train.py:dataset packed/",
         )
     is_maker = callable(found) and not hasattr(found, "__getitem__")
-    return found() if is_maker or isinstance(found, type) else found
+    if is_maker or isinstance(found, type):
+        found = found()
+    return found if hasattr(found, "__getitem__") else getattr(found, "dataset", found)
 
 
 def _import(module: str, name: str, source: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -37,20 +38,35 @@ def _verify_script(notes: Notes, options: dict[str, Any], deadline: float) -> No
 
 def _maker(value: Any, target: Target) -> Any:
     """A factory, or a loader that is made again; any other iterable is run as it is."""
-    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data import DataLoader
+
+    _refuse_dataset(value, target.name, target)
+    if isinstance(value, DataLoader):
+        return value
+    if hasattr(value, "__iter__"):
+        return lambda: value
+
+    @functools.wraps(value)
+    def make(*arguments: Any, **keywords: Any) -> Any:
+        made = value(*arguments, **keywords)
+        _refuse_dataset(made, f"what {target.name}() returns", target)
+        return made
+
+    return make
+
+
+def _refuse_dataset(value: Any, name: str, target: Target) -> None:
+    from torch.utils.data import Dataset
 
     kind = value if isinstance(value, type) else type(value)
     is_indexed = hasattr(kind, "__getitem__") and not hasattr(kind, "__iter__")
     if issubclass(kind, Dataset) or is_indexed:
         raise TrialFailed(
             "name",
-            f"{target.name} is a dataset: verify runs a loader",
+            f"{name} is a dataset: verify runs a loader",
             cure=f"def make_loader(num_workers=0): ...  # then: penstock verify "
             f"{target.script}:make_loader",
         )
-    if isinstance(value, DataLoader) or not hasattr(value, "__iter__"):
-        return value
-    return lambda: value
 
 
 def _verify_machine(notes: Notes, options: dict[str, Any], deadline: float) -> None:

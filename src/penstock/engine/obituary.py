@@ -118,6 +118,8 @@ def _how_it_ended(exit_code: int | None) -> tuple[str, str | None]:
         except ValueError:
             name = f"signal {-exit_code}"
         return f"is killed by signal: {name}", _CAUSES.get(name)
+    if exit_code is None:
+        return "is gone; how is not known", "the nursery, which would know, does not answer."
     how = f"exited unexpectedly with exit code {exit_code}"
     return how, "user code called os._exit or sys.exit, or the interpreter itself stopped."
 

@@ -136,14 +136,19 @@ def make_job(
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
     images: ImageEncoder | None = None,
+    on_probe: Callable[[int, Any], None] = lambda index, sample: None,
 ) -> tuple[Job, Samples]:
-    """Look at a few samples, and settle how all of them are stored."""
+    """Look at a few samples, and settle how all of them are stored.
+
+    Args:
+        on_probe: Told each of these samples.
+    """
     if not callable(on_error):
         BadArgument.unless_one_of("on_error", on_error, ("raise", "skip", "replace"), "pack")
     checked_count("shard_bytes", shard_bytes, 1)
     num_samples = _length_of(dataset)
     get = getattr(dataset, "packed_sample", None) or dataset.__getitem__
-    probes = list(_probes(get, num_samples, on_error, checked_seed(seed)))
+    probes = list(_probes(get, num_samples, on_error, checked_seed(seed), on_probe))
     if on_error != "raise":  # one that is unlike the first is a bad one, then
         probes = [probe for probe in probes if _kinds(probe) == _kinds(probes[0])]
     forms = {form for form, _, _ in probes}
@@ -204,12 +209,19 @@ def _length_of(dataset: Any) -> int:
             f"a {type(dataset).__name__} has no length: only datasets with an index are packed",
             remedy="give it __len__ and __getitem__, or pack(list(dataset), ...) if it is small",
         ) from None
+    if not hasattr(dataset, "__getitem__"):
+        raise CannotPack(
+            f"a {type(dataset).__name__} has no samples with numbers",
+            remedy="pack(loader.dataset, ...)" if hasattr(dataset, "dataset") else None,
+        )
     if not num_samples:
         raise CannotPack("the dataset has no samples")
     return num_samples
 
 
-def _probes(get: Any, num_samples: int, on_error: Any, seed: int) -> Iterator[Any]:
+def _probes(
+    get: Any, num_samples: int, on_error: Any, seed: int, on_probe: Callable[[int, Any], None]
+) -> Iterator[Any]:
     """A few samples from all over the dataset, taken apart."""
     randomness = SampleRandomness(seed)
     # Neighbours and far ones: what repeats with any period must not look alike by chance.
@@ -221,7 +233,8 @@ def _probes(get: Any, num_samples: int, on_error: Any, seed: int) -> Iterator[An
         if num_found >= min(num_samples, _NUM_PROBES):
             break
         try:
-            found = split_sample(randomness.call(get, index, index))
+            sample = randomness.call(get, index, index)
+            found = split_sample(sample)
         except Exception as error:
             if on_error == "raise":
                 _note_sample(error, index)
@@ -229,6 +242,7 @@ def _probes(get: Any, num_samples: int, on_error: Any, seed: int) -> Iterator[An
             failed = error
             continue
         num_found += 1
+        on_probe(index, sample)
         yield found
     if not num_found:
         raise CannotPack(

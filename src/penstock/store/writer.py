@@ -192,6 +192,21 @@ def _prepared(folder: str) -> str:
     return folder
 
 
+def refuse_finished(folder: str) -> None:
+    """Is there a whole set? Cheap: to be asked before anything is loaded.
+
+    Raises:
+        AlreadyThere: There is.
+    """
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    if MANIFEST in names and JOURNAL not in names:
+        raise AlreadyThere(
+            f"{folder} has a packed set already; it is not overwritten",
+            remedy=f"penstock.Packed({folder!r}) reads it; pack elsewhere for another",
+            path=folder,
+        )
+
+
 def _begin(folder: str, job: Job) -> None:
     """Look at what is there: nothing, the beginning of the same, or something to be left alone."""
     found = set(os.listdir(folder))
@@ -206,12 +221,7 @@ def _begin(folder: str, job: Job) -> None:
             )
         _clear_parts(folder)
         return
-    if MANIFEST in found:
-        raise AlreadyThere(
-            f"{folder} has a packed set already; it is not overwritten",
-            remedy=f"penstock.Packed({folder!r}) reads it; pack elsewhere for another",
-            path=folder,
-        )
+    refuse_finished(folder)
     # Killed while it wrote its very first file, a packing leaves nothing but that part of it.
     others = sorted(name for name in found - {LOCK} if not _is_first_part(name))
     if others:

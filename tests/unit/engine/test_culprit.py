@@ -6,7 +6,6 @@ import functools
 import io
 import multiprocessing
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,8 +128,10 @@ def test_a_lock_of_the_spawn_context_travels() -> None:
     serialise({"dataset": Thing(lock=multiprocessing.get_context("spawn").Lock())}).seal().close()
 
 
-def test_a_lock_between_threads_is_named() -> None:
-    assert blame(Thing(lock=threading.Lock())).path == "dataset.lock"  # type: ignore[attr-defined]
+def test_a_generator_is_named_with_its_own_way_out() -> None:
+    error = blame(Thing(stream=generator()))
+    assert error.path == "dataset.stream"  # type: ignore[attr-defined]
+    assert "a class whose __iter__ makes the generator" in str(error)
 
 
 def test_a_fault_in_another_object_goes_by_that_object_s_name() -> None:

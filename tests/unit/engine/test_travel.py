@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
 
 from penstock.engine.travel.parcel import Packed, serialise, unpack
 from specimens import Numbers, assert_same, draw
-from travelling import worker_side
+from travelling import arrive, worker_side
 
 pytestmark = pytest.mark.legacy
 
@@ -105,3 +110,45 @@ def test_objects_of_one_parcel_that_share_something_share_it_still() -> None:
     with packing(dataset={"list": shared}, collate_fn=shared) as packed:
         objects = unpack(worker_side(packed), [])
     assert objects["dataset"]["list"] is objects["collate_fn"]
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock])
+def test_a_lock_between_threads_is_a_new_one_that_is_free(make: Any) -> None:
+    lock = make()
+    with lock:
+        back = round_trip(lock)
+    assert type(back) is type(lock)
+    assert back is not lock
+    assert back.acquire(blocking=False)
+
+
+PLUGIN = """
+TIMES = 3
+class Plugged:
+    def __len__(self): return 4
+    def __getitem__(self, index): return index * TIMES
+"""
+
+
+@pytest.mark.parametrize("name", ["plugged", "plugs.deep"])
+def test_a_module_that_no_import_finds_travels_by_value(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "plugin.py"
+    path.write_text(PLUGIN)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        packed = serialise({"value": module.Plugged()}).seal()
+        assert name not in cloudpickle.list_registry_pickle_by_value()  # that was for us alone
+    finally:
+        del sys.modules[name]
+    assert name not in dict(packed.parcel.modules)  # nor does a nursery try to import it
+    assert arrive(packed)[2] == 6
+    packed.close()
+
+
+def test_a_module_that_is_found_travels_by_name() -> None:
+    with packing(value=Numbers(3)) as packed:
+        assert ("specimens", 0) in packed.parcel.modules

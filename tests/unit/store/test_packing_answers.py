@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import AlreadyThere, BadArgument, CannotPack, CannotWrite, Field, cached, pack
+from penstock import (
+    AlreadyThere,
+    BadArgument,
+    CannotPack,
+    CannotWrite,
+    DataLoader,
+    Field,
+    cached,
+    pack,
+)
 
 FLOATS = "Field(dtype='float64')"
 REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
@@ -68,6 +77,36 @@ class Torn:
         if index == 222:
             raise KeyError("torn")
         return index
+
+
+def test_a_loader_is_sent_to_its_dataset(tmp_path: Path) -> None:
+    for kind in (torch.utils.data.DataLoader, DataLoader):
+        with pytest.raises(CannotPack, match=r"pack\(loader\.dataset, \.\.\.\)"):
+            pack(kind([1, 2]), tmp_path / "set")
+
+
+class Counted:
+    """How often was each sample loaded?"""
+
+    def __init__(self, num: int) -> None:
+        self.times = [0] * num
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    def __getitem__(self, index: int) -> int:
+        self.times[index] += 1
+        return index
+
+
+def test_few_samples_are_loaded_more_than_once(tmp_path: Path) -> None:
+    data = Counted(100)
+    pack(data, tmp_path / "set", workers=0)
+    assert sum(data.times) == 100 + 8 + 4  # looked at, and those again drawing other numbers
+    again = Counted(100)
+    with pytest.raises(AlreadyThere):
+        pack(again, tmp_path / "set", workers=0)
+    assert sum(again.times) == 0
 
 
 def test_an_error_of_the_users_own_says_which_sample_it_was(tmp_path: Path) -> None:

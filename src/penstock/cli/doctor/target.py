@@ -164,12 +164,12 @@ def _suggest(target: Target) -> str:
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
     }
-    classes = {node.name for node in target.tree.body if isinstance(node, ast.ClassDef)}
+    kinds = {getattr(node, "name", ""): type(node) for node in target.tree.body}
     names = [name for name in bound_names(target.tree) if not name.startswith("_")]
     if target.command == "verify":  # which needs a loader, or what makes one
-        names = [name for name in names if name not in classes]
+        names = [name for name in names if kinds.get(name) is not ast.ClassDef]
     own = [name for name in names if name not in imported]
-    own.sort(key=lambda name: (_is_unlikely(name, target.command), name in classes))
+    own.sort(key=lambda name: _unlikeliness(name, target.command, kinds.get(name)))
     near = difflib.get_close_matches(target.name, own, n=1, cutoff=0.5) if target.name else []
     own = near or own[:_SHOWN]
     if not own:
@@ -179,8 +179,12 @@ def _suggest(target: Target) -> str:
     return f"penstock {target.command} {target.script}:{own[0]}{rest}{others}"
 
 
-def _is_unlikely(name: str, command: str) -> bool:
-    """Does a name not sound like what the command takes?"""
-    data = ("data", "ds", "set", "train")
-    wanted = {"pack": data, "verify": ("loader",)}.get(command, (*data, "loader"))
-    return not any(part in name.lower() for part in wanted)
+def _unlikeliness(name: str, command: str, kind: type | None) -> tuple[bool, bool]:
+    """How little does a name sound like what the command takes?"""
+    is_data = any(part in name.lower() for part in ("data", "ds", "set", "train"))
+    is_loader = "loader" in name.lower()
+    if command == "verify":
+        return is_data and not is_loader, not is_loader and kind is not ast.FunctionDef
+    if command == "pack":
+        return not is_data or is_loader, kind is ast.ClassDef
+    return not (is_data or is_loader), kind is ast.ClassDef

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import logging
 import multiprocessing
 import os
 import pickle
@@ -37,6 +38,9 @@ START_LIMIT_S = 120.0
 """How long a nursery may take to import torch; 2 s is usual, a cold network disk takes a minute."""
 ANSWER_LIMIT_S = 120.0
 """It also imports the user's modules while we wait."""
+STOPPED_LIMIT_S = 10.0
+"""A debugger, or somebody's kill -STOP, may hold it for a moment."""
+_log = logging.getLogger("penstock")
 
 
 class NurseryWorker:
@@ -219,14 +223,23 @@ class Nursery:
 
     def _answer(self, kinds: set[str], limit_s: float) -> tuple[str, Any]:
         limit = time.monotonic() + limit_s
+        moved_s = time.monotonic()
         while time.monotonic() < limit:
-            if not self._control.is_readable(min(1.0, limit - time.monotonic())):
-                continue
-            message = self._receive()
-            if message[0] in kinds:
-                return message[0], message[1]
+            if self._control.is_readable(max(0.0, min(1.0, limit - time.monotonic()))):
+                message = self._receive()
+                if message[0] in kinds:
+                    return message[0], message[1]
+            elif not self._is_stopped():
+                moved_s = time.monotonic()
+            elif time.monotonic() - moved_s > STOPPED_LIMIT_S:
+                self._lose(f"it was stopped for {STOPPED_LIMIT_S:.0f} s")
         self._lose(f"no answer in {limit_s:.0f} s")
         raise AssertionError("unreachable")
+
+    def _is_stopped(self) -> bool:
+        with suppress(psutil.Error):
+            return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+        return False
 
     def _read_reports(self) -> None:
         while not self.is_lost and self._is_ready and self._control.is_readable(0.0):
@@ -260,6 +273,7 @@ class Nursery:
             self._process.kill()
             state, likely = "does not answer", "it was stopped (SIGSTOP, a debugger, a frozen "
             likely += "container), or importing torch takes that long here."
+            _log.warning("the nursery process (pid %d) %s: %s", self._process.pid, state, why)
         elif code < 0:
             state, likely = f"was ended by signal {-code}", "something killed it."
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from types import GeneratorType
 from typing import Any
 
 from penstock.engine.travel.handles import is_handle
@@ -32,8 +33,9 @@ def _failure(value: Any) -> BaseException | None:
     from penstock.engine.travel.parcel import TravelPickler, _Spawning, _spawning
 
     try:
-        with _spawning(_Spawning()):
-            TravelPickler(io.BytesIO(), buffer_callback=lambda buffer: None).dump(value)
+        pickler = TravelPickler(io.BytesIO(), buffer_callback=lambda buffer: None)
+        with _spawning(_Spawning()), pickler.by_value:
+            pickler.dump(value)
     except Exception as error:
         return error
     return None
@@ -124,6 +126,11 @@ def _remedy(path: str, culprit: Any, reason: str) -> str:
         )
     if "tensor on" in reason:
         return f"{path}.cpu() before the loader is made; move batches to the device in the loop"
+    if isinstance(culprit, GeneratorType):
+        return (
+            f"a class whose __iter__ makes the generator, in the place of {path}: it can be "
+            "started anew in each worker and epoch. DataLoader(..., pool='thread') needs no travel."
+        )
     return (
         f"open it on first use in the worker: keep {path} = None in __init__ and fill it in "
         "__getitem__, or leave it out in __getstate__. DataLoader(..., pool='thread') needs no "

@@ -2,10 +2,10 @@
 
     parent: serialise(objects).seal() -> Parcel (one shared file) --> each worker: unpack(parcel)
 
-Lambdas, closures, local classes and everything from ``__main__`` or a notebook travel by value
-(cloudpickle). Arrays and tensors leave the pickle stream as buffers that every worker maps
-copy-on-write. multiprocessing primitives travel as under spawn, open handles are opened again.
-What cannot travel is named down to its attribute.
+Lambdas, closures, local classes and everything from ``__main__``, a notebook or a module that only
+this process can have travel by value (cloudpickle). Arrays and tensors leave the pickle stream as
+buffers that every worker maps copy-on-write. multiprocessing primitives travel as under spawn, open
+handles are opened again. What cannot travel is named down to its attribute.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import io
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,12 +28,17 @@ import numpy as np
 
 from penstock.engine.memory import FileHandle, SharedFile, round_up
 from penstock.engine.travel import adoption
+from penstock.engine.travel.by_value import ByValue
 from penstock.engine.travel.handles import Reopener
 
 _BUFFER_GRAIN = 64
 _MAX_FDS_BESIDE = 200
 """One message to the nursery takes 250 descriptors, ours among them."""
 _inherited_fds: list[int] = []
+_LOCKS: dict[type, Callable[[], Any]] = {
+    type(threading.Lock()): threading.Lock,
+    type(threading.RLock()): threading.RLock,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +121,7 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, buffer_callback: Any = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.modules: set[str] = set()
+        self.by_value = ByValue()
         self.large_tensors: list[Any] = []
         self.handles = Reopener()
         self._reducers = _process_reducers()
@@ -124,7 +131,7 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
         owner = obj if isinstance(obj, (type, FunctionType)) else kind
         name = getattr(owner, "__module__", None)
         if isinstance(name, str):
-            self.modules.add(obj.__name__ if isinstance(obj, ModuleType) else name)
+            self._meet(obj.__name__ if isinstance(obj, ModuleType) else name)
         if obj is random._inst:
             return getattr, (random, "_inst")  # the worker's own, not a copy of ours
         if obj is np.random.mtrand._rand:
@@ -135,6 +142,8 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
             if reduced is not None:
                 self._note_size(obj)
                 return reduced
+        if kind in _LOCKS:
+            return _LOCKS[kind], ()  # between the threads of one process: the worker's own
         reopening = self.handles.reduce(obj)
         if reopening is not None:
             return reopening
@@ -145,6 +154,11 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if synchronize is not None and isinstance(obj, synchronize.SemLock):
             _refuse_fork_primitive(obj)
         return super().reducer_override(obj)
+
+    def _meet(self, module: str) -> None:
+        if module not in self.modules:
+            self.modules.add(module)
+            self.by_value.consider(module)
 
     def _note_size(self, tensor: Any) -> None:
         if tensor.numel() * tensor.element_size() >= adoption.MIN_BYTES:
@@ -209,7 +223,7 @@ def serialise(objects: dict[str, Any]) -> Serialised:
     stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = TravelPickler(stream, buffer_callback=buffers.append)
     try:
-        with _spawning(stand_in):
+        with _spawning(stand_in), pickler.by_value:
             pickler.dump(objects)
     except Exception as error:
         from penstock.engine.travel.culprit import explain
@@ -222,7 +236,10 @@ def serialise(objects: dict[str, Any]) -> Serialised:
         kept=stand_in.kept,
         notes=pickler.handles.notes,
         large_tensors=pickler.large_tensors,
-        modules=tuple((name, _generation(name)) for name in sorted(_importable(pickler.modules))),
+        modules=tuple(
+            (name, _generation(name))
+            for name in sorted(_importable(pickler.modules - pickler.by_value.names))
+        ),
     )
 
 

@@ -1,0 +1,67 @@
+"""Which modules can a worker not import? What they define travels by value.
+
+Plugin loaders, config systems and ``runpy`` execute a file under a name that no import finds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+
+_KNOWN = (
+    frozenset(("__main__", "__mp_main__", "penstock", "torch", "numpy")) | sys.stdlib_module_names
+)
+
+
+class ByValue:
+    """Has cloudpickle take modules by value that were met while it is entered."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __enter__(self) -> ByValue:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for name in self.names & set(cloudpickle.list_registry_pickle_by_value()):
+            if name in sys.modules:
+                cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+    def consider(self, name: str) -> None:
+        """Before anything of the module is written."""
+        module = sys.modules.get(name)
+        if module is None or name.partition(".")[0] in _KNOWN or _is_found(name, module):
+            return
+        if name not in cloudpickle.list_registry_pickle_by_value():  # else it was the user's wish
+            cloudpickle.register_pickle_by_value(module)
+            self.names.add(name)
+
+
+def _is_found(name: str, module: Any) -> bool:
+    """Would an import find this very file? What is no Python source has to be found."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py"):
+        return True
+    parent = name.rpartition(".")[0]
+    path = getattr(sys.modules.get(parent), "__path__", None)
+    if parent and path is None:
+        return False
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = None if find is None else find(name, path)
+        if spec is not None:
+            return not spec.has_location or _is_same(str(spec.origin), file)
+    return False
+
+
+def _is_same(one: str, other: str) -> bool:
+    return one == other or os.path.realpath(one) == os.path.realpath(other)
