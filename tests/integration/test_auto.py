@@ -144,6 +144,16 @@ def test_tiny_samples_are_loaded_here_and_no_process_is_started() -> None:
 
 
 @legacy
+def test_the_timeline_has_each_batch_that_was_loaded_here() -> None:
+    loader = DataLoader(Samples(lambda i: i, 400), batch_size=50, num_workers="auto")
+    collect(loader)
+    account = loader.timeline().account
+    assert account.num_batches == 8
+    assert account.steady_rows == 400 - 50 * account.num_passes  # all but each part's first batch
+    assert account.num_passes <= 2
+
+
+@legacy
 def test_tensors_in_memory_need_no_worker_and_no_trial() -> None:
     loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=8, num_workers="auto")
     assert loader.plan.num_workers.value == 0

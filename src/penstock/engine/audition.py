@@ -117,6 +117,7 @@ class AuditionIterator(LoaderIterator):
             self._consider()
         if self._pooled is not None:
             return self._pooled._next_batch()
+        self._inline._num_yielded = self._num_yielded  # the batch's number in the timeline
         if self._is_settled:
             return self._inline._next_batch()
         is_close = self._num_batches < CLOSE_LOOKS

@@ -338,8 +338,9 @@ class _Judge:
         if not self.workers:
             return []
         busy_s = sum(worker.busy_s for worker in self.workers) or 1e-9
-        cpu = sum(worker.cpu_s for worker in self.workers) / busy_s
-        queued = sum(worker.queued_s for worker in self.workers) / busy_s
+        # Each is measured in some parts of the batches only, and scaled.
+        cpu = min(1.0, sum(worker.cpu_s for worker in self.workers) / busy_s)
+        queued = min(1.0 - cpu, sum(worker.queued_s for worker in self.workers) / busy_s)
         collate = sum(w.collate_s + w.copied_s for w in self.workers) / busy_s
         idle = 1 - sum(w.stall_busy_share for w in self.workers) / len(self.workers)
         rows = [worker.row_s for worker in self.workers if worker.row_s]
