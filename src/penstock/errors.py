@@ -29,7 +29,19 @@ with its own type (see :mod:`penstock.engine.remote_errors`).
 from __future__ import annotations
 
 import pickle
+import sys
+import warnings
 from typing import ClassVar
+
+
+def warn_user(text: str) -> None:
+    """A warning that points at the user's line: the nearest that is neither ours nor torch's."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in ("penstock", "torch"):
+        if frame.f_back is None:
+            break
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 class PenstockError(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ from penstock.engine.pooled import PooledIterator
 from penstock.engine.recorded import Recorded
 from penstock.engine.start.nursery import warm_up
 from penstock.engine.traces import Traces
-from penstock.errors import BadArgument
+from penstock.errors import BadArgument, warn_user
 from penstock.machine.collect import here
 from penstock.order.course import Course
 from penstock.order.keys import checked_seed
@@ -226,7 +225,7 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
     def _make_iterator(self) -> Any:
         wish, work, facts = self._wish(), self._work_so_far(), here()
         plan = make_plan(facts, wish, work)
-        self._warn(plan, stacklevel=5)
+        self._warn(plan)
         if plan.pool.value == "process":
             self._traces.undo()
         if should_measure(facts, wish, work, choose_start_method(facts, wish).value):
@@ -258,25 +257,24 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
         self._note_facts(setup)
         return setup
 
-    def _warn(self, plan: Plan, stacklevel: int) -> None:
+    def _warn(self, plan: Plan) -> None:
         for text in plan.warnings:
             if text not in self._warned:
                 self._warned.add(text)
-                warnings.warn(text, stacklevel=stacklevel)
+                warn_user(text)
 
     def _learn(self, batch_bytes: int) -> None:
         """A batch was seen: check what all of them together need. Called from: the iterator."""
         if self._work.sample_bytes is None:
             sample_bytes = batch_bytes // (self._rows_per_batch() or 1)
             self._work = replace(self._work, sample_bytes=sample_bytes)
-            self._warn(self.plan, stacklevel=6)
+            self._warn(self.plan)
 
     def _decide(self, measured: Measured) -> Setup:
         """What the batches loaded so far say. Called from: the audition."""
         if measured.stays_because is not None:
             self._work = Work(stays_because=measured.stays_because.what)
-            text = f"num_workers='auto' loads in this process. {measured.stays_because}"
-            warnings.warn(text, stacklevel=4)
+            warn_user(f"num_workers='auto' loads in this process. {measured.stays_because}")
         else:
             self._work = Work(
                 sample_s=measured.sample_s,

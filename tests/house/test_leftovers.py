@@ -79,10 +79,12 @@ def test_a_segment_that_another_process_uses_is_not_blamed_on_us() -> None:
         assert "holding" in lines
         assert path.exists()
         assert named(before).count("segment") == 0
-    finally:
-        os.kill(int((lines - {"holding"}).pop()), signal.SIGKILL)
-        shell.stdout.close()
+        holder = int((lines - {"holding"}).pop())
+        os.kill(holder, signal.SIGKILL)
+        assert leftovers.wait_until_gone([holder], 10.0) == []
         assert "segment" in named(before)  # control: now nobody holds it
+    finally:
+        shell.stdout.close()
         path.unlink()
 
 

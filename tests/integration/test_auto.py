@@ -252,8 +252,9 @@ def test_a_dataset_that_cannot_travel_is_loaded_here_with_a_warning_that_names_t
     dataset = Samples(lambda i: i, 40)
     dataset.handle = open(os.devnull, "w")  # type: ignore[attr-defined] # noqa: SIM115
     loader = DataLoader(dataset, batch_size=8, num_workers="auto")
-    with pytest.warns(UserWarning, match=r"dataset\.handle"):
+    with pytest.warns(UserWarning, match=r"dataset\.handle") as told:
         batches = list(loader)
+    assert {one.filename for one in told} == {__file__}  # the user's line, not one of ours
     assert torch.cat(batches).tolist() == list(range(40))
     assert loader.num_workers == 0
     assert "dataset.handle" in loader.plan.num_workers.reason

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ from penstock.engine.remote_errors import ErrorReport, rebuild
 from penstock.engine.slots import Ring, Slot
 from penstock.engine.tolerance import poison_among
 from penstock.engine.turns import Turns
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, warn_user
 
 
 class Delivery:
@@ -276,7 +275,7 @@ class Delivery:
             elif isinstance(event, Death):
                 self._replace(self._recovery.fault_of(worker, event))
             elif event[0] == "note":
-                warnings.warn(event[1], stacklevel=5)
+                warn_user(event[1])
             elif event[0] == "tell":
                 self._setup.tell(event[1])
             else:

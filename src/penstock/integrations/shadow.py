@@ -9,7 +9,6 @@ the user's code
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
 from penstock.engine.iterators import Setup
+from penstock.errors import warn_user
 from penstock.integrations.libraries import untested_here
 from penstock.integrations.ultralytics import settle_mosaic
 from penstock.loader import DataLoader
@@ -234,7 +234,7 @@ class Shadow(DataLoader[Any]):
             self._layer.tally.notes.append(line)
             _warn(line)
 
-    def _warn(self, plan: Plan, stacklevel: int) -> None:
+    def _warn(self, plan: Plan) -> None:
         for text in plan.warnings:
             if text not in self._warned:
                 self._warned.add(text)
@@ -271,7 +271,7 @@ class Shadow(DataLoader[Any]):
 def _warn(line: str) -> None:
     """A word about code that cannot be changed must not end it where it makes warnings errors."""
     try:
-        warnings.warn(f"penstock: {line}", stacklevel=3)
+        warn_user(f"penstock: {line}")
     except UserWarning as warning:
         print(warning, file=sys.stderr)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from dataclasses import replace
 from typing import Any
 
-from penstock.errors import BadArgument, BadState
+from penstock.errors import BadArgument, BadState, warn_user
 from penstock.order.bucketing import BucketedBatches
 from penstock.order.course import Course, Mark, Walk, fits_generator, own_state_of
 from penstock.order.keys import checked_count
@@ -158,10 +157,9 @@ class Resumable:
         if not self._is_iterable() or not course.start or course.streams:
             return
         num_batches, course.start = course.start // (self._rows_per_batch() or 1), 0
-        warnings.warn(
+        warn_user(
             f"the dataset has no state_dict of its own: {num_batches} batches are loaded once more "
-            "and dropped, to go on where the state was saved",
-            stacklevel=5,
+            "and dropped, to go on where the state was saved"
         )
         for _ in itertools.islice(batches, num_batches):
             pass
