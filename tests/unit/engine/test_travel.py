@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -112,16 +113,6 @@ def test_objects_of_one_parcel_that_share_something_share_it_still() -> None:
     assert objects["dataset"]["list"] is objects["collate_fn"]
 
 
-@pytest.mark.parametrize("make", [threading.Lock, threading.RLock])
-def test_a_lock_between_threads_is_a_new_one_that_is_free(make: Any) -> None:
-    lock = make()
-    with lock:
-        back = round_trip(lock)
-    assert type(back) is type(lock)
-    assert back is not lock
-    assert back.acquire(blocking=False)
-
-
 PLUGIN = """
 TIMES = 3
 class Plugged:
@@ -145,6 +136,22 @@ def test_a_module_that_no_import_finds_travels_by_value(name: str, tmp_path: Pat
     finally:
         del sys.modules[name]
     assert name not in dict(packed.parcel.modules)  # nor does a nursery try to import it
+    assert arrive(packed)[2] == 6
+    packed.close()
+
+
+def test_a_module_of_a_package_that_was_made_by_hand_travels_by_value(tmp_path: Path) -> None:
+    """The parent has a path on which the module is found, but no import finds the parent."""
+    (tmp_path / "deep.py").write_text(PLUGIN)
+    package = ModuleType("by_hand")
+    package.__path__ = [str(tmp_path)]
+    sys.modules["by_hand"] = package
+    try:
+        module = importlib.import_module("by_hand.deep")
+        packed = serialise({"value": module.Plugged()}).seal()
+    finally:
+        del sys.modules["by_hand"]
+        sys.modules.pop("by_hand.deep", None)
     assert arrive(packed)[2] == 6
     packed.close()
 

@@ -51,16 +51,24 @@ def _is_found(name: str, module: Any) -> bool:
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py"):
         return True
+    spec = _spec_of(name)
+    return spec is not None and (not spec.has_location or _is_same(str(spec.origin), file))
+
+
+def _spec_of(name: str) -> Any:
+    """What an import in another process would find, the packages around it included."""
+    path = None
     parent = name.rpartition(".")[0]
-    path = getattr(sys.modules.get(parent), "__path__", None)
-    if parent and path is None:
-        return False
+    if parent:
+        path = getattr(sys.modules.get(parent), "__path__", None)
+        if path is None or _spec_of(parent) is None:
+            return None
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec = None if find is None else find(name, path)
         if spec is not None:
-            return not spec.has_location or _is_same(str(spec.origin), file)
-    return False
+            return spec
+    return None
 
 
 def _is_same(one: str, other: str) -> bool:

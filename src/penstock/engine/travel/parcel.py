@@ -14,7 +14,6 @@ import io
 import pickle
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ import cloudpickle
 import numpy as np
 
 from penstock.engine.memory import FileHandle, SharedFile, round_up
-from penstock.engine.travel import adoption
+from penstock.engine.travel import adoption, remade
 from penstock.engine.travel.by_value import ByValue
 from penstock.engine.travel.handles import Reopener
 
@@ -35,10 +34,6 @@ _BUFFER_GRAIN = 64
 _MAX_FDS_BESIDE = 200
 """One message to the nursery takes 250 descriptors, ours among them."""
 _inherited_fds: list[int] = []
-_LOCKS: dict[type, Callable[[], Any]] = {
-    type(threading.Lock()): threading.Lock,
-    type(threading.RLock()): threading.RLock,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +123,7 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        owner = obj if isinstance(obj, (type, FunctionType)) else kind
+        owner = obj if isinstance(obj, (type, FunctionType, remade.Cached)) else kind
         name = getattr(owner, "__module__", None)
         if isinstance(name, str):
             self._meet(obj.__name__ if isinstance(obj, ModuleType) else name)
@@ -142,8 +137,9 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
             if reduced is not None:
                 self._note_size(obj)
                 return reduced
-        if kind in _LOCKS:
-            return _LOCKS[kind], ()  # between the threads of one process: the worker's own
+        anew = remade.reduce(obj)
+        if anew is not None:
+            return anew
         reopening = self.handles.reduce(obj)
         if reopening is not None:
             return reopening

@@ -1,0 +1,91 @@
+"""What is made anew in a worker: things that pickle refuses, or takes by a name nobody has there.
+
+a lock, a threading.local       a new one: each belongs to the threads of one process
+a ContextVar                    one of that name and default
+weak dictionaries and sets      with what is still referred to there
+functools.lru_cache(function)   the function, with an empty cache
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+_NO_DEFAULT = "<no default>"
+Cached: type = type(functools.lru_cache(lambda: None))
+
+
+def reduce(obj: Any) -> Any:
+    """How to make it again, as pickle takes it; None: not one of these."""
+    make = _WAYS.get(type(obj))
+    return None if make is None else make(obj)
+
+
+def _reduce_variable(variable: contextvars.ContextVar[Any]) -> Any:
+    try:
+        default = contextvars.Context().run(variable.get)
+    except LookupError:
+        default = _NO_DEFAULT
+    return _make_variable, (variable.name, default)
+
+
+def _make_variable(name: str, default: Any) -> contextvars.ContextVar[Any]:
+    if isinstance(default, str) and default == _NO_DEFAULT:
+        return contextvars.ContextVar(name)
+    return contextvars.ContextVar(name, default=default)
+
+
+def _reduce_cached(cached: Any) -> Any:
+    """By name where a worker finds it there; else in two steps: a function may call itself."""
+    if _is_named(cached):
+        return None
+    return _make_cached, (cached.cache_parameters(),), cached.__wrapped__, None, None, _fill_cached
+
+
+def _is_named(cached: Any) -> bool:
+    name = getattr(cached, "__module__", None)
+    if name in ("__main__", "__mp_main__") or name in cloudpickle.list_registry_pickle_by_value():
+        return False
+    found: Any = sys.modules.get(str(name))
+    for part in getattr(cached, "__qualname__", "<unnamed>").split("."):
+        found = getattr(found, part, None)
+    return found is cached
+
+
+class _Late:
+    """Stands for a function that comes later."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.function(*arguments, **keywords)
+
+
+def _make_cached(parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(_Late())
+
+
+def _fill_cached(cached: Any, function: Callable[..., Any]) -> None:
+    cached.__wrapped__.function = function
+    functools.update_wrapper(cached, function)
+
+
+_WAYS: dict[type, Callable[[Any], Any]] = {
+    type(threading.Lock()): lambda lock: (threading.Lock, ()),
+    type(threading.RLock()): lambda lock: (threading.RLock, ()),
+    threading.local: lambda local: (threading.local, ()),
+    contextvars.ContextVar: _reduce_variable,
+    weakref.WeakKeyDictionary: lambda weak: (weakref.WeakKeyDictionary, (dict(weak),)),
+    weakref.WeakValueDictionary: lambda weak: (weakref.WeakValueDictionary, (dict(weak),)),
+    weakref.WeakSet: lambda weak: (weakref.WeakSet, (list(weak),)),
+    types.MappingProxyType: lambda view: (types.MappingProxyType, (dict(view),)),
+    Cached: _reduce_cached,
+}
