@@ -11,11 +11,10 @@ import contextlib
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from penstock.errors import BadArgument, TooManyBad
+from penstock.errors import BadArgument, TooManyBad, warn_user
 from penstock.loader import DataLoader
 from penstock.machine.collect import here
 from penstock.order.keys import checked_count
@@ -129,11 +128,10 @@ class _Chance:
             except Exception:  # bad samples have a policy of their own
                 continue
             if again != before:
-                warnings.warn(
+                warn_user(
                     f"sample {index} is another one each time it is loaded; packed, it is the "
                     "same in all epochs. Pack what comes before the random part, and give that to "
-                    "Packed(..., transforms=)",
-                    stacklevel=3,
+                    "Packed(..., transforms=)"
                 )
                 return
             if time.monotonic() > limit:

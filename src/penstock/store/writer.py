@@ -198,8 +198,8 @@ def refuse_finished(folder: str) -> None:
     Raises:
         AlreadyThere: There is.
     """
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    if MANIFEST in names and JOURNAL not in names:
+    manifest, journal = (os.path.join(folder, name) for name in (MANIFEST, JOURNAL))
+    if os.path.exists(manifest) and not os.path.exists(journal):
         raise AlreadyThere(
             f"{folder} has a packed set already; it is not overwritten",
             remedy=f"penstock.Packed({folder!r}) reads it; pack elsewhere for another",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from types import TracebackType
 from typing import Any
 
 import cloudpickle
@@ -26,12 +25,7 @@ class ByValue:
     def __enter__(self) -> ByValue:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name in self.names & set(cloudpickle.list_registry_pickle_by_value()):
             if name in sys.modules:
                 cloudpickle.unregister_pickle_by_value(sys.modules[name])

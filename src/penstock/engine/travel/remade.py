@@ -19,7 +19,6 @@ from typing import Any
 
 import cloudpickle
 
-_NO_DEFAULT = "<no default>"
 Cached: type = type(functools.lru_cache(lambda: None))
 
 
@@ -33,13 +32,11 @@ def _reduce_variable(variable: contextvars.ContextVar[Any]) -> Any:
     try:
         default = contextvars.Context().run(variable.get)
     except LookupError:
-        default = _NO_DEFAULT
+        return contextvars.ContextVar, (variable.name,)
     return _make_variable, (variable.name, default)
 
 
 def _make_variable(name: str, default: Any) -> contextvars.ContextVar[Any]:
-    if isinstance(default, str) and default == _NO_DEFAULT:
-        return contextvars.ContextVar(name)
     return contextvars.ContextVar(name, default=default)
 
 
