@@ -119,12 +119,13 @@ def test_a_loader_with_workers_starts_it_and_does_not_wait_for_it() -> None:
     nurseries.close_nursery()
     started = time.monotonic()
     loader = DataLoader(Numbers(10), batch_size=2, num_workers=2)
-    assert time.monotonic() - started < 0.5
+    made_s = time.monotonic() - started
     pid = leftovers.nursery_pid()
     assert pid is not None
     until = time.monotonic() + 60.0
     while not nurseries.current_nursery().is_warm() and time.monotonic() < until:
         time.sleep(0.05)
+    assert made_s < 0.5 * (time.monotonic() - started)  # on a busy machine both take longer
     assert [labels.tolist() for _, labels in collect(loader)] == GOOD
     assert leftovers.nursery_pid() == pid
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,24 @@ def test_a_collate_fn_that_draws_normals_leaves_none_for_the_next_sample(draw_on
     assert len({value for batch in alone[11:] for value in batch}) == 24  # control: all differ
     for arguments in ({"num_workers": 1}, {"num_workers": 2}, WAYS["thread"]):
         assert drawn(**arguments) == alone
+
+
+def test_a_thread_whose_samples_draw_nothing_leaves_those_of_others_alone() -> None:
+    def collate(samples: list[float]) -> list[float]:
+        return [*samples, random.gauss(0, 1), np.random.randn()]
+
+    def slowly(index: int) -> float:
+        if index < 80 or index // 4 % 4:
+            return 0.0
+        time.sleep(0.005)  # meanwhile the other threads go on to their next batches
+        return random.random() + float(np.random.rand())
+
+    def drawn(**arguments: Any) -> list[Any]:
+        torch.manual_seed(0)
+        dataset = Samples(slowly, 240)
+        return list(DataLoader(dataset, batch_size=4, collate_fn=collate, **arguments))
+
+    assert drawn(num_workers=4, pool="thread") == drawn()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

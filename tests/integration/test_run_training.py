@@ -337,7 +337,7 @@ def test_under_torchrun_each_rank_runs_the_script_and_reports(tmp_path: Path) ->
 
 
 def test_starting_up_costs_little_more_than_python(tmp_path: Path) -> None:
-    """About 0.07 s on two quiet cores; the limit is what a loaded machine keeps."""
+    """About 0.07 s on two quiet cores. The least of five: others' turns are not our cost."""
     (tmp_path / "program.py").write_text("pass")
 
     def time_s(*command: str) -> float:
@@ -347,6 +347,6 @@ def test_starting_up_costs_little_more_than_python(tmp_path: Path) -> None:
 
     time_s("-m", "penstock", "run")  # writes the bytecode
     pairs = [(time_s(), time_s("-m", "penstock", "run")) for _ in range(5)]
-    more_s = statistics.median(ours for _, ours in pairs) - statistics.median(py for py, _ in pairs)
+    more_s = min(ours for _, ours in pairs) - min(py for py, _ in pairs)
     print(f"{more_s:.3f} s more than python")
     assert more_s < 0.5

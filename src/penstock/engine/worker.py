@@ -276,7 +276,9 @@ class Worker:
             self._randomness.begin(lease.key_epoch)
             self._collate_randomness.begin(lease.key_epoch)
             self._randomness_epoch = lease.epoch
-        self._randomness.look(is_used=self._collate_randomness.has_drawn)
+        # Threads share the generators: another's sample may be drawing. Gate.alone puts them back.
+        is_used = self._gate is None and self._collate_randomness.has_drawn
+        self._randomness.look(is_used=is_used)
 
     def _one_by_one(self, lease: Lease) -> Iterator[Any]:
         get = getter(self._dataset) if self._placer is None else self._placer.get
