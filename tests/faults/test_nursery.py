@@ -125,6 +125,7 @@ def test_a_loader_with_workers_starts_it_and_does_not_wait_for_it() -> None:
     until = time.monotonic() + 60.0
     while not nurseries.current_nursery().is_warm() and time.monotonic() < until:
         time.sleep(0.05)
+    assert nurseries.current_nursery().is_warm()
     assert made_s < 0.5 * (time.monotonic() - started)  # on a busy machine both take longer
     assert [labels.tolist() for _, labels in collect(loader)] == GOOD
     assert leftovers.nursery_pid() == pid

@@ -198,7 +198,38 @@ def test_a_thread_whose_samples_draw_nothing_leaves_those_of_others_alone() -> N
         dataset = Samples(slowly, 240)
         return list(DataLoader(dataset, batch_size=4, collate_fn=collate, **arguments))
 
-    assert drawn(num_workers=4, pool="thread") == drawn()
+    alone = drawn()
+    assert len({value for batch in alone for value in batch[:4]}) == 41  # control: 40 draw
+    assert drawn(num_workers=4, pool="thread") == alone
+
+
+@pytest.mark.parametrize("draw_one", ["gauss", "numpy's normal"])
+def test_a_normal_that_somebody_left_in_reserve_is_no_sample_s(draw_one: str) -> None:
+    """One draw takes it and leaves no other trace."""
+
+    def drawn(**arguments: Any) -> list[Any]:
+        torch.manual_seed(0)
+        random.gauss(0, 1)
+        np.random.randn()
+        draw = LATE_DRAWS[draw_one]
+        dataset = Samples(lambda i: float(draw()) if i >= 200 and i % 20 == 0 else 0.0, 400)
+        return [batch.item() for batch in DataLoader(dataset, **arguments)]
+
+    alone = drawn()
+    assert len(set(alone)) == 11  # control: 10 draw
+    assert drawn(num_workers=3, pool="thread") == alone
+
+
+def test_threads_whose_collate_fn_draws_leave_the_caller_s_generators_alone() -> None:
+    def collate(samples: list[float]) -> list[float]:
+        return [*samples, random.gauss(0, 1), np.random.randn()]
+
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.getstate(), np.random.get_state()[1].tolist()
+    dataset = Samples(lambda i: 0.0, 160)
+    list(DataLoader(dataset, batch_size=4, collate_fn=collate, num_workers=2, pool="thread"))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == expected
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

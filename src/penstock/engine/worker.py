@@ -323,7 +323,7 @@ class Worker:
         return self._badge.walk(indices, lease.position, lease.epoch)
 
     def _silently(self, lease: Lease, get: Any, randomness: SampleRandomness) -> Iterator[Any]:
-        randomness.begin_run()
+        randomness.begin_run(is_shared=self._gate is not None)
         try:
             yield from randomness.samples_of(get, self._walk(lease))
         except EpochOver:

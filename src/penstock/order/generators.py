@@ -46,6 +46,10 @@ class PythonGenerator:
         """Cells of memory that change with every draw: the index and the first word."""
         return [ctypes.c_uint64.from_address(self._address)]
 
+    def reserve(self) -> Any:
+        """A normal variate that the next one to ask gets, without any other trace; or None."""
+        return self._twister.gauss_next  # type: ignore[attr-defined]
+
     def save(self) -> Any:
         """The whole state, for :meth:`restore`. A normal variate kept in reserve is put away: it
         could be taken by a sample without any other trace."""
@@ -86,6 +90,11 @@ class NumpyGenerator:
             ctypes.c_uint64.from_address(self._address),
             ctypes.c_uint32.from_address(self._address + _STATE_BYTES),
         ]
+
+    def reserve(self) -> Any:
+        """As Python's. Not by ``np.random.get_state``, whose calls are noted."""
+        state: Any = np.random.mtrand._rand.get_state(legacy=False)
+        return state["gauss"] if state["has_gauss"] else None
 
     def save(self) -> Any:
         """The whole state, for :meth:`restore`; a normal variate in reserve is put away."""

@@ -101,6 +101,7 @@ class SampleRandomness:
         self._stream_of_rng = SampleStream()
         self._outer: SampleStream | None = None
         self._names_samples = False
+        self._reserves: tuple[Any, Any] | None = None
         self.begin(0)
 
     def begin(self, epoch: int) -> None:
@@ -181,9 +182,14 @@ class SampleRandomness:
         self.is_silent = self.is_quiet and not self._torch_moved
         return sample
 
-    def begin_run(self) -> None:
-        """Note where the generators stand. Pairs with :meth:`end_run`; only while ``is_silent``."""
+    def begin_run(self, *, is_shared: bool = False) -> None:
+        """Note where the generators stand. Pairs with :meth:`end_run`; only while ``is_silent``.
+
+        Args:
+            is_shared: Others draw from them, too, and may have left normal variates in reserve.
+        """
         self._note_generators()
+        self._reserves = self._reserves_left() if is_shared else None
         stream = self._stream_of_rng
         self._outer, here.stream = here.stream, stream
         stream.entered, self._names_samples = UNKNOWN, stream.was_asked
@@ -217,7 +223,8 @@ class SampleRandomness:
         """
         self._stream_of_rng.entered = OUTSIDE
         here.stream, self._outer = self._outer, None
-        if not self._is_untouched():
+        has_kept = self._reserves is None or self._reserves == self._reserves_left()
+        if not (self._is_untouched() and has_kept):
             self._draws, self.is_quiet, self.is_silent = True, False, False
         elif self._has_torch_moved():
             self.is_silent, self._torch_moved = False, True
@@ -300,6 +307,9 @@ class SampleRandomness:
             return False  # torch's generator is the user's own here
         has_read = reads.of_torch != self._torch_reads_seen
         return has_read or not self._equal(self._torch_state(), self._seen_torch)
+
+    def _reserves_left(self) -> tuple[Any, Any]:
+        return self._python.reserve(), self._numpy.reserve()
 
     def _peek(self) -> tuple[int, int, int]:
         python, numpy, twist = self._cells

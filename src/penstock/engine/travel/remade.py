@@ -3,6 +3,7 @@
 a lock, a threading.local       a new one: each belongs to the threads of one process
 a ContextVar                    one of that name and default
 weak dictionaries and sets      with what is still referred to there
+a read-only view of a dict      of a copy
 functools.lru_cache(function)   the function, with an empty cache
 """
 
