@@ -75,7 +75,8 @@ def test_pytorchs_loader_dies_at_the_first_one(log: Log) -> None:
     torch_loader = TorchDataLoader(
         Fateful({13: "SIGKILL"}, log), batch_size=4, num_workers=2, multiprocessing_context="fork"
     )
-    with pytest.raises(RuntimeError, match=r"killed|exited unexpectedly"):
+    # Or, where it was just about to fetch what the worker had left for it, by what that raises.
+    with pytest.raises((RuntimeError, OSError, EOFError), match=r"killed|exited unexp|reset|^$"):
         collect(torch_loader)
 
 

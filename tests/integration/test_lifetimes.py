@@ -304,16 +304,16 @@ def test_several_threads_may_share_one_iterator_and_each_batch_comes_once(way: s
 
 @pytest.mark.parametrize("way", ["thread", "nursery"])
 def test_batches_that_were_loaded_but_not_taken_give_their_memory_back(way: str) -> None:
-    loader = DataLoader(Numbers(200, (500,)), batch_size=2, persistent_workers=True, **WAYS[way])
-
-    def leave_epochs(count: int) -> int:
-        for _ in range(count):
-            iterator = iter(loader)
-            next(iterator)
-            time.sleep(0.01)  # the workers load what they were asked for; nobody takes it
-        return loader._iterator._delivery.ring.num_slots
-
-    assert leave_epochs(60) == leave_epochs(10)
+    ways = {"persistent_workers": True, "prefetch_factor": 4, **WAYS[way]}
+    loader = DataLoader(Numbers(200, (500,)), batch_size=2, **ways)
+    for _ in range(60):
+        iterator = iter(loader)
+        next(iterator)
+        time.sleep(0.01)  # the workers load what they were asked for
+        next(iterator)  # and this one hears of it; nobody takes the others
+    # 8 batches are asked for at a time, and a busy machine may still be at those of an epoch before.
+    # Of 60 epochs, six each that nobody takes would be 360.
+    assert loader._iterator._delivery.ring.num_slots <= 64
     loader.close()
 
 
