@@ -135,7 +135,7 @@ def run_package(folder: Path) -> Any:
     (package / "parts.py").write_text("offset = 100\n")
     (package / "train.py").write_text(PACKAGE)
     runner = "import runpy; runpy.run_module('mine.train', run_name='__main__', alter_sys=True)"
-    return scripting.run(runner, folder)
+    return scripting.run(runner, folder, PYTHONUNBUFFERED="")  # lines of two workers do not mix
 
 
 def run_piped_under_spawn(folder: Path) -> Any:
