@@ -134,7 +134,7 @@ def hang_at_start(worker: int) -> None:
 def test_a_worker_that_does_not_get_ready_is_hung_where_there_is_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recovery, "STARTING_S", 0.5)
+    monkeypatch.setattr(recovery, "STARTING_S", 1.5)
     loader = DataLoader(
         Numbers(8), num_workers=1, sample_timeout_s=0.3, worker_init_fn=hang_at_start
     )

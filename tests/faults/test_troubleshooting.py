@@ -104,7 +104,7 @@ def test_a_lock_that_a_thread_of_yours_holds_does_not_hang_the_workers(guarded: 
 
 def test_forked_workers_do_hang_there_and_the_error_names_the_sample(guarded: Any) -> None:
     loader = DataLoader(
-        guarded, batch_size=4, num_workers=1, multiprocessing_context="fork", timeout=0.5
+        guarded, batch_size=4, num_workers=1, multiprocessing_context="fork", timeout=2.0
     )
     with pytest.raises(WorkerTimeout, match=r"worker 0 is at sample 0"):
         next(iter(loader))
