@@ -33,7 +33,7 @@ class Waiting:
 def test_more_workers_are_recommended_where_they_bring_more() -> None:
     told: list[str] = []
     subject = Subject(name="waiting", dataset=Waiting())
-    found = measure(subject, batch_size=4, workers=(0, 3), seconds=0.4, tell=told.append)
+    found = measure(subject, batch_size=4, workers=(0, 3), seconds=1.0, tell=told.append)
     none, three = found.trials
     assert three.rate > 1.5 * none.rate
     assert found.recommended is three
