@@ -311,7 +311,7 @@ def test_batches_that_were_loaded_but_not_taken_give_their_memory_back(way: str)
         next(iterator)
         time.sleep(0.01)  # the workers load what they were asked for
         next(iterator)  # and this one hears of it; nobody takes the others
-    # 8 batches are asked for at a time, and a busy machine may still be at those of an epoch before.
+    # 8 batches are asked for at a time; a busy machine may still be at those of an epoch before.
     # Of 60 epochs, six each that nobody takes would be 360.
     assert loader._iterator._delivery.ring.num_slots <= 64
     loader.close()
