@@ -156,21 +156,22 @@ def test_the_hook_costs_less_than_20_microseconds() -> None:
     arguments = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
     def cost_us(call: Any) -> float:
-        best = float("inf")
-        for _ in range(5):
-            started = time.perf_counter()
-            for _ in range(500):
-                call()
-            best = min(best, (time.perf_counter() - started) / 500 * 1e6)
-            torch.cuda.synchronize()
-        return best
+        started = time.perf_counter()
+        for _ in range(200):
+            call()
+        taken = time.perf_counter() - started
+        torch.cuda.synchronize()
+        return taken / 200 * 1e6
 
     from penstock.compute.algorithms import pointwise
 
+    ours = alone = float("inf")
     with torch.no_grad(), bypass_convolutions("on", devices=("cuda",)) as bypass:
-        ours = cost_us(lambda: torch.convolution(x, w, *arguments))
+        torch.convolution(x, w, *arguments)
         plan = next(iter(bypass._hook._plans.values()))
-        alone = cost_us(lambda: pointwise.forward(plan.geometry, x, w))
+        for _ in range(50):  # in turn: a shared machine has slow moments, and both must see them
+            ours = min(ours, cost_us(lambda: torch.convolution(x, w, *arguments)))
+            alone = min(alone, cost_us(lambda: pointwise.forward(plan.geometry, x, w)))
     print(f"through the hook {ours:.1f} us, the algorithm alone {alone:.1f} us")
     assert ours - alone < 20
 
