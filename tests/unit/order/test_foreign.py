@@ -268,19 +268,3 @@ def test_opencv_is_set_where_the_dataset_s_code_names_it(monkeypatch: pytest.Mon
     assert [one.kind for one in own.found] == ["cv2"]
     own.set(2**63)
     assert 0 <= seeds[-1] < 2**31
-
-
-def test_real_albumentations_draws_by_the_seed() -> None:
-    albumentations = pytest.importorskip("albumentations")
-    image = np.random.RandomState(0).randint(0, 255, (32, 32, 3)).astype(np.uint8)
-
-    def drawn(seed: int) -> list[Any]:
-        pipeline = albumentations.Compose(
-            [albumentations.RandomCrop(8, 8), albumentations.GaussNoise(p=1.0)]
-        )
-        dataset = Holder(transform=pipeline)
-        own = OwnGenerators(dataset)
-        own.set(seed)
-        return pipeline(image=image)["image"].tolist()
-
-    assert drawn(1) == drawn(1) != drawn(2)
