@@ -29,7 +29,7 @@ from front import run
 from measure import Case, Contender, Pace, Target
 from penstock.engine.messages import Lease, Task, control_bytes
 from penstock.engine.worker import Worker
-from penstock.tracing import RING_BYTES
+from penstock.trace.record import RING_BYTES
 
 NUM_WORKERS, BATCH_SIZE = 2, 64
 MOST = Target(bound=1.01, is_ceiling=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.tracing import BATCH, LAUNCH, LEASE, MEMORY, START, USER, Noted
+from penstock.trace.record import BATCH, LAUNCH, LEASE, MEMORY, START, USER, Noted
 
 MS = 1_000_000
 

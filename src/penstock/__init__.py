@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from penstock.store.pictures import ImageFolder as ImageFolder
     from penstock.store.reader import Packed as Packed
     from penstock.store.tensors import open_tensors as open_tensors
-    from penstock.timeline.view import Timeline as Timeline
-    from penstock.timeline.what_if import simulate as simulate
-    from penstock.tracing import span as span
+    from penstock.trace.record import span as span
+    from penstock.trace.timeline import Timeline as Timeline
+    from penstock.trace.what_if import simulate as simulate
     from penstock.verify.checking import verify as verify
     from penstock.verify.verdict import Verdict as Verdict
 
@@ -88,10 +88,10 @@ _HOMES = {
     "Resize": "penstock.store.crops",
     "CenterCrop": "penstock.store.crops",
     "Compose": "penstock.store.crops",
-    "span": "penstock.tracing",
+    "span": "penstock.trace.record",
     "Tracing": "penstock.engine.recording",
-    "Timeline": "penstock.timeline.view",
-    "simulate": "penstock.timeline.what_if",
+    "Timeline": "penstock.trace.timeline",
+    "simulate": "penstock.trace.what_if",
     "BadTrace": "penstock.errors",
     "patch": "penstock.integrations.patching",
     "unpatch": "penstock.integrations.patching",

@@ -19,7 +19,7 @@ import torch
 import penstock
 from penstock import DataLoader, Timeline, Tracing
 from penstock.errors import BadArgument, BadTrace
-from penstock.tracing import KINDS
+from penstock.trace.record import KINDS
 
 pytestmark = pytest.mark.legacy
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 import penstock
-from penstock import tracing
 from penstock.errors import BadArgument
-from penstock.tracing import BATCH, LEASE, MAX_NAMES, RING_BYTES, USER, Ring, read_ring
+from penstock.trace import record as tracing
+from penstock.trace.record import BATCH, LEASE, MAX_NAMES, RING_BYTES, USER, Ring, read_ring
 
 pytestmark = pytest.mark.legacy
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from penstock.loader import DataLoader
     from penstock.policy.plan import Plan
-    from penstock.timeline.view import Timeline
+    from penstock.trace.timeline import Timeline
 
 BATCH_SIZE = 64
 NUM_TURNS = 5

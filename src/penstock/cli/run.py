@@ -156,8 +156,8 @@ class _RunTrace:
         """Write it, if anything was loaded; what there is to say."""
         if not self._recorders:
             return []
-        from penstock.timeline.merging import merge_records
-        from penstock.timeline.view import Timeline
+        from penstock.trace.merging import merge_records
+        from penstock.trace.timeline import Timeline
 
         timeline = Timeline(merge_records([one.records() for one in self._recorders]))
         try:

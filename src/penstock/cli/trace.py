@@ -32,8 +32,8 @@ def show(
     """Draw it here, as wide as the window, with the verdict."""
     from rich.console import Console
 
-    from penstock.timeline.render_terminal import print_run, render
-    from penstock.timeline.view import Timeline
+    from penstock.trace.terminal import print_run, render
+    from penstock.trace.timeline import Timeline
 
     timeline = Timeline.load(file)
     if as_json:
@@ -52,7 +52,7 @@ def show(
 
 
 def _as_dict(timeline: object) -> dict[str, object]:
-    from penstock.timeline.view import Timeline
+    from penstock.trace.timeline import Timeline
 
     assert isinstance(timeline, Timeline)
     account = {key: value for key, value in vars(timeline.account).items() if key != "slowest"}
@@ -68,7 +68,7 @@ def _as_dict(timeline: object) -> dict[str, object]:
 @app.command("open")
 def open_(file: _File) -> None:
     """Open it in the browser, as a page that needs no network."""
-    from penstock.timeline.view import Timeline
+    from penstock.trace.timeline import Timeline
 
     timeline = Timeline.load(file)
     folder = Path(tempfile.mkdtemp(prefix="penstock-trace-"))
@@ -87,7 +87,7 @@ def export(
     ],
 ) -> None:
     """Write it in another form."""
-    from penstock.timeline.view import Timeline
+    from penstock.trace.timeline import Timeline
 
     timeline = Timeline.load(file)
     timeline.save(out)
@@ -104,8 +104,8 @@ def compare(
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.timeline import comparing
-    from penstock.timeline.view import Timeline
+    from penstock.trace import comparison as comparing
+    from penstock.trace.timeline import Timeline
 
     before, after = Timeline.load(one), Timeline.load(other)
     lines = comparing.compare(before.account, after.account)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from penstock.tracing import COPY, GPU, now_ns
+from penstock.trace.record import COPY, GPU, now_ns
 
 MIN_PACE_NS = 3_000_000
 """Unasked, only batches that are at least this far apart are watched: about a dozen calls of the

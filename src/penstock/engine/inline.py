@@ -34,7 +34,7 @@ from penstock.order.foreign import OwnGenerators
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import COLLATE_STREAM, SampleRandomness
 from penstock.order.reads import watching_reads
-from penstock.tracing import now_ns
+from penstock.trace.record import now_ns
 
 _rings: weakref.WeakKeyDictionary[Any, tuple[int, Ring]] = weakref.WeakKeyDictionary()
 """Rings that no iterator uses now, by loader: their pages are there, and fresh ones cost a short

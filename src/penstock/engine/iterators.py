@@ -22,7 +22,7 @@ from penstock.engine.recovery import Limits
 from penstock.engine.tolerance import OnError
 from penstock.errors import DeviceFailed
 from penstock.order.course import Course, Walk
-from penstock.tracing import now_ns
+from penstock.trace.record import now_ns
 
 Effect = Callable[[], None]
 

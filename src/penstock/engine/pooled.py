@@ -25,7 +25,7 @@ from penstock.engine.pools import Pool, ProcessPool, ThreadPool, control_cells
 from penstock.engine.start.launcher import Launcher
 from penstock.engine.travel.parcel import Serialised
 from penstock.errors import StartFailed
-from penstock.tracing import now_ns
+from penstock.trace.record import now_ns
 
 
 class PooledIterator(LoaderIterator):

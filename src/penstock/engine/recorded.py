@@ -13,7 +13,7 @@ from penstock.engine.recording import Recorder, Tracing, make_recorder
 from penstock.engine.steps import trace_steps
 from penstock.errors import BadArgument, BadTrace
 from penstock.machine.host import memory_bytes, usable_cores
-from penstock.tracing import BATCH, LEASE, Noted
+from penstock.trace.record import BATCH, LEASE, Noted
 
 if TYPE_CHECKING:
     from penstock import Timeline

@@ -3,7 +3,7 @@
     LoaderIterator, Delivery --> Recorder.ring             (this process)
     Crew: the rings of the workers of one pool             (shared file; read when asked for, copied
                                                             when the pool ends)
-    Recorder.lanes() --> plain records, which penstock.timeline draws
+    Recorder.lanes() --> plain records, which penstock.trace draws
 
 Noting is always on. Where somebody asked for a trace, the rings are read several times a second, so
 that long runs are kept whole; otherwise the last few thousand records of each process are there.
@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from penstock.engine.scribe import memory_and_faults, next_look_ns, ring_of
-from penstock.tracing import (
+from penstock.trace.record import (
     ASKED_RING_BYTES,
     BATCH,
     LAUNCH,
@@ -269,7 +269,7 @@ class Recorder:
     ) -> None:
         """The device copied a batch (``COPY``) or computed (``GPU``) from then to then.
 
-        Times are of this machine's clock (:data:`penstock.tracing.now_ns`): what a device's own
+        Times are of this machine's clock (:data:`penstock.trace.record.now_ns`): what a device's own
         events say is to be set against it first. Called from: whoever brings batches to a device,
         when the device is done.
         """

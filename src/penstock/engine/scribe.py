@@ -17,7 +17,7 @@ import psutil
 from penstock.engine.messages import CONTROL_BYTES, Lease, Task
 from penstock.engine.steps import trace_steps
 from penstock.machine.host import queued_s
-from penstock.tracing import (
+from penstock.trace.record import (
     COLLATE,
     LEASE,
     MEMORY,

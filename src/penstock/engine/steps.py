@@ -10,7 +10,7 @@ import functools
 import sys
 from typing import Any
 
-from penstock.tracing import STEP, span
+from penstock.trace.record import STEP, span
 
 _PLACES = (
     ("torchvision.transforms.v2._container", "forward"),

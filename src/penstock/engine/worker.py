@@ -41,7 +41,7 @@ from penstock.engine.tolerance import Careful
 from penstock.order.course import own_state_of
 from penstock.order.foreign import OwnGenerator, OwnGenerators
 from penstock.order.randomness import COLLATE_STREAM, Restless, SampleRandomness
-from penstock.tracing import now_ns
+from penstock.trace.record import now_ns
 
 Loaded = tuple[str, Any, int, bool]
 """Kind and content of a reply, the bytes that the batch needs, and whether the slot is kept."""

@@ -11,7 +11,7 @@ import torch
 
 from penstock.device import watching
 from penstock.device.watching import GpuWatch
-from penstock.tracing import COPY, GPU
+from penstock.trace.record import COPY, GPU
 
 pytestmark = pytest.mark.legacy
 

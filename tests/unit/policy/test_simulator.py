@@ -13,7 +13,7 @@ import traces
 from penstock import BadTrace, Timeline
 from penstock.errors import BadArgument
 from penstock.policy.simulator import Cost, Run, Settings, Workload, simulate
-from penstock.timeline.what_if import distil
+from penstock.trace.what_if import distil
 
 pytestmark = pytest.mark.legacy
 

@@ -12,8 +12,8 @@ import pytest
 
 import traces
 from penstock import Timeline
-from penstock.timeline.merging import merge_records
-from penstock.tracing import USER, Noted
+from penstock.trace.merging import merge_records
+from penstock.trace.record import USER, Noted
 
 pytestmark = pytest.mark.legacy
 

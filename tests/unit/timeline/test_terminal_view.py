@@ -14,8 +14,8 @@ import pytest
 
 import traces
 from penstock import Timeline
-from penstock.timeline.model import Span
-from penstock.timeline.render_terminal import LEGEND, STYLES, paint
+from penstock.trace.model import Span
+from penstock.trace.terminal import LEGEND, STYLES, paint
 
 pytestmark = pytest.mark.legacy
 

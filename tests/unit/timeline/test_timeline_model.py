@@ -6,10 +6,21 @@ from typing import Any
 
 import pytest
 
-from penstock.timeline.account import make_account
-from penstock.timeline.merging import merge_records
-from penstock.timeline.model import Span, make_model, nest
-from penstock.tracing import BATCH, COLLATE, COPY, GPU, LEASE, MEMORY, SAMPLE, START, USER, Noted
+from penstock.trace.accounting import make_account
+from penstock.trace.merging import merge_records
+from penstock.trace.model import Span, make_model, nest
+from penstock.trace.record import (
+    BATCH,
+    COLLATE,
+    COPY,
+    GPU,
+    LEASE,
+    MEMORY,
+    SAMPLE,
+    START,
+    USER,
+    Noted,
+)
 
 pytestmark = pytest.mark.legacy
 

@@ -14,8 +14,8 @@ import pytest
 
 import traces
 from penstock import BadTrace, Timeline
-from penstock.timeline.files import dump_records, read_records, write_records
-from penstock.tracing import BATCH, LEASE, USER, Noted
+from penstock.trace.files import dump_records, read_records, write_records
+from penstock.trace.record import BATCH, LEASE, USER, Noted
 
 pytestmark = pytest.mark.legacy
 

@@ -8,11 +8,11 @@ import pytest
 
 import traces
 from penstock import Timeline
-from penstock.timeline.account import Account, WorkerAccount
-from penstock.timeline.comparing import compare
-from penstock.timeline.merging import merge_records
-from penstock.timeline.verdict import CAUSES, judge
-from penstock.tracing import BATCH, COLLATE, COPY, GPU, MEMORY, Noted
+from penstock.trace.accounting import Account, WorkerAccount
+from penstock.trace.comparison import compare
+from penstock.trace.diagnosis import CAUSES, judge
+from penstock.trace.merging import merge_records
+from penstock.trace.record import BATCH, COLLATE, COPY, GPU, MEMORY, Noted
 
 pytestmark = pytest.mark.legacy
 

@@ -52,7 +52,7 @@ def dump(findings: Findings, machine: dict[str, Any]) -> str:
 
 def make_page(findings: Findings, machine: dict[str, Any]) -> str:
     """A page that needs no network: the plot, the table, and the best run's timeline."""
-    from penstock.timeline import render_html
+    from penstock.trace import html as render_html
 
     facts = ", ".join(f"{key} {value}" for key, value in machine.items())
     timeline = "" if findings.best is None else render_html.frame(findings.best.to_html())

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from penstock.timeline.model import WORDS, Lane, Model, Reading
-from penstock.timeline.verdict import Verdict
+from penstock.trace.diagnosis import Verdict
+from penstock.trace.model import WORDS, Lane, Model, Reading
 
 KINDS = tuple(WORDS)
 _DATA = "__PENSTOCK_DATA__"

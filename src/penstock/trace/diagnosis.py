@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.timeline.account import Account, WorkerAccount
+from penstock.trace.accounting import Account, WorkerAccount
 
 CAUSES = (
     *("decode", "collate", "storage", "transfer", "slots", "slow sample", "slow worker"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.tracing import BATCH
+from penstock.trace.record import BATCH
 
 
 def merge_records(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import itertools
 import json
 from typing import Any
 
-from penstock.timeline.model import WORDS, Lane, Model, Span
+from penstock.trace.model import WORDS, Lane, Model, Span
 
 
 def render(model: Model) -> dict[str, Any]:

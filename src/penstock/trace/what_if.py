@@ -12,11 +12,11 @@ from penstock.engine import pace
 from penstock.errors import BadArgument, BadTrace
 from penstock.policy import simulator
 from penstock.policy.simulator import Cost, Run, Settings, Workload
-from penstock.timeline.model import Lane, Model, Span
-from penstock.tracing import BATCH, LEASE, Noted
+from penstock.trace.model import Lane, Model, Span
+from penstock.trace.record import BATCH, LEASE, Noted
 
 if TYPE_CHECKING:
-    from penstock.timeline.view import Timeline
+    from penstock.trace.timeline import Timeline
 
 NUM_BATCHES = 200
 MAX_WORKERS, MAX_COUNT = 1024, 10_000_000
@@ -64,7 +64,7 @@ def simulate(
         >>> four > one
         True
     """
-    from penstock.timeline.view import Timeline
+    from penstock.trace.timeline import Timeline
 
     timeline = _timeline_of(run)
     _check_counts(workers=workers, device_prefetch=device_prefetch, least=0)
@@ -295,7 +295,7 @@ def _with_faster_rows(
 
 
 def _timeline_of(run: Any) -> Timeline:
-    from penstock.timeline.view import Timeline
+    from penstock.trace.timeline import Timeline
 
     if isinstance(run, Timeline):
         return run

@@ -4,7 +4,7 @@
     worker 1   Ring ==+== memory that the parent owns: a worker that is killed leaves its records
     parent     Ring, of this process alone: batches, steps, and ``penstock.span`` outside workers
                  |
-                 +--> read(): plain spans, which penstock.timeline draws
+                 +--> read(): plain spans, which penstock.trace draws
 
 One clock for all: ``time.perf_counter_ns``. On Linux that is CLOCK_MONOTONIC, on macOS
 ``mach_absolute_time``, on Windows QueryPerformanceCounter; each counts for the machine and not for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.timeline.account import Account
+from penstock.trace.accounting import Account
 
 
 @dataclass(frozen=True, kw_only=True)

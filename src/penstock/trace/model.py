@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.tracing import (
+from penstock.trace.record import (
     BATCH,
     COLLATE,
     COPY,

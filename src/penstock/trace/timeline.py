@@ -8,10 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from penstock.errors import BadTrace
-from penstock.timeline import files, render_html, render_perfetto, render_terminal
-from penstock.timeline.account import Account, make_account
-from penstock.timeline.model import Lane, Model, make_model
-from penstock.timeline.verdict import Verdict, judge
+from penstock.trace import files
+from penstock.trace import html as render_html
+from penstock.trace import perfetto as render_perfetto
+from penstock.trace import terminal as render_terminal
+from penstock.trace.accounting import Account, make_account
+from penstock.trace.diagnosis import Verdict, judge
+from penstock.trace.model import Lane, Model, make_model
 
 
 class Timeline:
@@ -57,7 +60,7 @@ class Timeline:
     @cached_property
     def verdict(self) -> Verdict:
         """What limits the run, in one sentence with its evidence."""
-        from penstock.timeline.what_if import predict_rate
+        from penstock.trace.what_if import predict_rate
 
         def predict(**settings: Any) -> float | None:
             return predict_rate(self.model, **settings)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadTrace
-from penstock.tracing import Noted
+from penstock.trace.record import Noted
 
 FORMAT, VERSION = "penstock-trace", 1
 _COLUMNS = tuple(name for name in Noted._fields if name != "name")

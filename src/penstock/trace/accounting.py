@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.timeline.model import Lane, Model, Span
+from penstock.trace.model import Lane, Model, Span
 
 
 @dataclass(frozen=True, kw_only=True)

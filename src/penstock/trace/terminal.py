@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rich.console import Console, Group
 from rich.text import Text
 
-from penstock.timeline.model import Lane, Model, Span
+from penstock.trace.model import Lane, Model, Span
 
 STYLES = {
     "fetch": ("█", "blue"),
