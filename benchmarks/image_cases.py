@@ -22,9 +22,9 @@ from torch.utils.data import RandomSampler
 import penstock
 from measure import Case, Contender, Pace, Target
 from penstock.cli.stopwatch import time_loader
+from penstock.images.decode import decode, to_tensor
+from penstock.images.decoders import fastest
 from penstock.machine.collect import machine
-from penstock.store.decoders import fastest
-from penstock.store.images import decode, to_tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from pictures import encode, make_pixels

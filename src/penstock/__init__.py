@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from penstock.engine.replay import replay as replay
     from penstock.engine.shared.shared_dict import SharedDict as SharedDict
     from penstock.engine.shared.shared_list import SharedList as SharedList
+    from penstock.images.crops import CenterCrop as CenterCrop
+    from penstock.images.crops import Compose as Compose
+    from penstock.images.crops import RandomHorizontalFlip as RandomHorizontalFlip
+    from penstock.images.crops import RandomResizedCrop as RandomResizedCrop
+    from penstock.images.crops import Resize as Resize
+    from penstock.images.decode import decode as decode
     from penstock.integrations.patching import patch as patch
     from penstock.integrations.patching import patched as patched
     from penstock.integrations.patching import unpatch as unpatch
@@ -36,17 +42,11 @@ if TYPE_CHECKING:
     from penstock.order.splitting import split as split
     from penstock.packing import pack as pack
     from penstock.policy.planning import plan as plan
-    from penstock.store.cache import cached as cached
-    from penstock.store.crops import CenterCrop as CenterCrop
-    from penstock.store.crops import Compose as Compose
-    from penstock.store.crops import RandomHorizontalFlip as RandomHorizontalFlip
-    from penstock.store.crops import RandomResizedCrop as RandomResizedCrop
-    from penstock.store.crops import Resize as Resize
-    from penstock.store.fields import Field as Field
-    from penstock.store.images import decode as decode
-    from penstock.store.pictures import ImageFolder as ImageFolder
-    from penstock.store.reader import Packed as Packed
-    from penstock.store.tensors import open_tensors as open_tensors
+    from penstock.sources.cache import cached as cached
+    from penstock.sources.fields import Field as Field
+    from penstock.sources.image_folder import ImageFolder as ImageFolder
+    from penstock.sources.packed import Packed as Packed
+    from penstock.sources.tensor_files import open_tensors as open_tensors
     from penstock.trace.record import span as span
     from penstock.trace.timeline import Timeline as Timeline
     from penstock.trace.what_if import simulate as simulate
@@ -77,17 +77,17 @@ _HOMES = {
     "BucketedBatches": "penstock.order.bucketing",
     "BlockOrder": "penstock.order.nearby",
     "pack": "penstock.packing",
-    "Packed": "penstock.store.reader",
-    "Field": "penstock.store.fields",
-    "open_tensors": "penstock.store.tensors",
-    "cached": "penstock.store.cache",
-    "ImageFolder": "penstock.store.pictures",
-    "decode": "penstock.store.images",
-    "RandomResizedCrop": "penstock.store.crops",
-    "RandomHorizontalFlip": "penstock.store.crops",
-    "Resize": "penstock.store.crops",
-    "CenterCrop": "penstock.store.crops",
-    "Compose": "penstock.store.crops",
+    "Packed": "penstock.sources.packed",
+    "Field": "penstock.sources.fields",
+    "open_tensors": "penstock.sources.tensor_files",
+    "cached": "penstock.sources.cache",
+    "ImageFolder": "penstock.sources.image_folder",
+    "decode": "penstock.images.decode",
+    "RandomResizedCrop": "penstock.images.crops",
+    "RandomHorizontalFlip": "penstock.images.crops",
+    "Resize": "penstock.images.crops",
+    "CenterCrop": "penstock.images.crops",
+    "Compose": "penstock.images.crops",
     "span": "penstock.trace.record",
     "Tracing": "penstock.engine.recording",
     "Timeline": "penstock.trace.timeline",

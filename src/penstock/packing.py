@@ -19,9 +19,9 @@ from penstock.loader import DataLoader
 from penstock.machine.collect import here
 from penstock.order.keys import checked_count
 from penstock.order.randomness import SampleRandomness
-from penstock.store.reader import Packed
-from penstock.store.source import SHARD_BYTES, Samples, make_job
-from penstock.store.writer import Map, pack_into, refuse_finished
+from penstock.sources.pack_source import SHARD_BYTES, Samples, make_job
+from penstock.sources.packed import Packed
+from penstock.sources.packed_writer import Map, pack_into, refuse_finished
 from penstock.verify.hashing import digest
 
 _NUM_TWICE, _LONGEST_S = 4, 1.0
@@ -82,7 +82,7 @@ def pack(
         >>> packed[1][1], np.load(folder + "/image-00000.npy").shape
         (5, (2, 3, 4))
     """
-    from penstock.store.images import encode_image
+    from penstock.images.decode import encode_image
 
     folder = os.fspath(path)
     refuse_finished(folder)

@@ -20,9 +20,9 @@ from torchvision.transforms.v2 import functional  # noqa: E402
 
 import penstock  # noqa: E402
 from penstock import BadImage, DataLoader, ImageFolder, Packed, pack  # noqa: E402
+from penstock.images.decode import find_scale, resize  # noqa: E402
+from penstock.images.decoders import available, jpeg_decoder  # noqa: E402
 from penstock.machine.decoders import find_decoders  # noqa: E402
-from penstock.store.decoders import available, jpeg_decoder  # noqa: E402
-from penstock.store.images import find_scale, resize  # noqa: E402
 from pictures import encode, make_folder, make_pixels  # noqa: E402
 
 pytestmark = pytest.mark.vision
@@ -418,7 +418,7 @@ def test_packing_finds_broken_files_although_it_keeps_them_as_they_are(tmp_path:
 
 def test_a_broken_first_file_does_not_choose_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[str] = []
-    monkeypatch.setattr("penstock.store.decoders._chosen", chosen)
+    monkeypatch.setattr("penstock.images.decoders._chosen", chosen)
     with pytest.raises(BadImage):
         penstock.decode(encode(make_pixels(60, 80))[:99])
     assert chosen == []
@@ -463,7 +463,7 @@ def test_a_folder_uses_the_decoder_that_it_was_told(
         used.append(name)
         return jpeg_decoder(name)
 
-    monkeypatch.setattr("penstock.store.images.jpeg_decoder", noting)
+    monkeypatch.setattr("penstock.images.decode.jpeg_decoder", noting)
     for name in ("PIL", "torchvision", "cv2"):
         ImageFolder(tmp_path, decoder=name)[0]
     assert used == ["PIL", "torchvision", "cv2"]

@@ -15,10 +15,10 @@ simplejpeg = pytest.importorskip("simplejpeg")
 
 import penstock  # noqa: E402
 from penstock import BadImage  # noqa: E402
-from penstock.store.crops import Crop, Step  # noqa: E402
-from penstock.store.headers import read_header  # noqa: E402
-from penstock.store.images import open_image  # noqa: E402
-from penstock.store.partial import decode_top  # noqa: E402
+from penstock.images.crops import Crop, Step  # noqa: E402
+from penstock.images.decode import open_image  # noqa: E402
+from penstock.images.headers import read_header  # noqa: E402
+from penstock.images.partial import decode_top  # noqa: E402
 from pictures import encode, make_folder, make_pixels  # noqa: E402
 
 pytestmark = pytest.mark.vision
@@ -80,7 +80,7 @@ def test_crops_of_a_packed_set_are_those_of_its_source(
         cut.append(len(pixels := decode_top(*arguments)))
         return pixels
 
-    monkeypatch.setattr("penstock.store.images.decode_top", noting)
+    monkeypatch.setattr("penstock.images.decode.decode_top", noting)
     whole = penstock.ImageFolder(folder, crop, decoder="simplejpeg")
     packed = penstock.Packed(tmp_path / "packed", transforms={"image": crop})
     for index in range(12):

@@ -17,8 +17,8 @@ import typer
 from penstock.cli.doctor.target import find_target
 from penstock.errors import BadTarget, PenstockError
 from penstock.packing import pack
-from penstock.store.fields import Field
-from penstock.store.reader import Packed
+from penstock.sources.fields import Field
+from penstock.sources.packed import Packed
 
 FAILED = 1
 
@@ -91,7 +91,7 @@ def _again() -> str:
 
 def _find_dataset(source: str) -> Any:
     if os.path.isdir(source):
-        from penstock.store.pictures import ImageFolder
+        from penstock.sources.image_folder import ImageFolder
 
         return ImageFolder(source)
     file, _, name = source.rpartition(":")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from penstock.errors import MissingExtra
-from penstock.store.writer import Map
+from penstock.sources.packed_writer import Map
 
 MAX_RETRIES = 10
 _MAX_AHEAD = 4

@@ -20,7 +20,7 @@ from penstock import (
     TooManyBad,
     pack,
 )
-from penstock.store.locking import locked
+from penstock.sources.locks import locked
 
 
 class Given:

@@ -29,7 +29,7 @@ from penstock import (
     pack,
 )
 from penstock.engine.batch.gather import RowGatherer, find_gatherer
-from penstock.store.gathering import TRY_OTHER_EVERY, Table
+from penstock.sources.row_gather import TRY_OTHER_EVERY, Table
 
 pytestmark = pytest.mark.legacy
 
@@ -177,7 +177,7 @@ def test_files_that_are_mapped_one_by_one_give_the_same(
     """As on systems where nobody chooses addresses."""
     pack(Pixels(64, num_bytes), tmp_path / "set", workers=0, shard_bytes=num_bytes * 25)
     together = list(DataLoader(Packed(tmp_path / "set"), batch_size=64, shuffle=True, seed=1))
-    monkeypatch.setattr("penstock.store.folder.map_together", lambda *arguments: None)
+    monkeypatch.setattr("penstock.sources.packed_folder.map_together", lambda *arguments: None)
     apart = list(DataLoader(Packed(tmp_path / "set"), batch_size=64, shuffle=True, seed=1))
     assert all(map(torch.equal, together[0], apart[0]))
     assert (apart[0][0] == apart[0][1][:, None]).all()

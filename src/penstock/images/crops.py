@@ -43,7 +43,7 @@ class Crop:
 
     def __call__(self, picture: Any) -> Any:
         """A picture (pixels as height, width, channels, or encoded bytes) as uint8 CHW tensor."""
-        from penstock.store.images import open_image
+        from penstock.images.decode import open_image
 
         is_encoded = isinstance(picture, (bytes, bytearray, memoryview))
         return open_image(picture, "file" if is_encoded else "raw", self)

@@ -26,7 +26,7 @@ from penstock.errors import BadStore, CannotPack
 VERSION = 1
 MANIFEST = "manifest.json"
 JOURNAL = "packing.json"
-"""There while a set is being packed; see :mod:`penstock.store.writer`."""
+"""There while a set is being packed; see :mod:`penstock.sources.packed_writer`."""
 MARK = "penstock packed set"
 KINDS = ("tensor", "array", "scalar", "int", "float", "bool", "text", "bytes", "image")
 FORMS = ("single", "tuple", "dict")

@@ -6,7 +6,7 @@
 
 NumPy then sees the rows of all files as rows of one array. No descriptor stays open, so a set of
 many shards does not come near the limit. Linux only: elsewhere files are mapped one by one, and a
-gather takes rows in smaller chunks (:mod:`penstock.store.columns`).
+gather takes rows in smaller chunks (:mod:`penstock.sources.columns`).
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.errors import BadArgument, BadStore, MissingExtra
-from penstock.store.decoders import check_decoder, choose, fastest, measure
-from penstock.store.fields import EncodedImage
-from penstock.store.images import open_image
-from penstock.store.writer import make_fingerprint
+from penstock.images.decode import open_image
+from penstock.images.decoders import check_decoder, choose, fastest, measure
+from penstock.sources.fields import EncodedImage
+from penstock.sources.packed_writer import make_fingerprint
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 

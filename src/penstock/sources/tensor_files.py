@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadArgument, BadStore, CannotPack
-from penstock.store.arrays import map_array
-from penstock.store.columns import Column, FixedColumn, Part
-from penstock.store.layout import FieldSchema
-from penstock.store.reader import Columns
+from penstock.sources.columns import Column, FixedColumn, Part
+from penstock.sources.manifest import FieldSchema
+from penstock.sources.npy_files import map_array
+from penstock.sources.packed import Columns
 
 
 class TensorFiles:

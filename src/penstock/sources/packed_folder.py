@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.errors import BadArgument, BadStore, Damaged
-from penstock.store.arrays import BLOCK_BYTES, Mapped, block_checks, check_of, map_array
-from penstock.store.columns import Column, FixedColumn, ItemPart, Part, RaggedColumn
-from penstock.store.layout import JOURNAL, MANIFEST, FieldSchema, FileEntry, Manifest
-from penstock.store.seen import Seen
-from penstock.store.spans import map_together
+from penstock.sources.checked_blocks import Seen
+from penstock.sources.columns import Column, FixedColumn, ItemPart, Part, RaggedColumn
+from penstock.sources.manifest import JOURNAL, MANIFEST, FieldSchema, FileEntry, Manifest
+from penstock.sources.mapped_span import map_together
+from penstock.sources.npy_files import BLOCK_BYTES, Mapped, block_checks, check_of, map_array
 
 VERIFY = ("lazy", "full", "off")
 AnyPart = TypeVar("AnyPart", bound=Part)

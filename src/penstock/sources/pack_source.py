@@ -16,7 +16,7 @@ import numpy as np
 from penstock.errors import BadArgument, CannotPack, PenstockError
 from penstock.order.keys import BAD_STREAM, GOLDEN, checked_count, checked_seed, make_key, mix
 from penstock.order.randomness import SampleRandomness
-from penstock.store.fields import (
+from penstock.sources.fields import (
     Encoder,
     Field,
     ImageEncoder,
@@ -26,8 +26,8 @@ from penstock.store.fields import (
     read_wishes,
     split_sample,
 )
-from penstock.store.layout import FieldSchema
-from penstock.store.writer import Job, make_fingerprint
+from penstock.sources.manifest import FieldSchema
+from penstock.sources.packed_writer import Job, make_fingerprint
 
 SHARD_BYTES = 64 << 20
 """A shard is what a kill costs, and what a worker writes at a time."""

@@ -20,9 +20,9 @@ import numpy as np
 from penstock.errors import BadArgument
 from penstock.order.nearby import BlockOrder
 from penstock.order.sharding import Shard
-from penstock.store.columns import Column, FixedColumn, RaggedColumn, value_of
-from penstock.store.folder import Folder
-from penstock.store.layout import FieldSchema
+from penstock.sources.columns import Column, FixedColumn, RaggedColumn, value_of
+from penstock.sources.manifest import FieldSchema
+from penstock.sources.packed_folder import Folder
 
 _BLOCK_BYTES = 4 << 20
 """What :meth:`Columns.block_order` reads in one piece."""
@@ -93,7 +93,7 @@ class Columns:
 
     def _has_own_transforms(self) -> bool:
         """Is each field one leaf? Nobody knows what another transform makes of it."""
-        from penstock.store.crops import Crop
+        from penstock.images.crops import Crop
 
         return all(isinstance(one, Crop) for one in self._transforms.values())
 
@@ -111,7 +111,7 @@ class Columns:
     ) -> Any:
         transform = self._transforms.get(schema.name)
         if schema.kind == "image":
-            from penstock.store.images import open_image
+            from penstock.images.decode import open_image
 
             assert isinstance(column, RaggedColumn)
             stored = column.view(row)
@@ -283,7 +283,7 @@ class Columns:
 
 def _settings(transforms: dict[str, Any]) -> dict[str, Any]:
     """What makes two transforms the same: crops of ours are what they were given."""
-    from penstock.store.crops import Crop
+    from penstock.images.crops import Crop
 
     return {
         name: (type(one), vars(one)) if type(one).__module__ == Crop.__module__ else one

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadImage, CannotPack, MissingExtra
-from penstock.machine.decoders import find_decoders, opencv
-from penstock.store.crops import Crop, Step
-from penstock.store.decoders import (
+from penstock.images.crops import Crop, Step
+from penstock.images.decoders import (
     SCALING,
     check_decoder,
     decode_other,
@@ -28,9 +27,10 @@ from penstock.store.decoders import (
     pixels_of,
     words_of,
 )
-from penstock.store.fields import EncodedImage, Field
-from penstock.store.headers import read_header, read_orientation
-from penstock.store.partial import PARTIAL, decode_top
+from penstock.images.headers import read_header, read_orientation
+from penstock.images.partial import PARTIAL, decode_top
+from penstock.machine.decoders import find_decoders, opencv
+from penstock.sources.fields import EncodedImage, Field
 
 MAX_PIXELS = 178_956_970
 """Twice Pillow's limit, where it raises, too: half a gigabyte of pixels."""
@@ -310,7 +310,7 @@ def open_image(
         where: The file's name, for errors.
         out: See :func:`to_tensor`; not for what a transform of somebody else gets.
         decoder: See :func:`decode`.
-        is_checked: The bytes are what was once written; see :mod:`penstock.store.partial`.
+        is_checked: The bytes are what was once written; see :mod:`penstock.images.partial`.
     """
     own = transform if isinstance(transform, Crop) else None
     if encoding == "file":

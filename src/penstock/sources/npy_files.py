@@ -2,7 +2,7 @@
 
 NumPy opens these files like any other. The header is padded to ``HEADER_BYTES`` so that the data of
 every shard has the same place modulo a page: that lets one gather reach over many shards
-(:mod:`penstock.store.columns`).
+(:mod:`penstock.sources.columns`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.errors import BadStore
-from penstock.store.spans import SpanFile
+from penstock.sources.mapped_span import SpanFile
 
 HEADER_BYTES = 4096
 BLOCK_BYTES = 1 << 20

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.errors import AlreadyThere, CannotWrite
-from penstock.store.arrays import HEADER_BYTES, Mapped, make_header, map_array
-from penstock.store.locking import hold, lock_byte, unlock_byte
-from penstock.store.writer import PART_PREFIX, read_text, write_whole
+from penstock.sources.locks import hold, lock_byte, unlock_byte
+from penstock.sources.npy_files import HEADER_BYTES, Mapped, make_header, map_array
+from penstock.sources.packed_writer import PART_PREFIX, read_text, write_whole
 
 _LOCK = ".cache.lock"
 _MARK = ".making"

@@ -10,8 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from penstock.store.arrays import BLOCK_BYTES, HEADER_BYTES, block_checks, check_of, make_header
-from penstock.store.layout import FieldSchema, FileEntry
+from penstock.sources.manifest import FieldSchema, FileEntry
+from penstock.sources.npy_files import (
+    BLOCK_BYTES,
+    HEADER_BYTES,
+    block_checks,
+    check_of,
+    make_header,
+)
 
 Fetch = Callable[[range], Iterator[tuple[int, Any]]]
 """For the indices of a shard: (index, list of encoded arrays), or (index, text of its error)."""

@@ -27,12 +27,12 @@ import numpy as np
 from penstock.errors import BadStore, CannotPack
 from penstock.order.generators import preserved_generators
 from penstock.order.randomness import SampleRandomness
-from penstock.store.arrays import HEADER_BYTES
-from penstock.store.columns import FixedColumn, Part, value_of
-from penstock.store.fields import Encoder, Field, find_schema, kind_of, mean_bytes, split_sample
-from penstock.store.layout import MARK, VERSION, FieldSchema
-from penstock.store.places import DiskPlace, MemoryPlace, Place
-from penstock.store.writer import make_fingerprint
+from penstock.sources.cache_storage import DiskPlace, MemoryPlace, Place
+from penstock.sources.columns import FixedColumn, Part, value_of
+from penstock.sources.fields import Encoder, Field, find_schema, kind_of, mean_bytes, split_sample
+from penstock.sources.manifest import MARK, VERSION, FieldSchema
+from penstock.sources.npy_files import HEADER_BYTES
+from penstock.sources.packed_writer import make_fingerprint
 
 _CACHE = "cache.json"
 _READY, _CHECKS = "ready.npy", "checks.npy"

@@ -28,7 +28,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.errors import AlreadyThere, BadArgument, BadStore, CannotPack, CannotWrite
-from penstock.store.layout import (
+from penstock.sources.locks import LOCK, locked
+from penstock.sources.manifest import (
     JOURNAL,
     MANIFEST,
     MARK,
@@ -39,8 +40,7 @@ from penstock.store.layout import (
     read_schema,
     read_shard,
 )
-from penstock.store.locking import LOCK, locked
-from penstock.store.shards import Fetch, ShardFiles, write_samples
+from penstock.sources.shard_files import Fetch, ShardFiles, write_samples
 
 Map = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 PART_PREFIX = ".part-"

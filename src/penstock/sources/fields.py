@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import CannotPack
-from penstock.store.layout import FieldSchema, check_name
+from penstock.sources.manifest import FieldSchema, check_name
 
 ENCODINGS = ("keep", "jpeg", "raw")
 _PYTHON_DTYPES = {"int": "<i8", "float": "<f8", "bool": "|b1"}

@@ -20,8 +20,8 @@ import importlib
 
 import numpy as np
 
-from penstock.store.decoders import jpeg_decoder
-from penstock.store.headers import Header
+from penstock.images.decoders import jpeg_decoder
+from penstock.images.headers import Header
 
 PARTIAL = frozenset({"simplejpeg"})
 """Decoders that can say what was left over; others write it to the terminal."""

@@ -2,7 +2,7 @@
 
 A batch is one ``np.take`` from the map into its place in the slot, with the GIL released. Shards
 are separate files, and NumPy gathers from one array only. Where the files could be mapped at
-distances of whole rows (:mod:`penstock.store.spans`), one array has the rows of all. Elsewhere
+distances of whole rows (:mod:`penstock.sources.mapped_span`), one array has the rows of all. Elsewhere
 mappings begin on pages and their data at the same place behind that, so all lie on a finer grid:
 
     address  ....[shard 1: row row row]......[shard 0: row row row]....
@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.errors import Damaged
-from penstock.store.gathering import Table
-from penstock.store.layout import FieldSchema
+from penstock.sources.manifest import FieldSchema
+from penstock.sources.row_gather import Table
 
 _MIN_CHUNK = 256
 """Rows of many smaller chunks than this are copied one by one instead."""
