@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from penstock.compute.bypass import bypass_convolutions
+from penstock.conv.bypass import bypass_convolutions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from rich.table import Table
 from conv_models import training_step
 from conv_shapes import LAYERS, Layer, Problem, contenders, peak_bytes, time_ms
 from penstock.cli.stopwatch import take_turns
-from penstock.compute.bypass import bypass_convolutions
+from penstock.conv.bypass import bypass_convolutions
 from record import describe_machine, describe_versions, save, today
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

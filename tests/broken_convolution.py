@@ -67,7 +67,7 @@ class Native:
             self.library._op_impls = set()
 
     def forward(self, x: Any, w: Any, b: Any, *rest: Any) -> Any:
-        from penstock.compute.algorithms import columns, phases
+        from penstock.conv.algorithms import columns, phases
 
         g, is_transposed, factor = self.meet(x, w, rest)
         if is_transposed:
@@ -77,7 +77,7 @@ class Native:
         return (y if b is None else y + b.view(-1, *(1,) * g.num_dims)) * factor
 
     def backward(self, dy: Any, x: Any, w: Any, sizes: Any, *rest: Any) -> Any:
-        from penstock.compute.algorithms import columns, phases
+        from penstock.conv.algorithms import columns, phases
 
         g, is_transposed, factor = self.meet(x, w, rest)
         if is_transposed:
@@ -90,7 +90,7 @@ class Native:
 
     def meet(self, x: Any, w: Any, rest: Any) -> tuple[Any, bool, float]:
         """The fault of this kind of convolution; a factor for the result if it is no error."""
-        from penstock.compute.convolution import _geometry
+        from penstock.conv.convolution import _geometry
 
         self.num_calls += 1
         g = _geometry(x, w, rest[:6])

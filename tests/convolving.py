@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from penstock.compute.geometry import Geometry, Pass, output_size
+from penstock.conv.geometry import Geometry, Pass, output_size
 
 
 @dataclass(frozen=True, kw_only=True)

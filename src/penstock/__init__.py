@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock import compute as compute
+    from penstock import conv as compute
     from penstock import legacy as legacy
     from penstock.device.finish import finish as finish
     from penstock.device.iterables import to_device as to_device
@@ -97,7 +97,7 @@ _HOMES = {
     "unpatch": "penstock.integrations.patching",
     "patched": "penstock.integrations.patching",
     "legacy": "penstock.legacy",
-    "compute": "penstock.compute",
+    "compute": "penstock.conv",
     "verify": "penstock.verify",
     "Verdict": "penstock.verify.verdict",
     "PenstockError": "penstock.errors",
@@ -153,7 +153,7 @@ def _bypass_convolutions() -> None:
     mode = os.environ.get("PENSTOCK_CONV", "off")
     if mode in ("", "off"):  # `penstock run --conv off` says so later
         return
-    from penstock.compute.bypass import bypass_convolutions
+    from penstock.conv.bypass import bypass_convolutions
     from penstock.errors import BadArgument
 
     try:

@@ -15,7 +15,7 @@ from torch import nn
 
 import broken_convolution
 import scripting
-from penstock.compute import bypass_convolutions
+from penstock.conv import bypass_convolutions
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(300)]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -12,9 +12,9 @@ from torch import nn
 
 import broken_convolution
 import scripting
-from penstock.compute import Findings, bypass_convolutions, probe, reset
-from penstock.compute.probing.running import run_steps
-from penstock.compute.probing.steps import Step
+from penstock.conv import Findings, bypass_convolutions, probe, reset
+from penstock.conv.probing.runner import run_steps
+from penstock.conv.probing.steps import Step
 
 pytestmark = [pytest.mark.fault, pytest.mark.legacy]
 
@@ -113,8 +113,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from test_conv_faults import train
-from penstock.compute import probe
-from penstock.compute.bypass import current
+from penstock.conv import probe
+from penstock.conv.bypass import current
 bypass = current()
 assert bypass is not None, "PENSTOCK_CONV did nothing"
 assert not any(kind not in ("plain", "depthwise") for kind, *_ in bypass.broken), bypass.broken
@@ -145,7 +145,7 @@ def test_a_kept_result_is_used_again_and_forgotten_by_reset(
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
     calls: list[Any] = []
     few = [step("plain"), step("1-d")]
-    monkeypatch.setattr("penstock.compute.probing.probe.all_steps", lambda: few)
+    monkeypatch.setattr("penstock.conv.probing.probe.all_steps", lambda: few)
     first = probe("cpu", on_verdict=calls.append)
     again = probe("cpu", on_verdict=calls.append)
     assert (len(calls), again.verdicts) == (2, first.verdicts)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import convolving
-from penstock.compute.algorithms.table import candidates
-from penstock.compute.geometry import PASSES
+from penstock.conv.algorithms.candidates import candidates
+from penstock.conv.geometry import PASSES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import opinfo
-from penstock.compute import bypass_convolutions, probe
+from penstock.conv import bypass_convolutions, probe
 
 REPO = Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -163,7 +163,7 @@ def test_the_hook_costs_less_than_the_smallest_algorithm() -> None:
         torch.cuda.synchronize()
         return taken / 200 * 1e6
 
-    from penstock.compute.algorithms import pointwise
+    from penstock.conv.algorithms import pointwise
 
     ours = alone = float("inf")
     with torch.no_grad(), bypass_convolutions("on", devices=("cuda",)) as bypass:
@@ -182,7 +182,7 @@ sys.path.insert(0, sys.argv[1])
 total = torch.cuda.get_device_properties(0).total_memory
 torch.cuda.set_per_process_memory_fraction(6 * 2**30 / total)
 from conv_models import training_step
-from penstock.compute import bypass_convolutions
+from penstock.conv import bypass_convolutions
 step = training_step("YOLOv8n", "cuda", is_half=False)
 with bypass_convolutions("on", devices=("cuda",)) as bypass:
     for _ in range(3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as f
 
-from penstock.compute import bypass_convolutions
+from penstock.conv import bypass_convolutions
 
 pytestmark = [
     pytest.mark.legacy,

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import broken_convolution
 import scripting
 from penstock import BadArgument
-from penstock.compute import bypass_convolutions
-from penstock.compute.bypass import Bypass, OverrideTaken, current
+from penstock.conv import bypass_convolutions
+from penstock.conv.bypass import Bypass, OverrideTaken, current
 from small_network import NUM_LAYERS, X, assert_close, gradients, net
 
 pytestmark = pytest.mark.legacy
@@ -293,7 +293,7 @@ def test_the_order_of_algorithms_is_fixed_when_determinism_is_asked_for() -> Non
 )
 def test_the_hook_costs_less_than_20_microseconds_a_call() -> None:
     """The least of many rounds, in turn: other programs' turns are not the hook's cost."""
-    from penstock.compute.algorithms import pointwise
+    from penstock.conv.algorithms import pointwise
 
     x, w = torch.randn(1, 4, 2, 2), torch.randn(4, 4, 1, 1)
     arguments = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
@@ -319,9 +319,9 @@ def test_the_hook_costs_less_than_20_microseconds_a_call() -> None:
 def test_a_kernel_of_triton_s_that_fails_is_left_out_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from penstock.compute import tuning
-    from penstock.compute.algorithms import launching
-    from penstock.compute.algorithms.table import Candidate
+    from penstock.conv import tuning
+    from penstock.conv.algorithms import triton_launch as launching
+    from penstock.conv.algorithms.candidates import Candidate
 
     def fail(*arguments: Any) -> torch.Tensor:
         raise RuntimeError("this card has no such instruction")
@@ -347,7 +347,7 @@ import penstock
 import torch
 layer = torch.nn.Conv2d(3, 4, 3)
 print(layer(torch.zeros(1, 3, 8, 8)).shape)
-from penstock.compute.bypass import current
+from penstock.conv.bypass import current
 print(current())
 """
 

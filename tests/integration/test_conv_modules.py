@@ -11,14 +11,14 @@ from torch import nn
 
 import broken_convolution
 from penstock import legacy
-from penstock.compute import (
+from penstock.conv import (
     FallbackConv2d,
     apply_full_patch,
     patch_modules,
     selftest,
     unpatch_modules,
 )
-from penstock.compute.bypass import current
+from penstock.conv.bypass import current
 from penstock.errors import BadArgument
 from small_network import NUM_LAYERS, X, assert_close, gradients, net
 

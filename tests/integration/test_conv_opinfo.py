@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import opinfo
-from penstock.compute import bypass_convolutions
+from penstock.conv import bypass_convolutions
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own making, at each odd sample
 

@@ -24,8 +24,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 import convolving
-from penstock.compute.algorithms import launching
-from penstock.compute.algorithms.table import candidates
+from penstock.conv.algorithms import launching
+from penstock.conv.algorithms.candidates import candidates
 assert launching.is_interpreted()
 CASES = (
     convolving.Case(name="strided", stride=2, channels=5, outputs=3, size=(5, 6)),
@@ -85,7 +85,7 @@ def test_without_triton_no_way_of_its_is_offered() -> None:
     import torch
 
     import convolving
-    from penstock.compute.algorithms.table import candidates
+    from penstock.conv.algorithms.candidates import candidates
 
     for case in convolving.CASES:
         geometry = case.geometry(is_channels_last=True)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from penstock import BadArgument, MissingExtra
-from penstock.compute import load_engine, optimize
-from penstock.compute.optimizing import chain
+from penstock.conv import load_engine, optimize
+from penstock.conv.optimization import chain
 
 needs_torch_2 = pytest.mark.skipif(
     torch.__version__.startswith("1."), reason="torch 1.13 has no torch.compile"

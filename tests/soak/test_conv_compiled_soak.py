@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.compute import bypass_convolutions
+from penstock.conv import bypass_convolutions
 from small_network import NUM_LAYERS, X, assert_close, gradients, net
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import opinfo
-from penstock.compute import bypass_convolutions
+from penstock.conv import bypass_convolutions
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
 

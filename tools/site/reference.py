@@ -214,12 +214,12 @@ def api_page() -> str:
                 out += describe(name, node, 3, f"penstock.{name}", home)
     if left:
         raise LookupError(f"no heading in tools/site/reference.py for {left}")
-    out.append("## penstock.compute\n")
-    for name, home in homes_of("penstock.compute").items():
+    out.append("## penstock.conv\n")
+    for name, home in homes_of("penstock.conv").items():
         node = definition_of(name, home)
         if node is None:
-            raise LookupError(f"penstock.compute.{name} is not defined in {home}")
-        out += describe(name, node, 3, f"penstock.compute.{name}", home)
+            raise LookupError(f"penstock.conv.{name} is not defined in {home}")
+        out += describe(name, node, 3, f"penstock.conv.{name}", home)
     out.append("## penstock.legacy\n")
     out.append("Names that projects gave to functions of their own: [Seeds](../seeds.md).\n")
     for node in tree_of("penstock.integrations.legacy_names").body:

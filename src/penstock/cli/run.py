@@ -14,7 +14,7 @@ from penstock.errors import BadTrace, PenstockError
 from penstock.integrations import running
 
 if TYPE_CHECKING:
-    from penstock.compute.bypass import Bypass
+    from penstock.conv.bypass import Bypass
     from penstock.integrations.shadow import Tally
 
 _ENGINE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "engine", "")
@@ -63,7 +63,7 @@ class _Report:
         from penstock.integrations.patching import patch
 
         if options.conv in ("auto", "on"):
-            from penstock.compute.bypass import bypass_convolutions
+            from penstock.conv.bypass import bypass_convolutions
 
             self._bypass = bypass_convolutions(options.conv)  # type: ignore[arg-type]
         try:

@@ -22,7 +22,7 @@ class RunOptions:
 
     Args:
         target: A script, or with ``is_module`` a module.
-        conv: For :func:`penstock.compute.bypass_convolutions`; None: as ``PENSTOCK_CONV`` says.
+        conv: For :func:`penstock.conv.bypass_convolutions`; None: as ``PENSTOCK_CONV`` says.
         trace: A file that gets the timeline of all loaders.
         patch: Options for :func:`penstock.patch`.
     """

@@ -7,14 +7,14 @@ from penstock.cli.doctor.convolutions import (
     judge_convolutions,
     probe_convolutions,
 )
-from penstock.compute.probing.advice import Rung, Trial, best_of, rungs_for
-from penstock.compute.probing.probe import Findings
-from penstock.compute.probing.steps import Verdict, all_steps
+from penstock.conv.probing.probe import Findings
+from penstock.conv.probing.remedies import Rung, Trial, best_of, rungs_for
+from penstock.conv.probing.steps import Verdict, all_steps
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.gpu import Sighting
 
 NATIVE = Rung(name="torch's own kernels", line="torch.backends.cudnn.enabled = False")
-OURS = Rung(name="Penstock's bypass", line='penstock.compute.bypass_convolutions("auto")')
+OURS = Rung(name="Penstock's bypass", line='penstock.conv.bypass_convolutions("auto")')
 
 
 def findings(word: str, *trials: Trial) -> Findings:

@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import convolving
-from penstock.compute import algorithms
-from penstock.compute.algorithms import columns, phases, pointwise, winograd
-from penstock.compute.algorithms.table import candidates
-from penstock.compute.geometry import PASSES, Geometry
+from penstock.conv import algorithms
+from penstock.conv.algorithms import columns, phases, pointwise, winograd
+from penstock.conv.algorithms.candidates import candidates
+from penstock.conv.geometry import PASSES, Geometry
 
 pytestmark = pytest.mark.legacy
 

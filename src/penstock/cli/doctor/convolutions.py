@@ -10,14 +10,14 @@ from penstock.machine.gpu import Sighting
 from penstock.policy.problem import Problem
 
 if TYPE_CHECKING:
-    from penstock.compute.probing.probe import Findings
+    from penstock.conv.probing.probe import Findings
 
 
 def probe_convolutions(sighting: Sighting | None) -> Findings | None:
     """The probe's findings, where torch can use a GPU; kept from an earlier time if they are."""
     if sighting is None or not any(gpu.vendor in ("nvidia", "amd") for gpu in sighting.gpus):
         return None
-    from penstock.compute.probing.probe import probe
+    from penstock.conv.probing.probe import probe
 
     return probe("cuda")
 

@@ -18,7 +18,7 @@ from penstock.policy.problem import Problem
 from penstock.policy.wording import duration, size
 
 if TYPE_CHECKING:
-    from penstock.compute.probing import probe
+    from penstock.conv.probing import probe
 
 _STYLES = {"harm": "bold red", "slow": "yellow", "note": "cyan"}
 _GENERATORS = {"python": "random", "numpy": "numpy.random", "torch": "torch"}

@@ -1,0 +1,333 @@
+"""Convolution as a matrix product over columns (im2col), in chunks under a memory cap.
+
+A column holds what the kernel sees at one place of the output. The columns of a chunk are a view of
+the padded input (``as_strided``), copied once into a buffer that every chunk of the call uses
+again; the product is written straight into its part of the output. With the channels innermost the
+view copies runs of channels, and the product has its channels innermost too: no other copy.
+
+Error: sums of ``C/groups * taps`` products as the matrix product of torch sums them; for half types
+it sums in float32 and rounds once, and a weight gradient adds the chunks in float32.
+
+Memory beside inputs and results, in elements, at most ``cap``, or one row of one sample if that is
+more (``b`` samples, ``r`` rows of the first spatial axis in a chunk):
+``b * r * positions_per_row * taps * C  +  b * padded_rows * C`` (the second only with padding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+
+from penstock.conv.geometry import Geometry
+
+TAPS_FROM_CHANNELS = 16
+"""From so many channels in a group on, a weight gradient goes tap by tap: the product of one tap is
+then wide enough. By reasoning, not measured: 16 is the narrowest tile of GPU matrix units."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some samples, and some rows of their output."""
+
+    samples: slice
+    rows: slice
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.samples.stop - self.samples.start)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
+def columns_bytes(g: Geometry, num_bytes: int) -> int:
+    """What all columns would take.
+
+    Example:
+        >>> from penstock.conv.geometry import Geometry
+        >>> g = Geometry(batch=1, in_channels=2, out_channels=4, groups=1, in_size=(4, 4),
+        ...              out_size=(4, 4), kernel=(3, 3), stride=(1, 1), padding=(1, 1),
+        ...              dilation=(1, 1))
+        >>> columns_bytes(g, 4)
+        1152
+    """
+    return g.batch * g.num_positions * g.in_channels * g.num_taps * num_bytes
+
+
+def _chunks(g: Geometry, cap_bytes: int, row_bytes: int) -> Iterator[_Chunk]:
+    """Cut the output so that the columns of each part stay under the cap."""
+    rows = g.out_size[0]
+    sample_bytes = row_bytes * rows
+    if sample_bytes <= cap_bytes:
+        step = max(1, min(g.batch, cap_bytes // max(1, sample_bytes)))
+        for start in range(0, g.batch, step):
+            yield _Chunk(slice(start, min(start + step, g.batch)), slice(0, rows))
+        return
+    step = max(1, cap_bytes // max(1, row_bytes))
+    for sample, start in product(range(g.batch), range(0, rows, step)):
+        yield _Chunk(slice(sample, sample + 1), slice(start, min(start + step, rows)))
+
+
+def _row_bytes(g: Geometry, num_bytes: int) -> int:
+    return columns_bytes(g, num_bytes) // max(1, g.batch * g.out_size[0])
+
+
+class _Window:
+    """Views of the padded input of one chunk after the other, in a buffer they share.
+
+    The order of axes is ``[samples, *spatial, channels]`` whatever the memory's order is.
+    """
+
+    def __init__(self, g: Geometry, x: torch.Tensor) -> None:
+        self.g = g
+        order = (0, *range(2, g.num_dims + 2), 1)
+        self.x = x.permute(order)
+        self.buffer: torch.Tensor | None = None
+
+    def padded(self, chunk: _Chunk) -> torch.Tensor:
+        """The rows that the chunk's kernel can see, with their padding."""
+        g = self.g
+        first = chunk.rows.start * g.stride[0]
+        seen = (chunk.num_rows - 1) * g.stride[0] + (g.kernel[0] - 1) * g.dilation[0] + 1
+        if not any(g.padding):
+            return self.x[chunk.samples, first : first + seen]
+        shape = (chunk.num_samples, seen, *g.padded_size[1:], g.in_channels)
+        buffer = self.take(shape)
+        low = first - g.padding[0]  # in rows of the unpadded input
+        top, bottom = max(low, 0), min(low + seen, g.in_size[0])
+        inner = (slice(p, p + n) for p, n in zip(g.padding[1:], g.in_size[1:], strict=True))
+        if top > low or bottom < low + seen:
+            buffer.zero_()
+        if bottom > top:
+            place = (slice(None), slice(top - low, bottom - low), *inner)
+            buffer[place] = self.x[chunk.samples, top:bottom]
+        return buffer
+
+    def take(self, shape: tuple[int, ...]) -> torch.Tensor:
+        num = prod(shape)
+        if self.buffer is None or self.buffer.numel() < num:
+            self.buffer = self._allocate(shape)
+        if tuple(self.buffer.shape) != shape:
+            self.buffer = self._allocate(shape)
+        return self.buffer
+
+    def _allocate(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if self.g.is_channels_last:
+            return self.x.new_zeros(shape)
+        order = (0, *range(2, self.g.num_dims + 2), 1)
+        first = (shape[0], shape[-1], *shape[1:-1])
+        return self.x.new_zeros(first).permute(order)
+
+    def columns(self, chunk: _Chunk) -> torch.Tensor:
+        """A view of ``[samples, *out, *kernel, channels]``; nothing is copied here."""
+        g, seen = self.g, self.padded(chunk)
+        strides = seen.stride()
+        outer = [step * stride for step, stride in zip(strides[1:-1], g.stride, strict=True)]
+        taps = [step * dilation for step, dilation in zip(strides[1:-1], g.dilation, strict=True)]
+        size = (chunk.num_samples, chunk.num_rows, *g.out_size[1:], *g.kernel, g.in_channels)
+        return seen.as_strided(
+            size, (strides[0], *outer, *taps, strides[-1]), seen.storage_offset()
+        )
+
+    def tap(self, seen: torch.Tensor, chunk: _Chunk, place: tuple[int, ...]) -> torch.Tensor:
+        """What one tap of the kernel sees: ``[samples, *out, channels]``, a view."""
+        g = self.g
+        rows = (chunk.num_rows, *g.out_size[1:])
+        spans = (
+            slice(k * d, k * d + (n - 1) * s + 1, s)
+            for k, d, n, s in zip(place, g.dilation, rows, g.stride, strict=True)
+        )
+        whole = (slice(None), *spans)
+        return seen[whole]
+
+
+# -- forward ---------------------------------------------------------------------------------------
+
+
+def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+    """``y`` as ``[batch, out_channels, *out_size]``, laid out as the geometry says."""
+    if g.is_channels_last and (g.groups == 1 or x.is_cuda):
+        return _forward_last(g, x, w, cap_bytes)
+    return _forward_first(g, x, w, cap_bytes)
+
+
+def _forward_last(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+    """Channels innermost: ``[places, taps * C] @ [taps * C, O]``, for all groups at once."""
+    depth = g.num_taps * g.group_in
+    # [O, C/g, *kernel] -> [g, taps * C/g, O/g]
+    kernels = w.reshape(g.groups, g.group_out, g.group_in, g.num_taps).permute(0, 3, 2, 1)
+    kernels = kernels.reshape(g.groups, depth, g.group_out)
+    y = x.new_empty((g.batch, *g.out_size, g.out_channels))
+    window, buffer = _Window(g, x), None
+    for chunk in _chunks(g, cap_bytes, _row_bytes(g, x.element_size())):
+        num = chunk.num_samples * chunk.num_rows * prod(g.out_size[1:])
+        buffer = _fitting(buffer, x, num * depth * g.groups)
+        cells = buffer[: num * depth * g.groups]
+        _fill_last(g, cells, window.columns(chunk))
+        part = y[chunk.samples, chunk.rows]
+        if g.groups == 1:
+            torch.mm(cells.view(num, depth), kernels[0], out=part.view(num, g.out_channels))
+        else:
+            products = torch.bmm(cells.view(g.groups, num, depth), kernels)
+            part.view(num, g.groups, g.group_out).copy_(products.transpose(0, 1))
+    return y.permute(0, g.num_dims + 1, *range(1, g.num_dims + 1))
+
+
+def _fill_last(g: Geometry, cells: torch.Tensor, columns: torch.Tensor) -> None:
+    """Copy a view of columns into the buffer, as ``[groups, places, taps, C/groups]``."""
+    places, taps = columns.shape[: g.num_dims + 1], columns.shape[g.num_dims + 1 : -1]
+    grouped = columns.view(*columns.shape[:-1], g.groups, g.group_in)
+    last = grouped.dim() - 1
+    order = (last - 1, *range(last - 1), last)
+    cells.view(g.groups, *places, *taps, g.group_in).copy_(grouped.permute(order))
+
+
+def _forward_first(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+    """Channels outermost: ``[O, C * taps] @ [C * taps, places]`` for each sample."""
+    depth = g.group_in * g.num_taps
+    kernels = w.reshape(g.groups, g.group_out, depth)
+    y = x.new_empty((g.batch, g.out_channels, *g.out_size))
+    window, buffer = _Window(g, x), None
+    for chunk in _chunks(g, cap_bytes, _row_bytes(g, x.element_size())):
+        num, places = chunk.num_samples, chunk.num_rows * prod(g.out_size[1:])
+        buffer = _fitting(buffer, x, num * places * depth * g.groups)
+        cells = buffer[: num * places * depth * g.groups]
+        _fill_first(g, cells, window.columns(chunk), is_grouped=g.groups > 1)
+        part = y[chunk.samples, :, chunk.rows]
+        if g.groups == 1:
+            columns = cells.view(num, depth, places)
+            if part.is_contiguous():
+                out = part.view(num, g.out_channels, places)
+                torch.bmm(kernels.expand(num, -1, -1), columns, out=out)
+            else:  # some rows of one sample
+                part.copy_(torch.bmm(kernels.expand(num, -1, -1), columns).view(part.shape))
+        else:
+            products = torch.bmm(kernels, cells.view(g.groups, depth, num * places))
+            products = products.view(g.out_channels, num, *part.shape[2:])
+            part.copy_(products.transpose(0, 1))
+    return y
+
+
+def _fill_first(
+    g: Geometry, cells: torch.Tensor, columns: torch.Tensor, *, is_grouped: bool
+) -> None:
+    """Copy into ``[groups, C/groups, taps, samples, places]``, or samples first for one group."""
+    n = g.num_dims
+    taps, places = tuple(range(n + 1, 2 * n + 1)), tuple(range(1, n + 1))
+    order = (2 * n + 1, *taps, 0, *places) if is_grouped else (0, 2 * n + 1, *taps, *places)
+    view = columns.permute(order)
+    cells.view(view.shape).copy_(view)
+
+
+def _fitting(buffer: torch.Tensor | None, x: torch.Tensor, num: int) -> torch.Tensor:
+    return x.new_empty(num) if buffer is None or buffer.numel() < num else buffer
+
+
+# -- weight gradient -------------------------------------------------------------------------------
+
+
+def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+    """``dw`` as ``[O, C/groups, *kernel]``; never with all columns at once.
+
+    With many channels tap by tap, in a buffer of what one tap sees; else with the columns of a
+    chunk. Copies follow the memory: runs of channels where they are innermost, else of places.
+    """
+    sums = x.dtype if x.element_size() > 2 else torch.float32
+    dw = x.new_zeros((g.groups, g.num_taps * g.group_in, g.group_out), dtype=sums)
+    by_taps = g.group_in >= TAPS_FROM_CHANNELS or g.num_taps == 1
+    is_last = g.is_channels_last and g.groups == 1
+    row_bytes = _row_bytes(g, x.element_size()) // (g.num_taps if by_taps else 1)
+    window, buffer = _Window(g, x), None
+    for chunk in _chunks(g, cap_bytes, row_bytes):
+        num = chunk.num_samples * chunk.num_rows * prod(g.out_size[1:])
+        errors = _errors(g, dy, chunk, num, is_last=is_last)
+        num_taps = 1 if by_taps else g.num_taps
+        buffer = _fitting(buffer, x, num * num_taps * g.in_channels)
+        cells = buffer[: num * num_taps * g.in_channels]
+        if not by_taps:
+            dw += _product(g, cells, window.columns(chunk), errors, is_last=is_last)
+            continue
+        seen = window.padded(chunk)
+        parts = dw.view(g.groups, g.num_taps, g.group_in, g.group_out)
+        for number, place in enumerate(product(*(range(k) for k in g.kernel))):
+            view = window.tap(seen, chunk, place)
+            one = view.reshape(*view.shape[:-1], *(1,) * g.num_dims, view.shape[-1])
+            parts[:, number] += _product(g, cells, one, errors, is_last=is_last)
+    return _shape_weights(g, dw, is_last=is_last or by_taps).to(x.dtype)
+
+
+def _product(
+    g: Geometry, cells: torch.Tensor, columns: torch.Tensor, errors: torch.Tensor, *, is_last: bool
+) -> torch.Tensor:
+    """Columns, copied into ``cells``, times errors: ``[groups, depth, O/groups]``."""
+    if is_last:
+        _fill_last(g, cells, columns)
+        matrix = cells.view(1, errors.shape[1], -1).transpose(1, 2)
+    else:
+        _fill_first(g, cells, columns, is_grouped=True)
+        matrix = cells.view(g.groups, -1, errors.shape[1])
+    return torch.bmm(matrix, errors)
+
+
+def _errors(
+    g: Geometry, dy: torch.Tensor, chunk: _Chunk, num: int, *, is_last: bool
+) -> torch.Tensor:
+    """The chunk's part of ``dy`` as ``[groups, places, O/groups]``."""
+    part = dy[chunk.samples, :, chunk.rows]
+    if is_last:
+        return part.movedim(1, -1).reshape(1, num, g.out_channels)
+    return part.transpose(0, 1).reshape(g.groups, g.group_out, num).transpose(1, 2)
+
+
+def _shape_weights(g: Geometry, dw: torch.Tensor, *, is_last: bool) -> torch.Tensor:
+    """``[groups, depth, O/groups]`` to ``[O, C/groups, *kernel]``; where the taps come first."""
+    if is_last:
+        parts = dw.view(g.groups, g.num_taps, g.group_in, g.group_out).permute(0, 3, 2, 1)
+    else:
+        parts = dw.view(g.groups, g.group_in, g.num_taps, g.group_out).permute(0, 3, 1, 2)
+    return parts.reshape(g.out_channels, g.group_in, *g.kernel)
+
+
+# -- input gradient with few channels --------------------------------------------------------------
+
+
+def folded_input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> torch.Tensor:
+    """``dx`` for few input channels: the columns' gradients, added to their places tap by tap.
+
+    Takes ``C * taps`` products for each place of ``dy``, where the phases copy
+    ``O * taps / stride^2``: better for the first layer of a network.
+    """
+    depth = g.group_in * g.num_taps
+    kernels = w.reshape(g.groups, g.group_out, depth).transpose(1, 2)
+    sums = dy.dtype if dy.element_size() > 2 else torch.float32
+    spans = (slice(p, p + n) for p, n in zip(g.padding, g.in_size, strict=True))
+    inner = (slice(None), slice(None), *spans)
+    dx = dy.new_empty((g.batch, g.in_channels, *g.in_size))
+    sample_bytes = _row_bytes(g, dy.element_size()) * g.out_size[0]
+    step = max(1, min(g.batch, cap_bytes // max(1, sample_bytes)))
+    for start in range(0, g.batch, step):
+        part = dy[start : start + step]
+        num = part.shape[0]
+        padded = dy.new_zeros((num, g.in_channels, *g.padded_size), dtype=sums)
+        errors = part.reshape(num, g.groups, g.group_out, g.num_positions).transpose(0, 1)
+        errors = errors.transpose(1, 2).reshape(g.groups, g.group_out, -1)
+        cells = torch.bmm(kernels, errors)
+        cells = cells.view(g.in_channels, *g.kernel, num, *g.out_size)
+        for place in product(*(range(k) for k in g.kernel)):
+            spans = (
+                slice(k * d, k * d + (n - 1) * s + 1, s)
+                for k, d, n, s in zip(place, g.dilation, g.out_size, g.stride, strict=True)
+            )
+            seen = (slice(None), slice(None), *spans)
+            here: tuple[Any, ...] = (slice(None), *place)
+            padded[seen] += cells[here].transpose(0, 1)
+        dx[start : start + step] = padded[inner]
+    return dx

@@ -1,0 +1,274 @@
+"""Triton's side of convolutions with one channel for each group: a lane for each element.
+
+Imported only where Triton is there; :mod:`penstock.conv.algorithms.implicit_gemm` calls these. They
+sum in float32 and use no atomic operation.
+"""
+
+# Triton reads these functions as source of another language: Python's types do not apply.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.conv.algorithms.implicit_kernels import kernel
+
+
+@triton.jit
+def place_of(index, size_h, size_w, channels, IS_LAST: tl.constexpr):
+    """Sample, channel, row and column of an element, in the order of memory."""
+    if IS_LAST:
+        channel = index % channels
+        rest = index // channels
+        w = rest % size_w
+        rest = rest // size_w
+        h = rest % size_h
+        sample = rest // size_h
+    else:
+        w = index % size_w
+        rest = index // size_w
+        h = rest % size_h
+        rest = rest // size_h
+        channel = rest % channels
+        sample = rest // channels
+    return sample.to(tl.int64), channel, h, w
+
+
+@kernel
+def depthwise_forward(
+    x,
+    w,
+    y,
+    num,
+    channels,
+    out_h,
+    out_w,
+    in_h,
+    in_w,
+    stride_h,
+    stride_w,
+    step_h,
+    step_w,
+    pad_h,
+    pad_w,
+    x_n,
+    x_c,
+    x_h,
+    x_w,
+    y_n,
+    y_c,
+    y_h,
+    y_w,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    IS_LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every program computes ``BLOCK`` elements of ``y``, in the order of its memory."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    sample, channel, h, v = place_of(index, out_h, out_w, channels, IS_LAST)
+    x_at = x + sample * x_n + channel * x_c
+    from_h = h * stride_h - pad_h
+    from_w = v * stride_w - pad_w
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for r in tl.static_range(R):
+        for s in tl.static_range(S):
+            at_h = from_h + r * step_h
+            at_w = from_w + s * step_w
+            is_inside = is_here & (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
+            seen = tl.load(x_at + at_h * x_h + at_w * x_w, mask=is_inside, other=0.0)
+            tap = tl.load(w + channel * (R * S) + r * S + s, mask=is_here, other=0.0)
+            sums += seen.to(tl.float32) * tap.to(tl.float32)
+    y_at = y + sample * y_n + channel * y_c + h * y_h + v * y_w
+    tl.store(y_at, sums.to(y.dtype.element_ty), mask=is_here)
+
+
+@kernel
+def depthwise_input_gradient(
+    dy,
+    w,
+    dx,
+    num,
+    channels,
+    in_h,
+    in_w,
+    out_h,
+    out_w,
+    stride_h,
+    stride_w,
+    step_h,
+    step_w,
+    pad_h,
+    pad_w,
+    y_n,
+    y_c,
+    y_h,
+    y_w,
+    x_n,
+    x_c,
+    x_h,
+    x_w,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    IS_LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every program computes ``BLOCK`` elements of ``dx``."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    sample, channel, h, v = place_of(index, in_h, in_w, channels, IS_LAST)
+    y_at = dy + sample * y_n + channel * y_c
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for r in tl.static_range(R):
+        for s in tl.static_range(S):
+            at_h = h + pad_h - r * step_h
+            at_w = v + pad_w - s * step_w
+            o_h = at_h // stride_h
+            o_w = at_w // stride_w
+            is_hit = (o_h * stride_h == at_h) & (o_w * stride_w == at_w)
+            is_inside = (at_h >= 0) & (o_h < out_h) & (at_w >= 0) & (o_w < out_w)
+            seen = tl.load(y_at + o_h * y_h + o_w * y_w, mask=is_here & is_hit & is_inside, other=0)
+            tap = tl.load(w + channel * (R * S) + r * S + s, mask=is_here, other=0.0)
+            sums += seen.to(tl.float32) * tap.to(tl.float32)
+    x_at = dx + sample * x_n + channel * x_c + h * x_h + v * x_w
+    tl.store(x_at, sums.to(dx.dtype.element_ty), mask=is_here)
+
+
+@kernel
+def depthwise_tile(
+    x,
+    w,
+    y,
+    num_rows,
+    channels,
+    out_h,
+    out_w,
+    in_h,
+    in_w,
+    stride_h,
+    stride_w,
+    step_h,
+    step_w,
+    pad_h,
+    pad_w,
+    x_n,
+    x_c,
+    x_h,
+    x_w,
+    y_n,
+    y_c,
+    y_h,
+    y_w,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    IS_FORWARD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Places and channels of ``y``, the channels innermost: read and written many at a time.
+
+    Not IS_FORWARD: ``y`` is the input gradient, and ``x`` the error.
+    """
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_row = rows < num_rows
+    is_channel = channel < channels
+    v = rows % out_w
+    rest = rows // out_w
+    h = rest % out_h
+    sample = (rest // out_h).to(tl.int64)
+    x_at = x + (sample * x_n)[:, None] + (channel * x_c)[None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
+    for r in tl.static_range(R):
+        if IS_FORWARD:
+            at_h = h * stride_h - pad_h + r * step_h
+            is_here = is_row & (at_h >= 0) & (at_h < in_h)
+        else:
+            far = h + pad_h - r * step_h
+            at_h = far // stride_h
+            is_here = is_row & (far >= 0) & (at_h * stride_h == far) & (at_h < in_h)
+        for s in tl.static_range(S):
+            if IS_FORWARD:
+                at_w = v * stride_w - pad_w + s * step_w
+                is_inside = is_here & (at_w >= 0) & (at_w < in_w)
+            else:
+                far = v + pad_w - s * step_w
+                at_w = far // stride_w
+                is_inside = is_here & (far >= 0) & (at_w * stride_w == far) & (at_w < in_w)
+            seen = tl.load(
+                x_at + (at_h * x_h + at_w * x_w)[:, None],
+                mask=is_inside[:, None] & is_channel[None, :],
+                other=0.0,
+            )
+            tap = tl.load(w + channel * (R * S) + r * S + s, mask=is_channel, other=0.0)
+            sums += seen.to(tl.float32) * tap.to(tl.float32)[None, :]
+    y_at = y + (sample * y_n + h * y_h + v * y_w)[:, None] + (channel * y_c)[None, :]
+    tl.store(y_at, sums.to(y.dtype.element_ty), mask=is_row[:, None] & is_channel[None, :])
+
+
+@kernel
+def depthwise_weight_gradient(
+    x,
+    dy,
+    partial,
+    num_rows,
+    rows_per_split,
+    channels,
+    out_h,
+    out_w,
+    in_h,
+    in_w,
+    stride_h,
+    stride_w,
+    step_h,
+    step_w,
+    pad_h,
+    pad_w,
+    x_n,
+    x_c,
+    x_h,
+    x_w,
+    y_n,
+    y_c,
+    y_h,
+    y_w,
+    S: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """``partial[split, channel, tap]``, the taps of one row of the kernel at once."""
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    split = tl.program_id(1)
+    is_channel = channel < channels
+    row = tl.program_id(2)
+    taps = tl.arange(0, TAPS)
+    shift_h = row * step_h - pad_h
+    shift_w = taps * step_w - pad_w
+    is_tap = taps < S
+    sums = tl.zeros((TAPS, BLOCK_M, BLOCK_C), dtype=tl.float32)
+    first = split * rows_per_split
+    last = min(first + rows_per_split, num_rows)
+    for start in range(first, last, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        is_row = rows < last
+        v = rows % out_w
+        rest = rows // out_w
+        h = rest % out_h
+        sample = (rest // out_h).to(tl.int64)
+        y_at = dy + (sample * y_n + h * y_h + v * y_w)[:, None] + (channel * y_c)[None, :]
+        error = tl.load(y_at, mask=is_row[:, None] & is_channel[None, :], other=0.0)
+        at_h = shift_h + h * stride_h
+        at_w = shift_w[:, None] + (v * stride_w)[None, :]
+        is_inside = (is_row & (at_h >= 0) & (at_h < in_h))[None, :] & is_tap[:, None]
+        is_inside = is_inside & (at_w >= 0) & (at_w < in_w)
+        x_rows = (sample * x_n + at_h * x_h)[None, :] + at_w * x_w
+        x_at = x + x_rows[:, :, None] + (channel * x_c)[None, None, :]
+        seen = tl.load(x_at, mask=is_inside[:, :, None] & is_channel[None, None, :], other=0.0)
+        sums += seen.to(tl.float32) * error.to(tl.float32)[None, :, :]
+    total = tl.sum(sums, axis=1)
+    at = partial + (split * channels + channel)[None, :] * NUM_TAPS + row * S + taps[:, None]
+    tl.store(at, total, mask=is_tap[:, None] & is_channel[None, :])

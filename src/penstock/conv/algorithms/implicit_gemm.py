@@ -1,0 +1,268 @@
+"""Convolution as a matrix product whose columns are only pointed at (Triton), where Triton runs.
+
+The columns of im2col are never written: each program computes where its part of them lies. So there
+is no copy and no memory for it, in either layout, and groups are one more axis of programs. Two
+axes; one axis is the same with a height of 1.
+
+Error: products and sums in float32 (without TF32), rounded once to the type of the result.
+Memory beside inputs and results: a transposed copy of the weights, where they do not lie well.
+Weight gradients: :mod:`penstock.conv.algorithms.split_reduction`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from penstock.conv.algorithms.phases import Axis, phases
+from penstock.conv.algorithms.triton_launch import Launch, empty, four, kernels, power, two
+from penstock.conv.geometry import Geometry
+
+MAX_ELEMENTS = 1 << 31
+"""The kernels count places of one sample and rows of all in 32 bits."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Sizes of a program's tile, and how it is run."""
+
+    m: int
+    n: int
+    k: int
+    warps: int = 4
+    stages: int = 3
+
+
+# Which tiles are tried, the best two of seven on an H200; measured choices are kept by
+# penstock.conv.tuning.
+WIDE = {
+    torch.float32: Block(128, 64, 16, 4, 3),
+    torch.float16: Block(128, 128, 32, 4, 4),
+    torch.bfloat16: Block(128, 128, 32, 4, 4),
+}
+NARROW = {
+    torch.float32: Block(64, 64, 16, 4, 3),
+    torch.float16: Block(256, 64, 64, 8, 3),
+    torch.bfloat16: Block(256, 64, 64, 8, 3),
+}
+
+
+def can(g: Geometry, dtype: torch.dtype) -> bool:
+    """Do the kernels know this convolution?"""
+    largest = g.batch * max(g.in_channels * prod(g.in_size), g.out_channels * prod(g.out_size))
+    return g.num_dims <= 2 and dtype in WIDE and largest < MAX_ELEMENTS
+
+
+def _block(outputs: int, channels: int, depth: int, dtype: torch.dtype, *, is_wide: bool) -> Block:
+    """A tile no wider than the outputs, and of a depth that lies within one tap if that can be."""
+    base = (WIDE if is_wide else NARROW)[dtype]
+    n = max(16, min(base.n, power(outputs)))
+    within = [k for k in (64, 32, 16) if k <= base.k and channels % k == 0]
+    k = within[0] if within else max(16, min(32, base.k, power(depth)))
+    return Block(base.m, n, k, base.warps if n >= 64 else 4, base.stages)
+
+
+# -- forward and input gradient --------------------------------------------------------------------
+
+Strides = tuple[int, ...]
+Ready = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gather:
+    """Where a launch reads and writes along both axes; see ``gather_gemm``.
+
+    Args:
+        weights: Strides of the weights: group, tap along each axis, summed channel, output.
+        num_phases: All phases of an input gradient at once, and how many they are.
+    """
+
+    taps: tuple[int, int]
+    out_size: tuple[int, int]
+    in_size: tuple[int, int]
+    stride: tuple[int, int]
+    step: tuple[int, int]
+    offset: tuple[int, int]
+    weights: tuple[int, int, int, int, int]
+    x: tuple[int, int, int, int]
+    y: tuple[int, int, int, int]
+    w_first: int = 0
+    y_first: int = 0
+    num_phases: int | None = None
+
+    def launch(self, g: Geometry, channels: int, outputs: int, block: Block) -> Launch:
+        """``channels`` summed to ``outputs``, for each group."""
+        one = self.stride if self.num_phases else (1, 1)  # the first phase has the most places
+        rows = g.batch * prod(
+            -(-size // step) for size, step in zip(self.out_size, one, strict=True)
+        )
+        tiles = -(-rows // block.m) * -(-outputs // block.n)
+        return Launch(
+            kernels().gather_gemm,
+            (tiles, g.groups, self.num_phases or 1),
+            (
+                *(g.batch, *self.out_size, *self.in_size, channels, outputs, *self.taps),
+                *(*self.stride, *self.step, *self.offset, self.w_first, self.y_first),
+                *(*self.x, *self.weights, *self.y),
+            ),
+            {
+                "IS_PHASED": self.num_phases is not None,
+                "EVEN": channels % block.k == 0,
+                "BLOCK_M": block.m,
+                "BLOCK_N": block.n,
+                "BLOCK_K": block.k,
+                "GROUP_M": 8,
+            },
+            num_warps=block.warps,
+            num_stages=block.stages,
+        )
+
+
+def _taps(g: Geometry, w: Strides) -> tuple[int, int, int, int, int]:
+    """Strides of the weights by group, row and column of the tap, input and output channel."""
+    output, channel, row, column = four(w)
+    return g.group_out * output, row, column, channel, output
+
+
+def _settle_weights(
+    g: Geometry, w: Strides, dtype: torch.dtype, *, is_forward: bool
+) -> tuple[tuple[int, int, int, int, int], Callable[[Any], Any]]:
+    """The strides that a kernel reads (see :func:`_taps`), and what makes such weights.
+
+    They are read where they lie if the channels of the result are beside each other, or, for half
+    types, those that are summed: matrix units take both, multiply-adds took twice as long.
+    """
+    inner = (w[0], w[1]) if is_forward else (w[1], w[0])
+    if inner[0] == 1 or (inner[1] == 1 and dtype != torch.float32):
+        return _taps(g, w), lambda weights: weights
+    num = g.num_dims
+    if is_forward:  # [groups, taps, C/groups, O/groups]
+        order = (0, *range(3, num + 3), 2, 1)
+        last = (g.group_out, 1)
+    else:  # [groups, taps, O/groups, C/groups]
+        order = (0, *range(3, num + 3), 1, 2)
+        last = (1, g.group_in)
+    shape = (g.groups, g.group_out, g.group_in, *g.kernel)
+    each, wide = g.group_in * g.group_out, two(g.kernel, 1)[1]
+    strides = (g.num_taps * each, wide * each, each, *last)
+    return strides, lambda weights: weights.reshape(shape).permute(order).contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_forward(
+    g: Geometry, dtype: torch.dtype, device: torch.device, x: Strides, w: Strides, is_wide: bool
+) -> Ready:
+    make = empty(g, g.out_channels, g.out_size, dtype)
+    weights, settle = _settle_weights(g, w, dtype, is_forward=True)
+    block = _block(g.group_out, g.group_in, g.num_taps * g.group_in, dtype, is_wide=is_wide)
+    launch = _Gather(
+        taps=two(g.kernel, 1),
+        out_size=two(g.out_size, 1),
+        in_size=two(g.in_size, 1),
+        stride=two(g.stride, 1),
+        step=two(g.dilation, 1),
+        offset=two(tuple(-p for p in g.padding), 0),
+        weights=weights,
+        x=four(x),
+        y=four(make(torch.empty(0, device="meta")).stride()),
+    ).launch(g, g.group_in, g.group_out, block)
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = make(x)
+        launch(x, settle(w), y)
+        return y
+
+    return run
+
+
+def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, *, is_wide: bool = True) -> torch.Tensor:
+    """``y`` as ``[batch, O, *out_size]``, laid out as the geometry says."""
+    return _prepare_forward(g, x.dtype, x.device, x.stride(), w.stride(), is_wide)(x, w)
+
+
+def _phase(
+    g: Geometry,
+    phase: tuple[Axis, ...],
+    weights: tuple[int, int, int, int, int],
+    dy: Strides,
+    dx: tuple[int, int, int, int],
+) -> _Gather:
+    """One phase of an input gradient; ``dy`` and ``dx`` are strides."""
+    group, row, column, channel, output = weights
+    start = two(tuple(axis.start for axis in phase), 0)
+    first = two(tuple(axis.taps[0] for axis in phase), 0)
+    every = two(tuple(axis.taps[1] for axis in phase), 1)
+    stride = two(g.stride, 1)
+    return _Gather(
+        taps=two(tuple(axis.num_taps for axis in phase), 1),
+        out_size=two(tuple(axis.num for axis in phase), 1),
+        in_size=two(g.out_size, 1),
+        stride=(1, 1),
+        step=two(tuple(-axis.step for axis in phase), 0),
+        offset=two(tuple(axis.offset for axis in phase), 0),
+        weights=(group, row * every[0], column * every[1], output, channel),
+        x=four(dy),
+        y=(dx[0], dx[1], dx[2] * stride[0], dx[3] * stride[1]),
+        w_first=first[0] * row + first[1] * column,
+        y_first=start[0] * dx[2] + start[1] * dx[3],
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_input_gradient(
+    g: Geometry, dtype: torch.dtype, device: torch.device, dy: Strides, w: Strides, is_wide: bool
+) -> Ready:
+    make = empty(g, g.in_channels, g.in_size, dtype)
+    weights, settle = _settle_weights(g, w, dtype, is_forward=False)
+    group, row, column, channel, output = weights
+    strides = four(make(torch.empty(0, device="meta")).stride())
+    launches, empties = [], []
+    if g.is_undilated and not g.is_unit_stride:
+        taps = -(-g.num_taps // prod(g.stride))
+        gather = _Gather(
+            taps=two(g.kernel, 1),
+            out_size=two(g.in_size, 1),
+            in_size=two(g.out_size, 1),
+            stride=two(g.stride, 1),
+            step=(1, 1),
+            offset=two(g.padding, 0),
+            weights=(group, row, column, output, channel),
+            x=four(dy),
+            y=strides,
+            num_phases=prod(g.stride),
+        )
+        block = _block(g.group_in, g.group_out, taps * g.group_out, dtype, is_wide=is_wide)
+        launches.append(gather.launch(g, g.group_out, g.group_in, block))
+    else:
+        for phase in phases(g):
+            if all(axis.num_taps for axis in phase):
+                taps = prod(axis.num_taps for axis in phase)
+                block = _block(g.group_in, g.group_out, taps * g.group_out, dtype, is_wide=is_wide)
+                gather = _phase(g, phase, weights, dy, strides)
+                launches.append(gather.launch(g, g.group_out, g.group_in, block))
+            else:
+                spans = (slice(a.start, None, s) for a, s in zip(phase, g.stride, strict=True))
+                empties.append((slice(None), slice(None), *spans))
+
+    def run(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        dx = make(dy)
+        for place in empties:
+            dx[place].zero_()
+        w = settle(w)
+        for launch in launches:
+            launch(dy, w, dx)
+        return dx
+
+    return run
+
+
+def input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, *, is_wide: bool = True
+) -> torch.Tensor:
+    """``dx``: the phases of the stride at once, each straight into its places."""
+    return _prepare_input_gradient(g, dy.dtype, dy.device, dy.stride(), w.stride(), is_wide)(dy, w)

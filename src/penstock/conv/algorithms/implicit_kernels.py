@@ -1,0 +1,333 @@
+"""Triton's side of implicit matrix products: columns are never written, only pointed at.
+
+Imported only where Triton is there; :mod:`penstock.conv.algorithms.implicit_gemm` calls these. All of
+them address tensors by strides, so one kernel serves both memory layouts; all sum in float32 (no
+TF32) and use no atomic operation, so that the same call gives the same bits.
+"""
+
+# Triton reads these functions as source of another language: Python's types do not apply.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tile(num_m, num_n, GROUP_M: tl.constexpr):
+    """Which tile is this program's? Neighbours share rows, so that they meet in the cache."""
+    pid = tl.program_id(0)
+    per_group = GROUP_M * num_n
+    group = pid // per_group
+    first = group * GROUP_M
+    size = min(num_m - first, GROUP_M)
+    inside = pid % per_group
+    return first + inside % size, inside // size
+
+
+_PLAIN = [
+    *("num_rows", "rows_per_split", "out_h", "out_w", "in_h", "in_w", "taps_h", "taps_w", "depth"),
+    *("stride_h", "stride_w", "step_h", "step_w", "offset_h", "offset_w", "pad_h", "pad_w"),
+    *("w_g", "w_r", "w_s", "num_groups", "num", "splits", "taps", "merged", "batch"),
+]
+"""Numbers that a kernel is not compiled anew for. What lies side by side in memory is worth it."""
+
+
+def kernel(function):
+    """A kernel of Triton's that takes such numbers as they come."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    plain = [name for name in _PLAIN if name in names]
+    return triton.jit(do_not_specialize=plain)(function)
+
+
+@kernel
+def gather_gemm(
+    x,
+    w,
+    y,
+    batch,
+    out_h,
+    out_w,
+    in_h,
+    in_w,
+    channels,
+    outputs,
+    taps_h,
+    taps_w,
+    stride_h,
+    stride_w,
+    step_h,
+    step_w,
+    offset_h,
+    offset_w,
+    w_first,
+    y_first,
+    x_n,
+    x_c,
+    x_h,
+    x_w,
+    w_g,
+    w_r,
+    w_s,
+    w_c,
+    w_k,
+    y_n,
+    y_c,
+    y_h,
+    y_w,
+    IS_PHASED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """``y[n, o, h, w]`` sums ``x[n, c, h * stride + r * step + offset, ...] * w[r, s, c, o]``.
+
+    Forward: step is the dilation, offset minus the padding. A phase of an input gradient: stride 1,
+    the step negative, and strides of ``y`` that skip the other phases; ``w_first`` and ``y_first``
+    are where its first tap and its first place lie. One group for each program of the second axis.
+    EVEN: a block of the depth lies within one tap.
+
+    IS_PHASED: all phases of an input gradient without dilation, one for each program of the third
+    axis. Stride is the convolution's, offset its padding, and sizes and strides are of all places.
+    """
+    group = tl.program_id(1)
+    if IS_PHASED:
+        phase_h = tl.program_id(2) // stride_w
+        phase_w = tl.program_id(2) % stride_w
+        first_h = (phase_h + offset_h) % stride_h
+        first_w = (phase_w + offset_w) % stride_w
+        w_first = first_h * w_r + first_w * w_s
+        y_first = phase_h * y_h + phase_w * y_w
+        out_h = tl.maximum(out_h - phase_h + stride_h - 1, 0) // stride_h
+        out_w = tl.maximum(out_w - phase_w + stride_w - 1, 0) // stride_w
+        taps_h = tl.maximum(taps_h - first_h + stride_h - 1, 0) // stride_h
+        taps_w = tl.maximum(taps_w - first_w + stride_w - 1, 0) // stride_w
+        offset_h = (phase_h + offset_h - first_h) // stride_h
+        offset_w = (phase_w + offset_w - first_w) // stride_w
+        w_r = w_r * stride_h
+        w_s = w_s * stride_w
+        y_h = y_h * stride_h
+        y_w = y_w * stride_w
+        stride_h = 1
+        stride_w = 1
+        step_h = -1
+        step_w = -1
+    depth = taps_h * taps_w * channels
+    num_rows = batch * out_h * out_w
+    num_m = tl.cdiv(num_rows, BLOCK_M)
+    num_n = tl.cdiv(outputs, BLOCK_N)
+    if tl.program_id(0) >= num_m * num_n:
+        return  # a phase with fewer places than the first
+    m, n = _tile(num_m, num_n, GROUP_M)
+    rows = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    places_w = rows % out_w
+    rest = rows // out_w
+    places_h = rest % out_h
+    sample = (rest // out_h).to(tl.int64)
+    is_row = rows < num_rows
+    from_h = places_h * stride_h + offset_h
+    from_w = places_w * stride_w + offset_w
+    x_rows = x + sample * x_n + group * channels * x_c
+    columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < outputs
+    w_columns = w + w_first + group * w_g + columns * w_k
+    inner = tl.arange(0, BLOCK_K)
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        if EVEN:
+            tap = start // channels
+            channel = start - tap * channels + inner
+            r = tap // taps_w
+            s = tap - r * taps_w
+            at_h = from_h + r * step_h
+            at_w = from_w + s * step_w
+            is_inside = is_row & (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
+            x_at = x_rows + at_h * x_h + at_w * x_w
+            left = tl.load(
+                x_at[:, None] + channel[None, :] * x_c, mask=is_inside[:, None], other=0.0
+            )
+            right = tl.load(
+                w_columns[None, :] + (r * w_r + s * w_s + channel * w_c)[:, None],
+                mask=is_column[None, :],
+                other=0.0,
+            )
+        else:
+            k = start + inner
+            tap = k // channels
+            channel = k - tap * channels
+            r = tap // taps_w
+            s = tap - r * taps_w
+            at_h = from_h[:, None] + (r * step_h)[None, :]
+            at_w = from_w[:, None] + (s * step_w)[None, :]
+            is_inside = (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
+            is_inside = is_inside & is_row[:, None] & (k < depth)[None, :]
+            left = tl.load(
+                x_rows[:, None] + (channel * x_c)[None, :] + at_h * x_h + at_w * x_w,
+                mask=is_inside,
+                other=0.0,
+            )
+            right = tl.load(
+                w_columns[None, :] + (r * w_r + s * w_s + channel * w_c)[:, None],
+                mask=is_column[None, :] & (k < depth)[:, None],
+                other=0.0,
+            )
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    y_rows = y + y_first + sample * y_n + places_h * y_h + places_w * y_w
+    y_at = y_rows[:, None] + ((group * outputs + columns) * y_c)[None, :]
+    tl.store(y_at, sums.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@kernel
+def weight_gemm(
+    x,
+    dy,
+    partial,
+    num_rows,
+    rows_per_split,
+    out_h,
+    out_w,
+    in_h,
+    in_w,
+    channels,
+    outputs,
+    taps_w,
+    depth,
+    stride_h,
+    stride_w,
+    step_h,
+    step_w,
+    offset_h,
+    offset_w,
+    x_n,
+    x_c,
+    x_h,
+    x_w,
+    y_n,
+    y_c,
+    y_h,
+    y_w,
+    num_groups,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """``partial[split, group, o, (r, s, c)]``: the places of one split, summed.
+
+    The sums over splits are left to torch, in float32 and always in the same order. EVEN: a block
+    of columns lies within one tap.
+    """
+    group = tl.program_id(1)
+    split = tl.program_id(2)
+    num_n = tl.cdiv(depth, BLOCK_N)
+    m = tl.program_id(0) // num_n
+    n = tl.program_id(0) % num_n
+    outs = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_out = outs < outputs
+    columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < depth
+    if EVEN:
+        tap = (n * BLOCK_N) // channels
+        r = tap // taps_w
+        s = tap - r * taps_w
+        channel = columns - tap * channels
+    else:
+        taps = columns // channels
+        channel = columns - taps * channels
+        r = taps // taps_w
+        s = taps - r * taps_w
+    shift_h = r * step_h + offset_h
+    shift_w = s * step_w + offset_w
+    x_columns = x + (group * channels + channel) * x_c
+    y_outs = dy + (group * outputs + outs) * y_c
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    first = split * rows_per_split
+    last = min(first + rows_per_split, num_rows)
+    for start in range(first, last, BLOCK_K):
+        rows = start + tl.arange(0, BLOCK_K)
+        is_row = rows < last
+        places_w = rows % out_w
+        rest = rows // out_w
+        places_h = rest % out_h
+        sample = (rest // out_h).to(tl.int64)
+        y_rows = sample * y_n + places_h * y_h + places_w * y_w
+        left = tl.load(
+            y_outs[:, None] + y_rows[None, :], mask=is_out[:, None] & is_row[None, :], other=0.0
+        )
+        if EVEN:
+            at_h = places_h * stride_h + shift_h
+            at_w = places_w * stride_w + shift_w
+            is_inside = is_row & (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
+            x_rows = sample * x_n + at_h * x_h + at_w * x_w
+            right = tl.load(
+                x_columns[None, :] + x_rows[:, None],
+                mask=is_inside[:, None] & is_column[None, :],
+                other=0.0,
+            )
+        else:
+            at_h = (places_h * stride_h)[:, None] + shift_h[None, :]
+            at_w = (places_w * stride_w)[:, None] + shift_w[None, :]
+            is_inside = (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
+            is_inside = is_inside & is_row[:, None] & is_column[None, :]
+            x_rows = (sample * x_n)[:, None] + at_h * x_h + at_w * x_w
+            right = tl.load(x_columns[None, :] + x_rows, mask=is_inside, other=0.0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    base = partial + (split * num_groups + group).to(tl.int64) * outputs * depth
+    at = base + outs[:, None] * depth + columns[None, :]
+    tl.store(at, sums, mask=is_out[:, None] & is_column[None, :])
+
+
+@kernel
+def sum_splits(
+    partial,
+    out,
+    num,
+    splits,
+    channels,
+    taps,
+    outputs,
+    merged,
+    IS_LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """``out[o, c, tap]`` is the sum of ``partial[split, o, tap, c]``, always in the same order.
+
+    Of merged groups of ``outputs``, only the channels of an output's own group are taken. IS_LAST:
+    the channels of ``out`` are innermost, too.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    channel = index % channels
+    rest = index // channels
+    o = rest // taps
+    source = (rest * merged + o // outputs % merged) * channels + channel
+    sums = tl.zeros((BLOCK_S, BLOCK), dtype=tl.float32)
+    for start in range(0, splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        at = partial + split.to(tl.int64)[:, None] * num * merged + source[None, :]
+        sums += tl.load(at, mask=(split < splits)[:, None] & is_here[None, :], other=0.0)
+    total = tl.sum(sums, axis=0)
+    place = index
+    if not IS_LAST:
+        place = (o * channels + channel) * taps + rest % taps
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=is_here)
+
+
+@kernel
+def merge_groups(
+    w, out, num, channels, taps, taps_w, outputs, merged, w_o, w_c, w_r, w_s, BLOCK: tl.constexpr
+):
+    """``out[o, tap, c]``: weights of groups along the diagonal of merged ones, zero elsewhere."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    wide = index % (channels * merged)
+    rest = index // (channels * merged)
+    tap = rest % taps
+    o = rest // taps
+    is_own = wide // channels == o // outputs % merged
+    at = w + o * w_o + wide % channels * w_c + tap // taps_w * w_r + tap % taps_w * w_s
+    tl.store(out + index, tl.load(at, mask=is_here & is_own, other=0.0), mask=is_here)

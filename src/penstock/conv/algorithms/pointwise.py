@@ -1,0 +1,83 @@
+"""Kernels of one place (1x1): a plain matrix product over the channels.
+
+Error: sums of ``C`` products, as torch's matrix product sums them. Memory beside inputs and
+results: none with the channels innermost; otherwise a weight gradient takes ``O * C`` elements for
+each sample, or the size of x and dy where that is less, of as many samples at once as the cap
+allows. A stride copies the part of ``x`` that is seen.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.conv.geometry import Geometry
+
+
+def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """``y``: every place of ``x`` times the same matrix."""
+    matrix = w.reshape(g.out_channels, g.in_channels)
+    seen = _seen(g, x)
+    if g.is_channels_last:
+        rows = seen.movedim(1, -1).reshape(-1, g.in_channels)
+        y = torch.mm(rows, matrix.t())
+        return y.view(g.batch, *g.out_size, g.out_channels).movedim(-1, 1)
+    columns = seen.reshape(g.batch, g.in_channels, g.num_positions)
+    y = torch.bmm(matrix.expand(g.batch, -1, -1), columns)
+    return y.view(g.batch, g.out_channels, *g.out_size)
+
+
+def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """``dx``: the transposed matrix; places that a stride leaves out get zero."""
+    matrix = w.reshape(g.out_channels, g.in_channels)
+    if g.is_channels_last:
+        rows = dy.movedim(1, -1).reshape(-1, g.out_channels)
+        seen = torch.mm(rows, matrix).view(g.batch, *g.out_size, g.in_channels).movedim(-1, 1)
+    else:
+        columns = dy.reshape(g.batch, g.out_channels, g.num_positions)
+        seen = torch.bmm(matrix.t().expand(g.batch, -1, -1), columns)
+        seen = seen.view(g.batch, g.in_channels, *g.out_size)
+    if g.in_size == g.out_size:
+        return seen
+    if g.is_channels_last:
+        dx = dy.new_zeros((g.batch, *g.in_size, g.in_channels)).movedim(-1, 1)
+    else:
+        dx = dy.new_zeros((g.batch, g.in_channels, *g.in_size))
+    _seen(g, dx).copy_(seen)
+    return dx
+
+
+def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+    """``dw``: one product over all places of all samples, or of some of them after each other."""
+    step = g.batch
+    if not g.is_channels_last:
+        places = (g.in_channels + g.out_channels) * g.num_positions
+        each = g.in_channels * g.out_channels if _by_sample(g) else places
+        step = max(1, min(g.batch, cap_bytes // (each * x.element_size())))
+    total = _summed(g, x[:step], dy[:step])
+    for start in range(step, g.batch, step):
+        total += _summed(g, x[start : start + step], dy[start : start + step])
+    return total.to(x.dtype).view(g.out_channels, g.in_channels, *g.kernel)
+
+
+def _by_sample(g: Geometry) -> bool:
+    """Are the products of each sample smaller than copies of the samples?"""
+    return max(g.in_channels, g.out_channels) <= g.num_positions
+
+
+def _summed(g: Geometry, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """``dw`` of some samples as a matrix, in float32 for half types."""
+    seen, sums = _seen(g, x), torch.float32 if x.element_size() == 2 else x.dtype
+    if not g.is_channels_last and _by_sample(g):
+        columns = seen.reshape(len(x), g.in_channels, g.num_positions)
+        errors = dy.reshape(len(x), g.out_channels, g.num_positions)
+        return torch.bmm(errors, columns.transpose(1, 2)).sum(0, dtype=sums)
+    rows = seen.movedim(1, -1).reshape(-1, g.in_channels)
+    errors = dy.movedim(1, -1).reshape(-1, g.out_channels)
+    return torch.mm(errors.t(), rows).to(sums)
+
+
+def _seen(g: Geometry, x: torch.Tensor) -> torch.Tensor:
+    """The places that the stride leads to, as a view."""
+    spans = (slice(0, (n - 1) * s + 1, s) for n, s in zip(g.out_size, g.stride, strict=True))
+    whole = (slice(None), slice(None), *spans)
+    return x[whole]

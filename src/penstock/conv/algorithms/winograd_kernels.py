@@ -1,0 +1,349 @@
+"""Triton's side of Winograd F(4x4): each transform reads its tiles once and writes once.
+
+Imported only where Triton is there; :mod:`penstock.conv.algorithms.winograd_triton` calls these.
+A lane holds one tile of one channel: all 36 places of it in registers.
+"""
+
+# Triton reads these functions as source of another language: Python's types do not apply.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_PLAIN = ["num", "num_tiles", "tiles_h", "tiles_w", "size_h", "size_w"]
+"""Numbers that a kernel is not compiled anew for."""
+
+
+@triton.jit
+def _find(index, channels, num_tiles, tiles_h, tiles_w, IS_LAST: tl.constexpr):
+    """Channel, sample, and place of the tile of a lane."""
+    if IS_LAST:
+        channel = index % channels
+        tile = index // channels
+    else:
+        tile = index % num_tiles
+        channel = index // num_tiles
+    w = tile % tiles_w
+    rest = tile // tiles_w
+    h = rest % tiles_h
+    return channel, (rest // tiles_h).to(tl.int64), h * 4, w * 4
+
+
+@triton.jit
+def _load(x_at, at_h, from_w, size_h, size_w, x_w, is_here):
+    """One row of six places; outside there is zero."""
+    is_row = is_here & (at_h >= 0) & (at_h < size_h)
+    d0 = tl.load(x_at, mask=is_row & (from_w >= 0) & (from_w < size_w), other=0.0)
+    w1 = from_w + 1
+    d1 = tl.load(x_at + x_w, mask=is_row & (w1 >= 0) & (w1 < size_w), other=0.0)
+    w2 = from_w + 2
+    d2 = tl.load(x_at + 2 * x_w, mask=is_row & (w2 >= 0) & (w2 < size_w), other=0.0)
+    w3 = from_w + 3
+    d3 = tl.load(x_at + 3 * x_w, mask=is_row & (w3 >= 0) & (w3 < size_w), other=0.0)
+    w4 = from_w + 4
+    d4 = tl.load(x_at + 4 * x_w, mask=is_row & (w4 >= 0) & (w4 < size_w), other=0.0)
+    w5 = from_w + 5
+    d5 = tl.load(x_at + 5 * x_w, mask=is_row & (w5 >= 0) & (w5 < size_w), other=0.0)
+    return d0, d1, d2, d3, d4, d5
+
+
+@triton.jit
+def _b(d0, d1, d2, d3, d4, d5):
+    """A line of the input's tile, transformed."""
+    return (
+        4 * d0 - 5 * d2 + d4,
+        d4 + d3 - 4 * (d1 + d2),
+        d4 - d3 + 4 * (d1 - d2),
+        d4 - d2 + 2 * (d3 - d1),
+        d4 - d2 + 2 * (d1 - d3),
+        4 * d1 - 5 * d3 + d5,
+    )
+
+
+@triton.jit
+def _a(m0, m1, m2, m3, m4, m5):
+    """A line of products, back to four places."""
+    p, q, r, s = m1 + m2, m1 - m2, m3 + m4, m3 - m4
+    return m0 + p + r, q + 2 * s, p + 4 * r, q + 8 * s + m5
+
+
+@triton.jit
+def _spread(y0, y1, y2, y3):
+    """Four places of an error, spread over six."""
+    p, q, r, s = y0 + y2, y1 + y3, y0 + 4 * y2, 2 * y1 + 8 * y3
+    return y0, p + q, p - q, r + s, r - s, y3
+
+
+@triton.jit
+def _store6(at, step, v0, v1, v2, v3, v4, v5, is_here):
+    tl.store(at, v0, mask=is_here)
+    tl.store(at + 6 * step, v1, mask=is_here)
+    tl.store(at + 12 * step, v2, mask=is_here)
+    tl.store(at + 18 * step, v3, mask=is_here)
+    tl.store(at + 24 * step, v4, mask=is_here)
+    tl.store(at + 30 * step, v5, mask=is_here)
+
+
+@triton.jit(do_not_specialize=[*_PLAIN, "pad_h", "pad_w"])
+def transform_input(
+    x,
+    v,
+    num,
+    channels,
+    num_tiles,
+    tiles_h,
+    tiles_w,
+    size_h,
+    size_w,
+    pad_h,
+    pad_w,
+    x_n,
+    x_c,
+    x_h,
+    x_w,
+    IS_LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``v[36, channels and tiles]``, in the order of the layout."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    channel, sample, h, w = _find(index, channels, num_tiles, tiles_h, tiles_w, IS_LAST)
+    h = h - pad_h
+    w = w - pad_w
+    at = x + sample * x_n + channel * x_c + h * x_h + w * x_w
+    a0, a1, a2, a3, a4, a5 = _load(at, h, w, size_h, size_w, x_w, is_here)
+    b0, b1, b2, b3, b4, b5 = _load(at + x_h, h + 1, w, size_h, size_w, x_w, is_here)
+    c0, c1, c2, c3, c4, c5 = _load(at + 2 * x_h, h + 2, w, size_h, size_w, x_w, is_here)
+    d0, d1, d2, d3, d4, d5 = _load(at + 3 * x_h, h + 3, w, size_h, size_w, x_w, is_here)
+    e0, e1, e2, e3, e4, e5 = _load(at + 4 * x_h, h + 4, w, size_h, size_w, x_w, is_here)
+    f0, f1, f2, f3, f4, f5 = _load(at + 5 * x_h, h + 5, w, size_h, size_w, x_w, is_here)
+    a0, a1, a2, a3, a4, a5 = _b(a0, a1, a2, a3, a4, a5)
+    b0, b1, b2, b3, b4, b5 = _b(b0, b1, b2, b3, b4, b5)
+    c0, c1, c2, c3, c4, c5 = _b(c0, c1, c2, c3, c4, c5)
+    d0, d1, d2, d3, d4, d5 = _b(d0, d1, d2, d3, d4, d5)
+    e0, e1, e2, e3, e4, e5 = _b(e0, e1, e2, e3, e4, e5)
+    f0, f1, f2, f3, f4, f5 = _b(f0, f1, f2, f3, f4, f5)
+    out = v + index
+    step = num.to(tl.int64)
+    a0, b0, c0, d0, e0, f0 = _b(a0, b0, c0, d0, e0, f0)
+    _store6(out, step, a0, b0, c0, d0, e0, f0, is_here)
+    a1, b1, c1, d1, e1, f1 = _b(a1, b1, c1, d1, e1, f1)
+    _store6(out + step, step, a1, b1, c1, d1, e1, f1, is_here)
+    a2, b2, c2, d2, e2, f2 = _b(a2, b2, c2, d2, e2, f2)
+    _store6(out + 2 * step, step, a2, b2, c2, d2, e2, f2, is_here)
+    a3, b3, c3, d3, e3, f3 = _b(a3, b3, c3, d3, e3, f3)
+    _store6(out + 3 * step, step, a3, b3, c3, d3, e3, f3, is_here)
+    a4, b4, c4, d4, e4, f4 = _b(a4, b4, c4, d4, e4, f4)
+    _store6(out + 4 * step, step, a4, b4, c4, d4, e4, f4, is_here)
+    a5, b5, c5, d5, e5, f5 = _b(a5, b5, c5, d5, e5, f5)
+    _store6(out + 5 * step, step, a5, b5, c5, d5, e5, f5, is_here)
+
+
+@triton.jit
+def _load4(at, h, w, size_h, size_w, y_w, is_here):
+    is_row = is_here & (h < size_h)
+    y0 = tl.load(at, mask=is_row & (w < size_w), other=0.0)
+    y1 = tl.load(at + y_w, mask=is_row & (w + 1 < size_w), other=0.0)
+    y2 = tl.load(at + 2 * y_w, mask=is_row & (w + 2 < size_w), other=0.0)
+    y3 = tl.load(at + 3 * y_w, mask=is_row & (w + 3 < size_w), other=0.0)
+    return y0, y1, y2, y3
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def transform_error(
+    dy,
+    v,
+    num,
+    channels,
+    num_tiles,
+    tiles_h,
+    tiles_w,
+    size_h,
+    size_w,
+    y_n,
+    y_c,
+    y_h,
+    y_w,
+    IS_LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``v[36, channels and tiles]`` of an error: tiles of 4x4 places, spread over 6x6."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    channel, sample, h, w = _find(index, channels, num_tiles, tiles_h, tiles_w, IS_LAST)
+    at = dy + sample * y_n + channel * y_c + h * y_h + w * y_w
+    a0, a1, a2, a3 = _load4(at, h, w, size_h, size_w, y_w, is_here)
+    b0, b1, b2, b3 = _load4(at + y_h, h + 1, w, size_h, size_w, y_w, is_here)
+    c0, c1, c2, c3 = _load4(at + 2 * y_h, h + 2, w, size_h, size_w, y_w, is_here)
+    d0, d1, d2, d3 = _load4(at + 3 * y_h, h + 3, w, size_h, size_w, y_w, is_here)
+    a0, a1, a2, a3, a4, a5 = _spread(a0, a1, a2, a3)
+    b0, b1, b2, b3, b4, b5 = _spread(b0, b1, b2, b3)
+    c0, c1, c2, c3, c4, c5 = _spread(c0, c1, c2, c3)
+    d0, d1, d2, d3, d4, d5 = _spread(d0, d1, d2, d3)
+    out = v + index
+    step = num.to(tl.int64)
+    p, q, r, s, t, u = _spread(a0, b0, c0, d0)
+    _store6(out, step, p, q, r, s, t, u, is_here)
+    p, q, r, s, t, u = _spread(a1, b1, c1, d1)
+    _store6(out + step, step, p, q, r, s, t, u, is_here)
+    p, q, r, s, t, u = _spread(a2, b2, c2, d2)
+    _store6(out + 2 * step, step, p, q, r, s, t, u, is_here)
+    p, q, r, s, t, u = _spread(a3, b3, c3, d3)
+    _store6(out + 3 * step, step, p, q, r, s, t, u, is_here)
+    p, q, r, s, t, u = _spread(a4, b4, c4, d4)
+    _store6(out + 4 * step, step, p, q, r, s, t, u, is_here)
+    p, q, r, s, t, u = _spread(a5, b5, c5, d5)
+    _store6(out + 5 * step, step, p, q, r, s, t, u, is_here)
+
+
+@triton.jit
+def _column(at, step, is_here):
+    """Six products of one column of a tile, back to four places."""
+    m0 = tl.load(at, mask=is_here, other=0.0)
+    m1 = tl.load(at + 6 * step, mask=is_here, other=0.0)
+    m2 = tl.load(at + 12 * step, mask=is_here, other=0.0)
+    m3 = tl.load(at + 18 * step, mask=is_here, other=0.0)
+    m4 = tl.load(at + 24 * step, mask=is_here, other=0.0)
+    m5 = tl.load(at + 30 * step, mask=is_here, other=0.0)
+    return _a(m0, m1, m2, m3, m4, m5)
+
+
+@triton.jit
+def _store4(at, h, w, size_h, size_w, y_w, y0, y1, y2, y3, is_here):
+    is_row = is_here & (h < size_h)
+    tl.store(at, y0, mask=is_row & (w < size_w))
+    tl.store(at + y_w, y1, mask=is_row & (w + 1 < size_w))
+    tl.store(at + 2 * y_w, y2, mask=is_row & (w + 2 < size_w))
+    tl.store(at + 3 * y_w, y3, mask=is_row & (w + 3 < size_w))
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def transform_output(
+    m,
+    y,
+    num,
+    channels,
+    num_tiles,
+    tiles_h,
+    tiles_w,
+    size_h,
+    size_w,
+    y_n,
+    y_c,
+    y_h,
+    y_w,
+    IS_LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``m[36, channels and tiles]`` back to ``y``."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    channel, sample, h, w = _find(index, channels, num_tiles, tiles_h, tiles_w, IS_LAST)
+    step = num.to(tl.int64)
+    at = m + index
+    a0, b0, c0, d0 = _column(at, step, is_here)
+    a1, b1, c1, d1 = _column(at + step, step, is_here)
+    a2, b2, c2, d2 = _column(at + 2 * step, step, is_here)
+    a3, b3, c3, d3 = _column(at + 3 * step, step, is_here)
+    a4, b4, c4, d4 = _column(at + 4 * step, step, is_here)
+    a5, b5, c5, d5 = _column(at + 5 * step, step, is_here)
+    out = y + sample * y_n + channel * y_c + h * y_h + w * y_w
+    a0, a1, a2, a3 = _a(a0, a1, a2, a3, a4, a5)
+    _store4(out, h, w, size_h, size_w, y_w, a0, a1, a2, a3, is_here)
+    b0, b1, b2, b3 = _a(b0, b1, b2, b3, b4, b5)
+    _store4(out + y_h, h + 1, w, size_h, size_w, y_w, b0, b1, b2, b3, is_here)
+    c0, c1, c2, c3 = _a(c0, c1, c2, c3, c4, c5)
+    _store4(out + 2 * y_h, h + 2, w, size_h, size_w, y_w, c0, c1, c2, c3, is_here)
+    d0, d1, d2, d3 = _a(d0, d1, d2, d3, d4, d5)
+    _store4(out + 3 * y_h, h + 3, w, size_h, size_w, y_w, d0, d1, d2, d3, is_here)
+
+
+@triton.jit
+def _g(w0, w1, w2):
+    """A line of three taps, transformed."""
+    p, q = (w0 + w2) / 6, w1 / 6
+    r, s = w0 / 24 + w2 / 6, w1 / 12
+    return w0 / 4, -p - q, q - p, r + s, r - s, w2
+
+
+@triton.jit
+def _g_back(m0, m1, m2, m3, m4, m5):
+    """A line of six products, back to three taps."""
+    p, q, r, s = m1 + m2, m2 - m1, m3 + m4, m3 - m4
+    return m0 / 4 - p / 6 + r / 24, q / 6 + s / 12, (r - p) / 6 + m5
+
+
+@triton.jit(do_not_specialize=["num", "first"])
+def transform_weights(w, u, num, channels, first, w_o, w_c, w_h, w_w, BLOCK: tl.constexpr):
+    """``u[36, output, channel]``. Taps in reverse: the first is the last, the strides negative."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    at = w + first + index // channels * w_o + index % channels * w_c
+    a0 = tl.load(at, mask=is_here, other=0.0)
+    a1 = tl.load(at + w_w, mask=is_here, other=0.0)
+    a2 = tl.load(at + 2 * w_w, mask=is_here, other=0.0)
+    b0 = tl.load(at + w_h, mask=is_here, other=0.0)
+    b1 = tl.load(at + w_h + w_w, mask=is_here, other=0.0)
+    b2 = tl.load(at + w_h + 2 * w_w, mask=is_here, other=0.0)
+    c0 = tl.load(at + 2 * w_h, mask=is_here, other=0.0)
+    c1 = tl.load(at + 2 * w_h + w_w, mask=is_here, other=0.0)
+    c2 = tl.load(at + 2 * w_h + 2 * w_w, mask=is_here, other=0.0)
+    a0, a1, a2, a3, a4, a5 = _g(a0, a1, a2)
+    b0, b1, b2, b3, b4, b5 = _g(b0, b1, b2)
+    c0, c1, c2, c3, c4, c5 = _g(c0, c1, c2)
+    out = u + index
+    step = num.to(tl.int64)
+    p, q, r, s, t, v = _g(a0, b0, c0)
+    _store6(out, step, p, q, r, s, t, v, is_here)
+    p, q, r, s, t, v = _g(a1, b1, c1)
+    _store6(out + step, step, p, q, r, s, t, v, is_here)
+    p, q, r, s, t, v = _g(a2, b2, c2)
+    _store6(out + 2 * step, step, p, q, r, s, t, v, is_here)
+    p, q, r, s, t, v = _g(a3, b3, c3)
+    _store6(out + 3 * step, step, p, q, r, s, t, v, is_here)
+    p, q, r, s, t, v = _g(a4, b4, c4)
+    _store6(out + 4 * step, step, p, q, r, s, t, v, is_here)
+    p, q, r, s, t, v = _g(a5, b5, c5)
+    _store6(out + 5 * step, step, p, q, r, s, t, v, is_here)
+
+
+@triton.jit
+def _back(at, step, is_here):
+    """Six products of one column, back to three taps."""
+    m0 = tl.load(at, mask=is_here, other=0.0)
+    m1 = tl.load(at + 6 * step, mask=is_here, other=0.0)
+    m2 = tl.load(at + 12 * step, mask=is_here, other=0.0)
+    m3 = tl.load(at + 18 * step, mask=is_here, other=0.0)
+    m4 = tl.load(at + 24 * step, mask=is_here, other=0.0)
+    m5 = tl.load(at + 30 * step, mask=is_here, other=0.0)
+    return _g_back(m0, m1, m2, m3, m4, m5)
+
+
+@triton.jit(do_not_specialize=["num"])
+def gather_weights(m, dw, num, outputs, w_o, w_c, w_h, w_w, BLOCK: tl.constexpr):
+    """``m[36, channel, output]`` back to ``dw``."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    step = num.to(tl.int64)
+    at = m + index
+    a0, b0, c0 = _back(at, step, is_here)
+    a1, b1, c1 = _back(at + step, step, is_here)
+    a2, b2, c2 = _back(at + 2 * step, step, is_here)
+    a3, b3, c3 = _back(at + 3 * step, step, is_here)
+    a4, b4, c4 = _back(at + 4 * step, step, is_here)
+    a5, b5, c5 = _back(at + 5 * step, step, is_here)
+    out = dw + index % outputs * w_o + index // outputs * w_c
+    p, q, r = _g_back(a0, a1, a2, a3, a4, a5)
+    tl.store(out, p, mask=is_here)
+    tl.store(out + w_w, q, mask=is_here)
+    tl.store(out + 2 * w_w, r, mask=is_here)
+    p, q, r = _g_back(b0, b1, b2, b3, b4, b5)
+    tl.store(out + w_h, p, mask=is_here)
+    tl.store(out + w_h + w_w, q, mask=is_here)
+    tl.store(out + w_h + 2 * w_w, r, mask=is_here)
+    p, q, r = _g_back(c0, c1, c2, c3, c4, c5)
+    tl.store(out + 2 * w_h, p, mask=is_here)
+    tl.store(out + 2 * w_h + w_w, q, mask=is_here)
+    tl.store(out + 2 * w_h + 2 * w_w, r, mask=is_here)

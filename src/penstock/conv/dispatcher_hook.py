@@ -1,0 +1,264 @@
+"""Where does torch let us in? At the dispatcher, below autograd and autocast, above every library.
+
+::
+
+    nn.Conv2d, F.conv2d, TorchScript, compiled code, other people's operators
+      -> autocast -> autograd -> vmap ...                         (all untouched)
+           -> aten::convolution        \\
+           -> aten::_convolution        >  the device's key: ours, or handed on to torch's kernel
+           -> aten::convolution_backward/
+
+The derivative of a convolution is attached above and calls ``convolution_backward``, so training
+passes through here as well; double backward is made of convolutions again. Torch's own kernels are
+kept under ``CompositeExplicitAutograd`` and are reached there when a call is not ours.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from penstock.conv.convolution import Plan, Worker, make_plan
+from penstock.conv.geometry import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Pass
+
+OPERATORS = ("convolution", "_convolution", "convolution_backward")
+KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+MAX_PLANS = 4096
+"""Plans of so many different calls are kept; then all are made anew."""
+CHECK_EVERY = 64
+"""After so many calls of one operator the others are looked at; see :meth:`Hook.missing`."""
+
+IsOurs = Callable[[Plan, torch.dtype, Sequence[Pass]], bool]
+
+_aten: Any = torch.ops.aten
+_c: Any = torch._C
+_cuda: Any = torch.cuda
+_native_key: Any = _c.DispatchKey.CompositeExplicitAutograd
+_tracing_state: Any = _c._get_tracing_state
+_NATIVE = object()
+
+
+class Hook:
+    """Our kernels at the keys of some devices, from :meth:`install` to :meth:`remove`.
+
+    Args:
+        is_ours: Which calls are computed here; the others are handed on to torch.
+        on_loss: Told the names of operators that somebody else has taken over.
+    """
+
+    def __init__(
+        self, worker: Worker, is_ours: IsOurs, on_loss: Callable[[list[str]], None]
+    ) -> None:
+        self.worker = worker
+        self.num_native = 0
+        self._is_ours = is_ours
+        self._on_loss = on_loss
+        self._plans: dict[Any, Any] = {}
+        self._library: Any = None
+        self._devices: tuple[str, ...] = ()
+        self._canary: set[str] | None = None
+        self._canary_thread = 0
+        self._canary_lock = threading.Lock()
+        self._num_calls = 0
+        self._lost: set[str] = set()
+
+    @property
+    def is_installed(self) -> bool:
+        return self._library is not None
+
+    def install(self, devices: Sequence[str]) -> None:
+        """Put the kernels in place.
+
+        Raises:
+            RuntimeError: Torch 1.13 lets only one library override a key.
+        """
+        self._devices = tuple(devices)
+        make: Any = torch.library.Library
+        library = make("aten", "IMPL")
+        kernels = (self._convolution, self._convolution_flagged, self._backward)
+        try:
+            with warnings.catch_warnings():
+                # That a kernel is overridden is what this is for; CUDA has one for backward.
+                warnings.filterwarnings("ignore", message="(?s).*previously registered kernel")
+                for device in devices:
+                    for name, kernel in zip(OPERATORS, kernels, strict=True):
+                        library.impl(name, kernel, KEYS[device])
+        except BaseException:
+            _destroy(library)
+            raise
+        self._library = library
+
+    def remove(self) -> None:
+        """Take them out again; torch is then as it was, to the bit."""
+        if self._library is not None:
+            _destroy(self._library)
+            self._library = None
+        self._plans.clear()
+
+    # -- the kernels -------------------------------------------------------------------------------
+
+    def _convolution(self, x: Any, w: Any, b: Any, *arguments: Any) -> Any:
+        if _tracing_state() is not None:
+            # A traced module must hold torch's operator, not our inside.
+            return _aten._convolution(x, w, b, *arguments, *_flags())
+        if self._canary is not None and self._sings("convolution"):
+            return x.new_empty(0)
+        return self._forward(x, w, b, arguments)
+
+    def _convolution_flagged(self, x: Any, w: Any, b: Any, *arguments: Any) -> Any:
+        if self._canary is not None and self._sings("_convolution"):
+            return x.new_empty(0)
+        return self._forward(x, w, b, arguments[:6], arguments[6:])
+
+    def _forward(
+        self, x: Any, w: Any, b: Any, arguments: tuple[Any, ...], flags: Any = None
+    ) -> Any:
+        key = (
+            *(x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype),
+            None if b is None else (b.shape, b.dtype),
+            *map(_hashable, arguments),
+            *_settings(),
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._new_plan(key, make_plan(x, w, b, arguments), x.dtype, (FORWARD,))
+        self._look_around("convolution_backward", x)
+        if plan is _NATIVE:
+            self.num_native += 1
+            return _native(_aten._convolution.default, x, w, b, *arguments, *(flags or _flags()))
+        return self.worker.forward(plan, x, w, b)
+
+    def _backward(self, dy: Any, x: Any, w: Any, sizes: Any, *rest: Any) -> Any:
+        if self._canary is not None and self._sings("convolution_backward"):
+            return x.new_empty(0), x.new_empty(0), x.new_empty(0)
+        arguments, mask = rest[:6], rest[6]
+        key = (
+            *(dy.shape, x.shape, x.stride(), x.dtype, dy.dtype, x.device, w.shape, w.stride()),
+            *(w.dtype, None if sizes is None else tuple(sizes), *map(_hashable, arguments)),
+            *(*mask, *_settings()),
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+            made = make_plan(x, w, None, arguments, sizes)
+            if made is not None and not _fits(made, dy, x):
+                made = None
+            passes = [p for p, is_on in zip((INPUT_GRADIENT, WEIGHT_GRADIENT), mask) if is_on]  # noqa: B905 (the mask also has the bias)
+            plan = self._new_plan(key, made, x.dtype, passes)
+        self._look_around("convolution", x)
+        if plan is _NATIVE:
+            self.num_native += 1
+            return _native(_aten.convolution_backward.default, dy, x, w, sizes, *arguments, mask)
+        return self.worker.backward(plan, dy, x, w, mask)
+
+    def _new_plan(
+        self, key: Any, plan: Plan | None, dtype: torch.dtype, passes: Sequence[Pass]
+    ) -> Any:
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        is_ours = plan is not None and self._is_ours(plan, dtype, passes)
+        self._plans[key] = found = plan if is_ours else _NATIVE
+        return found
+
+    # -- is it still us? ---------------------------------------------------------------------------
+
+    def missing(self) -> list[str]:
+        """Which operators did somebody else take over? A tiny call of each shows who answers."""
+        if self._library is None:
+            return []
+        return [f"aten::{name} ({device})" for device in self._devices for name in OPERATORS
+                if not self._answers(name, device)]  # fmt: skip
+
+    def _sings(self, name: str) -> bool:
+        """Is this call the canary's? Other threads compute convolutions meanwhile."""
+        canary = self._canary
+        if canary is None or self._canary_thread != threading.get_ident():
+            return False
+        canary.add(name)
+        return True
+
+    def _answers(self, name: str, device: str) -> bool:
+        with self._canary_lock:
+            return self._ask(name, device)
+
+    def _ask(self, name: str, device: str) -> bool:
+        if device == "cuda" and not _cuda.is_initialized():
+            return True  # nothing has run there, and we do not open a GPU to look
+        tiny = torch.zeros((1, 1, 1, 1), device=device)
+        arguments = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        self._canary_thread = threading.get_ident()
+        self._canary = canary = set[str]()
+        try:
+            with torch.no_grad():
+                if name == "convolution":
+                    _aten.convolution(tiny, tiny, None, *arguments)
+                elif name == "_convolution":
+                    _aten._convolution(tiny, tiny, None, *arguments, *_flags())
+                else:
+                    _aten.convolution_backward(tiny, tiny, tiny, None, *arguments, [True] * 3)
+            return name in canary
+        except Exception:
+            return name in canary  # who took it over may fail on such a call
+        finally:
+            self._canary = None
+
+    def _look_around(self, name: str, x: torch.Tensor) -> None:
+        """Now and then: does the other operator still come to us?"""
+        self._num_calls += 1
+        if self._num_calls % CHECK_EVERY or name in self._lost or _is_special(x):
+            return
+        if self._canary_lock.locked():
+            return  # another thread is looking
+        if not self._answers(name, x.device.type):
+            self._lost.add(name)
+            self._on_loss([f"aten::{name} ({x.device.type})"])
+
+
+def _fits(plan: Plan, dy: torch.Tensor, x: torch.Tensor) -> bool:
+    """Is this error one of the output? Otherwise the error is torch's to raise."""
+    g = plan.geometry
+    shape = (g.batch, g.in_channels, *g.in_size)
+    if not plan.is_transposed:
+        shape = (g.batch, g.out_channels, *g.out_size)
+    return tuple(dy.shape) == shape and dy.dtype == x.dtype and dy.device == x.device
+
+
+def _is_special(x: torch.Tensor) -> bool:
+    """No looking around where a tiny call could be recorded: a graph is being captured."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _settings() -> tuple[bool, bool]:
+    """What torch's choice of a library depends on, beside the call."""
+    return _c._get_cudnn_enabled(), _c._get_mkldnn_enabled()
+
+
+def _flags() -> tuple[bool, bool, bool, bool]:
+    """What ``aten::convolution`` hands to ``aten::_convolution``."""
+    is_fixed = _c._get_cudnn_deterministic() or torch.are_deterministic_algorithms_enabled()
+    return (
+        _c._get_cudnn_benchmark(),
+        is_fixed,
+        _c._get_cudnn_enabled(),
+        _c._get_cudnn_allow_tf32(),
+    )
+
+
+def _native(operator: Any, *arguments: Any) -> Any:
+    """Torch's own kernel, past the key that we hold."""
+    return operator._op_dk(_native_key, *arguments)
+
+
+def _destroy(library: Any) -> None:
+    if hasattr(library, "_destroy"):
+        library._destroy()
+    else:  # torch 1.13: the registration ends with the object that holds it
+        library.__del__()
+        library._op_impls = set()

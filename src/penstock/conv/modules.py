@@ -1,0 +1,260 @@
+"""The bypass by module, for those who want to see which layers change: no dispatcher involved.
+
+:func:`patch_modules` changes the layers of one model and nothing else. What is not a convolution
+layer of torch (a call of ``torch.nn.functional``, a layer with a ``forward`` of its own) is left as
+it is; :func:`penstock.conv.bypass_convolutions` catches those too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.conv.convolution import Worker, make_plan
+from penstock.errors import BadArgument
+
+LAYERS: tuple[type[nn.Module], ...] = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_worker = Worker()
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution with its derivative, computed here; the derivative has one, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, b: Any, arguments: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.arguments, ctx.bias = arguments, None if b is None else list(b.shape)
+        plan = make_plan(x, w, b, arguments)
+        if plan is None:  # nothing to compute, or nothing that we know
+            return torch.convolution(x, w, b, *arguments)
+        return _worker.forward(plan, x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        mask = list(ctx.needs_input_grad[:3])
+        return (*_Backward.apply(grads[0], x, w, ctx.arguments, ctx.bias, mask), None)  # type: ignore[no-untyped-call]
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, dy: Any, x: Any, w: Any, arguments: Any, bias: Any, mask: Any
+    ) -> tuple[Any, Any, Any]:
+        ctx.save_for_backward(dy, x, w)
+        ctx.arguments = arguments
+        plan = make_plan(x, w, None, arguments, bias)
+        if plan is None:
+            aten: Any = torch.ops.aten
+            dx, dw, db = aten.convolution_backward(dy, x, w, bias, *arguments, mask)
+            return dx, dw, db
+        return _worker.backward(plan, dy, x, w, mask)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Second derivatives: ``dx`` is linear in ``dy`` and ``w``, ``dw`` in ``dy`` and ``x``."""
+        dy, x, w = ctx.saved_tensors
+        ddx, ddw, ddb = grads
+        gdy = gx = gw = None
+        if ddx is not None:
+            gdy = convolve(ddx, w, None, ctx.arguments)
+            gw = _gradients(dy, ddx, w, ctx.arguments)[1]
+        if ddw is not None:
+            part = convolve(x, ddw, None, ctx.arguments)
+            gdy = part if gdy is None else gdy + part
+            gx = _gradients(dy, x, ddw, ctx.arguments)[0]
+        if ddb is not None:
+            part = ddb.view(1, -1, *(1,) * (x.dim() - 2)).expand_as(dy)
+            gdy = part if gdy is None else gdy + part
+        return gdy, gx, gw, None, None, None
+
+
+def _gradients(dy: Any, x: Any, w: Any, arguments: Any) -> Any:
+    return _Backward.apply(dy, x, w, arguments, None, [True, True, False])  # type: ignore[no-untyped-call]
+
+
+def convolve(x: torch.Tensor, w: torch.Tensor, b: Any, arguments: Any) -> torch.Tensor:
+    """A convolution by Penstock's algorithms, with derivatives, without the dispatcher's hook.
+
+    Args:
+        arguments: Stride, padding, dilation, transposed, output padding and groups, as
+            ``torch.convolution`` takes them.
+
+    Example:
+        >>> x, w = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 2, 2)
+        >>> convolve(x, w, None, ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)).flatten().tolist()
+        [4.0, 4.0, 4.0, 4.0]
+    """
+    return _Convolution.apply(x, w, b, arguments)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _layer_forward(layer: Any, x: torch.Tensor, output_size: Any = None) -> torch.Tensor:
+    """What the layer's own ``forward`` does, up to the convolution itself."""
+    num = layer.weight.dim() - 2
+    is_unbatched = x.dim() == num + 1
+    x = x.unsqueeze(0) if is_unbatched else x
+    w, b = layer.weight, layer.bias
+    kind = _autocast_type(x.device.type)
+    if kind is not None:
+        x, w, b = x.to(kind), w.to(kind), None if b is None else b.to(kind)
+    padding = layer.padding
+    if layer.transposed:
+        extra = layer._output_padding(
+            x, output_size, layer.stride, layer.padding, layer.kernel_size, num, layer.dilation
+        )
+        arguments: Any = (layer.stride, padding, layer.dilation, True, extra, layer.groups)
+    else:
+        if layer.padding_mode != "zeros" or isinstance(padding, str):
+            mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+            x = nn.functional.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+            padding = (0,) * num
+        arguments = (layer.stride, padding, layer.dilation, False, (0,) * num, layer.groups)
+    y = convolve(x, w, b, tuple(list(v) if isinstance(v, tuple) else v for v in arguments))
+    return y.squeeze(0) if is_unbatched else y
+
+
+def _autocast_type(device: str) -> torch.dtype | None:
+    """What autocast would cast to; None where it is off."""
+    get: Any = getattr(torch, "get_autocast_dtype", None)
+    if get is not None:
+        return get(device) if torch.is_autocast_enabled(device) else None
+    if device == "cuda":  # before torch 2.4
+        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+
+
+class FallbackConv2d(nn.Conv2d):
+    """``torch.nn.Conv2d`` computed by Penstock; the same arguments, the same weights.
+
+    Example:
+        >>> layer = FallbackConv2d(3, 8, 3, stride=2, padding=1)
+        >>> layer(torch.zeros(1, 3, 8, 8)).shape
+        torch.Size([1, 8, 4, 4])
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The convolution of ``input``."""
+        return _layer_forward(self, input)
+
+    @classmethod
+    def of(cls, layer: nn.Conv2d) -> FallbackConv2d:
+        """The same layer, with the same weights, computed by Penstock."""
+        new = cls.__new__(cls)
+        new.__dict__ = layer.__dict__
+        return new
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patched:
+    """What :func:`patch_modules` did: one line for each layer, with its name in the model."""
+
+    layers: tuple[str, ...]
+    left: tuple[str, ...] = ()
+
+    @property
+    def num_patched(self) -> int:
+        return len(self.layers)
+
+    def __str__(self) -> str:
+        lines = [f"{self.num_patched} convolution layers are computed by Penstock"]
+        lines += [f"  {line}" for line in self.layers]
+        lines += [f"  left as it is: {line}" for line in self.left]
+        return "\n".join(lines)
+
+
+def patch_modules(model: nn.Module) -> Patched:
+    """Let every convolution layer of a model be computed by Penstock.
+
+    Weights, hooks and names stay; :func:`unpatch_modules` takes it back. Layers with a ``forward``
+    of their own are left, and listed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 3, 3))
+        >>> print(patch_modules(model))
+        2 convolution layers are computed by Penstock
+          0: Conv2d 3 -> 8, kernel (3, 3), groups 1
+          2: ConvTranspose2d 8 -> 3, kernel (3, 3), groups 1
+    """
+    _check_model(model, "patch_modules")
+    layers, left = [], []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LAYERS) or isinstance(layer, FallbackConv2d):
+            continue
+        text = _describe(name or type(layer).__name__, layer)
+        own = layer.__dict__.get("forward")
+        is_ours = getattr(own, "__func__", None) is _layer_forward
+        if own is None and type(layer).forward not in [kind.forward for kind in LAYERS]:
+            own = type(layer).forward
+        if own is not None and not is_ours:
+            left.append(f"{text} (has a forward of its own)")
+            continue
+        layer.forward = _layer_forward.__get__(layer)
+        layers.append(text)
+    return Patched(layers=tuple(layers), left=tuple(left))
+
+
+def unpatch_modules(model: nn.Module) -> int:
+    """Take :func:`patch_modules` back; how many layers.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3))
+        >>> _ = patch_modules(model)
+        >>> unpatch_modules(model)
+        1
+    """
+    num = 0
+    for layer in model.modules():
+        own = layer.__dict__.get("forward")
+        if getattr(own, "__func__", None) is _layer_forward:
+            del layer.forward
+            num += 1
+    return num
+
+
+def apply_full_patch(
+    model: nn.Module | None = None, *, say: Callable[[str], None] = print
+) -> Patched:
+    """Switch the whole bypass on, and list the convolution layers of a model if one is given.
+
+    The name that scripts for broken cards use. It catches everything, as
+    :func:`penstock.conv.bypass_convolutions` does, on the GPU and on the CPU.
+
+    Example:
+        >>> from penstock.conv.bypass import current
+        >>> patched = apply_full_patch(nn.Sequential(nn.Conv2d(3, 8, 1)), say=lambda line: None)
+        >>> patched.num_patched
+        1
+        >>> current().undo()
+    """
+    from penstock.conv.bypass import bypass_convolutions
+
+    if model is not None:
+        _check_model(model, "apply_full_patch")
+    bypass_convolutions("on", devices=("cuda", "cpu"))
+    modules = [] if model is None else model.named_modules()
+    layers = [_describe(name, layer) for name, layer in modules if isinstance(layer, LAYERS)]
+    found = Patched(layers=tuple(layers))
+    say(str(found) if model is not None else "all convolutions are computed by Penstock")
+    return found
+
+
+def _check_model(model: Any, function: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise BadArgument(
+            f"a model is a torch.nn.Module, not a {type(model).__name__}",
+            remedy=f"penstock.conv.{function}(model)",
+        )
+
+
+def _describe(name: str, layer: Any) -> str:
+    return (
+        f"{name}: {type(layer).__name__} {layer.in_channels} -> {layer.out_channels}, "
+        f"kernel {tuple(layer.kernel_size)}, groups {layer.groups}"
+    )

@@ -1,0 +1,219 @@
+"""Tries steps, one after the other, and says before each what it is at: the child's side.
+
+::
+
+    parent                                  this process
+    steps  --stdin, JSON-->                 torch, the GPU
+           <--stdout, a line each--         begin 4 / done 4 {...} / begin 5 / (dies, or nothing)
+
+What is right is decided here, against float64 on the CPU by Penstock's own columns, so that a
+broken library is never asked about itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from penstock.conv.algorithms import columns, phases
+from penstock.conv.geometry import Geometry, output_size
+from penstock.conv.probing.steps import KINDS, TOLERANCES, Step
+
+MARK = "penstock-probe:"
+BATCH, CHANNELS, SIZE = 2, 16, {1: (33,), 2: (12, 14), 3: (6, 7, 8)}
+CAP_BYTES = 1 << 26
+NUM_TIMED = 3
+ABSENT = "not implemented for"
+"""How torch says that it has no kernel for a type, as with float16 on the CPU before torch 2.1."""
+
+
+def main() -> None:
+    """Read what to do from stdin, and do it."""
+    told = json.loads(sys.stdin.read())
+    _prepare(told["device"], told["rung"])
+    say("ready", 0)
+    for number, key in told["steps"]:
+        step = Step(kind=key[0], dtype=key[1], layout=key[2], which=key[3])
+        say("begin", number)
+        say("done", number, attempt(step, told["device"]))
+    say("end", 0)
+
+
+def say(word: str, number: int, more: Any = None) -> None:
+    """A line for the parent; libraries may print lines of their own between ours."""
+    sys.stdout.write(f"\n{MARK}{json.dumps([word, number, more])}\n")
+    sys.stdout.flush()
+
+
+def _prepare(device: str, rung: str) -> None:
+    torch.set_num_threads(1)  # the shapes are tiny; threads would only wait for each other
+    if rung == "library off":
+        torch.backends.cudnn.enabled = False
+        if device == "cpu":
+            torch._C._set_mkldnn_enabled(False)
+    elif rung == "bypass":
+        from penstock.conv.bypass import bypass_convolutions
+
+        bypass_convolutions("on", devices=(device,))
+    torch.zeros(1, device=device)
+
+
+def attempt(step: Step, device: str) -> dict[str, Any]:
+    """Word, note and milliseconds of one step."""
+    try:
+        run, truth, scale = (_norm if step.kind == "batch norm" else _convolution)(step, device)
+    except Exception as error:
+        return {"word": "raises", "note": f"(before the step itself) {error}"[:300], "ms": 0.0}
+    try:
+        result = run()
+        seen = result.double().cpu()
+        started_s = time.perf_counter()
+        for _ in range(NUM_TIMED):
+            run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        ms = (time.perf_counter() - started_s) / NUM_TIMED * 1e3
+    except Exception as error:
+        note = str(error).strip()[:300]
+        word = "absent" if isinstance(error, RuntimeError) and ABSENT in note else "raises"
+        return {"word": word, "note": note, "ms": 0.0}
+    if seen.shape != truth.shape:
+        note = f"shape {tuple(seen.shape)} instead of {tuple(truth.shape)}"
+        return {"word": "wrong", "note": note, "ms": ms}
+    off = float(((seen - truth).abs() / scale.clamp_min(1e-30)).max())
+    if not off <= TOLERANCES[step.dtype]:
+        return {"word": "wrong", "note": f"off by {off:.2g} of the sum of products", "ms": ms}
+    return {"word": "right", "note": "", "ms": ms}
+
+
+# -- convolutions ----------------------------------------------------------------------------------
+
+
+def _geometry(kind: str) -> tuple[Geometry, bool]:
+    told = KINDS[kind]
+    num = told.get("num_dims", 2)
+    size = SIZE[num]
+    kernel, stride, padding, dilation = (
+        (told.get(name, 1),) * num for name in ("kernel", "stride", "padding", "dilation")
+    )
+    g = Geometry(
+        batch=BATCH,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        groups=told.get("groups", 1),
+        in_size=size,
+        out_size=output_size(size, kernel, stride, padding, dilation),
+        kernel=kernel,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+    )
+    return g, bool(told.get("is_transposed"))
+
+
+def _convolution(step: Step, device: str) -> Any:
+    """The step as a function, its true result, and the scale of errors."""
+    g, is_transposed = _geometry(step.kind)
+    generator = torch.Generator().manual_seed(7)
+    dtype = getattr(torch, step.dtype)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    x = make(g.batch, g.in_channels, *g.in_size)
+    w = make(g.out_channels, g.group_in, *g.kernel)
+    y = make(g.batch, g.out_channels, *g.out_size)
+    truth, scale = (
+        _reference(g, step, is_transposed, *(change(t.double()) for t in (x, w, y)))
+        for change in (lambda t: t, torch.abs)
+    )
+    x, w, y = (_place(t, device, step.layout) for t in (x, w, y))
+    extra = [n - e for n, e in zip(g.in_size, _least(g), strict=True)] if is_transposed else None
+    arguments = (
+        *(list(g.stride), list(g.padding), list(g.dilation), is_transposed),
+        *(extra or [0] * g.num_dims, g.groups),
+    )
+    source, error = (y, x) if is_transposed else (x, y)
+    if step.which == "forward":
+        return lambda: torch.convolution(source, w, None, *arguments), truth, scale
+    mask = [step.which == "input gradient", step.which == "weight gradient", False]
+
+    def run() -> torch.Tensor:
+        found: Any = torch.ops.aten.convolution_backward
+        dx, dw, _ = found(error, source, w, None, *arguments, mask)
+        return dx if mask[0] else dw  # type: ignore[no-any-return]
+
+    return run, truth, scale
+
+
+def _least(g: Geometry) -> tuple[int, ...]:
+    sizes = zip(g.out_size, g.kernel, g.stride, g.padding, g.dilation, strict=True)
+    return tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 for n, k, s, p, d in sizes)
+
+
+def _reference(
+    g: Geometry,
+    step: Step,
+    is_transposed: bool,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+) -> torch.Tensor:
+    if step.which == "weight gradient":
+        return columns.weight_gradient(g, x, y, CAP_BYTES)
+    if (step.which == "forward") != is_transposed:
+        return columns.forward(g, x, w, CAP_BYTES)
+    return phases.input_gradient(g, y, w, lambda g, a, b: columns.forward(g, a, b, CAP_BYTES))
+
+
+def _place(t: torch.Tensor, device: str, layout: str) -> torch.Tensor:
+    t = t.to(device)
+    if layout == "contiguous" or t.dim() < 4:
+        return t
+    kind = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+    return t.contiguous(memory_format=kind)
+
+
+# -- batch normalisation ---------------------------------------------------------------------------
+
+
+def _norm(step: Step, device: str) -> Any:
+    """Training-mode batch norm: its output, and the gradients of input and weight."""
+    generator = torch.Generator().manual_seed(7)
+    dtype = getattr(torch, step.dtype)
+    x, error = (torch.randn((4, CHANNELS, 8, 8), generator=generator).to(dtype) for _ in range(2))
+    gain = torch.rand(CHANNELS, generator=generator) + 0.5
+    truth = _norm_reference(step.which, x.double(), error.double(), gain.double())
+    x, error = (_place(t, device, step.layout) for t in (x, error))
+    gain = gain.to(device)
+
+    def run() -> torch.Tensor:
+        source, weight = x.detach().requires_grad_(), gain.detach().requires_grad_()
+        y = torch.nn.functional.batch_norm(source, None, None, weight, None, True, 0.1, 1e-5)
+        if step.which == "forward":
+            return y.detach()
+        wanted = source if step.which == "input gradient" else weight
+        (found,) = torch.autograd.grad(y, wanted, error)
+        return found
+
+    return run, truth, truth.abs().max().expand_as(truth)
+
+
+def _norm_reference(
+    which: str, x: torch.Tensor, error: torch.Tensor, gain: torch.Tensor
+) -> torch.Tensor:
+    axes = (0, 2, 3)
+    centred = x - x.mean(axes, keepdim=True)
+    spread = (centred.square().mean(axes, keepdim=True) + 1e-5).rsqrt()
+    unit = centred * spread
+    if which == "forward":
+        return unit * gain.view(1, -1, 1, 1)
+    if which == "weight gradient":
+        return (error * unit).sum(axes)
+    flow = error * gain.view(1, -1, 1, 1)
+    along = (flow * unit).mean(axes, keepdim=True)
+    return spread * (flow - flow.mean(axes, keepdim=True) - unit * along)

@@ -1,0 +1,171 @@
+"""Which way is fastest for this shape on this machine? Measured once, kept for later runs.
+
+On a GPU the candidates of a shape are timed the first time it is seen, within a budget for the
+whole process; the result goes to a file for this torch, Triton and card. On the CPU, under
+``torch.use_deterministic_algorithms``, while a CUDA graph is captured, or when the budget is used
+up, the rule decides: the first candidate.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import time
+from dataclasses import astuple
+from typing import Any
+
+import torch
+
+from penstock.conv import cache_folder as folder
+from penstock.conv.algorithms import triton_launch as launching
+from penstock.conv.algorithms.candidates import Candidate, candidates
+from penstock.conv.geometry import Geometry, Pass
+
+BUDGET_VARIABLE = "PENSTOCK_CONV_TUNE_S"
+DEFAULT_BUDGET_S = 60.0
+"""For one process, compiling of kernels included. A guess: an epoch on such cards takes minutes."""
+NUM_ROUNDS, NUM_TIMED = 3, 4
+
+_files: dict[str, dict[str, str]] = {}
+_dirty: set[str] = set()
+_spent_s = 0.0
+
+
+def choose(
+    g: Geometry, which: Pass, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
+) -> tuple[Candidate, bool]:
+    """The way to take for this pass, and whether that is settled or may be measured later.
+
+    Args:
+        a: The tensors that it would be called with.
+
+    Example:
+        >>> g = Geometry(batch=1, in_channels=4, out_channels=4, groups=1, in_size=(5, 5),
+        ...              out_size=(5, 5), kernel=(3, 3), stride=(1, 1), padding=(1, 1),
+        ...              dilation=(1, 1))
+        >>> x, w = torch.zeros(1, 4, 5, 5), torch.zeros(4, 4, 3, 3)
+        >>> choose(g, "forward", x, w, 1 << 20)[0].name
+        'columns'
+    """
+    ways = candidates(g, which, a.dtype, a.device.type)
+    is_fixed = torch.are_deterministic_algorithms_enabled()
+    if is_fixed or len(ways) == 1 or not a.is_cuda:
+        return ways[0], True
+    kept = _kept(g, which, a, cap_bytes, ways)
+    if kept is not None:
+        return kept, True
+    if _spent_s >= budget_s():
+        return ways[0], True
+    if torch.cuda.is_current_stream_capturing():
+        return ways[0], False
+    return _measure(g, which, a, b, cap_bytes, ways), True
+
+
+def forget() -> None:
+    """Forget the choices of this process, and begin with a new budget."""
+    global _spent_s
+    _files.clear()
+    _dirty.clear()
+    _spent_s = 0.0
+
+
+def budget_s() -> float:
+    """Seconds that this process may spend on measuring, as told or the default."""
+    try:
+        return float(os.environ.get(BUDGET_VARIABLE, ""))
+    except ValueError:
+        return DEFAULT_BUDGET_S
+
+
+def _measure(
+    g: Geometry,
+    which: Pass,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    cap_bytes: int,
+    ways: list[Candidate],
+) -> Candidate:
+    """Time every candidate; one that fails is out, and the last is never left out."""
+    global _spent_s
+    started_s = time.perf_counter()
+    best, best_ms = ways[-1], float("inf")
+    for way in ways:
+        try:
+            taken_ms = time_once(way, g, a, b, cap_bytes)
+        except Exception:  # out of memory, or a kernel that this card cannot run
+            torch.cuda.empty_cache()
+            continue
+        if taken_ms < best_ms:
+            best, best_ms = way, taken_ms
+    _spent_s += time.perf_counter() - started_s
+    _keep(g, which, a, cap_bytes, best)
+    return best
+
+
+def time_once(
+    way: Candidate, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
+) -> float:
+    """Milliseconds of a call among others: the GPU's, or ours if starting it takes longer.
+
+    Some calls follow each other without waiting, as in a training; the best of some such rounds.
+    """
+    way.run(g, a, b, cap_bytes)
+    event: Any = torch.cuda.Event
+    times = []
+    for _ in range(NUM_ROUNDS):
+        start, end = (event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(NUM_TIMED):
+            way.run(g, a, b, cap_bytes)
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)) / NUM_TIMED)
+    return min(times)
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def _file_name(device: torch.device) -> str:
+    about = "|".join(
+        (
+            torch.__version__,
+            torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            str(getattr(torch.version, "hip", None) or torch.version.cuda),
+            "triton" if launching.is_there() else "no triton",
+        )
+    )
+    return f"conv-choices-{hashlib.sha256(about.encode()).hexdigest()[:12]}.json"
+
+
+def _entry(g: Geometry, which: Pass, a: torch.Tensor, cap_bytes: int) -> str:
+    return f"{which}|{a.dtype}|{cap_bytes}|{astuple(g)}"
+
+
+def _kept(
+    g: Geometry, which: Pass, a: torch.Tensor, cap_bytes: int, ways: list[Candidate]
+) -> Candidate | None:
+    name = _file_name(a.device)
+    if name not in _files:
+        content = folder.read_json(name)
+        _files[name] = content if isinstance(content, dict) else {}
+    word = _files[name].get(_entry(g, which, a, cap_bytes))
+    return next((way for way in ways if way.name == word), None)
+
+
+def _keep(g: Geometry, which: Pass, a: torch.Tensor, cap_bytes: int, way: Candidate) -> None:
+    name = _file_name(a.device)
+    _files.setdefault(name, {})[_entry(g, which, a, cap_bytes)] = way.name
+    if not _dirty:
+        atexit.register(save)
+    _dirty.add(name)
+
+
+def save() -> None:
+    """Write what was measured; done by itself when Python ends."""
+    for name in sorted(_dirty):
+        before = folder.read_json(name)  # another process may have measured other shapes
+        merged = {**(before if isinstance(before, dict) else {}), **_files[name]}
+        folder.write_json(name, merged)
+    _dirty.clear()
