@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.order.seeding import seeded as seeded
     from penstock.order.splitting import split as split
     from penstock.packing import pack as pack
-    from penstock.policy.planning import plan as plan
+    from penstock.planning.planner import plan as plan
     from penstock.sources.cache import cached as cached
     from penstock.sources.fields import Field as Field
     from penstock.sources.image_folder import ImageFolder as ImageFolder
@@ -61,12 +61,12 @@ _HOMES = {
     "to_device": "penstock.device.iterables",
     "SharedList": "penstock.engine.shared.shared_list",
     "SharedDict": "penstock.engine.shared.shared_dict",
-    "Choice": "penstock.policy.plan",
-    "Plan": "penstock.policy.plan",
+    "Choice": "penstock.planning.plan",
+    "Plan": "penstock.planning.plan",
     "machine": "penstock.machine",
     "Machine": "penstock.machine.facts",
     "Gpu": "penstock.machine.facts",
-    "plan": "penstock.policy.planning",
+    "plan": "penstock.planning.planner",
     "rng": "penstock.order.drawing",
     "replay": "penstock.engine.replay",
     "seed_all": "penstock.order.seeding",

@@ -23,10 +23,10 @@ from penstock.machine.collect import here
 from penstock.order.course import Course
 from penstock.order.keys import checked_seed
 from penstock.order.resume import Resumable, make_order
-from penstock.policy.given import Wish, Work, checked_workers
-from penstock.policy.plan import Plan
-from penstock.policy.rules import choose_start_method, make_plan
-from penstock.policy.workers import should_measure
+from penstock.planning.inputs import Wish, Work, checked_workers
+from penstock.planning.plan import Plan
+from penstock.planning.rules import choose_start_method, make_plan
+from penstock.planning.worker_count import should_measure
 
 _POOLS = ("auto", "process", "thread", "inline")
 _RANDOMNESS = ("sample", "worker")

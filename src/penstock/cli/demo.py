@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.loader import DataLoader
-    from penstock.policy.plan import Plan
+    from penstock.planning.plan import Plan
     from penstock.trace.timeline import Timeline
 
 BATCH_SIZE = 64

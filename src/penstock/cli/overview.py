@@ -12,10 +12,10 @@ import penstock
 from penstock.cli.sections import main_facts, make_console, print_section
 from penstock.machine.collect import machine
 from penstock.machine.facts import Machine
-from penstock.policy.given import Wish, Work
-from penstock.policy.plan import Choice
-from penstock.policy.rules import make_plan
-from penstock.policy.safety import tabulate_safe_workers
+from penstock.planning.inputs import Wish, Work
+from penstock.planning.plan import Choice
+from penstock.planning.rules import make_plan
+from penstock.planning.safety import tabulate_safe_workers
 
 NAMES = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}
 NEXT_STEPS = (

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.machine.facts import Machine
-from penstock.policy.wording import count, size
+from penstock.planning.quantities import count, size
 
 
 def make_console() -> Console:

@@ -18,12 +18,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from penstock.machine.collect import here, machine
-from penstock.policy.amd_override import VARIABLE, judge_override
-from penstock.policy.given import Wish, Work
-from penstock.policy.plan import Choice
-from penstock.policy.rules import make_plan
-from penstock.policy.safety import USUAL_REQUESTS, choose_safe_workers, tabulate_safe_workers
-from penstock.policy.wording import size
+from penstock.planning.amd_override import VARIABLE, judge_override
+from penstock.planning.inputs import Wish, Work
+from penstock.planning.plan import Choice
+from penstock.planning.quantities import size
+from penstock.planning.rules import make_plan
+from penstock.planning.safety import USUAL_REQUESTS, choose_safe_workers, tabulate_safe_workers
 
 if TYPE_CHECKING:
     from penstock.loader import DataLoader

@@ -33,9 +33,9 @@ from penstock.integrations.ultralytics import settle_mosaic
 from penstock.loader import DataLoader
 from penstock.machine.collect import here
 from penstock.order.keys import PATCH_STREAM, checked_seed, make_key, mix
-from penstock.policy.given import Wish
-from penstock.policy.plan import Plan
-from penstock.policy.safety import make_safe
+from penstock.planning.inputs import Wish
+from penstock.planning.plan import Plan
+from penstock.planning.safety import make_safe
 
 _PLAIN: Any = TorchDataLoader([0])  # type: ignore[arg-type]
 _TORCH_NAMES = tuple(name for name in vars(_PLAIN) if name != "_iterator")

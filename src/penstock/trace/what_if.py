@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engine import pace
 from penstock.errors import BadArgument, BadTrace
-from penstock.policy import simulator
-from penstock.policy.simulator import Cost, Run, Settings, Workload
+from penstock.trace import simulator
 from penstock.trace.model import Lane, Model, Span
 from penstock.trace.record import BATCH, LEASE, Noted
+from penstock.trace.simulator import Cost, Run, Settings, Workload
 
 if TYPE_CHECKING:
     from penstock.trace.timeline import Timeline

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from penstock.cli.overview import print_overview
 from penstock.machine.facts import Machine
-from penstock.policy.safety import tabulate_safe_workers
+from penstock.planning.safety import tabulate_safe_workers
 
 pytestmark = pytest.mark.legacy
 

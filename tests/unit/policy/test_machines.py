@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from penstock.machine.facts import Machine
-from penstock.policy.given import Wish, Work
-from penstock.policy.plan import Plan
-from penstock.policy.problem import Problem
-from penstock.policy.problems import find_problems
-from penstock.policy.rules import make_plan
+from penstock.planning.inputs import Wish, Work
+from penstock.planning.plan import Plan
+from penstock.planning.problem import Problem
+from penstock.planning.problems import find_problems
+from penstock.planning.rules import make_plan
 
 pytestmark = pytest.mark.legacy
 

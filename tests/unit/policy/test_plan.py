@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from penstock.machine.facts import Gpu, Machine
-from penstock.policy.given import Wish, Work
-from penstock.policy.plan import Choice
-from penstock.policy.rules import make_plan
-from penstock.policy.workers import choose_num_workers, should_measure
+from penstock.planning.inputs import Wish, Work
+from penstock.planning.plan import Choice
+from penstock.planning.rules import make_plan
+from penstock.planning.worker_count import choose_num_workers, should_measure
 
 pytestmark = pytest.mark.legacy
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import penstock
-from penstock.policy.measure import (
+from penstock.planning.planner import LIMIT_S, measure_work
+from penstock.planning.sample_timing import (
     is_iterable_only,
     num_bytes,
     pace_of,
     spread_indices,
     timed_samples,
 )
-from penstock.policy.planning import LIMIT_S, measure_work
 
 pytestmark = pytest.mark.legacy
 

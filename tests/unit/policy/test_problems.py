@@ -6,10 +6,10 @@ import pytest
 
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.storage import Storage
-from penstock.policy.given import Wish, Work
-from penstock.policy.problem import Problem, worst_first
-from penstock.policy.problems import find_problems, judge_storage
-from penstock.policy.rules import make_plan
+from penstock.planning.inputs import Wish, Work
+from penstock.planning.problem import Problem, worst_first
+from penstock.planning.problems import find_problems, judge_storage
+from penstock.planning.rules import make_plan
 
 pytestmark = pytest.mark.legacy
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.machine.facts import Machine
-from penstock.policy.given import Wish
-from penstock.policy.safety import make_safe
+from penstock.planning.inputs import Wish
+from penstock.planning.safety import make_safe
 
 BOX = Machine(os="linux", num_cpus=4, memory_bytes=64 << 30, available_bytes=64 << 30)
 GPU_OPEN = Machine(os="linux", num_cpus=4, has_gpu_context=True)

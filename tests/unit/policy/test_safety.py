@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.machine.facts import Machine
-from penstock.policy.given import Wish
-from penstock.policy.safety import choose_safe_workers, make_safe
+from penstock.planning.inputs import Wish
+from penstock.planning.safety import choose_safe_workers, make_safe
 
 pytestmark = pytest.mark.legacy
 

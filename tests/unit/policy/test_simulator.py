@@ -12,7 +12,7 @@ import penstock
 import traces
 from penstock import BadTrace, Timeline
 from penstock.errors import BadArgument
-from penstock.policy.simulator import Cost, Run, Settings, Workload, simulate
+from penstock.trace.simulator import Cost, Run, Settings, Workload, simulate
 from penstock.trace.what_if import distil
 
 pytestmark = pytest.mark.legacy

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from penstock.engine.bad_file import BadSample, read
 from penstock.errors import BadTarget
-from penstock.policy.wording import count
+from penstock.planning.quantities import count
 
 FOLDER = "bad-samples"
 _MAX_WORST = 10

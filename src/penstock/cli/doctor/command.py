@@ -26,11 +26,11 @@ from penstock.machine.collect import machine
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.gpu import Sighting, sight_by_torch
 from penstock.machine.storage import Storage, storage_of
-from penstock.policy.given import Wish, Work
-from penstock.policy.plan import Plan
-from penstock.policy.problem import Problem, worst_first
-from penstock.policy.problems import find_problems, judge_storage
-from penstock.policy.rules import make_plan
+from penstock.planning.inputs import Wish, Work
+from penstock.planning.plan import Plan
+from penstock.planning.problem import Problem, worst_first
+from penstock.planning.problems import find_problems, judge_storage
+from penstock.planning.rules import make_plan
 
 HEALTHY, UNHEALTHY = 0, 1
 DEFAULT_BATCH_SIZE = 32

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from penstock.machine.gpu import Sighting
-from penstock.policy.problem import Problem
+from penstock.planning.problem import Problem
 
 if TYPE_CHECKING:
     from penstock.conv.probing.probe import Findings

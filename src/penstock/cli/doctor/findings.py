@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.policy.problem import Problem
-from penstock.policy.wording import count, duration, size
+from penstock.planning.problem import Problem
+from penstock.planning.quantities import count, duration, size
 
 UNEVEN = 5.0
 """A tenth of the samples takes this many times the median: worth saying."""

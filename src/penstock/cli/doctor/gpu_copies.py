@@ -12,7 +12,7 @@ from typing import Any
 from penstock.cli.doctor.child import run_trial
 from penstock.machine.facts import Gpu
 from penstock.machine.links import Link
-from penstock.policy.problem import Problem
+from penstock.planning.problem import Problem
 
 _TRIAL = "penstock.cli.doctor.gpu_trial"
 IMAGE_VALUES = 3 * 224 * 224

@@ -14,8 +14,8 @@ from penstock.cli.doctor.gpu_copies import copy_rows
 from penstock.cli.sections import main_facts, print_section
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.storage import Storage
-from penstock.policy.problem import Problem
-from penstock.policy.wording import duration, size
+from penstock.planning.problem import Problem
+from penstock.planning.quantities import duration, size
 
 if TYPE_CHECKING:
     from penstock.conv.probing import probe
@@ -29,7 +29,7 @@ class Findings:
     """All that the doctor found.
 
     Args:
-        plan: As :meth:`penstock.policy.plan.Plan.to_dict` gives it.
+        plan: As :meth:`penstock.planning.plan.Plan.to_dict` gives it.
         seen_by_torch: The GPUs that torch can use, where it was asked.
         gpu_copies: What :func:`penstock.cli.doctor.gpu_copies.measure_copies` gave.
         dataset: The notes of a trial.

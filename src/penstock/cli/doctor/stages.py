@@ -25,9 +25,9 @@ from penstock.engine.travel.parcel import serialise
 from penstock.errors import CannotTravel
 from penstock.loader import DataLoader
 from penstock.machine.collect import machine
-from penstock.policy.given import Wish, Work
-from penstock.policy.measure import is_iterable_only, spread_indices
-from penstock.policy.rules import make_plan
+from penstock.planning.inputs import Wish, Work
+from penstock.planning.rules import make_plan
+from penstock.planning.sample_timing import is_iterable_only, spread_indices
 
 if TYPE_CHECKING:
     from penstock.cli.doctor.trial import Notes

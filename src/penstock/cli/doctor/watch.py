@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 from penstock.machine.gpu_watch import GpuReading, Look, look
-from penstock.policy.wording import size
+from penstock.planning.quantities import size
 
 LIMIT_S = 2.0
 INTERVAL_S = 1.0

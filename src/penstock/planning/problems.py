@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from penstock.machine.facts import Machine
 from penstock.machine.storage import Storage
-from penstock.policy.amd_override import judge_override
-from penstock.policy.plan import Plan
-from penstock.policy.problem import Problem, Severity, worst_first
-from penstock.policy.wording import count, size
+from penstock.planning.amd_override import judge_override
+from penstock.planning.plan import Plan
+from penstock.planning.problem import Problem, Severity, worst_first
+from penstock.planning.quantities import count, size
 
 SMALL_SHM_BYTES = 1 << 30
 """A container has 64 MiB unless told otherwise; a machine of its own has half its memory."""
@@ -36,8 +36,8 @@ def find_problems(
         storage: What the data lies on, by its path.
 
     Example:
-        >>> from penstock.policy.given import Wish, Work
-        >>> from penstock.policy.rules import make_plan
+        >>> from penstock.planning.inputs import Wish, Work
+        >>> from penstock.planning.rules import make_plan
         >>> box = Machine(os="linux", num_cpus=4, torch_build="cpu", shm_bytes=64 << 20)
         >>> for problem in find_problems(box, make_plan(box, Wish(), Work())):
         ...     print(problem.severity, problem.code, problem.cure, sep=": ")

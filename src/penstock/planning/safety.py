@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from penstock.machine.facts import Machine
-from penstock.policy.given import Wish, Work
-from penstock.policy.plan import Choice
-from penstock.policy.rules import choose_start_method
-from penstock.policy.workers import most_workers
+from penstock.planning.inputs import Wish, Work
+from penstock.planning.plan import Choice
+from penstock.planning.rules import choose_start_method
+from penstock.planning.worker_count import most_workers
 
 USUAL_REQUESTS = (0, 1, 2, 4, 8)
 """What scripts ask for."""

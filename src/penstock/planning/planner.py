@@ -8,8 +8,10 @@ from typing import Any
 from penstock.errors import BadArgument
 from penstock.machine.collect import machine
 from penstock.order.generators import preserved_generators
-from penstock.policy.given import Wish, Work
-from penstock.policy.measure import (
+from penstock.planning.inputs import Wish, Work
+from penstock.planning.plan import Plan
+from penstock.planning.rules import make_plan
+from penstock.planning.sample_timing import (
     TimedSample,
     is_iterable_only,
     is_sliced_in_memory,
@@ -18,8 +20,6 @@ from penstock.policy.measure import (
     spread_indices,
     timed_samples,
 )
-from penstock.policy.plan import Plan
-from penstock.policy.rules import make_plan
 
 LIMIT_S = 0.5
 MAX_SAMPLES = 64

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.machine.facts import Machine
-from penstock.policy.given import Wish, Work
-from penstock.policy.plan import Choice
-from penstock.policy.wording import count, duration, size
+from penstock.planning.inputs import Wish, Work
+from penstock.planning.plan import Choice
+from penstock.planning.quantities import count, duration, size
 
 PARENT_S = 120e-6
 HANDOVER_S = 250e-6

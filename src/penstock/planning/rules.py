@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.machine.facts import Machine
-from penstock.policy.given import Wish, Work
-from penstock.policy.plan import Choice, Plan, Source
-from penstock.policy.wording import count, size
-from penstock.policy.workers import choose_num_workers, memory_ceiling
+from penstock.planning.inputs import Wish, Work
+from penstock.planning.plan import Choice, Plan, Source
+from penstock.planning.quantities import count, size
+from penstock.planning.worker_count import choose_num_workers, memory_ceiling
 
 AUTO_PREFETCH = "2 to 16"
 
