@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from torch.utils.data import RandomSampler
 
-from penstock.order.sampling import SeededOrder
+from penstock.order.samplers import SeededOrder
 
 BATCH_SIZE = 64
 SHUFFLES: dict[str, Callable[[int], Iterable[Any]]] = {

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from penstock.machine.collect import machine as machine
     from penstock.machine.facts import Gpu as Gpu
     from penstock.machine.facts import Machine as Machine
+    from penstock.order.block_order import BlockOrder as BlockOrder
     from penstock.order.bucketing import BucketedBatches as BucketedBatches
-    from penstock.order.drawing import rng as rng
-    from penstock.order.nearby import BlockOrder as BlockOrder
-    from penstock.order.sampling import SeededOrder as SeededOrder
-    from penstock.order.sampling import WeightedOrder as WeightedOrder
+    from penstock.order.rng import rng as rng
+    from penstock.order.samplers import SeededOrder as SeededOrder
+    from penstock.order.samplers import WeightedOrder as WeightedOrder
     from penstock.order.seeding import seed_all as seed_all
     from penstock.order.seeding import seeded as seeded
-    from penstock.order.splitting import split as split
+    from penstock.order.split import split as split
     from penstock.packing import pack as pack
     from penstock.planning.planner import plan as plan
     from penstock.sources.cache import cached as cached
@@ -67,15 +67,15 @@ _HOMES = {
     "Machine": "penstock.machine.facts",
     "Gpu": "penstock.machine.facts",
     "plan": "penstock.planning.planner",
-    "rng": "penstock.order.drawing",
+    "rng": "penstock.order.rng",
     "replay": "penstock.engine.replay",
     "seed_all": "penstock.order.seeding",
     "seeded": "penstock.order.seeding",
-    "split": "penstock.order.splitting",
-    "SeededOrder": "penstock.order.sampling",
-    "WeightedOrder": "penstock.order.sampling",
+    "split": "penstock.order.split",
+    "SeededOrder": "penstock.order.samplers",
+    "WeightedOrder": "penstock.order.samplers",
     "BucketedBatches": "penstock.order.bucketing",
-    "BlockOrder": "penstock.order.nearby",
+    "BlockOrder": "penstock.order.block_order",
     "pack": "penstock.packing",
     "Packed": "penstock.sources.packed",
     "Field": "penstock.sources.fields",

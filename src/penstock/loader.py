@@ -20,7 +20,7 @@ from penstock.engine.start.nursery import warm_up
 from penstock.engine.traces import Traces
 from penstock.errors import BadArgument, warn_user
 from penstock.machine.collect import here
-from penstock.order.course import Course
+from penstock.order.epoch_state import Course
 from penstock.order.keys import checked_seed
 from penstock.order.resume import Resumable, make_order
 from penstock.planning.inputs import Wish, Work, checked_workers

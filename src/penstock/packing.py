@@ -18,7 +18,7 @@ from penstock.errors import BadArgument, TooManyBad, warn_user
 from penstock.loader import DataLoader
 from penstock.machine.collect import here
 from penstock.order.keys import checked_count
-from penstock.order.randomness import SampleRandomness
+from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.pack_source import SHARD_BYTES, Samples, make_job
 from penstock.sources.packed import Packed
 from penstock.sources.packed_writer import Map, pack_into, refuse_finished

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from penstock.order.bucketing import BucketedBatches
 from penstock.order.keys import make_key
 from penstock.order.permutation import Permutation
-from penstock.order.sampling import SeededOrder
-from penstock.order.splitting import split
+from penstock.order.samplers import SeededOrder
+from penstock.order.split import split
 
 pytestmark = pytest.mark.legacy
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.order.generators import preserved_generators
-from penstock.order.randomness import SampleRandomness
-from penstock.order.reads import watching_reads
+from penstock.order.generator_reads import watching_reads
+from penstock.order.global_generators import preserved_generators
+from penstock.order.sample_randomness import SampleRandomness
 from specimens import assert_same
 
 pytestmark = pytest.mark.legacy

@@ -13,9 +13,9 @@ from penstock.engine.bad_samples import BadBook
 from penstock.engine.recovery import Limits
 from penstock.engine.tolerance import MAX_SUBSTITUTES, ON_ERROR, OnError
 from penstock.errors import BadArgument
-from penstock.order.course import Course
+from penstock.order.epoch_state import Course
 from penstock.order.keys import checked_count
-from penstock.order.sampling import SeededOrder
+from penstock.order.samplers import SeededOrder
 
 
 class Forgiving:

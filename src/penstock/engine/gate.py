@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.order.generators import preserved_generators
-from penstock.order.reads import watching_reads
+from penstock.order.generator_reads import watching_reads
+from penstock.order.global_generators import preserved_generators
 
 
 class Gate:

@@ -30,10 +30,10 @@ from penstock.engine.pinned import make_ring
 from penstock.engine.slots import Ring
 from penstock.engine.tolerance import Careful, Poison, poison_among
 from penstock.errors import NoSubstitute
-from penstock.order.foreign import OwnGenerators
-from penstock.order.generators import preserved_generators
-from penstock.order.randomness import COLLATE_STREAM, SampleRandomness
-from penstock.order.reads import watching_reads
+from penstock.order.generator_reads import watching_reads
+from penstock.order.global_generators import preserved_generators
+from penstock.order.own_generators import OwnGenerators
+from penstock.order.sample_randomness import COLLATE_STREAM, SampleRandomness
 from penstock.trace.record import now_ns
 
 _rings: weakref.WeakKeyDictionary[Any, tuple[int, Ring]] = weakref.WeakKeyDictionary()

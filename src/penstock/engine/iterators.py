@@ -21,7 +21,7 @@ from penstock.engine.recording import Recorder
 from penstock.engine.recovery import Limits
 from penstock.engine.tolerance import OnError
 from penstock.errors import DeviceFailed
-from penstock.order.course import Course, Walk
+from penstock.order.epoch_state import Course, Walk
 from penstock.trace.record import now_ns
 
 Effect = Callable[[], None]

@@ -11,12 +11,12 @@ from typing import Any
 
 from penstock.engine.batch.fetch import fetch_map, takes_batches
 from penstock.errors import BadArgument
-from penstock.order.foreign import OwnGenerators
-from penstock.order.generators import preserved_generators
+from penstock.order.generator_reads import watching_reads
+from penstock.order.global_generators import preserved_generators
 from penstock.order.keys import checked_count
-from penstock.order.randomness import SampleRandomness
-from penstock.order.reads import watching_reads
-from penstock.order.sampling import SeededOrder
+from penstock.order.own_generators import OwnGenerators
+from penstock.order.sample_randomness import SampleRandomness
+from penstock.order.samplers import SeededOrder
 
 
 def replay(loader: Any, epoch: int, index: int) -> Any:

@@ -38,9 +38,9 @@ from penstock.engine.messages import NOTHING, Fresh, Lease, Reply, Resume, Task
 from penstock.engine.remote_errors import describe
 from penstock.engine.scribe import Scribe
 from penstock.engine.tolerance import Careful
-from penstock.order.course import own_state_of
-from penstock.order.foreign import OwnGenerator, OwnGenerators
-from penstock.order.randomness import COLLATE_STREAM, Restless, SampleRandomness
+from penstock.order.epoch_state import own_state_of
+from penstock.order.own_generators import OwnGenerator, OwnGenerators
+from penstock.order.sample_randomness import COLLATE_STREAM, Restless, SampleRandomness
 from penstock.trace.record import now_ns
 
 Loaded = tuple[str, Any, int, bool]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.errors import BadArgument
-from penstock.order.drawing import rng
+from penstock.order.rng import rng
 
 _NUM_TRIES = 10
 

@@ -29,7 +29,7 @@ from penstock.integrations.libraries import untested_here
 from penstock.integrations.rank_walk import Chain, RankWalk, unwrap
 from penstock.loader import DataLoader
 from penstock.order.bucketing import BucketedBatches
-from penstock.order.course import Course
+from penstock.order.epoch_state import Course
 
 _MODULE = "accelerate.data_loader"
 _NEEDED = ("DataLoaderAdapter", "DataLoaderDispatcher", "BatchSamplerShard", "SkipBatchSampler")

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from penstock.order.course import Course, Walk
-from penstock.order.sampling import Order
+from penstock.order.epoch_state import Course, Walk
+from penstock.order.samplers import Order
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from penstock.order.keys import (
     mix,
 )
 from penstock.order.permutation import Permutation
-from penstock.order.sharding import Shard
+from penstock.order.ranks import Shard
 
 
 class BucketedBatches:

@@ -8,11 +8,11 @@ from typing import Any
 
 from penstock.errors import BadArgument, BadState, warn_user
 from penstock.order.bucketing import BucketedBatches
-from penstock.order.course import Course, Mark, Walk, fits_generator, own_state_of
+from penstock.order.epoch_state import Course, Mark, Walk, fits_generator, own_state_of
 from penstock.order.keys import checked_count
-from penstock.order.sampling import Order, SeededOrder
-from penstock.order.sharding import rank_here
-from penstock.order.state import State
+from penstock.order.loader_state import State
+from penstock.order.ranks import rank_here
+from penstock.order.samplers import Order, SeededOrder
 
 
 class Resumable:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadArgument
-from penstock.order.generators import preserved_generators
+from penstock.order.global_generators import preserved_generators
 from penstock.order.keys import MASK, checked_seed
 
 _INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.errors import BadArgument
 from penstock.machine.collect import machine
-from penstock.order.generators import preserved_generators
+from penstock.order.global_generators import preserved_generators
 from penstock.planning.inputs import Wish, Work
 from penstock.planning.plan import Plan
 from penstock.planning.rules import make_plan

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadStore, CannotPack
-from penstock.order.generators import preserved_generators
-from penstock.order.randomness import SampleRandomness
+from penstock.order.global_generators import preserved_generators
+from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.cache_storage import DiskPlace, MemoryPlace, Place
 from penstock.sources.columns import FixedColumn, Part, value_of
 from penstock.sources.fields import Encoder, Field, find_schema, kind_of, mean_bytes, split_sample

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.errors import BadArgument, CannotPack, PenstockError
 from penstock.order.keys import BAD_STREAM, GOLDEN, checked_count, checked_seed, make_key, mix
-from penstock.order.randomness import SampleRandomness
+from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.fields import (
     Encoder,
     Field,

@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from penstock.errors import BadArgument
-from penstock.order.nearby import BlockOrder
-from penstock.order.sharding import Shard
+from penstock.order.block_order import BlockOrder
+from penstock.order.ranks import Shard
 from penstock.sources.columns import Column, FixedColumn, RaggedColumn, value_of
 from penstock.sources.manifest import FieldSchema
 from penstock.sources.packed_folder import Folder

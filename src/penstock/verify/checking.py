@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from penstock.errors import BadArgument
-from penstock.order.generators import preserved_generators
+from penstock.order.global_generators import preserved_generators
 from penstock.order.keys import checked_count
 from penstock.verify.causes import Case, find_cause
 from penstock.verify.differences import (

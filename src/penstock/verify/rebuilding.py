@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from penstock.order.sampling import SeededOrder
+from penstock.order.samplers import SeededOrder
 
 _ORDERING = ("shuffle", "sampler", "batch_sampler", "batch_size", "drop_last")
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.order.generators import preserved_generators
+from penstock.order.global_generators import preserved_generators
 from penstock.verify.hashing import digest, rows_of
 from penstock.verify.settings import Factory, Setting
 

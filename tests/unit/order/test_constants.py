@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from penstock.order.bucketing import BucketedBatches
-from penstock.order.drawing import rng
-from penstock.order.generators import preserved_generators
+from penstock.order.global_generators import preserved_generators
 from penstock.order.keys import make_key
-from penstock.order.randomness import SampleRandomness
-from penstock.order.sampling import SeededOrder, WeightedOrder
-from penstock.order.splitting import split
+from penstock.order.rng import rng
+from penstock.order.sample_randomness import SampleRandomness
+from penstock.order.samplers import SeededOrder, WeightedOrder
+from penstock.order.split import split
 
 pytestmark = pytest.mark.legacy
 

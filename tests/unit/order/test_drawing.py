@@ -11,9 +11,9 @@ import pytest
 
 import penstock
 from penstock import rng
-from penstock.order.generators import preserved_generators
-from penstock.order.randomness import NUM_STRICT, Restless, SampleRandomness
-from penstock.order.reads import watching_reads
+from penstock.order.generator_reads import watching_reads
+from penstock.order.global_generators import preserved_generators
+from penstock.order.sample_randomness import NUM_STRICT, Restless, SampleRandomness
 
 pytestmark = pytest.mark.legacy
 

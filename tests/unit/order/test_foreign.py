@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.order.attributes import MAX_ITEMS
-from penstock.order.foreign import OwnGenerators, find_own_generators
-from penstock.order.generators import preserved_generators
-from penstock.order.randomness import SampleRandomness
+from penstock.order.global_generators import preserved_generators
+from penstock.order.object_walk import MAX_ITEMS
+from penstock.order.own_generators import OwnGenerators, find_own_generators
+from penstock.order.sample_randomness import SampleRandomness
 
 pytestmark = pytest.mark.legacy
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.order import generators, randomness
-from penstock.order.generators import preserved_generators
-from penstock.order.randomness import NUM_STRICT, SampleRandomness
-from penstock.order.reads import watching_reads
+from penstock.order import global_generators as generators
+from penstock.order import sample_randomness as randomness
+from penstock.order.generator_reads import watching_reads
+from penstock.order.global_generators import preserved_generators
+from penstock.order.sample_randomness import NUM_STRICT, SampleRandomness
 from specimens import assert_same, differences
 
 pytestmark = pytest.mark.legacy

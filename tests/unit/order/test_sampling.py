@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 
 from penstock.errors import BadArgument
-from penstock.order.sampling import CHUNK, Order, SeededOrder, WeightedOrder
-from penstock.order.sharding import Shard, rank_here
+from penstock.order.ranks import Shard, rank_here
+from penstock.order.samplers import CHUNK, Order, SeededOrder, WeightedOrder
 
 pytestmark = pytest.mark.legacy
 

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from penstock.order.randomness import SampleRandomness
+from penstock.order.sample_randomness import SampleRandomness
 
 
 class Exhausted(Exception):

@@ -18,7 +18,7 @@ from penstock.engine.batch.collate import is_default_collate, read_leaf, view_ba
 from penstock.engine.batch.layout import Layout, OddSample, read_layout
 from penstock.engine.batch.placing import offers
 from penstock.engine.slots import Ring
-from penstock.order.splitting import Part
+from penstock.order.split import Part
 
 TRY_OTHER_EVERY = 64
 """Copies after which both ways are timed once more."""

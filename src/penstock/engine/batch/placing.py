@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from penstock.engine.batch.collate import BatchWriter
-from penstock.order.splitting import Part
+from penstock.order.split import Part
 
 Rows = Sequence["np.ndarray | None"]
 

@@ -92,7 +92,7 @@ def keep_opencv_single() -> None:
 
 def serve(worker: Any) -> None:
     """Run a worker until the parent is gone or has hung up."""
-    from penstock.order.reads import watching_reads
+    from penstock.order.generator_reads import watching_reads
 
     try:
         with watching_reads():
@@ -111,7 +111,7 @@ def prepare_worker(number: int, num_workers: int, task: Task, objects: dict[str,
     from torch.utils.data._utils import worker as torch_worker
 
     from penstock.engine.batch.fetch import seed_pipes
-    from penstock.order.randomness import seed_worker
+    from penstock.order.sample_randomness import seed_worker
 
     seed = seed_worker(task.base_seed, number)
     objects["dataset"] = seed_pipes(objects["dataset"], task.shared_seed)
@@ -207,7 +207,7 @@ def nursery_main(control_fd: int) -> None:
 
         import penstock.engine.desks
         import penstock.engine.worker
-        import penstock.order.randomness  # noqa: F401
+        import penstock.order.sample_randomness  # noqa: F401
 
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)

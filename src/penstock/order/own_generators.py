@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.order.attributes import walk
 from penstock.order.keys import GOLDEN, mix
+from penstock.order.object_walk import walk
 
 Setter = Callable[[int], object]
 

@@ -4,7 +4,7 @@
     Walk     what an iterator draws its batches of indices from: the loader's own index sampler,
              begun at the course's start
 
-An order of ours (:class:`penstock.order.sampling.Order`) begins anywhere at no cost. Any other
+An order of ours (:class:`penstock.order.samplers.Order`) begins anywhere at no cost. Any other
 sampler is asked for its indices from the first one on, and those before the start are dropped: no
 sample is loaded for them.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.order.keys import WORKER_STREAM, make_key
-from penstock.order.sampling import Order
+from penstock.order.samplers import Order
 
 
 class Course:

@@ -29,7 +29,7 @@ from penstock.order.keys import (
     make_key,
 )
 from penstock.order.permutation import Identity, Permutation, checked_places
-from penstock.order.sharding import Shard
+from penstock.order.ranks import Shard
 
 CHUNK = 4096
 """Indices computed at a time: 0.2 ms, and 160 KB while it lasts."""
@@ -146,7 +146,7 @@ class SeededOrder(Order):
         length: How many samples the dataset has, or the dataset itself.
         seed: A whole number of 64 bits.
         shuffle: False for 0, 1, 2, ...
-        batch_size: Matters with several ranks: see :mod:`penstock.order.sharding`. Without
+        batch_size: Matters with several ranks: see :mod:`penstock.order.ranks`. Without
             ``drop_last`` and more than one rank it changes nothing.
         rank, world_size: Give this rank's part only.
         drop_last: Leave out what does not fill a batch of every rank.

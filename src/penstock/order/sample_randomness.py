@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.order.drawing import OUTSIDE, UNKNOWN, SampleStream, here
-from penstock.order.generators import numpy_generator, preserved_generators, python_generator
+from penstock.order.generator_reads import reads, unwatch, watch, watching_reads
+from penstock.order.global_generators import numpy_generator, preserved_generators, python_generator
 from penstock.order.keys import OWN_STREAM, make_key, mix
-from penstock.order.reads import reads, unwatch, watch, watching_reads
+from penstock.order.rng import OUTSIDE, UNKNOWN, SampleStream, here
 
 _MASK = (1 << 64) - 1
 _BLOCKS = 78
@@ -57,7 +57,7 @@ class SampleRandomness:
         seed: The loader's base seed.
         with_torch: False leaves torch's generator alone (the user seeded it in worker_init_fn).
         also_set: Called with 64 bits of the sample's own before each sample, for generators that
-            only the dataset knows (:mod:`penstock.order.foreign`). Every sample is strict then.
+            only the dataset knows (:mod:`penstock.order.own_generators`). Every sample is strict then.
 
     Called from: whoever loads samples, in that process or thread, one at a time. Pairs with
     :func:`watching_reads`, which should be active meanwhile.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from penstock.order.keys import NEARBY_STREAM, checked_count, make_key, mix
 from penstock.order.permutation import Permutation, checked_places
-from penstock.order.sampling import Order
+from penstock.order.samplers import Order
 
 
 class BlockOrder(Order):
