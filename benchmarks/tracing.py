@@ -27,8 +27,8 @@ import penstock
 from datasets import Pairs
 from front import run
 from measure import Case, Contender, Pace, Target
-from penstock.engine.messages import Lease, Task, control_bytes
-from penstock.engine.worker import Worker
+from penstock.engine.memory.messages import Lease, Task, control_bytes
+from penstock.engine.worker.loop import Worker
 from penstock.trace.record import RING_BYTES
 
 NUM_WORKERS, BATCH_SIZE = 2, 64

@@ -36,14 +36,14 @@ class World:
 
 def nursery_pid() -> int | None:
     """The nursery of this process, if it has started one; it stays warm between tests."""
-    module = sys.modules.get("penstock.engine.start.nursery")
+    module = sys.modules.get("penstock.engine.parent.fork_server")
     nursery = getattr(module, "_current", None)
     return None if nursery is None else nursery.pid
 
 
 def _fds_that_stay() -> set[int | None]:
     """Descriptors that live as long as we do: to the nursery, to multiprocessing's tracker."""
-    module = sys.modules.get("penstock.engine.start.nursery")
+    module = sys.modules.get("penstock.engine.parent.fork_server")
     nursery = getattr(module, "_current", None)
     fds = {resource_tracker._resource_tracker._fd}  # type: ignore[attr-defined]
     if nursery is not None:

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from penstock.engine.travel.parcel import Packed, Parcel, serialise, unpack
+from penstock.engine.pickling.pickler import Packed, Parcel, serialise, unpack
 
 
 def worker_side(packed: Packed) -> Parcel:

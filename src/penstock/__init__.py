@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from penstock import legacy as legacy
     from penstock.device.finish import finish as finish
     from penstock.device.iterables import to_device as to_device
-    from penstock.engine.bad_file import BadSample as BadSample
-    from penstock.engine.recording import Tracing as Tracing
-    from penstock.engine.replay import replay as replay
-    from penstock.engine.shared.shared_dict import SharedDict as SharedDict
-    from penstock.engine.shared.shared_list import SharedList as SharedList
+    from penstock.engine.loading.bad_sample_file import BadSample as BadSample
+    from penstock.engine.memory.shared_dict import SharedDict as SharedDict
+    from penstock.engine.memory.shared_list import SharedList as SharedList
+    from penstock.engine.parent.replay import replay as replay
     from penstock.images.crops import CenterCrop as CenterCrop
     from penstock.images.crops import Compose as Compose
     from penstock.images.crops import RandomHorizontalFlip as RandomHorizontalFlip
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from penstock.sources.packed import Packed as Packed
     from penstock.sources.tensor_files import open_tensors as open_tensors
     from penstock.trace.record import span as span
+    from penstock.trace.recorder import Tracing as Tracing
     from penstock.trace.timeline import Timeline as Timeline
     from penstock.trace.what_if import simulate as simulate
     from penstock.verify.checking import verify as verify
@@ -59,8 +59,8 @@ _HOMES = {
     "DataLoader": "penstock.loader",
     "finish": "penstock.device.finish",
     "to_device": "penstock.device.iterables",
-    "SharedList": "penstock.engine.shared.shared_list",
-    "SharedDict": "penstock.engine.shared.shared_dict",
+    "SharedList": "penstock.engine.memory.shared_list",
+    "SharedDict": "penstock.engine.memory.shared_dict",
     "Choice": "penstock.planning.plan",
     "Plan": "penstock.planning.plan",
     "machine": "penstock.machine",
@@ -68,7 +68,7 @@ _HOMES = {
     "Gpu": "penstock.machine.facts",
     "plan": "penstock.planning.planner",
     "rng": "penstock.order.rng",
-    "replay": "penstock.engine.replay",
+    "replay": "penstock.engine.parent.replay",
     "seed_all": "penstock.order.seeding",
     "seeded": "penstock.order.seeding",
     "split": "penstock.order.split",
@@ -89,7 +89,7 @@ _HOMES = {
     "CenterCrop": "penstock.images.crops",
     "Compose": "penstock.images.crops",
     "span": "penstock.trace.record",
-    "Tracing": "penstock.engine.recording",
+    "Tracing": "penstock.trace.recorder",
     "Timeline": "penstock.trace.timeline",
     "simulate": "penstock.trace.what_if",
     "BadTrace": "penstock.errors",
@@ -107,7 +107,7 @@ _HOMES = {
     "Stuck": "penstock.errors",
     "TooManyBad": "penstock.errors",
     "NoSubstitute": "penstock.errors",
-    "BadSample": "penstock.engine.bad_file",
+    "BadSample": "penstock.engine.loading.bad_sample_file",
     "StartFailed": "penstock.errors",
     "CannotTravel": "penstock.errors",
     "MismatchedSamples": "penstock.errors",

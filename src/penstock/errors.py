@@ -23,7 +23,7 @@
 Each class also derives from what PyTorch or the standard library raises in that place, so an
 ``except RuntimeError`` written for PyTorch's DataLoader keeps working. Every code has a page under
 ``docs/errors/``. An exception raised by the user's own ``dataset[i]`` is none of these: it arrives
-with its own type (see :mod:`penstock.engine.remote_errors`).
+with its own type (see :mod:`penstock.engine.pickling.exceptions`).
 """
 
 from __future__ import annotations

@@ -9,15 +9,14 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock.device.placement import Placed
-from penstock.engine.audition import AuditionIterator, Measured
-from penstock.engine.batch.gather import is_sliced
-from penstock.engine.forgiving import Forgiving, weakly
-from penstock.engine.inline import InlineIterator
-from penstock.engine.iterators import Setup
-from penstock.engine.pooled import PooledIterator
-from penstock.engine.recorded import Recorded
-from penstock.engine.start.nursery import warm_up
-from penstock.engine.traces import Traces
+from penstock.engine.loading.gather import is_sliced
+from penstock.engine.parent.auto_workers import AuditionIterator, Measured
+from penstock.engine.parent.dataset_changes import Traces
+from penstock.engine.parent.forgiving import Forgiving, weakly
+from penstock.engine.parent.fork_server import warm_up
+from penstock.engine.parent.inline_iterator import InlineIterator
+from penstock.engine.parent.iterator import Setup
+from penstock.engine.parent.worker_iterator import PooledIterator
 from penstock.errors import BadArgument, warn_user
 from penstock.machine.collect import here
 from penstock.order.epoch_state import Course
@@ -27,6 +26,7 @@ from penstock.planning.inputs import Wish, Work, checked_workers
 from penstock.planning.plan import Plan
 from penstock.planning.rules import choose_start_method, make_plan
 from penstock.planning.worker_count import should_measure
+from penstock.trace.recorded import Recorded
 
 _POOLS = ("auto", "process", "thread", "inline")
 _RANDOMNESS = ("sample", "worker")

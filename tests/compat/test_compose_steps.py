@@ -67,7 +67,7 @@ def test_every_transform_is_a_span_and_no_bit_changes(kind: str, num_workers: in
 
 
 def test_several_inputs_go_through_as_before() -> None:
-    from penstock.engine.steps import trace_steps
+    from penstock.trace.transform_spans import trace_steps
 
     trace_steps()
     image, box = torch.zeros(3, 8, 8, dtype=torch.uint8), torch.ones(4)

@@ -15,7 +15,7 @@ import torch
 
 import fuzzed
 from penstock import DataLoader, TooManyBad
-from penstock.engine.bad_file import read
+from penstock.engine.loading.bad_sample_file import read
 from specimens import WAYS
 
 pytest.importorskip("PIL")

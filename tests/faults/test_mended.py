@@ -16,8 +16,8 @@ import pytest
 
 import leftovers
 from penstock import DataLoader, NoSubstitute, SampleTimeout, TooManyBad
-from penstock.engine import recovery
-from penstock.engine.start import nursery as nurseries
+from penstock.engine.parent import fork_server as nurseries
+from penstock.engine.parent import restarts as recovery
 from specimens import Numbers, Slow, collect
 
 pytestmark = [pytest.mark.fault, pytest.mark.legacy]

@@ -21,9 +21,9 @@ from torch.utils.data import TensorDataset
 import leftovers
 import scripting
 from penstock import DataLoader, StartFailed, WorkerDied
-from penstock.engine.memory import SharedFile
-from penstock.engine.slots import Ring
-from penstock.engine.start import nursery as nurseries
+from penstock.engine.memory.ring import Ring
+from penstock.engine.memory.shared_file import SharedFile
+from penstock.engine.parent import fork_server as nurseries
 from specimens import Numbers, collect
 
 pytestmark = pytest.mark.fault

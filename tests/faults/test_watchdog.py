@@ -17,7 +17,7 @@ import torch
 import mishaps
 from mishaps import HANGS, Fateful, FatefulBatches, FatefulStream, Log
 from penstock import DataLoader, SampleTimeout, WorkerTimeout
-from penstock.engine import recovery
+from penstock.engine.parent import restarts as recovery
 from specimens import PROCESS_WAYS, WAYS, Slow, assert_same, collect, differences
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]

@@ -15,7 +15,7 @@ import pytest
 
 import leftovers
 from penstock import DataLoader
-from penstock.engine.memory import SharedFile
+from penstock.engine.memory.shared_file import SharedFile
 from specimens import Numbers
 
 linux_only = pytest.mark.skipif(not leftovers.HAS_PROC, reason="counts in /proc")

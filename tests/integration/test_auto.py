@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from penstock import DataLoader
-from penstock.engine.start import nursery as nurseries
+from penstock.engine.parent import fork_server as nurseries
 from penstock.machine.collect import here
 from specimens import Numbers, Samples, Shards, assert_same, collect, draw
 

@@ -22,8 +22,8 @@ from penstock import (
     SampleTimeout,
     TooManyBad,
 )
-from penstock.engine.bad_file import read
-from penstock.engine.tolerance import MAX_IN_A_ROW
+from penstock.engine.loading.bad_sample_file import read
+from penstock.engine.loading.bad_samples import MAX_IN_A_ROW
 from specimens import WAYS, assert_same, collect, differences
 
 legacy = pytest.mark.legacy

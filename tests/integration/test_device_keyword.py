@@ -121,7 +121,7 @@ def test_a_state_in_the_middle_counts_what_was_handed_out_not_what_lies_ahead(
 def test_a_loader_that_counted_what_lies_ahead_would_be_noticed(
     is_ahead: list[Ahead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.engine.iterators import LoaderIterator
+    from penstock.engine.parent.iterator import LoaderIterator
 
     take = LoaderIterator._take
 

@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock import DataLoader, split
-from penstock.engine.batch.gather import is_sliced
+from penstock.engine.loading.gather import is_sliced
 from specimens import QUICK_WAYS, WAYS, assert_same, collect, differences
 
 pytestmark = pytest.mark.legacy

@@ -115,7 +115,9 @@ def test_when_the_user_holds_too_much_batches_become_copies(
 ) -> None:
     loader = DataLoader(Numbers(80, (2000,)), batch_size=2, num_workers=2)
     assert all(in_shared_memory(image) for image, _ in list(loader))  # control: none is a copy
-    monkeypatch.setattr("penstock.engine.pooled.max_held_bytes", lambda: 10 * 16_064)
+    monkeypatch.setattr(
+        "penstock.engine.parent.worker_iterator.max_held_bytes", lambda: 10 * 16_064
+    )
     batches = list(loader)
     assert values(batches) == expected(80, 2)
     assert [in_shared_memory(image) for image, _ in batches] == [True] * 10 + [False] * 30

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from penstock import DataLoader, SharedDict, SharedList
-from penstock.engine.travel import adoption
+from penstock.engine.pickling import shared_arrays as adoption
 from scripting import run
 from specimens import WAYS
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock import DataLoader, rng
-from penstock.engine.gate import Gate
+from penstock.engine.loading.thread_gate import Gate
 from specimens import Draws, Samples, assert_same, collect
 
 pytestmark = pytest.mark.legacy

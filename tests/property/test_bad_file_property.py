@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cli.doctor.bad_samples import examine_bad_samples
-from penstock.engine.bad_file import append, read
+from penstock.engine.loading.bad_sample_file import append, read
 from penstock.errors import BadTarget
 
 pytestmark = pytest.mark.legacy

@@ -12,7 +12,7 @@ import pytest
 
 import fuzzed
 from penstock import DataLoader
-from penstock.engine.bad_file import read
+from penstock.engine.loading.bad_sample_file import read
 
 pytest.importorskip("PIL")
 pytestmark = [

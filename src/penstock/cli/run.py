@@ -144,7 +144,7 @@ class _RunTrace:
     """The timeline of everything that was loaded."""
 
     def __init__(self, path: str) -> None:
-        from penstock.engine.recording import keep_recorders
+        from penstock.trace.recorder import keep_recorders
 
         rank = os.environ.get("RANK")
         stem, dot, rest = os.path.basename(path).partition(".")

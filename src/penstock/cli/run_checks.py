@@ -106,6 +106,6 @@ def check_options(options: RunOptions) -> None:
             remedy=f"mkdir -p {os.path.dirname(file)}",
         )
     if options.trace is not None:
-        from penstock.engine.recorded import checked_trace
+        from penstock.trace.recorded import checked_trace
 
         checked_trace(options.trace)

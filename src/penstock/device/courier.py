@@ -37,7 +37,7 @@ class _Sent(NamedTuple):
 
 
 class Courier:
-    """Brings batches to one device; see :class:`penstock.engine.iterators.Courier`.
+    """Brings batches to one device; see :class:`penstock.engine.parent.iterator.Courier`.
 
     Args:
         device: Where to; with an index, for GPUs.

@@ -53,7 +53,7 @@ class GpuWatch:
     """Notes copies and steps of one loader.
 
     Args:
-        note: Takes what was seen; see :meth:`penstock.engine.recording.Recorder.on_device`.
+        note: Takes what was seen; see :meth:`penstock.trace.recorder.Recorder.on_device`.
         is_asked: Somebody wants a trace: every batch is watched, however fast they come.
     """
 

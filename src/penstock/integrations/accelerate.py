@@ -23,7 +23,7 @@ import warnings
 import weakref
 from typing import Any
 
-from penstock.engine.traces import Traces
+from penstock.engine.parent.dataset_changes import Traces
 from penstock.errors import BadArgument, BadState
 from penstock.integrations.libraries import untested_here
 from penstock.integrations.rank_walk import Chain, RankWalk, unwrap

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
-from penstock.engine.iterators import Setup
+from penstock.engine.parent.iterator import Setup
 from penstock.errors import warn_user
 from penstock.integrations.libraries import untested_here
 from penstock.integrations.ultralytics import settle_mosaic

@@ -8,8 +8,8 @@ import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine import pace
 from penstock.errors import BadArgument, BadTrace
+from penstock.planning import prefetch_depth as pace
 from penstock.trace import simulator
 from penstock.trace.model import Lane, Model, Span
 from penstock.trace.record import BATCH, LEASE, Noted

@@ -21,7 +21,7 @@ from penstock.cli.doctor.bad_samples import (
     quote_for_shell,
 )
 from penstock.cli.doctor.command import DoctorOptions, run_doctor
-from penstock.engine.bad_file import append
+from penstock.engine.loading.bad_sample_file import append
 from penstock.errors import BadTarget
 
 pytestmark = pytest.mark.legacy

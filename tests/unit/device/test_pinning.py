@@ -14,9 +14,9 @@ import torch
 import pretend_gpu
 from penstock.device import pinning
 from penstock.device.pinning import SlotPinner, choose_index
-from penstock.engine.memory import GRAIN, SharedFile
-from penstock.engine.pinned import PinnedRing
-from penstock.engine.slots import FIRST_SLOTS
+from penstock.engine.memory.pinned_ring import PinnedRing
+from penstock.engine.memory.ring import FIRST_SLOTS
+from penstock.engine.memory.shared_file import GRAIN, SharedFile
 from pretend_gpu import PretendGpu
 
 pytestmark = pytest.mark.legacy

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from penstock.device.background import Background
-from penstock.engine.travel.mappings import areas, is_unwritten
-from penstock.engine.travel.parcel import Packed, adoption, serialise
+from penstock.engine.pickling.pickler import Packed, adoption, serialise
+from penstock.engine.pickling.process_maps import areas, is_unwritten
 from travelling import arrive
 
 pytestmark = [

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.bad_file import BadSample, append, read
+from penstock.engine.loading.bad_sample_file import BadSample, append, read
 
 pytestmark = pytest.mark.legacy
 
@@ -154,7 +154,7 @@ def test_a_full_disk_is_an_error_and_not_a_line_that_seems_written() -> None:
 
 def test_processes_that_append_at_once_do_not_mix_their_lines(file: Path) -> None:
     code = (
-        "import sys\nfrom penstock.engine.bad_file import append\n"
+        "import sys\nfrom penstock.engine.loading.bad_sample_file import append\n"
         "for n in range(200):\n"
         "    append(sys.argv[1], {'index': sys.argv[2] + str(n), 'error': 'x' * 900})\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"

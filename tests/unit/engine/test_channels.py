@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.channels import Channel, Switchboard
+from penstock.engine.parent.channels import Channel, Switchboard
 
 pytestmark = pytest.mark.legacy
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from penstock.engine.batch.collate import STREAM_BYTES, BatchWriter, TooSmall, view_batch
-from penstock.engine.batch.layout import OddSample
+from penstock.engine.loading.collate import STREAM_BYTES, BatchWriter, TooSmall, view_batch
+from penstock.engine.memory.batch_layout import OddSample
 from specimens import Pair, Record, assert_same, differences
 
 pytestmark = pytest.mark.legacy

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.travel.parcel import serialise
+from penstock.engine.pickling.pickler import serialise
 from penstock.errors import CannotTravel
 
 pytestmark = pytest.mark.legacy

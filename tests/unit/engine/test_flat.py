@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from penstock import SharedDict, SharedList
-from penstock.engine.shared import flat
-from penstock.engine.travel.parcel import serialise
+from penstock.engine.memory.shared_file import shared_column as flat
+from penstock.engine.pickling.pickler import serialise
 from specimens import Pair, assert_same
 from travelling import arrive, through_travel
 
@@ -338,7 +338,7 @@ def test_of_equal_keys_the_first_place_and_the_last_value_count() -> None:
 
 
 def test_keys_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.shared.shared_dict._hash", lambda code: len(code) % 3)
+    monkeypatch.setattr("penstock.engine.memory.shared_dict._hash", lambda code: len(code) % 3)
     plain = {str(number): number for number in range(300)}
     shared = SharedDict([*plain.items(), ("7", "seven")])
     plain["7"] = "seven"  # type: ignore[assignment]

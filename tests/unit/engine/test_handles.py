@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.travel.parcel import serialise
+from penstock.engine.pickling.pickler import serialise
 from penstock.errors import CannotTravel
 from specimens import assert_same
 from travelling import through_travel
@@ -284,8 +284,8 @@ def lmdb_path(tmp_path: Path) -> str:
 def test_an_lmdb_environment_tells_how_to_open_it(lmdb_path: str) -> None:
     import lmdb
 
-    from penstock.engine.travel.databases import _reopen_lmdb
-    from penstock.engine.travel.handles import Reopener
+    from penstock.engine.pickling.databases import _reopen_lmdb
+    from penstock.engine.pickling.handles import Reopener
 
     options: Any = {"subdir": False, "lock": False, "readahead": False, "max_dbs": 2}
     with lmdb.open(lmdb_path, readonly=True, **options) as environment:

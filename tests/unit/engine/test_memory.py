@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from penstock.engine.memory import GRAIN, SharedFile, round_up
+from penstock.engine.memory.shared_file import GRAIN, SharedFile, round_up
 
 pytestmark = pytest.mark.legacy
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.batch.collate import default_collate
+from penstock.engine.loading.collate import default_collate
 from penstock.errors import MismatchedSamples
 from specimens import Pair, Record
 

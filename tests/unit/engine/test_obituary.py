@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.obituary import Fault, write_obituary
-from penstock.engine.supervisor import Supervisor, Verdict
+from penstock.engine.parent.crash_report import Fault, write_obituary
+from penstock.engine.parent.supervisor import Supervisor, Verdict
 
 pytestmark = pytest.mark.legacy
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Subset, default_collate
 
-from penstock.engine.batch.collate import BatchWriter, view_batch
-from penstock.engine.batch.layout import OddSample
-from penstock.engine.batch.placing import find_placer, offers
+from penstock.engine.loading.collate import BatchWriter, view_batch
+from penstock.engine.loading.sample_writer import find_placer, offers
+from penstock.engine.memory.batch_layout import OddSample
 from specimens import assert_same
 
 pytestmark = pytest.mark.legacy

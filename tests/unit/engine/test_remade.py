@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import scripting
-from penstock.engine.travel import remade
+from penstock.engine.pickling import reducers as remade
 from specimens import Numbers
 from travelling import through_travel
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.remote_errors import ErrorReport, WorkerTraceback, describe, rebuild
+from penstock.engine.pickling.exceptions import ErrorReport, WorkerTraceback, describe, rebuild
 
 pytestmark = pytest.mark.legacy
 

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.batch.collate import read_leaf
-from penstock.engine.batch.layout import OddSample, assemble, compile_flatten, read_layout, restore
+from penstock.engine.loading.collate import read_leaf
+from penstock.engine.memory.batch_layout import (
+    OddSample,
+    assemble,
+    compile_flatten,
+    read_layout,
+    restore,
+)
 from specimens import Frozen, Pair, Record, assert_same, differences
 
 pytestmark = pytest.mark.legacy

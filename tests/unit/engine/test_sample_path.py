@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
 
 import penstock
-from penstock.engine.sample_path import find_path
+from penstock.engine.loading.sample_path import find_path
 
 pytestmark = pytest.mark.legacy
 

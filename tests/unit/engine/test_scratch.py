@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-from penstock.engine.batch import collate, scratch
+from penstock.engine.loading import collate
+from penstock.engine.loading import collate_scratch as scratch
 from specimens import assert_same
 
 pytestmark = pytest.mark.legacy

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import leftovers
-from penstock.engine.memory import GRAIN, SharedFile, round_up
-from penstock.engine.slots import FIRST_SLOTS, MAX_SLOTS_PER_SEGMENT, Ring, Slot
+from penstock.engine.memory.ring import FIRST_SLOTS, MAX_SLOTS_PER_SEGMENT, Ring, Slot
+from penstock.engine.memory.shared_file import GRAIN, SharedFile, round_up
 
 pytestmark = pytest.mark.legacy
 

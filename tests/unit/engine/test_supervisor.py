@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.supervisor import STILLBORN, Supervisor, Verdict
+from penstock.engine.parent.supervisor import STILLBORN, Supervisor, Verdict
 
 pytestmark = pytest.mark.legacy
 

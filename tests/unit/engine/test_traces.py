@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.traces import Traces
+from penstock.engine.parent.dataset_changes import Traces
 
 pytestmark = pytest.mark.legacy
 

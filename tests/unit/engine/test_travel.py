@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.travel.parcel import Packed, serialise, unpack
+from penstock.engine.pickling.pickler import Packed, serialise, unpack
 from specimens import Numbers, assert_same, draw
 from travelling import arrive, worker_side
 

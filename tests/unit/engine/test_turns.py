@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from penstock.engine.messages import Lease
-from penstock.engine.turns import Turns
+from penstock.engine.memory.messages import Lease
+from penstock.engine.parent.leases import Turns
 
 pytestmark = pytest.mark.legacy
 

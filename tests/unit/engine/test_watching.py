@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import recovery
-from penstock.engine.messages import (
+from penstock.engine.memory.messages import (
     CONTROL_BYTES,
     IS_IDLE,
     NOTHING,
@@ -18,8 +17,9 @@ from penstock.engine.messages import (
     Task,
     position_cell,
 )
-from penstock.engine.recovery import Limits, Recovery
-from penstock.engine.turns import Turns
+from penstock.engine.parent import restarts as recovery
+from penstock.engine.parent.leases import Turns
+from penstock.engine.parent.restarts import Limits, Recovery
 from penstock.errors import SampleTimeout, Stuck, WorkerDied
 
 pytestmark = pytest.mark.legacy

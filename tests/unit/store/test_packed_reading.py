@@ -28,7 +28,7 @@ from penstock import (
     open_tensors,
     pack,
 )
-from penstock.engine.batch.gather import RowGatherer, find_gatherer
+from penstock.engine.loading.gather import RowGatherer, find_gatherer
 from penstock.sources.row_gather import TRY_OTHER_EVERY, Table
 
 pytestmark = pytest.mark.legacy

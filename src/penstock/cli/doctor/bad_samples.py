@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.engine.bad_file import BadSample, read
+from penstock.engine.loading.bad_sample_file import BadSample, read
 from penstock.errors import BadTarget
 from penstock.planning.quantities import count
 
@@ -158,7 +158,7 @@ def _lines_without(file: str, indices: list[int]) -> list[str]:
     bad = str(sorted(indices))[1:-1]
     return [
         "from torch.utils.data import Subset",
-        *([] if few else ["from penstock.engine.bad_file import read"]),
+        *([] if few else ["from penstock.engine.loading.bad_sample_file import read"]),
         f"bad = {{{bad}}}" if few else f"bad = set(read({file!r}).indices)",
         "dataset = Subset(dataset, [i for i in range(len(dataset)) if i not in bad])",
     ]

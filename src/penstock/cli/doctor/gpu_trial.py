@@ -86,7 +86,7 @@ def _registered_rate(runtime: Any, there: Any) -> tuple[float | None, bool]:
     import numpy as np
     import torch
 
-    from penstock.engine.memory import SharedFile
+    from penstock.engine.memory.shared_file import SharedFile
 
     file = SharedFile.create()
     memory = np.frombuffer(file.map(file.grow(COPY_BYTES), COPY_BYTES), dtype=np.uint8)

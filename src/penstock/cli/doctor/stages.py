@@ -19,9 +19,9 @@ from penstock.cli.doctor.sample_form import form_of
 from penstock.cli.doctor.samples import AT_LEAST, MAX_SAMPLES, SampleTrial
 from penstock.cli.doctor.target import Target
 from penstock.cli.doctor.user_code import describe_error, place_of
-from penstock.engine.batch.collate import is_default_collate
-from penstock.engine.batch.gather import is_sliced
-from penstock.engine.travel.parcel import serialise
+from penstock.engine.loading.collate import is_default_collate
+from penstock.engine.loading.gather import is_sliced
+from penstock.engine.pickling.pickler import serialise
 from penstock.errors import CannotTravel
 from penstock.loader import DataLoader
 from penstock.machine.collect import machine

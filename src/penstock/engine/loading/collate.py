@@ -1,0 +1,395 @@
+"""Samples into a slot, once; a slot into a batch of views.
+
+    worker: BatchWriter.add(sample) ... finish()   -> Filled(layout, rows, filled)
+    parent: view_batch(filled, root)               -> what default_collate would have returned
+
+Large samples are copied into their row as they come, while they are in the cache; small ones are
+gathered and stacked into the slot in one call; what a dataset wrote into its row itself
+(:mod:`penstock.engine.loading.sample_writer`) stays there. Nothing here decides what a batch means:
+whatever the layout cannot hold is left to torch's own ``default_collate``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from penstock.engine.memory.batch_layout import (
+    Layout,
+    Leaf,
+    OddSample,
+    assemble,
+    compile_flatten,
+    numpy_leaf,
+    read_layout,
+    restore,
+    split_columns,
+)
+
+STREAM_BYTES = 4096
+"""Samples from this size on are copied row by row as they come. A guess, not
+a measurement: small samples are cheaper in one ``torch.stack``, large ones are copied out of the
+cache."""
+
+_DTYPE_NAMES = (
+    "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
+    "complex64 complex128"
+)
+_DTYPES: dict[str, torch.dtype] = {
+    f"torch.{name}": getattr(torch, name) for name in _DTYPE_NAMES.split() if hasattr(torch, name)
+}
+_ITEM_SIZES = {name: torch.empty((), dtype=dtype).element_size() for name, dtype in _DTYPES.items()}
+STANDARD_COLLATORS: dict[Any, Any] = dict(torch_collate.default_collate_fn_map)
+
+
+class TooSmall(Exception):
+    """The slot has less room than the batch needs."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.num_bytes = num_bytes
+
+
+def is_default_collate(collate_fn: Any) -> bool:
+    """Is this torch's own default_collate, with nothing registered by the user?"""
+    return collate_fn is torch_collate.default_collate and not custom_collators()
+
+
+def custom_collators() -> dict[Any, Any]:
+    """What the user registered in torch's ``default_collate_fn_map``; it must travel to workers."""
+    return {
+        kind: function
+        for kind, function in torch_collate.default_collate_fn_map.items()
+        if STANDARD_COLLATORS.get(kind) is not function
+    }
+
+
+def register_collators(collators: dict[Any, Any]) -> None:
+    """Register in a worker what :func:`custom_collators` found in the parent."""
+    torch_collate.default_collate_fn_map.update(collators)
+
+
+def read_leaf(value: Any) -> Leaf:
+    """What a leaf is and how default_collate would store it; OddSample when only torch knows."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        value = _plain(value)
+        if (
+            value.device.type != "cpu"
+            or value.layout is not torch.strided
+            or value.requires_grad
+            or value.is_quantized
+            or value.is_nested
+            or value.is_conj()
+            or value.is_neg()
+            or str(value.dtype) not in _DTYPES
+        ):
+            raise OddSample
+        num_bytes = value.numel() * value.element_size()
+        return Leaf("tensor", str(value.dtype), tuple(value.shape), num_bytes)
+    if kind is bool:
+        return Leaf("bool", "torch.bool", (), 1)
+    if kind is int:
+        return Leaf("int", "torch.int64", (), 8)
+    if kind is float:
+        return Leaf("float", "torch.float64", (), 8)
+    if kind is str or kind is bytes:
+        return Leaf("object", "", (), 0)
+    leaf = numpy_leaf(value)
+    if leaf is None:
+        raise OddSample
+    try:
+        dtype = torch.as_tensor(np.empty(0, dtype=leaf.dtype)).dtype
+    except TypeError:
+        raise OddSample from None
+    return leaf._replace(dtype=str(dtype))
+
+
+def field_view(buffer: Any, leaf: Leaf, offset: int, rows: int) -> torch.Tensor:
+    """One field of a slot, as a tensor over ``buffer``."""
+    shape = (rows, *leaf.shape)
+    if leaf.item_bytes == 0 or rows == 0:
+        return torch.empty(shape, dtype=_DTYPES[leaf.dtype])
+    dtype = _DTYPES[leaf.dtype]
+    count = rows * (leaf.item_bytes // _ITEM_SIZES[leaf.dtype])
+    flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
+    return flat.view(shape) if leaf.shape else flat
+
+
+class BatchWriter:
+    """Writes the samples of one part into its rows of a slot.
+
+    Args:
+        buffer: The slot's memory, writable.
+        rows: How many rows the whole batch has room for.
+        first_row: The row of this part's first sample.
+
+    Called from: a worker, one per part. Pairs with :func:`view_batch` in the parent.
+    """
+
+    def __init__(self, buffer: np.ndarray, rows: int, first_row: int) -> None:
+        self._buffer = buffer
+        self._rows = rows
+        self._first_row = first_row
+        self.layout: Layout | None = None
+        self.refused: list[Any] = []
+        self._fields: list[torch.Tensor | None] = []
+        self._flatten: Callable[[Any], list[Any]] = list
+        self._streams = False
+        self._row_writers: list[Callable[[int, Any], None] | None] = []
+        self._taken: list[Any] = []
+        self._tables: list[np.ndarray | None] | None = None
+        self._given = -1
+
+    def take(self, samples: Iterator[Any]) -> None:
+        """Take samples until the iterator ends; raises what :meth:`add` raises."""
+        for sample in samples:
+            self.add(sample)
+            del sample  # not kept while the next one is made: its memory is warm
+            if not self._streams:
+                self._taken.extend(samples)  # small ones are looked at when all are here
+
+    def add(self, sample: Any) -> None:
+        """Take one sample.
+
+        Raises:
+            OddSample: It does not have the form of the first one, or no layout can hold it. It is
+                kept as ``refused``. Small samples are only compared in :meth:`finish`.
+            TooSmall: The slot cannot hold the batch.
+        """
+        self.refused = [sample]
+        if self.layout is None:
+            self._begin(sample)
+        self._taken.append(self._copy_row(sample) if self._streams else sample)
+        self.refused = []
+
+    def next_rows(self) -> list[np.ndarray | None]:
+        """The memory of the next sample, leaf by leaf; None for leaves that are not tensors.
+
+        Empty where that is not known yet, or small, or given out already: no two samples get the
+        same row, whatever becomes of the first.
+        """
+        row = len(self._taken)
+        if not self._streams or self.layout is None or row == self._given:
+            return []
+        if self._tables is None:
+            pairs = zip(self.layout.leaves, self._fields, strict=True)
+            self._tables = [_table(leaf, field, self._first_row) for leaf, field in pairs]
+        self._given = row
+        return [None if table is None else table[row] for table in self._tables]
+
+    def _begin(self, sample: Any) -> None:
+        layout = read_layout(sample, read_leaf)
+        offsets, num_bytes = layout.places(self._rows)
+        if num_bytes > self._buffer.nbytes:
+            raise TooSmall(num_bytes)
+        self._fields = [
+            None if leaf.kind == "object" else field_view(self._buffer, leaf, offset, self._rows)
+            for leaf, offset in zip(layout.leaves, offsets, strict=True)
+        ]
+        self._streams = layout.sample_bytes >= STREAM_BYTES
+        if self._streams:
+            self._flatten = compile_flatten(layout.tree)
+            self._row_writers = [
+                _row_writer(leaf, field, self._first_row)
+                for leaf, field in zip(layout.leaves, self._fields, strict=True)
+            ]
+        self.layout = layout
+
+    def _copy_row(self, sample: Any) -> list[Any]:
+        row = len(self._taken)
+        values = self._flatten(sample)
+        for place, write in enumerate(self._row_writers):
+            if write is not None:
+                write(row, values[place])
+                values[place] = None
+        return values
+
+    @property
+    def num_filled(self) -> int:
+        return len(self._taken)
+
+    def recover(self) -> list[Any]:
+        """The samples taken so far; streamed ones are read back from the slot."""
+        if not self._streams or self.layout is None:
+            return list(self._taken)
+        samples = []
+        for row, values in enumerate(self._taken, self._first_row):
+            whole = [
+                _read_row(leaf, field, row) if _is_streamed(leaf) else value
+                for leaf, field, value in zip(self.layout.leaves, self._fields, values, strict=True)
+            ]
+            samples.append(restore(self.layout.tree, whole))
+        return samples
+
+    def finish(self) -> list[list[Any]]:
+        """Stack what is still pending; returns one list of values per object leaf.
+
+        Raises:
+            OddSample: The samples do not have one form.
+        """
+        objects: list[list[Any]] = []
+        if self.layout is None:
+            return objects
+        if self._streams:
+            columns: Any = zip(*self._taken, strict=True)
+        else:
+            columns = split_columns(self.layout.tree, self._taken)
+        last = self._first_row + len(self._taken)
+        for leaf, field, column in zip(self.layout.leaves, self._fields, columns, strict=True):
+            if field is None:
+                if not set(map(type, column)) <= {str, bytes}:
+                    raise OddSample
+                objects.append(list(column))
+            elif not (self._streams and _is_streamed(leaf)):
+                _stack(leaf, column, field[self._first_row : last])
+        return objects
+
+
+def _is_streamed(leaf: Leaf) -> bool:
+    return leaf.kind in ("tensor", "array")
+
+
+def _table(leaf: Leaf, field: torch.Tensor | None, first_row: int) -> np.ndarray | None:
+    if field is None or leaf.kind != "tensor" or leaf.dtype == "torch.bfloat16":
+        return None
+    return field.numpy()[first_row:]
+
+
+def _read_row(leaf: Leaf, field: torch.Tensor | None, row: int) -> Any:
+    assert field is not None
+    value = field[row].clone()
+    return value.numpy() if leaf.kind == "array" else value
+
+
+@functools.lru_cache(maxsize=256)
+def _stacks_to_plain(kind: type) -> bool:
+    """Do tensors of this subclass (torchvision's images, say) collate to plain tensors?"""
+    try:
+        example: torch.Tensor = torch.zeros(1).as_subclass(kind)
+        return type(torch.stack([example, example])) is torch.Tensor
+    except Exception:
+        return False
+
+
+def _plain(value: Any) -> torch.Tensor:
+    """The value as a plain tensor; OddSample when default_collate would keep its class."""
+    if type(value) is torch.Tensor:
+        return value
+    if isinstance(value, torch.Tensor) and _stacks_to_plain(type(value)):
+        return value.as_subclass(torch.Tensor)
+    raise OddSample
+
+
+def _row_writer(
+    leaf: Leaf, field: torch.Tensor | None, first_row: int
+) -> Callable[[int, Any], None] | None:
+    """A function that copies one value into its row; None for leaves stacked at the end."""
+    if field is None or not _is_streamed(leaf):
+        return None
+    if leaf.kind == "array":
+        table = field.numpy()[first_row:]
+
+        def write_array(row: int, value: Any) -> None:
+            if read_leaf(value) != leaf:
+                raise OddSample
+            table[row] = value
+
+        return write_array
+    dtype, shape, num_bytes = field.dtype, torch.Size(leaf.shape), leaf.item_bytes
+    start = field.data_ptr() + first_row * num_bytes
+    memmove = ctypes.memmove
+
+    def write_tensor(row: int, value: Any) -> None:
+        value = _plain(value)
+        if value.dtype is not dtype or value.shape != shape or value.requires_grad:
+            raise OddSample
+        if value.is_contiguous() and value.device.type == "cpu":
+            source, place = value.data_ptr(), start + row * num_bytes
+            if source != place:  # else the dataset wrote it there
+                # libc's copy does not read the destination first: 1.4 times torch's when cold.
+                memmove(place, source, num_bytes)
+        else:
+            field[first_row + row].copy_(value)
+
+    return write_tensor
+
+
+def _stack(leaf: Leaf, column: Sequence[Any], out: torch.Tensor) -> None:
+    """One field of small samples, straight into its place."""
+    kinds = set(map(type, column))
+    if leaf.kind == "tensor":
+        if kinds != {torch.Tensor}:
+            column = [_plain(value) for value in column]
+        if {value.dtype for value in column} != {out.dtype}:
+            raise OddSample
+        try:
+            if out.numel():
+                torch.stack(tuple(column), out=out)
+            elif any(value.shape != out.shape[1:] for value in column):
+                raise OddSample
+        except RuntimeError:  # another shape, or one that wants gradients
+            raise OddSample from None
+        return
+    if leaf.kind == "array":
+        if any(read_leaf(value) != leaf for value in column):
+            raise OddSample
+        if out.numel():
+            np.stack(column, out=out.numpy())
+        return
+    if len(kinds) != 1:
+        raise OddSample
+    if leaf.kind == "scalar":
+        out.numpy()[:] = column
+        return
+    try:
+        out.copy_(torch.tensor(column, dtype=out.dtype))
+    except (OverflowError, RuntimeError):
+        raise OddSample from None
+
+
+def view_batch(
+    layout: Layout, root: np.ndarray | memoryview, rows: int, filled: int, objects: list[list[Any]]
+) -> Any:
+    """The batch as views of ``root``. Called from: the parent, when the batch is complete."""
+    offsets, _ = layout.places(rows)
+    columns = iter(objects)
+    fields: list[Any] = [
+        next(columns) if leaf.kind == "object" else field_view(root, leaf, offset, filled)
+        for leaf, offset in zip(layout.leaves, offsets, strict=True)
+    ]
+    return assemble(layout.tree, fields)
+
+
+def default_collate(samples: list[Any], indices: list[Any], path: str = "") -> Any:
+    """torch's own collate; when it fails because samples differ, the samples are named."""
+    try:
+        return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
+    except (RuntimeError, TypeError, KeyError, ValueError, IndexError) as error:
+        from penstock.engine.loading.mismatch import find_mismatch
+
+        if all(_is_dataclass_like(sample) for sample in samples):
+            return _collate_dataclasses(samples, indices, path)
+        named = find_mismatch(samples, indices, error, path)
+        if named is None:
+            raise
+        raise named from error
+
+
+def _is_dataclass_like(sample: Any) -> bool:
+    return hasattr(type(sample), "__dataclass_fields__")
+
+
+def _collate_dataclasses(samples: list[Any], indices: list[Any], path: str) -> Any:
+    kind = type(samples[0])
+    made = object.__new__(kind)
+    for name in kind.__dataclass_fields__:
+        column = [getattr(sample, name) for sample in samples]
+        object.__setattr__(made, name, default_collate(column, indices, f"{path}.{name}"))
+    return made

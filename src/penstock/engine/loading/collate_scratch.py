@@ -1,0 +1,76 @@
+"""Where ``default_collate`` inside a user's ``collate_fn`` puts its tensors: in our slot.
+
+In a PyTorch worker each of those tensors becomes a new shared-memory file (7.6 ms for a 9.6 MB
+batch against 0.7 ms; measured on a 2-core arm64 machine). Here it is stacked straight into the slot
+that the batch travels in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from penstock.engine.loading.collate import STANDARD_COLLATORS
+from penstock.engine.memory.shared_file import round_up
+
+_TORCH_COLLATE_TENSOR = STANDARD_COLLATORS[torch.Tensor]
+
+
+class Scratch:
+    """The room of one slot, given out from its start. Pairs with :func:`collating_into`."""
+
+    def __init__(self, buffer: np.ndarray) -> None:
+        self.buffer: np.ndarray | None = buffer
+        self.capacity = buffer.nbytes
+        self.used = 0
+
+    def stack(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        first = batch[0]
+        start = round_up(self.used, 64)
+        num_bytes = first.numel() * first.element_size() * len(batch)
+        fits = 0 < num_bytes <= self.capacity - start
+        same = all(value.dtype is first.dtype and not value.requires_grad for value in batch)
+        if not (fits and same):
+            return torch.stack(batch, 0)
+        count = first.numel() * len(batch)
+        flat = torch.frombuffer(self.buffer, dtype=first.dtype, count=count, offset=start)
+        self.used = start + num_bytes
+        return torch.stack(batch, 0, out=flat.view(len(batch), *first.shape))
+
+
+_present = threading.local()
+
+
+def _collate_tensor(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
+    first = batch[0]
+    if not all(isinstance(value, torch.Tensor) for value in batch):
+        return torch.stack(batch, 0)  # says what is wrong, as it does without workers
+    is_plain = set(map(type, batch)) == {torch.Tensor} and first.layout is torch.strided
+    if not is_plain or first.is_nested or first.device.type != "cpu":
+        by_torch: torch.Tensor = _TORCH_COLLATE_TENSOR(batch, collate_fn_map=collate_fn_map)
+        return by_torch
+    scratch: Scratch | None = getattr(_present, "scratch", None)
+    return scratch.stack(batch) if scratch is not None else torch.stack(batch, 0)
+
+
+def install_scratch_collate() -> None:
+    """Make default_collate in this worker write to our memory. Called once per worker process."""
+    if torch_collate.default_collate_fn_map[torch.Tensor] is _TORCH_COLLATE_TENSOR:
+        torch_collate.default_collate_fn_map[torch.Tensor] = _collate_tensor
+        STANDARD_COLLATORS[torch.Tensor] = _collate_tensor
+
+
+@contextmanager
+def collating_into(scratch: Scratch) -> Iterator[None]:
+    """While this lasts, default_collate's tensors lie in ``scratch``."""
+    _present.scratch = scratch
+    try:
+        yield
+    finally:
+        _present.scratch = None

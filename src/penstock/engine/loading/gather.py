@@ -1,0 +1,196 @@
+"""Data that is in memory already: a batch is one gather, not a loop over samples.
+
+Finds the tensors behind a ``TensorDataset`` (also through ``Subset``) and copies the rows of a
+batch into a slot in one call; or has a dataset do that which can (:class:`RowReader`). No user
+code runs, so no randomness is set.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from penstock.engine.loading.collate import is_default_collate, read_leaf, view_batch
+from penstock.engine.loading.sample_writer import offers
+from penstock.engine.memory.batch_layout import Layout, OddSample, read_layout
+from penstock.engine.memory.ring import Ring
+from penstock.order.split import Part
+
+TRY_OTHER_EVERY = 64
+"""Copies after which both ways are timed once more."""
+
+
+class RowReader(Protocol):
+    """A dataset that copies whole batches itself, straight into a slot.
+
+    Every sample must have the form of ``dataset[0]``, drawn from nothing but its index.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+    def read_rows(self, index: np.ndarray, out: list[np.ndarray]) -> None:
+        """Copy samples, by indices in range, into ``out``: for each leaf of a sample, in the order
+        in which they stand there, an array of bytes with one row for each index."""
+
+
+class Gatherer:
+    """Rows of equally long fields, by index.
+
+    Args:
+        length: Of the dataset behind the subsets.
+        rows: The index lists of the subsets around it, outermost first.
+        layout: The form of one sample.
+    """
+
+    def __init__(self, length: int, rows: list[Any], layout: Layout) -> None:
+        self._length = length
+        self._rows = rows
+        self.layout = layout
+
+    def fill(self, index: list[int], slot: np.ndarray, rows: int, first_row: int) -> None:
+        """Copy the rows of ``index`` into their places in a batch of ``rows``.
+
+        Raises:
+            OddSample: The indices are not plain whole numbers.
+        """
+        self._copy(self._resolve(index), slot, rows, first_row)
+
+    def _copy(self, chosen: np.ndarray, slot: np.ndarray, rows: int, first_row: int) -> None:
+        raise NotImplementedError
+
+    def gather(self, index: list[int], ring: Ring) -> Any:
+        """One batch in a slot of ``ring``, or in memory of its own when the user holds many."""
+        _, num_bytes = self.layout.places(len(index))
+        ring.fit(num_bytes)
+        if ring.is_crowded():
+            root = np.empty(num_bytes, dtype=np.uint8)
+        else:
+            root = ring.lend(ring.take(), num_bytes)
+        self.fill(index, root, len(index), 0)
+        return view_batch(self.layout, root, len(index), len(index), [])
+
+    def _resolve(self, index: list[int]) -> np.ndarray:
+        for rows in self._rows:
+            many = getattr(rows, "at", None)  # a part of penstock.split
+            index = many(index) if many is not None else [rows[place] for place in index]
+        chosen = np.asarray(index, dtype=None if len(index) else np.int64)
+        if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
+            raise OddSample
+        chosen = chosen.astype(np.int64, copy=False)
+        # One look for most batches: as a word without sign, a negative index is a huge one.
+        if len(index) and int(chosen.view(np.uint64).max()) >= self._length:
+            if chosen.min() < -self._length or chosen.max() >= self._length:
+                raise IndexError(f"index {index} is out of range for {self._length} samples")
+            chosen = np.where(chosen < 0, chosen + self._length, chosen)
+        return chosen
+
+
+class TensorGatherer(Gatherer):
+    """Rows of CPU tensors. ``tensors``: what the dataset slices."""
+
+    def __init__(self, tensors: list[torch.Tensor], rows: list[Any], layout: Layout) -> None:
+        super().__init__(len(tensors[0]), rows, layout)
+        self._tables = [_widened(tensor) for tensor in tensors]
+        self._copiers = [_Copier() for _ in tensors]
+
+    def _copy(self, chosen: np.ndarray, slot: np.ndarray, rows: int, first_row: int) -> None:
+        offsets, _ = self.layout.places(rows)
+        for table, offset, copier in zip(self._tables, offsets, self._copiers, strict=True):
+            width = table.shape[1]
+            if not width or not len(chosen):
+                continue
+            field = torch.frombuffer(slot, dtype=table.dtype, count=rows * width, offset=offset)
+            field = field.view(rows, width)[first_row : first_row + len(chosen)]
+            copier.copy(table, chosen, field)
+
+
+class RowGatherer(Gatherer):
+    """Rows that the dataset copies itself."""
+
+    def __init__(self, reader: RowReader, rows: list[Any], layout: Layout) -> None:
+        super().__init__(len(reader), rows, layout)
+        self._read_rows = reader.read_rows
+
+    def _copy(self, chosen: np.ndarray, slot: np.ndarray, rows: int, first_row: int) -> None:
+        out, last_row = [], first_row + len(chosen)
+        for leaf, offset in zip(self.layout.leaves, self.layout.places(rows)[0], strict=True):
+            size = leaf.item_bytes
+            field = slot[offset : offset + rows * size].reshape(rows, size)
+            out.append(field[first_row:last_row])
+        if len(chosen):
+            self._read_rows(chosen, out)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A table of the widest whole numbers that fit a row: bytes are copied, not looked at."""
+    tensor = tensor.contiguous()
+    row_items = tensor[0].numel()
+    row_bytes = row_items * tensor.element_size()
+    if not row_bytes:
+        return torch.empty((len(tensor), 0), dtype=torch.uint8)
+    widths = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
+    dtype = next(
+        dtype
+        for dtype, width in widths
+        if row_bytes % width == 0 and tensor.data_ptr() % width == 0
+    )
+    return tensor.view(len(tensor), row_items).view(dtype)
+
+
+class _Copier:
+    """Copies rows by torch's own threads or by NumPy in this one, whichever is quicker now.
+
+    Threads halve the time on an idle machine; where other processes hold the cores they wait for
+    each other and were seen to take about 15 times as long. So both are timed, again and again.
+    """
+
+    def __init__(self) -> None:
+        self._times_s = [0.0, 0.0]
+        self._num_copies = 0
+
+    def copy(self, tensor: torch.Tensor, chosen: np.ndarray, out: torch.Tensor) -> None:
+        use_numpy = self._times_s[1] < self._times_s[0]
+        if self._num_copies % TRY_OTHER_EVERY < 2:
+            use_numpy = self._num_copies % 2 == 0
+        self._num_copies += 1
+        start = time.perf_counter()
+        if use_numpy:
+            np.take(tensor.numpy(), chosen, axis=0, out=out.numpy(), mode="clip")
+        else:
+            torch.index_select(tensor, 0, torch.from_numpy(chosen), out=out)
+        self._times_s[use_numpy] = time.perf_counter() - start
+
+
+def is_sliced(dataset: Any, batch_sampler: Any, collate_fn: Any) -> bool:
+    """Are batches of this dataset gathered in one call? Cheap: looks at types only."""
+    while type(dataset) in (Subset, Part):
+        dataset = dataset.dataset
+    is_plain = type(dataset) is TensorDataset and bool(dataset.tensors) and len(dataset) > 0
+    return is_plain and batch_sampler is not None and is_default_collate(collate_fn)
+
+
+def find_gatherer(dataset: Any) -> Gatherer | None:
+    """The gatherer for a dataset that only slices tensors; None for any other."""
+    rows = []
+    while type(dataset) in (Subset, Part):
+        rows.append(dataset.indices)
+        dataset = dataset.dataset
+    is_sliced = type(dataset) is TensorDataset and bool(dataset.tensors)
+    reads_rows = offers(dataset, "read_rows")
+    if not (is_sliced or reads_rows) or not len(dataset):
+        return None
+    try:
+        layout = read_layout(dataset[0], read_leaf)
+    except Exception:  # odd, or it cannot be read: the usual way shows it for what it is
+        return None
+    if reads_rows:
+        return None if layout.has_objects else RowGatherer(dataset, rows, layout)
+    if any(type(tensor) is not torch.Tensor for tensor in dataset.tensors):
+        return None
+    return TensorGatherer(list(dataset.tensors), rows, layout)

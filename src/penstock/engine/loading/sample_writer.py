@@ -1,0 +1,84 @@
+"""Samples that a dataset writes into their rows itself, without a copy on the way to the slot.
+
+    worker: Placer.get(index) -> dataset.read_into(index, rows of the next sample)
+            -> BatchWriter.add(sample), which finds the tensors where they belong
+
+For a JPEG that becomes a crop of 224 pixels, the array in between and its copy were 80 of 1250
+microseconds (2 x86-64 cores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import Subset
+
+from penstock.engine.loading.collate import BatchWriter
+from penstock.order.split import Part
+
+Rows = Sequence["np.ndarray | None"]
+
+
+class SampleWriter(Protocol):
+    """A dataset that can write tensors of a sample straight into a slot.
+
+    It draws and fails as it does in ``dataset[i]``, and samples may differ in form.
+    """
+
+    def __getitem__(self, index: Any) -> Any: ...
+
+    def read_into(self, index: Any, rows: Rows) -> Any:
+        """``self[index]``, of which any tensor may lie in its row.
+
+        Args:
+            rows: For each leaf of a sample, in the order in which they stand there, an array of
+                the form that the batch's first sample had there. None: it is not to be written
+                to. Empty: no form is known yet. A tensor over one of them, filled and returned as
+                that leaf, is not copied. None of them may be kept.
+        """
+
+
+class Placer:
+    """Loads samples into the rows that a writer has next. Pairs with :meth:`Placer.begin`.
+
+    Called from: a worker process, which adds each sample before it asks for the next one.
+    """
+
+    def __init__(self, read_into: Callable[[Any, Rows], Any], indices: list[Any]) -> None:
+        self._read_into = read_into
+        self._indices = indices
+        self._writer: BatchWriter | None = None
+
+    def begin(self, writer: BatchWriter) -> None:
+        """Samples go to this writer from now on."""
+        self._writer = writer
+
+    def get(self, index: Any) -> Any:
+        """What ``dataset[index]`` is."""
+        for one in self._indices:
+            index = one[index]
+        return self._read_into(index, [] if self._writer is None else self._writer.next_rows())
+
+
+def find_placer(dataset: Any) -> Placer | None:
+    """The placer for a dataset that writes samples itself (also in a subset); None for others."""
+    indices = []
+    while type(dataset) in (Subset, Part):
+        indices.append(dataset.indices)
+        dataset = dataset.dataset
+    return Placer(dataset.read_into, indices) if offers(dataset, "read_into") else None
+
+
+def offers(dataset: Any, name: str) -> bool:
+    """Has it this method, and from the class that its ``__getitem__`` is from (or a later one)?
+
+    Who inherits the method and overrides ``__getitem__`` means the latter.
+    """
+    for kind in type(dataset).__mro__:
+        if name in vars(kind):
+            return callable(getattr(dataset, name, None))
+        if "__getitem__" in vars(kind):
+            return False
+    return False

@@ -1,0 +1,130 @@
+"""What parent and nursery say to each other, with descriptors beside the words.
+
+parent -> nursery   ("fork", (modules, path, assignment)) + [channel, memory, parcel, extra...]
+parent -> nursery   ("import", (modules, path))
+nursery -> parent   ("ready", pid) ("imported", pid) ("exit", pid, status)
+nursery -> parent   ("forked", pid), or ("tainted" | "stale" | "refused", why)
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import pickle
+import select
+import socket
+import struct
+from dataclasses import replace
+from typing import Any
+
+from penstock.engine.memory.messages import Assignment
+from penstock.engine.memory.shared_file import FileHandle
+
+_HEADER = struct.Struct("!II")
+_MAX_FDS = 250
+_MAX_WAIT_MS = 60_000
+
+
+class Control:
+    """One end of the control socket. Not safe for several threads at once: the holder locks."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    @classmethod
+    def from_fd(cls, fd: int) -> Control:
+        return cls(socket.socket(fileno=fd))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: tuple[Any, ...], fds: list[int] | None = None) -> None:
+        body = pickle.dumps(message, protocol=5)
+        fds = fds or []
+        if len(fds) > _MAX_FDS:
+            raise OSError(f"{len(fds)} descriptors do not fit one message ({_MAX_FDS} do)")
+        header = _HEADER.pack(len(body), len(fds))
+        if fds:
+            # Descriptors ride on the header, so that one recvmsg takes both.
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+            self._socket.sendmsg([header], [rights])
+        else:
+            self._socket.sendall(header)
+        self._socket.sendall(body)
+
+    def receive(self) -> tuple[Any, list[int]] | None:
+        """The next message and its descriptors; None when the other side hung up."""
+        room = socket.CMSG_SPACE(_MAX_FDS * struct.calcsize("i"))
+        try:
+            header, ancillary, _, _ = self._socket.recvmsg(_HEADER.size, room)
+        except ConnectionResetError:
+            return None
+        if not header:
+            return None
+        header += self._read(_HEADER.size - len(header))
+        fds = array.array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        num_bytes, _ = _HEADER.unpack(header)
+        return pickle.loads(self._read(num_bytes)), list(fds)
+
+    def _read(self, num_bytes: int) -> bytes:
+        parts = []
+        while num_bytes:
+            part = self._socket.recv(min(num_bytes, 1 << 20))
+            if not part:
+                raise EOFError("the other side hung up in the middle of a message")
+            parts.append(part)
+            num_bytes -= len(part)
+        return b"".join(parts)
+
+    def is_readable(self, timeout_s: float) -> bool:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(max(0.0, timeout_s) * 1000))
+
+    def has_hung_up(self) -> bool:
+        """Has the other side closed its end? What it said before may still be read."""
+        poller = select.poll()
+        poller.register(self._socket, 0)
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def place_fds(assignment: Assignment, fds: list[int]) -> Assignment:
+    """Put the received descriptor numbers into an assignment."""
+    return replace(
+        assignment,
+        memory=FileHandle(fd=fds[1]),
+        parcel=replace(assignment.parcel, handle=FileHandle(fd=fds[2])),
+    )
+
+
+def watch_process(pid: int) -> int:
+    """A descriptor that becomes readable when ``pid`` ends; -1 where the kernel has none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1
+
+
+def wait_readable(control: int, wake: int, parent: int) -> bool:
+    """Wait for a request (True) or a child's end (False). The parent's end counts as a request:
+    reading then finds that it hung up."""
+    poller = select.poll()
+    for fd in (control, wake, parent):
+        if fd >= 0:
+            poller.register(fd, select.POLLIN)
+    ready = {fd for fd, _ in poller.poll(_MAX_WAIT_MS)}
+    if wake in ready:
+        try:
+            while os.read(wake, 512):
+                pass
+        except BlockingIOError:
+            pass
+    if parent >= 0 and parent in ready:
+        raise SystemExit
+    return control in ready

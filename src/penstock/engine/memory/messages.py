@@ -1,0 +1,162 @@
+"""What crosses a pipe: leases to a worker, replies from it; plain tuples, a few bytes each.
+
+    parent -> worker   [Lease | Fresh | Resume, ...]   load these parts, in this order; None: stop
+    worker -> parent   Reply                           one per lease, at once
+    worker -> parent   ("failed", report)              could not start at all
+    worker -> parent   ("note" | "tell", text)         something the user should know
+
+The first page of the shared file is the control page: 64-bit cells that need no message. Behind it
+lies a ring for each worker, where it notes what it does (see :mod:`penstock.trace.worker_recorder`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from penstock.engine.memory.shared_file import FileHandle
+from penstock.engine.pickling.pickler import Parcel
+
+CONTROL_BYTES = 65536
+CELLS_PER_WORKER = 8
+EPOCH_CELL = 0
+"""The epoch that counts now; a worker drops leases of another one. -1: stop."""
+STOP = -1
+NOTHING = -1
+
+
+def control_bytes(num_workers: int, ring_bytes: int) -> int:
+    """The control page and all rings."""
+    return CONTROL_BYTES + num_workers * ring_bytes
+
+
+def position_cell(worker: int) -> int:
+    """The control cell where a worker notes the position that it is loading (or NOTHING).
+
+    The cells after it are named by the constants below.
+    """
+    return CELLS_PER_WORKER * (1 + worker)
+
+
+NUM_SAMPLES = 1
+"""How many samples the worker loads at once: more than 1 with ``__getitems__``."""
+SINCE = 2
+"""Since when (time.monotonic_ns) it runs the user's code; 0: it does not. Only with a limit."""
+PEAK_KB = 3
+"""The most memory that it has held so far, as of its last reply."""
+STACK_FD = 4
+"""The descriptor, in the worker, of the file that its stack is written to when asked for."""
+IS_IDLE = 5
+"""1 while it waits for leases."""
+
+
+class Lease(NamedTuple):
+    """One part of one batch for one worker: which samples, and where they belong."""
+
+    epoch: int
+    job: int
+    part: int
+    index: Any
+    position: int
+    rows: int
+    first_row: int
+    is_whole: bool
+    segment: tuple[int, int]
+    start: int
+    slot_bytes: int
+    key_epoch: int = 0
+    """The epoch that randomness is computed for; ``epoch`` counts passes of the engine."""
+    bad: tuple[tuple[int, Exception], ...] = ()
+    """Rows (counted from this part's first) that are not to be loaded, and why: see
+    :data:`penstock.engine.loading.bad_samples.Poison`."""
+    is_suspect: bool = False
+    """One of these samples takes down workers: load them one by one, to see which."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self[:3]
+
+    @property
+    def num_samples(self) -> int:
+        return self.rows if self.is_whole else len(self.index)
+
+
+class Fresh(NamedTuple):
+    """A new epoch of persistent workers, with the seed that torch's DataPipes share."""
+
+    epoch: int
+    shared_seed: int
+
+
+class Resume(NamedTuple):
+    """To a replacement, before its first lease: where its stream of an iterable dataset stood.
+
+    ``state``: what the dataset said of itself; without one, ``num_batches`` are taken and dropped.
+    """
+
+    epoch: int
+    state: Any
+    num_batches: int
+
+
+Errand = Lease | Fresh | Resume
+
+
+class Reply(NamedTuple):
+    """What became of a lease.
+
+    ``kind``: "fixed" (content: layout number, layout or None, filled rows, objects), "payload"
+    (content: PayloadMap), "odd" (send it whole), "error" (content: ErrorReport), "end" (an iterable
+    is exhausted), "dropped" (its epoch is over), "empty" (all of its samples were bad).
+    """
+
+    epoch: int
+    job: int
+    part: int
+    kind: str
+    content: Any
+    needed_bytes: int
+    busy_ns: int
+    is_kept: bool = False
+    state: Any = None
+    """What an iterable dataset says of itself after this batch, where it has a state_dict."""
+    bad: tuple[Any, ...] = ()
+    """What was wrong with samples that were left out or replaced: Found."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self[:3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a worker does, as plain values; travels once, inside the parcel's dataclass."""
+
+    is_iterable: bool
+    auto_collation: bool
+    drop_last: bool
+    per_sample: bool
+    base_seed: int
+    shared_seed: int | None
+    has_limit: bool = False
+    """Is it noted since when the user's code runs?"""
+    num_indices: int | None = None
+    """See :class:`penstock.engine.loading.bad_samples.Careful`."""
+    obeys_init_seed: bool = True
+    """Is a seed that worker_init_fn gives to torch kept?"""
+    ring_bytes: int = 0
+    """Room for what each worker notes, behind the control page; 0: nothing is noted."""
+    traces_samples: bool = False
+    traces_steps: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Everything that makes a bare process into worker ``worker``."""
+
+    worker: int
+    num_workers: int
+    task: Task
+    parcel: Parcel
+    memory: FileHandle
+    surroundings: dict[str, Any]

@@ -1,0 +1,166 @@
+"""A list that all workers read from the same memory, however they are started."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar, overload
+
+from penstock.engine.memory.shared_column import Column, ColumnWriter
+
+T = TypeVar("T")
+_SHOWN = 3
+_CHANGING = frozenset(("append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"))
+
+
+class SharedList(Sequence[T]):
+    """A list that never changes, in flat memory that every worker process shares.
+
+    A plain list of five million strings costs each worker a copy of its own: a forked one because
+    reading an object writes its reference count, any other because the list is sent to it. This
+    one is sent as a descriptor. It offers what a list offers for reading; slices are views, not
+    copies. Each read makes a new object, so changing an element that was read changes nothing here.
+
+    Args:
+        items: Anything that can be iterated over, a generator too: the elements are never held as
+            Python objects all at once. ``str``, ``bytes``, ``int`` and ``float`` are stored as they
+            are; any other element must be one that pickle, or cloudpickle, takes.
+
+    Example:
+        >>> from penstock import SharedList
+        >>> names = SharedList(f"image-{i}.jpg" for i in range(1000))
+        >>> len(names), names[-1], names[1:900:300]
+        (1000, 'image-999.jpg', SharedList(['image-1.jpg', 'image-301.jpg', 'image-601.jpg']))
+        >>> "image-7.jpg" in names
+        True
+    """
+
+    __slots__ = ("__weakref__", "_column", "_places", "_read")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        writer = ColumnWriter()
+        writer.extend(items)
+        column = writer.finish()
+        self._settle(column, range(column.map.count))
+
+    def _settle(self, column: Column, places: range) -> None:
+        self._column = column
+        self._places = places
+        self._read: Callable[[int], T] = column.read
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of shared memory all elements take, with what is needed to find them."""
+        return self._column.map.num_bytes
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> SharedList[T]: ...
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return self._read(self._places[index])
+        except TypeError:
+            if isinstance(index, slice):
+                return _view(self._column, self._places[index])
+            if not hasattr(type(index), "__index__"):
+                kind = type(index).__name__
+                message = f"list indices must be integers or slices, not {kind}"
+                raise TypeError(message) from None
+            raise
+        except IndexError:
+            if -len(self._places) <= operator.index(index) < len(self._places):
+                raise  # it came from unpickling the element
+            raise IndexError("list index out of range") from None
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self._read, self._places)
+
+    def __reversed__(self) -> Iterator[T]:
+        return map(self._read, reversed(self._places))
+
+    def __contains__(self, value: object) -> bool:
+        return any(item is value or item == value for item in self)
+
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        """The first place of ``value``, as ``list.index`` counts it."""
+        places = range(len(self))[start:stop]
+        for place in places:
+            item = self[place]
+            if item is value or item == value:
+                return place
+        raise ValueError(f"{value!r} is not in list")
+
+    def count(self, value: Any) -> int:
+        """How often ``value`` occurs."""
+        return sum(1 for item in self if item is value or item == value)
+
+    def copy(self) -> list[T]:
+        """A plain list of this process alone."""
+        return list(self)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (list, SharedList)):
+            return NotImplemented
+        if len(self) != len(other):
+            return False
+        return all(a is b or a == b for a, b in zip(self, other, strict=True))
+
+    def __add__(self, other: Any) -> SharedList[T]:
+        if not isinstance(other, (list, SharedList)):
+            return NotImplemented
+        return SharedList(itertools.chain(self, other))
+
+    def __radd__(self, other: Any) -> SharedList[T]:
+        if not isinstance(other, list):
+            return NotImplemented
+        return SharedList(itertools.chain(other, self))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self[:_SHOWN]))
+        more = len(self) - _SHOWN
+        return f"SharedList([{shown}{f', ... {more:,} more' if more > 0 else ''}])"
+
+    def __copy__(self) -> SharedList[T]:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SharedList[T]:
+        return self  # nothing of it can change, and each read gives new objects
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        from multiprocessing import context
+
+        is_part = len(self._places) < self._column.map.count
+        if is_part and context.get_spawning_popen() is None:
+            whole: SharedList[T] = SharedList(self)  # not the megabytes that the view leaves out
+            return _view, (whole._column, whole._places)
+        return _view, (self._column, self._places)
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise TypeError(_refusal("item assignment"))
+
+    def __delitem__(self, index: Any) -> NoReturn:
+        raise TypeError(_refusal("item deletion"))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _CHANGING:
+            raise AttributeError(_refusal(f"{name}()"), name=name, obj=self)
+        raise AttributeError(f"'SharedList' object has no attribute {name!r}", name=name, obj=self)
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"SharedList has no {what}: workers read the same memory, so it never changes. Change a "
+        "plain list (shared.copy()) before the loader is made, and make SharedList(changed) of it."
+    )
+
+
+def _view(column: Column, places: range) -> SharedList[Any]:
+    view: SharedList[Any] = SharedList.__new__(SharedList)
+    view._settle(column, places)
+    return view

@@ -1,0 +1,164 @@
+"""What to say about a worker that died, hangs or is late: what it was at, why, what to do."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.engine.parent.supervisor import Supervisor, Verdict
+from penstock.errors import PenstockError, SampleTimeout, Stuck, WorkerDied, WorkerTimeout
+
+_CAUSES = {
+    "SIGKILL": "something killed it from outside; the kernel has counted no kill for want of "
+    "memory (or does not count them here).",
+    "SIGSEGV": "native code (a decoder, an extension) crashed on this sample.",
+    "SIGBUS": "memory behind a mapped file went away: a full disk, or a truncated file.",
+    "SIGABRT": "native code gave up (an assertion or a double free).",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What is known about a worker that was lost.
+
+    Args:
+        how: "died"; "hung": a sample took longer than allowed; "silent": it does not take its work.
+        index: The sample that it was loading, a list of them, or None.
+        position: Where that stands in the epoch.
+        suspect: What is to blame, as :class:`penstock.engine.parent.supervisor.Supervisor` counts it.
+        stack: Where it stood, if it was alive.
+        oom: What the kernel's own count says about kills for want of memory; empty: none.
+        peak_kb: The most memory each worker has held, as far as known.
+    """
+
+    worker: int
+    pid: int | None
+    how: str = "died"
+    exit_code: int | None = None
+    is_orphaned: bool = False
+    index: Any = None
+    position: int | None = None
+    suspect: Hashable | None = None
+    seconds: float = 0.0
+    stack: str = ""
+    oom: str = ""
+    peak_kb: dict[int, int] = field(default_factory=dict)
+
+
+def write_obituary(
+    fault: Fault, verdict: Verdict = Verdict.RETRY, supervisor: Supervisor | None = None
+) -> PenstockError:
+    """The error for a lost worker, or what is logged when it is replaced."""
+    sample, remedy = "", "DataLoader(..., num_workers=0), to see the error where it happens"
+    if isinstance(fault.index, list):
+        sample = f" while loading one of the samples {fault.index!r}"
+        remedy = f"dataset.__getitems__({fault.index!r}) alone, in this process"
+    elif fault.index is not None:
+        sample = f" while loading sample {fault.index!r}"
+        remedy = f"dataset[{fault.index!r}] alone, in this process"
+    elif isinstance(fault.suspect, tuple) and fault.suspect[0] == "batch":
+        sample = f" while putting batch {fault.suspect[1][1]} together (collate_fn, or sending it)"
+    elif fault.how == "hung" and fault.suspect is None:
+        sample = " while it got ready (unpacking the dataset, or worker_init_fn)"
+    end = {
+        Verdict.RETRY: "; another takes its place" if supervisor is not None else "",
+        Verdict.POISON: "; it is the second that was lost there",
+        Verdict.HELPLESS: "; a thread cannot be ended from outside",
+        Verdict.HOPELESS: "; like those before it, it was not ready yet",
+        Verdict.LIMIT: _limit(supervisor),
+    }[verdict]
+    if verdict is Verdict.POISON and fault.index is not None:
+        remedy += '; DataLoader(..., on_error="skip") leaves such samples out'
+    facts: dict[str, Any] = {
+        "worker": fault.worker,
+        "pid": fault.pid,
+        "sample_index": fault.index,
+        "num_restarts": supervisor.num_restarts if supervisor is not None else 0,
+    }
+    if fault.how != "died":
+        return _write_hang(fault, sample, end, remedy, facts)
+    how, cause = _how_it_ended(fault.exit_code)
+    if fault.oom and fault.exit_code == -9:
+        cause = f"{fault.oom}. {_memory(fault)}"
+        remedy = "DataLoader(...) with fewer workers, or a smaller batch or prefetch_factor"
+    return WorkerDied(
+        f"DataLoader worker (pid {fault.pid}) {how}{sample} (worker {fault.worker}){end}",
+        likely=cause,
+        remedy=remedy,
+        exit_code=fault.exit_code,
+        **facts,
+    )
+
+
+def _memory(fault: Fault) -> str:
+    """Who held how much: as of each worker's last batch, so the last one's own growth is not in."""
+    known = {worker: peak for worker, peak in fault.peak_kb.items() if peak > 0}
+    if not known:
+        return "No worker had delivered anything yet."
+    each = ", ".join(f"worker {worker} {peak / 1048576:.2f} GiB" for worker, peak in known.items())
+    return f"The most that each held up to its last batch: {each}."
+
+
+def _limit(supervisor: Supervisor | None) -> str:
+    if supervisor is None or not supervisor.max_restarts:
+        return ""
+    return (
+        f"; {supervisor.max_restarts} workers were replaced within {supervisor.window_s:.0f} s, "
+        f"which is the limit (max_restarts={supervisor.max_restarts})"
+    )
+
+
+def _how_it_ended(exit_code: int | None) -> tuple[str, str | None]:
+    """The wording is PyTorch's, which people and programs look for."""
+    if exit_code is not None and exit_code < 0:
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:
+            name = f"signal {-exit_code}"
+        return f"is killed by signal: {name}", _CAUSES.get(name)
+    if exit_code is None:
+        return "is gone; how is not known", "the nursery, which would know, does not answer."
+    how = f"exited unexpectedly with exit code {exit_code}"
+    return how, "user code called os._exit or sys.exit, or the interpreter itself stopped."
+
+
+def _write_hang(
+    fault: Fault, sample: str, end: str, remedy: str, facts: dict[str, Any]
+) -> SampleTimeout:
+    what = "has stood still" if fault.how == "hung" else "has not taken its work"
+    return SampleTimeout(
+        f"DataLoader worker (pid {fault.pid}) {what} for {fault.seconds:.1f} s{sample} "
+        f"(worker {fault.worker}){end}\n{fault.stack}",
+        remedy=remedy,
+        seconds=fault.seconds,
+        stack=fault.stack,
+        **facts,
+    )
+
+
+def write_timeout(timeout_s: float, batch: int, busy: dict[int, tuple[Any, str]]) -> WorkerTimeout:
+    """The error for a batch that is late; ``busy``: each worker's sample, and where it stands."""
+    places = [
+        f"worker {worker} is at {'no sample' if index is None else f'sample {index!r}'}\n{stack}"
+        for worker, (index, stack) in busy.items()
+    ]
+    return WorkerTimeout(
+        f"DataLoader timed out after {timeout_s} seconds; batch {batch} is not here",
+        where="\n  ".join(places) or None,
+        remedy=f"DataLoader(..., timeout={timeout_s * 10:g}), or find out what keeps the workers "
+        "there",
+        samples={worker: index for worker, (index, _) in busy.items()},
+    )
+
+
+def write_stuck(what: str, seconds: float, stacks: str) -> Stuck:
+    """The error for a wait of our own that has no end."""
+    return Stuck(
+        f"nothing has happened for {seconds:.0f} s: {what}. Where everybody stands:\n{stacks}",
+        likely="a fault of Penstock's own, or workers that were stopped from outside (SIGSTOP, a "
+        "debugger, a frozen control group).",
+        remedy="report this text; DataLoader(..., num_workers=0) goes on without workers",
+        stacks=stacks,
+    )

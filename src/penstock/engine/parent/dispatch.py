@@ -1,0 +1,399 @@
+"""Batches in order: cuts them into parts, leases parts to workers, puts results together.
+
+    indices -> Job (one batch) -> Lease per part -> workers ... Reply per part -> Job done -> batch
+
+The order of delivery is the order of the sampler, whatever the order of arrival. Which worker loads
+which part changes nothing in the batch when randomness belongs to the sample; with randomness of
+the worker, and for iterable datasets, whole batches go round the workers strictly in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from penstock.engine.loading.bad_samples import poison_among
+from penstock.engine.memory.messages import EPOCH_CELL, Fresh, Lease, Reply, Task
+from penstock.engine.memory.ring import Ring, Slot
+from penstock.engine.parent.crash_report import Fault
+from penstock.engine.parent.iterator import Setup
+from penstock.engine.parent.leases import Turns
+from penstock.engine.parent.pending_batch import Job
+from penstock.engine.parent.pools import Death, Pool
+from penstock.engine.parent.restarts import Recovery
+from penstock.engine.pickling.exceptions import ErrorReport, rebuild
+from penstock.errors import PenstockError, warn_user
+from penstock.planning.prefetch_depth import Pace
+
+
+class Delivery:
+    """Runs the epochs of one loader over one pool.
+
+    Args:
+        setup: What the loader asks.
+        can_split: May one batch be filled by several workers?
+        timeout_s: How long :meth:`next` may wait; 0: as long as it takes.
+        on_state: Told what a worker's iterable dataset says of itself with each batch, and whose
+            turn is next.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        ring: Ring,
+        cells: memoryview,
+        task: Task,
+        setup: Setup,
+        can_split: bool,
+        timeout_s: float,
+        on_state: Callable[[int, Any, int], None],
+    ) -> None:
+        self._pool = pool
+        self.ring = ring
+        self._cells = cells
+        self._task = task
+        self._setup = setup
+        self._can_split = can_split
+        # The first batch is, so that it comes early; not while workers start up.
+        self._splits_first = setup.start_method != "spawn"
+        self._in_order = setup.in_order
+        self._timeout_s, self._on_state = timeout_s, on_state
+        self._num_workers = len(pool.processes)
+        self._crew = setup.log.hire(cells, task.ring_bytes, self._num_workers)
+        self._pace = Pace(setup.depth, self._num_workers)
+        self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
+        self._turns = Turns(self._num_workers, in_turn=not task.per_sample)
+        self.num_empty = 0
+        """Batches of which nothing was left, since somebody last looked."""
+        self._recovery = Recovery(
+            pool=pool,
+            turns=self._turns,
+            cells=cells,
+            limits=setup.limits,
+            task=task,
+            poisoned=setup.on_poison,
+            restarted=setup.on_restart,
+        )
+        self._jobs: dict[tuple[int, int], Job] = {}
+        self._failure: BaseException | None = None
+        self.is_closed = False
+        self.epoch = -1
+        self._key_epoch = 0
+        self._position_of: Callable[[int], int] | None = None
+        self._indices: Iterator[Any] = iter(())
+        self._begin()
+
+    def _begin(self) -> None:
+        self._sent = self._next = self._place = 0
+        self._num_open = 0
+        self._has_more = True
+        self._sampler_error: BaseException | None = None
+        self._turns.begin()
+
+    def start_epoch(
+        self,
+        epoch: int,
+        indices: Iterator[Any],
+        *,
+        shared_seed: int | None = None,
+        place: int = 0,
+        first_worker: int = 0,
+        position_of: Callable[[int], int] | None = None,
+    ) -> None:
+        """Begin to load ``indices``; what an earlier epoch left under way is dropped.
+
+        Args:
+            epoch: The epoch that randomness is computed for. The engine's own count goes up by one
+                each time, also when an epoch is begun again.
+            place: Samples of this stream that are over.
+            first_worker: Who begins, where workers take turns.
+            position_of: From a place in the stream to the position in the epoch.
+        """
+        self.epoch += 1
+        self._setup.log.begin_pass(self._crew, self.epoch)
+        self._key_epoch, self._position_of = epoch, position_of
+        self._cells[EPOCH_CELL] = self.epoch
+        for key in [key for key, job in self._jobs.items() if job.is_done]:
+            self.ring.give_back(self._jobs.pop(key).slot)  # loaded, but nobody took it
+        fresh = None
+        if shared_seed is not None and self.epoch > 0:
+            fresh = Fresh(self.epoch, shared_seed)
+            for worker in range(self._num_workers):
+                self._pool.send(worker, [fresh])
+        self._recovery.begin(self.epoch, fresh)
+        self._indices = indices
+        self._begin()
+        self._turns.begin(first_worker)
+        self._place = place
+        self._lease()
+
+    def next(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: The epoch is complete.
+            WorkerDied, WorkerTimeout: See :mod:`penstock.errors`.
+        """
+        if self._failure is not None:
+            raise self._failure
+        started = time.monotonic()
+        while True:
+            job = self._ready_job()
+            if job is not None:
+                if job.kind in ("end", "empty"):
+                    self._close_job(job)
+                    self._lease()
+                    self.num_empty += job.kind == "empty"
+                    if job.bad:
+                        self._setup.on_bad(job.bad)
+                    continue
+                self._setup.log.waited(started)
+                return self._deliver(job)
+            if not self._num_open:
+                if self._sampler_error is not None:
+                    error, self._sampler_error = self._sampler_error, None
+                    raise error
+                if not self._has_more or not self._turns.has_active:
+                    raise StopIteration
+                self._lease(must=True)  # there was no room; views of batches may be gone by now
+                continue
+            self._wait(started)
+
+    def is_ready(self) -> bool:
+        """Could :meth:`next` answer now, without waiting? Looks what has arrived."""
+        if self._ready_job() is None and self._failure is None and self._num_open:
+            try:
+                self._hear(0.0)
+            except Exception as error:
+                self._failure = error  # next() raises it, in its turn
+        job = self._ready_job()
+        return job is not None and job.kind not in ("end", "empty")
+
+    # -- leasing ---------------------------------------------------------------------------------
+
+    def _lease(self, *, must: bool = False) -> None:
+        """Keep the workers supplied, up to the depth; ``must``: raise if not even one can be."""
+        limit = self._pace.depth * self._num_workers
+        room = limit - self._num_open
+        if room < max(1, limit // 4) and self._num_open:
+            return  # a few at a time: one message then carries several leases
+        outgoing: dict[int, list[Lease]] = {}
+        while room > 0 and self._has_more and self._turns.has_active:
+            slot = self.ring.take_if_any()
+            if slot is None:
+                self._setup.log.refuse(self.ring.num_slots)
+                if must and not self._num_open:
+                    self.ring.take()  # says what there is no room for
+                break  # slots of batches under way will come back
+            try:
+                index = next(self._indices)
+            except Exception as error:  # raised in its turn, after the batches before it
+                self._has_more = False
+                self._sampler_error = None if isinstance(error, StopIteration) else error
+                self.ring.give_back(slot)
+                break
+            job = self._open_job(index, slot)
+            for worker, lease in self._cut(job):
+                outgoing.setdefault(worker, []).append(lease)
+            room -= 1
+        for worker, leases in outgoing.items():
+            self._pool.send(worker, leases)
+
+    def _open_job(self, index: Any, slot: Slot) -> Job:
+        if self._task.auto_collation and not hasattr(index, "__getitem__"):
+            index = list(index)  # a set or an iterator: torch takes those too
+        rows = len(index) if self._task.auto_collation else 1
+        position = self._place if self._position_of is None else self._position_of(self._place)
+        job = Job(self.epoch, self._sent, index, position, rows, slot)
+        self._jobs[job.epoch, job.number] = job
+        self._sent += 1
+        self._num_open += 1
+        self._place += rows
+        self._pace.open_batch(rows)
+        return job
+
+    def _cut(self, job: Job) -> Iterator[tuple[int, Lease]]:
+        num_parts = 1
+        if self._can_split:
+            num_parts = self._pace.num_parts(
+                job.rows, is_first=job.number == 0 and self._splits_first
+            )
+        bounds = [job.rows * part // num_parts for part in range(num_parts + 1)]
+        job.parts = list(itertools.pairwise(bounds))
+        for part in range(num_parts):
+            yield self._make_lease(job, part)
+
+    def _make_lease(self, job: Job, part: int) -> tuple[int, Lease]:
+        first, last = job.parts[part]
+        is_whole = len(job.parts) == 1
+        part_of_it = job.index if is_whole else job.index[first:last]
+        limit = None if self._in_order else self._pace.depth * self._pace.rows_per_batch
+        lease = Lease(
+            job.epoch,
+            job.number,
+            part,
+            part_of_it,
+            job.position + first,
+            job.rows,
+            first,
+            is_whole,
+            job.slot.segment,
+            job.slot.start,
+            job.slot.capacity,
+            self._key_epoch,
+        )
+        if self._setup.poison:
+            indices = part_of_it if self._task.auto_collation else [part_of_it]
+            lease = lease._replace(bad=poison_among(self._setup.poison, indices))
+        return self._turns.give(lease, limit), lease
+
+    # -- receiving -------------------------------------------------------------------------------
+
+    def _wait(self, started: float) -> None:
+        timeout_s = self._recovery.patience_s
+        if self._timeout_s > 0:
+            left = self._timeout_s - (time.monotonic() - started)
+            if left <= 0:
+                raise self._recovery.timed_out(self._timeout_s, self._next)
+            timeout_s = min(timeout_s, left)
+        nap_s = self._pace.nap_s(self._num_open)
+        if nap_s:
+            time.sleep(nap_s)
+        events = self._hear(timeout_s)
+        if not self.is_closed and (not events or self._task.has_limit):
+            self._look(started)
+
+    def _hear(self, timeout_s: float) -> list[tuple[int, Any]]:
+        """Take in what workers say."""
+        events = self._pool.receive(timeout_s)
+        for worker, event in events:
+            if isinstance(event, Reply):
+                self._take(worker, event)
+            elif isinstance(event, Death):
+                self._replace(self._recovery.fault_of(worker, event))
+            elif event[0] == "note":
+                warn_user(event[1])
+            elif event[0] == "tell":
+                self._setup.tell(event[1])
+            else:
+                report: ErrorReport = event[1]
+                self._fail(rebuild(report))
+        if events:
+            self._recovery.has_news = True
+        return events
+
+    def _look(self, started: float) -> None:
+        try:
+            faults = self._recovery.overdue(started)
+        except PenstockError as error:
+            self._fail(error)
+        else:
+            for fault in faults:
+                self._replace(fault)
+
+    def _replace(self, fault: Fault) -> None:
+        """Another worker takes over what a lost one owed."""
+        worker = fault.worker
+        try:
+            preface = self._recovery.replace(fault)
+        except (PenstockError, OSError) as error:
+            self._fail(error)
+        else:
+            self._layouts[worker] = {}
+            for lease in self._turns.owed(worker):
+                if lease.epoch != self.epoch:
+                    self._take(worker, Reply(*lease.key, "dropped", None, 0, 0))
+            self._pool.send(worker, [*preface, *self._turns.owed(worker)])
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self.close()
+        raise error
+
+    def _take(self, worker: int, reply: Reply) -> None:
+        job = self._jobs[reply.epoch, reply.job]
+        first, last = job.parts[reply.part]
+        self._turns.take_back(worker, reply.key)
+        if self._task.is_iterable:
+            self._recovery.heard(worker, reply)
+        self.ring.fit(reply.needed_bytes)
+        layout = None
+        if reply.kind == "fixed":
+            number, new_layout, _, _ = reply.content
+            if new_layout is not None:
+                self._layouts[worker][number] = new_layout
+            layout = self._layouts[worker][number]
+        job.take(worker, reply, layout)
+        if reply.kind in ("fixed", "payload") and last > first:
+            self._pace.note(reply.busy_ns, last - first)
+        if not job.is_complete:
+            return
+        if job.epoch != self.epoch:
+            self._jobs.pop((job.epoch, job.number))
+            self.ring.give_back(job.slot)
+        elif job.must_be_redone:
+            self._redo(job)
+        else:
+            job.is_done = True
+            if reply.kind == "end":
+                self._turns.retire(worker)
+            self._pace.adapt(reply.needed_bytes)
+
+    def _redo(self, job: Job) -> None:
+        if not self.ring.fits(job.slot):
+            self.ring.give_back(job.slot)
+            job.slot = self.ring.take()
+        job.make_whole()
+        worker, lease = self._make_lease(job, 0)
+        self._pool.send(worker, [lease])
+
+    # -- delivering ------------------------------------------------------------------------------
+
+    def _ready_job(self) -> Job | None:
+        if self._in_order:
+            job = self._jobs.get((self.epoch, self._next))
+            return job if job is not None and job.is_done else None
+        for job in self._jobs.values():
+            if job.is_done and job.epoch == self.epoch:
+                return job
+        return None
+
+    def _close_job(self, job: Job, *, keep_slot: bool = False) -> None:
+        del self._jobs[job.epoch, job.number]
+        self._num_open -= 1
+        if self._in_order:
+            self._next = max(self._next, job.number + 1)
+        if not keep_slot:
+            self.ring.give_back(job.slot)
+
+    def _deliver(self, job: Job) -> Any:
+        try:
+            if job.bad:
+                self._setup.on_bad(job.bad)
+            if job.error is not None:
+                raise rebuild(job.error)
+        except BaseException:
+            self._close_job(job)
+            self._lease()
+            raise
+        self._setup.log.deliver(job.epoch, job.number, job.rows, self._crew, self._jobs)
+        self.ring.has_lent_pinned = False
+        batch, keep_slot = job.open(self.ring)
+        state = job.replies[0].state
+        if state is not None:
+            self._on_state(job.worker, state, (job.worker + 1) % self._num_workers)
+        self._close_job(job, keep_slot=keep_slot)
+        self._lease()
+        return batch
+
+    def close(self) -> None:
+        """Stop the workers and let go of the memory. Batches that the user holds stay valid."""
+        self._pool.stop()
+        self._setup.log.dismiss(self._crew)
+        self._jobs.clear()
+        self._num_open, self._has_more = 0, False
+        self.ring.close()
+        self.is_closed = True

@@ -1,0 +1,387 @@
+"""The nursery, seen from the parent: a clean process that forks workers in milliseconds.
+
+One nursery per process, started with the first loader that has workers, warm from then on. It has
+imported torch, has one thread and has never touched a GPU, so forking it is safe whatever the
+parent holds: threads, a GPU context, a notebook.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+
+from penstock.engine.memory.control_socket import Control
+from penstock.engine.memory.messages import Assignment
+from penstock.engine.pickling.environment import THREAD_LIMITS, import_path
+from penstock.errors import StartFailed
+
+if sys.platform == "win32":  # pragma: no cover
+    from penstock.engine.memory.shared_file import windows_pipes as windows
+
+START_LIMIT_S = 120.0
+"""How long a nursery may take to import torch; 2 s is usual, a cold network disk takes a minute."""
+ANSWER_LIMIT_S = 120.0
+"""It also imports the user's modules while we wait."""
+STOPPED_LIMIT_S = 10.0
+"""A debugger, or somebody's kill -STOP, may hold it for a moment."""
+_log = logging.getLogger("penstock")
+
+
+class NurseryWorker:
+    """A worker that the nursery forked: what multiprocessing's Process would offer."""
+
+    def __init__(self, nursery: Nursery, pid: int, name: str) -> None:
+        self._nursery = nursery
+        self._code: int | None = None
+        self.pid = pid
+        self.name = name
+        self.daemon = True
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._wait(0.0)
+
+    def _wait(self, wait_s: float) -> int | None:
+        if self._code is None:
+            self._code = self._nursery.exit_code(self.pid, wait_s)
+            if self._code is not None:
+                self._nursery.forget(self.pid)
+        return self._code
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Has the nursery gone, and taken this worker with it?"""
+        return self._nursery.is_lost
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None and not self._is_zombie()
+
+    def _is_zombie(self) -> bool:
+        """Has it ended although the nursery, which is stopped or busy, does not say so?"""
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False  # it was reaped, and the report is on its way
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end; without a timeout until the worker or the nursery is gone."""
+        limit = time.monotonic() + timeout if timeout is not None else None
+        while self._wait(0.2 if limit is None else limit - time.monotonic()) is None:
+            if limit is not None and time.monotonic() >= limit:
+                return
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.exitcode is None:  # not reaped yet, so the pid is still its own
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class Nursery:
+    """The parent's end of one nursery process. All methods may be called from any thread."""
+
+    def __init__(self, without: frozenset[str] = frozenset()) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._control = Control(ours)
+        self._without = without
+        self._lock = threading.RLock()
+        self._exit_codes: dict[int, int] = {}
+        self.is_lost = self.was_killed = False
+        self._owner = os.getpid()
+        try:
+            self._process = start_child(f"nursery_main({theirs.fileno()})", (theirs.fileno(),))
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._is_ready = False
+        self._num_preparing = 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def was_ready(self) -> bool:
+        """Did it come up, and has it been lost since?"""
+        return self._is_ready and self.is_lost
+
+    def fork(self, assignment: Assignment, fds: list[int], name: str) -> NurseryWorker:
+        """One new worker.
+
+        Args:
+            fds: The channel, the shared memory, the parcel, then what travels beside the parcel.
+
+        Raises:
+            StartFailed: The nursery is gone, or must be replaced (``.unfit``: leave these out).
+        """
+        modules = tuple(
+            module for module in assignment.parcel.modules if module[0] not in self._without
+        )
+        surroundings = assignment.surroundings
+        body = (modules, surroundings["path"], pickle.dumps(assignment, protocol=5))
+        with self._lock:
+            self._await_ready()
+            try:
+                self._control.send(("fork", body), fds)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
+                    raise
+                self._lose(str(error))
+            kind, value = self._answer({"forked", "tainted", "stale", "refused"}, ANSWER_LIMIT_S)
+            if kind == "refused":
+                raise StartFailed(
+                    f"the nursery could not start a worker: {value}",
+                    likely="the limit on processes (ulimit -u, a cgroup's pids.max) or on memory.",
+                    remedy="DataLoader(..., num_workers=1)",
+                )
+            if kind in ("tainted", "stale"):
+                unfit = tuple(name for name, _ in modules) if kind == "tainted" else ()
+                raise StartFailed(f"the nursery cannot fork: {value}", unfit=unfit)
+            return NurseryWorker(self, value, name)
+
+    def prepare(self, modules: tuple[tuple[str, int], ...], path: list[str]) -> None:
+        """Ask for the user's modules ahead of the first fork; does not wait. See is_warm."""
+        modules = tuple(module for module in modules if module[0] not in self._without)
+        with self._lock:
+            self._num_preparing += 1
+            with suppress(OSError):  # it is gone: the first fork says so
+                self._control.send(("import", (modules, path)))
+
+    def is_warm(self) -> bool:
+        """Would a fork be answered at once? A nursery that is lost answers at once, too."""
+        with self._lock:
+            with suppress(StartFailed):
+                while not self.is_lost and self._control.is_readable(0.0):
+                    self._is_ready = self._receive()[0] == "ready" or self._is_ready
+            return self.is_lost or (self._is_ready and self._num_preparing == 0)
+
+    def exit_code(self, pid: int, wait_s: float) -> int | None:
+        """The exit code of a worker, or None while it lives; waits up to ``wait_s`` for it."""
+        limit = time.monotonic() + wait_s
+        while True:
+            with self._lock:
+                self._read_reports()
+                if pid in self._exit_codes:
+                    return self._exit_codes[pid]
+                if self.is_lost:
+                    return -int(signal.SIGKILL)  # it dies with its nursery (PDEATHSIG)
+            left = limit - time.monotonic()
+            if left <= 0:
+                return None
+            self._control.is_readable(min(left, 0.05))
+
+    def forget(self, pid: int) -> None:
+        """Drop what is remembered about a worker that has ended."""
+        with self._lock:
+            self._exit_codes.pop(pid, None)
+
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # One that was given up ends with the last worker that came from it.
+        if not is_ending() and getattr(self, "_process", None) is not None:
+            self.close()
+
+    def close(self) -> None:
+        """End the nursery and every worker of it."""
+        if self._owner != os.getpid():
+            return  # a forked child of the user's: not its to end
+        with self._lock:
+            self.is_lost = True
+            self._control.close()
+        try:
+            self._process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=5.0)
+
+    def _await_ready(self) -> None:
+        if not self._is_ready:
+            self._answer({"ready"}, START_LIMIT_S)
+            self._is_ready = True
+
+    def _answer(self, kinds: set[str], limit_s: float) -> tuple[str, Any]:
+        limit = time.monotonic() + limit_s
+        moved_s = time.monotonic()
+        while time.monotonic() < limit:
+            if self._control.is_readable(max(0.0, min(1.0, limit - time.monotonic()))):
+                message = self._receive()
+                if message[0] in kinds:
+                    return message[0], message[1]
+            elif not self._is_stopped():
+                moved_s = time.monotonic()
+            elif time.monotonic() - moved_s > STOPPED_LIMIT_S:
+                self._lose(f"it was stopped for {STOPPED_LIMIT_S:.0f} s")
+        self._lose(f"no answer in {limit_s:.0f} s")
+        raise AssertionError("unreachable")
+
+    def _is_stopped(self) -> bool:
+        with suppress(psutil.Error):
+            return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+        return False
+
+    def _read_reports(self) -> None:
+        while not self.is_lost and self._is_ready and self._control.is_readable(0.0):
+            try:
+                self._receive()
+            except StartFailed:
+                return
+
+    def _receive(self) -> tuple[Any, ...]:
+        try:
+            received = self._control.receive()
+        except (OSError, EOFError):
+            received = None
+        if received is None:
+            self._lose("it ended")
+        assert received is not None
+        message: tuple[Any, ...] = received[0]
+        if message[0] == "exit":
+            self._exit_codes[message[1]] = message[2]
+        elif message[0] == "imported":
+            self._num_preparing -= 1
+        return message
+
+    def _lose(self, why: str) -> None:
+        self.is_lost = True
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.5)
+        code = self._process.poll()
+        self.was_killed = code is not None and code < 0
+        if code is None:  # one that is stopped would not see that we end
+            self._process.kill()
+            state, likely = "does not answer", "it was stopped (SIGSTOP, a debugger, a frozen "
+            likely += "container), or importing torch takes that long here."
+            _log.warning("the nursery process (pid %d) %s: %s", self._process.pid, state, why)
+        elif code < 0:
+            state, likely = f"was ended by signal {-code}", "something killed it."
+        else:
+            state, likely = f"is gone (exit code {code})", "its own error is printed above: "
+            likely += "importing torch in a fresh Python fails."
+        raise StartFailed(
+            f"the nursery process (pid {self._process.pid}) {state}: {why}",
+            likely=likely,
+            remedy=f'{sys.executable} -c "import torch", or DataLoader(..., pool="thread")',
+        )
+
+
+def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """Start a Python that runs ``boot.<call>`` and never the user's main module."""
+    code = (
+        f"import sys; sys.path[:] = {import_path()!r}; "
+        f"from penstock.engine.start import boot; boot.{call}"
+    )
+    environ = dict(os.environ, PYTHONHASHSEED=os.environ.get("PYTHONHASHSEED", "0"))
+    environ.update(dict.fromkeys(THREAD_LIMITS, "1"))
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    command = [sys.executable, *flags, "-c", code]
+    if sys.platform == "win32":  # pragma: no cover
+        options = windows.inheriting(fds)
+    else:
+        options: dict[str, Any] = {"pass_fds": fds}
+    try:
+        with _sigint_blocked():
+            return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, **options)
+    except OSError as error:
+        raise StartFailed(
+            f"could not start {sys.executable!r}: {error}",
+            likely="there is no such program, or too many files, processes or pages are in use.",
+            remedy='DataLoader(..., pool="thread")',
+        ) from error
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """A child started in here ignores Ctrl-C until it says otherwise: no tracebacks of imports."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_current: Nursery | None = None
+_owner = 0
+_guard = threading.Lock()
+_tainted: set[str] = set()
+
+
+def current_nursery() -> Nursery:
+    """This process's nursery; a new one when there is none, or it was lost, or we were forked."""
+    global _current, _owner
+    with _guard:
+        if _current is None or _current.is_lost or _owner != os.getpid():
+            _current, _owner = Nursery(frozenset(_tainted)), os.getpid()
+        return _current
+
+
+def warm_up(pool: str, start_method: str) -> None:
+    """Start the nursery for a loader that will need it: it imports torch while the program goes on.
+
+    Never fails: the first worker says what is wrong. Not in a child that imports a module with a
+    loader at its top level, to find a class in it: nobody will iterate over that one.
+    """
+    is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    is_child = is_importing or "penstock.engine.worker.main" in sys.modules
+    if pool == "process" and start_method == "nursery" and not is_child:
+        with suppress(OSError, StartFailed):
+            current_nursery()
+
+
+def replace_nursery(nursery: Nursery, without: tuple[str, ...]) -> None:
+    """Give up a nursery that is unfit to fork; the next one leaves the modules ``without`` out."""
+    global _current
+    with _guard:
+        _tainted.update(without)
+        if _current is nursery:
+            _current = None
+        _retired.add(nursery)
+
+
+_retired: weakref.WeakSet[Nursery] = weakref.WeakSet()
+
+
+def close_nursery() -> None:
+    """End this process's nursery now. A later loader starts a new one."""
+    global _current
+    with _guard:
+        closing = [nursery for nursery in (_current, *_retired) if nursery is not None]
+        _current = None
+    for nursery in closing:
+        nursery.close()
+
+
+def _forget_after_fork() -> None:
+    """A forked child of the parent must not speak on the parent's control socket."""
+    global _current, _guard
+    _guard = threading.Lock()
+    _current = None
+
+
+atexit.register(close_nursery)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

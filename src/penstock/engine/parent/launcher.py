@@ -1,0 +1,257 @@
+"""Starting worker processes: from the nursery, spawned on their own, or forked by request.
+
+    Launcher.start(number) -> (process, channel)
+
+On Linux the nursery forks; macOS and Windows spawn. ``fork`` copies the parent as it stands and is
+used only when the user asks for it by name.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import connection
+from typing import Any, Protocol
+
+from penstock.engine.memory.messages import Assignment, Task
+from penstock.engine.memory.shared_file import SharedFile
+from penstock.engine.parent import fork_server as nurseries
+from penstock.engine.parent.channels import HAS_POLL
+from penstock.engine.pickling.environment import describe_surroundings
+from penstock.engine.pickling.pickler import Packed, Serialised, serialise
+from penstock.errors import StartFailed
+from penstock.machine.host import usable_cores
+
+MAX_UNREAD_BYTES = 64 << 10
+"""What a pipe surely takes while nobody reads it."""
+
+
+class Process(Protocol):
+    """What others expect of ``iterator._workers``: a part of multiprocessing's Process."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def exitcode(self) -> int | None: ...
+    def is_alive(self) -> bool: ...
+    def join(self, timeout: float | None = None) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class SpawnedWorker:
+    """A worker with an interpreter of its own, started by :meth:`begin`.
+
+    Args:
+        start: Starts the process.
+    """
+
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]], name: str) -> None:
+        self._start = start
+        self._process: subprocess.Popen[bytes] | None = None
+        self.name = name
+        self.daemon = True
+
+    def begin(self) -> None:
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.poll() if self._process is not None else None
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self.exitcode is None
+
+    def join(self, timeout: float | None = None) -> None:
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout)
+
+    def terminate(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+
+class Launcher:
+    """Starts the workers of one loader.
+
+    Spawned workers import torch each, which takes a core for a second and more. No more are started
+    at once than there are cores, so that the first is ready soon; each one that reports brings the
+    next (:meth:`start_next`).
+
+    Args:
+        method: "nursery", "spawn" or "fork".
+        objects: dataset, collate_fn, worker_init_fn by name; serialised once, except under fork.
+        serialised: ``objects``, where that was done before.
+    """
+
+    def __init__(
+        self,
+        *,
+        method: str,
+        task: Task,
+        num_workers: int,
+        objects: dict[str, Any],
+        memory: SharedFile,
+        serialised: Serialised | None = None,
+    ) -> None:
+        self._method = method
+        self._task = task
+        self._num_workers = num_workers
+        self._objects = objects
+        self._memory = memory
+        self._packed: Packed | None = None
+        if method != "fork":
+            self._packed = (serialised or serialise(objects)).seal()
+        self._surroundings = describe_surroundings()
+        self._waiting: deque[tuple[SpawnedWorker, Any]] = deque()
+        self._num_at_once = usable_cores() if HAS_POLL else num_workers
+
+    def start(self, number: int, *, at_once: bool = False) -> tuple[Process, Any]:
+        """One worker process and the parent's end of the pipe to it.
+
+        Args:
+            at_once: Do not wait for other workers to come up first.
+        """
+        ours, theirs = connection.Pipe(duplex=True)
+        name = f"penstock-worker-{number}"
+        starters: dict[str, Callable[[int, Any, str], Process]] = {
+            "nursery": self._from_nursery,
+            "spawn": self._spawned,
+            "fork": self._forked,
+        }
+        try:
+            process = starters[self._method](number, theirs, name)
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
+        if isinstance(process, SpawnedWorker):
+            greeting = self._greeting(number)
+            if at_once or number < self._num_at_once or len(greeting) > MAX_UNREAD_BYTES:
+                self._begin(process, theirs)
+            else:
+                self._waiting.append((process, theirs))
+            ours.send_bytes(greeting)
+        else:
+            theirs.close()
+        return process, ours
+
+    def start_next(self) -> None:
+        """Begin one more of the spawned workers that wait. Called when another has reported."""
+        if self._waiting:
+            self._begin(*self._waiting.popleft())
+
+    def _begin(self, process: SpawnedWorker, theirs: Any) -> None:
+        try:
+            process.begin()
+        finally:
+            theirs.close()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was done with open handles and large arrays on the way to the workers."""
+        return () if self._packed is None else self._packed.notes
+
+    def close(self) -> None:
+        """Drop the parcel; workers that are running have mapped it."""
+        while self._waiting:
+            self._waiting.popleft()[-1].close()
+        if self._packed is not None:
+            self._packed.close()
+
+    def _assignment(self, number: int) -> Assignment:
+        assert self._packed is not None
+        return Assignment(
+            worker=number,
+            num_workers=self._num_workers,
+            task=self._task,
+            parcel=self._packed.parcel,
+            memory=self._memory.handle(),
+            surroundings=self._surroundings,
+        )
+
+    def _from_nursery(self, number: int, channel: Any, name: str) -> Process:
+        assert self._packed is not None
+        fds = [channel.fileno(), self._memory.fd, self._packed.file.fd, *self._packed.fds]
+        for _ in range(3):
+            nursery = nurseries.current_nursery()
+            try:
+                return nursery.fork(self._assignment(number), fds, name)
+            except StartFailed as error:
+                last = error
+                unfit = error.facts.get("unfit")
+                if unfit is not None:
+                    nurseries.replace_nursery(nursery, unfit)  # type: ignore[arg-type]
+                elif not nursery.was_ready and not nursery.was_killed:
+                    raise  # it never came up; one that was killed is replaced
+        raise last
+
+    def _spawned(self, number: int, channel: Any, name: str) -> Process:
+        assert self._packed is not None
+        fds = [channel.fileno(), *self._packed.fds]
+        # What has a path is opened by it in the worker; the rest is inherited.
+        fds += [file.fd for file in (self._memory, self._packed.file) if not file.path]
+        call = f"spawned_main({channel.fileno()})"
+        return SpawnedWorker(lambda: nurseries.start_child(call, tuple(fds)), name)
+
+    def _greeting(self, number: int) -> bytes:
+        """What a spawned worker reads first: its assignment."""
+        assert self._packed is not None
+        greeting = (os.getpid(), self._assignment(number), self._packed.fds)
+        return pickle.dumps(greeting, protocol=5)
+
+    def _forked(self, number: int, channel: Any, name: str) -> Process:
+        context = multiprocessing.get_context("fork")
+        assignment = (self._task, number, self._num_workers, os.getpid())
+        process = context.Process(
+            target=_forked_main,
+            args=(channel, self._memory, self._objects, assignment),
+            name=name,
+            daemon=True,
+        )
+        process.start()
+        return process
+
+
+def _forked_main(
+    channel: Any, memory: SharedFile, objects: dict[str, Any], given: tuple[Task, int, int, int]
+) -> None:
+    """Entry of a worker that was forked from the user's process because the user asked for it."""
+    import torch
+
+    from penstock.engine.loading import collate_scratch as scratch
+    from penstock.engine.memory.messages import STACK_FD, control_bytes, position_cell
+    from penstock.engine.memory.shared_file import payload
+    from penstock.engine.parent.stacks import offer_stack
+    from penstock.engine.pickling import exceptions as remote_errors
+    from penstock.engine.worker.connection import PipeDesk
+    from penstock.engine.worker.loop import Worker
+    from penstock.engine.worker.loop import main as boot
+
+    task, number, num_workers, parent = given
+    boot._quiet_signals()
+    boot.watch_parent(parent)
+    torch.set_num_threads(1)
+    cells = memoryview(memory.map(0, control_bytes(num_workers, task.ring_bytes))).cast("q")
+    cells[position_cell(number) + STACK_FD] = offer_stack()
+    scratch.install_scratch_collate()
+    payload.prefer_references()
+    remote_errors.prefer_references()
+    objects = dict(objects)
+    boot.prepare_worker(number, num_workers, task, objects)
+    desk = PipeDesk(channel, memory)
+    boot.serve(Worker(number=number, task=task, objects=objects, desk=desk, cells=cells))

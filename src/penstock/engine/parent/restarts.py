@@ -1,0 +1,344 @@
+"""When a worker is lost: who was it, what was it at, and who takes its place?
+
+    Death (its pipe ended), or overdue() (it hangs) -> Fault -> Supervisor's verdict
+        -> a new worker with the same number, which loads again what the old one owed
+
+What it owed goes into the same rows of the same slots with the same randomness, so the batches are
+the same. An iterable dataset has no positions: its replacement goes on from the state that the
+dataset offered last, or takes what was delivered once more and drops it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from penstock.engine.memory.messages import (
+    IS_IDLE,
+    NOTHING,
+    NUM_SAMPLES,
+    PEAK_KB,
+    SINCE,
+    Fresh,
+    Reply,
+    Resume,
+    Task,
+    position_cell,
+)
+from penstock.engine.parent.crash_report import Fault, write_obituary, write_stuck, write_timeout
+from penstock.engine.parent.leases import Turns
+from penstock.engine.parent.pools import Death, Pool
+from penstock.engine.parent.stacks import all_stacks
+from penstock.engine.parent.supervisor import Supervisor, Verdict
+from penstock.errors import StartFailed, Stuck, WorkerTimeout
+from penstock.machine.oom import OomCount
+
+log = logging.getLogger("penstock")
+
+OWN_LIMIT_S = 30.0
+"""A worker that waits for work although it has some, or a parent that waits for nobody, is a fault
+of ours (or somebody has stopped the worker): after this long it is not waited for any longer."""
+LOOK_S = 0.2
+"""How often workers are looked at where samples have a limit."""
+STARTING_S = 60.0
+"""Where samples have a limit, a worker that takes longer (and longer than that limit) to get ready
+hangs in the user's code: the dataset's ``__setstate__``, or ``worker_init_fn``."""
+ASLEEP_S = 5.0
+"""Looks this far apart mean that this process itself was stopped: nobody is blamed for it."""
+_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+START_PAUSES_S = (0.1, 0.5, 2.0)
+"""A worker that does not start (no memory, no process to be had) is tried again after these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the user allows.
+
+    Args:
+        max_restarts: See :class:`penstock.engine.parent.supervisor.Supervisor`.
+        is_tolerant: May a sample that takes down workers be left out?
+        num_substitutes: How many others may take down workers in its place?
+    """
+
+    max_restarts: int = 100
+    sample_timeout_s: float | None = None
+    is_tolerant: bool = False
+    num_substitutes: int = 0
+
+
+class Recovery:
+    """Replaces the workers of one pool.
+
+    Args:
+        turns: Who owes what.
+        poisoned: Told of each sample that took down workers twice, where that is tolerated.
+        restarted: Told each time that another worker has taken a lost one's place.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        turns: Turns,
+        cells: memoryview,
+        limits: Limits,
+        task: Task,
+        poisoned: Callable[[Any, Exception], None] = lambda index, error: None,
+        restarted: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._pool = pool
+        self._turns = turns
+        self._cells = cells
+        self._limits = limits
+        self._task = task
+        self._poisoned = poisoned
+        self._restarted = restarted
+        self._supervisor = Supervisor(limits.max_restarts)
+        self._oom = OomCount.now()
+        self._answers = [0] * len(pool.processes)
+        self._states: list[Any] = [None] * len(pool.processes)
+        self.has_news = False
+        """Has any worker answered since the last look?"""
+        self._epoch = NOTHING
+        self._fresh: Fresh | None = None
+        self._amnesty_ns = self._looked_ns = self._heard_ns = time.monotonic_ns()
+        self._started_ns = [self._heard_ns] * len(pool.processes)
+
+    @property
+    def patience_s(self) -> float:
+        """How long may the parent sleep before it looks again?"""
+        return 1.0 if self._limits.sample_timeout_s is None else LOOK_S
+
+    def begin(self, epoch: int, fresh: Fresh | None) -> None:
+        """An epoch begins. ``fresh``: what its workers were told first."""
+        self._epoch, self._fresh = epoch, fresh
+        self._answers = [0] * len(self._answers)
+        self._states = [None] * len(self._states)
+        self._supervisor.forget_strikes()
+
+    def heard(self, worker: int, reply: Reply) -> None:
+        """A worker has answered."""
+        if reply.epoch == self._epoch and self._task.is_iterable:
+            self._answers[worker] += 1
+            self._states[worker] = reply.state
+
+    # -- what is it doing ------------------------------------------------------------------------
+
+    def index_at(self, worker: int) -> Any:
+        """What a worker is loading: an index, a list of them (``__getitems__``), or None."""
+        return self._place(worker)[1]
+
+    def _place(self, worker: int) -> tuple[int | None, Any]:
+        """The position that a worker is at, and the index there."""
+        cell = position_cell(worker)
+        position, num_samples = self._cells[cell], self._cells[cell + NUM_SAMPLES]
+        for lease in self._turns.owed(worker)[:1]:
+            row = position - lease.position
+            is_there = position != NOTHING and 0 <= row < lease.num_samples
+            if not is_there or lease.epoch != self._epoch:
+                continue
+            if not self._task.auto_collation:
+                return position, lease.index
+            indices = list(lease.index)
+            return position, indices[row : row + num_samples] if num_samples > 1 else indices[row]
+        return None, None
+
+    def _suspect(self, worker: int, how: str) -> Hashable | None:
+        owed = self._turns.owed(worker)
+        if not owed or owed[0].epoch != self._epoch:
+            return None
+        if how == "silent":
+            return how, owed[0].key
+        position, index = self._place(worker)
+        if position is not None:
+            return "samples" if isinstance(index, list) else "sample", position
+        is_at_work = self._cells[position_cell(worker) + IS_IDLE] == 0
+        return ("batch", owed[0].key) if is_at_work else None
+
+    def _seconds(self, worker: int) -> float:
+        """For how long a worker has run the user's code; 0 where that is not measured."""
+        since_ns = self._cells[position_cell(worker) + SINCE]
+        if since_ns <= 0:
+            return 0.0
+        return (time.monotonic_ns() - max(since_ns, self._amnesty_ns)) * 1e-9
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def overdue(self, waiting_since: float) -> list[Fault]:
+        """Workers that are to be replaced because they hang.
+
+        Args:
+            waiting_since: When (time.monotonic) the wait for the next batch began.
+
+        Raises:
+            Stuck: Nobody has anything to do, and yet a batch is waited for.
+        """
+        now_ns, since_ns = time.monotonic_ns(), int(waiting_since * 1e9)
+        self._heard_ns = max(self._heard_ns, since_ns)
+        if now_ns - max(self._looked_ns, since_ns) > ASLEEP_S * 1e9:
+            self._amnesty_ns = self._heard_ns = now_ns
+        self._looked_ns = now_ns
+        if self.has_news:
+            self.has_news, self._heard_ns = False, now_ns
+        faults = self._late(self._limits.sample_timeout_s)
+        if now_ns - self._heard_ns < OWN_LIMIT_S * 1e9 or faults:
+            return faults
+        self._heard_ns = now_ns
+        if not self._turns.has_owed:
+            raise self._stuck("no worker has anything to do")
+        return [
+            self._fault(worker, how="silent", seconds=OWN_LIMIT_S)
+            for worker in range(len(self._pool.processes))
+            if self._turns.owed(worker) and self._is_out_of_work(worker)
+        ]
+
+    def _is_out_of_work(self, worker: int) -> bool:
+        """Does a worker that has work not do it? It waits for some, or somebody stopped it."""
+        if self._cells[position_cell(worker) + IS_IDLE] == 1:
+            return True
+        try:
+            return psutil.Process(self._pool.processes[worker].pid).status() == "stopped"
+        except psutil.Error:
+            return False
+
+    def _late(self, limit_s: float | None) -> list[Fault]:
+        if limit_s is None:
+            return []
+        return [
+            self._fault(worker, how="hung", seconds=seconds)
+            for worker in range(len(self._pool.processes))
+            if (seconds := self._seconds(worker)) > limit_s
+            or (seconds := self._starting_s(worker)) > max(limit_s, STARTING_S)
+        ]
+
+    def _starting_s(self, worker: int) -> float:
+        """For how long a worker has been unpacking the dataset, or in ``worker_init_fn``."""
+        is_ready = self._cells[position_cell(worker) + IS_IDLE] != NOTHING
+        if is_ready or self._pool.processes[worker].pid is None:
+            return 0.0
+        return (time.monotonic_ns() - max(self._started_ns[worker], self._amnesty_ns)) * 1e-9
+
+    def _fault(self, worker: int, *, how: str, seconds: float) -> Fault:
+        position, index = self._place(worker)
+        return Fault(
+            worker=worker,
+            pid=self._pool.processes[worker].pid,
+            how=how,
+            index=index,
+            position=position,
+            suspect=self._suspect(worker, how),
+            seconds=seconds,
+            stack=self._pool.stack_of(worker),  # last: the signal may end a wait, and it moves on
+        )
+
+    def fault_of(self, worker: int, death: Death) -> Fault:
+        """What is known about a worker whose process ended."""
+        counted = OomCount.now()
+        kills, self._oom = counted.since(self._oom), counted
+        position, index = self._place(worker)
+        return Fault(
+            worker=worker,
+            pid=death.pid,
+            exit_code=death.exit_code,
+            is_orphaned=death.is_orphaned,
+            index=index,
+            position=position,
+            suspect=None if death.is_orphaned else self._suspect(worker, "died"),
+            oom=str(kills),
+            peak_kb={
+                other: self._cells[position_cell(other) + PEAK_KB]
+                for other in range(len(self._pool.processes))
+            },
+        )
+
+    # -- acting ----------------------------------------------------------------------------------
+
+    def replace(self, fault: Fault) -> list[Fresh | Resume]:
+        """Start another worker in the place of the lost one.
+
+        Returns what the new one must hear before the leases that the old one owed; a lease with a
+        sample that is poison has been amended.
+
+        Raises:
+            WorkerDied, SampleTimeout, Stuck, StartFailed: This cannot or shall not go on.
+        """
+        worker, position = fault.worker, fault.position
+        if not self._pool.can_replace:
+            raise write_obituary(fault, Verdict.HELPLESS)
+        was_ready = fault.is_orphaned or self._cells[position_cell(worker) + IS_IDLE] != NOTHING
+        verdict = self._supervisor.judge(worker, fault.suspect, was_ready=was_ready)
+        if verdict is Verdict.POISON and fault.how == "silent":
+            raise self._stuck(f"worker {worker} has work and does not take it")
+        is_left_out = verdict is Verdict.POISON and self._may_leave_out(worker, position)
+        if verdict is not Verdict.RETRY and not is_left_out:
+            raise write_obituary(fault, verdict, self._supervisor)
+        if fault.is_orphaned:
+            log.warning("worker %d (pid %s) ended with its nursery", worker, fault.pid)
+        else:
+            said = write_obituary(fault, verdict, self._supervisor)
+            log.warning("%s%s", said.what, f"\n  Likely: {said.likely}" if said.likely else "")
+        if position is not None and is_left_out:
+            self._leave_out(worker, fault.index, position, write_obituary(fault, verdict, None))
+        self._start(worker)
+        self._restarted()
+        return self._preface(worker)
+
+    def _start(self, worker: int) -> None:
+        self._started_ns[worker] = time.monotonic_ns()
+        for pause_s in START_PAUSES_S:
+            try:
+                return self._pool.replace(worker)
+            except (StartFailed, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in _PASSING:
+                    raise  # not about starting: a signal handler of the user's, say
+                log.warning("worker %d was not replaced, in %g s again: %s", worker, pause_s, error)
+                time.sleep(pause_s)
+        return self._pool.replace(worker)
+
+    def _may_leave_out(self, worker: int, position: int | None) -> bool:
+        """A place that is left out already and loses workers does so by what stands in for it."""
+        if position is None or not self._limits.is_tolerant:
+            return False
+        lease = self._turns.owed(worker)[0]
+        num_before = sum(lease.position + row == position for row, _ in lease.bad)
+        return num_before <= self._limits.num_substitutes
+
+    def _leave_out(self, worker: int, index: Any, position: int, error: Exception) -> None:
+        lease = self._turns.owed(worker)[0]
+        if isinstance(index, list):  # of __getitems__: one of them, and nobody knows which
+            lease = lease._replace(is_suspect=True)
+        else:
+            self._poisoned(index, error)
+            lease = lease._replace(bad=(*lease.bad, (position - lease.position, error)))
+        self._turns.amend(worker, lease)
+
+    def _preface(self, worker: int) -> list[Fresh | Resume]:
+        preface: list[Fresh | Resume] = [] if self._fresh is None else [self._fresh]
+        if self._task.is_iterable and (self._answers[worker] or self._epoch):
+            state, num_batches = self._states[worker], self._answers[worker]
+            preface.append(Resume(self._epoch, state, 0 if state is not None else num_batches))
+        return preface
+
+    # -- saying ----------------------------------------------------------------------------------
+
+    def timed_out(self, timeout_s: float, batch: int) -> WorkerTimeout:
+        """The error for a batch that did not come within the loader's ``timeout``."""
+        busy = {
+            worker: (self.index_at(worker), self._pool.stack_of(worker))
+            for worker in range(len(self._pool.processes))
+            if self._turns.owed(worker)
+        }
+        return write_timeout(timeout_s, batch, busy)
+
+    def _stuck(self, what: str) -> Stuck:
+        names = [
+            (f"worker {worker} (pid {process.pid})", self._pool.stack_of(worker))
+            for worker, process in enumerate(self._pool.processes)
+        ]
+        return write_stuck(what, OWN_LIMIT_S, all_stacks(names))

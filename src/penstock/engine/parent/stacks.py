@@ -1,0 +1,110 @@
+"""Where does a worker stand right now? Its Python stack, taken from outside while it hangs.
+
+    worker: offer_stack()   faulthandler writes to a file of its own when a signal comes
+    parent: take_stack()    sends the signal, reads the file through /proc
+
+faulthandler needs neither the interpreter's lock nor the worker's help, so a decoder that hangs in
+C is caught, too. Linux only: elsewhere a stack is not known, and everything else works without.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+
+from penstock.engine.memory.messages import NOTHING
+
+_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
+"""A real-time signal that neither libc nor Python nor torch uses."""
+ANSWER_S = 0.5
+"""A process that runs answers within a millisecond; one that is stopped never does."""
+MAX_BYTES = 65_536
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_SERVING = os.path.join(os.path.dirname(__file__), "worker.py")
+
+
+def offer_stack() -> int:
+    """Let the parent ask for this process's stack; returns what :func:`take_stack` needs.
+
+    Called from: a worker process, once, when it starts.
+    """
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return NOTHING
+    try:
+        fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC)
+        faulthandler.register(_SIGNAL, file=fd, all_threads=True)
+    except (AttributeError, OSError, ValueError, RuntimeError):
+        return NOTHING
+    return fd
+
+
+def take_stack(pid: int | None, fd: int) -> str:
+    """The stack of a worker process as text, innermost call first; or why there is none.
+
+    Args:
+        fd: What :func:`offer_stack` returned there.
+    """
+    if pid is None or fd == NOTHING:
+        return "  (its stack cannot be taken on this system)"
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        before = os.stat(path).st_size
+        os.kill(pid, _SIGNAL)
+        limit = time.monotonic() + ANSWER_S
+        size = before
+        while time.monotonic() < limit:
+            time.sleep(0.01)
+            last, size = size, os.stat(path).st_size
+            if size == last > before:
+                break
+        with open(path, "rb") as file:
+            file.seek(before)
+            text = file.read(MAX_BYTES).decode(errors="replace")
+    except OSError as error:
+        return f"  (its stack could not be read: {error})"
+    if not text:
+        return f"  (it does not react to signals: {_kernel_state(pid)})"
+    return _without_ours(text)
+
+
+def stack_of_thread(ident: int | None) -> str:
+    """The stack of a thread of this process, in the same form."""
+    frame = sys._current_frames().get(ident or 0)
+    if frame is None:
+        return "  (the thread has ended)"
+    frames = reversed(traceback.extract_stack(frame))
+    lines = [f'  File "{one.filename}", line {one.lineno} in {one.name}' for one in frames]
+    return _without_ours("\n".join(lines))
+
+
+def all_stacks(workers: Iterable[tuple[str, str]]) -> str:
+    """Stacks of the named workers and of every thread of this process."""
+    parts = [f"{name}:\n{stack}" for name, stack in workers]
+    for ident, frame in sys._current_frames().items():
+        lines = "".join(traceback.format_stack(frame)).rstrip()
+        parts.append(f"this process, thread {ident}:\n{lines}")
+    return "\n".join(parts)
+
+
+def _kernel_state(pid: int) -> str:
+    with suppress(OSError), open(f"/proc/{pid}/status") as file:
+        for line in file:
+            if line.startswith("State:"):
+                return line.partition(":")[2].strip()
+    return "it is gone"
+
+
+def _without_ours(text: str) -> str:
+    """The thread that serves leases, up to the frames of this package at its outer end."""
+    threads = [part for part in text.split("\n\n") if part.strip()]
+    serving = [part for part in threads if _SERVING in part] or threads[-1:]
+    frames = [line for line in serving[0].splitlines() if line.startswith("  File")]
+    users = list(itertools.takewhile(lambda line: _OURS not in line, frames))
+    return "\n".join(users or frames) or text.rstrip()

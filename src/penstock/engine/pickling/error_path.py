@@ -1,0 +1,141 @@
+"""Which attribute cannot travel? Walks an object that failed down to the part at fault."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from types import GeneratorType
+from typing import Any
+
+from penstock.engine.pickling.handles import is_handle
+from penstock.errors import CannotTravel
+
+_MAX_DEPTH = 12
+
+
+def explain(objects: dict[str, Any], error: BaseException) -> CannotTravel:
+    """The error to raise for ``objects``, which did not serialise because of ``error``."""
+    for name, value in objects.items():
+        reason = _failure(value)
+        if reason is None:
+            continue
+        path, culprit, reason = _descend(name, value, reason)
+        return CannotTravel(
+            f"{path} ({_kind(culprit)}) cannot be sent to a worker process: {reason}",
+            likely=_likely(culprit, str(reason)),
+            remedy=_remedy(path, culprit, str(reason)),
+            path=path,
+        )
+    return CannotTravel(f"the dataset could not be serialised: {error}", path="dataset")
+
+
+def _failure(value: Any) -> BaseException | None:
+    from penstock.engine.pickling.pickler import TravelPickler, _Spawning, _spawning
+
+    try:
+        pickler = TravelPickler(io.BytesIO(), buffer_callback=lambda buffer: None)
+        with _spawning(_Spawning()), pickler.by_value:
+            pickler.dump(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def _descend(path: str, value: Any, reason: BaseException) -> tuple[str, Any, BaseException]:
+    seen = {id(value)}
+    for _ in range(_MAX_DEPTH):
+        for step, child in _children(value):
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            deeper = _failure(child)
+            if deeper is not None:
+                path, value, reason = path + step, child, deeper
+                break
+        else:
+            break
+    return path, value, reason
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value).__module__.startswith("multiprocessing") or is_handle(value):
+        return  # a lock, queue or open file is at fault as such, not some inner part of it
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"[{place}]", item) for place, item in enumerate(value))
+    closure = getattr(value, "__closure__", None)
+    if closure:
+        for name, cell in zip(value.__code__.co_freevars, closure, strict=False):
+            try:
+                yield f".<closure {name}>", cell.cell_contents
+            except ValueError:
+                continue  # a cell that was never filled
+    yield from _defaults(value)
+    code = getattr(value, "__code__", None)
+    if code is not None and getattr(value, "__module__", None) == "__main__":
+        used = getattr(value, "__globals__", {})
+        yield from ((f".<global {name}>", used[name]) for name in code.co_names if name in used)
+    owner = getattr(value, "__self__", None)
+    if owner is not None and callable(value):
+        yield ".__self__", owner
+    for name in ("func", "args", "keywords") if type(value).__name__ == "partial" else ():
+        yield f".{name}", getattr(value, name)
+    try:
+        attributes = vars(value)
+    except TypeError:
+        attributes = {}
+    if not isinstance(value, type):
+        yield from ((f".{name}", item) for name, item in attributes.items())
+        if type(value).__module__ == "__main__":  # its class travels, too, with its methods
+            methods = vars(type(value)).items()
+            yield from ((f".{name}", one) for name, one in methods if hasattr(one, "__code__"))
+    for slot_owner in type(value).__mro__:
+        for name in getattr(slot_owner, "__slots__", ()) or ():
+            if isinstance(name, str) and hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+def _defaults(value: Any) -> Iterator[tuple[str, Any]]:
+    defaults = getattr(value, "__defaults__", None) or ()
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        names = code.co_varnames[: code.co_argcount][-len(defaults) :] if defaults else ()
+        yield from ((f".<default {name}>", d) for name, d in zip(names, defaults, strict=True))
+        named = getattr(value, "__kwdefaults__", None) or {}
+        yield from ((f".<default {name}>", default) for name, default in named.items())
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _likely(culprit: Any, reason: str) -> str | None:
+    if "fork context" in reason:
+        return (
+            "semaphores of the fork context have no name that another process could open; "
+            "workers here are never forked from your process."
+        )
+    return None
+
+
+def _remedy(path: str, culprit: Any, reason: str) -> str:
+    if "fork context" in reason:
+        name = type(culprit).__name__
+        return (
+            f"multiprocessing.get_context('spawn').{name}(...) for {path}, "
+            "or DataLoader(..., multiprocessing_context='fork')"
+        )
+    if "tensor on" in reason:
+        return f"{path}.cpu() before the loader is made; move batches to the device in the loop"
+    if isinstance(culprit, GeneratorType):
+        return (
+            f"a class whose __iter__ makes the generator, in the place of {path}: it can be "
+            "started anew in each worker and epoch. DataLoader(..., pool='thread') needs no travel."
+        )
+    return (
+        f"open it on first use in the worker: keep {path} = None in __init__ and fill it in "
+        "__getitem__, or leave it out in __getstate__. DataLoader(..., pool='thread') needs no "
+        "travel."
+    )

@@ -1,0 +1,115 @@
+"""How does an array that is mapped from a file reach a worker? The worker maps the file again.
+
+A ``np.memmap`` is pickled by its bytes: a hundred gigabytes on disk would become a hundred
+gigabytes of memory. Here it travels as the file's name and the place in it. The worker's mapping is
+private whatever the mode was: a worker that writes changes its own view only. An array travels by
+value, as before, when its file is gone or changed its place, or when it holds writes that are not
+in the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.pickling.process_maps import Area, Survey, address_of, areas, is_unwritten
+
+_MIN_BYTES = 1 << 16
+"""A smaller array is cheaper in the parcel than as a mapping of its own."""
+
+
+def reduce_memmap(array: Any, survey: Survey, notes: list[str]) -> tuple[Any, ...] | None:
+    """How to map it again; None: it is no mapped array, or must travel by value.
+
+    Args:
+        survey: One for all arrays: a dataset may map thousands of files.
+        notes: Gets a line where the array travels by value.
+    """
+    root = _memmap_behind(array)
+    if root is None or array.nbytes < _MIN_BYTES or array.dtype.hasobject:
+        return None
+    reason = _why_not(root, array, survey)
+    if reason:
+        notes.append(f"an array of {root.filename} travels by value: {reason}")
+        return None
+    low, high = _bounds(array)
+    begin = address_of(root._mmap)
+    offset = root.offset - root.offset % mmap.ALLOCATIONGRANULARITY + low - begin
+    place = int(array.ctypes.data) - low
+    form = (array.dtype, array.shape, array.strides, bool(array.flags.writeable))
+    return map_again, (type(array), str(root.filename), offset, high - low, place, *form)
+
+
+def map_again(
+    kind: Any,
+    filename: str,
+    offset: int,
+    num_bytes: int,
+    place: int,
+    dtype: Any,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    is_writeable: bool,
+) -> Any:
+    """The same array over a private mapping of this process. Called from: a worker."""
+    if os.path.getsize(filename) < offset + num_bytes:
+        raise OSError(f"{filename} became shorter than the array that was mapped from it")
+    raw = np.memmap(filename, np.uint8, "c", offset, (num_bytes,))
+    array: Any = np.ndarray.__new__(kind, shape, dtype, raw, place, strides)
+    for name in ("_mmap", "filename", "mode", "offset") if kind is np.memmap else ():
+        setattr(array, name, getattr(raw, name))
+    array.flags.writeable = is_writeable
+    return array
+
+
+def _memmap_behind(array: Any) -> Any:
+    """The memmap that this array is, or is a view of."""
+    if type(array) is not np.ndarray and type(array) is not np.memmap:
+        return None
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap) and getattr(array, "_mmap", None) is not None:
+            return array if array.filename is not None else None
+        array = array.base
+    return None
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    """The first byte and the byte after the last one, whatever the strides."""
+    low = high = int(array.ctypes.data)
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        low += min(0, (length - 1) * stride)
+        high += max(0, (length - 1) * stride)
+    return low, high + array.itemsize
+
+
+def _why_not(root: Any, array: Any, survey: Survey) -> str:
+    low, high = _bounds(array)
+    begin = address_of(root._mmap)
+    if not begin <= low <= high <= begin + len(root._mmap):
+        return "it does not lie inside the mapping"
+    try:
+        if not _is_still_there(root.filename, survey.at(begin)):
+            return "another file has that name now"
+    except (OSError, ValueError) as error:
+        return f"the file cannot be mapped again ({error})"
+    if root.mode == "c" and not is_unwritten(low, high):
+        return "mode 'c', and it holds writes that are not in the file (or may: nobody can tell)"
+    return ""
+
+
+def _is_still_there(filename: Any, area: Area | None) -> bool:
+    """Does the name still lead to the file that is mapped here? True where nobody can tell."""
+    found = os.stat(filename)
+    if area is None:
+        return True
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+    if area.file == (device, str(found.st_ino)):
+        return True
+    # Overlays and btrfs list other numbers than stat gives: compare like with like.
+    with open(filename, "rb") as file:
+        fresh = mmap.mmap(file.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ)
+    place = address_of(fresh)
+    return [each.file for each in areas(place, place + 1)] == [area.file]

@@ -1,0 +1,302 @@
+"""Can a large array be shared with the workers without a second copy of it? Often, on Linux.
+
+    before   parent's pages (anonymous)                 the parcel would hold a second copy
+    after    parent's pages --private map--> memfd <--private map-- every worker
+
+The bytes are copied into a memfd piece by piece, and each piece is mapped over the very pages it
+came from. The array keeps its address, its content and its owner; there is one copy of it in the
+machine. Both sides map it privately: who writes gets a page of his own, and nobody else sees it.
+
+This rests on facts that are checked each time; where one does not hold, the array is copied as
+before and the reason is kept:
+
+- Nobody writes between the copy and the mapping: no other thread runs Python code.
+- The memory is a block that glibc's malloc got by mmap, proven by its header. Freeing it is one
+  munmap, and resizing it falls back to a copy. Other allocators use pages again and rely on madvise
+  to zero them, which brings back the file's content in a mapping of a file.
+- No device or driver knows the pages: nothing is locked, registered or pinned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import sys
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.engine.memory.shared_file import SharedFile
+from penstock.engine.pickling.process_maps import Area, address_of, areas, covers, is_unwritten
+
+MIN_BYTES = 64 << 20
+"""glibc serves blocks of more than 32 MiB by mmap always; below this a copy costs little."""
+CHUNK_BYTES = 16 << 20
+"""How much exists twice at any moment while an array is taken over."""
+_PAGE = mmap.PAGESIZE
+_HEADER_BYTES = 16
+_IS_MMAPPED = 2
+_HARMLESS_FLAGS = frozenset(
+    ("rd", "wr", "mr", "mw", "me", "ac", "nr", "hg", "nh", "mg", "sd", "dd", "sr", "rr")
+)
+"""VmFlags of /proc/self/smaps: rights, accounting, advice. Not among them: locked, registered with
+a driver (not inherited by forks), watched by userfaultfd."""
+_HARMLESS_THREADS = ("tqdm", "ipykernel", "IPython", "zmq", "debugpy", "_pydevd_bundle")
+"""Threads of these packages never touch the user's arrays."""
+_HARMLESS_BARE = ("penstock.device.background",)
+"""Where bare threads begin that do not, either."""
+_OTHER_GPU_LIBRARIES = ("cupy", "pycuda", "numba.cuda", "jax", "tensorflow")
+_NAME = "/memfd:penstock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adopted:
+    """An array whose pages are a memfd's: ``num_bytes`` bytes from ``start`` on in ``file``."""
+
+    file: SharedFile
+    start: int
+    address: int
+    num_bytes: int
+
+    @property
+    def inside(self) -> tuple[int, int]:
+        """The whole pages of the array; what lies before and after them stays as it was."""
+        return whole_pages(self.address, self.num_bytes)
+
+
+def whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
+    """The first and the last page boundary inside a range.
+
+    Example:
+        >>> whole_pages(mmap.PAGESIZE + 16, 3 * mmap.PAGESIZE) == (
+        ...     2 * mmap.PAGESIZE, 4 * mmap.PAGESIZE)
+        True
+    """
+    return -(-address // _PAGE) * _PAGE, (address + num_bytes) // _PAGE * _PAGE
+
+
+def adopt(view: memoryview, owners: Iterable[Any] = ()) -> Adopted | str:
+    """Share a buffer with its memfd; the reason when that is not possible.
+
+    Args:
+        owners: Tensors of the user's: a buffer of a tensor knows only a temporary view of it.
+
+    Called from: the thread that starts the workers, and no other.
+    """
+    reason = _why_not_here()
+    if reason:
+        return reason
+    owner, block = _block_behind(view, owners)
+    if owner is None:
+        return f"the memory belongs to {type(view.obj).__name__}, not to NumPy or torch"
+    address = address_of(view)
+    around = areas(0, sys.maxsize, with_flags=True)
+    under = [area for area in around if area.start < address + view.nbytes and area.end > block - 1]
+    known = _adopted.get(address)
+    if known is not None and _is_as_it_was(known.adopted, view, under):
+        return known.adopted
+    reason = _why_not(under, block, address + view.nbytes) or _why_pinned(view, around)
+    if reason:
+        return reason
+    made = _take_over(view, address)
+    if isinstance(made, Adopted):
+        if known is None or known.owner() is not owner:
+            weakref.finalize(owner, _adopted.pop, address, None).atexit = False
+        _adopted[address] = _Entry(made, weakref.ref(owner))
+    return made
+
+
+class _Entry(NamedTuple):
+    adopted: Adopted
+    owner: weakref.ref[Any]
+
+
+_adopted: dict[int, _Entry] = {}
+"""By address. An entry, and its descriptor, goes with the array or tensor that lies there."""
+
+
+def _is_as_it_was(known: Adopted, view: memoryview, under: list[Area]) -> bool:
+    """Is this still the mapping that we made, and did nobody write to it since?"""
+    low, high = known.inside
+    if known.num_bytes != view.nbytes or not covers(under, low, high):
+        return False
+    inode = str(os.fstat(known.file.fd).st_ino)
+    for area in under:
+        if area.end <= low or area.start >= high:
+            continue
+        at = known.start + max(low, area.start) - known.address
+        is_ours = area.name.startswith(_NAME) and area.file[1] == inode and area.rights == "rw-p"
+        if not is_ours or area.offset_of(max(low, area.start)) != at:
+            return False
+    for begin, end in ((0, low - known.address), (high - known.address, known.num_bytes)):
+        if os.pread(known.file.fd, end - begin, known.start + begin) != view[begin:end]:
+            return False  # the edges are outside of the mapping, so they are compared
+    return is_unwritten(low, high)
+
+
+# -- conditions ------------------------------------------------------------------------------------
+
+
+def _why_not_here() -> str:
+    if os.environ.get("PENSTOCK_ADOPT") == "0":
+        return "PENSTOCK_ADOPT=0"
+    if sys.platform != "linux" or sys.maxsize < 2**32:
+        return "only 64-bit Linux can map a file over memory that is in use"
+    if platform.libc_ver()[0] != "glibc":
+        return "the C library is not glibc"
+    busy = _busy_threads()
+    if busy:
+        return f"another thread is running and might write meanwhile ({busy[0]})"
+    return ""
+
+
+def _busy_threads() -> list[str]:
+    """Threads that run Python code and may hold the user's arrays."""
+    own = threading.get_ident()
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    found = []
+    for ident in {*frames, *threads} - {own}:
+        thread = threads.get(ident)
+        if ident in frames and _begins_in(frames[ident]) in _HARMLESS_BARE:
+            continue
+        target = getattr(thread, "_target", None) or type(thread)
+        if str(getattr(target, "__module__", "")).split(".")[0] not in _HARMLESS_THREADS:
+            found.append(thread.name if thread is not None else f"number {ident}")
+    return sorted(found)
+
+
+def _begins_in(frame: FrameType) -> str:
+    """The module of the function that a thread was started with."""
+    outermost = frame
+    while outermost.f_back is not None:
+        outermost = outermost.f_back
+    return str(outermost.f_globals.get("__name__"))
+
+
+def _block_behind(view: memoryview, owners: Iterable[Any]) -> tuple[Any, int]:
+    """Who owns the memory of a buffer, and where the block begins that malloc gave him."""
+    owner: Any = view.obj
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    if isinstance(owner, np.ndarray):
+        return owner, int(owner.ctypes.data)
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(owner, torch.Tensor):
+        return None, 0
+    block = _storage_address(owner)
+    lasting = (tensor for tensor in owners if _storage_address(tensor) == block)
+    return next(lasting, owner), block
+
+
+def _storage_address(tensor: Any) -> int:
+    storage = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()
+    return int(storage.data_ptr())
+
+
+def _why_not(under: list[Area], block: int, end: int) -> str:
+    """Is this a block of glibc's own, in ordinary memory from its header to its end?"""
+    if not covers(under, block - _HEADER_BYTES, end):
+        return "nobody can tell what lies at its address"
+    for area in under:
+        is_own = area.name.startswith(_NAME)  # adopted before, and written to since
+        if area.rights != "rw-p" or (area.name and not is_own):
+            return f"it lies in memory of another kind ({area.rights} {area.name})"
+        strange = area.flags - _HARMLESS_FLAGS
+        if strange or not area.flags:
+            return f"its memory is locked, registered or otherwise special ({sorted(strange)})"
+    padding, size = (ctypes.c_size_t.from_address(block - back).value for back in (16, 8))
+    size, kind = size & ~7, size & 7
+    begin = block - _HEADER_BYTES - padding
+    is_block = kind == _IS_MMAPPED and begin % _PAGE == 0 and (padding + size) % _PAGE == 0
+    if not is_block or begin + padding + size < end:
+        return "it is not a block of its own from glibc's malloc"
+    return ""
+
+
+def _why_pinned(view: memoryview, around: list[Area]) -> str:
+    if not any("libcuda.so" in area.name or "libamdhip64" in area.name for area in around):
+        return ""
+    others = [name for name in _OTHER_GPU_LIBRARIES if name in sys.modules]
+    if others:
+        return f"{others[0]} may have pinned it for a GPU"
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return "a GPU driver is loaded, and nobody can tell whether it was pinned"
+    if torch.cuda.is_initialized():
+        flat = np.frombuffer(view, dtype=np.uint8)
+        pieces = (flat[start : start + 1] for start in range(0, view.nbytes, CHUNK_BYTES))
+        if any(torch.from_numpy(piece).is_pinned() for piece in pieces):
+            return "it is pinned for a GPU"
+    return ""
+
+
+# -- taking over -----------------------------------------------------------------------------------
+
+
+def _take_over(view: memoryview, address: int) -> Adopted | str:
+    """Copy a buffer into a memfd and map the memfd over it, chunk by chunk.
+
+    A failure in the middle harms nothing: what is mapped by then holds the same bytes.
+    """
+    file = SharedFile.create()
+    if not file.is_sparse:
+        return "there is no memfd here"
+    start = address % _PAGE  # the same place in its page, or it could not be mapped
+    low, high = whole_pages(address, view.nbytes)
+    edges = [address, *range(low, high, CHUNK_BYTES), high, address + view.nbytes]
+    try:
+        file.grow(start + view.nbytes)
+        for begin, end in pairwise(edges):
+            _write(file, view[begin - address : end - address], start + begin - address)
+            if low <= begin < high:
+                failure = _map_over(begin, end - begin, file, start + begin - address)
+                if failure:
+                    return failure
+    except OSError as error:
+        return f"copying it failed ({error})"
+    return Adopted(file=file, start=start, address=address, num_bytes=view.nbytes)
+
+
+def _write(file: SharedFile, piece: memoryview, offset: int) -> None:
+    while piece.nbytes:
+        written = os.pwrite(file.fd, piece, offset)
+        piece, offset = piece[written:], offset + written
+
+
+def _map_over(address: int, num_bytes: int, file: SharedFile, offset: int) -> str:
+    """Map a piece of the file over memory that holds the same bytes."""
+    rights = mmap.PROT_READ | mmap.PROT_WRITE
+    number = _call_mmap(address, num_bytes, rights, mmap.MAP_PRIVATE, file.fd, offset)
+    if not number:
+        return ""
+    # The kernel may have taken the old pages away before it failed: put the bytes back.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if _call_mmap(address, num_bytes, rights, flags, -1, 0):
+        if not covers(areas(address, address + num_bytes), address, address + num_bytes):
+            raise MemoryError(f"{num_bytes} bytes of an array were lost: {os.strerror(number)}")
+    else:
+        target = (ctypes.c_char * num_bytes).from_address(address)
+        os.preadv(file.fd, [memoryview(target).cast("B")], offset)
+    return f"mapping failed ({os.strerror(number)})"
+
+
+def _call_mmap(address: int, num_bytes: int, rights: int, flags: int, fd: int, offset: int) -> int:
+    """mmap(2) at a fixed address; returns 0 or the error number. Keeps the interpreter lock."""
+    libc = ctypes.PyDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_size_t),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64),
+    ]
+    map_fixed = 0x10
+    placed = libc.mmap(address, num_bytes, rights, flags | map_fixed, fd, offset)
+    return 0 if placed == address else ctypes.get_errno() or 1

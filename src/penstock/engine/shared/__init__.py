@@ -1,1 +1,0 @@
-"""Millions of small objects in memory that every worker shares."""

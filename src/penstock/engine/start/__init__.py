@@ -1,1 +1,0 @@
-"""Starting worker processes: from a nursery, spawned, or forked by request."""

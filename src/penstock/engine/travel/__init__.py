@@ -1,1 +1,0 @@
-"""How do the user's objects reach a worker?"""

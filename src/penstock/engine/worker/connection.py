@@ -1,0 +1,103 @@
+"""Where a worker gets its leases and puts its replies: a pipe (processes) or queues (threads)."""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+import queue
+from typing import Any, Protocol
+
+import cloudpickle
+
+from penstock.engine.memory.messages import Errand, Lease, Reply, Resume
+from penstock.engine.memory.shared_file import SharedFile, payload
+
+
+def dump_leases(leases: list[Any] | None) -> bytes:
+    """Leases as bytes (None: stop). Sampler items of the user's own classes travel by value."""
+    if leases is None or all(_is_plain(lease) for lease in leases):
+        return pickle.dumps(leases, protocol=5)
+    return cloudpickle.dumps(leases, protocol=5)  # type: ignore[no-any-return]
+
+
+def _is_plain(lease: Errand) -> bool:
+    if isinstance(lease, Resume):
+        return lease.state is None
+    index = lease.index if isinstance(lease, Lease) else None
+    first = index[0] if type(index) is list and index else index
+    return first is None or type(first) in (int, str)
+
+
+def dump_reply(reply: Any) -> bytes:
+    """A reply as bytes; a layout of classes from ``__main__`` needs the slower way."""
+    try:
+        return pickle.dumps(reply, protocol=5)
+    except Exception:
+        return bytes(payload.dump(reply))
+
+
+class Desk(Protocol):
+    """Where a worker gets leases and puts replies."""
+
+    def get(self) -> list[Errand] | None:
+        """The next leases; waits. None: the parent is gone or says stop."""
+
+    def put(self, reply: Reply | tuple[str, str]) -> None:
+        """Send a reply at once: the parent may be waiting for just this one."""
+
+    def segment(self, place: tuple[int, int]) -> mmap.mmap:
+        """A segment of the shared file, mapped here."""
+
+
+class _MappedSlots:
+    """Segments of the shared file, mapped on first use."""
+
+    def __init__(self, memory: SharedFile) -> None:
+        self._memory = memory
+        self._segments: dict[tuple[int, int], mmap.mmap] = {}
+
+    def segment(self, place: tuple[int, int]) -> mmap.mmap:
+        mapping = self._segments.get(place)
+        if mapping is None:
+            mapping = self._segments[place] = self._memory.map(*place)
+        return mapping
+
+
+class PipeDesk(_MappedSlots):
+    """The worker's end of a pipe to the parent."""
+
+    def __init__(self, channel: Any, memory: SharedFile) -> None:
+        super().__init__(memory)
+        self._channel = channel
+
+    def get(self) -> list[Errand] | None:
+        try:
+            message = pickle.loads(self._channel.recv_bytes())
+        except (EOFError, OSError):
+            return None
+        return message  # type: ignore[no-any-return]
+
+    def put(self, reply: Reply | tuple[str, str]) -> None:
+        self._channel.send_bytes(dump_reply(reply))
+
+
+class QueueDesk(_MappedSlots):
+    """A worker thread's desk."""
+
+    def __init__(
+        self,
+        number: int,
+        memory: SharedFile,
+        leases: queue.SimpleQueue[list[Errand] | None],
+        replies: queue.SimpleQueue[tuple[int, Any]],
+    ) -> None:
+        super().__init__(memory)
+        self._number = number
+        self._leases = leases
+        self._replies = replies
+
+    def get(self) -> list[Errand] | None:
+        return self._leases.get()
+
+    def put(self, reply: Reply | tuple[str, str]) -> None:
+        self._replies.put((self._number, reply))

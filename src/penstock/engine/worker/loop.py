@@ -1,0 +1,400 @@
+"""The work of one worker: leases in, samples loaded, slots filled, replies out.
+
+    Desk (where leases come from and replies go: a pipe, or a queue between threads)
+      -> Worker.run(): for each lease, dataset[i] per row -> slot -> Reply
+
+The same class runs in worker processes and in worker threads; only the desk differs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.loading import collate
+from penstock.engine.loading.bad_samples import Careful
+from penstock.engine.loading.collate import is_default_collate
+from penstock.engine.loading.collate_scratch import Scratch, collating_into
+from penstock.engine.loading.fetch import (
+    AllBad,
+    Exhausted,
+    Stream,
+    call_user,
+    getter,
+    one_getter,
+    seed_pipes,
+    takes_batches,
+)
+from penstock.engine.loading.gather import find_gatherer
+from penstock.engine.loading.sample_writer import find_placer
+from penstock.engine.loading.thread_gate import Gate
+from penstock.engine.memory.batch_layout import Layout, OddSample
+from penstock.engine.memory.messages import NOTHING, Fresh, Lease, Reply, Resume, Task
+from penstock.engine.memory.shared_file import payload
+from penstock.engine.pickling.exceptions import describe
+from penstock.engine.worker.connection import Desk
+from penstock.engine.worker.status import Badge, EpochOver
+from penstock.order.epoch_state import own_state_of
+from penstock.order.own_generators import OwnGenerator, OwnGenerators
+from penstock.order.sample_randomness import COLLATE_STREAM, Restless, SampleRandomness
+from penstock.trace.record import now_ns
+from penstock.trace.worker_recorder import Scribe
+
+Loaded = tuple[str, Any, int, bool]
+"""Kind and content of a reply, the bytes that the batch needs, and whether the slot is kept."""
+
+_ALONE_NOTE = (
+    "samples draw from the global generators, which threads share: they are loaded one at a time. "
+    "penstock.rng(), or pool='process', loads them at once"
+)
+_SEED_NOTE = (
+    "worker_init_fn set torch's seed. It is kept as asked: what torch draws in the dataset now "
+    "depends on the number of workers. Leave torch.manual_seed out of worker_init_fn to get the "
+    "same numbers with any number."
+)
+
+
+class Worker:
+    """One worker. ``gate``: who may run user code at once, where threads share generators."""
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        task: Task,
+        objects: dict[str, Any],
+        desk: Desk,
+        cells: memoryview,
+        gate: Gate | None = None,
+        is_thread: bool = False,
+    ) -> None:
+        self._number = number
+        self._task = task
+        self._dataset = objects["dataset"]
+        self._collate = objects["collate_fn"]
+        self._desk = desk
+        self._badge = Badge(cells, number, has_limit=task.has_limit)
+        self._scribe = Scribe(cells, number, task, is_thread=is_thread)
+        self._gate = gate
+        self._guard: Callable[[], Any] = nullcontext if gate is None else self._alone
+        # sys.exit ends a worker process, which is seen; a thread must say so itself.
+        self._caught: type[BaseException] = BaseException if is_thread else Exception
+        self._where = f"in DataLoader worker {'thread' if is_thread else 'process'} {number}"
+        self._own_state = objects.get("streams", {}).get(number)
+        self._num_again = 0
+        self._stream: Stream | None = None
+        self._stream_epoch = NOTHING
+        self._layouts: dict[Any, int] = {}
+        self._init_error: BaseException | None = objects.get("init_error")
+        self._keeps_torch_seed = bool(objects.get("keeps_torch_seed"))
+        self._randomness: SampleRandomness | None = None
+        self._collate_randomness: SampleRandomness | None = None
+        self._randomness_epoch = NOTHING
+        self._own: list[OwnGenerator] = []
+        if task.per_sample:
+            with_torch = not self._keeps_torch_seed
+            own = OwnGenerators(self._dataset, is_worker=not is_thread)
+            self._own = own.found
+            self._randomness = SampleRandomness(
+                task.base_seed, with_torch=with_torch, also_set=own.set if own else None
+            )
+            self._collate_randomness = SampleRandomness(
+                task.base_seed ^ COLLATE_STREAM, with_torch=with_torch
+            )
+        self._writes_slots = task.auto_collation and is_default_collate(self._collate)
+        on_error = objects.get("on_error", "raise")
+        self._careful: Careful | None = None
+        if on_error != "raise":
+            self._careful = Careful(
+                on_error,
+                self._dataset,
+                seed=task.base_seed,
+                num_indices=task.num_indices,
+                none_is_bad=is_default_collate(self._collate),
+            )
+        self._gatherer = find_gatherer(self._dataset) if self._writes_slots else None
+        # Threads load a run of samples before any of them is written.
+        is_direct = self._writes_slots and not is_thread
+        self._placer = find_placer(self._dataset) if is_direct else None
+
+    def run(self) -> None:
+        """Serve until the parent says stop or is gone."""
+        self._scribe.enter()
+        if self._keeps_torch_seed and self._task.per_sample and self._number == 0:
+            self._desk.put(("note", _SEED_NOTE))
+        for one in self._own if self._number == 0 else ():
+            if not one.can_be_set:
+                self._desk.put(("note", f"{one}: its draws depend on who loads the sample"))
+        while True:
+            self._badge.show_idle(True)
+            leases = self._desk.get()
+            self._badge.show_idle(False)
+            if leases is None:
+                return
+            for lease in leases:
+                if isinstance(lease, Fresh):
+                    self._dataset = seed_pipes(self._dataset, lease.shared_seed)
+                elif isinstance(lease, Resume):
+                    self._own_state, self._num_again = lease.state, lease.num_batches
+                else:
+                    self._desk.put(self._serve(lease))
+
+    def _serve(self, lease: Lease) -> Reply:
+        self._scribe.begin(lease)
+        needed_bytes, is_kept = 0, False
+        try:
+            if self._init_error is not None:
+                error, self._init_error = self._init_error, None
+                raise error
+            if self._careful is not None:
+                self._careful.found = []
+            kind, content, needed_bytes, is_kept = self._load(lease)
+        except EpochOver:
+            kind, content = "dropped", None
+        except AllBad:
+            kind, content = "empty", None
+        except Exhausted:
+            kind, content = "end", None
+        except self._caught as error:
+            index, kind = self._badge.index, "error"
+            content = describe(error, worker=self._number, where=self._where, index=index)
+        self._badge.show_done()
+        is_loaded = kind not in ("dropped", "empty", "end", "error")
+        busy_ns = self._scribe.end(is_loaded=is_loaded)
+        state = own_state_of(self._dataset) if self._task.is_iterable and kind != "error" else None
+        bad = tuple(self._careful.found) if self._careful is not None else ()
+        return Reply(*lease.key, kind, content, needed_bytes, busy_ns, is_kept, state, bad)
+
+    def _load(self, lease: Lease) -> Loaded:
+        if (lease.bad or lease.is_suspect) and self._careful is not None:
+            return self._load_carefully(lease, self._careful)
+        try:
+            try:
+                return self._load_once(lease)
+            except Restless:
+                return self._load_once(lease)
+        except (EpochOver, Exhausted, AllBad):
+            raise
+        except Exception:
+            if self._careful is None or self._task.is_iterable:
+                raise
+        # Not in the handler: the error would be the context of every other one.
+        return self._load_carefully(lease, self._careful)
+
+    def _load_carefully(self, lease: Lease, careful: Careful) -> Loaded:
+        """One sample at a time, in spite of bad ones."""
+        if careful.needs_whole_batch and not lease.is_whole:
+            return "odd", None, 0, False
+        self._badge.check_epoch(lease.epoch)
+        self._begin_randomness(lease)
+        get = one_getter(self._dataset)
+
+        def call(function: Callable[[Any], Any], index: Any, position: int) -> Any:
+            with self._guard():
+                if self._randomness is not None:
+                    self._randomness.look()
+                return call_user(function, index, position, self._randomness)
+
+        index = lease.index if self._task.auto_collation else [lease.index]
+        placed = self._walk(lease)
+        samples = careful.samples(call, get, placed, lease.key_epoch, list(index), lease.bad)
+        if not samples:
+            if not lease.is_whole:
+                return "odd", None, 0, False
+            raise AllBad
+        if self._writes_slots:
+            return self._fill(lease, samples)
+        return self._collate_freely(lease, samples if self._task.auto_collation else samples[0])
+
+    def _load_once(self, lease: Lease) -> Loaded:
+        self._badge.check_epoch(lease.epoch)
+        if self._gatherer is not None:
+            slot = self._slot(lease)
+            _, num_bytes = self._gatherer.layout.places(lease.rows)
+            if num_bytes <= slot.nbytes:
+                with suppress(OddSample):  # slices as indices, say: the usual way
+                    self._gatherer.fill(lease.index, slot, lease.rows, lease.first_row)
+                    return self._filled(self._gatherer.layout, len(lease.index), [], lease)
+        samples = self._samples(lease)
+        if self._writes_slots:
+            return self._fill(lease, samples)
+        if self._task.auto_collation and not self._task.is_iterable:
+            samples = list(samples)
+        return self._collate_freely(lease, samples)
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def _samples(self, lease: Lease) -> Any:
+        """An iterator over samples, or (without batching) the one sample."""
+        task = self._task
+        if task.is_iterable:
+            if self._stream_epoch != lease.epoch or self._stream is None:
+                with self._guard():
+                    if self._own_state is not None:  # resumed: it goes on by itself
+                        self._dataset.load_state_dict(self._own_state)
+                        self._own_state = None
+                    self._stream = Stream(
+                        self._dataset,
+                        auto_collation=task.auto_collation,
+                        drop_last=task.drop_last,
+                        take_next=self._careful.next_of if self._careful is not None else None,
+                    )
+                    self._stream_epoch = lease.epoch
+                    self._take_again(self._stream, lease.index)
+            self._badge.show_no_sample(runs_user_code=True)
+            with self._guard():
+                return self._stream.fetch(lease.index, lease.position)
+        self._begin_randomness(lease)
+        if not task.auto_collation:
+            self._badge.show(lease.position, lease.index)
+            with self._guard():
+                get = getter(self._dataset)
+                return call_user(get, lease.index, lease.position, self._randomness)
+        if takes_batches(self._dataset):
+            self._badge.show(lease.position, list(lease.index), len(lease.index))
+            with self._guard():
+                get = self._dataset.__getitems__
+                return call_user(get, lease.index, lease.position, self._randomness)
+        return self._scribe.watch(self._one_by_one(lease))
+
+    def _take_again(self, stream: Stream, index: Any) -> None:
+        """Take and drop what the worker before this one has answered for, good or bad."""
+        for _ in range(self._num_again):
+            with suppress(Exception):
+                stream.fetch(index)
+        self._num_again = 0
+        if self._careful is not None:
+            self._careful.found = []  # those were told
+
+    def _begin_randomness(self, lease: Lease) -> None:
+        if self._randomness is None or self._collate_randomness is None:
+            return
+        if self._randomness_epoch != lease.epoch:
+            self._randomness.begin(lease.key_epoch)
+            self._collate_randomness.begin(lease.key_epoch)
+            self._randomness_epoch = lease.epoch
+        # Threads share the generators: another's sample may be drawing. Gate.alone puts them back.
+        is_used = self._gate is None and self._collate_randomness.has_drawn
+        self._randomness.look(is_used=is_used)
+
+    def _one_by_one(self, lease: Lease) -> Iterator[Any]:
+        get = getter(self._dataset) if self._placer is None else self._placer.get
+        randomness, gate = self._randomness, self._gate
+        if gate is not None and randomness is not None and randomness.is_silent:
+            self._badge.show_waiting(True)
+            with gate.together():
+                samples = list(self._silently(lease, get, randomness))
+            yield from samples
+        elif gate is not None:
+            self._tell_alone()
+            for position, index in self._walk(lease):
+                with self._alone():
+                    if randomness is not None:
+                        randomness.look()
+                    sample = call_user(get, index, position, randomness)
+                yield sample
+        elif randomness is None:
+            yield from (get(index) for _, index in self._walk(lease))
+        elif randomness.is_silent:
+            yield from self._silently(lease, get, randomness)
+        else:
+            for position, index in self._walk(lease):
+                yield randomness.call(get, index, position)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """In a thread: no other thread runs the user's code meanwhile."""
+        assert self._gate is not None
+        self._badge.show_waiting(True)
+        with self._gate.alone():
+            self._badge.show_waiting(False)
+            yield
+
+    def _tell_alone(self) -> None:
+        if self._randomness is not None and self._randomness.is_known_to_draw:
+            self._desk.put(("tell", _ALONE_NOTE))
+
+    def _walk(self, lease: Lease) -> Iterator[tuple[int, Any]]:
+        """Positions and indices of a lease, each noted where the parent sees it."""
+        indices = lease.index if self._task.auto_collation else [lease.index]
+        return self._badge.walk(indices, lease.position, lease.epoch)
+
+    def _silently(self, lease: Lease, get: Any, randomness: SampleRandomness) -> Iterator[Any]:
+        randomness.begin_run(is_shared=self._gate is not None)
+        try:
+            yield from randomness.samples_of(get, self._walk(lease))
+        except EpochOver:
+            raise
+        except Exception:
+            randomness.end_run()  # an error may be another with the sample's own randomness
+            raise
+        randomness.end_run()
+
+    # -- filling ---------------------------------------------------------------------------------
+
+    def _fill(self, lease: Lease, samples: Any) -> Loaded:
+        """default_collate, straight into the slot; falls back to a payload for odd samples."""
+        buffer = self._slot(lease)
+        writer = collate.BatchWriter(buffer, lease.rows, lease.first_row)
+        if self._placer is not None:
+            self._placer.begin(writer)
+        iterator, needed_bytes = iter(samples), 0
+        try:
+            writer.take(iterator)
+            self._badge.show_no_sample()
+            if writer.layout is not None:
+                objects = writer.finish()
+                return self._filled(writer.layout, writer.num_filled, objects, lease)
+            odd: list[Any] = []
+        except OddSample:
+            odd = writer.recover() + writer.refused
+        except collate.TooSmall as error:
+            needed_bytes, odd = error.num_bytes, writer.refused
+        if not lease.is_whole:
+            return "odd", None, needed_bytes, False
+        odd.extend(iterator)
+        self._badge.show_no_sample()
+        indices = [] if self._task.is_iterable else list(lease.index)
+        indices = indices if len(indices) == len(odd) else []  # some were left out
+        with self._guard():
+            batch = collate.default_collate(odd, indices)
+        written = payload.write(batch, buffer)
+        return "payload", written, max(needed_bytes, written.num_bytes), False
+
+    def _slot(self, lease: Lease) -> np.ndarray:
+        mapping = self._desk.segment(lease.segment)
+        return np.frombuffer(mapping, dtype=np.uint8, count=lease.slot_bytes, offset=lease.start)
+
+    def _filled(
+        self, layout: Layout, num_filled: int, objects: list[list[Any]], lease: Lease
+    ) -> Loaded:
+        number = self._layouts.get(layout)
+        is_new = number is None
+        if number is None:
+            number = self._layouts[layout] = len(self._layouts)
+        _, num_bytes = layout.places(lease.rows)
+        content = (number, layout if is_new else None, num_filled, objects)
+        return "fixed", content, num_bytes, False
+
+    def _collate_freely(self, lease: Lease, samples: Any) -> Loaded:
+        """The user's collate_fn on the whole list; its default_collate writes to our memory."""
+        self._badge.show_no_sample(runs_user_code=True)
+        root = self._slot(lease)
+        scratch = Scratch(root)
+        start_ns = now_ns()
+        with collating_into(scratch), self._guard():
+            position, randomness = lease.position, self._collate_randomness
+            if randomness is not None and self._randomness is not None:
+                randomness.look(is_used=self._randomness.has_drawn)
+            batch = call_user(self._collate, samples, position, randomness)
+        self._scribe.collated(start_ns)
+        written = payload.write(batch, root, scratch.used)
+        alive = weakref.ref(root)
+        scratch.buffer = None
+        del batch, root, scratch, samples
+        # Somebody in this worker kept a tensor that lies in the slot: it must not be used again.
+        return "payload", written, written.num_bytes, alive() is not None

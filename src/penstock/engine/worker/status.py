@@ -1,0 +1,94 @@
+"""What a worker is at, where the parent can see it: its cells on the control page.
+
+No message is needed, so the parent also knows what a worker was doing when it died or hangs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.engine.memory.messages import (
+    EPOCH_CELL,
+    IS_IDLE,
+    NOTHING,
+    NUM_SAMPLES,
+    PEAK_KB,
+    SINCE,
+    position_cell,
+)
+from penstock.machine.host import peak_kb
+
+
+class EpochOver(Exception):
+    """Nobody waits for this epoch's samples any more."""
+
+
+class Badge:
+    """The cells of one worker.
+
+    Args:
+        has_limit: Note since when the user's code runs? That costs 0.1 microseconds a sample.
+    """
+
+    def __init__(self, cells: memoryview, worker: int, *, has_limit: bool) -> None:
+        self._cells = cells
+        self._cell = position_cell(worker)
+        self._has_limit = has_limit
+        self._index: Any = None
+        self._num_done = 0
+
+    def show(self, position: int, index: Any, num_samples: int = 1) -> None:
+        """The user's code is about to load this."""
+        self._cells[self._cell + NUM_SAMPLES] = num_samples
+        self._cells[self._cell] = position
+        self._index = index
+        if self._has_limit:
+            self._cells[self._cell + SINCE] = time.monotonic_ns()
+
+    def show_no_sample(self, *, runs_user_code: bool = False) -> None:
+        """No sample is being loaded; perhaps other code of the user's runs."""
+        self._cells[self._cell] = NOTHING
+        if runs_user_code and self._has_limit:
+            self._cells[self._cell + SINCE] = time.monotonic_ns()
+
+    def show_waiting(self, is_waiting: bool) -> None:
+        """A thread waits for its turn to run the user's code, or has it now."""
+        if self._has_limit:
+            self._cells[self._cell + SINCE] = 0 if is_waiting else time.monotonic_ns()
+
+    def show_done(self) -> None:
+        """A lease is served."""
+        self._cells[self._cell] = NOTHING
+        self._cells[self._cell + SINCE] = 0
+        if self._num_done % 16 == 0:  # it costs a microsecond, and grows slowly
+            self._cells[self._cell + PEAK_KB] = peak_kb()
+        self._num_done += 1
+
+    def show_idle(self, is_idle: bool) -> None:
+        """Does the worker wait for work?"""
+        self._cells[self._cell + IS_IDLE] = int(is_idle)
+
+    @property
+    def index(self) -> Any:
+        """What is being loaded now; None: no sample."""
+        return self._index if self._cells[self._cell] != NOTHING else None
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raise EpochOver unless this is still the epoch that counts."""
+        if self._cells[EPOCH_CELL] != epoch:
+            raise EpochOver
+
+    def walk(self, indices: Any, position: int, epoch: int) -> Iterator[tuple[int, Any]]:
+        """Positions and indices one by one, each shown; ``position`` is the first one's."""
+        cells, cell, has_limit = self._cells, self._cell, self._has_limit
+        cells[cell + NUM_SAMPLES] = 1
+        for place, index in enumerate(indices, position):
+            if cells[EPOCH_CELL] != epoch:
+                raise EpochOver
+            cells[cell] = place
+            if has_limit:
+                cells[cell + SINCE] = time.monotonic_ns()
+            self._index = index
+            yield place, index

@@ -1,0 +1,161 @@
+"""What a worker does and how long it takes, noted in its ring of the shared file.
+
+One record for each part of a batch; one for each sample when that was asked for. Now and then a
+part is looked at closely: what copying into the slot took, how long a core was waited for, and how
+much memory is held.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+
+from penstock.engine.memory.messages import CONTROL_BYTES, Lease, Task
+from penstock.machine.host import queued_s
+from penstock.trace.record import (
+    COLLATE,
+    LEASE,
+    MEMORY,
+    SAMPLE,
+    START,
+    Ring,
+    enter_process,
+    enter_thread,
+    now_ns,
+)
+from penstock.trace.transform_spans import trace_steps
+
+_NOWHERE = (-1, -1, 0)
+CLOSE_LOOK_NS, EARLY_LOOKS, LATER_LOOK_NS = 50_000_000, 10, 250_000_000
+"""A close look costs 30 to 60 microseconds: no more than one in the first time, or after so many of
+them in the second."""
+
+
+def next_look_ns(at_ns: int, num_looks: int) -> int:
+    """When another close look is due, after so many."""
+    return at_ns + (CLOSE_LOOK_NS if num_looks < EARLY_LOOKS else LATER_LOOK_NS)
+
+
+def ring_of(cells: memoryview, worker: int, ring_bytes: int) -> memoryview:
+    """A worker's ring: the rings lie behind the control page, one after the other."""
+    first = (CONTROL_BYTES + worker * ring_bytes) // 8
+    return cells[first : first + ring_bytes // 8]
+
+
+class Scribe:
+    """Notes what one worker does.
+
+    Args:
+        cells: The control page and what lies behind it.
+        is_thread: Of the user's process, and not a process of its own.
+    """
+
+    def __init__(self, cells: memoryview, worker: int, task: Task, *, is_thread: bool) -> None:
+        self._ring: Ring | None = None
+        self._per_sample = task.traces_samples
+        self._traces_steps = task.traces_steps
+        self._is_thread = is_thread
+        self._next_look_ns = self._start_ns = self._cpu_ns = self._inside_ns = 0
+        self._number = self._num_looks = 0
+        self._queued_s = 0.0
+        self._is_close = False
+        self._position = 0
+        self._process = psutil.Process() if not is_thread else None
+        if task.ring_bytes:
+            self._ring = Ring(ring_of(cells, worker, task.ring_bytes))
+            self._ring.add(START, now_ns(), now_ns(), a=os.getpid())
+
+    def enter(self) -> None:
+        """Spans of the user's belong here from now on. Called from: the worker, once."""
+        if self._traces_steps:
+            trace_steps()
+        if self._is_thread:
+            enter_thread(self._ring)
+        else:
+            enter_process(self._ring)
+
+    def begin(self, lease: Lease) -> None:
+        """A lease is about to be served. Small parts take 40 microseconds: this must be quick."""
+        self._start_ns = start_ns = now_ns()
+        ring = self._ring
+        if ring is None:
+            return
+        pass_, batch, part = ring.place = lease[:3]
+        rows = lease.rows if lease.is_whole else len(lease.index)
+        self._number = ring.add(LEASE, start_ns, 0, pass_, batch, part, rows, -1, -1, -1)
+        if start_ns > self._next_look_ns:
+            self._is_close, self._inside_ns = True, 0
+            self._queued_s = queued_s()
+            self._cpu_ns = time.thread_time_ns()
+        if self._per_sample:
+            self._position = lease.position
+
+    def end(self, *, is_loaded: bool) -> int:
+        """It is served; what it took, in nanoseconds. ``is_loaded``: and not dropped half way."""
+        ring, end_ns = self._ring, now_ns()
+        if ring is not None:
+            if not is_loaded:  # else the samples would seem to have been quick
+                ring.set_rows(self._number, 0)
+            if self._is_close:
+                self._look(ring, end_ns)
+            else:
+                ring.end(self._number, end_ns)
+            ring.place = _NOWHERE
+        return end_ns - self._start_ns
+
+    def collated(self, start_ns: int) -> None:
+        """The user's collate_fn has run since then."""
+        if self._ring is not None:
+            self._ring.add(COLLATE, start_ns, now_ns(), *self._ring.place)
+
+    def watch(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """The same samples; where it is asked for, each is timed."""
+        if self._ring is None or not (self._is_close or self._per_sample):
+            return samples
+        return self._timed(samples, self._ring)
+
+    def _timed(self, samples: Iterator[Any], ring: Ring) -> Iterator[Any]:
+        while True:
+            start_ns = now_ns()
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+            end_ns = now_ns()
+            self._inside_ns += end_ns - start_ns
+            if self._per_sample:
+                ring.add(SAMPLE, start_ns, end_ns, *ring.place, 1, self._position)
+                self._position += 1
+            yield sample
+
+    def _look(self, ring: Ring, end_ns: int) -> None:
+        """Complete the record of a part that was looked at closely."""
+        cpu_ns = time.thread_time_ns() - self._cpu_ns
+        queued_ns = int((queued_s() - self._queued_s) * 1e9)
+        if self._inside_ns:
+            ring.set_extra(self._number, (end_ns - self._start_ns - self._inside_ns) // 1000)
+        ring.end(self._number, end_ns, cpu_ns, queued_ns)
+        self._is_close = False
+        self._num_looks += 1
+        self._next_look_ns = next_look_ns(end_ns, self._num_looks)
+        if self._process is not None:
+            num_bytes, faults = memory_and_faults(self._process)
+            ring.add(MEMORY, end_ns, end_ns, a=num_bytes >> 10, b=faults)
+
+
+def memory_and_faults(process: psutil.Process) -> tuple[int, int]:
+    """Bytes that a process holds, and how many pages it had to wait for the disk for."""
+    try:
+        num_bytes = process.memory_info().rss
+    except (psutil.Error, OSError):  # no descriptor to be had, say
+        return 0, 0
+    try:
+        import resource
+
+        return num_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    except ImportError:  # Windows
+        return num_bytes, 0
