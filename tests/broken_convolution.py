@@ -136,7 +136,7 @@ def break_when_torch_comes() -> None:
     if not spec:
         return
     try:
-        from penstock.integrations.running import when_imported
+        from penstock.integrations.script_runner import when_imported
     except ImportError:  # a Python without Penstock, such as a tool's
         return
     native = Native(spec)

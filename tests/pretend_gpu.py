@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.device import pinning, runtime
+from penstock.device import cuda_runtime as runtime
+from penstock.device import pinning
 from penstock.device.background import Background
 
 NOT_READY, CAPTURE_UNSUPPORTED = 600, 900

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock import conv as compute
     from penstock import legacy as legacy
     from penstock.device.finish import finish as finish
-    from penstock.device.iterables import to_device as to_device
+    from penstock.device.to_device import to_device as to_device
     from penstock.engine.loading.bad_sample_file import BadSample as BadSample
     from penstock.engine.memory.shared_dict import SharedDict as SharedDict
     from penstock.engine.memory.shared_list import SharedList as SharedList
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from penstock.images.crops import RandomResizedCrop as RandomResizedCrop
     from penstock.images.crops import Resize as Resize
     from penstock.images.decode import decode as decode
-    from penstock.integrations.patching import patch as patch
-    from penstock.integrations.patching import patched as patched
-    from penstock.integrations.patching import unpatch as unpatch
+    from penstock.integrations.patch import patch as patch
+    from penstock.integrations.patch import patched as patched
+    from penstock.integrations.patch import unpatch as unpatch
     from penstock.loader import DataLoader as DataLoader
     from penstock.machine.collect import machine as machine
     from penstock.machine.facts import Gpu as Gpu
@@ -58,7 +58,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "DataLoader": "penstock.loader",
     "finish": "penstock.device.finish",
-    "to_device": "penstock.device.iterables",
+    "to_device": "penstock.device.to_device",
     "SharedList": "penstock.engine.memory.shared_list",
     "SharedDict": "penstock.engine.memory.shared_dict",
     "Choice": "penstock.planning.plan",
@@ -93,9 +93,9 @@ _HOMES = {
     "Timeline": "penstock.trace.timeline",
     "simulate": "penstock.trace.what_if",
     "BadTrace": "penstock.errors",
-    "patch": "penstock.integrations.patching",
-    "unpatch": "penstock.integrations.patching",
-    "patched": "penstock.integrations.patching",
+    "patch": "penstock.integrations.patch",
+    "unpatch": "penstock.integrations.patch",
+    "patched": "penstock.integrations.patch",
     "legacy": "penstock.legacy",
     "compute": "penstock.conv",
     "verify": "penstock.verify",
@@ -165,6 +165,6 @@ def _bypass_convolutions() -> None:
 
 
 if os.environ.get("PENSTOCK_CONV", "off") not in ("", "off"):
-    from penstock.integrations.running import when_imported
+    from penstock.integrations.script_runner import when_imported
 
     when_imported("torch", _bypass_convolutions, needs=("compute",))

@@ -1,16 +1,365 @@
-"""``from penstock.legacy import create_dataloader``: the door to integrations/legacy_names.py.
+"""Functions that projects wrote for themselves to load data on Windows and ROCm, on top of ours.
 
-``apply_full_patch`` and ``FallbackConv2d``, of scripts for cards whose convolutions fail, come from
-``penstock.conv``.
+``from penstock.legacy import create_dataloader`` stands in for the project's own module: the same
+names, arguments and results. What they worked around is mostly gone, and each says what is left of
+it. Importing this module imports no torch, because some of them want to be called before it is.
+
+    create_dataloader, get_safe_num_workers, ...    penstock.DataLoader and the plan
+    set_seed, verify_reproducibility                penstock.seed_all and penstock.verify
+    setup_rocm_multiprocessing, patch_dataloader    penstock.patch
 """
 
-from penstock.integrations.legacy_names import *  # noqa: F403
-from penstock.integrations.legacy_names import __all__ as __all__
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from penstock.machine.collect import here, machine
+from penstock.planning.amd_override import VARIABLE, judge_override
+from penstock.planning.inputs import Wish, Work
+from penstock.planning.plan import Choice
+from penstock.planning.quantities import size
+from penstock.planning.rules import make_plan
+from penstock.planning.safety import USUAL_REQUESTS, choose_safe_workers, tabulate_safe_workers
+
+if TYPE_CHECKING:
+    from penstock.loader import DataLoader
+
+__all__ = [
+    "create_dataloader",
+    "get_recommended_num_workers",
+    "get_safe_num_workers",
+    "get_safe_num_workers_table",
+    "is_windows",
+    "patch_dataloader",
+    "print_dataloader_config",
+    "print_rocm_info",
+    "print_safe_num_workers_table",
+    "set_seed",
+    "setup_rocm_multiprocessing",
+    "verify_reproducibility",
+]
+
+WHY_NOT_ZERO = (
+    "workers do not run your script again, lambdas and classes of the script reach them, the "
+    "dataset is serialised once for all of them, and their number changes no bit of a batch"
+)
+_ONLY_WITH_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context")
+_ROCM_VARIABLES = ("MIOPEN_DEBUG_CONV_IMPLICIT_GEMM", VARIABLE, "ROCM_PATH")
 
 
-def __getattr__(name: str) -> object:  # these need torch, and some here must come before it
-    if name in ("FallbackConv2d", "apply_full_patch"):
-        from penstock import conv as compute
+# -- loaders ---------------------------------------------------------------------------------------
 
-        return getattr(compute, name)
-    raise AttributeError(f"module 'penstock.legacy' has no attribute {name!r}")
+
+def is_windows() -> bool:
+    """Is this Windows?
+
+    Example:
+        >>> import sys
+        >>> is_windows() == (sys.platform == "win32")
+        True
+    """
+    return here().os == "win32"
+
+
+def create_dataloader(
+    dataset: Any,
+    batch_size: int | None = 1,
+    shuffle: bool = False,
+    num_workers: int | str = 0,
+    pin_memory: bool | None = None,
+    drop_last: bool = False,
+    seed: int | None = None,
+    force_zero_workers_on_windows: bool = False,
+    **kwargs: Any,
+) -> DataLoader[Any]:
+    """Make a loader that suits this machine, repeatable where a seed is given.
+
+    Args:
+        num_workers: As in torch, at most what the machine bears, with a warning; or ``"auto"``.
+        pin_memory: None: where torch has a GPU to copy to.
+        seed: Order and randomness of the samples are functions of it, whatever loads them.
+        force_zero_workers_on_windows: Off, because the reasons for it are gone: see
+            :data:`WHY_NOT_ZERO`, which ``loader.plan.notes`` says on Windows. True is obeyed.
+        **kwargs: Everything else that :class:`penstock.DataLoader` takes.
+
+    Example:
+        >>> loader = create_dataloader(range(6), batch_size=3, shuffle=True, num_workers=2, seed=42)
+        >>> sorted(i for batch in loader for i in batch.tolist())
+        [0, 1, 2, 3, 4, 5]
+    """
+    import torch
+
+    from penstock import DataLoader
+
+    safe = _choose(num_workers, force_zero_workers_on_windows)
+    _warn_of(num_workers, safe)
+    if safe.value == 0 and num_workers != 0:  # torch refuses these without workers
+        kwargs = {name: kwargs[name] for name in kwargs if name not in _ONLY_WITH_WORKERS}
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size,
+        shuffle,
+        num_workers=safe.value,
+        pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+        drop_last=drop_last,
+        seed=seed,
+        **kwargs,
+    )
+    if is_windows() and safe.value:
+        loader._notes.setdefault(f"num_workers={safe.value} on Windows, not 0: {WHY_NOT_ZERO}")
+    return loader
+
+
+def get_recommended_num_workers() -> int:
+    """How many workers for a dataset that nobody has measured? What the plan says.
+
+    One for each core that this process may use (affinity, container and ranks counted), as far as
+    memory and open files allow; on Windows too. ``num_workers="auto"`` measures, and knows better.
+
+    Example:
+        >>> get_recommended_num_workers() >= 1
+        True
+    """
+    return int(make_plan(here(), Wish(), Work()).num_workers.value)
+
+
+def get_safe_num_workers(
+    num_workers: int, force_zero_on_windows: bool = False, warn: bool = True
+) -> int:
+    """So many workers, or as many of them as this machine bears.
+
+    Args:
+        force_zero_on_windows: As in :func:`create_dataloader`.
+        warn: Say it if the number is another one.
+
+    Example:
+        >>> get_safe_num_workers(0), get_safe_num_workers(1)
+        (0, 1)
+    """
+    safe = _choose(num_workers, force_zero_on_windows)
+    if warn:
+        _warn_of(num_workers, safe)
+    return int(safe.value)
+
+
+def _choose(num_workers: int | str, force_zero_on_windows: bool) -> Choice:
+    if force_zero_on_windows and num_workers and is_windows():
+        reason = f"zero on Windows was asked for, which is not needed any more; {WHY_NOT_ZERO}"
+        return Choice(0, reason, "asked")
+    if isinstance(num_workers, str):
+        return Choice(num_workers, "as asked", "asked")
+    return choose_safe_workers(here(), num_workers)
+
+
+def _warn_of(num_workers: int | str, safe: Choice) -> None:
+    """Say it if the number is another one. Called from: what the user called."""
+    if safe.value != num_workers:
+        text = f"num_workers={num_workers!r} becomes {safe.value}: {safe.reason}"
+        warnings.warn(text, stacklevel=3)
+
+
+def get_safe_num_workers_table(requested: Iterable[int] = USUAL_REQUESTS) -> dict[int, int]:
+    """From each number of workers that may be asked for to the one that is safe here.
+
+    Example:
+        >>> list(get_safe_num_workers_table())
+        [0, 1, 2, 4, 8]
+        >>> get_safe_num_workers_table((0, 1))
+        {0: 0, 1: 1}
+    """
+    table = tabulate_safe_workers(here(), requested)
+    return {asked: int(safe.value) for asked, safe in table.items()}
+
+
+def print_safe_num_workers_table(requested: Iterable[int] = USUAL_REQUESTS) -> None:
+    """Print the table, with the reason where a number is not safe.
+
+    Example:
+        >>> print_safe_num_workers_table((0, 1))
+        Safe num_workers
+          requested  0 -> safe  0  (as asked)
+          requested  1 -> safe  1  (as asked)
+    """
+    print("Safe num_workers")
+    for asked, safe in tabulate_safe_workers(here(), requested).items():
+        print(f"  requested {asked:>2} -> safe {safe.value:>2}  ({safe.reason})")
+
+
+def print_dataloader_config(
+    num_workers: int | str, batch_size: int, seed: int | None = None, shuffle: bool = False
+) -> None:
+    """Print what a loader with these arguments does here, each choice with its reason.
+
+    Example:
+        >>> print_dataloader_config(num_workers=0, batch_size=32, seed=42, shuffle=True)
+        DataLoader
+          batch_size          32
+          shuffle             True
+          seed                42 (the same order and randomness in each run)
+          ...
+          num_workers         0 (asked: num_workers was given)
+          ...
+    """
+    plan = make_plan(here(), Wish(num_workers=num_workers, batch_size=batch_size), Work())
+    told = "drawn where torch draws its own" if seed is None else "the same order and randomness"
+    rows = {
+        "batch_size": str(batch_size),
+        "shuffle": str(shuffle),
+        "seed": f"None ({told})" if seed is None else f"{seed} ({told} in each run)",
+        **{name: str(choice) for name, choice in plan.choices.items()},
+    }
+    _print_rows("DataLoader", rows)
+    for text in plan.warnings:
+        print(f"  warning: {text}")
+
+
+# -- seeds -----------------------------------------------------------------------------------------
+
+
+def set_seed(seed: int, deterministic: bool = True, benchmark: bool = False) -> dict[str, Any]:
+    """Seed every generator, and switch torch to repeatable algorithms where there are some.
+
+    An operation that has no repeatable form warns, so that a training which runs today still runs;
+    with :func:`penstock.seed_all` it raises.
+
+    Returns:
+        ``seed``, ``deterministic`` and ``benchmark`` as given; what was ``set`` and ``not_set``.
+
+    Example:
+        >>> import random
+        >>> info = set_seed(42, deterministic=False)
+        >>> first = random.random()
+        >>> info["seed"], set_seed(42, deterministic=False) == info, random.random() == first
+        (42, True, True)
+    """
+    from penstock.order.seeding import seed_all
+
+    told = seed_all(seed, "warn" if deterministic else False, benchmark)
+    return {
+        "seed": seed,
+        "deterministic": deterministic,
+        "benchmark": benchmark,
+        "set": list(told.done),
+        "not_set": list(told.cannot),
+    }
+
+
+def verify_reproducibility(verbose: bool = True) -> bool:
+    """Is the same small training twice equal to the last bit here, on each device?
+
+    Judged as torch is set now: after ``set_seed(..., deterministic=True)`` with repeatable
+    algorithms, else as torch comes. Everything is put back afterwards. For a loader, there is
+    :func:`penstock.verify`.
+
+    Example:
+        >>> verify_reproducibility(verbose=False)
+        True
+    """
+    import torch
+
+    from penstock.verify.training import MODES, verify_training
+
+    is_on = torch.are_deterministic_algorithms_enabled()
+    verdict = verify_training(modes={name: mode for name, mode in MODES.items() if mode == is_on})
+    if verbose:
+        print(verdict)
+        if not verdict.is_same and not is_on:
+            print("Try: set_seed(42, deterministic=True) before it.")
+    return verdict.is_same
+
+
+# -- ROCm ------------------------------------------------------------------------------------------
+
+
+def setup_rocm_multiprocessing(force: bool = True, verbose: bool = True) -> None:
+    """Have multiprocessing spawn, for code that starts processes of its own.
+
+    Penstock's workers need it neither before nor after torch is imported: they come from a process
+    that has never seen a GPU.
+
+    Args:
+        force: Also where a start method is settled already.
+        verbose: Print what was done.
+
+    Example:
+        >>> setup_rocm_multiprocessing(verbose=False)
+        >>> multiprocessing.get_start_method()
+        'spawn'
+        >>> multiprocessing.set_start_method(None, force=True)  # as it was
+    """
+    try:
+        multiprocessing.set_start_method("spawn", force=force)
+        told = "multiprocessing spawns from now on. Penstock's workers would not need it"
+    except RuntimeError as error:
+        stays = multiprocessing.get_start_method(allow_none=True)
+        told = f"multiprocessing stays with {stays!r}: {error}. Penstock's workers do not mind"
+    if verbose:
+        print(told)
+
+
+def patch_dataloader(verbose: bool = True) -> None:
+    """Let every ``torch.utils.data.DataLoader`` load with Penstock's engine from now on.
+
+    So no process that holds a GPU is forked. Workers are kept between epochs only where the code
+    says ``persistent_workers=True``: on Linux new ones take milliseconds. :func:`penstock.patch`
+    does the same with options; :func:`penstock.unpatch` takes it back.
+
+    Example:
+        >>> patch_dataloader()
+        torch's DataLoader loads with Penstock from now on
+        >>> import penstock
+        >>> penstock.unpatch()
+    """
+    from penstock.integrations.patch import patch
+
+    patch()
+    if verbose:
+        print("torch's DataLoader loads with Penstock from now on")
+
+
+def print_rocm_info() -> None:
+    """Print what matters to a ROCm machine. No GPU is opened for it, and no torch imported.
+
+    Example:
+        >>> print_rocm_info()
+        ROCm
+          torch ...
+          GPUs ...
+          start method ...
+          workers ...
+          cores ...
+          MIOPEN_DEBUG_CONV_IMPLICIT_GEMM ...
+          HSA_OVERRIDE_GFX_VERSION ...
+          ROCM_PATH ...
+    """
+    facts = machine()
+    build = " ".join(filter(None, (facts.torch_build, facts.torch_build_version)))
+    cards = [
+        f"{gpu.name} ({', '.join(filter(None, (gpu.architecture, _memory(gpu.memory_bytes))))})"
+        for gpu in facts.gpus
+    ]
+    plan = make_plan(facts, Wish(), Work())
+    rows = {
+        "torch": f"{facts.torch} ({build})" if facts.torch else "not installed",
+        "GPUs": ", ".join(cards) or "none seen",
+        "start method": facts.start_method,
+        "workers": str(plan.start_method),
+        "cores": f"{facts.usable_cores} of {facts.num_cpus} usable",
+        **{name: os.environ.get(name) or "not set" for name in _ROCM_VARIABLES},
+    }
+    _print_rows("ROCm", rows)
+    for problem in judge_override(facts):
+        print(f"  {problem.severity}: {problem.what}. Try: {problem.cure}")
+
+
+def _memory(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else size(num_bytes)
+
+
+def _print_rows(title: str, rows: dict[str, str]) -> None:
+    width = max(len(name) for name in rows)
+    print("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]))

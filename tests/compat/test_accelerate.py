@@ -423,7 +423,7 @@ def test_a_version_outside_the_tested_range_gets_a_line_and_works(
     monkeypatch: pytest.MonkeyPatch, plain: list[Any]
 ) -> None:
     from penstock.integrations import accelerate as ours
-    from penstock.integrations import libraries
+    from penstock.integrations import tested_versions as libraries
 
     monkeypatch.setattr(accelerate, "__version__", "9.0")
     monkeypatch.setattr(libraries, "_told", set())

@@ -22,7 +22,7 @@ import penstock  # noqa: E402
 from penstock import BadImage, DataLoader, ImageFolder, Packed, pack  # noqa: E402
 from penstock.images.decode import find_scale, resize  # noqa: E402
 from penstock.images.decoders import available, jpeg_decoder  # noqa: E402
-from penstock.machine.decoders import find_decoders  # noqa: E402
+from penstock.machine.image_libraries import find_decoders  # noqa: E402
 from pictures import encode, make_folder, make_pixels  # noqa: E402
 
 pytestmark = pytest.mark.vision

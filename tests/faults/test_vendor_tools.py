@@ -15,7 +15,13 @@ import pytest
 
 from leftovers import SETTLE_S
 from penstock.machine import gpu, gpu_watch, nvidia
-from penstock.machine.asking import MAX_ANSWER_BYTES, NoAnswer, NotHere, TookTooLong, ask_tool
+from penstock.machine.child_process import (
+    MAX_ANSWER_BYTES,
+    NoAnswer,
+    NotHere,
+    TookTooLong,
+    ask_tool,
+)
 from penstock.machine.collect import machine
 
 pytestmark = [

@@ -24,8 +24,8 @@ from torch.utils.data._utils import pin_memory as torch_pinning
 import pretend_gpu
 from mishaps import Fateful, Log, ResumableStream
 from penstock import DataLoader, finish
-from penstock.device import courier as couriers
 from penstock.device import pinning, placement
+from penstock.device import prefetcher as couriers
 from penstock.device.fences import WaitingFence
 from penstock.device.pinning import SlotPinner
 from penstock.errors import DeviceFailed

@@ -15,7 +15,7 @@ import torch
 import penstock
 from penstock import TooManyBad
 from penstock.engine.parent.worker_iterator import PooledIterator
-from penstock.integrations import shadow as shadow_module
+from penstock.integrations import patched_loader as shadow_module
 from penstock.machine.collect import here
 from specimens import Numbers, Samples, Shards, assert_same, collect
 from their_loaders import ImportedBefore, InfiniteLoader, MultiEpochsLoader, epochs, make, seeded

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.machine.amd import cards_by_kfd
-from penstock.machine.asking import NoAnswer
 from penstock.machine.cgroup import cpu_quota, memory_limit_bytes
+from penstock.machine.child_process import NoAnswer
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.gpu_watch import _json_of
 from penstock.machine.host import cpu_model

@@ -58,7 +58,7 @@ def _paths() -> str:
 RAY = """
 import os, signal, sys, time
 import packed, penstock
-from penstock.integrations.ray import ray_map
+from penstock.integrations.ray_packing import ray_map
 from ray.cluster_utils import Cluster
 
 class Slow(packed.Mixed):

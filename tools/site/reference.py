@@ -222,7 +222,7 @@ def api_page() -> str:
         out += describe(name, node, 3, f"penstock.conv.{name}", home)
     out.append("## penstock.legacy\n")
     out.append("Names that projects gave to functions of their own: [Seeds](../seeds.md).\n")
-    for node in tree_of("penstock.integrations.legacy_names").body:
+    for node in tree_of("penstock.legacy").body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             out += describe(node.name, node, 3, f"penstock.legacy.{node.name}", "")
     return "\n".join(out)

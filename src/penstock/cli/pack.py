@@ -49,7 +49,7 @@ def run_pack(options: PackOptions) -> int:
     fields = _image_wishes(dataset, options)
     keywords: dict[str, Any] = {}
     if options.on == "ray":
-        from penstock.integrations.ray import ray_map
+        from penstock.integrations.ray_packing import ray_map
 
         keywords["map"] = ray_map()
     try:

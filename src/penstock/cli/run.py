@@ -11,11 +11,11 @@ from penstock.cli import USAGE_ERROR
 from penstock.cli.run_checks import RunOptions, check_options
 from penstock.cli.run_seeds import hash_notes, seed_early, seed_torch
 from penstock.errors import BadTrace, PenstockError
-from penstock.integrations import running
+from penstock.integrations import script_runner as running
 
 if TYPE_CHECKING:
     from penstock.conv.bypass import Bypass
-    from penstock.integrations.shadow import Tally
+    from penstock.integrations.patched_loader import Tally
 
 _ENGINE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "engine", "")
 NESTED = "PENSTOCK_RUN"
@@ -60,7 +60,7 @@ class _Report:
 
     def begin(self, options: RunOptions) -> None:
         """torch is there: patch it, and seed."""
-        from penstock.integrations.patching import patch
+        from penstock.integrations.patch import patch
 
         if options.conv in ("auto", "on"):
             from penstock.conv.bypass import bypass_convolutions

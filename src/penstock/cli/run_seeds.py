@@ -14,7 +14,7 @@ import random
 import sys
 
 from penstock.cli.early import HASH_SEED
-from penstock.integrations import running
+from penstock.integrations import script_runner as running
 
 _MASK = (1 << 64) - 1
 

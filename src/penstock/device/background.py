@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from penstock.device.runtime import allow_during_capture
+from penstock.device.cuda_runtime import allow_during_capture
 
 Item = TypeVar("Item")
 

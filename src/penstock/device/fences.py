@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from penstock.device.background import Background
-from penstock.device.runtime import ContextEvents, Runtime
+from penstock.device.cuda_runtime import ContextEvents, Runtime
 
 IsOver = Callable[[], bool]
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from penstock.device.buffer_pool import Shelf
 from penstock.device.finish_cpu import Arithmetic, compute
-from penstock.device.shelf import Shelf
-from penstock.device.structure import change_tensors
+from penstock.device.nested import change_tensors
 from penstock.errors import BadArgument
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

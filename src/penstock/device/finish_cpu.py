@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from penstock.machine.decoders import opencv
+from penstock.machine.image_libraries import opencv
 
 
 @dataclass(frozen=True)

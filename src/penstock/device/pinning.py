@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from penstock.device.background import Background
+from penstock.device.cuda_runtime import Runtime
 from penstock.device.fences import Fence, IsOver, choose_fence
-from penstock.device.runtime import Runtime
 
 _GIVE_UP_S = 60.0
 """A GPU that does not get done in this time keeps its memory pinned: better than wrong bytes."""

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import torch
 
-from penstock.device.courier import Courier
 from penstock.device.pinning import SlotPinner
-from penstock.device.watching import GpuWatch
+from penstock.device.prefetcher import Courier
 from penstock.errors import BadArgument, NoSuchDevice
+from penstock.trace.gpu_events import GpuWatch
 
 
 class Placed:

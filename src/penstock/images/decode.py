@@ -29,7 +29,7 @@ from penstock.images.decoders import (
 )
 from penstock.images.headers import read_header, read_orientation
 from penstock.images.partial import PARTIAL, decode_top
-from penstock.machine.decoders import find_decoders, opencv
+from penstock.machine.image_libraries import find_decoders, opencv
 from penstock.sources.fields import EncodedImage, Field
 
 MAX_PIXELS = 178_956_970

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadArgument, MissingExtra
-from penstock.machine.decoders import find_decoders
+from penstock.machine.image_libraries import find_decoders
 
 JpegDecoder = Callable[[Any, int], np.ndarray]
 """From the bytes of a JPEG and a scale (1, 2, 4 or 8: 1/scale in each direction) to RGB pixels."""

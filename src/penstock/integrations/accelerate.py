@@ -25,8 +25,8 @@ from typing import Any
 
 from penstock.engine.parent.dataset_changes import Traces
 from penstock.errors import BadArgument, BadState
-from penstock.integrations.libraries import untested_here
-from penstock.integrations.rank_walk import Chain, RankWalk, unwrap
+from penstock.integrations.accelerate_ranks import Chain, RankWalk, unwrap
+from penstock.integrations.tested_versions import untested_here
 from penstock.loader import DataLoader
 from penstock.order.bucketing import BucketedBatches
 from penstock.order.epoch_state import Course

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from penstock.machine import cgroup, decoders, gpu, host, software
+from penstock.machine import cgroup, gpu, host, software
+from penstock.machine import image_libraries as decoders
 from penstock.machine.facts import Machine
 
 Fact = TypeVar("Fact")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.machine import amd, host, nvidia
-from penstock.machine.asking import NoAnswer, NotHere, TookTooLong, ask_library, ask_tool
+from penstock.machine.child_process import NoAnswer, NotHere, TookTooLong, ask_library, ask_tool
 from penstock.machine.facts import Gpu
 
 DRIVER_LIMIT_S = 2.0

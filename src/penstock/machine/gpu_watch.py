@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.machine import nvidia
-from penstock.machine.asking import NoAnswer, NotHere, TookTooLong, ask_library, ask_tool
+from penstock.machine.child_process import NoAnswer, NotHere, TookTooLong, ask_library, ask_tool
 
 _ROCM_SMI = (
     "rocm-smi",

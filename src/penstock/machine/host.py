@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.machine.asking import ask_tool
 from penstock.machine.cgroup import MEMBERSHIP, MOUNT, cpu_quota
+from penstock.machine.child_process import ask_tool
 
 _resource: Any = None
 with suppress(ImportError):  # Windows has none

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.machine.asking import NoAnswer, ask_tool
+from penstock.machine.child_process import NoAnswer, ask_tool
 
 SYSFS = Path("/sys/bus/pci/devices")
 _LIMIT_S = 5.0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.machine.asking import NoAnswer, NotHere, ask_tool
+from penstock.machine.child_process import NoAnswer, NotHere, ask_tool
 
 _LINUX_LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 _WINDOWS_LIBRARIES = (

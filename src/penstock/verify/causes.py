@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from penstock.verify.differences import first_place
-from penstock.verify.fresh import HASH_SEEDS
+from penstock.verify.fresh_process import HASH_SEEDS
 from penstock.verify.hashing import as_array
 from penstock.verify.settings import Setting
 from penstock.verify.stream import CannotDelay, Record

@@ -19,8 +19,8 @@ from penstock.verify.differences import (
     first_place,
     first_row,
 )
-from penstock.verify.fresh import CannotLeave, record_afresh
-from penstock.verify.rebuilding import factory_of
+from penstock.verify.fresh_process import CannotLeave, record_afresh
+from penstock.verify.rebuild import factory_of
 from penstock.verify.settings import (
     Factory,
     Setting,

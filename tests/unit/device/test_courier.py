@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.device import courier as couriers
-from penstock.device.courier import MOST_PER_CALL, Courier
+from penstock.device import prefetcher as couriers
+from penstock.device.prefetcher import MOST_PER_CALL, Courier
 from penstock.errors import BadArgument, DeviceFailed
 
 pytestmark = pytest.mark.legacy

@@ -10,8 +10,8 @@ import pytest
 
 import pretend_gpu
 from penstock.device.background import Background
+from penstock.device.cuda_runtime import Runtime
 from penstock.device.fences import ContextFence, IsOver, WaitingFence, choose_fence
-from penstock.device.runtime import Runtime
 from pretend_gpu import PretendGpu
 
 pytestmark = pytest.mark.legacy

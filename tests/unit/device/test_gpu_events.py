@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.device import watching
-from penstock.device.watching import GpuWatch
+from penstock.trace import gpu_events as watching
+from penstock.trace.gpu_events import GpuWatch
 from penstock.trace.record import COPY, GPU
 
 pytestmark = pytest.mark.legacy

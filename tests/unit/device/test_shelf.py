@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from penstock.device.shelf import MAX_KEPT, Shelf
+from penstock.device.buffer_pool import MAX_KEPT, Shelf
 
 pytestmark = pytest.mark.legacy
 

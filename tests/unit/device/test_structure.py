@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from penstock.device.courier import _Move, arrays_apart
-from penstock.device.structure import change_tensors, tensors_in
+from penstock.device.nested import change_tensors, tensors_in
+from penstock.device.prefetcher import _Move, arrays_apart
 
 pytestmark = pytest.mark.legacy
 

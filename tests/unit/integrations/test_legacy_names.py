@@ -15,7 +15,7 @@ import torch
 
 import penstock
 from penstock import legacy
-from penstock.integrations import legacy_names
+from penstock import legacy as legacy_names
 from penstock.machine.facts import Machine
 from penstock.order.seeding import seeded
 from penstock.verify import training

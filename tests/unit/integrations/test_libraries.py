@@ -12,8 +12,8 @@ import pytest
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import penstock
-from penstock.integrations import libraries
-from penstock.integrations.libraries import LIBRARIES, Library, untested_here
+from penstock.integrations import tested_versions as libraries
+from penstock.integrations.tested_versions import LIBRARIES, Library, untested_here
 
 pytestmark = pytest.mark.legacy
 

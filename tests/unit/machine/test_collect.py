@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.machine import cgroup, collect, decoders, gpu, host, software
+from penstock.machine import cgroup, collect, gpu, host, software
+from penstock.machine import image_libraries as decoders
 from penstock.machine.collect import machine
 from penstock.machine.facts import Machine
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.machine import decoders
-from penstock.machine.decoders import KNOWN, find_decoders, has_turbo
+from penstock.machine import image_libraries as decoders
+from penstock.machine.image_libraries import KNOWN, find_decoders, has_turbo
 
 pytestmark = pytest.mark.legacy
 

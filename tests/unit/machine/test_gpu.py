@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.machine import gpu, host, nvidia
-from penstock.machine.asking import NoAnswer, NotHere, TookTooLong, ask_library
+from penstock.machine.child_process import NoAnswer, NotHere, TookTooLong, ask_library
 from penstock.machine.facts import Gpu
 from penstock.machine.gpu import Sighting, ask_torch, find_gpus, sight_by_torch
 

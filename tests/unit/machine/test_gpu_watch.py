@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.machine import gpu_watch, nvidia
-from penstock.machine.asking import NoAnswer, NotHere, TookTooLong
+from penstock.machine.child_process import NoAnswer, NotHere, TookTooLong
 from penstock.machine.gpu_watch import GpuReading, look, readings
 
 pytestmark = pytest.mark.legacy

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.machine import nvidia
-from penstock.machine.asking import NoAnswer, NotHere
+from penstock.machine.child_process import NoAnswer, NotHere
 from penstock.machine.nvidia import NvidiaCard, cards_by_nvml, cards_by_tool
 
 pytestmark = pytest.mark.legacy

@@ -50,8 +50,8 @@ def measure_gpu(index: int, target: Any, doing: Callable[[str], None]) -> dict[s
     """
     import torch
 
+    from penstock.device.cuda_runtime import Runtime
     from penstock.device.fences import choose_fence
-    from penstock.device.runtime import Runtime
 
     runtime = Runtime(index)
     rates: dict[str, float | None] = {"pageable": None, "pinned": None, "registered": None}

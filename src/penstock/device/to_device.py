@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from penstock.device.background import WAIT_AT_EXIT_S
-from penstock.device.courier import Courier
+from penstock.device.nested import change_tensors
 from penstock.device.placement import checked_depth, checked_device, checked_finish, resolve
-from penstock.device.structure import change_tensors
+from penstock.device.prefetcher import Courier
 from penstock.errors import DeviceFailed
 
 _LOOK_EVERY_S = 1.0

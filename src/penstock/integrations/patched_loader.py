@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from penstock.engine.parent.iterator import Setup
 from penstock.errors import warn_user
-from penstock.integrations.libraries import untested_here
+from penstock.integrations.tested_versions import untested_here
 from penstock.integrations.ultralytics import settle_mosaic
 from penstock.loader import DataLoader
 from penstock.machine.collect import here

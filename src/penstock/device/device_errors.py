@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.device.structure import tensors_in
+from penstock.device.nested import tensors_in
 from penstock.errors import DeviceFailed, PenstockError
 
 _GIB = 1 << 30

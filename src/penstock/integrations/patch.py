@@ -4,7 +4,7 @@
 
 That one method is where every torch loader gets what loads its batches, so it does not matter when
 the class was imported or subclassed. A loader keeps its class, attributes, sampler and order.
-Beside it stands a :class:`penstock.integrations.shadow.Shadow`, our loader with the other's
+Beside it stands a :class:`penstock.integrations.patched_loader.Shadow`, our loader with the other's
 attributes, which does the loading.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock.errors import BadArgument
-from penstock.integrations.shadow import Layer, Options, Shadow, Tally
+from penstock.integrations.patched_loader import Layer, Options, Shadow, Tally
 from penstock.loader import DataLoader
 
 _SHADOW = "_penstock_shadow"

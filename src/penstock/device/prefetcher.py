@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.device.structure import change_tensors, tensors_in
-from penstock.device.trouble import explained
-from penstock.device.watching import GpuWatch
+from penstock.device.device_errors import explained
+from penstock.device.nested import change_tensors, tensors_in
+from penstock.trace.gpu_events import GpuWatch
 
 Effect = Callable[[], None]
 Take = Callable[[], tuple[Any, list[Effect]]]

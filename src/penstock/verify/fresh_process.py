@@ -22,7 +22,7 @@ from penstock.verify.stream import Batch, Extent, Record, record
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from penstock.verify.fresh import main; main(sys.argv[2])"
+    "from penstock.verify.fresh_process import main; main(sys.argv[2])"
 )
 _LIMIT_S = 600.0
 HASH_SEEDS = ("1", "2")
