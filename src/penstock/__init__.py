@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock import conv as compute
+    from penstock import conv as conv
     from penstock import legacy as legacy
     from penstock.device.finish import finish as finish
     from penstock.device.to_device import to_device as to_device
@@ -97,7 +97,7 @@ _HOMES = {
     "unpatch": "penstock.integrations.patch",
     "patched": "penstock.integrations.patch",
     "legacy": "penstock.legacy",
-    "compute": "penstock.conv",
+    "conv": "penstock.conv",
     "verify": "penstock.verify",
     "Verdict": "penstock.verify.verdict",
     "PenstockError": "penstock.errors",
@@ -135,7 +135,7 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(home)
     if name == "DataLoader":  # accelerate takes loaders apart: it must find us when it does
         importlib.import_module("penstock.integrations.accelerate").watch()
-    # `machine` and `verify` are rooms that can be called, `compute` is one to walk into, and
+    # `machine` and `verify` are rooms that can be called, `conv` is one to walk into, and
     # `legacy` is a door: there the name is the module itself.
     if home == f"penstock.{name}":
         return module
@@ -167,4 +167,4 @@ def _bypass_convolutions() -> None:
 if os.environ.get("PENSTOCK_CONV", "off") not in ("", "off"):
     from penstock.integrations.script_runner import when_imported
 
-    when_imported("torch", _bypass_convolutions, needs=("compute",))
+    when_imported("torch", _bypass_convolutions, needs=("conv",))

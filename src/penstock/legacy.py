@@ -363,3 +363,11 @@ def _memory(num_bytes: int | None) -> str:
 def _print_rows(title: str, rows: dict[str, str]) -> None:
     width = max(len(name) for name in rows)
     print("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]))
+
+
+def __getattr__(name: str) -> object:  # these need torch, and some functions here must precede it
+    if name in ("FallbackConv2d", "apply_full_patch"):
+        from penstock import conv
+
+        return getattr(conv, name)
+    raise AttributeError(f"module 'penstock.legacy' has no attribute {name!r}")

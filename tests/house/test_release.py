@@ -117,7 +117,7 @@ def calls_of(path: Path) -> set[str]:
 
 def test_no_pickle_is_in_the_room_of_packed_sets() -> None:
     pickles = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
-    found = {path.name: imports_of(path) & pickles for path in (SOURCE / "store").rglob("*.py")}
+    found = {path.name: imports_of(path) & pickles for path in (SOURCE / "sources").rglob("*.py")}
     assert len(found) > 10
     assert {name: names for name, names in found.items() if names} == {}
     assert imports_of(SOURCE / "engine" / "start" / "nursery.py") & pickles  # would be noticed

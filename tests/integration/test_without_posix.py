@@ -1,7 +1,8 @@
 """Windows semantics on Linux: the spawn path with every POSIX-only facility taken away.
 
 A ``sitecustomize`` does the taking, so it is in force in the program and in each worker, before any
-of our code is imported. What is left that only Windows runs is listed in engine/memory/windows_pipes.py.
+of our code is imported. What is left that only Windows runs is listed in
+engine/memory/windows_pipes.py.
 """
 
 from __future__ import annotations

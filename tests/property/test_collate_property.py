@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from penstock.engine.loading.collate import BatchWriter, read_leaf, view_batch
+from penstock.engine.memory import payload
 from penstock.engine.memory.batch_layout import compile_flatten, read_layout, restore
-from penstock.engine.memory.shared_file import payload
 from specimens import Pair, Record, assert_same, differences
 
 pytestmark = pytest.mark.legacy

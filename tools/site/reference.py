@@ -19,14 +19,14 @@ SOURCE = REPO / "src"
 Node = ast.FunctionDef | ast.ClassDef
 
 GROUPS = {
-    "Loading": ("loader", "integrations.patching", "engine.bad_file"),
-    "Order and randomness": ("order", "engine.replay"),
+    "Loading": ("loader", "integrations.patch", "engine.loading.bad_sample_file"),
+    "Order and randomness": ("order", "engine.parent.replay"),
     "The same bits": ("verify",),
-    "Sharing": ("engine.shared",),
-    "Packed sets and images": ("packing", "store"),
+    "Sharing": ("engine.memory",),
+    "Packed sets and images": ("packing", "sources", "images"),
     "To the GPU": ("device",),
-    "Time": ("tracing", "engine.recording", "timeline"),
-    "Machine and plan": ("machine", "policy"),
+    "Time": ("trace",),
+    "Machine and plan": ("machine", "planning"),
     "Errors": ("errors",),
 }
 """Which rooms stand under which heading."""
@@ -202,7 +202,7 @@ def api_page() -> str:
     """The page of the whole public face."""
     homes = homes_of("penstock")
     out = ["# API\n", "Made from the sources. Every name is on `penstock` itself.\n"]
-    left = {name: home for name, home in homes.items() if name not in ("compute", "legacy")}
+    left = {name: home for name, home in homes.items() if name not in ("conv", "legacy")}
     for title, rooms in GROUPS.items():
         out.append(f"## {title}\n")
         for name, home in list(left.items()):

@@ -34,9 +34,9 @@ _HOMES = {
     "unpatch_modules": "modules",
     "FallbackConv2d": "modules",
     "apply_full_patch": "modules",
-    "selftest": "grid",
-    "optimize": "optimizing.chain",
-    "load_engine": "optimizing.engines",
+    "selftest": "self_test",
+    "optimize": "optimization.chain",
+    "load_engine": "optimization.tensorrt_engine",
 }
 
 __all__ = [*_HOMES]

@@ -42,7 +42,8 @@ _pinned: dict[int, _Pinned] = {}
 
 
 class SlotPinner:
-    """Pins slots for one GPU. One for each loader; see :class:`penstock.engine.memory.pinned_ring.Pinner`.
+    """Pins slots for one GPU. One for each loader; see
+    :class:`penstock.engine.memory.pinned_ring.Pinner`.
 
     Args:
         index: The GPU; None: chosen when the first batch is there.

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from penstock.errors import BadTarget
 
-ROOMS_WITH_TORCH = ("loader", "packing", "engine", "store", "device", "compute", "verify")
+ROOMS_WITH_TORCH = ("loader", "packing", "engine", "sources", "device", "conv", "verify")
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 

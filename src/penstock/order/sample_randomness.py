@@ -57,7 +57,8 @@ class SampleRandomness:
         seed: The loader's base seed.
         with_torch: False leaves torch's generator alone (the user seeded it in worker_init_fn).
         also_set: Called with 64 bits of the sample's own before each sample, for generators that
-            only the dataset knows (:mod:`penstock.order.own_generators`). Every sample is strict then.
+            only the dataset knows (:mod:`penstock.order.own_generators`). Every sample is strict
+            then.
 
     Called from: whoever loads samples, in that process or thread, one at a time. Pairs with
     :func:`watching_reads`, which should be active meanwhile.

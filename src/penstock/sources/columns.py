@@ -2,8 +2,9 @@
 
 A batch is one ``np.take`` from the map into its place in the slot, with the GIL released. Shards
 are separate files, and NumPy gathers from one array only. Where the files could be mapped at
-distances of whole rows (:mod:`penstock.sources.mapped_span`), one array has the rows of all. Elsewhere
-mappings begin on pages and their data at the same place behind that, so all lie on a finer grid:
+distances of whole rows (:mod:`penstock.sources.mapped_span`), one array has the rows of all.
+Elsewhere mappings begin on pages and their data at the same place behind that, so all lie on a
+finer grid:
 
     address  ....[shard 1: row row row]......[shard 0: row row row]....
     grid     |--|--|--|--|--|--|--|--|--|--|--|--|--|--|--|--|--|--|     chunk = gcd(row, page)

@@ -269,9 +269,9 @@ class Recorder:
     ) -> None:
         """The device copied a batch (``COPY``) or computed (``GPU``) from then to then.
 
-        Times are of this machine's clock (:data:`penstock.trace.record.now_ns`): what a device's own
-        events say is to be set against it first. Called from: whoever brings batches to a device,
-        when the device is done.
+        Times are of this machine's clock (:data:`penstock.trace.record.now_ns`): what a device's
+        own events say is to be set against it first. Called from: whoever brings batches to a
+        device, when the device is done.
         """
         if self.ring is not None:
             self.ring.add(kind, start_ns, end_ns, self._place[0], batch, a=num_bytes)

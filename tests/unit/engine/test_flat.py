@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from penstock import SharedDict, SharedList
-from penstock.engine.memory.shared_file import shared_column as flat
+from penstock.engine.memory import shared_column as flat
 from penstock.engine.pickling.pickler import serialise
 from specimens import Pair, assert_same
 from travelling import arrive, through_travel

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.memory.shared_file import payload
+from penstock.engine.memory import payload
 from specimens import Pair, Record, assert_same
 
 pytestmark = pytest.mark.legacy

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from penstock.engine.memory import pinned_ring as pinned
 from penstock.engine.memory.pinned_ring import PinnedRing, make_ring
 from penstock.engine.memory.ring import FIRST_SLOTS, Ring, Slot
 from penstock.engine.memory.shared_file import SharedFile
-from penstock.engine.memory.shared_file import pinned_ring as pinned
 from penstock.errors import DeviceFailed
 
 pytestmark = pytest.mark.legacy

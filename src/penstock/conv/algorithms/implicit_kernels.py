@@ -1,7 +1,7 @@
 """Triton's side of implicit matrix products: columns are never written, only pointed at.
 
-Imported only where Triton is there; :mod:`penstock.conv.algorithms.implicit_gemm` calls these. All of
-them address tensors by strides, so one kernel serves both memory layouts; all sum in float32 (no
+Imported only where Triton is there; :mod:`penstock.conv.algorithms.implicit_gemm` calls these. All
+of them address tensors by strides, so one kernel serves both memory layouts; all sum in float32 (no
 TF32) and use no atomic operation, so that the same call gives the same bits.
 """
 

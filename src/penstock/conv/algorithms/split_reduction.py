@@ -95,7 +95,8 @@ def weight_gradient(
     """``dw`` as ``[O, C/groups, *kernel]``: some splits of the places, then their sum.
 
     Args:
-        merged: So many groups are computed as one; see :mod:`penstock.conv.algorithms.merged_groups`.
+        merged: So many groups are computed as one; see
+            :mod:`penstock.conv.algorithms.merged_groups`.
     """
     key = (x.dtype, x.device, x.stride(), dy.stride())
     limit = min(cap_bytes, MAX_PARTIAL_BYTES)

@@ -6,7 +6,8 @@
     worker -> parent   ("note" | "tell", text)         something the user should know
 
 The first page of the shared file is the control page: 64-bit cells that need no message. Behind it
-lies a ring for each worker, where it notes what it does (see :mod:`penstock.trace.worker_recorder`).
+lies a ring for each worker, where it notes what it does (see
+:mod:`penstock.trace.worker_recorder`).
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     worker: Payload.write(value, slot) -- stream and buffers in the slot --> parent: read(slot view)
 
 Large arrays and tensors are never copied through the pickle stream. A tensor that already lies in
-the slot (``default_collate`` put it there, see :mod:`penstock.engine.loading.collate_scratch`) is not copied
-at all. Classes from ``__main__`` cost 0.7 ms each time they travel by value; the worker sends back
-the identity that cloudpickle gave them on the way in, and the parent finds its own class by it.
+the slot (``default_collate`` put it there, see :mod:`penstock.engine.loading.collate_scratch`) is
+not copied at all. Classes from ``__main__`` cost 0.7 ms each time they travel by value; the worker
+sends back the identity that cloudpickle gave them on the way in, and the parent finds its own class
+by it.
 """
 
 from __future__ import annotations

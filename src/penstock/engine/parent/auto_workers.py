@@ -4,8 +4,9 @@
 
 Nothing is loaded twice and nothing changes in the batches: positions and seeds go on where the
 inline part stopped. The dataset is serialised before the first sample, so that handles which it
-opens on first use are never sent; nor are they in later epochs, see :mod:`penstock.engine.parent.dataset_changes`.
-While a cold nursery warms up, inline loading goes on.
+opens on first use are never sent; nor are they in later epochs, see
+:mod:`penstock.engine.parent.dataset_changes`. While a cold nursery warms up, inline loading goes
+on.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ class Fault:
         how: "died"; "hung": a sample took longer than allowed; "silent": it does not take its work.
         index: The sample that it was loading, a list of them, or None.
         position: Where that stands in the epoch.
-        suspect: What is to blame, as :class:`penstock.engine.parent.supervisor.Supervisor` counts it.
-        stack: Where it stood, if it was alive.
-        oom: What the kernel's own count says about kills for want of memory; empty: none.
-        peak_kb: The most memory each worker has held, as far as known.
+        suspect: What is to blame, as :class:`penstock.engine.parent.supervisor.Supervisor` counts
+            it. stack: Where it stood, if it was alive. oom: What the kernel's own count says about
+            kills for want of memory; empty: none. peak_kb: The most memory each worker has held, as
+            far as known.
     """
 
     worker: int

@@ -32,7 +32,7 @@ from penstock.engine.pickling.environment import THREAD_LIMITS, import_path
 from penstock.errors import StartFailed
 
 if sys.platform == "win32":  # pragma: no cover
-    from penstock.engine.memory.shared_file import windows_pipes as windows
+    from penstock.engine.memory import windows_pipes as windows
 
 START_LIMIT_S = 120.0
 """How long a nursery may take to import torch; 2 s is usual, a cold network disk takes a minute."""

@@ -1,9 +1,9 @@
 """What an iterator over a loader is asked to do, and what all kinds of them share.
 
 They derive from torch's own base iterator, which draws the base seed, holds the sampler's iterator
-and warns about wrong lengths exactly as PyTorch does. :mod:`penstock.engine.parent.inline_iterator` loads in the
-caller's own thread, :mod:`penstock.engine.parent.worker_iterator` with workers, :mod:`penstock.engine.parent.auto_workers`
-begins with the one and goes on with whichever is better.
+and warns about wrong lengths exactly as PyTorch does. :mod:`penstock.engine.parent.inline_iterator`
+loads in the caller's own thread, :mod:`penstock.engine.parent.worker_iterator` with workers,
+:mod:`penstock.engine.parent.auto_workers` begins with the one and goes on with whichever is better.
 """
 
 from __future__ import annotations

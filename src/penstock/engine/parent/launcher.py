@@ -234,13 +234,13 @@ def _forked_main(
     import torch
 
     from penstock.engine.loading import collate_scratch as scratch
+    from penstock.engine.memory import payload
     from penstock.engine.memory.messages import STACK_FD, control_bytes, position_cell
-    from penstock.engine.memory.shared_file import payload
     from penstock.engine.parent.stacks import offer_stack
     from penstock.engine.pickling import exceptions as remote_errors
+    from penstock.engine.worker import main as boot
     from penstock.engine.worker.connection import PipeDesk
     from penstock.engine.worker.loop import Worker
-    from penstock.engine.worker.loop import main as boot
 
     task, number, num_workers, parent = given
     boot._quiet_signals()

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from penstock.engine.memory import payload
 from penstock.engine.memory.messages import Reply
 from penstock.engine.memory.ring import Ring, Slot
-from penstock.engine.memory.shared_file import payload
 
 
 def open_payload(ring: Ring, slot: Slot, reply: Reply) -> tuple[Any, bool]:

@@ -1,8 +1,8 @@
 """What does a dead worker mean: a retry, a sample that kills, or the end?
 
-Judges only; :mod:`penstock.engine.parent.restarts` acts. A fault has a suspect, if the worker had begun
-something: the sample (or batch) it was at. The first fault of a suspect is bad luck, the second is
-its own doing.
+Judges only; :mod:`penstock.engine.parent.restarts` acts. A fault has a suspect, if the worker had
+begun something: the sample (or batch) it was at. The first fault of a suspect is bad luck, the
+second is its own doing.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import cloudpickle
 
+from penstock.engine.memory import payload
 from penstock.engine.memory.messages import Errand, Lease, Reply, Resume
-from penstock.engine.memory.shared_file import SharedFile, payload
+from penstock.engine.memory.shared_file import SharedFile
 
 
 def dump_leases(leases: list[Any] | None) -> bytes:

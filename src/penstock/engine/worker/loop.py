@@ -32,9 +32,9 @@ from penstock.engine.loading.fetch import (
 from penstock.engine.loading.gather import find_gatherer
 from penstock.engine.loading.sample_writer import find_placer
 from penstock.engine.loading.thread_gate import Gate
+from penstock.engine.memory import payload
 from penstock.engine.memory.batch_layout import Layout, OddSample
 from penstock.engine.memory.messages import NOTHING, Fresh, Lease, Reply, Resume, Task
-from penstock.engine.memory.shared_file import payload
 from penstock.engine.pickling.exceptions import describe
 from penstock.engine.worker.connection import Desk
 from penstock.engine.worker.status import Badge, EpochOver

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from penstock.engine.memory import control_socket as protocol
 from penstock.engine.memory.messages import STACK_FD, Assignment, Task, control_bytes, position_cell
 from penstock.engine.memory.shared_file import SharedFile
-from penstock.engine.memory.shared_file import control_socket as protocol
 from penstock.engine.parent.stacks import offer_stack
 from penstock.engine.pickling.environment import enter
 
@@ -55,7 +55,7 @@ def _make_worker(channel: Any, assignment: Assignment, fds: list[int]) -> Any:
 
     from penstock.engine.loading import collate
     from penstock.engine.loading import collate_scratch as scratch
-    from penstock.engine.memory.shared_file import payload
+    from penstock.engine.memory import payload
     from penstock.engine.pickling.pickler import unpack
     from penstock.engine.worker.connection import PipeDesk
     from penstock.engine.worker.loop import Worker
@@ -164,7 +164,7 @@ def end_process(code: int = 0) -> None:
 def spawned_main(handle: int) -> None:
     """Entry of a worker that was spawned on its own."""
     if sys.platform == "win32":  # pragma: no cover
-        from penstock.engine.memory.shared_file import windows_pipes as windows
+        from penstock.engine.memory import windows_pipes as windows
 
         channel: Any = windows.connect(handle)
     else:

@@ -3,7 +3,7 @@
 Every ``tests/machines/*.json`` is replayed with the same wish and the same work; the answer is kept
 in ``tests/machines/expected/``. After a change of the rules that is meant, read the difference of:
 
-    PENSTOCK_REWRITE_EXPECTED=1 python -m pytest tests/unit/policy/test_machines.py
+    PENSTOCK_REWRITE_EXPECTED=1 python -m pytest tests/unit/planning/test_machines.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""In whichever process loads: fetching, collating, gathering, thread order and bad samples."""

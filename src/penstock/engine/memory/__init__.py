@@ -1,0 +1,1 @@
+"""Shared between processes: the shared file, slots, batch layout, payloads and messages."""

@@ -1,0 +1,1 @@
+"""Decode, crop and resize images."""
