@@ -87,13 +87,13 @@ def first_batch(pace: Pace) -> Case:
     arguments = {
         theirs: "torch-spawn",
         "Penstock, cold": "penstock-cold",
-        "Penstock, warm nursery": "penstock-warm",
+        "Penstock, warm fork server": "penstock-warm",
     }
     if sys.platform != "win32":
         arguments["PyTorch, fork"] = "torch-fork"
     targets = {
         "Penstock, cold": Target(bound=0.6, is_ceiling=True),
-        "Penstock, warm nursery": Target(bound=0.1, is_ceiling=True),
+        "Penstock, warm fork server": Target(bound=0.1, is_ceiling=True),
     }
     return Case(
         key="c",

@@ -41,7 +41,7 @@ def measure(name: str) -> float:
     """Seconds from making the loader to holding its first batch."""
     make = _maker(name)
     if name == "penstock-warm":
-        next(iter(make()))  # an earlier loader of the same program started the nursery
+        next(iter(make()))  # an earlier loader of the same program started the fork server
     start_s = time.perf_counter()
     batches = iter(make())
     batch = next(batches)

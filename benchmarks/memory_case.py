@@ -26,10 +26,10 @@ CONTENDERS = {
     "torch-fork": ("torch", "fork"),
     "torch-spawn": ("torch", "spawn"),
     "torch-spawn-shared-list": ("torch", "spawn"),
-    "penstock-nursery": ("penstock", None),
+    "penstock-fork server": ("penstock", None),
     "penstock-spawn": ("penstock", "spawn"),
-    "penstock-nursery-plain-list": ("penstock", None),
-    "penstock-nursery-not-adopted": ("penstock", None),
+    "penstock-fork server-plain-list": ("penstock", None),
+    "penstock-fork server-not-adopted": ("penstock", None),
 }
 
 
@@ -74,7 +74,7 @@ def make_dataset(data: str, contender: str, length: int, is_empty: bool) -> tupl
         return Strings(None, length), 0, 0
     num_characters = length * len(name_of(0))
     names: Any = (name_of(number) for number in range(length))
-    if contender in ("torch-fork", "torch-spawn", "penstock-nursery-plain-list"):
+    if contender in ("torch-fork", "torch-spawn", "penstock-fork server-plain-list"):
         return Strings(list(names), length), num_characters + 8 * (length + 1), num_characters
     from penstock import SharedList
 

@@ -27,8 +27,8 @@ import penstock
 from datasets import Pairs
 from front import run
 from measure import Case, Contender, Pace, Target
-from penstock.engine.memory.messages import Lease, Task, control_bytes
-from penstock.engine.worker.loop import Worker
+from penstock.engine.memory.messages import Lease, WorkerTask, control_bytes
+from penstock.engine.worker.loop import WorkerLoop
 from penstock.trace.record import RING_BYTES
 
 NUM_WORKERS, BATCH_SIZE = 2, 64
@@ -131,7 +131,7 @@ class _Desk:
 def _make_worker(dataset: Any, ring_bytes: int) -> Any:
     from torch.utils.data import default_collate
 
-    task = Task(
+    task = WorkerTask(
         is_iterable=False,
         auto_collation=True,
         drop_last=False,
@@ -142,7 +142,9 @@ def _make_worker(dataset: Any, ring_bytes: int) -> Any:
     )
     cells = memoryview(bytearray(control_bytes(1, ring_bytes))).cast("q")
     objects = {"dataset": dataset, "collate_fn": default_collate}
-    return Worker(number=0, task=task, objects=objects, desk=_Desk(), cells=cells, is_thread=True)
+    return WorkerLoop(
+        number=0, task=task, objects=objects, connection=_Desk(), cells=cells, is_thread=True
+    )
 
 
 class _InTurn:

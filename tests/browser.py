@@ -134,7 +134,7 @@ def browser(width: int = 1200, height: int = 640) -> Iterator[Browser]:
         try:
             port = _port_of(log, driver)
             session = _request(
-                "POST", f"http://127.0.0.1:{port}/session", _wish(folder, width, height)
+                "POST", f"http://127.0.0.1:{port}/session", _request(folder, width, height)
             )
             one = Browser(port, session["sessionId"])
             try:
@@ -156,7 +156,7 @@ def _port_of(log: Path, driver: subprocess.Popen[bytes]) -> int:
     raise AssertionError(f"chromedriver did not start: {log.read_text(errors='replace')}")
 
 
-def _wish(folder: str, width: int, height: int) -> dict[str, Any]:
+def _request(folder: str, width: int, height: int) -> dict[str, Any]:
     options = {
         "binary": CHROMIUM,
         "args": [

@@ -1,7 +1,7 @@
 """What every test must leave behind: nothing.
 
 The fixture below compares the world before and after each test: child processes, descriptors,
-shared-memory segments, mappings of ours, and threads of ours. The one nursery of this pytest
+shared-memory segments, mappings of ours, and threads of ours. The one fork server of this pytest
 process is warm on purpose and may stay; its workers may not.
 """
 

@@ -16,8 +16,8 @@ import psutil
 SETTLE_S = 10.0
 """A stopped process needs a moment to disappear; what is there after this long is left over."""
 PREFIX = "penstock-"
-DRIVER = "/dev/nvidia"
-"""Opened by a GPU's driver when it likes, and kept to the end."""
+KEPT = ("/dev/nvidia", "/tmp/perf-")
+"""Opened by a GPU's driver, or by oneDNN's compiler on arm64, and kept to the end."""
 BROWSER = "/chromium/chromium --"
 HAS_PROC = os.path.isdir("/proc/self/fd")
 """Elsewhere than on Linux only processes and threads can be counted this way."""
@@ -34,20 +34,20 @@ class World:
     threads: frozenset[str]
 
 
-def nursery_pid() -> int | None:
-    """The nursery of this process, if it has started one; it stays warm between tests."""
+def fork_server_pid() -> int | None:
+    """The fork server of this process, if it has started one; it stays warm between tests."""
     module = sys.modules.get("penstock.engine.parent.fork_server")
-    nursery = getattr(module, "_current", None)
-    return None if nursery is None else nursery.pid
+    fork_server = getattr(module, "_current", None)
+    return None if fork_server is None else fork_server.pid
 
 
 def _fds_that_stay() -> set[int | None]:
-    """Descriptors that live as long as we do: to the nursery, to multiprocessing's tracker."""
+    """Descriptors that live as long as we do: to the fork server, to multiprocessing's tracker."""
     module = sys.modules.get("penstock.engine.parent.fork_server")
-    nursery = getattr(module, "_current", None)
+    fork_server = getattr(module, "_current", None)
     fds = {resource_tracker._resource_tracker._fd}  # type: ignore[attr-defined]
-    if nursery is not None:
-        fds.add(nursery._control.fileno())
+    if fork_server is not None:
+        fds.add(fork_server._control.fileno())
     return fds
 
 
@@ -70,7 +70,7 @@ def _descendants() -> list[psutil.Process]:
 
 def _children() -> dict[int, str]:
     found = {}
-    spared = {nursery_pid()}
+    spared = {fork_server_pid()}
     for process in _descendants():
         try:
             command = " ".join(process.cmdline())
@@ -92,7 +92,7 @@ def _fds() -> dict[int, str]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue  # the listing's own descriptor
-        if int(name) not in stay and not target.startswith(DRIVER):
+        if int(name) not in stay and not target.startswith(KEPT):
             found[int(name)] = target
     return found
 
@@ -149,7 +149,7 @@ def _belongs_to_others(segment: str) -> bool:
         inode = f" {os.stat(f'/dev/shm/{segment}').st_ino} "
     except FileNotFoundError:
         return True  # gone meanwhile, and we wait for ours
-    ours = {os.getpid(), nursery_pid(), *_children()}
+    ours = {os.getpid(), fork_server_pid(), *_children()}
     for process in psutil.process_iter():
         if process.pid in ours:
             continue

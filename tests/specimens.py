@@ -248,12 +248,12 @@ def collect(loader: Any) -> list[Any]:
 WAYS: dict[str, dict[str, Any]] = {
     "inline": {"num_workers": 0},
     "thread": {"num_workers": 2, "pool": "thread"},
-    "nursery": {"num_workers": 2},
+    "forkserver": {"num_workers": 2},
     "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
     "spawn": {"num_workers": 1, "multiprocessing_context": "spawn"},
 }
-QUICK_WAYS = ["inline", "thread", "nursery", "fork"]
+QUICK_WAYS = ["inline", "thread", "forkserver", "fork"]
 """Spawn starts an interpreter per worker (2 to 4 s), so only a few tests use it, with one. Two are
 in test_same_bits.py, test_without_posix.py and test_starved.py."""
-WORKER_WAYS = ["thread", "nursery", "fork"]
-PROCESS_WAYS = ["nursery", "fork"]
+WORKER_WAYS = ["thread", "forkserver", "fork"]
+PROCESS_WAYS = ["forkserver", "fork"]

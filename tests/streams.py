@@ -25,7 +25,7 @@ NUM_EPOCHS = 3
 WORKERS = (1, 2, 4, 7)
 POOLS: dict[str, dict[str, Any]] = {
     "thread": {"pool": "thread"},
-    "nursery": {},
+    "forkserver": {},
     "spawn": {"multiprocessing_context": "spawn"},
 }
 PREFETCH = (1, 4)

@@ -17,7 +17,7 @@ class SubclassedBefore(ImportedBefore):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.seed, self.rank, self.pool, self.on_error = "mine", "mine", "mine", "mine"
-        self._course = self._bad = self._work = self._options = "mine"
+        self._epoch_state = self._bad = self._work = self._options = "mine"
 
 
 class RepeatSampler:

@@ -99,13 +99,14 @@ def _kill_at(pattern: str, process: subprocess.Popen[bytes], chunks: list[bytes]
 
 
 def workers_of(pid: int) -> list[int]:
-    """Our workers among the descendants of a process: spawned ones, or children of a nursery."""
+    """Our workers among the descendants of a process: spawned ones, or children of a fork
+    server."""
     found = []
     try:
         for child in psutil.Process(pid).children(recursive=True):
             command, parent = _command(child), child.parent()
             above = "" if parent is None else _command(parent)
-            is_forked = all("boot.nursery_main" in text for text in (command, above))
+            is_forked = all("boot.fork_server_main" in text for text in (command, above))
             if is_forked or "boot.spawned_main" in command:
                 found.append(child.pid)
     except psutil.NoSuchProcess:

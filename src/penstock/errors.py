@@ -117,7 +117,7 @@ class WorkerTimeout(PenstockError, RuntimeError):
 
 
 class StartFailed(PenstockError, RuntimeError):
-    """The nursery or a worker process did not start."""
+    """The fork server or a worker process did not start."""
 
     code = "W03"
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.machine.collect import here, machine
 from penstock.planning.amd_override import VARIABLE, judge_override
-from penstock.planning.inputs import Wish, Work
+from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
 from penstock.planning.quantities import size
 from penstock.planning.rules import make_plan
@@ -124,7 +124,7 @@ def get_recommended_num_workers() -> int:
         >>> get_recommended_num_workers() >= 1
         True
     """
-    return int(make_plan(here(), Wish(), Work()).num_workers.value)
+    return int(make_plan(here(), LoaderRequest(), Workload()).num_workers.value)
 
 
 def get_safe_num_workers(
@@ -204,7 +204,9 @@ def print_dataloader_config(
           num_workers         0 (asked: num_workers was given)
           ...
     """
-    plan = make_plan(here(), Wish(num_workers=num_workers, batch_size=batch_size), Work())
+    plan = make_plan(
+        here(), LoaderRequest(num_workers=num_workers, batch_size=batch_size), Workload()
+    )
     told = "drawn where torch draws its own" if seed is None else "the same order and randomness"
     rows = {
         "batch_size": str(batch_size),
@@ -342,7 +344,7 @@ def print_rocm_info() -> None:
         f"{gpu.name} ({', '.join(filter(None, (gpu.architecture, _memory(gpu.memory_bytes))))})"
         for gpu in facts.gpus
     ]
-    plan = make_plan(facts, Wish(), Work())
+    plan = make_plan(facts, LoaderRequest(), Workload())
     rows = {
         "torch": f"{facts.torch} ({build})" if facts.torch else "not installed",
         "GPUs": ", ".join(cards) or "none seen",

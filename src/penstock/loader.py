@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from penstock.device.placement import Placed
 from penstock.engine.loading.gather import is_sliced
 from penstock.engine.parent.auto_workers import AuditionIterator, Measured
-from penstock.engine.parent.dataset_changes import Traces
+from penstock.engine.parent.dataset_changes import DatasetChanges
 from penstock.engine.parent.forgiving import Forgiving, weakly
 from penstock.engine.parent.fork_server import warm_up
 from penstock.engine.parent.inline_iterator import InlineIterator
@@ -19,10 +19,10 @@ from penstock.engine.parent.iterator import Setup
 from penstock.engine.parent.worker_iterator import PooledIterator
 from penstock.errors import BadArgument, warn_user
 from penstock.machine.collect import here
-from penstock.order.epoch_state import Course
+from penstock.order.epoch_state import EpochState
 from penstock.order.keys import checked_seed
 from penstock.order.resume import Resumable, make_order
-from penstock.planning.inputs import Wish, Work, checked_workers
+from penstock.planning.inputs import LoaderRequest, Workload, checked_workers
 from penstock.planning.plan import Plan
 from penstock.planning.rules import choose_start_method, make_plan
 from penstock.planning.worker_count import should_measure
@@ -162,31 +162,31 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
         if self._is_auto:  # what needs no measuring is known now
             self.num_workers = self._auto_workers = self.plan.num_workers.value
         elif num_workers:
-            plan = make_plan(here(), self._wish(), self._work_so_far())
+            plan = make_plan(here(), self._request(), self._work_so_far())
             warm_up(plan.pool.value, plan.start_method.value)
 
     def _begin(
         self, dataset: Any, prefetch: int | None, pool: str, randomness: str, seed: int | None
     ) -> None:
         """What a loader has beyond torch's, before anything is loaded."""
-        self._asked_prefetch, self._work = prefetch, Work()
+        self._asked_prefetch, self._work = prefetch, Workload()
         self._notes: dict[str, None] = {}
         self._warned: set[str] = set()
-        self._traces = Traces(dataset)
+        self._traces = DatasetChanges(dataset)
         self.pool, self.randomness = pool, randomness
         self.seed = None if seed is None else checked_seed(seed)
-        self._course = Course(self.seed)
+        self._epoch_state = EpochState(self.seed)
 
     @property
     def plan(self) -> Plan:
         """What this loader does here, each choice with its reason."""
-        plan = make_plan(here(), self._wish(), self._work_so_far())
+        plan = make_plan(here(), self._request(), self._work_so_far())
         return replace(plan, notes=(*self._notes, *getattr(self.dataset, "plan_notes", ())))
 
-    def _wish(self) -> Wish:
+    def _request(self) -> LoaderRequest:
         context = self.multiprocessing_context
         is_auto = self._is_auto and self.num_workers == self._auto_workers
-        return Wish(
+        return LoaderRequest(
             num_workers="auto" if is_auto else self.num_workers,
             pool=self.pool,
             start_method=context.get_start_method() if context is not None else None,
@@ -203,7 +203,7 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
     def _is_iterable(self) -> bool:
         return isinstance(self.dataset, torch.utils.data.IterableDataset)
 
-    def _work_so_far(self) -> Work:
+    def _work_so_far(self) -> Workload:
         return replace(
             self._work,
             is_iterable=self._is_iterable(),
@@ -211,7 +211,7 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
         )
 
     def _get_iterator(self) -> Any:
-        is_auto = self._wish().num_workers == "auto"
+        is_auto = self._request().num_workers == "auto"
         if is_auto and self.persistent_workers and self._iterator is not None:
             # No worker was worth it: the base seed is drawn once all the same, so that the bits
             # do not depend on how fast this machine is.
@@ -223,12 +223,12 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
         return iterator
 
     def _make_iterator(self) -> Any:
-        wish, work, facts = self._wish(), self._work_so_far(), here()
-        plan = make_plan(facts, wish, work)
+        request, work, facts = self._request(), self._work_so_far(), here()
+        plan = make_plan(facts, request, work)
         self._warn(plan)
         if plan.pool.value == "process":
             self._traces.undo()
-        if should_measure(facts, wish, work, choose_start_method(facts, wish).value):
+        if should_measure(facts, request, work, choose_start_method(facts, request).value):
             inline = replace(self._setup(plan), pool="inline", num_workers=0)
             return AuditionIterator(self, inline, self._traces, self._decide, self._settle)
         setup = self._setup(plan)
@@ -246,7 +246,7 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
             depth=self._asked_prefetch,
             per_sample=plan.randomness.value == "sample",
             in_order=self.in_order,
-            course=self._course,
+            epoch_state=self._epoch_state,
             turn=weakly(self._turn),
             tell=self._notes.setdefault,
             learn=weakly(self._learn),
@@ -273,10 +273,10 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
     def _decide(self, measured: Measured) -> Setup:
         """What the batches loaded so far say. Called from: the audition."""
         if measured.stays_because is not None:
-            self._work = Work(stays_because=measured.stays_because.what)
+            self._work = Workload(stays_because=measured.stays_because.what)
             warn_user(f"num_workers='auto' loads in this process. {measured.stays_because}")
         else:
-            self._work = Work(
+            self._work = Workload(
                 sample_s=measured.sample_s,
                 busy_share=measured.busy_share,
                 sample_bytes=measured.sample_bytes,

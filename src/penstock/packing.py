@@ -195,9 +195,9 @@ def _check_bad(folder: str, num_bad: int, num_samples: int, max_bad: float | Non
 
 
 @contextlib.contextmanager
-def _bar(num_samples: int, wish: bool | None) -> Iterator[Callable[[int, int], None]]:
+def _bar(num_samples: int, request: bool | None) -> Iterator[Callable[[int, int], None]]:
     """A bar with rate and time left, where a person is watching."""
-    if not (sys.stderr.isatty() if wish is None else wish):
+    if not (sys.stderr.isatty() if request is None else request):
         yield lambda done, total: None
         return
     from rich.console import Console

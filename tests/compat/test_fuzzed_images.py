@@ -42,7 +42,10 @@ def bad(images: fuzzed.Images) -> set[int]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("way", "on_error"),
-    [*itertools.product(["inline", "thread", "nursery"], ["skip", "replace"]), ("spawn", "skip")],
+    [
+        *itertools.product(["inline", "thread", "forkserver"], ["skip", "replace"]),
+        ("spawn", "skip"),
+    ],
 )
 def test_every_broken_file_is_listed_and_every_good_one_is_loaded(
     on_error: str, way: str, images: fuzzed.Images, bad: set[int], tmp_path: Path

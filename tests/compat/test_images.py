@@ -274,9 +274,9 @@ def test_the_plan_says_who_decodes(folder: Path) -> None:
 def test_a_packed_folder_gives_the_same_pictures(
     folder: Path, tmp_path: Path, encoding: str
 ) -> None:
-    wish = penstock.Field(encoding=encoding, longer_side=None if encoding == "keep" else 100)
+    request = penstock.Field(encoding=encoding, longer_side=None if encoding == "keep" else 100)
     source = ImageFolder(folder)
-    packed = pack(source, tmp_path / "set", fields={"image": wish, "label": None}, workers=0)
+    packed = pack(source, tmp_path / "set", fields={"image": request, "label": None}, workers=0)
     assert packed.attributes["classes"] == ["cat", "dog"]
     image, label = packed[4]
     assert label == source[4][1]

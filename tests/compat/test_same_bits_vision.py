@@ -21,7 +21,7 @@ from torchvision import datasets  # noqa: E402
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(240)]
 
-QUICK = streams.grid(("thread", "nursery"))
+QUICK = streams.grid(("thread", "forkserver"))
 TRANSFORM = v2.Compose(
     [
         v2.ToImage(),
@@ -68,7 +68,9 @@ def test_transforms_give_one_hash(way: str, expected: str) -> None:
     assert streams.hashed(streams.whole(make(**QUICK[way]))) == expected
 
 
-@pytest.mark.parametrize("way", ["2 workers, nursery, prefetch 1", "7 workers, thread, prefetch 4"])
+@pytest.mark.parametrize(
+    "way", ["2 workers, fork server, prefetch 1", "7 workers, thread, prefetch 4"]
+)
 def test_transforms_give_one_hash_when_killed_and_resumed(way: str, expected: str) -> None:
     ways = itertools.cycle([QUICK[way], {}, {"num_workers": 3}])
     assert streams.hashed(streams.interrupted(make, ways, random.Random(way))) == expected

@@ -130,7 +130,7 @@ def test_tv_tensors_under_default_collate_become_what_torch_makes_of_them(way: s
     assert_same(ours, list(TorchDataLoader(Images(), batch_size=4)))
 
 
-@pytest.mark.parametrize("way", ["inline", "nursery"])
+@pytest.mark.parametrize("way", ["inline", "forkserver"])
 def test_cutmix_and_mixup_in_a_collate_fn_work(way: str) -> None:
     mix = v2.MixUp(num_classes=5)
 

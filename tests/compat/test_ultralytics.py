@@ -17,7 +17,7 @@ HALF_WAY = r"1/2 .* [1-5]/16 "
 SEEDED = ("--seed", "0")
 RUNS = {
     "inline": Run(example="ultralytics_yolo", options=(*SEEDED, "--workers", "0")),
-    "nursery, one killed": Run(
+    "fork server, one killed": Run(
         example="ultralytics_yolo", options=(*SEEDED, "--workers", "2"), kill_at=HALF_WAY
     ),
     "spawn, one killed": Run(
@@ -50,7 +50,7 @@ def test_yolo_trains_two_epochs_unmodified(name: str, ends: dict[str, Any]) -> N
     assert "Mosaic takes its images from the whole dataset" in end.err
 
 
-@pytest.mark.parametrize("name", ["nursery, one killed", "spawn, one killed"])
+@pytest.mark.parametrize("name", ["fork server, one killed", "spawn, one killed"])
 def test_a_worker_killed_half_way_changes_no_bit_of_the_loss(
     name: str, ends: dict[str, Any]
 ) -> None:

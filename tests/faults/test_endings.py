@@ -20,8 +20,8 @@ HEAD = """
 import ctypes, os, sys, time, threading, warnings
 import torch
 from penstock import DataLoader
-method = sys.argv[1] if len(sys.argv) > 1 else "nursery"
-context = None if method == "nursery" else method
+method = sys.argv[1] if len(sys.argv) > 1 else "forkserver"
+context = None if method == "forkserver" else method
 
 class Data(torch.utils.data.Dataset):
     def __len__(self):
@@ -57,18 +57,18 @@ IDLE = (
     "print('ready')\ntime.sleep(60)\n"
 )
 STARTING = RUNNING
-METHODS = ["nursery", "fork", "spawn"]
+METHODS = ["forkserver", "fork", "spawn"]
 GONE_S = 8.0
 """It takes 0.1 s, on a busy machine more. Stuck samples sleep for 60 s, so none of them has ended
 by itself by then; the same holds for the limits below."""
 
 
 KILLED = [
-    ("RUNNING", "nursery"),
+    ("RUNNING", "forkserver"),
     *[("STUCK", method) for method in METHODS],
-    ("HOLDING", "nursery"),  # under fork and spawn it ends with the native call: see the docs
-    ("IDLE", "nursery"),
-    ("STARTING", "nursery"),
+    ("HOLDING", "forkserver"),  # under fork and spawn it ends with the native call: see the docs
+    ("IDLE", "forkserver"),
+    ("STARTING", "forkserver"),
 ]
 
 
@@ -81,7 +81,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
         folder = scripting.make_folder(tmp_path_factory, "killed")
         with scripting.running(HEAD + globals()[state], folder, method) as program:
             if state == "STARTING":
-                scripting.wait_for_family(program.pid, 1)  # the nursery, which imports torch now
+                scripting.wait_for_family(
+                    program.pid, 1
+                )  # the fork server, which imports torch now
             else:
                 scripting.read_line(program, "ready")
             family = scripting.family_of(program.pid)
@@ -100,7 +102,7 @@ def test_when_the_parent_is_killed_everything_else_goes(
     state: str, method: str, killed: dict[Any, Any]
 ) -> None:
     num_children, left = scripting.told(killed[state, method])
-    least = 1 if state == "STARTING" else 3 if method == "nursery" else 2
+    least = 1 if state == "STARTING" else 3 if method == "forkserver" else 2
     assert num_children >= least  # control: there was something to go
     assert left == []
 
@@ -124,10 +126,10 @@ def test_a_child_that_is_not_ours_does_outlive_its_parent(tmp_path: Path) -> Non
 
 
 INTERRUPTED = [
-    ("nursery", "RUNNING"),
-    ("nursery", "STUCK"),
-    ("nursery", "starting"),
-    ("nursery", "starting for a while"),
+    ("forkserver", "RUNNING"),
+    ("forkserver", "STUCK"),
+    ("forkserver", "starting"),
+    ("forkserver", "starting for a while"),
     ("fork", "RUNNING"),
     ("spawn", "RUNNING"),
     ("spawn", "starting for a while"),

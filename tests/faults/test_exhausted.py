@@ -187,7 +187,7 @@ def test_without_a_descriptor_the_next_epoch_is_an_error_that_says_so_and_later_
     way: str,
 ) -> None:
     loader = DataLoader(Numbers(20), batch_size=2, **WAYS[way])
-    assert len(collect(loader)) == 10  # everything is imported, the nursery runs
+    assert len(collect(loader)) == 10  # everything is imported, the fork server runs
     with (
         few_descriptors_left(),
         pytest.raises((OSError, RuntimeError), match="Too many open files"),

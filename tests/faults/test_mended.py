@@ -16,7 +16,7 @@ import pytest
 
 import leftovers
 from penstock import DataLoader, NoSubstitute, SampleTimeout, TooManyBad
-from penstock.engine.parent import fork_server as nurseries
+from penstock.engine.parent import fork_server as fork_servers
 from penstock.engine.parent import restarts as recovery
 from specimens import Numbers, Slow, collect
 
@@ -143,12 +143,12 @@ def test_a_worker_that_does_not_get_ready_is_hung_where_there_is_a_limit(
     assert "hang_at_start" in str(info.value)
 
 
-def test_a_nursery_killed_while_it_starts_is_replaced() -> None:
-    nurseries.close_nursery()
-    nursery = nurseries.current_nursery()
-    psutil.Process(nursery.pid).kill()
+def test_a_fork_server_killed_while_it_starts_is_replaced() -> None:
+    fork_servers.close_fork_server()
+    fork_server = fork_servers.current_fork_server()
+    psutil.Process(fork_server.pid).kill()
     assert len(collect(DataLoader(Numbers(8), batch_size=2, num_workers=1))) == 4
-    assert leftovers.nursery_pid() != nursery.pid
+    assert leftovers.fork_server_pid() != fork_server.pid
 
 
 def test_a_signal_handler_of_the_user_s_is_heard_while_a_worker_is_replaced(
@@ -156,7 +156,7 @@ def test_a_signal_handler_of_the_user_s_is_heard_while_a_worker_is_replaced(
 ) -> None:
     iterator = iter(DataLoader(Slow(20, sample_s=0.02), batch_size=2, num_workers=1))
     next(iterator)
-    pool = iterator._delivery._pool
+    pool = iterator._dispatcher._pool
 
     def interrupted(worker: int) -> None:
         raise TimeoutError("my own alarm")

@@ -266,29 +266,29 @@ def test_persistent_workers_killed_between_epochs_are_replaced(way: str, restart
     loader.close()
 
 
-def test_the_nursery_killed_in_the_middle_is_replaced_with_its_workers(
+def test_the_fork_server_killed_in_the_middle_is_replaced_with_its_workers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     loader = DataLoader(Waiting(length=400), batch_size=4, shuffle=True, seed=3, num_workers=2)
     iterator = iter(loader)
     found = [next(iterator).clone()]
-    old, pids = leftovers.nursery_pid(), [worker.pid for worker in iterator._workers]
+    old, pids = leftovers.fork_server_pid(), [worker.pid for worker in iterator._workers]
     assert old is not None
     os.kill(old, signal.SIGKILL)
     found += [batch.clone() for batch in iterator]
     assert_same(found, batches(Fateful(length=400)))
-    assert leftovers.nursery_pid() not in (None, old)
+    assert leftovers.fork_server_pid() not in (None, old)
     assert leftovers.wait_until_gone([old, *pids], 3.0) == []
-    assert sum("ended with its nursery" in text for text in caplog.messages) == 2
+    assert sum("ended with its fork server" in text for text in caplog.messages) == 2
 
 
-def test_a_nursery_killed_again_and_again_blames_no_sample() -> None:
+def test_a_fork_server_killed_again_and_again_blames_no_sample() -> None:
     loader = DataLoader(Waiting(length=400), batch_size=4, shuffle=True, seed=3, num_workers=2)
     found = []
     for batch in loader:
         found.append(batch.clone())
         if len(found) in (10, 11):  # the same samples are loaded each time
-            os.kill(leftovers.nursery_pid() or 0, signal.SIGKILL)
+            os.kill(leftovers.fork_server_pid() or 0, signal.SIGKILL)
     assert_same(found, batches(Fateful(length=400)))
 
 

@@ -82,7 +82,7 @@ def run_with_few_fds(folder: Path, package: str, arguments: str = "") -> Any:
 
 FORK = "multiprocessing_context='fork'"
 PROGRAMS: dict[str, Callable[[Path], Any]] = {
-    "few descriptors, nursery": lambda folder: run_with_few_fds(folder, "penstock"),
+    "few descriptors, fork server": lambda folder: run_with_few_fds(folder, "penstock"),
     "few descriptors, fork": lambda folder: run_with_few_fds(folder, "penstock", FORK),
     "few descriptors, torch": lambda folder: run_with_few_fds(folder, "torch.utils.data", FORK),
     "small files": lambda folder: scripting.run(SMALL_FILES, folder),
@@ -99,7 +99,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("method", ["nursery", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_three_hundred_batches_are_held_with_256_descriptors(
     method: str, results: dict[str, Any]
 ) -> None:
@@ -162,7 +162,7 @@ def test_sixty_loaders_made_used_for_one_batch_and_dropped_leave_nothing(way: st
     use(5)
     gc.collect()
     before_fds, before_bytes = process.num_fds(), process.memory_info().rss
-    use(60 if way in ("inline", "nursery") else 20)
+    use(60 if way in ("inline", "forkserver") else 20)
     gc.collect()
     assert process.num_fds() <= before_fds
     assert process.memory_info().rss - before_bytes < 30 << 20

@@ -48,7 +48,7 @@ def batches(dataset: Any, **arguments: Any) -> list[Any]:
 
 @pytest.mark.legacy
 @pytest.mark.parametrize(
-    ("name", "way"), [*((name, "nursery") for name in HANGS), ("C", "fork"), ("lock", "fork")]
+    ("name", "way"), [*((name, "forkserver") for name in HANGS), ("C", "fork"), ("lock", "fork")]
 )
 def test_a_hang_is_named_with_its_stack_in_time_and_changes_nothing(
     name: str, way: str, log: Log, told: Told

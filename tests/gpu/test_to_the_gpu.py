@@ -201,7 +201,7 @@ while sum(pinner.num_pinned for pinner in pinners) and time.monotonic() < deadli
     gc.collect(); time.sleep(0.1)
 print(sum(pinner.num_pinned for pinner in pinners), torch.cuda.is_available())
 import psutil
-print(len(psutil.Process().children(recursive=True)) <= 1)  # the nursery, no worker
+print(len(psutil.Process().children(recursive=True)) <= 1)  # the fork server, no worker
 """
     )
     result = run(source, tmp_path)

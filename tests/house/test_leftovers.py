@@ -114,7 +114,7 @@ def test_a_thread_of_ours_is_noticed_and_another_is_not() -> None:
         thread.join()
 
 
-def test_a_worker_is_noticed_and_the_nursery_is_not() -> None:
+def test_a_worker_is_noticed_and_the_fork_server_is_not() -> None:
     before = leftovers.look()
     iterator = iter(DataLoader(Numbers(1000), batch_size=2, num_workers=1))
     pid = iterator._workers[0].pid

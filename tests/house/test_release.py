@@ -84,7 +84,7 @@ def test_the_wheel_works_in_an_empty_environment(archives: Path, tmp_path: Path)
     borrowed = {str(Path(str(importlib.util.find_spec(name).origin)).parents[1]) for name in NEEDS}
     (Path(place.strip()) / "borrowed.pth").write_text("\n".join(borrowed), encoding="utf-8")
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    assert run([python, "script.py"], tmp_path).strip() in ("nursery", "spawn")
+    assert run([python, "script.py"], tmp_path).strip() in ("forkserver", "spawn")
     told = run([str(binaries / "penstock"), "--version"], tmp_path)
     assert told.strip() == f"penstock {penstock.__version__}"
 
@@ -120,7 +120,7 @@ def test_no_pickle_is_in_the_room_of_packed_sets() -> None:
     found = {path.name: imports_of(path) & pickles for path in (SOURCE / "sources").rglob("*.py")}
     assert len(found) > 10
     assert {name: names for name, names in found.items() if names} == {}
-    assert imports_of(SOURCE / "engine" / "start" / "nursery.py") & pickles  # would be noticed
+    assert imports_of(SOURCE / "engine" / "parent" / "fork_server.py") & pickles  # would be noticed
 
 
 def test_nothing_listens() -> None:
@@ -128,4 +128,4 @@ def test_nothing_listens() -> None:
         path.name: calls_of(path) & {"listen", "accept", "bind"} for path in SOURCE.rglob("*.py")
     }
     assert {name: calls for name, calls in found.items() if calls} == {}
-    assert "socketpair" in calls_of(SOURCE / "engine" / "start" / "nursery.py")
+    assert "socketpair" in calls_of(SOURCE / "engine" / "parent" / "fork_server.py")

@@ -213,24 +213,24 @@ def test_auto_takes_the_usable_cores_and_says_why() -> None:
 
 PLANS: list[tuple[dict[str, Any], str, Any, int, str]] = [
     ({}, "inline", None, 0, "sample"),
-    ({"num_workers": 2}, "process", "nursery", 2, "sample"),
+    ({"num_workers": 2}, "process", "forkserver", 2, "sample"),
     ({"num_workers": 2, "multiprocessing_context": "spawn"}, "process", "spawn", 2, "sample"),
     ({"num_workers": 2, "multiprocessing_context": "fork"}, "process", "fork", 2, "sample"),
     (
         {"num_workers": 2, "multiprocessing_context": "forkserver"},
         "process",
-        "nursery",
+        "forkserver",
         2,
         "sample",
     ),
     ({"num_workers": 2, "pool": "thread"}, "thread", None, 2, "sample"),
     ({"num_workers": 2, "pool": "inline"}, "inline", None, 2, "sample"),
-    ({"num_workers": 2, "randomness": "worker"}, "process", "nursery", 2, "worker"),
+    ({"num_workers": 2, "randomness": "worker"}, "process", "forkserver", 2, "worker"),
 ]
 
 
 @legacy
-@pytest.mark.skipif(os.name != "posix", reason="the nursery and fork are POSIX")
+@pytest.mark.skipif(os.name != "posix", reason="the fork server and fork are POSIX")
 @pytest.mark.parametrize(("arguments", "pool", "method", "workers", "randomness"), PLANS)
 def test_the_plan_says_what_will_be_done(
     arguments: dict[str, Any], pool: str, method: Any, workers: int, randomness: str

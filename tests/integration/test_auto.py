@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from penstock import DataLoader
-from penstock.engine.parent import fork_server as nurseries
+from penstock.engine.parent import fork_server as fork_servers
 from penstock.machine.collect import here
 from specimens import Numbers, Samples, Shards, assert_same, collect, draw
 
@@ -46,10 +46,10 @@ class Slow(Dataset):
 
 
 @pytest.fixture
-def warm_nursery() -> None:
-    nursery = nurseries.current_nursery()
+def warm_fork_server() -> None:
+    fork_server = fork_servers.current_fork_server()
     limit_s = time.monotonic() + 60
-    while not nursery.is_warm() and time.monotonic() < limit_s:
+    while not fork_server.is_warm() and time.monotonic() < limit_s:
         time.sleep(0.01)
 
 
@@ -62,7 +62,7 @@ def run(loader: DataLoader[Any]) -> tuple[list[int], list[int]]:
 
 @legacy
 @needs_cores
-@pytest.mark.usefixtures("warm_nursery")
+@pytest.mark.usefixtures("warm_fork_server")
 def test_slow_samples_get_the_cores_and_the_first_batch_is_not_wasted() -> None:
     loader = DataLoader(Slow(400), batch_size=8, num_workers="auto")
     indices, pids = run(loader)
@@ -77,7 +77,7 @@ def test_slow_samples_get_the_cores_and_the_first_batch_is_not_wasted() -> None:
 
 
 @needs_cores
-@pytest.mark.usefixtures("warm_nursery")
+@pytest.mark.usefixtures("warm_fork_server")
 def test_the_bits_do_not_depend_on_where_the_change_came() -> None:
     def epochs(**arguments: Any) -> list[Any]:
         torch.manual_seed(0)
@@ -104,27 +104,27 @@ def test_the_bits_of_persistent_workers_do_not_depend_on_whether_they_pay() -> N
 
 
 @needs_cores
-def test_a_cold_nursery_is_not_waited_for() -> None:
-    nurseries.close_nursery()
+def test_a_cold_fork_server_is_not_waited_for() -> None:
+    fork_servers.close_fork_server()
     loader = DataLoader(Slow(3_000, 0.002), batch_size=8, num_workers="auto")
     start_s = time.perf_counter()
     came = [(time.perf_counter() - start_s, set(batch[-1].tolist())) for batch in loader]
     assert all(pids == {os.getpid()} for _, pids in came[:4])
     assert os.getpid() not in came[-1][1]
-    # 64 ms of work; importing torch in the nursery takes a second and more, on a busy machine both
-    # take longer.
+    # 64 ms of work; importing torch in the fork server takes a second and more, on a busy machine
+    # both take longer.
     first_of_a_worker_s = next(at_s for at_s, pids in came if os.getpid() not in pids)
     assert came[3][0] < 0.5 * first_of_a_worker_s
 
 
 @needs_cores
-def test_a_nursery_that_is_killed_while_it_warms_up_is_replaced() -> None:
-    nurseries.close_nursery()
+def test_a_fork_server_that_is_killed_while_it_warms_up_is_replaced() -> None:
+    fork_servers.close_fork_server()
     loader = DataLoader(Slow(3_000, 0.002), batch_size=8, num_workers="auto")
     batches = iter(loader)
     first = next(batches)
-    nursery = nurseries.current_nursery()
-    os.kill(nursery.pid, signal.SIGKILL)
+    fork_server = fork_servers.current_fork_server()
+    os.kill(fork_server.pid, signal.SIGKILL)
     indices = [int(index) for batch in [first, *batches] for index in batch[0]]
     assert indices == list(range(3_000))
 
@@ -132,7 +132,7 @@ def test_a_nursery_that_is_killed_while_it_warms_up_is_replaced() -> None:
 @legacy
 def test_tiny_samples_are_loaded_here_and_no_process_is_started() -> None:
     for _ in range(4):  # where others hold the cores, samples may seem slow: once, not each time
-        nurseries.close_nursery()
+        fork_servers.close_fork_server()
         before = psutil.Process().children()  # multiprocessing's own tracker may be there
         loader = DataLoader(Samples(lambda i: i, 5_000), batch_size=50, num_workers="auto")
         assert torch.cat(collect(loader)).tolist() == list(range(5_000))
@@ -168,7 +168,7 @@ def test_an_iterable_dataset_gets_one_worker_so_that_nothing_comes_twice() -> No
     assert loader.plan.num_workers.value == 1
 
 
-@pytest.mark.usefixtures("warm_nursery")
+@pytest.mark.usefixtures("warm_fork_server")
 def test_samples_that_wait_get_more_workers_than_there_are_cores() -> None:
     def wait(index: int) -> int:
         time.sleep(0.01)
@@ -226,7 +226,7 @@ class _Handle:
 
 
 @needs_cores
-@pytest.mark.usefixtures("warm_nursery")
+@pytest.mark.usefixtures("warm_fork_server")
 def test_a_handle_that_is_opened_on_first_use_is_opened_once_in_each_process(
     tmp_path: Path,
 ) -> None:
@@ -239,7 +239,7 @@ def test_a_handle_that_is_opened_on_first_use_is_opened_once_in_each_process(
 
 
 @needs_cores
-@pytest.mark.usefixtures("warm_nursery")
+@pytest.mark.usefixtures("warm_fork_server")
 def test_what_the_first_batches_opened_here_is_not_sent_in_the_next_epoch(tmp_path: Path) -> None:
     dataset = OpensLate(tmp_path / "opened")
     loader = DataLoader(torch.utils.data.Subset(dataset, range(200)), 8, num_workers="auto")
@@ -274,7 +274,7 @@ def test_a_number_that_is_set_later_is_obeyed() -> None:
 
 
 @needs_cores
-@pytest.mark.usefixtures("warm_nursery")
+@pytest.mark.usefixtures("warm_fork_server")
 def test_an_epoch_that_is_left_half_way_leaves_nothing_and_the_next_is_whole() -> None:
     loader = DataLoader(Slow(), batch_size=8, num_workers="auto")
     for taken in (1, 3, 9):

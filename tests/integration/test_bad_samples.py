@@ -29,7 +29,7 @@ from specimens import WAYS, assert_same, collect, differences
 legacy = pytest.mark.legacy
 
 AUTO = {**WAYS, "auto": {"num_workers": "auto"}}
-EVERY = ["inline", "thread", "nursery", "auto"]
+EVERY = ["inline", "thread", "forkserver", "auto"]
 BAD = frozenset({0, 5, 6, 23, 24, 25, 26, 39})
 """The first, the last, neighbours, and (in order, by four) all of one batch but one."""
 LENGTH = 40
@@ -202,7 +202,7 @@ def test_a_rest_is_dropped_by_its_own_length_and_not_by_what_is_left(num_workers
     assert [len(batch) for batch in loader] == [6, 8, 8, 7]
 
 
-@pytest.mark.parametrize("way", ["inline", "thread", "nursery"])
+@pytest.mark.parametrize("way", ["inline", "thread", "forkserver"])
 @pytest.mark.parametrize(
     "error", [StopIteration, KeyError, Unspeakable, AssertionError, MemoryError]
 )
@@ -356,7 +356,7 @@ def test_a_function_that_is_neither_word_nor_callable_is_refused() -> None:
             make(on_error=wrong)
 
 
-@pytest.mark.parametrize("way", ["inline", "nursery"])
+@pytest.mark.parametrize("way", ["inline", "forkserver"])
 def test_samples_that_do_not_stack_are_an_error_still(way: str) -> None:
     class Ragged(Broken):
         def __getitem__(self, index: int) -> Any:
@@ -366,7 +366,7 @@ def test_samples_that_do_not_stack_are_an_error_still(way: str) -> None:
         collect(make(Ragged(), on_error="skip", **WAYS[way]))
 
 
-@pytest.mark.parametrize("way", ["inline", "nursery"])
+@pytest.mark.parametrize("way", ["inline", "forkserver"])
 def test_errors_of_a_collate_fn_are_not_a_sample_s(way: str) -> None:
     def collate(samples: list[Any]) -> Any:
         raise LookupError("of the collate_fn")
@@ -487,7 +487,7 @@ def test_only_the_first_few_are_logged(caplog: pytest.LogCaptureFixture) -> None
 
 
 @legacy
-@pytest.mark.parametrize("way", ["inline", "nursery"])
+@pytest.mark.parametrize("way", ["inline", "forkserver"])
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_an_epoch_with_bad_samples_is_resumed_anywhere(size: int, on_error: str, way: str) -> None:
@@ -573,7 +573,7 @@ class Numbers:
         return torch.tensor([number])
 
 
-STREAM_WAYS = ["inline", "thread", "nursery"]
+STREAM_WAYS = ["inline", "thread", "forkserver"]
 
 
 @pytest.mark.parametrize("way", STREAM_WAYS)
@@ -623,7 +623,7 @@ def test_a_generator_that_raised_has_ended_and_that_is_an_error(way: str) -> Non
         collect(DataLoader(Raises(), batch_size=2, on_error="skip", **WAYS[way]))
 
 
-@pytest.mark.parametrize("way", ["inline", "nursery"])
+@pytest.mark.parametrize("way", ["inline", "forkserver"])
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 def test_a_stream_that_raises_for_ever_ends(on_error: str, way: str) -> None:
     class Endless(IterableDataset):

@@ -91,7 +91,7 @@ def test_the_batches_are_torch_s_under_spawn() -> None:
 
 
 def test_other_batches_would_be_noticed() -> None:
-    ours, theirs = both(Numbers(), "nursery", batch_size=3)
+    ours, theirs = both(Numbers(), "forkserver", batch_size=3)
     assert differences(ours[:-1], theirs)
     assert differences(ours[::-1], theirs)
     ours[2][0][1, 1] += 1
@@ -122,7 +122,7 @@ def test_a_shuffle_without_a_generator_follows_the_global_seed(way: str) -> None
     assert differences(orders[0], orders[2])
 
 
-@pytest.mark.parametrize("way", ["inline", "nursery"])
+@pytest.mark.parametrize("way", ["inline", "forkserver"])
 def test_weighted_and_stateful_samplers_are_torch_s(way: str) -> None:
     def sampler() -> Any:
         generator = torch.Generator().manual_seed(5)
@@ -304,7 +304,7 @@ def test_an_iterable_dataset_that_is_not_shared_out_is_seen_once(way: str) -> No
     assert torch.cat(batches).tolist() == list(range(10))
 
 
-@pytest.mark.parametrize("way", ["inline", "thread", "nursery"])
+@pytest.mark.parametrize("way", ["inline", "thread", "forkserver"])
 def test_an_iterable_dataset_can_be_read_again_and_again(way: str) -> None:
     loader = DataLoader(Shards(10), batch_size=4, **WAYS[way])
     epochs = [sorted(torch.cat(collect(loader)).tolist()) for _ in range(3)]

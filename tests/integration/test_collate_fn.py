@@ -118,7 +118,7 @@ def with_count_of_torch_files(samples: list[Any]) -> Any:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="looks into /proc")
-@pytest.mark.parametrize("way", ["nursery", "fork"])
+@pytest.mark.parametrize("way", ["forkserver", "fork"])
 def test_default_collate_inside_a_worker_makes_none_of_torch_s_shared_files(way: str) -> None:
     arguments: dict[str, Any] = {"batch_size": 2, "collate_fn": with_count_of_torch_files}
     ours = list(DataLoader(Numbers(20, (5000,)), **arguments, **WAYS[way]))

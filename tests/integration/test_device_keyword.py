@@ -38,13 +38,13 @@ DEPTH = 3
 LOADING: dict[str, dict[str, Any]] = {
     "inline": {},
     "threads": WAYS["thread"],
-    "workers": WAYS["nursery"],
+    "workers": WAYS["forkserver"],
     "auto": {"num_workers": "auto"},
     "persistent": {"num_workers": 2, "persistent_workers": True},
 }
 
 
-class Ahead(couriers.Courier):
+class Ahead(couriers.DevicePrefetcher):
     """Is really ahead, though the CPU gains nothing by it; notes how far."""
 
     made: ClassVar[list[Ahead]] = []
@@ -99,7 +99,7 @@ def test_being_ahead_changes_no_batch_in_any_epoch(way: str, is_ahead: list[Ahea
         assert_same(batches_of(placed, 99, pause_s=0.002), collect(plain))
     placed.close()
     if way != "auto":  # there, steps are timed until it is known whether workers pay
-        assert max(courier.furthest for courier in is_ahead) > 0, "the courier was not ahead"
+        assert max(prefetcher.furthest for prefetcher in is_ahead) > 0, "the courier was not ahead"
 
 
 @legacy
@@ -415,7 +415,7 @@ def test_a_slot_with_a_copy_under_way_is_not_given_to_a_worker(
     batch = next(batches)
     address, before = batch[0].data_ptr(), batch[0].clone()
     gpu.begin_copy()
-    slot = next(iter(batches._delivery.ring._held))
+    slot = next(iter(batches._dispatcher.ring._held))
     del batch
     for _ in range(30):
         next(batches)

@@ -57,7 +57,7 @@ class Doubled(TensorDataset):
 @pytest.mark.parametrize("way", QUICK_WAYS)
 @pytest.mark.parametrize("name", DATASETS)
 def test_data_in_memory_gives_torch_s_batches(name: str, way: str) -> None:
-    if name == "needs gradients" and way in ("nursery", "fork"):
+    if name == "needs gradients" and way in ("forkserver", "fork"):
         pytest.skip("torch's own workers refuse to send tensors that need gradients")
     epochs = {}
     for kind, arguments in ((DataLoader, WAYS[way]), (TorchDataLoader, {})):
@@ -72,7 +72,7 @@ def test_rows_of_the_wrong_sample_would_be_noticed() -> None:
     assert differences(batches, wrong)
 
 
-@pytest.mark.parametrize("way", ["inline", "nursery"])
+@pytest.mark.parametrize("way", ["inline", "forkserver"])
 def test_an_index_out_of_range_raises_torch_s_type(way: str) -> None:
     dataset = TensorDataset(images())
     for sampler in ([0, 50], [-51]):
@@ -82,7 +82,7 @@ def test_an_index_out_of_range_raises_torch_s_type(way: str) -> None:
             collect(DataLoader(dataset, sampler=sampler, **WAYS[way]))
 
 
-@pytest.mark.parametrize("way", ["inline", "nursery"])
+@pytest.mark.parametrize("way", ["inline", "forkserver"])
 def test_an_empty_tensor_dataset_gives_no_batch(way: str) -> None:
     assert collect(DataLoader(TensorDataset(torch.zeros(0, 3)), batch_size=4, **WAYS[way])) == []
 

@@ -135,7 +135,7 @@ def test_an_epoch_left_half_way_is_left_cleanly(way: str) -> None:
 
 
 @legacy
-@pytest.mark.parametrize("way", ["thread", "nursery", "fork"])
+@pytest.mark.parametrize("way", ["thread", "forkserver", "fork"])
 def test_an_epoch_of_persistent_workers_left_half_way_does_not_spill_into_the_next(
     way: str,
 ) -> None:
@@ -154,7 +154,7 @@ class SlowBatches(Numbers):
         return [self[index] for index in indices]
 
 
-@pytest.mark.parametrize("way", ["thread", "nursery"])
+@pytest.mark.parametrize("way", ["thread", "forkserver"])
 def test_what_was_asked_for_in_an_epoch_that_was_left_is_not_loaded(way: str) -> None:
     arguments = {**WAYS[way], "num_workers": 1}
     loader = DataLoader(
@@ -181,7 +181,7 @@ def test_persistent_workers_are_the_same_processes_in_every_epoch() -> None:
     assert not {w.pid for w in iterators[0]._workers} & {w.pid for w in iterators[1]._workers}
 
 
-@pytest.mark.parametrize("way", ["thread", "nursery"])
+@pytest.mark.parametrize("way", ["thread", "forkserver"])
 def test_persistent_workers_read_an_iterable_dataset_again_each_epoch(way: str) -> None:
     loader = DataLoader(Shards(20), batch_size=3, persistent_workers=True, **WAYS[way])
     for _ in range(3):
@@ -304,7 +304,7 @@ def test_several_threads_may_share_one_iterator_and_each_batch_comes_once(way: s
     assert found == expected(400, 2)
 
 
-@pytest.mark.parametrize("way", ["thread", "nursery"])
+@pytest.mark.parametrize("way", ["thread", "forkserver"])
 def test_batches_that_were_loaded_but_not_taken_give_their_memory_back(way: str) -> None:
     ways = {"persistent_workers": True, "prefetch_factor": 4, **WAYS[way]}
     loader = DataLoader(Numbers(200, (500,)), batch_size=2, **ways)
@@ -315,7 +315,7 @@ def test_batches_that_were_loaded_but_not_taken_give_their_memory_back(way: str)
         next(iterator)  # and this one hears of it; nobody takes the others
     # 8 batches are asked for at a time; a busy machine may still be at those of an epoch before.
     # Of 60 epochs, six each that nobody takes would be 360.
-    assert loader._iterator._delivery.ring.num_slots <= 64
+    assert loader._iterator._dispatcher.ring.num_slots <= 64
     loader.close()
 
 
@@ -354,17 +354,17 @@ class Nested(Numbers):
         return torch.cat([label for _, label in inner]).sum()
 
 
-@pytest.mark.parametrize("inner", ["inline", "thread", "nursery"])
-@pytest.mark.parametrize("outer", ["thread", "nursery"])
+@pytest.mark.parametrize("inner", ["inline", "thread", "forkserver"])
+@pytest.mark.parametrize("outer", ["thread", "forkserver"])
 def test_a_loader_works_inside_a_worker(outer: str, inner: str) -> None:
     arguments = dict(WAYS[inner])
-    if inner == "nursery":
-        arguments["num_workers"] = 1  # each outer worker starts a nursery of its own
+    if inner == "forkserver":
+        arguments["num_workers"] = 1  # each outer worker starts a fork server of its own
     loader = DataLoader(Nested(**arguments), batch_size=2, **{**WAYS[outer], "num_workers": 1})
     assert torch.cat(collect(loader)).tolist() == [sum(range(4 + n)) for n in range(4)]
 
 
-@pytest.mark.parametrize("way", ["inline", "nursery"])
+@pytest.mark.parametrize("way", ["inline", "forkserver"])
 def test_batches_of_data_in_memory_may_be_kept_too(way: str) -> None:
     data = torch.arange(400).reshape(100, 4)
     batches = list(DataLoader(TensorDataset(data), batch_size=3, **WAYS[way]))

@@ -38,7 +38,9 @@ def test_index_field_and_shapes_are_named(way: str, odd: int, size: int) -> None
 def test_the_first_batch_is_named_right_although_several_workers_load_it(num_workers: int) -> None:
     for odd in range(1, 8):
         error = refuse(
-            lambda i, odd=odd: (torch.zeros(2 + (i == odd)), i), "nursery", num_workers=num_workers
+            lambda i, odd=odd: (torch.zeros(2 + (i == odd)), i),
+            "forkserver",
+            num_workers=num_workers,
         )
         assert error.sample_index == odd
         assert error.field == "[0]"

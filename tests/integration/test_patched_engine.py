@@ -290,7 +290,7 @@ def test_five_hundred_workers_become_what_the_machine_bears_with_one_line() -> N
     assert len(tally.changes) == 1
 
 
-def test_fork_after_a_gpu_context_becomes_the_nursery_with_one_line(
+def test_fork_after_a_gpu_context_becomes_the_fork_server_with_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     facts = replace(here(), has_gpu_context=True)
@@ -299,7 +299,7 @@ def test_fork_after_a_gpu_context_becomes_the_nursery_with_one_line(
         loader = make(num_workers=1, multiprocessing_context="fork")
         with pytest.warns(UserWarning, match="hangs or crashes"):
             iterator = iter(loader)
-        assert iterator._setup.start_method == "nursery"
+        assert iterator._setup.start_method == "forkserver"
         assert len(list(iterator)) == 5
         assert len(list(loader)) == 5  # and no second line
     assert len(tally.changes) == 1

@@ -55,9 +55,9 @@ def test_a_subclass_with_attributes_under_our_names_keeps_them_and_loads() -> No
     with penstock.patched(seed=0):
         loader = make(SubclassedBefore, 2)
         first = seeded(2, SubclassedBefore)
-        assert (loader.seed, loader._course) == ("mine", "mine")
+        assert (loader.seed, loader._epoch_state) == ("mine", "mine")
         epochs(loader)
-        assert (loader.seed, loader._course) == ("mine", "mine")
+        assert (loader.seed, loader._epoch_state) == ("mine", "mine")
     with penstock.patched(seed=0):
         assert_same(first, seeded(0))
 

@@ -17,7 +17,7 @@ def ask() -> float:
     return float(rng().random())
 
 
-@pytest.mark.parametrize("way", ["thread", "nursery"])
+@pytest.mark.parametrize("way", ["thread", "forkserver"])
 def test_any_number_of_workers_draws_the_same(way: str) -> None:
     def epoch(late: bool, **arguments: Any) -> list[list[float]]:
         torch.manual_seed(0)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(240)
 
 # -- the constant ----------------------------------------------------------------------------------
 
-QUICK = streams.grid(("thread", "nursery"))
+QUICK = streams.grid(("thread", "forkserver"))
 
 
 @legacy

@@ -144,9 +144,9 @@ def run_piped_under_spawn(folder: Path) -> Any:
 
 PROGRAMS: dict[str, Callable[[Path], Any]] = {
     "a file, spawn": lambda folder: scripting.run(program(), folder, "spawn"),
-    "a file, nursery": lambda folder: scripting.run(program(), folder),
+    "a file, fork server": lambda folder: scripting.run(program(), folder),
     "a file, fork": lambda folder: scripting.run(program(), folder, "fork"),
-    "piped, nursery": lambda folder: scripting.run(program(), folder, piped=True),
+    "piped, fork server": lambda folder: scripting.run(program(), folder, piped=True),
     "piped, spawn": run_piped_under_spawn,
     "torch's own loader, spawn": lambda folder: scripting.run(
         program("torch.utils.data", record="i"), folder, "spawn"
@@ -166,7 +166,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["a file, nursery", "a file, spawn", "a file, fork", "piped, nursery", "piped, spawn"]
+    "name",
+    ["a file, fork server", "a file, spawn", "a file, fork", "piped, fork server", "piped, spawn"],
 )
 def test_a_program_without_a_guard_runs(name: str, results: dict[str, Any]) -> None:
     result = scripting.told(results[name])

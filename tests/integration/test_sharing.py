@@ -76,7 +76,7 @@ def test_a_worker_pays_for_a_plain_list_and_not_for_a_shared_one() -> None:
         # The least of two: what the collector and the allocator happen to touch varies.
         return min(
             max(int(memory.max()) for _, _, memory in loader)
-            for loader in [DataLoader(Names(content), batch_size=8, **WAYS["nursery"])] * 2
+            for loader in [DataLoader(Names(content), batch_size=8, **WAYS["forkserver"])] * 2
         )
 
     plain = names(300_000)
@@ -93,7 +93,7 @@ def test_a_worker_pays_for_a_plain_list_and_not_for_a_shared_one() -> None:
 @pytest.mark.legacy
 def test_twenty_loaders_leave_no_descriptor_behind() -> None:
     dataset = Names(SharedList(names(50)), SharedDict((name, 0) for name in names(50)))
-    list(DataLoader(dataset, batch_size=8, num_workers=1))  # the nursery's own, once
+    list(DataLoader(dataset, batch_size=8, num_workers=1))  # the fork server's own, once
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         list(DataLoader(dataset, batch_size=8, num_workers=1))
@@ -266,7 +266,7 @@ def test_a_large_array_exists_once_and_twice_when_adoption_is_off(
 @needs_proc
 @pytest.mark.legacy
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("way", ["nursery", "spawn"])
+@pytest.mark.parametrize("way", ["forkserver", "spawn"])
 def test_writes_on_either_side_stay_there_and_the_next_epoch_sees_ours(way: str) -> None:
     array = np.ones(adoption.MIN_BYTES // 8 + 1000, np.int64)
     for epoch in range(2):

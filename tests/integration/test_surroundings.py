@@ -22,7 +22,7 @@ legacy = pytest.mark.legacy
 
 
 @pytest.fixture(autouse=True)
-def a_nursery_that_is_older_than_the_test() -> None:
+def a_fork_server_that_is_older_than_the_test() -> None:
     collect(DataLoader(Numbers(2), num_workers=1))
 
 
@@ -32,7 +32,7 @@ def first(dataset: Any, **arguments: Any) -> Any:
 
 @legacy
 @pytest.mark.parametrize("way", PROCESS_WAYS)
-def test_variables_set_after_the_nursery_started_reach_new_workers(
+def test_variables_set_after_the_fork_server_started_reach_new_workers(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for value in ("one", "two"):
@@ -42,7 +42,7 @@ def test_variables_set_after_the_nursery_started_reach_new_workers(
     assert first(Whereabouts("PENSTOCK_TEST_VARIABLE"), **WAYS[way])["value"] == ""
 
 
-def test_variables_that_only_the_nursery_was_given_do_not_reach_workers() -> None:
+def test_variables_that_only_the_fork_server_was_given_do_not_reach_workers() -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED"):
         assert first(Whereabouts(name))["value"] == os.environ.get(name, "")
 

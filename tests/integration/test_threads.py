@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock import DataLoader, rng
-from penstock.engine.loading.thread_gate import Gate
+from penstock.engine.loading.thread_gate import ThreadGate
 from specimens import Draws, Samples, assert_same, collect
 
 pytestmark = pytest.mark.legacy
@@ -95,7 +95,7 @@ def test_samples_of_every_generator_have_the_same_bits_in_threads() -> None:
 
 
 def test_one_alone_waits_for_those_together_and_the_other_way_round() -> None:
-    gate, seen = Gate(), []
+    gate, seen = ThreadGate(), []
 
     def together() -> None:
         with gate.together():

@@ -126,7 +126,7 @@ def run(folder: Path, source: str = PROGRAM) -> Any:
 
 PROGRAMS: dict[str, Callable[[Path], Any]] = {
     "spawn": run,
-    "the nursery": lambda folder: run(
+    "the fork server": lambda folder: run(
         folder, PROGRAM.replace('multiprocessing_context="spawn"', "pool='process'")
     ),
 }
@@ -162,12 +162,12 @@ def test_an_error_travels_without_posix(results: dict[str, Any]) -> None:
     assert result.stdout.splitlines()[-1] == "error: True", result.stderr
 
 
-def test_the_nursery_would_not_run_there(results: dict[str, Any]) -> None:
+def test_the_fork_server_would_not_run_there(results: dict[str, Any]) -> None:
     """The control: what is taken away is needed by the other start methods."""
-    result = scripting.told(results["the nursery"])
+    result = scripting.told(results["the fork server"])
     assert result.returncode != 0
     assert result.stdout.splitlines() == ["blocked: True"]
-    assert "SIGCHLD" in result.stderr or "nursery" in result.stderr
+    assert "SIGCHLD" in result.stderr or "forkserver" in result.stderr
 
 
 def test_what_only_windows_runs_is_in_one_place_and_small() -> None:

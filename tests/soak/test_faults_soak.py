@@ -54,19 +54,19 @@ def census() -> dict[str, int]:
     gc.collect()
     process = psutil.Process()
     fds = [name for name in leftovers.look().fds.values() if "memfd" not in name]
-    nursery = psutil.Process(leftovers.nursery_pid())
+    fork_server = psutil.Process(leftovers.fork_server_pid())
     return {
         "descriptors": len(fds),
         "threads": threading.active_count() + process.num_threads(),
         "processes": len(process.children(recursive=True)),
-        "descriptors of the nursery": nursery.num_fds(),
+        "descriptors of the fork server": fork_server.num_fds(),
         "bytes": process.memory_full_info().uss,
-        "bytes of the nursery": nursery.memory_full_info().uss,
+        "bytes of the fork server": fork_server.memory_full_info().uss,
     }
 
 
 def grown(before: dict[str, int], after: dict[str, int]) -> list[str]:
-    room = {"bytes": MAX_GROWTH_BYTES, "bytes of the nursery": MAX_GROWTH_BYTES}
+    room = {"bytes": MAX_GROWTH_BYTES, "bytes of the fork server": MAX_GROWTH_BYTES}
     return [
         f"{name}: {before[name]} to {after[name]}"
         for name in before
@@ -107,8 +107,8 @@ def test_20_000_batches_with_a_death_every_50(tmp_path: Path, note: Any) -> None
     ratios, num_deaths, left = race(tmp_path, num_rounds=10, num_batches=2000, wait_s=0.003)
     ratio = statistics.median(ratios)
     note(
-        f"20,000 batches on the nursery, {num_deaths} deaths (SIGKILL, SIGSEGV, os._exit, abort, "
-        f"and SIGALRM at random moments): hash of each epoch equal to a quiet run's; "
+        f"20,000 batches on the fork server, {num_deaths} deaths (SIGKILL, SIGSEGV, os._exit, "
+        f"abort, and SIGALRM at random moments): hash of each epoch equal to a quiet run's; "
         f"throughput {ratio:.2f} of it (median of 10 rounds in turn, "
         f"{min(ratios):.2f} to {max(ratios):.2f}; samples wait 3 ms, batches of {BATCH}); "
         f"grown: {left or 'nothing'}"
@@ -170,7 +170,7 @@ def test_hangs_of_an_hour_with_a_limit_of_a_second(
     assert all(" in hang" in text for text in told)
     assert max(after_s) < 2.0
     note(
-        f"2,000 batches on the nursery, {len(codes)} hangs of an hour (in Python, in C): hash "
+        f"2,000 batches on the fork server, {len(codes)} hangs of an hour (in Python, in C): hash "
         f"equal, {seconds:.0f} s; each named with its stack after {min(after_s)} to "
         f"{max(after_s)} s, at a limit of 1 s"
     )

@@ -19,8 +19,8 @@ NUM_LOADERS = 1000
 WAYS: dict[str, dict[str, Any]] = {
     "inline": {"num_workers": 0},
     "thread": {"num_workers": 2, "pool": "thread"},
-    "nursery": {"num_workers": 2},
-    "nursery, persistent": {"num_workers": 2, "persistent_workers": True},
+    "forkserver": {"num_workers": 2},
+    "fork server, persistent": {"num_workers": 2, "persistent_workers": True},
     "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
 }
 MAX_GROWTH_BYTES = 20 << 20
@@ -32,7 +32,9 @@ def census() -> dict[str, int]:
     process = psutil.Process()
     with open("/proc/self/maps") as lines:
         mappings = sum("penstock" in line for line in lines)
-    nursery = [child for child in process.children() if "nursery_main" in " ".join(child.cmdline())]
+    fork_server = [
+        child for child in process.children() if "fork_server_main" in " ".join(child.cmdline())
+    ]
     return {
         "fds": process.num_fds(),
         "threads": threading.active_count(),
@@ -40,7 +42,7 @@ def census() -> dict[str, int]:
         "processes": len(process.children(recursive=True)),
         "segments": len(os.listdir("/dev/shm")),
         "mappings": mappings,
-        "nursery fds": sum(child.num_fds() for child in nursery),
+        "fork server fds": sum(child.num_fds() for child in fork_server),
     }
 
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.fault, pytest.mark.timeout(1800)]
 
 NUM_KILLS = 200
 GONE_S = 3.0
-MOMENTS_S = {"nursery": 4.0, "fork": 1.0, "spawn": 5.0}
+MOMENTS_S = {"forkserver": 4.0, "fork": 1.0, "spawn": 5.0}
 """Up to when: workers are up after 2.5 s, 0.1 s and 3 s on two busy cores."""
 
 PROGRAM = """
@@ -39,7 +39,7 @@ class Data(torch.utils.data.Dataset):
         return torch.full((1000,), i)
 
 def live(method):
-    context = None if method == "nursery" else method
+    context = None if method == "forkserver" else method
     for _ in range(100):
         for batch in DataLoader(Data(), batch_size=4, num_workers=2, shuffle=True,
                                 multiprocessing_context=context, max_restarts=0):
@@ -123,7 +123,7 @@ def marked(token: str) -> list[str]:
 
 def test_killed_at_200_random_moments_nothing_is_left(tmp_path: Path, note: Any) -> None:
     chance = random.Random(4)
-    methods = ["nursery"] * 6 + ["fork"] * 3 + ["spawn"]
+    methods = ["forkserver"] * 6 + ["fork"] * 3 + ["spawn"]
     cases = [
         (method, chance.uniform(0.0, MOMENTS_S[method]), f"t{number}-{os.getpid()}")
         for number, method in enumerate(methods * (NUM_KILLS // len(methods)))
@@ -148,7 +148,7 @@ def test_killed_at_200_random_moments_nothing_is_left(tmp_path: Path, note: Any)
         f"{len(outcomes)} programs killed with SIGKILL at random moments ("
         f"{', '.join(f'{method} {count}' for method, count in sorted(kinds.items()))}): "
         f"{len(left)} left anything after {GONE_S:.0f} s; {sizes[0]} had no child yet, {sizes[1]} "
-        f"one (the nursery, starting, or the first worker), {sizes[2] + sizes[3]} more"
+        f"one (the fork server, starting, or the first worker), {sizes[2] + sizes[3]} more"
     )
     assert len(outcomes) == NUM_KILLS
     assert left == []

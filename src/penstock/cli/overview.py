@@ -12,7 +12,7 @@ import penstock
 from penstock.cli.sections import main_facts, make_console, print_section
 from penstock.machine.collect import machine
 from penstock.machine.facts import Machine
-from penstock.planning.inputs import Wish, Work
+from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
 from penstock.planning.rules import make_plan
 from penstock.planning.safety import tabulate_safe_workers
@@ -38,7 +38,7 @@ def print_overview(console: Console, facts: Machine) -> None:
 
 
 def _rows(facts: Machine) -> Iterable[tuple[str, str]]:
-    plan = make_plan(facts, Wish(), Work())
+    plan = make_plan(facts, LoaderRequest(), Workload())
     yield "platform", f"{NAMES.get(facts.os, facts.os)} ({facts.os})"
     yield "is Windows", str(facts.os == "win32")
     yield from main_facts(facts)

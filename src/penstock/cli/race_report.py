@@ -24,7 +24,7 @@ class Race:
     Args:
         num_workers: What both raced with.
         alone: Our loader without workers.
-        cold_s: Our first batch in this process, nursery included; None without workers.
+        cold_s: Our first batch in this process, fork server included; None without workers.
         theirs: Empty when PyTorch's loader failed.
         failure: What it failed with.
     """

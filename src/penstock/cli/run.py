@@ -15,7 +15,7 @@ from penstock.integrations import script_runner as running
 
 if TYPE_CHECKING:
     from penstock.conv.bypass import Bypass
-    from penstock.integrations.patched_loader import Tally
+    from penstock.integrations.patched_loader import PatchReport
 
 _ENGINE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "engine", "")
 NESTED = "PENSTOCK_RUN"
@@ -50,7 +50,7 @@ class _Report:
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        self._tally: Tally | None = None
+        self._tally: PatchReport | None = None
         self._is_nested = False
         self._num_forks = 0
         self._seeded = ""

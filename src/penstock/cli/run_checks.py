@@ -80,10 +80,14 @@ def check_options(options: RunOptions) -> None:
     Raises:
         BadArgument: A value is none.
     """
-    seed, wish = options.seed, options.patch
+    seed, request = options.seed, options.patch
     if seed is not None and not -(1 << 63) <= seed < 1 << 64:
         raise BadArgument(f"--seed {seed} does not fit in 64 bits", remedy="--seed 0")
-    bad, timeout_s, restarts = wish["max_bad"], wish["sample_timeout_s"], wish["max_restarts"]
+    bad, timeout_s, restarts = (
+        request["max_bad"],
+        request["sample_timeout_s"],
+        request["max_restarts"],
+    )
     if bad is not None and not (0 <= bad < 1 or (isinstance(bad, int) and bad >= 1)):
         raise BadArgument(
             f"--max-bad {bad} is neither a number of samples nor a part of them below 1",
@@ -99,7 +103,7 @@ def check_options(options: RunOptions) -> None:
             f"--max-restarts {restarts} is no number from 0 to {MAX_RESTARTS}",
             remedy="--max-restarts 100",
         )
-    file = wish["bad_samples_file"]
+    file = request["bad_samples_file"]
     if file is not None and not os.path.isdir(os.path.dirname(file)):
         raise BadArgument(
             f"--bad-samples-file: there is no folder {os.path.dirname(file)!r}",

@@ -17,7 +17,7 @@ MAX_KEPT = 3
 """A loop holds one batch, and the next before it lets go of the first."""
 
 
-class Shelf:
+class BufferPool:
     """Hands out tensors over memory of its own; at most :data:`MAX_KEPT` pieces are kept.
 
     What a tensor lies in belongs to whoever holds the tensor or a view of it, however long. Only

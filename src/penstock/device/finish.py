@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from penstock.device.buffer_pool import Shelf
+from penstock.device.buffer_pool import BufferPool
 from penstock.device.finish_cpu import Arithmetic, compute
 from penstock.device.nested import change_tensors
 from penstock.errors import BadArgument
@@ -91,7 +91,7 @@ class Finish:
         self._tables: dict[torch.device, torch.Tensor] = {table.device: table}
         self._memory_format = memory_format
         self._flip = flip
-        self._shelf = Shelf()
+        self._shelf = BufferPool()
 
     def __call__(self, batch: Any) -> Any:
         """The batch with its images finished."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from penstock.device.pinning import SlotPinner
-from penstock.device.prefetcher import Courier
+from penstock.device.prefetcher import DevicePrefetcher
 from penstock.errors import BadArgument, NoSuchDevice
 from penstock.trace.gpu_events import GpuWatch
 
@@ -43,7 +43,7 @@ class Placed:
         keep = (lambda: None) if pinner is None else pinner.insist
         return {
             "pinner": pinner,
-            "make_courier": lambda watch: Courier(device, depth, finish, keep, watch),
+            "make_prefetcher": lambda watch: DevicePrefetcher(device, depth, finish, keep, watch),
             **watch,
         }
 

@@ -36,8 +36,8 @@ class _Sent(NamedTuple):
     effects: list[Effect]
 
 
-class Courier:
-    """Brings batches to one device; see :class:`penstock.engine.parent.iterator.Courier`.
+class DevicePrefetcher:
+    """Brings batches to one device; see :class:`penstock.engine.parent.iterator.Prefetcher`.
 
     Args:
         device: Where to; with an index, for GPUs.

@@ -24,7 +24,7 @@ import torch
 from penstock.device.background import WAIT_AT_EXIT_S
 from penstock.device.nested import change_tensors
 from penstock.device.placement import checked_depth, checked_device, checked_finish, resolve
-from penstock.device.prefetcher import Courier
+from penstock.device.prefetcher import DevicePrefetcher
 from penstock.errors import DeviceFailed
 
 _LOOK_EVERY_S = 1.0
@@ -79,12 +79,12 @@ class ToDevice:
 
     def __iter__(self) -> Iterator[Any]:
         device = resolve(self.device)
-        courier = Courier(device, self.prefetch, self.finish)
+        prefetcher = DevicePrefetcher(device, self.prefetch, self.finish)
         taker = _Taker(iter(self.iterable), self.prefetch, device)
         try:
             while True:
                 try:
-                    batch = courier.next(taker.take, taker.is_ready)
+                    batch = prefetcher.next(taker.take, taker.is_ready)
                 except StopIteration:
                     return
                 yield batch

@@ -7,7 +7,7 @@
        |                                          |
        +-- Ring: slots in one shared file ========+== the same slots, mapped
        +-- pools: processes, threads              |
-    Nursery (its own process, clean, one thread) -+-> forks the workers
+    Fork server (its own process, clean, one thread) -+-> forks the workers
 
 A batch is written once, by the worker, into a slot of shared memory; what crosses a pipe is a few
 bytes. ``Delivery`` puts parts together, keeps the order, and notices a dead worker.

@@ -352,7 +352,7 @@ def _as_pixels(picture: Any) -> np.ndarray:
 # -- for the writer ------------------------------------------------------------------------------
 
 
-def encode_image(value: Any, wish: Field) -> Any:
+def encode_image(value: Any, request: Field) -> Any:
     """Pixels, or the bytes of a JPEG, as a field wants them.
 
     Called from: the writer of a packed set.
@@ -364,14 +364,14 @@ def encode_image(value: Any, wish: Field) -> Any:
     else:
         pixels = np.asarray(value)
     longest = max(pixels.shape[:2])
-    if wish.longer_side is not None and longest > wish.longer_side:
+    if request.longer_side is not None and longest > request.longer_side:
         height, width = (
-            max(1, round(side * wish.longer_side / longest)) for side in pixels.shape[:2]
+            max(1, round(side * request.longer_side / longest)) for side in pixels.shape[:2]
         )
         pixels = resize(pixels, (height, width))
-    is_jpeg = wish.encoding == "jpeg" or wish.quality is not None
-    is_jpeg = is_jpeg or (wish.encoding is None and isinstance(value, EncodedImage))
-    return _encode_jpeg(pixels, wish.quality or 90) if is_jpeg else np.ascontiguousarray(pixels)
+    is_jpeg = request.encoding == "jpeg" or request.quality is not None
+    is_jpeg = is_jpeg or (request.encoding is None and isinstance(value, EncodedImage))
+    return _encode_jpeg(pixels, request.quality or 90) if is_jpeg else np.ascontiguousarray(pixels)
 
 
 def _encode_jpeg(pixels: np.ndarray, quality: int) -> bytes:

@@ -23,13 +23,13 @@ import warnings
 import weakref
 from typing import Any
 
-from penstock.engine.parent.dataset_changes import Traces
+from penstock.engine.parent.dataset_changes import DatasetChanges
 from penstock.errors import BadArgument, BadState
 from penstock.integrations.accelerate_ranks import Chain, RankWalk, unwrap
 from penstock.integrations.tested_versions import untested_here
 from penstock.loader import DataLoader
 from penstock.order.bucketing import BucketedBatches
-from penstock.order.epoch_state import Course
+from penstock.order.epoch_state import EpochState
 
 _MODULE = "accelerate.data_loader"
 _NEEDED = ("DataLoaderAdapter", "DataLoaderDispatcher", "BatchSamplerShard", "SkipBatchSampler")
@@ -181,10 +181,10 @@ class Prepared(DataLoader[Any]):
             ours.sample_timeout_s,
         )
         self._notes, self._warned = dict(ours._notes), set(ours._warned)
-        self._traces = Traces(self.dataset)
-        self._course = Course(self.seed)
+        self._traces = DatasetChanges(self.dataset)
+        self._epoch_state = EpochState(self.seed)
         self._listen()
-        self._course.resume(ours._course.upcoming())
+        self._epoch_state.resume(ours._epoch_state.upcoming())
 
     def _listen(self) -> None:
         """Have an order of our own, so that this one hears which epoch accelerate announces."""
@@ -214,7 +214,7 @@ class Prepared(DataLoader[Any]):
     def _index_sampler(self) -> Any:
         if self.batch_sampler is None or self._is_iterable():
             return super()._index_sampler
-        return RankWalk(self.batch_sampler, self._chain(), self._course)
+        return RankWalk(self.batch_sampler, self._chain(), self._epoch_state)
 
     def _rows_per_batch(self) -> int | None:
         chain = self._chain()
@@ -234,16 +234,16 @@ class Prepared(DataLoader[Any]):
         if chain.num_skipped:
             position = chain.num_skipped * (self._global_batch() or 1)
             length = self._length()
-            self._course.start_at(position if length is None else min(position, length))
+            self._epoch_state.start_at(position if length is None else min(position, length))
         super()._turn()
         if order is not None:
-            type(order).set_epoch(order, self._course.epoch)
+            type(order).set_epoch(order, self._epoch_state.epoch)
         if isinstance(chain.own, BucketedBatches):
-            chain.own.set_epoch(self._course.epoch)
+            chain.own.set_epoch(self._epoch_state.epoch)
         self._told.clear()
         adapter = self._adapter and self._adapter()
         if adapter is not None and order is not None:
-            adapter.iteration = self._course.epoch
+            adapter.iteration = self._epoch_state.epoch
 
     def _hear(self) -> None:
         """Begin the epoch that the user has asked for; else the next one.
@@ -252,10 +252,10 @@ class Prepared(DataLoader[Any]):
         where the one before was not left early; so alone, the number of the present one says
         nothing. The user's own announcement stands before it.
         """
-        told, course = self._told, self._course
-        is_begun = course.num_turns > 0
-        if told and (len(told) > 1 or told[-1] != (course.epoch if is_begun else 0)):
-            course.set_epoch(told[-1])
+        told, epoch_state = self._told, self._epoch_state
+        is_begun = epoch_state.num_turns > 0
+        if told and (len(told) > 1 or told[-1] != (epoch_state.epoch if is_begun else 0)):
+            epoch_state.set_epoch(told[-1])
 
     # -- the state -------------------------------------------------------------------------------
 

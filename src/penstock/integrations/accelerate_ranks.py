@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from penstock.order.epoch_state import Course, Walk
+from penstock.order.epoch_state import EpochIndices, EpochState
 from penstock.order.samplers import Order
 
 
@@ -76,16 +76,16 @@ def unwrap(batch_sampler: Any, library: Any) -> Chain:
         batch_sampler = batch_sampler.batch_sampler
 
 
-class RankWalk(Walk):
+class RankWalk(EpochIndices):
     """This rank's batches of indices, from the course's start on.
 
     Args:
         outermost: What the user sees as the batch sampler; its length is the loader's.
     """
 
-    def __init__(self, outermost: Any, chain: Chain, course: Course) -> None:
+    def __init__(self, outermost: Any, chain: Chain, epoch_state: EpochState) -> None:
         batches = chain.own if chain.sharing is None else chain.sharing
-        super().__init__(batches, course, chain.rows, is_batched=True)
+        super().__init__(batches, epoch_state, chain.rows, is_batched=True)
         self._outermost = outermost
         self._chain = chain
         self._global_batch = (chain.rows or 1) * chain.world_size
@@ -96,13 +96,13 @@ class RankWalk(Walk):
 
     @property
     def drawing(self) -> Any:
-        return Walk(self._chain.own, self._course, self._rows, is_batched=True).drawing
+        return EpochIndices(self._chain.own, self._epoch_state, self._rows, is_batched=True).drawing
 
     def __len__(self) -> int:
         return len(self._outermost)
 
     def __iter__(self) -> Iterator[Any]:
-        order, start = self.order, self._course.start
+        order, start = self.order, self._epoch_state.start
         if order is None:
             return self._without(self._drawn(), start // self._global_batch)
         if self._chain.sharing is None:
@@ -126,7 +126,7 @@ class RankWalk(Walk):
         order, rows, chain = self.order, self._rows, self._chain
         if rows is None or (order is not None and order.world_size > 1):
             return super().positions()
-        start, first, step = self._course.start, chain.rank * rows, self._global_batch
+        start, first, step = self._epoch_state.start, chain.rank * rows, self._global_batch
         return lambda place: start + place // rows * step + first + place % rows
 
 

@@ -4,8 +4,8 @@
 
 That one method is where every torch loader gets what loads its batches, so it does not matter when
 the class was imported or subclassed. A loader keeps its class, attributes, sampler and order.
-Beside it stands a :class:`penstock.integrations.patched_loader.Shadow`, our loader with the other's
-attributes, which does the loading.
+Beside it stands a :class:`penstock.integrations.patched_loader.PatchedLoader`, our loader with the
+other's attributes, which does the loading.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock.errors import BadArgument
-from penstock.integrations.patched_loader import Layer, Options, Shadow, Tally
+from penstock.integrations.patched_loader import Options, PatchedLoader, PatchLayer, PatchReport
 from penstock.loader import DataLoader
 
 _SHADOW = "_penstock_shadow"
@@ -35,19 +35,19 @@ class _Patch:
     """What stands in torch's class now; one layer for each call of patch()."""
 
     original: Any
-    tally: Tally = field(default_factory=Tally)
-    layers: list[Layer] = field(default_factory=list)
+    tally: PatchReport = field(default_factory=PatchReport)
+    layers: list[PatchLayer] = field(default_factory=list)
 
     def add(self, options: Options) -> None:
         """Equal options go on with the same layer: epochs are counted on."""
         is_same = bool(self.layers) and self.layers[-1].options == options
-        self.layers.append(self.layers[-1] if is_same else Layer(options, self.tally))
+        self.layers.append(self.layers[-1] if is_same else PatchLayer(options, self.tally))
 
 
 _current: _Patch | None = None
 
 
-def patch(**options: Any) -> Tally:
+def patch(**options: Any) -> PatchReport:
     """Let every ``torch.utils.data.DataLoader`` load with Penstock's engine from now on.
 
     Already patched: the options of this call count until it is taken back. Loaders whose class has
@@ -95,7 +95,7 @@ def unpatch() -> None:
 
 
 @contextmanager
-def patched(**options: Any) -> Iterator[Tally]:
+def patched(**options: Any) -> Iterator[PatchReport]:
     """:func:`patch` for a while.
 
     Example:
@@ -150,8 +150,8 @@ def _get_iterator(loader: Any) -> Any:
             return patch.original(loader)
         layer = patch.layers[-1]
         shadow = vars(loader).get(_SHADOW)
-        if not isinstance(shadow, Shadow) or not shadow.belongs_to(loader, layer):
-            shadow = Shadow(loader, layer)
+        if not isinstance(shadow, PatchedLoader) or not shadow.belongs_to(loader, layer):
+            shadow = PatchedLoader(loader, layer)
             vars(loader)[_SHADOW] = shadow
         else:
             shadow.follow(loader)

@@ -1,6 +1,6 @@
 """The loader that works for one of torch's: ours, with the other's attributes.
 
-torch's loader --_penstock_shadow--> Shadow --> our engine
+torch's loader --_penstock_shadow--> PatchedLoader --> our engine
    ^    |                              |
    |    +-- dataset, sampler, ... -----+   taken over each time an iterator is made
 the user's code
@@ -33,7 +33,7 @@ from penstock.integrations.ultralytics import settle_mosaic
 from penstock.loader import DataLoader
 from penstock.machine.collect import here
 from penstock.order.keys import PATCH_STREAM, checked_seed, make_key, mix
-from penstock.planning.inputs import Wish
+from penstock.planning.inputs import LoaderRequest
 from penstock.planning.plan import Plan
 from penstock.planning.safety import make_safe
 
@@ -79,7 +79,7 @@ class Options:
 
 
 @dataclass
-class Tally:
+class PatchReport:
     """What patched loaders did since the patch."""
 
     num_loaders: int = 0
@@ -92,11 +92,11 @@ class Tally:
 
 
 @dataclass
-class Layer:
+class PatchLayer:
     """One patch: its options, where its loaders are counted, and how many it has had."""
 
     options: Options
-    tally: Tally
+    tally: PatchReport
     num_loaders: int = 0
 
     def next_seed(self, generator: Any) -> int | None:
@@ -114,13 +114,13 @@ class Layer:
         return make_key(PATCH_STREAM, checked_seed(self.options.seed), number) ^ given
 
 
-class Shadow(DataLoader[Any]):
+class PatchedLoader(DataLoader[Any]):
     """Our loader with another's attributes: dataset, sampler, workers and all are the other's.
 
     Called from: the patched method, with its lock held.
     """
 
-    def __init__(self, loader: Any, layer: Layer) -> None:
+    def __init__(self, loader: Any, layer: PatchLayer) -> None:
         # Not torch's __init__: everything that it would make is taken over in follow().
         options = layer.options
         self._layer = layer
@@ -152,7 +152,7 @@ class Shadow(DataLoader[Any]):
         """Left behind when the other loader is pickled or copied; the copy gets its own."""
         return type(None), ()
 
-    def belongs_to(self, loader: Any, layer: Layer) -> bool:
+    def belongs_to(self, loader: Any, layer: PatchLayer) -> bool:
         """Is this the shadow of that loader, under that patch? ``copy.copy`` takes it along."""
         return self._owner() is loader and self._layer is layer
 
@@ -203,25 +203,27 @@ class Shadow(DataLoader[Any]):
         How far ahead depends on the number of workers. Ultralytics gives up its endless one when it
         closes its mosaic.
         """
-        is_given_up = self._course.num_turns > 0 and not self._course.is_over
+        is_given_up = self._epoch_state.num_turns > 0 and not self._epoch_state.is_over
         if self.seed is None or loader.generator is None or not is_given_up:
             return
         if not _draws_at_start_only(loader):
-            loader.generator.manual_seed(make_key(PATCH_STREAM, self.seed, self._course.num_turns))
+            loader.generator.manual_seed(
+                make_key(PATCH_STREAM, self.seed, self._epoch_state.num_turns)
+            )
 
-    def _wish(self) -> Wish:
+    def _request(self) -> LoaderRequest:
         """What the code asks for, as far as it is safe here."""
-        wish, machine = super()._wish(), here()
+        request, machine = super()._request(), here()
         if self._layer.options.multiprocessing_context is not None:
-            wish = replace(wish, start_method=self._layer.options.multiprocessing_context)
-        asked = (wish.start_method, wish.num_workers, machine.has_gpu_context)
+            request = replace(request, start_method=self._layer.options.multiprocessing_context)
+        asked = (request.start_method, request.num_workers, machine.has_gpu_context)
         if asked not in self._granted:  # once: free memory is another number each time
-            safe, lines = make_safe(machine, wish)
+            safe, lines = make_safe(machine, request)
             self._granted[asked] = (safe.start_method, safe.num_workers)
             for line in lines:
                 self._tell_change(line)
         start_method, num_workers = self._granted[asked]
-        return replace(wish, start_method=start_method, num_workers=num_workers)
+        return replace(request, start_method=start_method, num_workers=num_workers)
 
     def _tell_change(self, line: str) -> None:
         if line not in self._notes:
@@ -248,7 +250,7 @@ class Shadow(DataLoader[Any]):
         """With a seed, what worker_init_fn seeds does not count; code that cannot be changed has
         it often, Hugging Face's Trainer always."""
         is_spawned = plan.pool.value == "process" and plan.start_method.value == "spawn"
-        if is_spawned and self._course.num_turns > 1 and not self.persistent_workers:
+        if is_spawned and self._epoch_state.num_turns > 1 and not self.persistent_workers:
             self._tell_note(SPAWNED_ANEW)
         return replace(super()._setup(plan), obeys_init_seed=self.seed is None)
 

@@ -1,8 +1,8 @@
 """Where does an epoch begin, and how far has it come? The course that a loader's indices take.
 
-    Course   epoch, start and what was drawn for it; turned once per epoch by the loader
-    Walk     what an iterator draws its batches of indices from: the loader's own index sampler,
-             begun at the course's start
+    EpochState    epoch, start and what was drawn for it; turned once per epoch by the loader
+    EpochIndices  what an iterator draws its batches of indices from: the loader's index sampler,
+                  from the position where the epoch starts
 
 An order of ours (:class:`penstock.order.samplers.Order`) begins anywhere at no cost. Any other
 sampler is asked for its indices from the first one on, and those before the start are dropped: no
@@ -22,7 +22,7 @@ from penstock.order.keys import WORKER_STREAM, make_key
 from penstock.order.samplers import Order
 
 
-class Course:
+class EpochState:
     """Epochs of one loader, one after the other, and how far the present one has come.
 
     Args:
@@ -50,7 +50,7 @@ class Course:
         """What an iterable dataset said of itself after the last delivered batch, by worker."""
         self.next_worker = 0
         self._next_epoch = 0
-        self._resumed: Mark | None = None
+        self._resumed: EpochPosition | None = None
 
     @property
     def key_epoch(self) -> int:
@@ -63,7 +63,7 @@ class Course:
             self._resumed = None
         self._next_epoch, self.is_over = epoch, True
 
-    def resume(self, mark: Mark) -> None:
+    def resume(self, mark: EpochPosition) -> None:
         """The next epoch to begin is that of ``mark``, in the middle."""
         self._next_epoch, self._resumed, self.is_over = mark.epoch, mark, True
 
@@ -71,9 +71,9 @@ class Course:
         """The next epoch to begin starts here, wherever it was to be resumed."""
         self.resume(replace(self.upcoming(), position=position))
 
-    def upcoming(self) -> Mark:
+    def upcoming(self) -> EpochPosition:
         """Where the next epoch begins: at its start, or where it is resumed."""
-        return self._resumed or Mark(epoch=self._next_epoch, position=0)
+        return self._resumed or EpochPosition(epoch=self._next_epoch, position=0)
 
     def turn(self, order: Order | None, sampler: Any) -> None:
         """Begin the next epoch. Called once before each is iterated.
@@ -120,7 +120,7 @@ class Course:
         """A batch of an iterable dataset was delivered, which then said this of itself."""
         self.streams[worker], self.next_worker = state, next_worker
 
-    def mark(self, global_batch: int | None, end: int | None) -> Mark:
+    def mark(self, global_batch: int | None, end: int | None) -> EpochPosition:
         """Where the loader stands now: in the present epoch, or at the start of the next.
 
         Args:
@@ -129,7 +129,7 @@ class Course:
         position = self.start + self.num_batches * (global_batch or 1)
         if self.is_over or (end is not None and position >= end):
             return self.upcoming()
-        return Mark(
+        return EpochPosition(
             epoch=self.epoch,
             position=position,
             base_seed=None if self.seed is not None else self.base_seed,
@@ -151,7 +151,7 @@ def own_state_of(owner: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class EpochPosition:
     """A place to go on from; the seeds are those that were drawn where none was given.
 
     Args:
@@ -174,18 +174,18 @@ class Mark:
 class _Noted:
     """What was drawn for one epoch; told to the course while that is still the present one."""
 
-    def __init__(self, course: Course) -> None:
-        self._course = course
-        self._num_turns = course.num_turns
-        self.shuffle_seed = course.shuffle_seed
-        self.generator_state = course.generator_state
+    def __init__(self, epoch_state: EpochState) -> None:
+        self._epoch_state = epoch_state
+        self._num_turns = epoch_state.num_turns
+        self.shuffle_seed = epoch_state.shuffle_seed
+        self.generator_state = epoch_state.generator_state
 
     def keep(self, name: str, value: Any) -> None:
-        if self._course.num_turns == self._num_turns:
-            setattr(self._course, name, value)
+        if self._epoch_state.num_turns == self._num_turns:
+            setattr(self._epoch_state, name, value)
 
 
-class Walk:
+class EpochIndices:
     """The batches of indices of an epoch, from the course's start on.
 
     Args:
@@ -198,14 +198,14 @@ class Walk:
     def __init__(
         self,
         indices: Any,
-        course: Course,
+        epoch_state: EpochState,
         rows: int | None,
         *,
         is_batched: bool,
         is_endless: bool = False,
     ) -> None:
         self._indices = indices
-        self._course = course
+        self._epoch_state = epoch_state
         self._rows = rows
         self._is_batched = is_batched
         self._is_endless = is_endless
@@ -236,7 +236,7 @@ class Walk:
 
     def __iter__(self) -> Iterator[Any]:
         # What the course says now counts: another iterator may have turned it by the first batch.
-        start, order = self._course.start, self.order
+        start, order = self._epoch_state.start, self.order
         if self._is_endless:
             return iter(self._indices)
         if order is None:
@@ -258,7 +258,7 @@ class Walk:
         sampler = self.drawing
         if sampler is None:
             return iter(self._indices)
-        noted = _Noted(self._course)
+        noted = _Noted(self._epoch_state)
         if sampler.generator is None:
             return self._shuffled(sampler, noted)
         return self._shuffled_by(sampler.generator, noted)
@@ -291,7 +291,7 @@ class Walk:
 
         Called with places that were walked already, so that what was dropped is known.
         """
-        start, order = self._course.start, self.order
+        start, order = self._epoch_state.start, self.order
         if order is None:
             return lambda place: self._num_dropped + place
         if order.world_size == 1:

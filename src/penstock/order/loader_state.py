@@ -21,7 +21,7 @@ _OWN = ("sampler", "dataset", "generator_state", "bad")
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class LoaderState:
     """The state of one loader.
 
     Args:
@@ -52,14 +52,14 @@ class State:
         """Plain values; what is not known is left out.
 
         Example:
-            >>> State(epoch=2, position=640, seed=0, length=1000).to_dict()
+            >>> LoaderState(epoch=2, position=640, seed=0, length=1000).to_dict()
             {'version': 1, 'epoch': 2, 'position': 640, 'seed': 0, 'length': 1000}
         """
         values = {name: value for name, value in asdict(self).items() if value is not None}
         return {"version": VERSION, **values}
 
     @classmethod
-    def from_dict(cls, values: Any) -> State:
+    def from_dict(cls, values: Any) -> LoaderState:
         """The state that ``values`` describes.
 
         Raises:
@@ -96,7 +96,7 @@ class State:
                 f"the state is at {self.position}, within a batch of {self.global_batch} samples"
             )
 
-    def refuse_unlike(self, now: State) -> None:
+    def refuse_unlike(self, now: LoaderState) -> None:
         """Check that this state belongs to a loader that stands at ``now``.
 
         Raises:
@@ -122,7 +122,7 @@ def _refuse_entries(content: dict[Any, Any]) -> None:
     Raises:
         BadState: Otherwise.
     """
-    known = {item.name for item in fields(State)}
+    known = {item.name for item in fields(LoaderState)}
     unknown = sorted(map(repr, set(content) - known))
     if unknown:
         raise BadState(f"the state has entries that no state has: {', '.join(unknown)}")

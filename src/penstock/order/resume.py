@@ -8,9 +8,15 @@ from typing import Any
 
 from penstock.errors import BadArgument, BadState, warn_user
 from penstock.order.bucketing import BucketedBatches
-from penstock.order.epoch_state import Course, Mark, Walk, fits_generator, own_state_of
+from penstock.order.epoch_state import (
+    EpochIndices,
+    EpochPosition,
+    EpochState,
+    fits_generator,
+    own_state_of,
+)
 from penstock.order.keys import checked_count
-from penstock.order.loader_state import State
+from penstock.order.loader_state import LoaderState
 from penstock.order.ranks import rank_here
 from penstock.order.samplers import Order, SeededOrder
 
@@ -22,7 +28,7 @@ class Resumable:
     """
 
     seed: int | None
-    _course: Course
+    _epoch_state: EpochState
     dataset: Any
     sampler: Any
     batch_sampler: Any
@@ -33,9 +39,9 @@ class Resumable:
     @property
     def _index_sampler(self) -> Any:
         indices: Any = super()._index_sampler  # type: ignore[misc]
-        return Walk(
+        return EpochIndices(
             indices,
-            self._course,
+            self._epoch_state,
             self._rows_per_batch(),
             is_batched=self.batch_sampler is not None,
             is_endless=self._is_iterable(),
@@ -50,9 +56,9 @@ class Resumable:
 
     def _turn(self) -> None:
         """Turn to the next epoch. Called once before each is iterated."""
-        self._course.turn(self._order(), self._stateful_sampler())
+        self._epoch_state.turn(self._order(), self._stateful_sampler())
         if isinstance(self.batch_sampler, BucketedBatches):
-            self.batch_sampler.set_epoch(self._course.epoch)
+            self.batch_sampler.set_epoch(self._epoch_state.epoch)
 
     def _stateful_sampler(self) -> Any:
         """The user's batch sampler, if it has a state of its own; else the sampler."""
@@ -61,7 +67,7 @@ class Resumable:
 
     def set_epoch(self, epoch: int) -> None:
         """The next epoch is this one. Not needed, because epochs are counted; but honoured."""
-        self._course.set_epoch(checked_count("epoch", epoch))
+        self._epoch_state.set_epoch(checked_count("epoch", epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: what was delivered counts, not what was loaded ahead.
@@ -80,8 +86,8 @@ class Resumable:
             >>> [b.tolist() for b in other] == [b.tolist() for b in batches]
             True
         """
-        mark = self._course.mark(self._global_batch(), self._end())
-        if self._is_iterable() and not self.num_workers and not self._course.is_over:
+        mark = self._epoch_state.mark(self._global_batch(), self._end())
+        if self._is_iterable() and not self.num_workers and not self._epoch_state.is_over:
             own = own_state_of(self.dataset)
             mark = replace(mark, streams={0: own} if own is not None else {})
         return self._state(mark).to_dict()
@@ -92,15 +98,15 @@ class Resumable:
         Raises:
             BadState: It belongs to another loader, or is none; this one is left as it was.
         """
-        saved = State.from_dict(state)
-        saved.refuse_unlike(self._state(Mark(epoch=0, position=0)))
+        saved = LoaderState.from_dict(state)
+        saved.refuse_unlike(self._state(EpochPosition(epoch=0, position=0)))
         self._refuse_foreign(saved)
         self._refuse_undrawn(saved)
         self._refuse_streams(saved)
         streams = saved.dataset or {}
         self._restore_bad(saved.epoch, saved.bad or {})
-        self._course.resume(
-            Mark(
+        self._epoch_state.resume(
+            EpochPosition(
                 epoch=saved.epoch,
                 position=saved.position,
                 base_seed=saved.base_seed,
@@ -113,7 +119,7 @@ class Resumable:
             )
         )
 
-    def _refuse_foreign(self, saved: State) -> None:
+    def _refuse_foreign(self, saved: LoaderState) -> None:
         """What another kind of loader says of itself would be dropped, and nobody would know."""
         drawing, is_iterable = self._index_sampler.drawing, self._is_iterable()
         generator = None if drawing is None else drawing.generator
@@ -139,7 +145,7 @@ class Resumable:
         if known is not None and not fits_generator(generator, known):
             raise BadState("the state's generator_state is not one: it was cut off or edited")
 
-    def _refuse_streams(self, saved: State) -> None:
+    def _refuse_streams(self, saved: LoaderState) -> None:
         """An iterable dataset is shared out by worker, so their number must stay."""
         before, now = saved.num_workers, self.num_workers
         if before is not None and before != now and max(before, now) > 1:
@@ -153,10 +159,10 @@ class Resumable:
 
     def _replay(self, batches: Any) -> None:
         """Load and drop what was delivered before, where the dataset cannot skip it itself."""
-        course = self._course
-        if not self._is_iterable() or not course.start or course.streams:
+        epoch_state = self._epoch_state
+        if not self._is_iterable() or not epoch_state.start or epoch_state.streams:
             return
-        num_batches, course.start = course.start // (self._rows_per_batch() or 1), 0
+        num_batches, epoch_state.start = epoch_state.start // (self._rows_per_batch() or 1), 0
         warn_user(
             f"the dataset has no state_dict of its own: {num_batches} batches are loaded once more "
             "and dropped, to go on where the state was saved"
@@ -164,12 +170,12 @@ class Resumable:
         for _ in itertools.islice(batches, num_batches):
             pass
 
-    def _state(self, mark: Mark) -> State:
+    def _state(self, mark: EpochPosition) -> LoaderState:
         streams: dict[str, Any] | None = None
         if mark.streams:
             own = {str(worker): state for worker, state in mark.streams.items()}
             streams = {"streams": own, "next": mark.next_worker}
-        return State(
+        return LoaderState(
             sampler=mark.own_state,
             dataset=streams,
             num_workers=self.num_workers if self._is_iterable() else None,
@@ -192,7 +198,7 @@ class Resumable:
     def _restore_bad(self, epoch: int, bad: dict[str, list[Any]]) -> None:
         """Take over what :meth:`_bad_in` said when the state was saved."""
 
-    def _refuse_undrawn(self, saved: State) -> None:
+    def _refuse_undrawn(self, saved: LoaderState) -> None:
         """Without ``seed=``, the middle of an epoch is known only with what was drawn for it."""
         drawing = self._index_sampler.drawing
         needed: dict[str, object] = {}

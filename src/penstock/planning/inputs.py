@@ -9,7 +9,7 @@ from penstock.errors import BadArgument
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class LoaderRequest:
     """What the user asked for: the loader's arguments, as far as a choice depends on them.
 
     Args:
@@ -34,7 +34,7 @@ class Wish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Workload:
     """What is known of the data. None: not known (yet).
 
     Args:

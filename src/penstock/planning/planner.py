@@ -8,7 +8,7 @@ from typing import Any
 from penstock.errors import BadArgument
 from penstock.machine.collect import machine
 from penstock.order.global_generators import preserved_generators
-from penstock.planning.inputs import Wish, Work
+from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Plan
 from penstock.planning.rules import make_plan
 from penstock.planning.sample_timing import (
@@ -53,7 +53,7 @@ def plan(
         >>> print(penstock.plan(range(1000), batch_size=10).pool.value)
         inline
     """
-    wish = Wish(
+    request = LoaderRequest(
         num_workers=num_workers,
         pool=pool,
         start_method=start_method,
@@ -63,24 +63,25 @@ def plan(
         batch_size=batch_size,
         randomness=randomness,
     )
-    _refuse_unknown(wish)
-    return make_plan(machine(), wish, Work() if dataset is None else measure_work(dataset))
+    _refuse_unknown(request)
+    return make_plan(machine(), request, Workload() if dataset is None else measure_work(dataset))
 
 
-def _refuse_unknown(wish: Wish) -> None:
+def _refuse_unknown(request: LoaderRequest) -> None:
     """What the loader refuses has no plan."""
     is_known = {
-        "num_workers": wish.num_workers == "auto" or _is_count(wish.num_workers, least=0),
-        "batch_size": wish.batch_size is None or _is_count(wish.batch_size, least=1),
-        "prefetch_factor": wish.prefetch_factor is None or _is_count(wish.prefetch_factor, least=1),
-        "pool": wish.pool in ("auto", "process", "thread", "inline"),
-        "start_method": wish.start_method in (None, "fork", "forkserver", "spawn"),
-        "randomness": wish.randomness in ("sample", "worker"),
+        "num_workers": request.num_workers == "auto" or _is_count(request.num_workers, least=0),
+        "batch_size": request.batch_size is None or _is_count(request.batch_size, least=1),
+        "prefetch_factor": request.prefetch_factor is None
+        or _is_count(request.prefetch_factor, least=1),
+        "pool": request.pool in ("auto", "process", "thread", "inline"),
+        "start_method": request.start_method in (None, "fork", "forkserver", "spawn"),
+        "randomness": request.randomness in ("sample", "worker"),
     }
     for name, is_fine in is_known.items():
         if not is_fine:
             raise BadArgument(
-                f"no loader can have {name}={getattr(wish, name)!r}",
+                f"no loader can have {name}={getattr(request, name)!r}",
                 remedy=f"penstock.plan(dataset) without {name}",
             )
 
@@ -89,7 +90,7 @@ def _is_count(value: object, *, least: int) -> bool:
     return isinstance(value, int) and value >= least
 
 
-def measure_work(dataset: Any, limit_s: float = LIMIT_S) -> Work:
+def measure_work(dataset: Any, limit_s: float = LIMIT_S) -> Workload:
     """What is the work like? From a few samples, loaded with the caller's generators put away.
 
     Example:
@@ -97,18 +98,20 @@ def measure_work(dataset: Any, limit_s: float = LIMIT_S) -> Work:
         100
     """
     if is_iterable_only(dataset):
-        return Work(is_iterable=True)  # its samples have no index, and one worker reads it anyway
+        return Workload(
+            is_iterable=True
+        )  # its samples have no index, and one worker reads it anyway
     length = length_of(dataset)
     if is_sliced_in_memory(dataset):
-        return Work(is_in_memory=True, num_samples=length)
+        return Workload(is_in_memory=True, num_samples=length)
     if length is None:
-        return Work()
+        return Workload()
     with preserved_generators():
         indices = spread_indices(length, MAX_SAMPLES)
         pace = pace_of(_raising(timed_samples(lambda i: dataset[i], indices, limit_s)))
     if pace is None:
-        return Work(num_samples=length)
-    return Work(
+        return Workload(num_samples=length)
+    return Workload(
         sample_s=pace.mean_s,
         busy_share=pace.busy_share,
         num_samples=length,

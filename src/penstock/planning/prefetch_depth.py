@@ -16,7 +16,7 @@ MAX_DEPTH_BYTES = 32 << 20
 times the rate of depth 2 (16-core x86-64)."""
 
 
-class Pace:
+class PrefetchDepth:
     """What measured times say about the next leases.
 
     Args:

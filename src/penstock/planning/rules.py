@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.machine.facts import Machine
-from penstock.planning.inputs import Wish, Work
+from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice, Plan, Source
 from penstock.planning.quantities import count, size
 from penstock.planning.worker_count import choose_num_workers, memory_ceiling
@@ -13,17 +13,18 @@ from penstock.planning.worker_count import choose_num_workers, memory_ceiling
 AUTO_PREFETCH = "2 to 16"
 
 
-def make_plan(machine: Machine, wish: Wish, work: Work) -> Plan:
+def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
     """Every choice for one loader on one machine.
 
     Example:
-        >>> plan = make_plan(Machine(os="win32", num_cpus=8), Wish(num_workers=4), Work())
+        >>> plan = make_plan(Machine(os="win32", num_cpus=8), LoaderRequest(num_workers=4),
+        Workload())
         >>> print(plan.start_method)
         spawn (rule: win32 has no safe fork)
     """
-    method = choose_start_method(machine, wish)
-    workers = choose_num_workers(machine, wish, work, method.value)
-    pool = choose_pool(machine, wish, workers.value)
+    method = choose_start_method(machine, request)
+    workers = choose_num_workers(machine, request, work, method.value)
+    pool = choose_pool(machine, request, workers.value)
     if pool.value == "thread" and work.is_iterable and workers.value > 1:
         workers = Choice(1, "threads cannot share an iterable dataset out", "rule")
     if pool.value != "process":
@@ -32,73 +33,75 @@ def make_plan(machine: Machine, wish: Wish, work: Work) -> Plan:
         pool=pool,
         start_method=method,
         num_workers=workers,
-        prefetch_factor=_choose_prefetch(wish, pool.value),
-        persistent_workers=_choose_persistence(wish, pool.value, method.value),
-        pin_memory=_choose_pinning(machine, wish),
+        prefetch_factor=_choose_prefetch(request, pool.value),
+        persistent_workers=_choose_persistence(request, pool.value, method.value),
+        pin_memory=_choose_pinning(machine, request),
         threads_per_worker=_choose_threads(machine, pool.value, workers.value),
-        slot_memory=_count_slots(wish, work, pool.value, workers.value),
-        randomness=_choose_randomness(wish, work),
+        slot_memory=_count_slots(request, work, pool.value, workers.value),
+        randomness=_choose_randomness(request, work),
     )
-    return _with_warnings(plan, machine, wish)
+    return _with_warnings(plan, machine, request)
 
 
-def choose_pool(machine: Machine, wish: Wish, num_workers: int) -> Choice:
+def choose_pool(machine: Machine, request: LoaderRequest, num_workers: int) -> Choice:
     """Processes, threads, or no worker at all."""
-    if wish.pool == "inline":
+    if request.pool == "inline":
         return Choice("inline", "pool='inline' was given", "asked")
     if num_workers == 0:
         return Choice("inline", "num_workers is 0", "rule")
-    if wish.pool != "auto":
-        return Choice(wish.pool, f"pool={wish.pool!r} was given", "asked")
+    if request.pool != "auto":
+        return Choice(request.pool, f"pool={request.pool!r} was given", "asked")
     if not machine.can_start_python:
         what = "a frozen application" if machine.is_frozen else "this interpreter"
         return Choice("thread", f"{what} has no Python to start workers with", "rule")
     return Choice("process", "user code may hold the interpreter lock", "rule")
 
 
-def choose_start_method(machine: Machine, wish: Wish) -> Choice:
-    asked = wish.start_method
+def choose_start_method(machine: Machine, request: LoaderRequest) -> Choice:
+    asked = request.start_method
     if asked in ("fork", "spawn"):
         return Choice(asked, f"multiprocessing_context={asked!r} was given", "asked")
     if machine.os == "linux":
         reason = "a clean process forks workers in milliseconds, whatever this one holds"
         source: Source = "asked" if asked == "forkserver" else "rule"
-        return Choice("nursery", reason, source)
+        return Choice("forkserver", reason, source)
     return Choice("spawn", f"{machine.os} has no safe fork", "rule")
 
 
-def _choose_prefetch(wish: Wish, pool: str) -> Choice:
+def _choose_prefetch(request: LoaderRequest, pool: str) -> Choice:
     if pool == "inline":
         return Choice(0, "nothing is loaded ahead without workers", "rule")
-    if wish.prefetch_factor is not None:
-        return Choice(wish.prefetch_factor, "prefetch_factor was given", "asked")
+    if request.prefetch_factor is not None:
+        return Choice(request.prefetch_factor, "prefetch_factor was given", "asked")
     return Choice(AUTO_PREFETCH, "about 20 ms of work per worker, from measured times", "measured")
 
 
-def _choose_persistence(wish: Wish, pool: str, method: str | None) -> Choice:
+def _choose_persistence(request: LoaderRequest, pool: str, method: str | None) -> Choice:
     if pool == "inline":
         return Choice(False, "there is no worker to keep", "rule")
-    if wish.persistent_workers is not None:
-        how = "persistent_workers was given" if wish.persistent_workers else "as in torch"
-        return Choice(wish.persistent_workers, how, "asked" if wish.persistent_workers else "rule")
+    if request.persistent_workers is not None:
+        how = "persistent_workers was given" if request.persistent_workers else "as in torch"
+        return Choice(
+            request.persistent_workers, how, "asked" if request.persistent_workers else "rule"
+        )
     if method == "spawn":
         return Choice(True, "spawning takes seconds: workers are kept between epochs", "rule")
     return Choice(False, "new workers take milliseconds, and see what changed since", "rule")
 
 
-def _choose_pinning(machine: Machine, wish: Wish) -> Choice:
-    if wish.device is not None and wish.device.startswith("cuda"):
-        reason = f"device={wish.device!r}: slots are pinned once, copies overlap the step"
+def _choose_pinning(machine: Machine, request: LoaderRequest) -> Choice:
+    if request.device is not None and request.device.startswith("cuda"):
+        reason = f"device={request.device!r}: slots are pinned once, copies overlap the step"
         return Choice(True, reason, "rule")
     cards = [gpu.name for gpu in machine.gpus if gpu.vendor in ("nvidia", "amd")]
     if not cards and machine.has_gpu_context:
         cards = ["GPU"]  # opened already, whatever its name
     has_card = bool(cards) and machine.torch_build in ("cuda", "hip")
-    if wish.pin_memory is None:
+    if request.pin_memory is None:
         if has_card:
             return Choice(True, f"copies to the {cards[0]} are quicker from pinned memory", "rule")
         return Choice(False, "there is no GPU to copy to", "rule")
-    if wish.pin_memory:
+    if request.pin_memory:
         return Choice(True, "pin_memory was given", "asked")
     hint = f"; pin_memory=True makes copies to the {cards[0]} quicker" if has_card else ""
     return Choice(False, f"as in torch{hint}", "rule")
@@ -113,13 +116,13 @@ def _choose_threads(machine: Machine, pool: str, num_workers: int) -> Choice:
     return Choice(1, reason, "rule")
 
 
-def _count_slots(wish: Wish, work: Work, pool: str, num_workers: int) -> Choice:
+def _count_slots(request: LoaderRequest, work: Workload, pool: str, num_workers: int) -> Choice:
     if pool == "inline":
         return Choice(0, "no batch is under way without workers", "rule")
     if work.sample_bytes is None:
         return Choice(None, "known after the first batch", "rule")
-    depth = wish.prefetch_factor or 2
-    batch_bytes = work.sample_bytes * (wish.batch_size or 1)
+    depth = request.prefetch_factor or 2
+    batch_bytes = work.sample_bytes * (request.batch_size or 1)
     total = num_workers * depth * batch_bytes
     reason = (
         f"{count(num_workers, 'worker')} x {depth} batches x {size(batch_bytes)} = {size(total)}"
@@ -127,8 +130,8 @@ def _count_slots(wish: Wish, work: Work, pool: str, num_workers: int) -> Choice:
     return Choice(total, reason, "measured")
 
 
-def _choose_randomness(wish: Wish, work: Work) -> Choice:
-    if wish.randomness == "worker":
+def _choose_randomness(request: LoaderRequest, work: Workload) -> Choice:
+    if request.randomness == "worker":
         return Choice("worker", "randomness='worker' was given", "asked")
     if work.is_iterable:
         reason = "samples of an iterable dataset have no position of their own"
@@ -136,11 +139,11 @@ def _choose_randomness(wish: Wish, work: Work) -> Choice:
     return Choice("sample", "the same bits whatever the number of workers", "rule")
 
 
-def _with_warnings(plan: Plan, machine: Machine, wish: Wish) -> Plan:
-    return replace(plan, warnings=tuple(_warnings(plan, machine, wish)))
+def _with_warnings(plan: Plan, machine: Machine, request: LoaderRequest) -> Plan:
+    return replace(plan, warnings=tuple(_warnings(plan, machine, request)))
 
 
-def _warnings(plan: Plan, machine: Machine, wish: Wish) -> list[str]:
+def _warnings(plan: Plan, machine: Machine, request: LoaderRequest) -> list[str]:
     """What was asked for and will hurt: one line each, with the way out."""
     found = []
     free = machine.available_bytes or machine.usable_memory_bytes
@@ -155,14 +158,14 @@ def _warnings(plan: Plan, machine: Machine, wish: Wish) -> list[str]:
             "multiprocessing_context='fork' copies a process that holds a GPU context: workers "
             "that touch it hang or crash. Leave multiprocessing_context out."
         )
-    if wish.has_sample_limit and plan.pool.value == "inline":
+    if request.has_sample_limit and plan.pool.value == "inline":
         found.append(
             "sample_timeout_s: samples are loaded in this process, where nobody can look at them. "
             "num_workers=1 or more makes the limit work."
         )
     is_heavy = machine.os == "win32" and machine.torch_build == "cuda"
     if is_heavy and plan.num_workers.source == "asked" and plan.pool.value == "process":
-        most = memory_ceiling(machine, wish, Work(), "spawn")
+        most = memory_ceiling(machine, request, Workload(), "spawn")
         if most is not None and most.num_workers < plan.num_workers.value:
             found.append(
                 f"num_workers={plan.num_workers.value}: {most.reason}. Windows may refuse them "

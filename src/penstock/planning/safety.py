@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from penstock.machine.facts import Machine
-from penstock.planning.inputs import Wish, Work
+from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
 from penstock.planning.rules import choose_start_method
 from penstock.planning.worker_count import most_workers
@@ -19,27 +19,27 @@ USUAL_REQUESTS = (0, 1, 2, 4, 8)
 """What scripts ask for."""
 
 
-def make_safe(machine: Machine, wish: Wish) -> tuple[Wish, list[str]]:
+def make_safe(machine: Machine, request: LoaderRequest) -> tuple[LoaderRequest, list[str]]:
     """The wish as it can be granted here, and one line for each change.
 
     Example:
         >>> box = Machine(os="linux", num_cpus=2, has_gpu_context=True)
-        >>> safe, lines = make_safe(box, Wish(num_workers=2, start_method="fork"))
+        >>> safe, lines = make_safe(box, LoaderRequest(num_workers=2, start_method="fork"))
         >>> safe.start_method, len(lines)
         (None, 1)
     """
     lines = []
-    if wish.start_method == "fork" and machine.has_gpu_context:
-        wish = replace(wish, start_method=None)
+    if request.start_method == "fork" and machine.has_gpu_context:
+        request = replace(request, start_method=None)
         lines.append(
             "multiprocessing_context='fork' with a GPU context in this process hangs or crashes: "
             "workers come from a clean process instead"
         )
-    most = most_workers(machine, wish, Work(), choose_start_method(machine, wish).value)
-    if isinstance(wish.num_workers, int) and wish.num_workers > most.num_workers:
-        lines.append(f"num_workers={wish.num_workers} becomes {most.num_workers}: {most.reason}")
-        wish = replace(wish, num_workers=most.num_workers)
-    return wish, lines
+    most = most_workers(machine, request, Workload(), choose_start_method(machine, request).value)
+    if isinstance(request.num_workers, int) and request.num_workers > most.num_workers:
+        lines.append(f"num_workers={request.num_workers} becomes {most.num_workers}: {most.reason}")
+        request = replace(request, num_workers=most.num_workers)
+    return request, lines
 
 
 def choose_safe_workers(machine: Machine, num_workers: int) -> Choice:
@@ -50,7 +50,7 @@ def choose_safe_workers(machine: Machine, num_workers: int) -> Choice:
         >>> print(choose_safe_workers(laptop, 1).value, choose_safe_workers(laptop, 4).value)
         1 1
     """
-    safe, lines = make_safe(machine, Wish(num_workers=num_workers))
+    safe, lines = make_safe(machine, LoaderRequest(num_workers=num_workers))
     if lines:
         return Choice(safe.num_workers, lines[0].partition(": ")[2], "rule")
     return Choice(num_workers, "as asked", "asked")

@@ -77,7 +77,7 @@ def spread_indices(length: int, most: int) -> Iterator[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class SampleTiming:
     """What samples take, from several of them.
 
     Args:
@@ -98,7 +98,7 @@ class Pace:
     sample_bytes: int
 
 
-def pace_of(samples: Iterable[TimedSample]) -> Pace | None:
+def pace_of(samples: Iterable[TimedSample]) -> SampleTiming | None:
     """The pace of samples that loaded; None if none did.
 
     Example:
@@ -118,7 +118,7 @@ def pace_of(samples: Iterable[TimedSample]) -> Pace | None:
     total_s = max(sum(walls), 1e-9)
     slowest = max(counted, key=lambda row: row[1])
     busy_share = min(1.0, sum(busy_s for _, _, busy_s, _ in counted) / total_s)
-    return Pace(
+    return SampleTiming(
         num_samples=len(good),
         first_s=good[0][1],
         median_s=statistics.median(walls),

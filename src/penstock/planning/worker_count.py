@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.machine.facts import Machine
-from penstock.planning.inputs import Wish, Work
+from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
 from penstock.planning.quantities import count, duration, size
 
@@ -22,9 +22,10 @@ PARENT_S = 120e-6
 HANDOVER_S = 250e-6
 """What the parent does for one batch, and what parent and worker do together beyond loading it.
 Guesses from the rates of tiny batches (3,000 to 5,000 a second, 2 workers), not measured apart."""
-START_S = {"nursery": 0.06, "fork": 0.06, "spawn": 3.0}
+START_S = {"forkserver": 0.06, "fork": 0.06, "spawn": 3.0}
 """Starting one worker for each core. More take their turns: until 2, 8 and 16 workers had given a
-batch each, a warm nursery took 0.05, 0.2 and 0.26 s, spawning 1.8, 7 and 14 s (2 cores, load 4)."""
+batch each, a warm fork server took 0.05, 0.2 and 0.26 s, spawning 1.8, 7 and 14 s (2 cores, load
+4)."""
 WORTH_STARTS = 3
 """Workers must save this many times what starting them costs."""
 SLACK = 1.25
@@ -35,7 +36,7 @@ GPU_BOUND_SHARE = 0.05
 """Loading that takes less of a step than this is not worth a worker."""
 MAX_WAITING_WORKERS = 32
 PER_CORE = 8
-WORKER_BYTES = {"nursery": 48 << 20, "fork": 48 << 20, "spawn": 300 << 20}
+WORKER_BYTES = {"forkserver": 48 << 20, "fork": 48 << 20, "spawn": 300 << 20}
 """Private memory of a worker: idle ones had 10 and 146 MiB, the user's libraries come on top."""
 WINDOWS_CUDA_WORKER_BYTES = 2560 << 20
 """On Windows each process that imports a CUDA torch commits its libraries (pytorch #59904).
@@ -53,46 +54,50 @@ class Ceiling:
 _OWN_CEILING = Ceiling(num_workers=64, reason="more than 64 workers are only made when asked for")
 
 
-def choose_num_workers(machine: Machine, wish: Wish, work: Work, method: str) -> Choice:
+def choose_num_workers(
+    machine: Machine, request: LoaderRequest, work: Workload, method: str
+) -> Choice:
     """How many workers.
 
     Args:
-        method: How they would be started: ``"nursery"``, ``"spawn"`` or ``"fork"``.
+        method: How they would be started: ``"forkserver"``, ``"spawn"`` or ``"fork"``.
 
     Example:
         >>> laptop = Machine(os="linux", num_cpus=4, available_bytes=8 << 30)
-        >>> jpeg = Work(sample_s=0.01, busy_share=1.0, num_samples=50_000)
-        >>> print(choose_num_workers(laptop, Wish(batch_size=64), jpeg, "nursery"))
+        >>> jpeg = Workload(sample_s=0.01, busy_share=1.0, num_samples=50_000)
+        >>> print(choose_num_workers(laptop, LoaderRequest(batch_size=64), jpeg, "forkserver"))
         4 (measured: a batch takes 640 ms here, about 160 ms in all with 4 workers on 4 cores)
     """
-    settled = _settled(machine, wish, work, method)
+    settled = _settled(machine, request, work, method)
     if settled is not None:
         return settled
     if work.sample_s is None:
-        ceiling = _ceiling(machine, wish, work, method)
+        ceiling = _ceiling(machine, request, work, method)
         return Choice(
             ceiling.num_workers, f"{ceiling.reason}, if the first batch shows need", "rule"
         )
-    return _measured(machine, wish, work, method)
+    return _measured(machine, request, work, method)
 
 
-def should_measure(machine: Machine, wish: Wish, work: Work, method: str) -> bool:
+def should_measure(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> bool:
     """Does the number of workers wait for a measured batch?
 
     Example:
-        >>> should_measure(Machine(os="linux"), Wish(), Work(), "nursery")
+        >>> should_measure(Machine(os="linux"), LoaderRequest(), Workload(), "forkserver")
         True
-        >>> should_measure(Machine(os="linux"), Wish(num_workers=2), Work(), "nursery")
-        False
+        >>> should_measure(Machine(os="linux"), LoaderRequest(num_workers=2), Workload(),
+        "forkserver") False
     """
-    return work.sample_s is None and _settled(machine, wish, work, method) is None
+    return work.sample_s is None and _settled(machine, request, work, method) is None
 
 
-def _settled(machine: Machine, wish: Wish, work: Work, method: str) -> Choice | None:
+def _settled(
+    machine: Machine, request: LoaderRequest, work: Workload, method: str
+) -> Choice | None:
     """The choice that no measurement changes, or None."""
-    if wish.num_workers != "auto":
-        return Choice(wish.num_workers, "num_workers was given", "asked")
-    if wish.pool == "inline":
+    if request.num_workers != "auto":
+        return Choice(request.num_workers, "num_workers was given", "asked")
+    if request.pool == "inline":
         return Choice(0, "pool='inline' was given", "rule")
     if work.is_iterable:
         reason = "every worker would read all of an iterable dataset: one only, loading ahead"
@@ -101,17 +106,17 @@ def _settled(machine: Machine, wish: Wish, work: Work, method: str) -> Choice | 
         return Choice(0, "tensors in memory are sliced at memory speed; workers only add", "rule")
     if work.stays_because is not None:
         return Choice(0, f"the dataset stays in this process: {work.stays_because}", "rule")
-    ceiling = _ceiling(machine, wish, work, method)
-    if wish.has_init_fn:
+    ceiling = _ceiling(machine, request, work, method)
+    if request.has_init_fn:
         reason = f"{ceiling.reason}; worker_init_fn prepares workers, so no sample is tried here"
         return Choice(ceiling.num_workers, reason, "rule")
-    if wish.pool == "thread" or not machine.can_start_python:
+    if request.pool == "thread" or not machine.can_start_python:
         return Choice(ceiling.num_workers, ceiling.reason, "rule")
     return None
 
 
-def _measured(machine: Machine, wish: Wish, work: Work, method: str) -> Choice:
-    batch_size, least = wish.batch_size or 1, 1 if wish.pool == "process" else 0
+def _measured(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> Choice:
+    batch_size, least = request.batch_size or 1, 1 if request.pool == "process" else 0
     if work.num_samples:
         batch_size = min(batch_size, work.num_samples)
     wall_s, step_s = (work.sample_s or 0.0) * batch_size, work.step_s or 0.0
@@ -121,7 +126,7 @@ def _measured(machine: Machine, wish: Wish, work: Work, method: str) -> Choice:
         return Choice(least, reason, "measured")
     rounds = {
         n: _round_s(n, machine, work, batch_size)
-        for n in range(1, _ceiling(machine, wish, work, method).num_workers + 1)
+        for n in range(1, _ceiling(machine, request, work, method).num_workers + 1)
     }
     epochs = {
         n: _epoch_s(n, round_s, machine, work, batch_size, method) for n, round_s in rounds.items()
@@ -148,7 +153,7 @@ def _measured(machine: Machine, wish: Wish, work: Work, method: str) -> Choice:
     return Choice(chosen, reason, "measured")
 
 
-def _round_s(num_workers: int, machine: Machine, work: Work, batch_size: int) -> float:
+def _round_s(num_workers: int, machine: Machine, work: Workload, batch_size: int) -> float:
     """One batch and one step, with workers."""
     wall_s = (work.sample_s or 0.0) * batch_size
     busy_s = wall_s * (1.0 if work.busy_share is None else work.busy_share)
@@ -160,7 +165,7 @@ def _round_s(num_workers: int, machine: Machine, work: Work, batch_size: int) ->
 
 
 def _epoch_s(
-    num_workers: int, round_s: float, machine: Machine, work: Work, batch_size: int, method: str
+    num_workers: int, round_s: float, machine: Machine, work: Workload, batch_size: int, method: str
 ) -> float:
     """A whole epoch and its start; of one whose length is not known, a round."""
     if work.num_samples is None:
@@ -173,13 +178,13 @@ def _start_s(num_workers: int, machine: Machine, method: str) -> float:
     return START_S[method] * max(1.0, num_workers / machine.usable_cores)
 
 
-def _waits(work: Work) -> str:
+def _waits(work: Workload) -> str:
     if work.busy_share is None or work.busy_share > 0.8:
         return ""
     return f"; samples wait {1 - work.busy_share:.0%} of their time, so more workers than cores"
 
 
-def _ceiling(machine: Machine, wish: Wish, work: Work, method: str) -> Ceiling:
+def _ceiling(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> Ceiling:
     cores, ranks = machine.usable_cores, machine.num_local_ranks
     most = Ceiling(num_workers=cores, reason=f"one for each of the {count(cores, 'usable core')}")
     if ranks > 1:
@@ -190,30 +195,32 @@ def _ceiling(machine: Machine, wish: Wish, work: Work, method: str) -> Ceiling:
         waiting = min(MAX_WAITING_WORKERS, PER_CORE * cores, int(most.num_workers / share))
         reason = "samples wait more than they work"
         most = Ceiling(num_workers=max(most.num_workers, waiting), reason=reason)
-    limits = (memory_ceiling(machine, wish, work, method), _file_ceiling(machine), _OWN_CEILING)
+    limits = (memory_ceiling(machine, request, work, method), _file_ceiling(machine), _OWN_CEILING)
     for limit in limits:
         if limit is not None and limit.num_workers < most.num_workers:
             most = limit
     return most
 
 
-def most_workers(machine: Machine, wish: Wish, work: Work, method: str) -> Ceiling:
+def most_workers(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> Ceiling:
     """The most that this machine bears at all, also of workers that mostly wait.
 
     Example:
-        >>> most_workers(Machine(os="linux", num_cpus=2), Wish(), Work(), "nursery").num_workers
-        16
+        >>> most_workers(Machine(os="linux", num_cpus=2), LoaderRequest(), Workload(),
+        "forkserver").num_workers 16
     """
     cores = machine.usable_cores
     reason = f"more than {PER_CORE} for each of {count(cores, 'usable core')} only take turns"
     most = Ceiling(num_workers=PER_CORE * cores, reason=reason)
-    for limit in (memory_ceiling(machine, wish, work, method), _file_ceiling(machine)):
+    for limit in (memory_ceiling(machine, request, work, method), _file_ceiling(machine)):
         if limit is not None and limit.num_workers < most.num_workers:
             most = limit
     return most
 
 
-def memory_ceiling(machine: Machine, wish: Wish, work: Work, method: str) -> Ceiling | None:
+def memory_ceiling(
+    machine: Machine, request: LoaderRequest, work: Workload, method: str
+) -> Ceiling | None:
     available = min(
         machine.available_bytes or machine.usable_memory_bytes,
         machine.usable_memory_bytes or machine.available_bytes,
@@ -226,7 +233,7 @@ def memory_ceiling(machine: Machine, wish: Wish, work: Work, method: str) -> Cei
         each = WINDOWS_CUDA_WORKER_BYTES
         why = f"each worker commits about {size(each)} for CUDA's libraries on Windows"
     if work.sample_bytes is not None:
-        each += 2 * work.sample_bytes * (wish.batch_size or 1)
+        each += 2 * work.sample_bytes * (request.batch_size or 1)
         why += ", its batches included"
     most = max(1, available // 2 // each)
     return Ceiling(num_workers=most, reason=f"{size(available)} of memory are free, {why}")

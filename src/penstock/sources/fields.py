@@ -99,7 +99,7 @@ def read_wishes(given: Any, form: str, names: list[str]) -> tuple[list[str], lis
         return names, [Field() for _ in names]
     given_names = list(given)
     if isinstance(given, dict):
-        wishes = {name: _as_field(wish) for name, wish in given.items()}
+        wishes = {name: _as_field(request) for name, request in given.items()}
         if form == "dict" or set(given_names) <= set(names):
             _refuse_unknown(given_names, names)
             return names, [wishes.get(name, Field()) for name in names]
@@ -119,10 +119,10 @@ def read_wishes(given: Any, form: str, names: list[str]) -> tuple[list[str], lis
     return chosen, [wishes.get(name, Field()) for name in chosen]
 
 
-def _as_field(wish: Any) -> Field:
-    if isinstance(wish, Field):
-        return wish
-    return Field() if wish is None else Field(dtype=wish)
+def _as_field(request: Any) -> Field:
+    if isinstance(request, Field):
+        return request
+    return Field() if request is None else Field(dtype=request)
 
 
 def _refuse_unknown(given: list[str], names: list[str]) -> None:
@@ -218,11 +218,11 @@ def _numbers_of(tensor: Any, name: str) -> np.ndarray:
     return found
 
 
-def find_schema(name: str, values: Sequence[Any], wish: Field) -> FieldSchema:
+def find_schema(name: str, values: Sequence[Any], request: Field) -> FieldSchema:
     """The schema that fits a few samples' values of one field."""
     kinds = {kind_of(value, name) for value in values}
     kind = kind_of(values[0], name)
-    if len(kinds) > 1 and kinds <= _NUMBERS and wish.dtype is not None:
+    if len(kinds) > 1 and kinds <= _NUMBERS and request.dtype is not None:
         kind = "scalar"
     elif len(kinds) > 1:
         raise CannotPack(
@@ -232,12 +232,12 @@ def find_schema(name: str, values: Sequence[Any], wish: Field) -> FieldSchema:
         )
     if kind in ("text", "bytes"):
         return FieldSchema(name=name, kind=kind, dtype="|u1")
-    if kind == "image" and not _stores_pixels(values[0], wish):
+    if kind == "image" and not _stores_pixels(values[0], request):
         return FieldSchema(name=name, kind=kind, dtype="|u1", encoding="file")
     if kind == "image":
         return FieldSchema(name=name, kind=kind, dtype="|u1", ndim=3, encoding="raw")
     arrays = [array_of(value, name) for value in values]
-    dtype = arrays[0][1] if wish.dtype is None else wished_dtype(wish.dtype, name)
+    dtype = arrays[0][1] if request.dtype is None else wished_dtype(request.dtype, name)
     if kind in _PYTHON_DTYPES and dtype != _PYTHON_DTYPES[kind]:
         kind = "scalar"
     shapes = {array.shape for array, _ in arrays}
@@ -247,7 +247,7 @@ def find_schema(name: str, values: Sequence[Any], wish: Field) -> FieldSchema:
             remedy="x.reshape(...) in the dataset",
             field=name,
         )
-    if shapes != {()} and (wish.ragged or (wish.ragged is None and len(shapes) > 1)):
+    if shapes != {()} and (request.ragged or (request.ragged is None and len(shapes) > 1)):
         return FieldSchema(name=name, kind=kind, dtype=dtype, ndim=arrays[0][0].ndim)
     return FieldSchema(name=name, kind=kind, dtype=dtype, shape=arrays[0][0].shape)
 
@@ -256,10 +256,10 @@ def _as_floats(name: str) -> str:
     return f"pack(..., fields={{{name!r}: Field(dtype='float64')}})"
 
 
-def _stores_pixels(value: Any, wish: Field) -> bool:
-    if wish.encoding is not None:
-        return wish.encoding == "raw"
-    return not isinstance(value, EncodedImage) and wish.quality is None
+def _stores_pixels(value: Any, request: Field) -> bool:
+    if request.encoding is not None:
+        return request.encoding == "raw"
+    return not isinstance(value, EncodedImage) and request.quality is None
 
 
 def wished_dtype(dtype: Any, name: str) -> str:
@@ -282,9 +282,9 @@ def wished_dtype(dtype: Any, name: str) -> str:
 class Encoder:
     """Values of one field, as the arrays that are written. ``images``: see ``ImageEncoder``."""
 
-    def __init__(self, schema: FieldSchema, wish: Field, images: ImageEncoder | None) -> None:
+    def __init__(self, schema: FieldSchema, request: Field, images: ImageEncoder | None) -> None:
         self.schema = schema
-        self._wish = wish
+        self._request = request
         self._images = images
 
     def encode(self, value: Any) -> np.ndarray:
@@ -302,9 +302,9 @@ class Encoder:
             except UnicodeEncodeError as error:
                 what = f"is text that is no Unicode: {error.reason} at {error.start}"
                 raise self._refused(what, 'text.encode("utf-8", "replace").decode()') from None
-            if self._wish.max_bytes is not None and len(content) > self._wish.max_bytes:
+            if self._request.max_bytes is not None and len(content) > self._request.max_bytes:
                 raise self._refused(
-                    f"has {len(content)} bytes; max_bytes={self._wish.max_bytes} was declared"
+                    f"has {len(content)} bytes; max_bytes={self._request.max_bytes} was declared"
                 )
             return np.frombuffer(content, np.uint8)
         return self._numbers(value)
@@ -327,7 +327,7 @@ class Encoder:
         return array
 
     def _converted(self, array: np.ndarray, dtype: str, value: Any) -> np.ndarray:
-        if self._wish.dtype is None and self.schema.kind != "scalar":
+        if self._request.dtype is None and self.schema.kind != "scalar":
             what = f"is {dtype}; the first samples have {self.schema.dtype}"
             wanted = f"pack(..., fields={{{self.schema.name!r}: Field(dtype={dtype!r})}})"
             raise self._refused(what, wanted)
@@ -355,11 +355,11 @@ class Encoder:
         return array_of(torch.as_tensor(value).to(wanted), self.schema.name)[0]
 
     def _image(self, value: Any) -> np.ndarray:
-        must_change = self._wish.changes_image or not isinstance(value, EncodedImage)
+        must_change = self._request.changes_image or not isinstance(value, EncodedImage)
         if must_change or self.schema.encoding == "raw":
             if self._images is None:
                 raise self._refused("is an image, and nobody here can encode it")
-            value = self._images(value, self._wish)
+            value = self._images(value, self._request)
         if isinstance(value, bytes):
             return np.frombuffer(value, np.uint8)
         return np.ascontiguousarray(value, dtype=np.uint8)

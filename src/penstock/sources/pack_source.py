@@ -62,7 +62,7 @@ class Samples:
         """For each index: the encoded sample; for a bad one first, or only, what is wrong."""
         randomness = SampleRandomness(self.seed)
         pairs = zip(self.schemas, self.wishes, strict=True)
-        encoders = [Encoder(schema, wish, self.images) for schema, wish in pairs]
+        encoders = [Encoder(schema, request, self.images) for schema, request in pairs]
 
         def fetch(index: int) -> list[np.ndarray]:
             return self._encode(randomness.call(self.get, index, index), encoders, index)

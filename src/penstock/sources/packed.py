@@ -363,9 +363,9 @@ class Packed(Columns):
         return str(self._holders[0].path)
 
 
-def _should_advise(holder: Holder, wish: bool | None) -> bool:
-    if wish is not None:
-        return wish
+def _should_advise(holder: Holder, request: bool | None) -> bool:
+    if request is not None:
+        return request
     import psutil
 
     return bool(holder.num_bytes > psutil.virtual_memory().total)

@@ -29,7 +29,7 @@ Predict = Callable[..., float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Diagnosis:
     """What limits a run.
 
     Args:
@@ -52,7 +52,9 @@ class Verdict:
         return {**vars(self), "evidence": list(self.evidence)}
 
 
-def judge(account: Account, facts: dict[str, Any], predict: Predict = lambda **_: None) -> Verdict:
+def judge(
+    account: Account, facts: dict[str, Any], predict: Predict = lambda **_: None
+) -> Diagnosis:
     """The verdict on a run.
 
     Example:
@@ -78,16 +80,16 @@ class _Judge:
         if it.gpu_s:  # its own clock says more than the loop's
             self.worker_name, self.lost = "GPU", max(0.0, 1.0 - it.share(it.gpu_s))
 
-    def judge(self) -> Verdict:
+    def judge(self) -> Diagnosis:
         it = self.it
         if not it.num_batches and self.facts.get("is_off") is True:
-            return Verdict(
+            return Diagnosis(
                 cause="nothing",
                 sentence="Nothing was noted: tracing is off (trace=False, or PENSTOCK_TRACE=0).",
                 remedy="DataLoader(..., trace=True), and no PENSTOCK_TRACE in the environment",
             )
         if it.num_batches < MIN_BATCHES or it.steady_s <= 0:
-            return Verdict(
+            return Diagnosis(
                 cause="nothing",
                 sentence=f"{_batches(it.num_batches)} delivered: too few to say anything.",
             )
@@ -100,7 +102,7 @@ class _Judge:
                 return found
         return self._say("decode", "Loading limits.", self._worker_evidence())
 
-    def _say(self, cause: str, text: str, evidence: list[str], remedy: str = "") -> Verdict:
+    def _say(self, cause: str, text: str, evidence: list[str], remedy: str = "") -> Diagnosis:
         it = self.it
         waits = f"The {self.worker_name} waits {self.lost:.0%} of the time. "
         shares = (
@@ -111,7 +113,7 @@ class _Judge:
         )
         if it.startup_s > it.steady_s and cause != "start-up":
             evidence = [*evidence, f"before that, the first batch took {it.startup_s:.2f} s"]
-        return Verdict(
+        return Diagnosis(
             cause=cause,
             sentence=(waits if cause not in ("step", "start-up") else "") + text,
             evidence=(shares, *evidence),
@@ -120,7 +122,7 @@ class _Judge:
 
     # -- one look for each cause -----------------------------------------------------------------
 
-    def _memory(self) -> Verdict | None:
+    def _memory(self) -> Diagnosis | None:
         it = self.it
         if it.num_faults < MANY_FAULTS and it.free_memory_share >= LOW_MEMORY:
             return None
@@ -134,7 +136,7 @@ class _Judge:
         text = "Memory is short: workers wait for their own pages."
         return self._say("memory", text, evidence, f"DataLoader(..., num_workers={fewer})")
 
-    def _start_up(self) -> Verdict | None:
+    def _start_up(self) -> Diagnosis | None:
         it = self.it
         share = it.startup_s / max(it.startup_s + it.steady_s, 1e-9)
         num_later = it.num_passes - 1
@@ -152,7 +154,7 @@ class _Judge:
         remedy = "DataLoader(..., persistent_workers=True)"
         return self._say("start-up", text, [], "" if self.is_inline or are_kept else remedy)
 
-    def _step(self) -> Verdict | None:
+    def _step(self) -> Diagnosis | None:
         it = self.it
         if self.loop_lost < NOTHING_LOST <= self.lost and not self._copies_unseen():
             text = (
@@ -176,7 +178,7 @@ class _Judge:
             )
         return self._say("step", text, self._worker_evidence())
 
-    def _transfer(self) -> Verdict | None:
+    def _transfer(self) -> Diagnosis | None:
         it = self.it
         other = it.stall_s + it.loading_s + it.deliver_s
         is_unseen = self._copies_unseen()
@@ -196,7 +198,7 @@ class _Judge:
         other = it.stall_s + it.loading_s + it.deliver_s
         return it.gpu_s > 0 and it.copy_s > other and it.share(it.copy_s) > 0.5
 
-    def _main(self) -> Verdict | None:
+    def _main(self) -> Diagnosis | None:
         it = self.it
         if self.is_inline:
             text = f"Samples are loaded in the training process: {it.share(it.loading_s):.0%}."
@@ -211,7 +213,7 @@ class _Judge:
         remedy = "tensors or arrays instead of many small objects in each sample"
         return self._say("main process", text, self._worker_evidence(), remedy)
 
-    def _slow_sample(self) -> Verdict | None:
+    def _slow_sample(self) -> Diagnosis | None:
         it = self.it
         slowest = it.slowest
         is_outlier = it.top_stall_share > 0.6 and it.slowest_ratio >= 2 * SLOW_RATIO
@@ -229,14 +231,14 @@ class _Judge:
         """Workers that are much slower than the others of their loader."""
         found = []
         for first_pass in {worker.first_pass for worker in self.workers}:
-            crew = [worker for worker in self.workers if worker.first_pass == first_pass]
-            rows = sorted(worker.row_s for worker in crew if worker.row_s)
+            worker_rings = [worker for worker in self.workers if worker.first_pass == first_pass]
+            rows = sorted(worker.row_s for worker in worker_rings if worker.row_s)
             if len(rows) > 1:
                 usual = rows[(len(rows) - 1) // 2]
-                found += [worker for worker in crew if worker.row_s >= SLOW_RATIO * usual]
+                found += [worker for worker in worker_rings if worker.row_s >= SLOW_RATIO * usual]
         return found
 
-    def _slow_worker(self) -> Verdict | None:
+    def _slow_worker(self) -> Diagnosis | None:
         slow = self._slow_ones()
         if len(slow) != 1:
             return None
@@ -261,7 +263,7 @@ class _Judge:
             remedy = "look what else runs on its core: top -H"
         return self._say("slow worker", text, evidence, remedy)
 
-    def _workers(self) -> Verdict | None:
+    def _workers(self) -> Diagnosis | None:
         busy = sum(w.stall_busy_share for w in self.workers) / len(self.workers)
         if busy < 0.5:
             return None
@@ -282,7 +284,7 @@ class _Judge:
             return self._say("storage", text, evidence, f"DataLoader(..., num_workers={more})")
         return self._decode(evidence)
 
-    def _decode(self, evidence: list[str]) -> Verdict:
+    def _decode(self, evidence: list[str]) -> Diagnosis:
         cores, num_workers = self._cores(), len(self.workers)
         text = "Decoding and transforms in workers limit."
         if self.facts.get("pool") == "thread":
@@ -310,7 +312,7 @@ class _Judge:
         used = sum(worker.cpu_s for worker in self.workers) / max(it.total_s - it.startup_s, 1e-9)
         return queued > 0.5 and used + it.share(it.step_s + it.deliver_s) < 0.6 * self._cores()
 
-    def _slots(self) -> Verdict | None:
+    def _slots(self) -> Diagnosis | None:
         it = self.it
         asked = self.facts.get("prefetch_factor")
         text = "Workers stand idle while the loop waits: too few batches are under way."

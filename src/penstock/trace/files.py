@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadTrace
-from penstock.trace.record import Noted
+from penstock.trace.record import Record
 
 FORMAT, VERSION = "penstock-trace", 1
-_COLUMNS = tuple(name for name in Noted._fields if name != "name")
+_COLUMNS = tuple(name for name in Record._fields if name != "name")
 _PLAIN = ("name", "role", "number", "pid", "crew", "launched_ns", "num_lost")
 _GZIP = b"\x1f\x8b"
 
@@ -33,7 +33,7 @@ def dump_records(records: Mapping[str, Any]) -> bytes:
         numbers = {name: number for number, name in enumerate(names)}
         columns = {
             name: [span[place] for span in spans]
-            for place, name in enumerate(Noted._fields)
+            for place, name in enumerate(Record._fields)
             if name != "name"
         }
         columns["name"] = [numbers[span.name] for span in spans]
@@ -156,7 +156,7 @@ def _read_lane(lane: Any) -> dict[str, Any]:
     if any(type(value) is not int for column in (numbers, *lists) for value in column):
         raise ValueError("a value is no whole number")
     spans = [
-        Noted(row[0], names[number], *row[1:])
+        Record(row[0], names[number], *row[1:])
         for number, row in zip(numbers, zip(*lists, strict=True), strict=True)
     ]
     plain = {name: lane[name] for name in _PLAIN if name in lane}

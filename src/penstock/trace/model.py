@@ -30,7 +30,7 @@ from penstock.trace.record import (
     START,
     STEP,
     USER,
-    Noted,
+    Record,
 )
 
 WORDS = {
@@ -137,7 +137,7 @@ def make_model(records: Mapping[str, Any]) -> Model:
     """Lanes from records, as :meth:`penstock.DataLoader.timeline` and trace files have them.
 
     Example:
-        >>> batch = Noted(BATCH, "", 1_000, 1_500, batch=0, rows=4, a=300)
+        >>> batch = Record(BATCH, "", 1_000, 1_500, batch=0, rows=4, a=300)
         >>> model = make_model({"lanes": [{"name": "main", "role": "main", "spans": [batch]}]})
         >>> [(span.kind, span.took_ns) for span in model.lanes[0].spans]
         [('stall', 300), ('deliver', 200)]
@@ -178,7 +178,7 @@ class _Maker:
             model.notes.append(f"{lost:,} spans were overwritten before they were read")
         return model
 
-    def _sound(self, spans: Iterable[Any]) -> list[Noted]:
+    def _sound(self, spans: Iterable[Any]) -> list[Record]:
         """Records that can be drawn, in the order of their beginnings."""
         found = []
         for span in spans:
@@ -197,7 +197,7 @@ class _Maker:
             self._lanes[role, number] = Lane(name, role, number)
         return self._lanes[role, number]
 
-    def _add_lane(self, raw: Mapping[str, Any], spans: list[Noted]) -> None:
+    def _add_lane(self, raw: Mapping[str, Any], spans: list[Record]) -> None:
         role, number = str(raw.get("role", "main")), int(raw.get("number") or 0)
         lane = self._lane(role, number, str(raw.get("name", role)))
         lane.num_lost += int(raw.get("num_lost") or 0)
@@ -226,7 +226,13 @@ class _Maker:
             self._draw(lane, span, span.end_ns, mine)
 
     def _draw(
-        self, lane: Lane, span: Noted, end_ns: int, collate: Noted | None, *, is_open: bool = False
+        self,
+        lane: Lane,
+        span: Record,
+        end_ns: int,
+        collate: Record | None,
+        *,
+        is_open: bool = False,
     ) -> None:
         start = span.start_ns - self._origin
         end = end_ns - self._origin
@@ -255,7 +261,7 @@ class _Maker:
         else:
             self._note(lane, span, start)
 
-    def _note(self, lane: Lane, span: Noted, at_ns: int) -> None:
+    def _note(self, lane: Lane, span: Record, at_ns: int) -> None:
         if span.kind == MEMORY:
             lane.memory.append(Reading(at_ns, span.a * 1024))
             lane.num_faults = max(lane.num_faults, span.b)
@@ -270,7 +276,7 @@ class _Maker:
             if span.a and span.a not in lane.pids:
                 lane.pids.append(span.a)
 
-    def _draw_batch(self, lane: Lane, span: Noted, place: tuple[int, int, int, int]) -> None:
+    def _draw_batch(self, lane: Lane, span: Record, place: tuple[int, int, int, int]) -> None:
         """One record holds the step before it, the wait, the way to the device, and the rest."""
         start, end = span.start_ns - self._origin, span.end_ns - self._origin
         before = span.b - self._origin if 0 < span.b <= span.start_ns else start

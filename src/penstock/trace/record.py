@@ -70,7 +70,7 @@ OFF = "PENSTOCK_TRACE"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class Noted(NamedTuple):
+class Record(NamedTuple):
     """One record, read. ``end_ns`` 0: it had not ended. See :data:`KINDS` for a, b and extra."""
 
     kind: int
@@ -175,7 +175,7 @@ class Ring:
         return number
 
 
-def read_ring(buffer: Any, since: int) -> tuple[list[Noted], int]:
+def read_ring(buffer: Any, since: int) -> tuple[list[Record], int]:
     """Spans noted from number ``since`` on, oldest first, and how many there ever were.
 
     Fewer than ``head - since`` come back where the ring has gone round meanwhile.
@@ -195,7 +195,7 @@ def read_ring(buffer: Any, since: int) -> tuple[list[Noted], int]:
         _, start_ns, end_ns, a, b, kind, name, thread, part, pass_, batch, rows, extra = fields
         text = names[name] if name < len(names) else ""
         found.append(
-            Noted(kind, text, start_ns, end_ns, thread, pass_, batch, part, rows, a, b, extra)
+            Record(kind, text, start_ns, end_ns, thread, pass_, batch, part, rows, a, b, extra)
         )
     return found, head
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import BadArgument, BadTrace
 from penstock.machine.host import memory_bytes, usable_cores
-from penstock.trace.record import BATCH, LEASE, Noted
+from penstock.trace.record import BATCH, LEASE, Record
 from penstock.trace.recorder import Recorder, Tracing, make_recorder
 from penstock.trace.transform_spans import trace_steps
 
@@ -97,7 +97,7 @@ class Recorded:
                 persistent_workers=bool(getattr(self, "persistent_workers", False)),
                 collate_fn=_name_collate(getattr(self, "collate_fn", None)),
                 is_off=self._recorder.ring is None,
-                device=None if setup.make_courier is None else str(getattr(self, "device", "")),
+                device=None if setup.make_prefetcher is None else str(getattr(self, "device", "")),
             )
 
     def timeline(self) -> Timeline:
@@ -143,7 +143,7 @@ def _name_collate(collate_fn: Any) -> str:
     return "default" if is_default else "own"
 
 
-def _stats(spans: list[Noted]) -> Stats:
+def _stats(spans: list[Record]) -> Stats:
     batches = [span for span in spans if span.kind == BATCH]
     batches = [span for span in batches if span.pass_ == batches[-1].pass_]
     if not batches:

@@ -1,8 +1,8 @@
 """What a loader's processes have noted, gathered: its own ring, and one for each worker.
 
-    LoaderIterator, Delivery --> Recorder.ring             (this process)
-    Crew: the rings of the workers of one pool             (shared file; read when asked for, copied
-                                                            when the pool ends)
+    LoaderIterator, Dispatcher --> Recorder.ring       (this process)
+    WorkerRings: the rings of the workers of one pool  (shared file; read when asked for, copied
+                                                        when the pool ends)
     Recorder.lanes() --> plain records, which penstock.trace draws
 
 Noting is always on. Where somebody asked for a trace, the rings are read several times a second, so
@@ -29,7 +29,7 @@ from penstock.trace.record import (
     REFUSED,
     RING_BYTES,
     START,
-    Noted,
+    Record,
     Ring,
     is_on,
     now_ns,
@@ -78,19 +78,19 @@ class Lane:
     role: str
     number: int = 0
     pid: int = 0
-    crew: int = 0
+    worker_rings: int = 0
     launched_ns: int = 0
-    spans: list[Noted] = field(default_factory=list)
+    spans: list[Record] = field(default_factory=list)
     num_lost: int = 0
 
 
-class Crew:
+class WorkerRings:
     """The workers of one pool: where their rings lie, and how far they were read."""
 
     def __init__(self, number: int, cells: memoryview, ring_bytes: int, num_workers: int) -> None:
         self.pass_offset = 0
         self._heads = [0] * num_workers
-        self._pending: list[list[Noted]] = [[] for _ in range(num_workers)]
+        self._pending: list[list[Record]] = [[] for _ in range(num_workers)]
         self._rings = [ring_of(cells, worker, ring_bytes) for worker in range(num_workers)]
         launched_ns = now_ns()
         self.lanes = [
@@ -131,7 +131,7 @@ class Crew:
             found.append(seen)
         return found
 
-    def _add(self, lane: Lane, spans: list[Noted]) -> None:
+    def _add(self, lane: Lane, spans: list[Record]) -> None:
         for span in spans:
             if span.kind == START:
                 lane.pid = span.a
@@ -156,9 +156,9 @@ class Recorder:
         self._lock = threading.RLock()
         self._main = Lane("main", "main", pid=os.getpid())
         self._main_head = 0
-        self._crews: list[Crew] = []
+        self._all_rings: list[WorkerRings] = []
         self._past: list[Lane] = []
-        self._num_crews = self._num_passes = 0
+        self._num_pools = self._num_passes = 0
         self._place = (-1, -1, 0)
         self._waited_ns = self._taken_ns = self._inside_ns = 0
         self._read_ns = self._born_ns = now_ns()
@@ -176,24 +176,24 @@ class Recorder:
 
     # -- from the engine -------------------------------------------------------------------------
 
-    def hire(self, cells: memoryview, ring_bytes: int, num_workers: int) -> Crew | None:
+    def hire(self, cells: memoryview, ring_bytes: int, num_workers: int) -> WorkerRings | None:
         """A pool of workers begins. Pairs with :meth:`dismiss`."""
         if not ring_bytes:
             return None
         with self._lock:
-            crew = Crew(self._num_crews, cells, ring_bytes, num_workers)
-            self._num_crews += 1
-            self._crews.append(crew)
-        return crew
+            worker_rings = WorkerRings(self._num_pools, cells, ring_bytes, num_workers)
+            self._num_pools += 1
+            self._all_rings.append(worker_rings)
+        return worker_rings
 
-    def dismiss(self, crew: Crew | None) -> None:
+    def dismiss(self, worker_rings: WorkerRings | None) -> None:
         """A pool has ended: keep what its workers noted, and let go of its memory."""
         with self._lock:
-            if crew is None or crew not in self._crews:
+            if worker_rings is None or worker_rings not in self._all_rings:
                 return
-            self._crews.remove(crew)
-            crew.finish()
-            self._past += crew.lanes
+            self._all_rings.remove(worker_rings)
+            worker_rings.finish()
+            self._past += worker_rings.lanes
             limit = MAX_KEPT if self.keeps_all else MAX_KEPT_UNASKED
             while self._past and sum(len(lane.spans) for lane in self._past) > limit:
                 self._past.pop(0)
@@ -203,10 +203,10 @@ class Recorder:
         if self.ring is not None:
             self.ring.add(LAUNCH, start_ns, now_ns(), self._num_passes, a=num_workers)
 
-    def begin_pass(self, crew: Crew | None, epoch: int) -> None:
+    def begin_pass(self, worker_rings: WorkerRings | None, epoch: int) -> None:
         """An epoch begins; ``epoch``: as the workers of this crew count."""
-        if crew is not None and epoch == 0:
-            crew.pass_offset = self._num_passes
+        if worker_rings is not None and epoch == 0:
+            worker_rings.pass_offset = self._num_passes
         self._place = (self._num_passes, -1, 0)
         self._num_passes += 1
 
@@ -221,9 +221,15 @@ class Recorder:
         """A batch was waited for since then (time.monotonic)."""
         self._waited_ns += int((time.monotonic() - started) * 1e9)
 
-    def deliver(self, epoch: int, batch: int, rows: int, crew: Crew | None, jobs: Any) -> None:
+    def deliver(
+        self, epoch: int, batch: int, rows: int, worker_rings: WorkerRings | None, jobs: Any
+    ) -> None:
         """A batch is about to be handed out; ``jobs``: those under way."""
-        self._place = (epoch + (crew.pass_offset if crew is not None else 0), batch, rows)
+        self._place = (
+            epoch + (worker_rings.pass_offset if worker_rings is not None else 0),
+            batch,
+            rows,
+        )
         if self._is_close:
             others = sum(job.is_done for job in jobs.values()) - 1  # beside this one
             self._num_ready = min(max(0, others), 65535)
@@ -232,16 +238,18 @@ class Recorder:
         """A courier has been given a batch, which was loaded since then."""
         self._taken_ns += now_ns() - started_ns
 
-    def end_batch(self, start_ns: int, returned_ns: int, batch: int, *, has_courier: bool) -> int:
+    def end_batch(
+        self, start_ns: int, returned_ns: int, batch: int, *, has_prefetcher: bool
+    ) -> int:
         """The batch is handed out; when that was. ``returned_ns``: when the one before it was."""
         ring, end_ns = self.ring, now_ns()
         if ring is None:
             return end_ns
         pass_, number, rows = self._place
         transfer_us = 0
-        if has_courier or number < 0:
+        if has_prefetcher or number < 0:
             number = batch
-            if has_courier:
+            if has_prefetcher:
                 took_ns = end_ns - start_ns - self._taken_ns
                 transfer_us = min(max(0, took_ns) // 1000, 2**31 - 1)
         ready, waited_ns = self._num_ready, self._waited_ns
@@ -307,10 +315,13 @@ class Recorder:
             self._main.num_lost += head - self._main_head - len(spans)
             self._main_head = head
             self._main.spans += spans
-            for crew in self._crews:
-                crew.read()
+            for worker_rings in self._all_rings:
+                worker_rings.read()
             limit = MAX_KEPT if self.keeps_all else MAX_KEPT_UNASKED
-            for lane in (self._main, *(lane for crew in self._crews for lane in crew.lanes)):
+            for lane in (
+                self._main,
+                *(lane for worker_rings in self._all_rings for lane in worker_rings.lanes),
+            ):
                 if len(lane.spans) > limit:
                     lane.num_lost += len(lane.spans) - limit
                     del lane.spans[: len(lane.spans) - limit]
@@ -320,7 +331,7 @@ class Recorder:
         with self._lock:
             self._read()
             found = [self._main, *self._past]
-            found += [lane for crew in self._crews for lane in crew.seen()]
+            found += [lane for worker_rings in self._all_rings for lane in worker_rings.seen()]
             return [*found, *self._own_lane()]
 
     def _own_lane(self) -> list[Lane]:
@@ -342,15 +353,15 @@ class Recorder:
             self._born_ns, self._own_head = now_ns(), _num_named()
             self._main.spans = []
             self._main.num_lost = 0
-            for crew in self._crews:
-                for lane in crew.lanes:
+            for worker_rings in self._all_rings:
+                for lane in worker_rings.lanes:
                     lane.spans, lane.num_lost = [], 0
 
     def records(self) -> dict[str, Any]:
         """All that is known by now, as plain values."""
         return {"facts": dict(self.facts), "lanes": plain_lanes(self.lanes())}
 
-    def recent(self) -> list[Noted]:
+    def recent(self) -> list[Record]:
         """The last few thousand records of this process alone."""
         return [] if self.ring is None else read_ring(self.ring.buffer, 0)[0]
 

@@ -124,8 +124,8 @@ def simulate(workload: Workload, settings: Settings) -> Run:
     Example:
         >>> slow = Workload(rows=(Cost(0.0, 0.01),), batch_rows=4)
         >>> def rate(num_workers):
-        ...     wish = Settings(num_workers=num_workers, batch_rows=4, num_batches=100, cores=1)
-        ...     return round(simulate(slow, wish).rate, -1)
+        ...     settings = Settings(num_workers=num_workers, batch_rows=4, num_batches=100, cores=1)
+        ...     return round(simulate(slow, settings).rate, -1)
         >>> rate(1), rate(2)  # samples that wait need no core
         (100.0, 200.0)
     """
@@ -149,7 +149,7 @@ class _Simulation:
 
     def __init__(self, workload: Workload, settings: Settings) -> None:
         self._work = workload
-        self._wish = settings
+        self._request = settings
         self._random = random.Random(settings.seed)
         self._now = 0.0
         self._tasks: list[_Task] = []
@@ -167,24 +167,28 @@ class _Simulation:
         self._depth = self._choose_depth()
 
     def _choose_depth(self) -> int:
-        wish = self._wish
-        if wish.depth is not None:
-            return wish.depth
-        depth = int(wish.depth_target_s / max(self._batch_s, 1e-6))
-        return min(wish.max_depth, max(wish.min_depth, depth))
+        request = self._request
+        if request.depth is not None:
+            return request.depth
+        depth = int(request.depth_target_s / max(self._batch_s, 1e-6))
+        return min(request.max_depth, max(request.min_depth, depth))
 
     def _num_parts(self, batch: int) -> int:
-        wish = self._wish
-        if wish.num_parts is not None:
-            return max(1, min(wish.num_parts, wish.batch_rows))
-        is_slow = self._batch_s >= wish.split_from_s or batch == 0
-        return max(1, min(wish.num_workers, wish.batch_rows)) if is_slow and wish.can_split else 1
+        request = self._request
+        if request.num_parts is not None:
+            return max(1, min(request.num_parts, request.batch_rows))
+        is_slow = self._batch_s >= request.split_from_s or batch == 0
+        return (
+            max(1, min(request.num_workers, request.batch_rows))
+            if is_slow and request.can_split
+            else 1
+        )
 
     # -- time ------------------------------------------------------------------------------------
 
     def _slowdown(self) -> float:
         """By how much computing is slowed down: all that want a core get an equal share."""
-        cores = self._wish.cores
+        cores = self._request.cores
         active = [task.cost for task in self._tasks if task.cost.cpu_s > 0]
         if len(active) <= cores:
             return 1.0
@@ -225,21 +229,21 @@ class _Simulation:
     # -- workers ---------------------------------------------------------------------------------
 
     def _lease(self) -> None:
-        wish = self._wish
-        limit = self._depth * wish.num_workers
+        request = self._request
+        limit = self._depth * request.num_workers
         num_open = self._sent - self._next
         if limit - num_open < max(1, limit // 4) and num_open:
             return
-        while self._sent < min(wish.num_batches, self._next + limit):
+        while self._sent < min(request.num_batches, self._next + limit):
             batch, parts = self._sent, self._num_parts(self._sent)
             self._missing[batch] = parts
-            bounds = [wish.batch_rows * part // parts for part in range(parts + 1)]
+            bounds = [request.batch_rows * part // parts for part in range(parts + 1)]
             for part, (first, last) in enumerate(itertools.pairwise(bounds)):
-                worker = min(range(wish.num_workers), key=self._loads.__getitem__)
+                worker = min(range(request.num_workers), key=self._loads.__getitem__)
                 self._loads[worker] += last - first
                 self._queues[worker].append((batch, part, last - first))
             self._sent += 1
-        for worker in range(wish.num_workers):
+        for worker in range(request.num_workers):
             self._work_on(worker)
 
     def _work_on(self, worker: int) -> None:
@@ -273,12 +277,12 @@ class _Simulation:
     # -- the training process --------------------------------------------------------------------
 
     def run(self) -> Run:
-        wish, work, run = self._wish, self._work, self._run
-        for worker in range(wish.num_workers):
+        request, work, run = self._request, self._work, self._run
+        for worker in range(request.num_workers):
             self._is_busy[worker] = True
             heapq.heappush(self._timers, (work.start_s, next(self._ticket), worker))
         self._lease()
-        for batch in range(wish.num_batches):
+        for batch in range(request.num_batches):
             start = self._now
             while self._missing[batch]:
                 self._advance()
@@ -293,7 +297,7 @@ class _Simulation:
             if not batch:
                 run.first_batch_s = self._now
             else:
-                run.num_rows += wish.batch_rows
+                run.num_rows += request.batch_rows
             run.last_batch_s = self._now
             step = work.steps[self._random.randrange(len(work.steps))]
             self._main("step", batch, step)
@@ -308,7 +312,7 @@ class _Simulation:
         self._begin(Cost(cost.cpu_s, max(cost.wait_s, 1e-9)), lambda: is_over.__setitem__(0, True))
         while not is_over[0]:
             self._advance()
-        rows = self._wish.batch_rows
+        rows = self._request.batch_rows
         self._run.events.append(Event(kind, -1, batch, 0, rows, start, self._now))
 
 
@@ -322,8 +326,8 @@ def simulate_inline(workload: Workload, settings: Settings) -> Run:
 
     Example:
         >>> slow = Workload(rows=(Cost(0.01, 0.0),), batch_rows=4)
-        >>> wish = Settings(num_workers=0, batch_rows=4, num_batches=10, cores=4)
-        >>> round(simulate_inline(slow, wish).rate)
+        >>> settings = Settings(num_workers=0, batch_rows=4, num_batches=10, cores=4)
+        >>> round(simulate_inline(slow, settings).rate)
         100
     """
     run, now, generator = Run(), 0.0, random.Random(settings.seed)

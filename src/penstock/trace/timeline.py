@@ -13,7 +13,7 @@ from penstock.trace import html as render_html
 from penstock.trace import perfetto as render_perfetto
 from penstock.trace import terminal as render_terminal
 from penstock.trace.accounting import Account, make_account
-from penstock.trace.diagnosis import Verdict, judge
+from penstock.trace.diagnosis import Diagnosis, judge
 from penstock.trace.model import Lane, Model, make_model
 
 
@@ -58,7 +58,7 @@ class Timeline:
         return make_account(self.model)
 
     @cached_property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Diagnosis:
         """What limits the run, in one sentence with its evidence."""
         from penstock.trace.what_if import predict_rate
 

@@ -12,7 +12,7 @@ from penstock.errors import BadArgument, BadTrace
 from penstock.planning import prefetch_depth as pace
 from penstock.trace import simulator
 from penstock.trace.model import Lane, Model, Span
-from penstock.trace.record import BATCH, LEASE, Noted
+from penstock.trace.record import BATCH, LEASE, Record
 from penstock.trace.simulator import Cost, Run, Settings, Workload
 
 if TYPE_CHECKING:
@@ -311,8 +311,8 @@ def _timeline_of(run: Any) -> Timeline:
 
 def _as_records(run: Run, settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
     """An imagined run in the form of a real one."""
-    workers: dict[int, list[Noted]] = {number: [] for number in range(settings.num_workers)}
-    main: list[Noted] = []
+    workers: dict[int, list[Record]] = {number: [] for number in range(settings.num_workers)}
+    main: list[Record] = []
     stalls = {e.batch: e for e in run.events if e.kind == "stall"}
     transfers = {e.batch: e for e in run.events if e.kind == "transfer"}
     inline = {e.batch: e for e in run.events if e.kind == "fetch" and e.worker < 0}
@@ -322,7 +322,7 @@ def _as_records(run: Run, settings: Settings, facts: dict[str, Any]) -> dict[str
         start, end = _ns(event.start_s), _ns(event.end_s)
         if event.kind == "fetch":
             lane = main if event.worker < 0 else workers[event.worker]
-            note = Noted(LEASE, "", start, end, 0, 0, event.batch, event.part, event.rows)
+            note = Record(LEASE, "", start, end, 0, 0, event.batch, event.part, event.rows)
             cpu_ns, wait_ns = _ns(event.cost.cpu_s), _ns(event.cost.wait_s)
             queued_ns = max(0, end - start - cpu_ns - wait_ns)
             lane.append(note._replace(a=cpu_ns, b=queued_ns, extra=-1))
@@ -336,7 +336,7 @@ def _as_records(run: Run, settings: Settings, facts: dict[str, Any]) -> dict[str
             moved = int((transfer.end_s - transfer.start_s) * 1e6) if transfer else 0
             before = steps.get(batch - 1)
             returned = _ns(before.start_s) if before else 0
-            note = Noted(BATCH, "", _ns(begun), end, 0, 0, batch, ready.get(batch, 0), rows)
+            note = Record(BATCH, "", _ns(begun), end, 0, 0, batch, ready.get(batch, 0), rows)
             main.append(note._replace(a=waited, b=returned, extra=moved))
     lanes: list[dict[str, Any]] = [{"name": "main", "role": "main", "spans": main}]
     lanes += [

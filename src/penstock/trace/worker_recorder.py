@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from penstock.engine.memory.messages import CONTROL_BYTES, Lease, Task
+from penstock.engine.memory.messages import CONTROL_BYTES, Lease, WorkerTask
 from penstock.machine.host import queued_s
 from penstock.trace.record import (
     COLLATE,
@@ -46,7 +46,7 @@ def ring_of(cells: memoryview, worker: int, ring_bytes: int) -> memoryview:
     return cells[first : first + ring_bytes // 8]
 
 
-class Scribe:
+class WorkerRecorder:
     """Notes what one worker does.
 
     Args:
@@ -54,7 +54,9 @@ class Scribe:
         is_thread: Of the user's process, and not a process of its own.
     """
 
-    def __init__(self, cells: memoryview, worker: int, task: Task, *, is_thread: bool) -> None:
+    def __init__(
+        self, cells: memoryview, worker: int, task: WorkerTask, *, is_thread: bool
+    ) -> None:
         self._ring: Ring | None = None
         self._per_sample = task.traces_samples
         self._traces_steps = task.traces_steps

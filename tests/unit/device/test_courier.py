@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.device import prefetcher as couriers
-from penstock.device.prefetcher import MOST_PER_CALL, Courier
+from penstock.device.prefetcher import MOST_PER_CALL, DevicePrefetcher
 from penstock.errors import BadArgument, DeviceFailed
 
 pytestmark = pytest.mark.legacy
@@ -63,36 +63,36 @@ class Source:
         return self.num_ready > 0
 
 
-def ahead(depth: int, finish: Any = None) -> tuple[Courier, Route]:
+def ahead(depth: int, finish: Any = None) -> tuple[DevicePrefetcher, Route]:
     """A courier that is really ahead, though there is no GPU."""
-    courier, route = Courier(torch.device("cpu"), depth, finish), Route()
-    courier._depth, courier._route = depth, route  # type: ignore[assignment]
-    return courier, route
+    prefetcher, route = DevicePrefetcher(torch.device("cpu"), depth, finish), Route()
+    prefetcher._depth, prefetcher._route = depth, route  # type: ignore[assignment]
+    return prefetcher, route
 
 
-def take_all(courier: Courier, source: Source) -> list[Any]:
+def take_all(prefetcher: DevicePrefetcher, source: Source) -> list[Any]:
     taken = []
     try:
         while True:
-            taken.append(courier.next(source.take, source.is_ready))
+            taken.append(prefetcher.next(source.take, source.is_ready))
     except StopIteration:
         return taken
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_batches_come_in_order_and_the_end_after_all_of_them(depth: int) -> None:
-    courier, route = ahead(depth)
+    prefetcher, route = ahead(depth)
     source = Source(list(range(20)))
-    assert take_all(courier, source) == list(range(20))
+    assert take_all(prefetcher, source) == list(range(20))
     assert route.sent == route.handed == source.counted == list(range(20))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_it_is_ahead_by_its_depth_and_no_more(depth: int) -> None:
-    courier, route = ahead(depth)
+    prefetcher, route = ahead(depth)
     source = Source(list(range(50)))
     for number in range(1, 20):
-        courier.next(source.take, source.is_ready)
+        prefetcher.next(source.take, source.is_ready)
         num_ahead = len(route.sent) - number
         assert num_ahead <= depth
         if number * (MOST_PER_CALL - 1) >= depth:
@@ -101,46 +101,46 @@ def test_it_is_ahead_by_its_depth_and_no_more(depth: int) -> None:
 
 
 def test_the_first_batch_waits_for_few_others() -> None:
-    courier, route = ahead(100)
+    prefetcher, route = ahead(100)
     source = Source(list(range(50)))
-    courier.next(source.take, source.is_ready)
+    prefetcher.next(source.take, source.is_ready)
     assert len(route.sent) == 1 + MOST_PER_CALL
 
 
 def test_nothing_is_taken_that_would_have_to_be_waited_for() -> None:
-    courier, route = ahead(3)
+    prefetcher, route = ahead(3)
     source = Source(list(range(10)))
     source.num_ready = 0
     for number in range(5):
-        assert courier.next(source.take, source.is_ready) == number
+        assert prefetcher.next(source.take, source.is_ready) == number
         assert len(route.sent) == number + 1
 
 
 def test_an_error_comes_in_its_turn_and_then_it_goes_on() -> None:
-    courier, _ = ahead(4)
+    prefetcher, _ = ahead(4)
     source = Source([0, 1, ValueError("of sample 17"), 3, 4])
-    assert [courier.next(source.take, source.is_ready) for _ in range(2)] == [0, 1]
+    assert [prefetcher.next(source.take, source.is_ready) for _ in range(2)] == [0, 1]
     with pytest.raises(ValueError, match="of sample 17"):
-        courier.next(source.take, source.is_ready)
+        prefetcher.next(source.take, source.is_ready)
     assert source.counted == [0, 1]
-    assert take_all(courier, source) == [3, 4]
+    assert take_all(prefetcher, source) == [3, 4]
 
 
 def test_ctrl_c_is_not_kept_for_later_and_loses_no_batch() -> None:
-    courier, _ = ahead(2)
+    prefetcher, _ = ahead(2)
     source = Source([0, KeyboardInterrupt(), 1, 2])
     with pytest.raises(KeyboardInterrupt):
-        courier.next(source.take, source.is_ready)
-    assert take_all(courier, source) == [0, 1, 2]
+        prefetcher.next(source.take, source.is_ready)
+    assert take_all(prefetcher, source) == [0, 1, 2]
 
 
 def test_what_the_device_refuses_is_explained_after_the_batches_before_it() -> None:
-    courier, route = ahead(3)
+    prefetcher, route = ahead(3)
     route.refuses = 2
     source = Source([0, 1, 2, 3])
-    assert [courier.next(source.take, source.is_ready) for _ in range(2)] == [0, 1]
+    assert [prefetcher.next(source.take, source.is_ready) for _ in range(2)] == [0, 1]
     with pytest.raises(DeviceFailed, match="did not get to cpu: CUDA error: unspecified") as caught:
-        courier.next(source.take, source.is_ready)
+        prefetcher.next(source.take, source.is_ready)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert source.counted == [0, 1]
 
@@ -149,9 +149,9 @@ def test_out_of_memory_is_still_of_torchs_class() -> None:
     def finish(batch: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    courier, _ = ahead(1, finish)
+    prefetcher, _ = ahead(1, finish)
     with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
-        courier.next(Source([torch.zeros(1 << 18)]).take, lambda: False)
+        prefetcher.next(Source([torch.zeros(1 << 18)]).take, lambda: False)
     assert isinstance(caught.value, DeviceFailed)
     assert "a batch of 1 MiB did not get to cpu: CUDA out of memory" in str(caught.value)
     assert "device_prefetch=1" in str(caught.value)
@@ -167,7 +167,7 @@ def test_a_mistake_in_finish_stays_what_it_is(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)) as caught:
-        Courier(torch.device("cpu"), 2, finish).next(Source([0]).take, lambda: False)
+        DevicePrefetcher(torch.device("cpu"), 2, finish).next(Source([0]).take, lambda: False)
     assert caught.value is error
 
 
@@ -176,45 +176,45 @@ def test_a_capture_is_named() -> None:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     with pytest.raises(DeviceFailed, match="a CUDA graph is being captured"):
-        Courier(torch.device("cpu"), 2, finish).next(Source([0]).take, lambda: False)
+        DevicePrefetcher(torch.device("cpu"), 2, finish).next(Source([0]).take, lambda: False)
 
 
 def test_another_epoch_begins_with_nothing_of_the_one_before() -> None:
-    courier, route = ahead(3)
-    courier.next(*each(Source([0, 1, 2, 3])))
-    courier.reset()
+    prefetcher, route = ahead(3)
+    prefetcher.next(*each(Source([0, 1, 2, 3])))
+    prefetcher.reset()
     source = Source([10, 11])
-    assert take_all(courier, source) == [10, 11]
+    assert take_all(prefetcher, source) == [10, 11]
     assert route.handed == [0, 10, 11]
 
 
 def test_an_end_that_was_seen_ahead_is_forgotten_with_the_epoch() -> None:
-    courier, _ = ahead(3)
-    courier.next(*each(Source([0])))
-    courier.reset()
-    assert take_all(courier, Source([5])) == [5]
+    prefetcher, _ = ahead(3)
+    prefetcher.next(*each(Source([0])))
+    prefetcher.reset()
+    assert take_all(prefetcher, Source([5])) == [5]
 
 
 def test_on_the_cpu_nothing_is_ahead_and_tensors_are_not_copied() -> None:
-    courier = Courier(torch.device("cpu"), 5)
+    prefetcher = DevicePrefetcher(torch.device("cpu"), 5)
     tensor, source = torch.zeros(3), Source([])
     source.items.extend([[tensor, "name"], [torch.ones(1), "other"]])
-    got = courier.next(source.take, source.is_ready)
+    got = prefetcher.next(source.take, source.is_ready)
     assert got[0] is tensor
     assert len(source.items) == 1
 
 
 def test_tensors_that_stay_behind_are_told_of() -> None:
     told: list[int] = []
-    courier = Courier(torch.device("meta"), 1, keep=lambda: told.append(1))
+    prefetcher = DevicePrefetcher(torch.device("meta"), 1, keep=lambda: told.append(1))
 
     class Holder:
         def __init__(self) -> None:
             self.tensor = torch.zeros(1)
 
-    courier.next(lambda: (torch.zeros(1), []), lambda: False)
+    prefetcher.next(lambda: (torch.zeros(1), []), lambda: False)
     assert told == []
-    courier.next(lambda: ([torch.zeros(1), Holder()], []), lambda: False)
+    prefetcher.next(lambda: ([torch.zeros(1), Holder()], []), lambda: False)
     assert told == [1]
 
 
@@ -263,20 +263,20 @@ def test_a_batch_is_kept_until_its_copy_is_over_and_your_stream_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     streams = PretendStreams(monkeypatch)
-    courier = Courier(torch.device("cpu"), 2)
-    courier._depth, courier._route = 2, couriers._Streamed(torch.device("cpu"))
+    prefetcher = DevicePrefetcher(torch.device("cpu"), 2)
+    prefetcher._depth, prefetcher._route = 2, couriers._Streamed(torch.device("cpu"))
     hosts = [HostBatch([number]) for number in range(6)]
     alive = [weakref.ref(host) for host in hosts]
     source = Source(hosts)
     del hosts
-    courier.next(source.take, source.is_ready)
+    prefetcher.next(source.take, source.is_ready)
     names = [call[0] for call in streams.calls]
     assert names == ["begin", "record", "end"] * 3 + ["wait"], "three sent, one handed over"
     assert streams.calls[-1] == ("wait", "the user's", 0)
     source.counted.clear()
     assert all(ref() is not None for ref in alive), "copies are under way"
     streams.num_over = 2
-    courier.next(source.take, source.is_ready)
+    prefetcher.next(source.take, source.is_ready)
     source.counted.clear()
     assert [ref() is None for ref in alive[:4]] == [True, True, False, False]
 
@@ -287,9 +287,9 @@ class HostBatch(list[Any]):
 
 def test_the_finish_runs_on_the_stream_that_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = PretendStreams(monkeypatch)
-    courier = Courier(
+    prefetcher = DevicePrefetcher(
         torch.device("cpu"), 1, lambda batch: streams.calls.append(("finish",)) or batch
     )
-    courier._route = couriers._Streamed(torch.device("cpu"))
-    courier.next(lambda: (torch.zeros(1), []), lambda: False)
+    prefetcher._route = couriers._Streamed(torch.device("cpu"))
+    prefetcher.next(lambda: (torch.zeros(1), []), lambda: False)
     assert [call[0] for call in streams.calls] == ["begin", "finish", "record", "end", "wait"]

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from penstock.device.buffer_pool import MAX_KEPT, Shelf
+from penstock.device.buffer_pool import MAX_KEPT, BufferPool
 
 pytestmark = pytest.mark.legacy
 
@@ -15,19 +15,19 @@ SHAPE = (8, 3, 128, 128)
 IMAGES = torch.zeros(SHAPE, dtype=torch.uint8)
 
 
-def take(shelf: Shelf, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def take(shelf: BufferPool, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return shelf.empty_like(IMAGES, dtype, torch.preserve_format)
 
 
 def test_what_was_dropped_is_used_again() -> None:
-    shelf = Shelf()
+    shelf = BufferPool()
     first = take(shelf).data_ptr()
     assert take(shelf).data_ptr() == first
 
 
 @pytest.mark.parametrize("view", ["whole", "row", "numpy", "detached", "slice"])
 def test_what_somebody_holds_is_not(view: str) -> None:
-    shelf = Shelf()
+    shelf = BufferPool()
     tensor = take(shelf).fill_(7)
     held = {
         "whole": tensor,
@@ -43,7 +43,7 @@ def test_what_somebody_holds_is_not(view: str) -> None:
 
 
 def test_no_more_is_kept_than_a_loop_needs() -> None:
-    shelf = Shelf()
+    shelf = BufferPool()
     held = [take(shelf) for _ in range(10)]
     del held
     assert len(shelf._pieces) == MAX_KEPT
@@ -57,12 +57,12 @@ def test_no_more_is_kept_than_a_loop_needs() -> None:
 def test_a_tensor_is_as_torch_would_make_it(
     dtype: torch.dtype, memory_format: torch.memory_format
 ) -> None:
-    made = Shelf().empty_like(IMAGES, dtype, memory_format)
+    made = BufferPool().empty_like(IMAGES, dtype, memory_format)
     plain = torch.empty_like(IMAGES, dtype=dtype, memory_format=memory_format)
     assert (made.shape, made.stride(), made.dtype) == (plain.shape, plain.stride(), plain.dtype)
 
 
 def test_it_travels_empty() -> None:
-    shelf = Shelf()
+    shelf = BufferPool()
     take(shelf)
     assert pickle.loads(pickle.dumps(shelf))._pieces == []

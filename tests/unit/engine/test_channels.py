@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.parent.channels import Channel, Switchboard
+from penstock.engine.parent.channels import Channel, ChannelPoller
 
 pytestmark = pytest.mark.legacy
 
@@ -28,7 +28,7 @@ def ends() -> Iterator[tuple[Channel, Any]]:
 
 def read_until(channel: Channel, count: int, limit_s: float = 10.0) -> list[bytes]:
     frames: list[bytes] = []
-    board = Switchboard([channel])
+    board = ChannelPoller([channel])
     limit = time.monotonic() + limit_s
     while len(frames) < count and channel.is_open and time.monotonic() < limit:
         if board.wait(0.1):
@@ -56,7 +56,7 @@ def test_a_frame_to_the_worker_arrives_whole(ends: Any, size: int) -> None:
     received: list[bytes] = []
     reader = threading.Thread(target=lambda: received.append(theirs.recv_bytes()))
     reader.start()
-    board = Switchboard([channel])
+    board = ChannelPoller([channel])
     while reader.is_alive():
         board.wait(0.05)
     assert received == [body]
@@ -120,7 +120,7 @@ def test_sending_to_a_worker_that_is_gone_raises_nothing(ends: Any) -> None:
 def test_the_switchboard_names_the_channels_that_have_something_to_say() -> None:
     pipes = [connection.Pipe(duplex=True) for _ in range(3)]
     channels = [Channel(ours) for ours, _ in pipes]
-    board = Switchboard(channels)
+    board = ChannelPoller(channels)
     assert board.wait(0.0) == []
     pipes[2][1].send_bytes(b"x")
     pipes[0][1].close()

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.parent.crash_report import Fault, write_obituary
-from penstock.engine.parent.supervisor import Supervisor, Verdict
+from penstock.engine.parent.crash_report import WorkerFault, describe_crash
+from penstock.engine.parent.supervisor import RestartDecision, RestartPolicy
 
 pytestmark = pytest.mark.legacy
 
 
 def obituary(worker: int, pid: int, exit_code: int, index: Any) -> Any:
-    return write_obituary(Fault(worker=worker, pid=pid, exit_code=exit_code, index=index))
+    return describe_crash(WorkerFault(worker=worker, pid=pid, exit_code=exit_code, index=index))
 
 
 def test_a_signal_is_named_with_its_likely_cause() -> None:
@@ -45,14 +45,14 @@ def test_torch_s_words_are_kept_so_that_scripts_that_look_for_them_go_on() -> No
 
 
 def test_the_limit_is_named_with_its_number() -> None:
-    fault = Fault(worker=0, pid=1, exit_code=-9)
-    text = str(write_obituary(fault, Verdict.LIMIT, Supervisor(max_restarts=17)))
+    fault = WorkerFault(worker=0, pid=1, exit_code=-9)
+    text = str(describe_crash(fault, RestartDecision.LIMIT, RestartPolicy(max_restarts=17)))
     assert "max_restarts=17" in text
 
 
 def test_a_hang_is_told_with_its_time_and_its_stack() -> None:
-    fault = Fault(worker=1, pid=5, how="hung", index=7, seconds=2.5, stack="  File decode.py")
-    error: Any = write_obituary(fault, Verdict.POISON, Supervisor(max_restarts=1))
+    fault = WorkerFault(worker=1, pid=5, how="hung", index=7, seconds=2.5, stack="  File decode.py")
+    error: Any = describe_crash(fault, RestartDecision.POISON, RestartPolicy(max_restarts=1))
     assert "2.5 s" in str(error)
     assert "sample 7" in str(error)
     assert "File decode.py" in str(error)

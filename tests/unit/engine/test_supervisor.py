@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.parent.supervisor import STILLBORN, Supervisor, Verdict
+from penstock.engine.parent.supervisor import STILLBORN, RestartDecision, RestartPolicy
 
 pytestmark = pytest.mark.legacy
 
@@ -17,50 +17,56 @@ class Clock:
 
 
 def test_the_second_fault_at_one_place_is_poison_and_other_places_are_not() -> None:
-    supervisor = Supervisor(100)
-    assert supervisor.judge(0, ("sample", 7)) is Verdict.RETRY
-    assert supervisor.judge(1, ("sample", 8)) is Verdict.RETRY
-    assert supervisor.judge(1, ("sample", 7)) is Verdict.POISON
+    supervisor = RestartPolicy(100)
+    assert supervisor.judge(0, ("sample", 7)) is RestartDecision.RETRY
+    assert supervisor.judge(1, ("sample", 8)) is RestartDecision.RETRY
+    assert supervisor.judge(1, ("sample", 7)) is RestartDecision.POISON
     assert supervisor.num_restarts == 3
 
 
 def test_a_new_epoch_begins_without_strikes() -> None:
-    supervisor = Supervisor(100)
+    supervisor = RestartPolicy(100)
     supervisor.judge(0, ("sample", 7))
     supervisor.forget_strikes()
-    assert supervisor.judge(0, ("sample", 7)) is Verdict.RETRY
+    assert supervisor.judge(0, ("sample", 7)) is RestartDecision.RETRY
 
 
 def test_the_limit_counts_within_its_window_only() -> None:
     clock = Clock()
-    supervisor = Supervisor(2, window_s=10.0, now=clock)
+    supervisor = RestartPolicy(2, window_s=10.0, now=clock)
     verdicts = []
     for moment in (0.0, 6.0, 12.0, 13.0, 14.0):
         clock.now_s = moment
         verdicts.append(supervisor.judge(0, None))
-    assert verdicts == [Verdict.RETRY, Verdict.RETRY, Verdict.RETRY, Verdict.LIMIT, Verdict.LIMIT]
+    assert verdicts == [
+        RestartDecision.RETRY,
+        RestartDecision.RETRY,
+        RestartDecision.RETRY,
+        RestartDecision.LIMIT,
+        RestartDecision.LIMIT,
+    ]
 
 
 def test_with_no_restarts_allowed_the_first_fault_is_the_end() -> None:
-    assert Supervisor(0).judge(0, None) is Verdict.LIMIT
+    assert RestartPolicy(0).judge(0, None) is RestartDecision.LIMIT
 
 
 def test_workers_that_die_before_they_are_ready_are_hopeless_after_a_few() -> None:
-    supervisor = Supervisor(100)
+    supervisor = RestartPolicy(100)
     verdicts = [supervisor.judge(0, None, was_ready=False) for _ in range(STILLBORN)]
-    assert verdicts == [Verdict.RETRY] * (STILLBORN - 1) + [Verdict.HOPELESS]
+    assert verdicts == [RestartDecision.RETRY] * (STILLBORN - 1) + [RestartDecision.HOPELESS]
 
 
 def test_one_that_was_ready_in_between_is_a_new_beginning() -> None:
-    supervisor = Supervisor(100)
+    supervisor = RestartPolicy(100)
     for _ in range(5):
-        assert supervisor.judge(0, None, was_ready=False) is Verdict.RETRY
-        assert supervisor.judge(0, None, was_ready=False) is Verdict.RETRY
-        assert supervisor.judge(0, None, was_ready=True) is Verdict.RETRY
+        assert supervisor.judge(0, None, was_ready=False) is RestartDecision.RETRY
+        assert supervisor.judge(0, None, was_ready=False) is RestartDecision.RETRY
+        assert supervisor.judge(0, None, was_ready=True) is RestartDecision.RETRY
 
 
 def test_a_worker_that_was_lost_at_work_in_between_is_a_new_beginning() -> None:
-    supervisor = Supervisor(100)
+    supervisor = RestartPolicy(100)
     for position in range(5):
-        assert supervisor.judge(0, None, was_ready=False) is Verdict.RETRY
-        assert supervisor.judge(0, ("sample", position)) is Verdict.RETRY
+        assert supervisor.judge(0, None, was_ready=False) is RestartDecision.RETRY
+        assert supervisor.judge(0, ("sample", position)) is RestartDecision.RETRY

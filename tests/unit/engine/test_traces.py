@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.parent.dataset_changes import Traces
+from penstock.engine.parent.dataset_changes import DatasetChanges
 
 pytestmark = pytest.mark.legacy
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.legacy
 def test_what_was_bound_while_watching_is_taken_back() -> None:
     inner = SimpleNamespace(handle=None, is_open=False)
     outer = SimpleNamespace(parts=[inner], name="x")
-    traces = Traces(outer)
+    traces = DatasetChanges(outer)
     for handle in (object(), object()):  # the first value counts, not the one in between
         with traces.watching():
             inner.handle, inner.is_open, outer.late = handle, True, 1
@@ -26,7 +26,7 @@ def test_what_was_bound_while_watching_is_taken_back() -> None:
 
 def test_what_the_user_binds_stays() -> None:
     dataset = SimpleNamespace(epoch=0, handle=None)
-    traces = Traces(dataset)
+    traces = DatasetChanges(dataset)
     dataset.epoch = 1
     with traces.watching():
         dataset.handle = object()
@@ -37,7 +37,7 @@ def test_what_the_user_binds_stays() -> None:
 
 def test_what_a_failing_sample_bound_is_taken_back_too() -> None:
     dataset = SimpleNamespace(handle=None)
-    traces = Traces(dataset)
+    traces = DatasetChanges(dataset)
     try:
         with traces.watching():
             dataset.handle = object()
@@ -52,7 +52,7 @@ def test_objects_that_refuse_to_be_looked_at_are_left_alone() -> None:
         def __getattribute__(self, name: str) -> Any:
             raise RuntimeError(name)
 
-    traces = Traces([Closed(), 3, "text", {"a": 1}])
+    traces = DatasetChanges([Closed(), 3, "text", {"a": 1}])
     with traces.watching():
         pass
     traces.undo()

@@ -135,7 +135,7 @@ def test_a_module_that_no_import_finds_travels_by_value(name: str, tmp_path: Pat
         assert name not in cloudpickle.list_registry_pickle_by_value()  # that was for us alone
     finally:
         del sys.modules[name]
-    assert name not in dict(packed.parcel.modules)  # nor does a nursery try to import it
+    assert name not in dict(packed.parcel.modules)  # nor does a fork server try to import it
     assert arrive(packed)[2] == 6
     packed.close()
 

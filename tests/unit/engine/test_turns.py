@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from penstock.engine.memory.messages import Lease
-from penstock.engine.parent.leases import Turns
+from penstock.engine.parent.leases import LeaseQueue
 
 pytestmark = pytest.mark.legacy
 
@@ -19,7 +19,7 @@ def lease(rows: int) -> Lease:
 
 
 def test_the_one_with_the_least_to_do_is_next() -> None:
-    turns = Turns(3, in_turn=False)
+    turns = LeaseQueue(3, in_turn=False)
     first = lease(8)
     assert turns.give(first) == 0
     assert [turns.give(lease(rows)) for rows in (4, 2, 1, 1)] == [1, 2, 2, 2]
@@ -28,12 +28,12 @@ def test_the_one_with_the_least_to_do_is_next() -> None:
 
 
 def test_in_turn_the_load_does_not_matter() -> None:
-    turns = Turns(3, in_turn=True)
+    turns = LeaseQueue(3, in_turn=True)
     assert [turns.give(lease(rows)) for rows in (8, 1, 1, 1, 9, 1)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_retired_worker_is_passed_over_until_the_next_epoch() -> None:
-    turns = Turns(3, in_turn=True)
+    turns = LeaseQueue(3, in_turn=True)
     turns.retire(1)
     assert [turns.give(lease(1)) for _ in range(4)] == [0, 2, 0, 2]
     assert turns.has_active
@@ -46,7 +46,7 @@ def test_a_retired_worker_is_passed_over_until_the_next_epoch() -> None:
 
 
 def test_a_worker_at_the_limit_is_passed_over() -> None:
-    turns = Turns(2, in_turn=True)
+    turns = LeaseQueue(2, in_turn=True)
     large = lease(5)
     turns.give(large, 4)
     turns.give(lease(1), 4)
@@ -56,7 +56,7 @@ def test_a_worker_at_the_limit_is_passed_over() -> None:
 
 
 def test_what_a_worker_owes_is_in_the_order_it_was_given() -> None:
-    turns = Turns(1, in_turn=False)
+    turns = LeaseQueue(1, in_turn=False)
     leases = [lease(2), lease(3), lease(1)]
     for one in leases:
         turns.give(one)

@@ -1,4 +1,5 @@
-"""What Recovery makes of what it sees in the cells: who hangs, who is silent, who was asleep."""
+"""What WorkerRestarts makes of what it sees in the cells: who hangs, who is silent, who was
+asleep."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from penstock.engine.memory.messages import (
     NUM_SAMPLES,
     SINCE,
     Lease,
-    Task,
+    WorkerTask,
     position_cell,
 )
 from penstock.engine.parent import restarts as recovery
-from penstock.engine.parent.leases import Turns
-from penstock.engine.parent.restarts import Limits, Recovery
+from penstock.engine.parent.leases import LeaseQueue
+from penstock.engine.parent.restarts import RestartLimits, WorkerRestarts
 from penstock.errors import SampleTimeout, Stuck, WorkerDied
 
 pytestmark = pytest.mark.legacy
@@ -61,14 +62,14 @@ class Scene:
         for cell in range(64):
             self.cells[cell] = NOTHING
         self.pool = Pool()
-        self.turns = Turns(2, in_turn=True)
+        self.turns = LeaseQueue(2, in_turn=True)
         self.poisoned: list[Any] = []
-        self.recovery = Recovery(
+        self.recovery = WorkerRestarts(
             pool=self.pool,  # type: ignore[arg-type]
             turns=self.turns,
             cells=self.cells,
-            limits=Limits(**limits),
-            task=Task(
+            limits=RestartLimits(**limits),
+            task=WorkerTask(
                 is_iterable=False,
                 auto_collation=True,
                 drop_last=False,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.machine.facts import Machine
-from penstock.planning.inputs import Wish, Work
+from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Plan
 from penstock.planning.problem import Problem
 from penstock.planning.problems import find_problems
@@ -26,8 +26,8 @@ MACHINES = Path(__file__).resolve().parents[2] / "machines"
 EXPECTED = MACHINES / "expected"
 NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
 
-WISH = Wish(batch_size=64)
-JPEGS = Work(sample_s=0.008, busy_share=0.95, num_samples=100_000, sample_bytes=3 * 224 * 224)
+WISH = LoaderRequest(batch_size=64)
+JPEGS = Workload(sample_s=0.008, busy_share=0.95, num_samples=100_000, sample_bytes=3 * 224 * 224)
 """A photograph decoded and cropped, as uint8."""
 
 
@@ -35,12 +35,12 @@ def machine(name: str) -> Machine:
     return Machine.from_json((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def planned(name: str, wish: Wish = WISH) -> Plan:
-    return make_plan(machine(name), wish, JPEGS)
+def planned(name: str, request: LoaderRequest = WISH) -> Plan:
+    return make_plan(machine(name), request, JPEGS)
 
 
-def found(name: str, wish: Wish = WISH) -> dict[str, Problem]:
-    problems = find_problems(machine(name), planned(name, wish))
+def found(name: str, request: LoaderRequest = WISH) -> dict[str, Problem]:
+    problems = find_problems(machine(name), planned(name, request))
     return {problem.code: problem for problem in problems}
 
 
@@ -69,12 +69,12 @@ def test_there_are_twenty_machines_and_no_answer_without_one() -> None:
 
 
 def test_a_windows_laptop_spawns_few_workers_because_of_what_cuda_commits() -> None:
-    plan = make_plan(machine("windows-laptop-rtx"), WISH, Work())  # before anything is measured
+    plan = make_plan(machine("windows-laptop-rtx"), WISH, Workload())  # before anything is measured
     assert plan.start_method.value == "spawn"
     assert 1 <= plan.num_workers.value <= 3
     assert "CUDA's libraries" in plan.num_workers.reason
     assert found("windows-laptop-rtx")["windows-commit"].severity == "note"
-    many = found("windows-laptop-rtx", Wish(num_workers=12, batch_size=64))
+    many = found("windows-laptop-rtx", LoaderRequest(num_workers=12, batch_size=64))
     assert "WinError 1455" in many["asked-for-trouble"].cure
     assert planned("windows-no-gpu").num_workers.value > 3  # control: without CUDA they are light
 
@@ -107,7 +107,7 @@ def test_a_frozen_application_works_with_threads() -> None:
 
 def test_fork_that_somebody_set_is_harm_beside_a_gpu() -> None:
     assert found("fork-set-by-someone")["fork-set"].severity == "harm"
-    assert planned("fork-set-by-someone").start_method.value == "nursery"
+    assert planned("fork-set-by-someone").start_method.value == "forkserver"
 
 
 def test_a_driver_that_hangs_is_harm() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.storage import Storage
-from penstock.planning.inputs import Wish, Work
+from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.problem import Problem, worst_first
 from penstock.planning.problems import find_problems, judge_storage
 from penstock.planning.rules import make_plan
@@ -39,8 +39,8 @@ def healthy(**facts: object) -> Machine:
     return Machine(**{**plain, **facts})  # type: ignore[arg-type]
 
 
-def problems_of(machine: Machine, wish: Wish | None = None) -> dict[str, Problem]:
-    found = find_problems(machine, make_plan(machine, wish or Wish(), Work()))
+def problems_of(machine: Machine, request: LoaderRequest | None = None) -> dict[str, Problem]:
+    found = find_problems(machine, make_plan(machine, request or LoaderRequest(), Workload()))
     return {problem.code: problem for problem in found}
 
 
@@ -120,7 +120,9 @@ def test_the_default_start_method_is_nobody_s_doing() -> None:
 
 
 def test_fork_that_was_asked_for_beside_a_gpu_context_is_harm() -> None:
-    found = problems_of(healthy(has_gpu_context=True), Wish(num_workers=2, start_method="fork"))
+    found = problems_of(
+        healthy(has_gpu_context=True), LoaderRequest(num_workers=2, start_method="fork")
+    )
     assert set(found) == {"asked-for-trouble"}
     assert found["asked-for-trouble"].severity == "harm"
     assert "Leave multiprocessing_context out" in found["asked-for-trouble"].cure
@@ -128,13 +130,13 @@ def test_fork_that_was_asked_for_beside_a_gpu_context_is_harm() -> None:
 
 def test_threads_are_counted_against_the_workers_of_the_plan() -> None:
     machine = healthy(environment={"OMP_NUM_THREADS": "4"})
-    assert problems_of(machine, Wish(num_workers=4)) == {}
-    found = problems_of(machine, Wish(num_workers=5))["threads-times-workers"]
+    assert problems_of(machine, LoaderRequest(num_workers=4)) == {}
+    found = problems_of(machine, LoaderRequest(num_workers=5))["threads-times-workers"]
     assert "20 threads on 16 cores" in found.what
     assert found.cure == "export OMP_NUM_THREADS=3"
-    assert problems_of(machine, Wish(num_workers=0)) == {}
+    assert problems_of(machine, LoaderRequest(num_workers=0)) == {}
     both = healthy(environment={"OMP_NUM_THREADS": "8", "MKL_NUM_THREADS": "16"})
-    found = problems_of(both, Wish(num_workers=4))["threads-times-workers"]
+    found = problems_of(both, LoaderRequest(num_workers=4))["threads-times-workers"]
     assert found.what.startswith("MKL_NUM_THREADS=16 with 4 workers: 64 threads")
     assert found.cure == "export OMP_NUM_THREADS=4 MKL_NUM_THREADS=4"
 
@@ -255,7 +257,7 @@ def test_other_storage_is_no_problem(kind: str) -> None:
 
 def test_the_worst_comes_first() -> None:
     machine = healthy(shm_bytes=64 << 20, has_turbo=False, gpu_trouble="hangs")
-    found = find_problems(machine, make_plan(machine, Wish(), Work()))
+    found = find_problems(machine, make_plan(machine, LoaderRequest(), Workload()))
     assert [problem.severity for problem in found] == ["harm", "slow", "note"]
     assert worst_first(reversed(found)) == found
 
@@ -263,5 +265,5 @@ def test_the_worst_comes_first() -> None:
 def test_problems_with_storage_come_with_the_others() -> None:
     machine = healthy()
     disk = {"data": Storage(kind="spinning", device="sdb")}
-    found = find_problems(machine, make_plan(machine, Wish(), Work()), disk)
+    found = find_problems(machine, make_plan(machine, LoaderRequest(), Workload()), disk)
     assert [problem.code for problem in found] == ["storage-spinning"]

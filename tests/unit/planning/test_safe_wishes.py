@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.machine.facts import Machine
-from penstock.planning.inputs import Wish
+from penstock.planning.inputs import LoaderRequest
 from penstock.planning.safety import make_safe
 
 BOX = Machine(os="linux", num_cpus=4, memory_bytes=64 << 30, available_bytes=64 << 30)
@@ -17,20 +17,20 @@ GPU_OPEN = Machine(os="linux", num_cpus=4, has_gpu_context=True)
 def test_what_this_machine_bears_is_left_as_it_is(
     method: str | None, num_workers: int | str
 ) -> None:
-    wish = Wish(num_workers=num_workers, start_method=method)
-    assert make_safe(BOX, wish) == (wish, [])
+    request = LoaderRequest(num_workers=num_workers, start_method=method)
+    assert make_safe(BOX, request) == (request, [])
 
 
 def test_fork_with_a_gpu_context_is_changed() -> None:
-    safe, lines = make_safe(GPU_OPEN, Wish(num_workers=2, start_method="fork"))
-    assert safe == Wish(num_workers=2)
+    safe, lines = make_safe(GPU_OPEN, LoaderRequest(num_workers=2, start_method="fork"))
+    assert safe == LoaderRequest(num_workers=2)
     assert len(lines) == 1
 
 
 @pytest.mark.parametrize("method", [None, "spawn", "forkserver"])
 def test_other_methods_with_a_gpu_context_are_not(method: str | None) -> None:
-    wish = Wish(num_workers=2, start_method=method)
-    assert make_safe(GPU_OPEN, wish) == (wish, [])
+    request = LoaderRequest(num_workers=2, start_method=method)
+    assert make_safe(GPU_OPEN, request) == (request, [])
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_other_methods_with_a_gpu_context_are_not(method: str | None) -> None:
 def test_five_hundred_workers_become_what_cores_files_and_memory_allow(
     machine: Machine, most: int, reason: str
 ) -> None:
-    safe, (line,) = make_safe(machine, Wish(num_workers=500))
+    safe, (line,) = make_safe(machine, LoaderRequest(num_workers=500))
     assert safe.num_workers == most
     assert line.startswith(f"num_workers=500 becomes {most}: ")
     assert reason in line

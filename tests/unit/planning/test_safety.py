@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.machine.facts import Machine
-from penstock.planning.inputs import Wish
+from penstock.planning.inputs import LoaderRequest
 from penstock.planning.safety import choose_safe_workers, make_safe
 
 pytestmark = pytest.mark.legacy
@@ -14,8 +14,11 @@ SMALL = {"num_cpus": 4, "memory_bytes": 4 << 30, "available_bytes": 2 << 30}
 
 
 def test_what_a_machine_bears_is_left_as_it_is() -> None:
-    wish = Wish(num_workers=8, start_method="spawn")
-    assert make_safe(Machine(os="linux", num_cpus=8, available_bytes=64 << 30), wish) == (wish, [])
+    request = LoaderRequest(num_workers=8, start_method="spawn")
+    assert make_safe(Machine(os="linux", num_cpus=8, available_bytes=64 << 30), request) == (
+        request,
+        [],
+    )
 
 
 def test_spawned_workers_are_counted_with_the_memory_that_spawned_ones_take() -> None:
@@ -33,9 +36,9 @@ def test_no_worker_and_one_are_safe_everywhere() -> None:
 
 
 def test_fork_is_taken_away_only_beside_a_gpu_context() -> None:
-    wish = Wish(num_workers=2, start_method="fork")
+    request = LoaderRequest(num_workers=2, start_method="fork")
     opened = Machine(os="linux", num_cpus=2, has_gpu_context=True)
-    safe, lines = make_safe(opened, wish)
+    safe, lines = make_safe(opened, request)
     assert safe.start_method is None
     assert "clean process" in lines[0]
-    assert make_safe(Machine(os="linux", num_cpus=2), wish) == (wish, [])
+    assert make_safe(Machine(os="linux", num_cpus=2), request) == (request, [])

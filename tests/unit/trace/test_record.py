@@ -25,7 +25,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
     ring = make_ring()
     ring.add(LEASE, 10, 90, 2, 7, 3, 16, 55, -1, -1, ring.name("cafés"), 4)
     (span,), head = read_ring(ring.buffer, 0)
-    assert span == tracing.Noted(LEASE, "cafés", 10, 90, 4, 2, 7, 3, 16, 55, -1, -1)
+    assert span == tracing.Record(LEASE, "cafés", 10, 90, 4, 2, 7, 3, 16, 55, -1, -1)
     assert head == 1
 
 
@@ -107,7 +107,7 @@ def test_threads_share_a_ring_without_losing_a_record() -> None:
     ]
 
 
-def own_spans() -> list[tracing.Noted]:
+def own_spans() -> list[tracing.Record]:
     ring = tracing.process_ring()
     return [] if ring is None else read_ring(ring.buffer, 0)[0]
 

@@ -18,9 +18,11 @@ from penstock.trace.what_if import distil
 pytestmark = pytest.mark.legacy
 
 
-def imagine(rows: tuple[Cost, ...] = (Cost(0.0, 0.01),), step_s: float = 0.0, **wish: Any) -> Run:
+def imagine(
+    rows: tuple[Cost, ...] = (Cost(0.0, 0.01),), step_s: float = 0.0, **settings: Any
+) -> Run:
     work = Workload(rows=rows, steps=(Cost(0.0, step_s),), batch_rows=4, part_s=0.0)
-    given = {"num_workers": 2, "batch_rows": 4, "num_batches": 100, "cores": 4.0, **wish}
+    given = {"num_workers": 2, "batch_rows": 4, "num_batches": 100, "cores": 4.0, **settings}
     return simulate(work, Settings(**given))
 
 
@@ -48,8 +50,8 @@ def test_a_step_that_computes_takes_a_core_from_the_workers() -> None:
 
     def rate(step: Cost) -> float:
         work = Workload(rows=rows, steps=(step,), batch_rows=4)
-        wish = Settings(num_workers=2, batch_rows=4, num_batches=100, cores=2)
-        return simulate(work, wish).rate
+        settings = Settings(num_workers=2, batch_rows=4, num_batches=100, cores=2)
+        return simulate(work, settings).rate
 
     assert rate(Cost(0.015, 0.0)) < 0.9 * rate(Cost(0.0, 0.015))
 
@@ -152,7 +154,7 @@ def test_an_imagined_run_is_a_timeline_like_any_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "settings",
     [
         *({"workers": -1}, {"prefetch": 0}, {"batch_size": 1.5}, {"cores": 0}, {"num_batches": 0}),
         *({"workers": 10**6}, {"batch_size": 10**9}, {"device_prefetch": -1}, {"step_ms": -1}),
@@ -160,9 +162,9 @@ def test_an_imagined_run_is_a_timeline_like_any_other() -> None:
         *({"faster_decode": 0}, {"faster_decode": math.nan}),
     ],
 )
-def test_wishes_that_cannot_be_are_refused(wish: dict[str, Any]) -> None:
+def test_wishes_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(BadArgument, match=r"is no (whole number|factor|time)"):
-        penstock.simulate(trace(), **wish)
+        penstock.simulate(trace(), **settings)
 
 
 @pytest.mark.parametrize("count", [0, 2])

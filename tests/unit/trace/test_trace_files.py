@@ -15,7 +15,7 @@ import pytest
 import traces
 from penstock import BadTrace, Timeline
 from penstock.trace.files import dump_records, read_records, write_records
-from penstock.trace.record import BATCH, LEASE, USER, Noted
+from penstock.trace.record import BATCH, LEASE, USER, Record
 
 pytestmark = pytest.mark.legacy
 
@@ -26,14 +26,14 @@ RECORDS: dict[str, Any] = {
             "name": "main",
             "role": "main",
             "pid": 3,
-            "spans": [Noted(BATCH, "", 10, 20, 0, 0, 1, 2, 8, 3, 4, 5)],
+            "spans": [Record(BATCH, "", 10, 20, 0, 0, 1, 2, 8, 3, 4, 5)],
         },
         {
             "name": "worker 0",
             "role": "worker",
             "number": 0,
             "num_lost": 6,
-            "spans": [Noted(LEASE, "", 1, 9), Noted(USER, "</script><b>", 2, 0)],
+            "spans": [Record(LEASE, "", 1, 9), Record(USER, "</script><b>", 2, 0)],
         },
     ],
 }

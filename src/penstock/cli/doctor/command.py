@@ -26,7 +26,7 @@ from penstock.machine.collect import machine
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.gpu import Sighting, sight_by_torch
 from penstock.machine.storage import Storage, storage_of
-from penstock.planning.inputs import Wish, Work
+from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Plan
 from penstock.planning.problem import Problem, worst_first
 from penstock.planning.problems import find_problems, judge_storage
@@ -80,7 +80,7 @@ def examine(options: DoctorOptions) -> Findings:
     target = find_target(options.target) if options.target is not None else None
     notes = None if target is None else _try(options)
     here = _machine_in(notes) or machine()
-    plan = _plan_in(notes) or make_plan(here, _wish(options), Work())
+    plan = _plan_in(notes) or make_plan(here, _request(options), Workload())
     storage, problems = _judge_data(options, notes)
     problems += find_problems(here, plan)
     sighting = sight_by_torch(options.limit_s) if options.asks_torch else None
@@ -126,8 +126,8 @@ def as_dict(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _wish(options: DoctorOptions) -> Wish:
-    return Wish(
+def _request(options: DoctorOptions) -> LoaderRequest:
+    return LoaderRequest(
         num_workers="auto" if options.num_workers is None else options.num_workers,
         batch_size=options.batch_size or DEFAULT_BATCH_SIZE,
     )

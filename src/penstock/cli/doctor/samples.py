@@ -15,7 +15,7 @@ import torch
 
 from penstock.cli.doctor.sample_form import are_equal, devices_in, form_of, skeleton_of
 from penstock.cli.doctor.user_code import describe_error, place_of
-from penstock.planning.sample_timing import Pace, TimedSample, pace_of, timed_samples
+from penstock.planning.sample_timing import SampleTiming, TimedSample, pace_of, timed_samples
 
 SAMPLES_S = 2.0
 AT_LEAST = 3
@@ -42,7 +42,7 @@ class SampleTrial:
     indices: Iterable[Any]
     doing: Callable[[str], None]
     good: list[Any] = field(default_factory=list)
-    pace: Pace | None = None
+    pace: SampleTiming | None = None
     num_yielded: int | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
     forms: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from penstock.engine.pickling.pickler import serialise
 from penstock.errors import CannotTravel
 from penstock.loader import DataLoader
 from penstock.machine.collect import machine
-from penstock.planning.inputs import Wish, Work
+from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.rules import make_plan
 from penstock.planning.sample_timing import is_iterable_only, spread_indices
 
@@ -252,12 +252,12 @@ class Stages:
         if asked is None and loader and loader["num_workers"] > 0:
             asked = loader["num_workers"]  # 0 is torch's default: nobody asked for it
         travel, pace = self.notes.values["travel"], samples.pace
-        wish = Wish(
+        request = LoaderRequest(
             num_workers="auto" if asked is None else asked,
             start_method=loader["start_method"] if loader else None,
             batch_size=self.batch_size,
         )
-        work = Work(
+        work = Workload(
             sample_s=pace.mean_s if pace else None,
             busy_share=pace.busy_share if pace else None,
             sample_bytes=pace.sample_bytes if pace else None,
@@ -270,7 +270,7 @@ class Stages:
             ),
             stays_because=None if travel["is_ok"] else travel["what"],
         )
-        self.notes.save(plan=make_plan(machine(), wish, work).to_dict())
+        self.notes.save(plan=make_plan(machine(), request, work).to_dict())
 
 
 def _held(path: str, generator: Any, before: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@
 
 Whatever is done, every other sample stays in its place and draws what it would have drawn. The
 ordinary way of loading knows nothing of this: a part of a batch in which something went wrong is
-loaded again from its start, one sample at a time, by :class:`Careful`.
+loaded again from its start, one sample at a time, by :class:`BadSamplePolicy`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Load = Callable[[Any, int], Any]
 """``load(index, position)``: one sample with its own randomness."""
 
 
-class Found(NamedTuple):
+class FoundBadSample(NamedTuple):
     """One bad sample, as a worker tells it."""
 
     index: Any
@@ -64,7 +64,7 @@ class EmptySample(ValueError):
     """``dataset[i]`` is None, of which the default collate can make nothing."""
 
 
-class Careful:
+class BadSamplePolicy:
     """Loads samples one by one and does with bad ones as the user said.
 
     Args:
@@ -88,7 +88,7 @@ class Careful:
         self.num_indices = num_indices
         self._none_is_bad = none_is_bad
         self._num_in_a_row = 0
-        self.found: list[Found] = []
+        self.found: list[FoundBadSample] = []
         """What was bad since this was last emptied."""
 
     @property
@@ -205,7 +205,7 @@ class Careful:
     def _note(self, index: Any, position: int, error: Exception, end: str) -> None:
         text = f"{type(error).__name__}: {_text_of(error)[:500]}"
         path = find_path(self._dataset, index, error) if index is not None else None
-        self.found.append(Found(index, position, path, text, end))
+        self.found.append(FoundBadSample(index, position, path, text, end))
 
     def next_of(self, stream: Iterator[Any], position: int) -> list[Any]:
         """The next sample of an iterable dataset, or none if it was bad and shall be left out.

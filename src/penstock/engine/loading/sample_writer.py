@@ -1,6 +1,6 @@
 """Samples that a dataset writes into their rows itself, without a copy on the way to the slot.
 
-    worker: Placer.get(index) -> dataset.read_into(index, rows of the next sample)
+    worker: SamplePlacer.get(index) -> dataset.read_into(index, rows of the next sample)
             -> BatchWriter.add(sample), which finds the tensors where they belong
 
 For a JPEG that becomes a crop of 224 pixels, the array in between and its copy were 80 of 1250
@@ -40,7 +40,7 @@ class SampleWriter(Protocol):
         """
 
 
-class Placer:
+class SamplePlacer:
     """Loads samples into the rows that a writer has next. Pairs with :meth:`Placer.begin`.
 
     Called from: a worker process, which adds each sample before it asks for the next one.
@@ -62,13 +62,13 @@ class Placer:
         return self._read_into(index, [] if self._writer is None else self._writer.next_rows())
 
 
-def find_placer(dataset: Any) -> Placer | None:
+def find_placer(dataset: Any) -> SamplePlacer | None:
     """The placer for a dataset that writes samples itself (also in a subset); None for others."""
     indices = []
     while type(dataset) in (Subset, Part):
         indices.append(dataset.indices)
         dataset = dataset.dataset
-    return Placer(dataset.read_into, indices) if offers(dataset, "read_into") else None
+    return SamplePlacer(dataset.read_into, indices) if offers(dataset, "read_into") else None
 
 
 def offers(dataset: Any, name: str) -> bool:

@@ -17,7 +17,7 @@ from penstock.order.generator_reads import watching_reads
 from penstock.order.global_generators import preserved_generators
 
 
-class Gate:
+class ThreadGate:
     """A lock for one or for many."""
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""What parent and nursery say to each other, with descriptors beside the words.
+"""What parent and fork server say to each other, with descriptors beside the words.
 
-parent -> nursery   ("fork", (modules, path, assignment)) + [channel, memory, parcel, extra...]
-parent -> nursery   ("import", (modules, path))
-nursery -> parent   ("ready", pid) ("imported", pid) ("exit", pid, status)
-nursery -> parent   ("forked", pid), or ("tainted" | "stale" | "refused", why)
+parent -> fork server   ("fork", (modules, path, assignment)) + [channel, memory, parcel, extra...]
+parent -> fork server   ("import", (modules, path))
+fork server -> parent   ("ready", pid) ("imported", pid) ("exit", pid, status)
+fork server -> parent   ("forked", pid), or ("tainted" | "stale" | "refused", why)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import struct
 from dataclasses import replace
 from typing import Any
 
-from penstock.engine.memory.messages import Assignment
+from penstock.engine.memory.messages import WorkerAssignment
 from penstock.engine.memory.shared_file import FileHandle
 
 _HEADER = struct.Struct("!II")
@@ -25,14 +25,14 @@ _MAX_FDS = 250
 _MAX_WAIT_MS = 60_000
 
 
-class Control:
+class ControlSocket:
     """One end of the control socket. Not safe for several threads at once: the holder locks."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 
     @classmethod
-    def from_fd(cls, fd: int) -> Control:
+    def from_fd(cls, fd: int) -> ControlSocket:
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
@@ -94,7 +94,7 @@ class Control:
         self._socket.close()
 
 
-def place_fds(assignment: Assignment, fds: list[int]) -> Assignment:
+def place_fds(assignment: WorkerAssignment, fds: list[int]) -> WorkerAssignment:
     """Put the received descriptor numbers into an assignment."""
     return replace(
         assignment,

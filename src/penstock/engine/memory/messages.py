@@ -1,9 +1,9 @@
 """What crosses a pipe: leases to a worker, replies from it; plain tuples, a few bytes each.
 
-    parent -> worker   [Lease | Fresh | Resume, ...]   load these parts, in this order; None: stop
-    worker -> parent   Reply                           one per lease, at once
-    worker -> parent   ("failed", report)              could not start at all
-    worker -> parent   ("note" | "tell", text)         something the user should know
+    parent -> worker   [Lease | NewEpoch | ResumeStream, ...]   load parts in order; None: stop
+    worker -> parent   Reply                                    one per lease, at once
+    worker -> parent   ("failed", report)                       it could not start
+    worker -> parent   ("note" | "tell", text)                  a message for the user
 
 The first page of the shared file is the control page: 64-bit cells that need no message. Behind it
 lies a ring for each worker, where it notes what it does (see
@@ -82,14 +82,14 @@ class Lease(NamedTuple):
         return self.rows if self.is_whole else len(self.index)
 
 
-class Fresh(NamedTuple):
+class NewEpoch(NamedTuple):
     """A new epoch of persistent workers, with the seed that torch's DataPipes share."""
 
     epoch: int
     shared_seed: int
 
 
-class Resume(NamedTuple):
+class ResumeStream(NamedTuple):
     """To a replacement, before its first lease: where its stream of an iterable dataset stood.
 
     ``state``: what the dataset said of itself; without one, ``num_batches`` are taken and dropped.
@@ -100,7 +100,7 @@ class Resume(NamedTuple):
     num_batches: int
 
 
-Errand = Lease | Fresh | Resume
+ParentMessage = Lease | NewEpoch | ResumeStream
 
 
 class Reply(NamedTuple):
@@ -130,7 +130,7 @@ class Reply(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class WorkerTask:
     """What a worker does, as plain values; travels once, inside the parcel's dataclass."""
 
     is_iterable: bool
@@ -142,7 +142,7 @@ class Task:
     has_limit: bool = False
     """Is it noted since when the user's code runs?"""
     num_indices: int | None = None
-    """See :class:`penstock.engine.loading.bad_samples.Careful`."""
+    """See :class:`penstock.engine.loading.bad_samples.BadSamplePolicy`."""
     obeys_init_seed: bool = True
     """Is a seed that worker_init_fn gives to torch kept?"""
     ring_bytes: int = 0
@@ -152,12 +152,12 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
+class WorkerAssignment:
     """Everything that makes a bare process into worker ``worker``."""
 
     worker: int
     num_workers: int
-    task: Task
+    task: WorkerTask
     parcel: Parcel
     memory: FileHandle
     surroundings: dict[str, Any]

@@ -5,8 +5,8 @@
 Nothing is loaded twice and nothing changes in the batches: positions and seeds go on where the
 inline part stopped. The dataset is serialised before the first sample, so that handles which it
 opens on first use are never sent; nor are they in later epochs, see
-:mod:`penstock.engine.parent.dataset_changes`. While a cold nursery warms up, inline loading goes
-on.
+:mod:`penstock.engine.parent.dataset_changes`. While a cold fork server warms up, inline loading
+goes on.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.engine.loading.fetch import call_user, getter, takes_batches
-from penstock.engine.parent import fork_server as nurseries
-from penstock.engine.parent.dataset_changes import Traces
+from penstock.engine.parent import fork_server as fork_servers
+from penstock.engine.parent.dataset_changes import DatasetChanges
 from penstock.engine.parent.inline_iterator import InlineIterator
 from penstock.engine.parent.iterator import LoaderIterator, Setup
 from penstock.engine.parent.worker_iterator import PooledIterator, travellers
@@ -30,7 +30,7 @@ from penstock.errors import CannotTravel
 from penstock.machine.host import queued_s
 
 GLANCE_FROM, GLANCE_AT, CLEARLY_SLOW_S = 1, 3, 1e-3
-"""If the second and third sample are clearly slow, a nursery may be started already, while the
+"""If the second and third sample are clearly slow, a fork server may be started already, while the
 first batch goes on. The very first call of anything is slower than the rest, and tells nothing."""
 SURE_FROM_S = 0.02
 """The question is first asked when inline loading has taken this long: shorter may be a first
@@ -78,7 +78,7 @@ class AuditionIterator(LoaderIterator):
         self,
         loader: Any,
         setup: Setup,
-        traces: Traces,
+        traces: DatasetChanges,
         decide: Decide,
         settle: Callable[[Setup], None],
     ) -> None:
@@ -89,7 +89,7 @@ class AuditionIterator(LoaderIterator):
         self._settle: Callable[[Setup], None] | None = settle
         self._pooled: PooledIterator | None = None
         self._is_settled = False
-        self._nursery: nurseries.Nursery | None = None
+        self._fork_server: fork_servers.ForkServer | None = None
         self._inline = _TimedInline(loader, setup, self._glance)
         vars(self).update({**vars(self._inline), **vars(self)})
         vars(self).pop("_glance_once")  # it is the inline part's, and would hold us
@@ -163,10 +163,10 @@ class AuditionIterator(LoaderIterator):
             self._warm_up(self._ask(Measured(sample_s=sample_s)))
 
     def _warm_up(self, setup: Setup) -> None:
-        if self._nursery is None and setup.start_method == "nursery":
+        if self._fork_server is None and setup.start_method == "forkserver":
             assert self._serialised is not None
-            self._nursery = nurseries.current_nursery()
-            self._nursery.prepare(self._serialised.modules, import_path())
+            self._fork_server = fork_servers.current_fork_server()
+            self._fork_server.prepare(self._serialised.modules, import_path())
 
     def _consider(self) -> None:
         if self._returned is not None:
@@ -180,7 +180,7 @@ class AuditionIterator(LoaderIterator):
         if not self._answer.num_workers:
             if self._num_questions == MAX_QUESTIONS:
                 self._close(self._answer)
-        elif self._nursery is None or self._nursery.is_warm():
+        elif self._fork_server is None or self._fork_server.is_warm():
             self._close(self._answer)
             self._traces.undo()
             self._pooled = PooledIterator.continuing(
@@ -209,7 +209,7 @@ class AuditionIterator(LoaderIterator):
         self._returned = None
         self._returned_ns = 0
         (self._pooled or self._inline)._reset(loader, first_iter)
-        self._turn_number = self._course.num_turns
+        self._turn_number = self._epoch_state.num_turns
 
     def _shutdown_workers(self) -> None:
         if self._pooled is not None:

@@ -142,7 +142,7 @@ HAS_POLL = hasattr(select, "poll")
 """Not on Windows, where a pipe is no file descriptor."""
 
 
-class Switchboard:
+class ChannelPoller:
     """Waits on all channels at once, without building a new selector each time."""
 
     def __init__(self, channels: list[Any]) -> None:

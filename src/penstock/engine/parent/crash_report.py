@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.parent.supervisor import Supervisor, Verdict
+from penstock.engine.parent.supervisor import RestartDecision, RestartPolicy
 from penstock.errors import PenstockError, SampleTimeout, Stuck, WorkerDied, WorkerTimeout
 
 _CAUSES = {
@@ -20,17 +20,17 @@ _CAUSES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class WorkerFault:
     """What is known about a worker that was lost.
 
     Args:
         how: "died"; "hung": a sample took longer than allowed; "silent": it does not take its work.
         index: The sample that it was loading, a list of them, or None.
         position: Where that stands in the epoch.
-        suspect: What is to blame, as :class:`penstock.engine.parent.supervisor.Supervisor` counts
-            it. stack: Where it stood, if it was alive. oom: What the kernel's own count says about
-            kills for want of memory; empty: none. peak_kb: The most memory each worker has held, as
-            far as known.
+        suspect: What is to blame, as :class:`penstock.engine.parent.supervisor.RestartPolicy`
+            counts it. stack: Where it stood, if it was alive. oom: What the kernel's own count says
+            about kills for want of memory; empty: none. peak_kb: The most memory each worker has
+            held, as far as known.
     """
 
     worker: int
@@ -47,8 +47,10 @@ class Fault:
     peak_kb: dict[int, int] = field(default_factory=dict)
 
 
-def write_obituary(
-    fault: Fault, verdict: Verdict = Verdict.RETRY, supervisor: Supervisor | None = None
+def describe_crash(
+    fault: WorkerFault,
+    verdict: RestartDecision = RestartDecision.RETRY,
+    supervisor: RestartPolicy | None = None,
 ) -> PenstockError:
     """The error for a lost worker, or what is logged when it is replaced."""
     sample, remedy = "", "DataLoader(..., num_workers=0), to see the error where it happens"
@@ -63,13 +65,13 @@ def write_obituary(
     elif fault.how == "hung" and fault.suspect is None:
         sample = " while it got ready (unpacking the dataset, or worker_init_fn)"
     end = {
-        Verdict.RETRY: "; another takes its place" if supervisor is not None else "",
-        Verdict.POISON: "; it is the second that was lost there",
-        Verdict.HELPLESS: "; a thread cannot be ended from outside",
-        Verdict.HOPELESS: "; like those before it, it was not ready yet",
-        Verdict.LIMIT: _limit(supervisor),
+        RestartDecision.RETRY: "; another takes its place" if supervisor is not None else "",
+        RestartDecision.POISON: "; it is the second that was lost there",
+        RestartDecision.HELPLESS: "; a thread cannot be ended from outside",
+        RestartDecision.HOPELESS: "; like those before it, it was not ready yet",
+        RestartDecision.LIMIT: _limit(supervisor),
     }[verdict]
-    if verdict is Verdict.POISON and fault.index is not None:
+    if verdict is RestartDecision.POISON and fault.index is not None:
         remedy += '; DataLoader(..., on_error="skip") leaves such samples out'
     facts: dict[str, Any] = {
         "worker": fault.worker,
@@ -92,7 +94,7 @@ def write_obituary(
     )
 
 
-def _memory(fault: Fault) -> str:
+def _memory(fault: WorkerFault) -> str:
     """Who held how much: as of each worker's last batch, so the last one's own growth is not in."""
     known = {worker: peak for worker, peak in fault.peak_kb.items() if peak > 0}
     if not known:
@@ -101,7 +103,7 @@ def _memory(fault: Fault) -> str:
     return f"The most that each held up to its last batch: {each}."
 
 
-def _limit(supervisor: Supervisor | None) -> str:
+def _limit(supervisor: RestartPolicy | None) -> str:
     if supervisor is None or not supervisor.max_restarts:
         return ""
     return (
@@ -119,13 +121,13 @@ def _how_it_ended(exit_code: int | None) -> tuple[str, str | None]:
             name = f"signal {-exit_code}"
         return f"is killed by signal: {name}", _CAUSES.get(name)
     if exit_code is None:
-        return "is gone; how is not known", "the nursery, which would know, does not answer."
+        return "is gone; how is not known", "the fork server, which would know, does not answer."
     how = f"exited unexpectedly with exit code {exit_code}"
     return how, "user code called os._exit or sys.exit, or the interpreter itself stopped."
 
 
 def _write_hang(
-    fault: Fault, sample: str, end: str, remedy: str, facts: dict[str, Any]
+    fault: WorkerFault, sample: str, end: str, remedy: str, facts: dict[str, Any]
 ) -> SampleTimeout:
     what = "has stood still" if fault.how == "hung" else "has not taken its work"
     return SampleTimeout(
@@ -138,7 +140,9 @@ def _write_hang(
     )
 
 
-def write_timeout(timeout_s: float, batch: int, busy: dict[int, tuple[Any, str]]) -> WorkerTimeout:
+def describe_timeout(
+    timeout_s: float, batch: int, busy: dict[int, tuple[Any, str]]
+) -> WorkerTimeout:
     """The error for a batch that is late; ``busy``: each worker's sample, and where it stands."""
     places = [
         f"worker {worker} is at {'no sample' if index is None else f'sample {index!r}'}\n{stack}"
@@ -153,7 +157,7 @@ def write_timeout(timeout_s: float, batch: int, busy: dict[int, tuple[Any, str]]
     )
 
 
-def write_stuck(what: str, seconds: float, stacks: str) -> Stuck:
+def describe_stuck(what: str, seconds: float, stacks: str) -> Stuck:
     """The error for a wait of our own that has no end."""
     return Stuck(
         f"nothing has happened for {seconds:.0f} s: {what}. Where everybody stands:\n{stacks}",

@@ -18,7 +18,7 @@ _MAX_PARTS = 1000
 _ABSENT = object()
 
 
-class Traces:
+class DatasetChanges:
     """Attributes that were bound while the dataset was loaded from here."""
 
     def __init__(self, dataset: Any) -> None:

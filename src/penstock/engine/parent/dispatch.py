@@ -1,6 +1,7 @@
 """Batches in order: cuts them into parts, leases parts to workers, puts results together.
 
-    indices -> Job (one batch) -> Lease per part -> workers ... Reply per part -> Job done -> batch
+    indices -> PendingBatch (one batch) -> Lease per part -> workers ... Reply per part ->
+    PendingBatch done -> batch
 
 The order of delivery is the order of the sampler, whatever the order of arrival. Which worker loads
 which part changes nothing in the batch when randomness belongs to the sample; with randomness of
@@ -15,20 +16,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.engine.loading.bad_samples import poison_among
-from penstock.engine.memory.messages import EPOCH_CELL, Fresh, Lease, Reply, Task
+from penstock.engine.memory.messages import EPOCH_CELL, Lease, NewEpoch, Reply, WorkerTask
 from penstock.engine.memory.ring import Ring, Slot
-from penstock.engine.parent.crash_report import Fault
+from penstock.engine.parent.crash_report import WorkerFault
 from penstock.engine.parent.iterator import Setup
-from penstock.engine.parent.leases import Turns
-from penstock.engine.parent.pending_batch import Job
+from penstock.engine.parent.leases import LeaseQueue
+from penstock.engine.parent.pending_batch import PendingBatch
 from penstock.engine.parent.pools import Death, Pool
-from penstock.engine.parent.restarts import Recovery
+from penstock.engine.parent.restarts import WorkerRestarts
 from penstock.engine.pickling.exceptions import ErrorReport, rebuild
 from penstock.errors import PenstockError, warn_user
-from penstock.planning.prefetch_depth import Pace
+from penstock.planning.prefetch_depth import PrefetchDepth
 
 
-class Delivery:
+class Dispatcher:
     """Runs the epochs of one loader over one pool.
 
     Args:
@@ -45,7 +46,7 @@ class Delivery:
         pool: Pool,
         ring: Ring,
         cells: memoryview,
-        task: Task,
+        task: WorkerTask,
         setup: Setup,
         can_split: bool,
         timeout_s: float,
@@ -62,22 +63,22 @@ class Delivery:
         self._in_order = setup.in_order
         self._timeout_s, self._on_state = timeout_s, on_state
         self._num_workers = len(pool.processes)
-        self._crew = setup.log.hire(cells, task.ring_bytes, self._num_workers)
-        self._pace = Pace(setup.depth, self._num_workers)
+        self._worker_rings = setup.log.hire(cells, task.ring_bytes, self._num_workers)
+        self._pace = PrefetchDepth(setup.depth, self._num_workers)
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
-        self._turns = Turns(self._num_workers, in_turn=not task.per_sample)
+        self._lease_queue = LeaseQueue(self._num_workers, in_turn=not task.per_sample)
         self.num_empty = 0
         """Batches of which nothing was left, since somebody last looked."""
-        self._recovery = Recovery(
+        self._recovery = WorkerRestarts(
             pool=pool,
-            turns=self._turns,
+            turns=self._lease_queue,
             cells=cells,
             limits=setup.limits,
             task=task,
             poisoned=setup.on_poison,
             restarted=setup.on_restart,
         )
-        self._jobs: dict[tuple[int, int], Job] = {}
+        self._jobs: dict[tuple[int, int], PendingBatch] = {}
         self._failure: BaseException | None = None
         self.is_closed = False
         self.epoch = -1
@@ -91,7 +92,7 @@ class Delivery:
         self._num_open = 0
         self._has_more = True
         self._sampler_error: BaseException | None = None
-        self._turns.begin()
+        self._lease_queue.begin()
 
     def start_epoch(
         self,
@@ -113,20 +114,20 @@ class Delivery:
             position_of: From a place in the stream to the position in the epoch.
         """
         self.epoch += 1
-        self._setup.log.begin_pass(self._crew, self.epoch)
+        self._setup.log.begin_pass(self._worker_rings, self.epoch)
         self._key_epoch, self._position_of = epoch, position_of
         self._cells[EPOCH_CELL] = self.epoch
         for key in [key for key, job in self._jobs.items() if job.is_done]:
             self.ring.give_back(self._jobs.pop(key).slot)  # loaded, but nobody took it
         fresh = None
         if shared_seed is not None and self.epoch > 0:
-            fresh = Fresh(self.epoch, shared_seed)
+            fresh = NewEpoch(self.epoch, shared_seed)
             for worker in range(self._num_workers):
                 self._pool.send(worker, [fresh])
         self._recovery.begin(self.epoch, fresh)
         self._indices = indices
         self._begin()
-        self._turns.begin(first_worker)
+        self._lease_queue.begin(first_worker)
         self._place = place
         self._lease()
 
@@ -156,7 +157,7 @@ class Delivery:
                 if self._sampler_error is not None:
                     error, self._sampler_error = self._sampler_error, None
                     raise error
-                if not self._has_more or not self._turns.has_active:
+                if not self._has_more or not self._lease_queue.has_active:
                     raise StopIteration
                 self._lease(must=True)  # there was no room; views of batches may be gone by now
                 continue
@@ -181,7 +182,7 @@ class Delivery:
         if room < max(1, limit // 4) and self._num_open:
             return  # a few at a time: one message then carries several leases
         outgoing: dict[int, list[Lease]] = {}
-        while room > 0 and self._has_more and self._turns.has_active:
+        while room > 0 and self._has_more and self._lease_queue.has_active:
             slot = self.ring.take_if_any()
             if slot is None:
                 self._setup.log.refuse(self.ring.num_slots)
@@ -202,12 +203,12 @@ class Delivery:
         for worker, leases in outgoing.items():
             self._pool.send(worker, leases)
 
-    def _open_job(self, index: Any, slot: Slot) -> Job:
+    def _open_job(self, index: Any, slot: Slot) -> PendingBatch:
         if self._task.auto_collation and not hasattr(index, "__getitem__"):
             index = list(index)  # a set or an iterator: torch takes those too
         rows = len(index) if self._task.auto_collation else 1
         position = self._place if self._position_of is None else self._position_of(self._place)
-        job = Job(self.epoch, self._sent, index, position, rows, slot)
+        job = PendingBatch(self.epoch, self._sent, index, position, rows, slot)
         self._jobs[job.epoch, job.number] = job
         self._sent += 1
         self._num_open += 1
@@ -215,7 +216,7 @@ class Delivery:
         self._pace.open_batch(rows)
         return job
 
-    def _cut(self, job: Job) -> Iterator[tuple[int, Lease]]:
+    def _cut(self, job: PendingBatch) -> Iterator[tuple[int, Lease]]:
         num_parts = 1
         if self._can_split:
             num_parts = self._pace.num_parts(
@@ -226,7 +227,7 @@ class Delivery:
         for part in range(num_parts):
             yield self._make_lease(job, part)
 
-    def _make_lease(self, job: Job, part: int) -> tuple[int, Lease]:
+    def _make_lease(self, job: PendingBatch, part: int) -> tuple[int, Lease]:
         first, last = job.parts[part]
         is_whole = len(job.parts) == 1
         part_of_it = job.index if is_whole else job.index[first:last]
@@ -248,7 +249,7 @@ class Delivery:
         if self._setup.poison:
             indices = part_of_it if self._task.auto_collation else [part_of_it]
             lease = lease._replace(bad=poison_among(self._setup.poison, indices))
-        return self._turns.give(lease, limit), lease
+        return self._lease_queue.give(lease, limit), lease
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -294,7 +295,7 @@ class Delivery:
             for fault in faults:
                 self._replace(fault)
 
-    def _replace(self, fault: Fault) -> None:
+    def _replace(self, fault: WorkerFault) -> None:
         """Another worker takes over what a lost one owed."""
         worker = fault.worker
         try:
@@ -303,10 +304,10 @@ class Delivery:
             self._fail(error)
         else:
             self._layouts[worker] = {}
-            for lease in self._turns.owed(worker):
+            for lease in self._lease_queue.owed(worker):
                 if lease.epoch != self.epoch:
                     self._take(worker, Reply(*lease.key, "dropped", None, 0, 0))
-            self._pool.send(worker, [*preface, *self._turns.owed(worker)])
+            self._pool.send(worker, [*preface, *self._lease_queue.owed(worker)])
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
@@ -316,7 +317,7 @@ class Delivery:
     def _take(self, worker: int, reply: Reply) -> None:
         job = self._jobs[reply.epoch, reply.job]
         first, last = job.parts[reply.part]
-        self._turns.take_back(worker, reply.key)
+        self._lease_queue.take_back(worker, reply.key)
         if self._task.is_iterable:
             self._recovery.heard(worker, reply)
         self.ring.fit(reply.needed_bytes)
@@ -339,10 +340,10 @@ class Delivery:
         else:
             job.is_done = True
             if reply.kind == "end":
-                self._turns.retire(worker)
+                self._lease_queue.retire(worker)
             self._pace.adapt(reply.needed_bytes)
 
-    def _redo(self, job: Job) -> None:
+    def _redo(self, job: PendingBatch) -> None:
         if not self.ring.fits(job.slot):
             self.ring.give_back(job.slot)
             job.slot = self.ring.take()
@@ -352,7 +353,7 @@ class Delivery:
 
     # -- delivering ------------------------------------------------------------------------------
 
-    def _ready_job(self) -> Job | None:
+    def _ready_job(self) -> PendingBatch | None:
         if self._in_order:
             job = self._jobs.get((self.epoch, self._next))
             return job if job is not None and job.is_done else None
@@ -361,7 +362,7 @@ class Delivery:
                 return job
         return None
 
-    def _close_job(self, job: Job, *, keep_slot: bool = False) -> None:
+    def _close_job(self, job: PendingBatch, *, keep_slot: bool = False) -> None:
         del self._jobs[job.epoch, job.number]
         self._num_open -= 1
         if self._in_order:
@@ -369,7 +370,7 @@ class Delivery:
         if not keep_slot:
             self.ring.give_back(job.slot)
 
-    def _deliver(self, job: Job) -> Any:
+    def _deliver(self, job: PendingBatch) -> Any:
         try:
             if job.bad:
                 self._setup.on_bad(job.bad)
@@ -379,7 +380,7 @@ class Delivery:
             self._close_job(job)
             self._lease()
             raise
-        self._setup.log.deliver(job.epoch, job.number, job.rows, self._crew, self._jobs)
+        self._setup.log.deliver(job.epoch, job.number, job.rows, self._worker_rings, self._jobs)
         self.ring.has_lent_pinned = False
         batch, keep_slot = job.open(self.ring)
         state = job.replies[0].state
@@ -392,7 +393,7 @@ class Delivery:
     def close(self) -> None:
         """Stop the workers and let go of the memory. Batches that the user holds stay valid."""
         self._pool.stop()
-        self._setup.log.dismiss(self._crew)
+        self._setup.log.dismiss(self._worker_rings)
         self._jobs.clear()
         self._num_open, self._has_more = 0, False
         self.ring.close()

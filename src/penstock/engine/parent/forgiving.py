@@ -10,10 +10,10 @@ from typing import Any
 
 from penstock.engine.loading.bad_sample_file import BadSample
 from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES, ON_ERROR, OnError
-from penstock.engine.parent.bad_sample_log import BadBook
-from penstock.engine.parent.restarts import Limits
+from penstock.engine.parent.bad_sample_log import BadSampleLog
+from penstock.engine.parent.restarts import RestartLimits
 from penstock.errors import BadArgument
-from penstock.order.epoch_state import Course
+from penstock.order.epoch_state import EpochState
 from penstock.order.keys import checked_count
 from penstock.order.samplers import SeededOrder
 
@@ -25,7 +25,7 @@ class Forgiving:
     sampler: Any
     batch_sampler: Any
     batch_size: int | None
-    _course: Course
+    _epoch_state: EpochState
     _num_samples: Callable[[], int | None]
 
     def _settle_faults(
@@ -44,7 +44,7 @@ class Forgiving:
         self.max_restarts = checked_count("max_restarts", max_restarts, 0, 1_000_000)
         self.sample_timeout_s = _checked_seconds(sample_timeout_s)
         file = None if bad_samples_file is None else os.fspath(bad_samples_file)
-        self._bad = BadBook(max_bad, file)
+        self._bad = BadSampleLog(max_bad, file)
         self.num_restarts = 0
         """Workers that were lost and replaced so far."""
 
@@ -72,15 +72,18 @@ class Forgiving:
     def _fault_setup(self) -> dict[str, Any]:
         """What the engine is told, by the names in its Setup."""
         is_tolerant = self.on_error != "raise"
-        book, course = self._bad, self._course  # they outlive the loader of `for x in DataLoader()`
+        book, epoch_state = (
+            self._bad,
+            self._epoch_state,
+        )  # they outlive the loader of `for x in DataLoader()`
         num_samples = self._num_expected() if is_tolerant else None
 
         def end_epoch(num_batches: int) -> None:
-            if not course.start:  # of one that was resumed, a part was delivered before
-                book.end_epoch(course.epoch, num_batches)
+            if not epoch_state.start:  # of one that was resumed, a part was delivered before
+                book.end_epoch(epoch_state.epoch, num_batches)
 
         return {
-            "limits": Limits(
+            "limits": RestartLimits(
                 max_restarts=self.max_restarts,
                 sample_timeout_s=self.sample_timeout_s,
                 is_tolerant=is_tolerant,
@@ -89,7 +92,7 @@ class Forgiving:
             "on_error": self.on_error,
             "num_indices": self._num_substitutes() if self.on_error == "replace" else None,
             "poison": book.poison,
-            "on_bad": lambda found: book.take(found, course.epoch, num_samples),
+            "on_bad": lambda found: book.take(found, epoch_state.epoch, num_samples),
             "on_poison": book.poisoned,
             "on_restart": weakly(self._count_restart),
             "on_end": end_epoch,

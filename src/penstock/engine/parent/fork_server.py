@@ -1,7 +1,7 @@
-"""The nursery, seen from the parent: a clean process that forks workers in milliseconds.
+"""The fork server, seen from the parent: a clean process that forks workers in milliseconds.
 
-One nursery per process, started with the first loader that has workers, warm from then on. It has
-imported torch, has one thread and has never touched a GPU, so forking it is safe whatever the
+One fork server per process, started with the first loader that has workers, warm from then on. It
+has imported torch, has one thread and has never touched a GPU, so forking it is safe whatever the
 parent holds: threads, a GPU context, a notebook.
 """
 
@@ -26,8 +26,8 @@ from typing import Any
 
 import psutil
 
-from penstock.engine.memory.control_socket import Control
-from penstock.engine.memory.messages import Assignment
+from penstock.engine.memory.control_socket import ControlSocket
+from penstock.engine.memory.messages import WorkerAssignment
 from penstock.engine.pickling.environment import THREAD_LIMITS, import_path
 from penstock.errors import StartFailed
 
@@ -35,7 +35,8 @@ if sys.platform == "win32":  # pragma: no cover
     from penstock.engine.memory import windows_pipes as windows
 
 START_LIMIT_S = 120.0
-"""How long a nursery may take to import torch; 2 s is usual, a cold network disk takes a minute."""
+"""How long a fork server may take to import torch; 2 s is usual, a cold network disk takes a
+minute."""
 ANSWER_LIMIT_S = 120.0
 """It also imports the user's modules while we wait."""
 STOPPED_LIMIT_S = 10.0
@@ -43,11 +44,11 @@ STOPPED_LIMIT_S = 10.0
 _log = logging.getLogger("penstock")
 
 
-class NurseryWorker:
-    """A worker that the nursery forked: what multiprocessing's Process would offer."""
+class ForkedWorker:
+    """A worker that the fork server forked: what multiprocessing's Process would offer."""
 
-    def __init__(self, nursery: Nursery, pid: int, name: str) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer, pid: int, name: str) -> None:
+        self._fork_server = fork_server
         self._code: int | None = None
         self.pid = pid
         self.name = name
@@ -59,28 +60,28 @@ class NurseryWorker:
 
     def _wait(self, wait_s: float) -> int | None:
         if self._code is None:
-            self._code = self._nursery.exit_code(self.pid, wait_s)
+            self._code = self._fork_server.exit_code(self.pid, wait_s)
             if self._code is not None:
-                self._nursery.forget(self.pid)
+                self._fork_server.forget(self.pid)
         return self._code
 
     @property
     def is_orphaned(self) -> bool:
-        """Has the nursery gone, and taken this worker with it?"""
-        return self._nursery.is_lost
+        """Has the fork server gone, and taken this worker with it?"""
+        return self._fork_server.is_lost
 
     def is_alive(self) -> bool:
         return self.exitcode is None and not self._is_zombie()
 
     def _is_zombie(self) -> bool:
-        """Has it ended although the nursery, which is stopped or busy, does not say so?"""
+        """Has it ended although the fork server, which is stopped or busy, does not say so?"""
         try:
             return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False  # it was reaped, and the report is on its way
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end; without a timeout until the worker or the nursery is gone."""
+        """Wait for the end; without a timeout until the worker or the fork server is gone."""
         limit = time.monotonic() + timeout if timeout is not None else None
         while self._wait(0.2 if limit is None else limit - time.monotonic()) is None:
             if limit is not None and time.monotonic() >= limit:
@@ -98,19 +99,19 @@ class NurseryWorker:
                 os.kill(self.pid, number)
 
 
-class Nursery:
-    """The parent's end of one nursery process. All methods may be called from any thread."""
+class ForkServer:
+    """The parent's end of one fork server process. All methods may be called from any thread."""
 
     def __init__(self, without: frozenset[str] = frozenset()) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._control = Control(ours)
+        self._control = ControlSocket(ours)
         self._without = without
         self._lock = threading.RLock()
         self._exit_codes: dict[int, int] = {}
         self.is_lost = self.was_killed = False
         self._owner = os.getpid()
         try:
-            self._process = start_child(f"nursery_main({theirs.fileno()})", (theirs.fileno(),))
+            self._process = start_child(f"fork_server_main({theirs.fileno()})", (theirs.fileno(),))
         except BaseException:
             ours.close()
             raise
@@ -128,14 +129,14 @@ class Nursery:
         """Did it come up, and has it been lost since?"""
         return self._is_ready and self.is_lost
 
-    def fork(self, assignment: Assignment, fds: list[int], name: str) -> NurseryWorker:
+    def fork(self, assignment: WorkerAssignment, fds: list[int], name: str) -> ForkedWorker:
         """One new worker.
 
         Args:
             fds: The channel, the shared memory, the parcel, then what travels beside the parcel.
 
         Raises:
-            StartFailed: The nursery is gone, or must be replaced (``.unfit``: leave these out).
+            StartFailed: The fork server is gone, or must be replaced (``.unfit``: leave these out).
         """
         modules = tuple(
             module for module in assignment.parcel.modules if module[0] not in self._without
@@ -153,14 +154,14 @@ class Nursery:
             kind, value = self._answer({"forked", "tainted", "stale", "refused"}, ANSWER_LIMIT_S)
             if kind == "refused":
                 raise StartFailed(
-                    f"the nursery could not start a worker: {value}",
+                    f"the fork server could not start a worker: {value}",
                     likely="the limit on processes (ulimit -u, a cgroup's pids.max) or on memory.",
                     remedy="DataLoader(..., num_workers=1)",
                 )
             if kind in ("tainted", "stale"):
                 unfit = tuple(name for name, _ in modules) if kind == "tainted" else ()
-                raise StartFailed(f"the nursery cannot fork: {value}", unfit=unfit)
-            return NurseryWorker(self, value, name)
+                raise StartFailed(f"the fork server cannot fork: {value}", unfit=unfit)
+            return ForkedWorker(self, value, name)
 
     def prepare(self, modules: tuple[tuple[str, int], ...], path: list[str]) -> None:
         """Ask for the user's modules ahead of the first fork; does not wait. See is_warm."""
@@ -171,7 +172,7 @@ class Nursery:
                 self._control.send(("import", (modules, path)))
 
     def is_warm(self) -> bool:
-        """Would a fork be answered at once? A nursery that is lost answers at once, too."""
+        """Would a fork be answered at once? A fork server that is lost answers at once, too."""
         with self._lock:
             with suppress(StartFailed):
                 while not self.is_lost and self._control.is_readable(0.0):
@@ -187,7 +188,7 @@ class Nursery:
                 if pid in self._exit_codes:
                     return self._exit_codes[pid]
                 if self.is_lost:
-                    return -int(signal.SIGKILL)  # it dies with its nursery (PDEATHSIG)
+                    return -int(signal.SIGKILL)  # it dies with its fork server (PDEATHSIG)
             left = limit - time.monotonic()
             if left <= 0:
                 return None
@@ -204,7 +205,7 @@ class Nursery:
             self.close()
 
     def close(self) -> None:
-        """End the nursery and every worker of it."""
+        """End the fork server and every worker of it."""
         if self._owner != os.getpid():
             return  # a forked child of the user's: not its to end
         with self._lock:
@@ -273,14 +274,14 @@ class Nursery:
             self._process.kill()
             state, likely = "does not answer", "it was stopped (SIGSTOP, a debugger, a frozen "
             likely += "container), or importing torch takes that long here."
-            _log.warning("the nursery process (pid %d) %s: %s", self._process.pid, state, why)
+            _log.warning("the fork server process (pid %d) %s: %s", self._process.pid, state, why)
         elif code < 0:
             state, likely = f"was ended by signal {-code}", "something killed it."
         else:
             state, likely = f"is gone (exit code {code})", "its own error is printed above: "
             likely += "importing torch in a fresh Python fails."
         raise StartFailed(
-            f"the nursery process (pid {self._process.pid}) {state}: {why}",
+            f"the fork server process (pid {self._process.pid}) {state}: {why}",
             likely=likely,
             remedy=f'{sys.executable} -c "import torch", or DataLoader(..., pool="thread")',
         )
@@ -290,7 +291,7 @@ def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     """Start a Python that runs ``boot.<call>`` and never the user's main module."""
     code = (
         f"import sys; sys.path[:] = {import_path()!r}; "
-        f"from penstock.engine.start import boot; boot.{call}"
+        f"from penstock.engine.worker import main; main.{call}"
     )
     environ = dict(os.environ, PYTHONHASHSEED=os.environ.get("PYTHONHASHSEED", "0"))
     environ.update(dict.fromkeys(THREAD_LIMITS, "1"))
@@ -324,55 +325,58 @@ def _sigint_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_current: Nursery | None = None
+_current: ForkServer | None = None
 _owner = 0
 _guard = threading.Lock()
 _tainted: set[str] = set()
 
 
-def current_nursery() -> Nursery:
-    """This process's nursery; a new one when there is none, or it was lost, or we were forked."""
+def current_fork_server() -> ForkServer:
+    """This process's fork server; a new one when there is none, or it was lost, or we were
+    forked."""
     global _current, _owner
     with _guard:
         if _current is None or _current.is_lost or _owner != os.getpid():
-            _current, _owner = Nursery(frozenset(_tainted)), os.getpid()
+            _current, _owner = ForkServer(frozenset(_tainted)), os.getpid()
         return _current
 
 
 def warm_up(pool: str, start_method: str) -> None:
-    """Start the nursery for a loader that will need it: it imports torch while the program goes on.
+    """Start the fork server for a loader that will need it: it imports torch while the program goes
+    on.
 
     Never fails: the first worker says what is wrong. Not in a child that imports a module with a
     loader at its top level, to find a class in it: nobody will iterate over that one.
     """
     is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     is_child = is_importing or "penstock.engine.worker.main" in sys.modules
-    if pool == "process" and start_method == "nursery" and not is_child:
+    if pool == "process" and start_method == "forkserver" and not is_child:
         with suppress(OSError, StartFailed):
-            current_nursery()
+            current_fork_server()
 
 
-def replace_nursery(nursery: Nursery, without: tuple[str, ...]) -> None:
-    """Give up a nursery that is unfit to fork; the next one leaves the modules ``without`` out."""
+def replace_fork_server(fork_server: ForkServer, without: tuple[str, ...]) -> None:
+    """Give up a fork server that is unfit to fork; the next one leaves the modules ``without``
+    out."""
     global _current
     with _guard:
         _tainted.update(without)
-        if _current is nursery:
+        if _current is fork_server:
             _current = None
-        _retired.add(nursery)
+        _retired.add(fork_server)
 
 
-_retired: weakref.WeakSet[Nursery] = weakref.WeakSet()
+_retired: weakref.WeakSet[ForkServer] = weakref.WeakSet()
 
 
-def close_nursery() -> None:
-    """End this process's nursery now. A later loader starts a new one."""
+def close_fork_server() -> None:
+    """End this process's fork server now. A later loader starts a new one."""
     global _current
     with _guard:
-        closing = [nursery for nursery in (_current, *_retired) if nursery is not None]
+        closing = [fork_server for fork_server in (_current, *_retired) if fork_server is not None]
         _current = None
-    for nursery in closing:
-        nursery.close()
+    for fork_server in closing:
+        fork_server.close()
 
 
 def _forget_after_fork() -> None:
@@ -382,6 +386,6 @@ def _forget_after_fork() -> None:
     _current = None
 
 
-atexit.register(close_nursery)
+atexit.register(close_fork_server)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_after_fork)

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import dataloader as torch_loader
 
 from penstock.engine.loading import collate
-from penstock.engine.loading.bad_samples import Careful, Poison, poison_among
+from penstock.engine.loading.bad_samples import BadSamplePolicy, Poison, poison_among
 from penstock.engine.loading.fetch import (
     AllBad,
     Exhausted,
@@ -78,9 +78,9 @@ class InlineIterator(LoaderIterator):
             self._gatherer = find_gatherer(self._dataset)
         can_batch = takes_batches(self._dataset)
         self._is_plain = self._collates_by_default and self._auto_collation and not can_batch
-        self._careful: Careful | None = None
+        self._bad_policy: BadSamplePolicy | None = None
         if setup.on_error != "raise":
-            self._careful = Careful(
+            self._bad_policy = BadSamplePolicy(
                 setup.on_error,
                 self._dataset,
                 seed=self._base_seed,
@@ -101,23 +101,23 @@ class InlineIterator(LoaderIterator):
         self._position_at = self._position_of()
         if self._randomness is not None:
             assert self._collate_randomness is not None
-            self._randomness.begin(self._course.key_epoch)
-            self._collate_randomness.begin(self._course.key_epoch)
+            self._randomness.begin(self._epoch_state.key_epoch)
+            self._collate_randomness.begin(self._epoch_state.key_epoch)
         self._stream: Stream | None = None
         if self._dataset_kind == torch_loader._DatasetKind.Iterable:
-            if 0 in self._course.streams:  # resumed: it goes on by itself
+            if 0 in self._epoch_state.streams:  # resumed: it goes on by itself
                 dataset: Any = self._dataset
-                dataset.load_state_dict(self._course.streams[0])
+                dataset.load_state_dict(self._epoch_state.streams[0])
             self._stream = Stream(
                 self._dataset,
                 auto_collation=self._auto_collation,
                 drop_last=self._drop_last,
-                take_next=self._careful.next_of if self._careful is not None else None,
+                take_next=self._bad_policy.next_of if self._bad_policy is not None else None,
             )
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._setup.turn()
-        self._turn_number = self._course.num_turns
+        self._turn_number = self._epoch_state.num_turns
         super()._reset(loader, first_iter)
         self._begin()
 
@@ -161,8 +161,8 @@ class InlineIterator(LoaderIterator):
 
     def _load_somehow(self, index: Any) -> Any:
         """As usual; one sample at a time if one of them is bad, or known to be poison."""
-        careful, place = self._careful, self._place
-        if careful is None or self._stream is not None:
+        bad_policy, place = self._bad_policy, self._place
+        if bad_policy is None or self._stream is not None:
             return self._load(index)
         poison = poison_among(self._setup.poison, index if self._auto_collation else [index])
         if not poison:
@@ -170,11 +170,11 @@ class InlineIterator(LoaderIterator):
                 return self._load(index)
             except Exception:
                 self._place = place
-        return self._load_carefully(index, careful, poison)
+        return self._load_carefully(index, bad_policy, poison)
 
     def _tell_bad(self) -> None:
-        if self._careful is not None and self._careful.found:
-            found, self._careful.found = self._careful.found, []
+        if self._bad_policy is not None and self._bad_policy.found:
+            found, self._bad_policy.found = self._bad_policy.found, []
             self._setup.on_bad(found)
 
     def _load(self, index: Any) -> Any:
@@ -205,7 +205,7 @@ class InlineIterator(LoaderIterator):
             return collate.default_collate(samples, indices)
         return self._collate_fn(samples)
 
-    def _load_carefully(self, index: Any, careful: Careful, poison: Poison) -> Any:
+    def _load_carefully(self, index: Any, bad_policy: BadSamplePolicy, poison: Poison) -> Any:
         """One sample at a time, in spite of bad ones."""
         get = one_getter(self._dataset)
         indices = list(index) if self._auto_collation else [index]
@@ -217,7 +217,9 @@ class InlineIterator(LoaderIterator):
             def call(function: Callable[[Any], Any], one: Any, position: int) -> Any:
                 return call_user(function, one, position, self._randomness)
 
-            samples = careful.samples(call, get, placed, self._course.key_epoch, indices, poison)
+            samples = bad_policy.samples(
+                call, get, placed, self._epoch_state.key_epoch, indices, poison
+            )
             if not samples:
                 raise AllBad
             whole = samples if self._auto_collation else samples[0]

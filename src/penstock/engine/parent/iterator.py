@@ -18,16 +18,16 @@ from torch.utils.data import dataloader as torch_loader
 
 from penstock.engine.loading.bad_samples import OnError
 from penstock.engine.memory.pinned_ring import Pinner
-from penstock.engine.parent.restarts import Limits
+from penstock.engine.parent.restarts import RestartLimits
 from penstock.errors import DeviceFailed
-from penstock.order.epoch_state import Course, Walk
+from penstock.order.epoch_state import EpochIndices, EpochState
 from penstock.trace.record import now_ns
 from penstock.trace.recorder import Recorder
 
 Effect = Callable[[], None]
 
 
-class Courier(Protocol):
+class Prefetcher(Protocol):
     """Brings batches to where they are used, some of them ahead of time."""
 
     def next(
@@ -43,7 +43,7 @@ class Courier(Protocol):
         """Another epoch begins: forget what is under way."""
 
 
-class Watch(Protocol):
+class GpuWatcher(Protocol):
     """Notes what a device does while batches are handed out."""
 
     def begin_step(self, batch: int) -> None:
@@ -71,7 +71,7 @@ class Setup:
     in_order: bool
     tell: Callable[[str], None] = lambda note: None
     """Takes notes about what was done where something is not as usual, for the user's plan."""
-    course: Course | None = None
+    epoch_state: EpochState | None = None
     """Epoch, seeds and progress, shared with the loader; None: this iterator counts for itself."""
     turn: Callable[[], None] = lambda: None
     """Turns the course to the next epoch."""
@@ -81,17 +81,18 @@ class Setup:
     """Is a seed that worker_init_fn gives to torch kept, though bits then depend on workers?"""
     pinner: Pinner | None = None
     """Pins the memory of batches; None: they lie in ordinary memory."""
-    make_courier: Callable[[Any], Courier] | None = None
+    make_prefetcher: Callable[[Any], Prefetcher] | None = None
     """Makes what brings batches to a device; None: they are handed out as they are."""
-    make_watch: Callable[..., Watch] | None = None
+    make_watch: Callable[..., GpuWatcher] | None = None
     """Makes what notes when a device copies and computes; None: no device is known here."""
     log: Recorder = field(default_factory=Recorder)
     """Takes notes of what is done when, for the timeline."""
-    limits: Limits = field(default_factory=Limits)
+    limits: RestartLimits = field(default_factory=RestartLimits)
     """When a worker that is lost ends the epoch."""
     on_error: OnError = "raise"
     num_indices: int | None = None
-    """Where substitutes come from: see :class:`penstock.engine.loading.bad_samples.Careful`."""
+    """Where substitutes come from: see
+    :class:`penstock.engine.loading.bad_samples.BadSamplePolicy`."""
     poison: dict[Any, Exception] = field(default_factory=dict)
     on_bad: Callable[[list[Any]], None] = lambda found: None
     on_poison: Callable[[Any, Exception], None] = lambda index, error: None
@@ -115,13 +116,15 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
     def _enter(self, setup: Setup) -> None:
         """Take over what the loader asks, after torch's own beginning."""
         self._setup = setup
-        self._course = setup.course or Course(None)
-        self._base_seed = self._course.settle_base(self._base_seed)
-        self._turn_number = self._course.num_turns
-        self._watch: Watch | None = None
+        self._epoch_state = setup.epoch_state or EpochState(None)
+        self._base_seed = self._epoch_state.settle_base(self._base_seed)
+        self._turn_number = self._epoch_state.num_turns
+        self._watch: GpuWatcher | None = None
         if setup.make_watch is not None and setup.log.ring is not None:
             self._watch = setup.make_watch(setup.log.on_device, is_asked=setup.log.keeps_all)
-        self._courier = None if setup.make_courier is None else setup.make_courier(self._watch)
+        self._prefetcher = (
+            None if setup.make_prefetcher is None else setup.make_prefetcher(self._watch)
+        )
         self._returned_ns = 0
         self._effects: list[Effect] = []
         """Of the batch that is being taken. One list, shared by those that take over from each
@@ -129,12 +132,14 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         self._lost: DeviceFailed | None = None
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        courier: Courier | None = getattr(self, "_courier", None)  # torch resets before we enter
-        if courier is not None:
-            courier.reset()
+        prefetcher: Prefetcher | None = getattr(
+            self, "_prefetcher", None
+        )  # torch resets before we enter
+        if prefetcher is not None:
+            prefetcher.reset()
             self._effects.clear()
             self._lost = None
-        watch: Watch | None = getattr(self, "_watch", None)
+        watch: GpuWatcher | None = getattr(self, "_watch", None)
         if watch is not None:
             watch.reset()
         self._returned_ns = 0
@@ -142,7 +147,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
 
     def _position_of(self) -> Callable[[int], int] | None:
         walk = self._index_sampler
-        return walk.positions() if isinstance(walk, Walk) else None
+        return walk.positions() if isinstance(walk, EpochIndices) else None
 
     def __next__(self) -> Any:
         log, watch = self._setup.log, self._watch
@@ -161,8 +166,8 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
                 batch = self._next_data()
                 self._num_yielded += 1
         except StopIteration:
-            if self._course.num_turns == self._turn_number:
-                self._course.is_over = True
+            if self._epoch_state.num_turns == self._turn_number:
+                self._epoch_state.is_over = True
             if watch is not None:
                 watch.end_pass()
             self._setup.on_end(self._num_yielded)
@@ -173,19 +178,19 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             start_ns,
             self._returned_ns,
             self._num_yielded - 1,
-            has_courier=self._courier is not None,
+            has_prefetcher=self._prefetcher is not None,
         )
         if watch is not None:
             watch.begin_step(self._num_yielded - 1)
         return batch
 
     def _next_data(self) -> Any:
-        if self._courier is None:
+        if self._prefetcher is None:
             return self._next_batch()
         if self._lost is not None:
             raise self._lost
         try:
-            return self._courier.next(self._take, self._is_ready)
+            return self._prefetcher.next(self._take, self._is_ready)
         except DeviceFailed as error:
             self._lost = error  # or the next call would look like the end of the epoch
             self._shutdown_workers()
@@ -216,7 +221,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
 
     def _when_delivered(self, effect: Effect) -> None:
         """Do this when the batch that is being taken is handed out."""
-        if self._courier is None:
+        if self._prefetcher is None:
             effect()
         else:
             self._effects.append(effect)
@@ -226,15 +231,15 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
 
     def _count_empty(self, num_batches: int = 1) -> None:
         """Batches of which nothing is left take their place in the epoch all the same."""
-        course, turn_number = self._course, self._turn_number
-        self._when_delivered(lambda: _count(course, turn_number, num_batches))
+        epoch_state, turn_number = self._epoch_state, self._turn_number
+        self._when_delivered(lambda: _count(epoch_state, turn_number, num_batches))
 
     def _count(self, num_batches: int) -> None:
-        _count(self._course, self._turn_number, num_batches)
+        _count(self._epoch_state, self._turn_number, num_batches)
 
     def _note_stream(self, worker: int, state: Any, next_worker: int) -> None:
-        course = self._course
-        self._when_delivered(lambda: course.note_stream(worker, state, next_worker))
+        epoch_state = self._epoch_state
+        self._when_delivered(lambda: epoch_state.note_stream(worker, state, next_worker))
 
     def _finished(self, batch: Any, *, is_pinned: bool = False) -> Any:
         if not is_pinned and (self._pin_memory or self._setup.pinner is not None):
@@ -244,7 +249,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         return batch
 
 
-def _count(course: Course, turn_number: int, num_batches: int) -> None:
+def _count(epoch_state: EpochState, turn_number: int, num_batches: int) -> None:
     """Unless another epoch has begun."""
-    if course.num_turns == turn_number:
-        course.num_batches += num_batches
+    if epoch_state.num_turns == turn_number:
+        epoch_state.num_batches += num_batches

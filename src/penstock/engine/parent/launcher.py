@@ -1,9 +1,9 @@
-"""Starting worker processes: from the nursery, spawned on their own, or forked by request.
+"""Starting worker processes: from the fork server, spawned on their own, or forked by request.
 
     Launcher.start(number) -> (process, channel)
 
-On Linux the nursery forks; macOS and Windows spawn. ``fork`` copies the parent as it stands and is
-used only when the user asks for it by name.
+On Linux the fork server forks; macOS and Windows spawn. ``fork`` copies the parent as it stands and
+is used only when the user asks for it by name.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from contextlib import suppress
 from multiprocessing import connection
 from typing import Any, Protocol
 
-from penstock.engine.memory.messages import Assignment, Task
+from penstock.engine.memory.messages import WorkerAssignment, WorkerTask
 from penstock.engine.memory.shared_file import SharedFile
-from penstock.engine.parent import fork_server as nurseries
+from penstock.engine.parent import fork_server as fork_servers
 from penstock.engine.parent.channels import HAS_POLL
 from penstock.engine.pickling.environment import describe_surroundings
 from penstock.engine.pickling.pickler import Packed, Serialised, serialise
@@ -93,7 +93,7 @@ class Launcher:
     next (:meth:`start_next`).
 
     Args:
-        method: "nursery", "spawn" or "fork".
+        method: "forkserver", "spawn" or "fork".
         objects: dataset, collate_fn, worker_init_fn by name; serialised once, except under fork.
         serialised: ``objects``, where that was done before.
     """
@@ -102,7 +102,7 @@ class Launcher:
         self,
         *,
         method: str,
-        task: Task,
+        task: WorkerTask,
         num_workers: int,
         objects: dict[str, Any],
         memory: SharedFile,
@@ -129,7 +129,7 @@ class Launcher:
         ours, theirs = connection.Pipe(duplex=True)
         name = f"penstock-worker-{number}"
         starters: dict[str, Callable[[int, Any, str], Process]] = {
-            "nursery": self._from_nursery,
+            "forkserver": self._from_fork_server,
             "spawn": self._spawned,
             "fork": self._forked,
         }
@@ -173,9 +173,9 @@ class Launcher:
         if self._packed is not None:
             self._packed.close()
 
-    def _assignment(self, number: int) -> Assignment:
+    def _assignment(self, number: int) -> WorkerAssignment:
         assert self._packed is not None
-        return Assignment(
+        return WorkerAssignment(
             worker=number,
             num_workers=self._num_workers,
             task=self._task,
@@ -184,19 +184,19 @@ class Launcher:
             surroundings=self._surroundings,
         )
 
-    def _from_nursery(self, number: int, channel: Any, name: str) -> Process:
+    def _from_fork_server(self, number: int, channel: Any, name: str) -> Process:
         assert self._packed is not None
         fds = [channel.fileno(), self._memory.fd, self._packed.file.fd, *self._packed.fds]
         for _ in range(3):
-            nursery = nurseries.current_nursery()
+            fork_server = fork_servers.current_fork_server()
             try:
-                return nursery.fork(self._assignment(number), fds, name)
+                return fork_server.fork(self._assignment(number), fds, name)
             except StartFailed as error:
                 last = error
                 unfit = error.facts.get("unfit")
                 if unfit is not None:
-                    nurseries.replace_nursery(nursery, unfit)  # type: ignore[arg-type]
-                elif not nursery.was_ready and not nursery.was_killed:
+                    fork_servers.replace_fork_server(fork_server, unfit)  # type: ignore[arg-type]
+                elif not fork_server.was_ready and not fork_server.was_killed:
                     raise  # it never came up; one that was killed is replaced
         raise last
 
@@ -206,7 +206,7 @@ class Launcher:
         # What has a path is opened by it in the worker; the rest is inherited.
         fds += [file.fd for file in (self._memory, self._packed.file) if not file.path]
         call = f"spawned_main({channel.fileno()})"
-        return SpawnedWorker(lambda: nurseries.start_child(call, tuple(fds)), name)
+        return SpawnedWorker(lambda: fork_servers.start_child(call, tuple(fds)), name)
 
     def _greeting(self, number: int) -> bytes:
         """What a spawned worker reads first: its assignment."""
@@ -228,7 +228,10 @@ class Launcher:
 
 
 def _forked_main(
-    channel: Any, memory: SharedFile, objects: dict[str, Any], given: tuple[Task, int, int, int]
+    channel: Any,
+    memory: SharedFile,
+    objects: dict[str, Any],
+    given: tuple[WorkerTask, int, int, int],
 ) -> None:
     """Entry of a worker that was forked from the user's process because the user asked for it."""
     import torch
@@ -239,8 +242,8 @@ def _forked_main(
     from penstock.engine.parent.stacks import offer_stack
     from penstock.engine.pickling import exceptions as remote_errors
     from penstock.engine.worker import main as boot
-    from penstock.engine.worker.connection import PipeDesk
-    from penstock.engine.worker.loop import Worker
+    from penstock.engine.worker.connection import PipeConnection
+    from penstock.engine.worker.loop import WorkerLoop
 
     task, number, num_workers, parent = given
     boot._quiet_signals()
@@ -253,5 +256,7 @@ def _forked_main(
     remote_errors.prefer_references()
     objects = dict(objects)
     boot.prepare_worker(number, num_workers, task, objects)
-    desk = PipeDesk(channel, memory)
-    boot.serve(Worker(number=number, task=task, objects=objects, desk=desk, cells=cells))
+    connection = PipeConnection(channel, memory)
+    boot.serve(
+        WorkerLoop(number=number, task=task, objects=objects, connection=connection, cells=cells)
+    )

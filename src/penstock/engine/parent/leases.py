@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.engine.memory.messages import Lease
 
 
-class Turns:
+class LeaseQueue:
     """The leases that each worker has not answered yet, in the order in which it works on them.
 
     Args:

@@ -12,7 +12,7 @@ from penstock.engine.pickling.exceptions import ErrorReport
 
 
 @dataclass(eq=False)
-class Job:
+class PendingBatch:
     """One batch under way."""
 
     epoch: int

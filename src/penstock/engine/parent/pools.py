@@ -15,7 +15,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.engine.loading.thread_gate import Gate
+from penstock.engine.loading.thread_gate import ThreadGate
 from penstock.engine.memory.messages import (
     CELLS_PER_WORKER,
     CONTROL_BYTES,
@@ -23,16 +23,16 @@ from penstock.engine.memory.messages import (
     NOTHING,
     STACK_FD,
     STOP,
-    Errand,
-    Task,
+    ParentMessage,
+    WorkerTask,
     control_bytes,
     position_cell,
 )
 from penstock.engine.memory.shared_file import SharedFile
-from penstock.engine.parent.channels import Switchboard, make_channel
+from penstock.engine.parent.channels import ChannelPoller, make_channel
 from penstock.engine.parent.launcher import Launcher, Process
 from penstock.engine.parent.stacks import stack_of_thread, take_stack
-from penstock.engine.worker.connection import QueueDesk, dump_leases
+from penstock.engine.worker.connection import QueueConnection, dump_leases
 from penstock.errors import StartFailed
 
 GRACE_S = 0.5
@@ -49,11 +49,11 @@ class Death:
     pid: int | None
     exit_code: int | None
     is_orphaned: bool = False
-    """The nursery was lost, and all workers with it: no sample is to blame."""
+    """The fork server was lost, and all workers with it: no sample is to blame."""
 
 
 class Pool(Protocol):
-    """What :class:`penstock.engine.parent.dispatch.Delivery` needs of its workers."""
+    """What :class:`penstock.engine.parent.dispatch.Dispatcher` needs of its workers."""
 
     processes: list[Process]
     can_replace: bool
@@ -85,7 +85,7 @@ class ProcessPool:
         except BaseException:
             self.stop()
             raise
-        self._switchboard = Switchboard(self._channels)
+        self._switchboard = ChannelPoller(self._channels)
         _living_pools.add(self)
 
     def send(self, worker: int, leases: list[Any]) -> None:
@@ -213,26 +213,26 @@ class ThreadPool:
         self,
         *,
         num_workers: int,
-        task: Task,
+        task: WorkerTask,
         objects: dict[str, Any],
         memory: SharedFile,
         cells: memoryview,
     ) -> None:
-        from penstock.engine.worker.loop import Worker
+        from penstock.engine.worker.loop import WorkerLoop
 
         self._cells = cells
         self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._leases: list[queue.SimpleQueue[list[Errand] | None]] = []
+        self._leases: list[queue.SimpleQueue[list[ParentMessage] | None]] = []
         self.processes: list[Process] = []
-        gate = Gate() if task.per_sample else None
+        gate = ThreadGate() if task.per_sample else None
         objects = {**objects, "init_error": _call_init(objects.get("worker_init_fn"), num_workers)}
         for number in range(num_workers):
-            leases: queue.SimpleQueue[list[Errand] | None] = queue.SimpleQueue()
-            worker = Worker(
+            leases: queue.SimpleQueue[list[ParentMessage] | None] = queue.SimpleQueue()
+            worker = WorkerLoop(
                 number=number,
                 task=task,
                 objects=objects,
-                desk=QueueDesk(number, memory, leases, self._replies),
+                connection=QueueConnection(number, memory, leases, self._replies),
                 cells=cells,
                 gate=gate,
                 is_thread=True,

@@ -1,6 +1,6 @@
 """When a worker is lost: who was it, what was it at, and who takes its place?
 
-    Death (its pipe ended), or overdue() (it hangs) -> Fault -> Supervisor's verdict
+    Death (its pipe ended), or overdue() (it hangs) -> WorkerFault -> Supervisor's verdict
         -> a new worker with the same number, which loads again what the old one owed
 
 What it owed goes into the same rows of the same slots with the same randomness, so the batches are
@@ -25,17 +25,22 @@ from penstock.engine.memory.messages import (
     NUM_SAMPLES,
     PEAK_KB,
     SINCE,
-    Fresh,
+    NewEpoch,
     Reply,
-    Resume,
-    Task,
+    ResumeStream,
+    WorkerTask,
     position_cell,
 )
-from penstock.engine.parent.crash_report import Fault, write_obituary, write_stuck, write_timeout
-from penstock.engine.parent.leases import Turns
+from penstock.engine.parent.crash_report import (
+    WorkerFault,
+    describe_crash,
+    describe_stuck,
+    describe_timeout,
+)
+from penstock.engine.parent.leases import LeaseQueue
 from penstock.engine.parent.pools import Death, Pool
 from penstock.engine.parent.stacks import all_stacks
-from penstock.engine.parent.supervisor import Supervisor, Verdict
+from penstock.engine.parent.supervisor import RestartDecision, RestartPolicy
 from penstock.errors import StartFailed, Stuck, WorkerTimeout
 from penstock.machine.oom import OomCount
 
@@ -57,11 +62,11 @@ START_PAUSES_S = (0.1, 0.5, 2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class RestartLimits:
     """What the user allows.
 
     Args:
-        max_restarts: See :class:`penstock.engine.parent.supervisor.Supervisor`.
+        max_restarts: See :class:`penstock.engine.parent.supervisor.RestartPolicy`.
         is_tolerant: May a sample that takes down workers be left out?
         num_substitutes: How many others may take down workers in its place?
     """
@@ -72,7 +77,7 @@ class Limits:
     num_substitutes: int = 0
 
 
-class Recovery:
+class WorkerRestarts:
     """Replaces the workers of one pool.
 
     Args:
@@ -85,28 +90,28 @@ class Recovery:
         self,
         *,
         pool: Pool,
-        turns: Turns,
+        turns: LeaseQueue,
         cells: memoryview,
-        limits: Limits,
-        task: Task,
+        limits: RestartLimits,
+        task: WorkerTask,
         poisoned: Callable[[Any, Exception], None] = lambda index, error: None,
         restarted: Callable[[], None] = lambda: None,
     ) -> None:
         self._pool = pool
-        self._turns = turns
+        self._lease_queue = turns
         self._cells = cells
         self._limits = limits
         self._task = task
         self._poisoned = poisoned
         self._restarted = restarted
-        self._supervisor = Supervisor(limits.max_restarts)
+        self._supervisor = RestartPolicy(limits.max_restarts)
         self._oom = OomCount.now()
         self._answers = [0] * len(pool.processes)
         self._states: list[Any] = [None] * len(pool.processes)
         self.has_news = False
         """Has any worker answered since the last look?"""
         self._epoch = NOTHING
-        self._fresh: Fresh | None = None
+        self._fresh: NewEpoch | None = None
         self._amnesty_ns = self._looked_ns = self._heard_ns = time.monotonic_ns()
         self._started_ns = [self._heard_ns] * len(pool.processes)
 
@@ -115,7 +120,7 @@ class Recovery:
         """How long may the parent sleep before it looks again?"""
         return 1.0 if self._limits.sample_timeout_s is None else LOOK_S
 
-    def begin(self, epoch: int, fresh: Fresh | None) -> None:
+    def begin(self, epoch: int, fresh: NewEpoch | None) -> None:
         """An epoch begins. ``fresh``: what its workers were told first."""
         self._epoch, self._fresh = epoch, fresh
         self._answers = [0] * len(self._answers)
@@ -138,7 +143,7 @@ class Recovery:
         """The position that a worker is at, and the index there."""
         cell = position_cell(worker)
         position, num_samples = self._cells[cell], self._cells[cell + NUM_SAMPLES]
-        for lease in self._turns.owed(worker)[:1]:
+        for lease in self._lease_queue.owed(worker)[:1]:
             row = position - lease.position
             is_there = position != NOTHING and 0 <= row < lease.num_samples
             if not is_there or lease.epoch != self._epoch:
@@ -150,7 +155,7 @@ class Recovery:
         return None, None
 
     def _suspect(self, worker: int, how: str) -> Hashable | None:
-        owed = self._turns.owed(worker)
+        owed = self._lease_queue.owed(worker)
         if not owed or owed[0].epoch != self._epoch:
             return None
         if how == "silent":
@@ -170,7 +175,7 @@ class Recovery:
 
     # -- looking ---------------------------------------------------------------------------------
 
-    def overdue(self, waiting_since: float) -> list[Fault]:
+    def overdue(self, waiting_since: float) -> list[WorkerFault]:
         """Workers that are to be replaced because they hang.
 
         Args:
@@ -190,12 +195,12 @@ class Recovery:
         if now_ns - self._heard_ns < OWN_LIMIT_S * 1e9 or faults:
             return faults
         self._heard_ns = now_ns
-        if not self._turns.has_owed:
+        if not self._lease_queue.has_owed:
             raise self._stuck("no worker has anything to do")
         return [
             self._fault(worker, how="silent", seconds=OWN_LIMIT_S)
             for worker in range(len(self._pool.processes))
-            if self._turns.owed(worker) and self._is_out_of_work(worker)
+            if self._lease_queue.owed(worker) and self._is_out_of_work(worker)
         ]
 
     def _is_out_of_work(self, worker: int) -> bool:
@@ -207,7 +212,7 @@ class Recovery:
         except psutil.Error:
             return False
 
-    def _late(self, limit_s: float | None) -> list[Fault]:
+    def _late(self, limit_s: float | None) -> list[WorkerFault]:
         if limit_s is None:
             return []
         return [
@@ -224,9 +229,9 @@ class Recovery:
             return 0.0
         return (time.monotonic_ns() - max(self._started_ns[worker], self._amnesty_ns)) * 1e-9
 
-    def _fault(self, worker: int, *, how: str, seconds: float) -> Fault:
+    def _fault(self, worker: int, *, how: str, seconds: float) -> WorkerFault:
         position, index = self._place(worker)
-        return Fault(
+        return WorkerFault(
             worker=worker,
             pid=self._pool.processes[worker].pid,
             how=how,
@@ -237,12 +242,12 @@ class Recovery:
             stack=self._pool.stack_of(worker),  # last: the signal may end a wait, and it moves on
         )
 
-    def fault_of(self, worker: int, death: Death) -> Fault:
+    def fault_of(self, worker: int, death: Death) -> WorkerFault:
         """What is known about a worker whose process ended."""
         counted = OomCount.now()
         kills, self._oom = counted.since(self._oom), counted
         position, index = self._place(worker)
-        return Fault(
+        return WorkerFault(
             worker=worker,
             pid=death.pid,
             exit_code=death.exit_code,
@@ -259,7 +264,7 @@ class Recovery:
 
     # -- acting ----------------------------------------------------------------------------------
 
-    def replace(self, fault: Fault) -> list[Fresh | Resume]:
+    def replace(self, fault: WorkerFault) -> list[NewEpoch | ResumeStream]:
         """Start another worker in the place of the lost one.
 
         Returns what the new one must hear before the leases that the old one owed; a lease with a
@@ -270,21 +275,21 @@ class Recovery:
         """
         worker, position = fault.worker, fault.position
         if not self._pool.can_replace:
-            raise write_obituary(fault, Verdict.HELPLESS)
+            raise describe_crash(fault, RestartDecision.HELPLESS)
         was_ready = fault.is_orphaned or self._cells[position_cell(worker) + IS_IDLE] != NOTHING
         verdict = self._supervisor.judge(worker, fault.suspect, was_ready=was_ready)
-        if verdict is Verdict.POISON and fault.how == "silent":
+        if verdict is RestartDecision.POISON and fault.how == "silent":
             raise self._stuck(f"worker {worker} has work and does not take it")
-        is_left_out = verdict is Verdict.POISON and self._may_leave_out(worker, position)
-        if verdict is not Verdict.RETRY and not is_left_out:
-            raise write_obituary(fault, verdict, self._supervisor)
+        is_left_out = verdict is RestartDecision.POISON and self._may_leave_out(worker, position)
+        if verdict is not RestartDecision.RETRY and not is_left_out:
+            raise describe_crash(fault, verdict, self._supervisor)
         if fault.is_orphaned:
-            log.warning("worker %d (pid %s) ended with its nursery", worker, fault.pid)
+            log.warning("worker %d (pid %s) ended with its fork server", worker, fault.pid)
         else:
-            said = write_obituary(fault, verdict, self._supervisor)
+            said = describe_crash(fault, verdict, self._supervisor)
             log.warning("%s%s", said.what, f"\n  Likely: {said.likely}" if said.likely else "")
         if position is not None and is_left_out:
-            self._leave_out(worker, fault.index, position, write_obituary(fault, verdict, None))
+            self._leave_out(worker, fault.index, position, describe_crash(fault, verdict, None))
         self._start(worker)
         self._restarted()
         return self._preface(worker)
@@ -305,24 +310,26 @@ class Recovery:
         """A place that is left out already and loses workers does so by what stands in for it."""
         if position is None or not self._limits.is_tolerant:
             return False
-        lease = self._turns.owed(worker)[0]
+        lease = self._lease_queue.owed(worker)[0]
         num_before = sum(lease.position + row == position for row, _ in lease.bad)
         return num_before <= self._limits.num_substitutes
 
     def _leave_out(self, worker: int, index: Any, position: int, error: Exception) -> None:
-        lease = self._turns.owed(worker)[0]
+        lease = self._lease_queue.owed(worker)[0]
         if isinstance(index, list):  # of __getitems__: one of them, and nobody knows which
             lease = lease._replace(is_suspect=True)
         else:
             self._poisoned(index, error)
             lease = lease._replace(bad=(*lease.bad, (position - lease.position, error)))
-        self._turns.amend(worker, lease)
+        self._lease_queue.amend(worker, lease)
 
-    def _preface(self, worker: int) -> list[Fresh | Resume]:
-        preface: list[Fresh | Resume] = [] if self._fresh is None else [self._fresh]
+    def _preface(self, worker: int) -> list[NewEpoch | ResumeStream]:
+        preface: list[NewEpoch | ResumeStream] = [] if self._fresh is None else [self._fresh]
         if self._task.is_iterable and (self._answers[worker] or self._epoch):
             state, num_batches = self._states[worker], self._answers[worker]
-            preface.append(Resume(self._epoch, state, 0 if state is not None else num_batches))
+            preface.append(
+                ResumeStream(self._epoch, state, 0 if state is not None else num_batches)
+            )
         return preface
 
     # -- saying ----------------------------------------------------------------------------------
@@ -332,13 +339,13 @@ class Recovery:
         busy = {
             worker: (self.index_at(worker), self._pool.stack_of(worker))
             for worker in range(len(self._pool.processes))
-            if self._turns.owed(worker)
+            if self._lease_queue.owed(worker)
         }
-        return write_timeout(timeout_s, batch, busy)
+        return describe_timeout(timeout_s, batch, busy)
 
     def _stuck(self, what: str) -> Stuck:
         names = [
             (f"worker {worker} (pid {process.pid})", self._pool.stack_of(worker))
             for worker, process in enumerate(self._pool.processes)
         ]
-        return write_stuck(what, OWN_LIMIT_S, all_stacks(names))
+        return describe_stuck(what, OWN_LIMIT_S, all_stacks(names))

@@ -26,8 +26,8 @@ _SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
 ANSWER_S = 0.5
 """A process that runs answers within a millisecond; one that is stopped never does."""
 MAX_BYTES = 65_536
-_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-_SERVING = os.path.join(os.path.dirname(__file__), "worker.py")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
+_SERVING = os.path.join(_OURS, "engine", "worker", "loop.py")
 
 
 def offer_stack() -> int:

@@ -21,7 +21,7 @@ WINDOW_S = 600.0
 ten minutes may not."""
 
 
-class Verdict(Enum):
+class RestartDecision(Enum):
     """What to do after a fault."""
 
     RETRY = "start another worker and load again"
@@ -31,14 +31,14 @@ class Verdict(Enum):
     LIMIT = "too many restarts in too short a time"
 
 
-class Supervisor:
+class RestartPolicy:
     """Counts faults.
 
     Args:
         max_restarts: Faults that are allowed within ``window_s``; the next one is the end.
 
     Example:
-        >>> supervisor = Supervisor(max_restarts=10)
+        >>> supervisor = RestartPolicy(max_restarts=10)
         >>> supervisor.judge(0, suspect="sample 7").name, supervisor.judge(1, "sample 7").name
         ('RETRY', 'POISON')
     """
@@ -58,7 +58,9 @@ class Supervisor:
         self._strikes: Counter[Hashable] = Counter()
         self._stillborn: Counter[int] = Counter()
 
-    def judge(self, worker: int, suspect: Hashable | None, *, was_ready: bool = True) -> Verdict:
+    def judge(
+        self, worker: int, suspect: Hashable | None, *, was_ready: bool = True
+    ) -> RestartDecision:
         """A worker was lost.
 
         Args:
@@ -68,14 +70,22 @@ class Supervisor:
         self._times.append(self._now())
         recent = [moment for moment in self._times if self._now() - moment <= self.window_s]
         if len(recent) > self.max_restarts:
-            return Verdict.LIMIT
+            return RestartDecision.LIMIT
         self.num_restarts += 1
         if suspect is not None:
             self._stillborn[worker] = 0
             self._strikes[suspect] += 1
-            return Verdict.POISON if self._strikes[suspect] >= STRIKES else Verdict.RETRY
+            return (
+                RestartDecision.POISON
+                if self._strikes[suspect] >= STRIKES
+                else RestartDecision.RETRY
+            )
         self._stillborn[worker] = 0 if was_ready else self._stillborn[worker] + 1
-        return Verdict.HOPELESS if self._stillborn[worker] >= STILLBORN else Verdict.RETRY
+        return (
+            RestartDecision.HOPELESS
+            if self._stillborn[worker] >= STILLBORN
+            else RestartDecision.RETRY
+        )
 
     def forget_strikes(self) -> None:
         """An epoch has begun: other samples stand at the same positions."""

@@ -14,10 +14,10 @@ from torch.utils.data import dataloader as torch_loader
 
 from penstock.engine.loading import collate
 from penstock.engine.loading.fetch import takes_batches
-from penstock.engine.memory.messages import Task
+from penstock.engine.memory.messages import WorkerTask
 from penstock.engine.memory.pinned_ring import make_ring
 from penstock.engine.memory.shared_file import SharedFile
-from penstock.engine.parent.dispatch import Delivery
+from penstock.engine.parent.dispatch import Dispatcher
 from penstock.engine.parent.forgiving import weakly
 from penstock.engine.parent.inline_iterator import InlineIterator
 from penstock.engine.parent.iterator import LoaderIterator, Setup, max_held_bytes
@@ -48,9 +48,9 @@ class PooledIterator(LoaderIterator):
         self._setup = setup
         self._prepare()
         self._start(loader, serialised)
-        assert self._delivery is not None
-        self._delivery.start_epoch(
-            self._course.key_epoch,
+        assert self._dispatcher is not None
+        self._dispatcher.start_epoch(
+            self._epoch_state.key_epoch,
             self._sampler_iter,
             place=begun._place,
             position_of=self._position_of(),
@@ -58,7 +58,7 @@ class PooledIterator(LoaderIterator):
         return self
 
     def _prepare(self) -> None:
-        self._delivery: Delivery | None = None
+        self._dispatcher: Dispatcher | None = None
         self._turn = threading.Lock()
         self._owner = os.getpid()
         self._workers: list[Any] = []
@@ -75,12 +75,12 @@ class PooledIterator(LoaderIterator):
         if memory.note:
             setup.tell(memory.note)
         cells, ring_bytes = control_cells(memory, setup.num_workers, setup.log.ring_bytes)
-        task = Task(
+        task = WorkerTask(
             is_iterable=is_iterable,
             auto_collation=self._auto_collation,
             drop_last=self._drop_last,
             per_sample=per_sample,
-            base_seed=base_seed if per_sample else self._course.worker_seed(base_seed),
+            base_seed=base_seed if per_sample else self._epoch_state.worker_seed(base_seed),
             shared_seed=self._shared_seed,
             has_limit=setup.limits.sample_timeout_s is not None,
             num_indices=setup.num_indices,
@@ -90,7 +90,7 @@ class PooledIterator(LoaderIterator):
             traces_steps=setup.log.traces_steps,
         )
         pool = self._make_pool(travellers(self, loader), task, memory, cells, serialised)
-        self._delivery = Delivery(
+        self._dispatcher = Dispatcher(
             pool=pool,
             ring=make_ring(memory, setup, max_held_bytes()),
             cells=cells,
@@ -103,7 +103,7 @@ class PooledIterator(LoaderIterator):
         self._workers = pool.processes
         setup.log.launched(start_ns, setup.num_workers)
 
-    def _can_split(self, task: Task) -> bool:
+    def _can_split(self, task: WorkerTask) -> bool:
         return (
             task.per_sample
             and task.auto_collation
@@ -114,7 +114,7 @@ class PooledIterator(LoaderIterator):
     def _make_pool(
         self,
         objects: dict[str, Any],
-        task: Task,
+        task: WorkerTask,
         memory: SharedFile,
         cells: memoryview,
         serialised: Serialised | None,
@@ -144,21 +144,21 @@ class PooledIterator(LoaderIterator):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:
             self._setup.turn()
-            self._turn_number = self._course.num_turns
+            self._turn_number = self._epoch_state.num_turns
         super()._reset(loader, first_iter)
-        if self._delivery is None or self._delivery.is_closed:
+        if self._dispatcher is None or self._dispatcher.is_closed:
             self._start(loader)  # persistent workers after a failure: a new crew
-        assert self._delivery is not None
-        self._delivery.start_epoch(
-            self._course.key_epoch,
+        assert self._dispatcher is not None
+        self._dispatcher.start_epoch(
+            self._epoch_state.key_epoch,
             self._sampler_iter,
             shared_seed=self._shared_seed,
-            first_worker=self._course.next_worker,
+            first_worker=self._epoch_state.next_worker,
             position_of=self._position_of(),
         )
 
     def _next_batch(self) -> Any:
-        assert self._delivery is not None
+        assert self._dispatcher is not None
         if os.getpid() != self._owner:
             raise StartFailed(
                 f"this iterator belongs to process {self._owner}, which forked us (pid "
@@ -167,29 +167,29 @@ class PooledIterator(LoaderIterator):
             )
         with self._turn:  # several threads may share one iterator
             try:
-                batch = self._delivery.next()
-                is_pinned = self._delivery.ring.has_lent_pinned
+                batch = self._dispatcher.next()
+                is_pinned = self._dispatcher.ring.has_lent_pinned
                 if not self._has_learnt:
                     self._has_learnt = True
-                    self._setup.learn(self._delivery.ring.needed_bytes)
+                    self._setup.learn(self._dispatcher.ring.needed_bytes)
             except StopIteration:
                 if not self._persistent_workers:
                     self._shutdown_workers()
                 raise
             finally:
-                if self._delivery.num_empty:
-                    self._count_empty(self._delivery.num_empty)
-                    self._delivery.num_empty = 0
+                if self._dispatcher.num_empty:
+                    self._count_empty(self._dispatcher.num_empty)
+                    self._dispatcher.num_empty = 0
         return self._finished(batch, is_pinned=is_pinned)
 
     def _is_ready(self) -> bool:
         with self._turn:
-            return self._delivery is not None and self._delivery.is_ready()
+            return self._dispatcher is not None and self._dispatcher.is_ready()
 
     def _shutdown_workers(self) -> None:
         """Stop the workers now. Others (Ultralytics among them) call this by name."""
-        if self._delivery is not None:
-            self._delivery.close()
+        if self._dispatcher is not None:
+            self._dispatcher.close()
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # By then the exit handlers have stopped the workers, and of this module nothing may be left
@@ -211,5 +211,5 @@ def travellers(iterator: Any, loader: Any) -> dict[str, Any]:
         "worker_init_fn": init_fn,
         "on_error": iterator._setup.on_error,
         "collators": collate.custom_collators(),
-        "streams": dict(iterator._course.streams),
+        "streams": dict(iterator._epoch_state.streams),
     }

@@ -2,8 +2,8 @@
 
     parent: describe_surroundings() -> plain values --> worker: enter(surroundings)
 
-The nursery may be older than the loader, so each worker is given the parent's present surroundings
-rather than what the nursery started with.
+The fork server may be older than the loader, so each worker is given the parent's present
+surroundings rather than what the fork server started with.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 from typing import Any
 
 THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Set to 1 while a worker imports its libraries: one thread each, so that a nursery may fork."""
+"""Set to 1 while a worker imports its libraries: one thread each, so that a fork server may
+fork."""
 
 
 def describe_surroundings() -> dict[str, Any]:

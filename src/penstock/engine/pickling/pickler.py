@@ -33,7 +33,7 @@ from penstock.engine.pickling.handles import Reopener
 
 _BUFFER_GRAIN = 64
 _MAX_FDS_BESIDE = 200
-"""One message to the nursery takes 250 descriptors, ours among them."""
+"""One message to the fork server takes 250 descriptors, ours among them."""
 _inherited_fds: list[int] = []
 
 

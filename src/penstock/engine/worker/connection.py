@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import cloudpickle
 
 from penstock.engine.memory import payload
-from penstock.engine.memory.messages import Errand, Lease, Reply, Resume
+from penstock.engine.memory.messages import Lease, ParentMessage, Reply, ResumeStream
 from penstock.engine.memory.shared_file import SharedFile
 
 
@@ -21,8 +21,8 @@ def dump_leases(leases: list[Any] | None) -> bytes:
     return cloudpickle.dumps(leases, protocol=5)  # type: ignore[no-any-return]
 
 
-def _is_plain(lease: Errand) -> bool:
-    if isinstance(lease, Resume):
+def _is_plain(lease: ParentMessage) -> bool:
+    if isinstance(lease, ResumeStream):
         return lease.state is None
     index = lease.index if isinstance(lease, Lease) else None
     first = index[0] if type(index) is list and index else index
@@ -37,10 +37,10 @@ def dump_reply(reply: Any) -> bytes:
         return bytes(payload.dump(reply))
 
 
-class Desk(Protocol):
+class Connection(Protocol):
     """Where a worker gets leases and puts replies."""
 
-    def get(self) -> list[Errand] | None:
+    def get(self) -> list[ParentMessage] | None:
         """The next leases; waits. None: the parent is gone or says stop."""
 
     def put(self, reply: Reply | tuple[str, str]) -> None:
@@ -64,14 +64,14 @@ class _MappedSlots:
         return mapping
 
 
-class PipeDesk(_MappedSlots):
+class PipeConnection(_MappedSlots):
     """The worker's end of a pipe to the parent."""
 
     def __init__(self, channel: Any, memory: SharedFile) -> None:
         super().__init__(memory)
         self._channel = channel
 
-    def get(self) -> list[Errand] | None:
+    def get(self) -> list[ParentMessage] | None:
         try:
             message = pickle.loads(self._channel.recv_bytes())
         except (EOFError, OSError):
@@ -82,14 +82,14 @@ class PipeDesk(_MappedSlots):
         self._channel.send_bytes(dump_reply(reply))
 
 
-class QueueDesk(_MappedSlots):
+class QueueConnection(_MappedSlots):
     """A worker thread's desk."""
 
     def __init__(
         self,
         number: int,
         memory: SharedFile,
-        leases: queue.SimpleQueue[list[Errand] | None],
+        leases: queue.SimpleQueue[list[ParentMessage] | None],
         replies: queue.SimpleQueue[tuple[int, Any]],
     ) -> None:
         super().__init__(memory)
@@ -97,7 +97,7 @@ class QueueDesk(_MappedSlots):
         self._leases = leases
         self._replies = replies
 
-    def get(self) -> list[Errand] | None:
+    def get(self) -> list[ParentMessage] | None:
         return self._leases.get()
 
     def put(self, reply: Reply | tuple[str, str]) -> None:

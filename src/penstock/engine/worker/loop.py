@@ -1,7 +1,7 @@
 """The work of one worker: leases in, samples loaded, slots filled, replies out.
 
-    Desk (where leases come from and replies go: a pipe, or a queue between threads)
-      -> Worker.run(): for each lease, dataset[i] per row -> slot -> Reply
+    Connection (where leases come from and replies go: a pipe, or a queue between threads)
+      -> WorkerLoop.run(): for each lease, dataset[i] per row -> slot -> Reply
 
 The same class runs in worker processes and in worker threads; only the desk differs.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.loading import collate
-from penstock.engine.loading.bad_samples import Careful
+from penstock.engine.loading.bad_samples import BadSamplePolicy
 from penstock.engine.loading.collate import is_default_collate
 from penstock.engine.loading.collate_scratch import Scratch, collating_into
 from penstock.engine.loading.fetch import (
@@ -31,18 +31,25 @@ from penstock.engine.loading.fetch import (
 )
 from penstock.engine.loading.gather import find_gatherer
 from penstock.engine.loading.sample_writer import find_placer
-from penstock.engine.loading.thread_gate import Gate
+from penstock.engine.loading.thread_gate import ThreadGate
 from penstock.engine.memory import payload
 from penstock.engine.memory.batch_layout import Layout, OddSample
-from penstock.engine.memory.messages import NOTHING, Fresh, Lease, Reply, Resume, Task
+from penstock.engine.memory.messages import (
+    NOTHING,
+    Lease,
+    NewEpoch,
+    Reply,
+    ResumeStream,
+    WorkerTask,
+)
 from penstock.engine.pickling.exceptions import describe
-from penstock.engine.worker.connection import Desk
-from penstock.engine.worker.status import Badge, EpochOver
+from penstock.engine.worker.connection import Connection
+from penstock.engine.worker.status import EpochOver, WorkerStatus
 from penstock.order.epoch_state import own_state_of
 from penstock.order.own_generators import OwnGenerator, OwnGenerators
 from penstock.order.sample_randomness import COLLATE_STREAM, Restless, SampleRandomness
 from penstock.trace.record import now_ns
-from penstock.trace.worker_recorder import Scribe
+from penstock.trace.worker_recorder import WorkerRecorder
 
 Loaded = tuple[str, Any, int, bool]
 """Kind and content of a reply, the bytes that the batch needs, and whether the slot is kept."""
@@ -58,27 +65,27 @@ _SEED_NOTE = (
 )
 
 
-class Worker:
+class WorkerLoop:
     """One worker. ``gate``: who may run user code at once, where threads share generators."""
 
     def __init__(
         self,
         *,
         number: int,
-        task: Task,
+        task: WorkerTask,
         objects: dict[str, Any],
-        desk: Desk,
+        connection: Connection,
         cells: memoryview,
-        gate: Gate | None = None,
+        gate: ThreadGate | None = None,
         is_thread: bool = False,
     ) -> None:
         self._number = number
         self._task = task
         self._dataset = objects["dataset"]
         self._collate = objects["collate_fn"]
-        self._desk = desk
-        self._badge = Badge(cells, number, has_limit=task.has_limit)
-        self._scribe = Scribe(cells, number, task, is_thread=is_thread)
+        self._connection = connection
+        self._status = WorkerStatus(cells, number, has_limit=task.has_limit)
+        self._recorder = WorkerRecorder(cells, number, task, is_thread=is_thread)
         self._gate = gate
         self._guard: Callable[[], Any] = nullcontext if gate is None else self._alone
         # sys.exit ends a worker process, which is seen; a thread must say so itself.
@@ -107,9 +114,9 @@ class Worker:
             )
         self._writes_slots = task.auto_collation and is_default_collate(self._collate)
         on_error = objects.get("on_error", "raise")
-        self._careful: Careful | None = None
+        self._bad_policy: BadSamplePolicy | None = None
         if on_error != "raise":
-            self._careful = Careful(
+            self._bad_policy = BadSamplePolicy(
                 on_error,
                 self._dataset,
                 seed=task.base_seed,
@@ -123,35 +130,35 @@ class Worker:
 
     def run(self) -> None:
         """Serve until the parent says stop or is gone."""
-        self._scribe.enter()
+        self._recorder.enter()
         if self._keeps_torch_seed and self._task.per_sample and self._number == 0:
-            self._desk.put(("note", _SEED_NOTE))
+            self._connection.put(("note", _SEED_NOTE))
         for one in self._own if self._number == 0 else ():
             if not one.can_be_set:
-                self._desk.put(("note", f"{one}: its draws depend on who loads the sample"))
+                self._connection.put(("note", f"{one}: its draws depend on who loads the sample"))
         while True:
-            self._badge.show_idle(True)
-            leases = self._desk.get()
-            self._badge.show_idle(False)
+            self._status.show_idle(True)
+            leases = self._connection.get()
+            self._status.show_idle(False)
             if leases is None:
                 return
             for lease in leases:
-                if isinstance(lease, Fresh):
+                if isinstance(lease, NewEpoch):
                     self._dataset = seed_pipes(self._dataset, lease.shared_seed)
-                elif isinstance(lease, Resume):
+                elif isinstance(lease, ResumeStream):
                     self._own_state, self._num_again = lease.state, lease.num_batches
                 else:
-                    self._desk.put(self._serve(lease))
+                    self._connection.put(self._serve(lease))
 
     def _serve(self, lease: Lease) -> Reply:
-        self._scribe.begin(lease)
+        self._recorder.begin(lease)
         needed_bytes, is_kept = 0, False
         try:
             if self._init_error is not None:
                 error, self._init_error = self._init_error, None
                 raise error
-            if self._careful is not None:
-                self._careful.found = []
+            if self._bad_policy is not None:
+                self._bad_policy.found = []
             kind, content, needed_bytes, is_kept = self._load(lease)
         except EpochOver:
             kind, content = "dropped", None
@@ -160,18 +167,18 @@ class Worker:
         except Exhausted:
             kind, content = "end", None
         except self._caught as error:
-            index, kind = self._badge.index, "error"
+            index, kind = self._status.index, "error"
             content = describe(error, worker=self._number, where=self._where, index=index)
-        self._badge.show_done()
+        self._status.show_done()
         is_loaded = kind not in ("dropped", "empty", "end", "error")
-        busy_ns = self._scribe.end(is_loaded=is_loaded)
+        busy_ns = self._recorder.end(is_loaded=is_loaded)
         state = own_state_of(self._dataset) if self._task.is_iterable and kind != "error" else None
-        bad = tuple(self._careful.found) if self._careful is not None else ()
+        bad = tuple(self._bad_policy.found) if self._bad_policy is not None else ()
         return Reply(*lease.key, kind, content, needed_bytes, busy_ns, is_kept, state, bad)
 
     def _load(self, lease: Lease) -> Loaded:
-        if (lease.bad or lease.is_suspect) and self._careful is not None:
-            return self._load_carefully(lease, self._careful)
+        if (lease.bad or lease.is_suspect) and self._bad_policy is not None:
+            return self._load_carefully(lease, self._bad_policy)
         try:
             try:
                 return self._load_once(lease)
@@ -180,16 +187,16 @@ class Worker:
         except (EpochOver, Exhausted, AllBad):
             raise
         except Exception:
-            if self._careful is None or self._task.is_iterable:
+            if self._bad_policy is None or self._task.is_iterable:
                 raise
         # Not in the handler: the error would be the context of every other one.
-        return self._load_carefully(lease, self._careful)
+        return self._load_carefully(lease, self._bad_policy)
 
-    def _load_carefully(self, lease: Lease, careful: Careful) -> Loaded:
+    def _load_carefully(self, lease: Lease, bad_policy: BadSamplePolicy) -> Loaded:
         """One sample at a time, in spite of bad ones."""
-        if careful.needs_whole_batch and not lease.is_whole:
+        if bad_policy.needs_whole_batch and not lease.is_whole:
             return "odd", None, 0, False
-        self._badge.check_epoch(lease.epoch)
+        self._status.check_epoch(lease.epoch)
         self._begin_randomness(lease)
         get = one_getter(self._dataset)
 
@@ -201,7 +208,7 @@ class Worker:
 
         index = lease.index if self._task.auto_collation else [lease.index]
         placed = self._walk(lease)
-        samples = careful.samples(call, get, placed, lease.key_epoch, list(index), lease.bad)
+        samples = bad_policy.samples(call, get, placed, lease.key_epoch, list(index), lease.bad)
         if not samples:
             if not lease.is_whole:
                 return "odd", None, 0, False
@@ -211,7 +218,7 @@ class Worker:
         return self._collate_freely(lease, samples if self._task.auto_collation else samples[0])
 
     def _load_once(self, lease: Lease) -> Loaded:
-        self._badge.check_epoch(lease.epoch)
+        self._status.check_epoch(lease.epoch)
         if self._gatherer is not None:
             slot = self._slot(lease)
             _, num_bytes = self._gatherer.layout.places(lease.rows)
@@ -241,25 +248,27 @@ class Worker:
                         self._dataset,
                         auto_collation=task.auto_collation,
                         drop_last=task.drop_last,
-                        take_next=self._careful.next_of if self._careful is not None else None,
+                        take_next=self._bad_policy.next_of
+                        if self._bad_policy is not None
+                        else None,
                     )
                     self._stream_epoch = lease.epoch
                     self._take_again(self._stream, lease.index)
-            self._badge.show_no_sample(runs_user_code=True)
+            self._status.show_no_sample(runs_user_code=True)
             with self._guard():
                 return self._stream.fetch(lease.index, lease.position)
         self._begin_randomness(lease)
         if not task.auto_collation:
-            self._badge.show(lease.position, lease.index)
+            self._status.show(lease.position, lease.index)
             with self._guard():
                 get = getter(self._dataset)
                 return call_user(get, lease.index, lease.position, self._randomness)
         if takes_batches(self._dataset):
-            self._badge.show(lease.position, list(lease.index), len(lease.index))
+            self._status.show(lease.position, list(lease.index), len(lease.index))
             with self._guard():
                 get = self._dataset.__getitems__
                 return call_user(get, lease.index, lease.position, self._randomness)
-        return self._scribe.watch(self._one_by_one(lease))
+        return self._recorder.watch(self._one_by_one(lease))
 
     def _take_again(self, stream: Stream, index: Any) -> None:
         """Take and drop what the worker before this one has answered for, good or bad."""
@@ -267,8 +276,8 @@ class Worker:
             with suppress(Exception):
                 stream.fetch(index)
         self._num_again = 0
-        if self._careful is not None:
-            self._careful.found = []  # those were told
+        if self._bad_policy is not None:
+            self._bad_policy.found = []  # those were told
 
     def _begin_randomness(self, lease: Lease) -> None:
         if self._randomness is None or self._collate_randomness is None:
@@ -277,7 +286,8 @@ class Worker:
             self._randomness.begin(lease.key_epoch)
             self._collate_randomness.begin(lease.key_epoch)
             self._randomness_epoch = lease.epoch
-        # Threads share the generators: another's sample may be drawing. Gate.alone puts them back.
+        # Threads share the generators: another's sample may be drawing. ThreadGate.alone puts them
+        # back.
         is_used = self._gate is None and self._collate_randomness.has_drawn
         self._randomness.look(is_used=is_used)
 
@@ -285,7 +295,7 @@ class Worker:
         get = getter(self._dataset) if self._placer is None else self._placer.get
         randomness, gate = self._randomness, self._gate
         if gate is not None and randomness is not None and randomness.is_silent:
-            self._badge.show_waiting(True)
+            self._status.show_waiting(True)
             with gate.together():
                 samples = list(self._silently(lease, get, randomness))
             yield from samples
@@ -309,19 +319,19 @@ class Worker:
     def _alone(self) -> Iterator[None]:
         """In a thread: no other thread runs the user's code meanwhile."""
         assert self._gate is not None
-        self._badge.show_waiting(True)
+        self._status.show_waiting(True)
         with self._gate.alone():
-            self._badge.show_waiting(False)
+            self._status.show_waiting(False)
             yield
 
     def _tell_alone(self) -> None:
         if self._randomness is not None and self._randomness.is_known_to_draw:
-            self._desk.put(("tell", _ALONE_NOTE))
+            self._connection.put(("tell", _ALONE_NOTE))
 
     def _walk(self, lease: Lease) -> Iterator[tuple[int, Any]]:
         """Positions and indices of a lease, each noted where the parent sees it."""
         indices = lease.index if self._task.auto_collation else [lease.index]
-        return self._badge.walk(indices, lease.position, lease.epoch)
+        return self._status.walk(indices, lease.position, lease.epoch)
 
     def _silently(self, lease: Lease, get: Any, randomness: SampleRandomness) -> Iterator[Any]:
         randomness.begin_run(is_shared=self._gate is not None)
@@ -345,7 +355,7 @@ class Worker:
         iterator, needed_bytes = iter(samples), 0
         try:
             writer.take(iterator)
-            self._badge.show_no_sample()
+            self._status.show_no_sample()
             if writer.layout is not None:
                 objects = writer.finish()
                 return self._filled(writer.layout, writer.num_filled, objects, lease)
@@ -357,7 +367,7 @@ class Worker:
         if not lease.is_whole:
             return "odd", None, needed_bytes, False
         odd.extend(iterator)
-        self._badge.show_no_sample()
+        self._status.show_no_sample()
         indices = [] if self._task.is_iterable else list(lease.index)
         indices = indices if len(indices) == len(odd) else []  # some were left out
         with self._guard():
@@ -366,7 +376,7 @@ class Worker:
         return "payload", written, max(needed_bytes, written.num_bytes), False
 
     def _slot(self, lease: Lease) -> np.ndarray:
-        mapping = self._desk.segment(lease.segment)
+        mapping = self._connection.segment(lease.segment)
         return np.frombuffer(mapping, dtype=np.uint8, count=lease.slot_bytes, offset=lease.start)
 
     def _filled(
@@ -382,7 +392,7 @@ class Worker:
 
     def _collate_freely(self, lease: Lease, samples: Any) -> Loaded:
         """The user's collate_fn on the whole list; its default_collate writes to our memory."""
-        self._badge.show_no_sample(runs_user_code=True)
+        self._status.show_no_sample(runs_user_code=True)
         root = self._slot(lease)
         scratch = Scratch(root)
         start_ns = now_ns()
@@ -391,7 +401,7 @@ class Worker:
             if randomness is not None and self._randomness is not None:
                 randomness.look(is_used=self._randomness.has_drawn)
             batch = call_user(self._collate, samples, position, randomness)
-        self._scribe.collated(start_ns)
+        self._recorder.collated(start_ns)
         written = payload.write(batch, root, scratch.used)
         alive = weakref.ref(root)
         scratch.buffer = None

@@ -1,6 +1,6 @@
-"""The first code of our child processes: a nursery that forks workers, or one spawned worker.
+"""The first code of our child processes: a fork server that forks workers, or one spawned worker.
 
-    parent ==control socket==> nursery_main: import torch; wait
+    parent ==control socket==> fork_server_main: import torch; wait
         "import" modules       ->  import them ahead of the first fork
         "fork" + descriptors   ->  fork -> worker_main(desk, assignment)
         child exit             ->  ("exit", pid, status) to the parent
@@ -23,7 +23,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from penstock.engine.memory import control_socket as protocol
-from penstock.engine.memory.messages import STACK_FD, Assignment, Task, control_bytes, position_cell
+from penstock.engine.memory.messages import (
+    STACK_FD,
+    WorkerAssignment,
+    WorkerTask,
+    control_bytes,
+    position_cell,
+)
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent.stacks import offer_stack
 from penstock.engine.pickling.environment import enter
@@ -33,7 +39,7 @@ _LOOK_S = 0.25
 _OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"
 
 
-def worker_main(channel: Any, assignment: Assignment, fds: list[int]) -> None:
+def worker_main(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> None:
     """Turn this process into a worker and serve. Called from: a forked or spawned child."""
     try:
         worker = _make_worker(channel, assignment, fds)
@@ -48,7 +54,7 @@ def worker_main(channel: Any, assignment: Assignment, fds: list[int]) -> None:
     serve(worker)
 
 
-def _make_worker(channel: Any, assignment: Assignment, fds: list[int]) -> Any:
+def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> Any:
     _quiet_signals()
     enter(assignment.surroundings)
     import torch
@@ -57,8 +63,8 @@ def _make_worker(channel: Any, assignment: Assignment, fds: list[int]) -> Any:
     from penstock.engine.loading import collate_scratch as scratch
     from penstock.engine.memory import payload
     from penstock.engine.pickling.pickler import unpack
-    from penstock.engine.worker.connection import PipeDesk
-    from penstock.engine.worker.loop import Worker
+    from penstock.engine.worker.connection import PipeConnection
+    from penstock.engine.worker.loop import WorkerLoop
 
     torch.set_num_threads(1)
     keep_opencv_single()
@@ -72,8 +78,8 @@ def _make_worker(channel: Any, assignment: Assignment, fds: list[int]) -> Any:
     collate.register_collators(objects["collators"])
     number, task = assignment.worker, assignment.task
     prepare_worker(number, assignment.num_workers, task, objects)
-    desk = PipeDesk(channel, memory)
-    return Worker(number=number, task=task, objects=objects, desk=desk, cells=cells)
+    connection = PipeConnection(channel, memory)
+    return WorkerLoop(number=number, task=task, objects=objects, connection=connection, cells=cells)
 
 
 def keep_opencv_single() -> None:
@@ -103,7 +109,9 @@ def serve(worker: Any) -> None:
         pass
 
 
-def prepare_worker(number: int, num_workers: int, task: Task, objects: dict[str, Any]) -> None:
+def prepare_worker(
+    number: int, num_workers: int, task: WorkerTask, objects: dict[str, Any]
+) -> None:
     """Seed as PyTorch does, set get_worker_info(), call the user's worker_init_fn.
 
     An exception is kept in ``objects["init_error"]`` and reported with the first lease, as PyTorch
@@ -197,12 +205,13 @@ def watch_parent(parent: int) -> None:
     threading.Thread(target=watch, name="penstock-watch-parent", daemon=True).start()
 
 
-# -- nursery ---------------------------------------------------------------------------------------
+# -- fork server
+# ---------------------------------------------------------------------------------------
 
 
-def nursery_main(control_fd: int) -> None:
-    """Entry of the nursery: import what workers need, then fork on request until hung up on."""
-    control = protocol.Control.from_fd(control_fd)
+def fork_server_main(control_fd: int) -> None:
+    """Entry of the fork server: import what workers need, then fork on request until hung up on."""
+    control = protocol.ControlSocket.from_fd(control_fd)
     _leave_ctrl_c_to_parent()
     with _ending_with_parent(control):
         import torch  # noqa: F401
@@ -345,9 +354,9 @@ def _become_worker(body: bytes, fds: list[int]) -> None:
         import ctypes
         from multiprocessing import connection, util
 
-        nursery = os.getppid()
+        fork_server = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != nursery:
+        if os.getppid() != fork_server:
             os._exit(1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         atexit._clear()

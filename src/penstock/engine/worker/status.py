@@ -25,7 +25,7 @@ class EpochOver(Exception):
     """Nobody waits for this epoch's samples any more."""
 
 
-class Badge:
+class WorkerStatus:
     """The cells of one worker.
 
     Args:

@@ -1,4 +1,4 @@
-"""The nursery may die, be unfit, or meet a user who forks: loaders go on."""
+"""The fork server may die, be unfit, or meet a user who forks: loaders go on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import scripting
 from penstock import DataLoader, StartFailed, WorkerDied
 from penstock.engine.memory.ring import Ring
 from penstock.engine.memory.shared_file import SharedFile
-from penstock.engine.parent import fork_server as nurseries
+from penstock.engine.parent import fork_server as fork_servers
 from specimens import Numbers, collect
 
 pytestmark = pytest.mark.fault
@@ -37,24 +37,24 @@ def load(num_batches: int = 5) -> list[list[int]]:
 GOOD = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
-def test_after_the_nursery_was_killed_the_next_loader_works() -> None:
+def test_after_the_fork_server_was_killed_the_next_loader_works() -> None:
     assert load() == GOOD
-    old = leftovers.nursery_pid()
+    old = leftovers.fork_server_pid()
     assert old is not None
     os.kill(old, signal.SIGKILL)
     assert load() == GOOD
-    assert leftovers.nursery_pid() != old
+    assert leftovers.fork_server_pid() != old
     assert leftovers.wait_until_gone([old], 3.0) == []
 
 
-def test_a_nursery_that_is_stopped_is_ended_and_replaced(
+def test_a_fork_server_that_is_stopped_is_ended_and_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load() == GOOD
-    old = leftovers.nursery_pid()
+    old = leftovers.fork_server_pid()
     assert old is not None
     os.kill(old, signal.SIGSTOP)
-    monkeypatch.setattr(nurseries, "STOPPED_LIMIT_S", 1.0)
+    monkeypatch.setattr(fork_servers, "STOPPED_LIMIT_S", 1.0)
     assert load() == GOOD
     assert leftovers.wait_until_gone([old], 3.0) == []
     assert "does not answer: it was stopped for 1 s" in caplog.text
@@ -62,22 +62,22 @@ def test_a_nursery_that_is_stopped_is_ended_and_replaced(
 
 def test_one_that_is_stopped_for_a_moment_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     assert load() == GOOD
-    old = leftovers.nursery_pid()
+    old = leftovers.fork_server_pid()
     assert old is not None
     os.kill(old, signal.SIGSTOP)
     threading.Timer(1.5, os.kill, (old, signal.SIGCONT)).start()
     assert load() == GOOD
-    assert leftovers.nursery_pid() == old
+    assert leftovers.fork_server_pid() == old
     assert caplog.text == ""
 
 
 def test_one_that_never_comes_up_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    nurseries.close_nursery()
+    fork_servers.close_fork_server()
     loader = DataLoader(Numbers(4), num_workers=1)
-    old = leftovers.nursery_pid()
+    old = leftovers.fork_server_pid()
     assert old is not None
     os.kill(old, signal.SIGSTOP)
-    monkeypatch.setattr(nurseries, "START_LIMIT_S", 1.0)
+    monkeypatch.setattr(fork_servers, "START_LIMIT_S", 1.0)
     with pytest.raises(StartFailed, match="does not answer: no answer in 1 s") as caught:
         next(iter(loader))
     assert "it was stopped" in str(caught.value)
@@ -86,13 +86,13 @@ def test_one_that_never_comes_up_is_an_error_that_says_so(monkeypatch: pytest.Mo
     assert load() == GOOD
 
 
-def test_without_restarts_a_loader_whose_nursery_was_killed_says_so() -> None:
+def test_without_restarts_a_loader_whose_fork_server_was_killed_says_so() -> None:
     iterator = iter(DataLoader(Numbers(100_000), batch_size=2, num_workers=2, max_restarts=0))
     next(iterator)
     pids = [worker.pid for worker in iterator._workers]
-    nursery = leftovers.nursery_pid()
-    assert nursery is not None
-    os.kill(nursery, signal.SIGKILL)
+    fork_server = leftovers.fork_server_pid()
+    assert fork_server is not None
+    os.kill(fork_server, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(WorkerDied):
         collections.deque(iterator, maxlen=0)
@@ -101,34 +101,34 @@ def test_without_restarts_a_loader_whose_nursery_was_killed_says_so() -> None:
     assert load() == GOOD
 
 
-def test_the_nursery_stays_the_same_from_loader_to_loader() -> None:
+def test_the_fork_server_stays_the_same_from_loader_to_loader() -> None:
     load()
-    pid = leftovers.nursery_pid()
+    pid = leftovers.fork_server_pid()
     load()
-    assert leftovers.nursery_pid() == pid
+    assert leftovers.fork_server_pid() == pid
 
 
-def test_a_nursery_that_was_closed_is_started_again() -> None:
+def test_a_fork_server_that_was_closed_is_started_again() -> None:
     load()
-    nurseries.close_nursery()
-    assert leftovers.nursery_pid() is None
+    fork_servers.close_fork_server()
+    assert leftovers.fork_server_pid() is None
     assert load() == GOOD
 
 
 def test_a_loader_with_workers_starts_it_and_does_not_wait_for_it() -> None:
-    nurseries.close_nursery()
+    fork_servers.close_fork_server()
     started = time.monotonic()
     loader = DataLoader(Numbers(10), batch_size=2, num_workers=2)
     made_s = time.monotonic() - started
-    pid = leftovers.nursery_pid()
+    pid = leftovers.fork_server_pid()
     assert pid is not None
     until = time.monotonic() + 60.0
-    while not nurseries.current_nursery().is_warm() and time.monotonic() < until:
+    while not fork_servers.current_fork_server().is_warm() and time.monotonic() < until:
         time.sleep(0.05)
-    assert nurseries.current_nursery().is_warm()
+    assert fork_servers.current_fork_server().is_warm()
     assert made_s < 0.5 * (time.monotonic() - started)  # on a busy machine both take longer
     assert [labels.tolist() for _, labels in collect(loader)] == GOOD
-    assert leftovers.nursery_pid() == pid
+    assert leftovers.fork_server_pid() == pid
 
 
 @pytest.mark.parametrize(
@@ -142,30 +142,30 @@ def test_a_loader_with_workers_starts_it_and_does_not_wait_for_it() -> None:
     ids=str,
 )
 def test_a_loader_that_does_not_need_it_starts_none(keywords: dict[str, Any]) -> None:
-    nurseries.close_nursery()
+    fork_servers.close_fork_server()
     DataLoader(Numbers(10), batch_size=2, **keywords)
-    assert leftovers.nursery_pid() is None
+    assert leftovers.fork_server_pid() is None
 
 
 def test_it_may_die_between_a_loader_and_its_first_batch() -> None:
-    nurseries.close_nursery()
+    fork_servers.close_fork_server()
     loader = DataLoader(Numbers(10), batch_size=2, num_workers=2)
-    pid = leftovers.nursery_pid()
+    pid = leftovers.fork_server_pid()
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     assert [labels.tolist() for _, labels in collect(loader)] == GOOD
 
 
 def test_a_loader_is_made_also_where_it_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    nurseries.close_nursery()
+    fork_servers.close_fork_server()
 
     def fail(*_: Any) -> Any:
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patched:
-        patched.setattr(nurseries, "start_child", fail)
+        patched.setattr(fork_servers, "start_child", fail)
         loader = DataLoader(Numbers(10), batch_size=2, num_workers=2)
-        assert leftovers.nursery_pid() is None
+        assert leftovers.fork_server_pid() is None
         with pytest.raises(OSError, match="Too many open files"):
             next(iter(loader))
     assert [labels.tolist() for _, labels in collect(loader)] == GOOD
@@ -173,7 +173,7 @@ def test_a_loader_is_made_also_where_it_cannot_be_started(monkeypatch: pytest.Mo
 
 TOP_LEVEL = """
 import penstock
-from penstock.engine.start import nursery
+from penstock.engine.parent import fork_server
 
 
 class Dataset:
@@ -181,7 +181,7 @@ class Dataset:
         return 4
 
     def __getitem__(self, index):
-        return int(nursery._current is not None)
+        return int(fork_server._current is not None)
 
 
 loader = penstock.DataLoader(Dataset(), batch_size=2, num_workers=2)
@@ -211,13 +211,13 @@ def test_a_program_of_multiprocessing_starts_none_while_it_imports_the_script(
 IN_A_SPAWNED_CHILD = """
 import multiprocessing
 import penstock
-from penstock.engine.start import nursery
+from penstock.engine.parent import fork_server
 
 loader = penstock.DataLoader(list(range(4)), batch_size=2, num_workers=2)
 
 
 def main():
-    print(nursery._current is not None, flush=True)
+    print(fork_server._current is not None, flush=True)
 
 
 if __name__ == "__main__":
@@ -245,26 +245,28 @@ def threaded_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     sys.modules.pop("starts_a_thread")
 
 
-def test_a_module_that_starts_a_thread_makes_the_nursery_step_aside(threaded_module: Any) -> None:
+def test_a_module_that_starts_a_thread_makes_the_fork_server_step_aside(
+    threaded_module: Any,
+) -> None:
     load()
-    before = leftovers.nursery_pid()
+    before = leftovers.fork_server_pid()
     for _ in range(2):
         loader = DataLoader(threaded_module.Dataset(), batch_size=2, num_workers=2)
         assert [numbers.tolist() for numbers, _ in loader] == [[0, 10], [20, 30]]
-    after = leftovers.nursery_pid()
+    after = leftovers.fork_server_pid()
     assert after != before  # the one that imported it was not fit to fork any more
-    assert nursery_threads(after) == 1
+    assert fork_server_threads(after) == 1
     assert load() == GOOD
-    assert leftovers.nursery_pid() == after
+    assert leftovers.fork_server_pid() == after
 
 
-def nursery_threads(pid: int | None) -> int:
+def fork_server_threads(pid: int | None) -> int:
     return len(os.listdir(f"/proc/{pid}/task"))
 
 
-def test_the_nursery_has_one_thread() -> None:
+def test_the_fork_server_has_one_thread() -> None:
     load()
-    assert nursery_threads(leftovers.nursery_pid()) == 1
+    assert fork_server_threads(leftovers.fork_server_pid()) == 1
 
 
 # -- users who fork --------------------------------------------------------------------------------
