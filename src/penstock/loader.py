@@ -19,10 +19,10 @@ from penstock.engine.parent.iterator import Setup
 from penstock.engine.parent.worker_iterator import PooledIterator
 from penstock.errors import BadArgument, warn_user
 from penstock.machine.collect import here
+from penstock.options import check_num_workers, check_seed
 from penstock.order.epoch_state import EpochState
-from penstock.order.keys import checked_seed
 from penstock.order.resume import Resumable, make_order
-from penstock.planning.inputs import LoaderRequest, Workload, checked_workers
+from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Plan
 from penstock.planning.rules import choose_start_method, make_plan
 from penstock.planning.worker_count import should_measure
@@ -113,7 +113,7 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
         self._settle_faults(on_error, max_bad, bad_samples_file, max_restarts, sample_timeout_s)
         self._settle_device(device, device_prefetch, finish)
         self._settle_trace(trace)
-        self._is_auto = checked_workers(num_workers) == "auto"
+        self._is_auto = check_num_workers("num_workers", num_workers) == "auto"
         if self._is_auto:
             num_workers = here().usable_cores  # until the first batch shows how many are needed
             persistent_workers = persistent_workers or here().os != "linux"  # spawning is slow
@@ -174,7 +174,7 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
         self._warned: set[str] = set()
         self._traces = DatasetChanges(dataset)
         self.pool, self.randomness = pool, randomness
-        self.seed = None if seed is None else checked_seed(seed)
+        self.seed = None if seed is None else check_seed("seed", seed)
         self._epoch_state = EpochState(self.seed)
 
     @property

@@ -17,7 +17,7 @@ from typing import Any
 from penstock.errors import BadArgument, TooManyBad, warn_user
 from penstock.loader import DataLoader
 from penstock.machine.collect import here
-from penstock.order.keys import checked_count
+from penstock.options import check_count
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.pack_source import SHARD_BYTES, Samples, make_job
 from penstock.sources.packed import Packed
@@ -179,7 +179,7 @@ def _as_it_is(result: Any) -> Any:
 def _checked_workers(workers: int | str) -> int:
     if workers == "auto":
         return here().usable_cores
-    return checked_count("workers", workers, 0, 4096)
+    return check_count("workers", workers, 0, 4096)
 
 
 def _check_bad(folder: str, num_bad: int, num_samples: int, max_bad: float | None) -> None:

@@ -32,7 +32,8 @@ from penstock.integrations.tested_versions import untested_here
 from penstock.integrations.ultralytics import settle_mosaic
 from penstock.loader import DataLoader
 from penstock.machine.collect import here
-from penstock.order.keys import PATCH_STREAM, checked_seed, make_key, mix
+from penstock.options import check_seed
+from penstock.order.keys import PATCH_STREAM, make_key, mix
 from penstock.planning.inputs import LoaderRequest
 from penstock.planning.plan import Plan
 from penstock.planning.safety import make_safe
@@ -111,7 +112,7 @@ class PatchLayer:
         if self.options.seed is None:
             return None
         given = 0 if generator is None else mix(generator.initial_seed())
-        return make_key(PATCH_STREAM, checked_seed(self.options.seed), number) ^ given
+        return make_key(PATCH_STREAM, check_seed("seed", self.options.seed), number) ^ given
 
 
 class PatchedLoader(DataLoader[Any]):

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.order.keys import NEARBY_STREAM, checked_count, make_key, mix
+from penstock.options import check_count
+from penstock.order.keys import NEARBY_STREAM, make_key, mix
 from penstock.order.permutation import Permutation, checked_places
 from penstock.order.samplers import Order
 
@@ -52,8 +53,8 @@ class BlockOrder(Order):
         drop_last: bool = False,
         padding: bool = False,
     ) -> None:
-        self.block_size = checked_count("block_size", block_size, 1)
-        self.num_mixed = checked_count("num_mixed", num_mixed, 1)
+        self.block_size = check_count("block_size", block_size, 1)
+        self.num_mixed = check_count("num_mixed", num_mixed, 1)
         super().__init__(
             len(length) if hasattr(length, "__len__") else length,
             seed=seed,

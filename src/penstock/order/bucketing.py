@@ -20,14 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadArgument
-from penstock.order.keys import (
-    BATCH_STREAM,
-    BUCKET_STREAM,
-    checked_count,
-    checked_seed,
-    make_key,
-    mix,
-)
+from penstock.options import check_count, check_seed
+from penstock.order.keys import BATCH_STREAM, BUCKET_STREAM, make_key, mix
 from penstock.order.permutation import Permutation
 from penstock.order.ranks import Shard
 
@@ -69,8 +63,8 @@ class BucketedBatches:
         drop_last: bool = False,
         padding: bool = False,
     ) -> None:
-        checked_count("bucket_batches", bucket_batches, 1)
-        self.seed = checked_seed(seed)
+        check_count("bucket_batches", bucket_batches, 1)
+        self.seed = check_seed("seed", seed)
         self.batch_size = batch_size
         values = _checked_lengths(lengths)
         limit = _checked_limit(values, batch_size, max_tokens)
@@ -113,7 +107,7 @@ class BucketedBatches:
 
     def set_epoch(self, epoch: int) -> None:
         """Turn to another epoch. An iteration that has begun stays in its own."""
-        self.epoch = checked_count("epoch", epoch, most=(1 << 63) - 1)
+        self.epoch = check_count("epoch", epoch, most=(1 << 63) - 1)
         key = make_key(BATCH_STREAM, self.seed, self.epoch)
         self._order = Permutation(self._shard.length, key)
         self._shuffles: dict[int, Permutation] = {}
@@ -154,7 +148,7 @@ class BucketedBatches:
     def starting_at(self, position: int) -> BucketedBatches:
         """The same without the first ``position`` batches of the epoch (over all ranks)."""
         rest = copy.copy(self)
-        rest._shard = replace(self._shard, start=checked_count("position", position))
+        rest._shard = replace(self._shard, start=check_count("position", position))
         return rest
 
     def global_position(self, place: int) -> int:
@@ -207,8 +201,8 @@ def _checked_limit(
             remedy="BucketedBatches(lengths, batch_size=32)",
         )
     if batch_size is not None:
-        return checked_count("batch_size", batch_size, 1), None
-    max_tokens = checked_count("max_tokens", max_tokens, 1)
+        return check_count("batch_size", batch_size, 1), None
+    max_tokens = check_count("max_tokens", max_tokens, 1)
     if lengths.size and lengths.max() > max_tokens:
         longest = int(lengths.argmax())
         raise BadArgument(

@@ -12,13 +12,8 @@ the same bits; written out here because it is a promise, not a detail:
 
 from __future__ import annotations
 
-import operator
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
-
-from penstock.errors import BadArgument
 
 Words = npt.NDArray[np.uint64]
 
@@ -67,40 +62,3 @@ def hash_counters(key: int, counters: Words) -> Words:
     words = (words ^ (words >> np.uint64(27))) * np.uint64(_SECOND)
     words ^= words >> np.uint64(31)
     return words
-
-
-def checked_seed(seed: Any) -> int:
-    """``seed`` as a plain int.
-
-    Raises:
-        BadArgument: It is no whole number, or outside of what torch.manual_seed takes, too.
-    """
-    value = _whole("seed", seed)
-    if not -(1 << 63) <= value < 1 << 64:
-        raise BadArgument(
-            f"seed={value} does not fit in 64 bits",
-            remedy="a seed from -2**63 to 2**64 - 1, such as seed=0",
-        )
-    return value
-
-
-def checked_count(name: str, value: Any, least: int = 0, most: int = 1 << 62) -> int:
-    """``value`` as a plain int from ``least`` to ``most``.
-
-    Raises:
-        BadArgument: It is none.
-    """
-    count = _whole(name, value, least)
-    if not least <= count <= most:
-        bounds = f"at least {least}" if count < least else f"at most {most}"
-        nearest = least if count < least else most
-        raise BadArgument(f"{name}={count} must be {bounds}", remedy=f"{name}={nearest}")
-    return count
-
-
-def _whole(name: str, value: Any, such_as: int = 0) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        remedy = f"{name}={such_as}"
-        raise BadArgument(f"{name}={value!r} is not a whole number", remedy=remedy) from None

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.order.keys import GOLDEN, MASK, Words, checked_count, hash_counters, mix
+from penstock.options import check_count
+from penstock.order.keys import GOLDEN, MASK, Words, hash_counters, mix
 
 ROUNDS = 8
 """Four for each half. With 2 neighbours fail the chi-square test by far, with 4 they pass: this is
@@ -55,7 +56,7 @@ class Permutation:
     """
 
     def __init__(self, length: int, key: int) -> None:
-        self.length = checked_count("length", length)
+        self.length = check_count("length", length)
         self.key = key & MASK
         self._low_bits = max(1, (self.length - 1).bit_length() // 2)
         self._num_left = -(-self.length // (1 << self._low_bits))

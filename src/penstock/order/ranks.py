@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadArgument
-from penstock.order.keys import checked_count
+from penstock.options import check_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,11 @@ class Shard:
     start: int = 0
 
     def __post_init__(self) -> None:
-        checked_count("length", self.length)
-        checked_count("batch_size", self.batch_size, 1)
-        checked_count("world_size", self.world_size, 1)
-        checked_count("rank", self.rank, 0, self.world_size - 1)
-        checked_count("position", self.start, 0, self.length)
+        check_count("length", self.length)
+        check_count("batch_size", self.batch_size, 1)
+        check_count("world_size", self.world_size, 1)
+        check_count("rank", self.rank, 0, self.world_size - 1)
+        check_count("position", self.start, 0, self.length)
         if self.drop_last and self.padding:
             raise BadArgument(
                 "drop_last=True and padding=True exclude each other",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.errors import BadArgument, BadState, warn_user
+from penstock.options import check_count
 from penstock.order.bucketing import BucketedBatches
 from penstock.order.epoch_state import (
     EpochIndices,
@@ -15,7 +16,6 @@ from penstock.order.epoch_state import (
     fits_generator,
     own_state_of,
 )
-from penstock.order.keys import checked_count
 from penstock.order.loader_state import LoaderState
 from penstock.order.ranks import rank_here
 from penstock.order.samplers import Order, SeededOrder
@@ -67,7 +67,7 @@ class Resumable:
 
     def set_epoch(self, epoch: int) -> None:
         """The next epoch is this one. Not needed, because epochs are counted; but honoured."""
-        self._epoch_state.set_epoch(checked_count("epoch", epoch))
+        self._epoch_state.set_epoch(check_count("epoch", epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: what was delivered counts, not what was loaded ahead.

@@ -20,14 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadArgument
-from penstock.order.keys import (
-    ORDER_STREAM,
-    WEIGHT_STREAM,
-    checked_count,
-    checked_seed,
-    hash_counters,
-    make_key,
-)
+from penstock.options import check_count, check_seed
+from penstock.order.keys import ORDER_STREAM, WEIGHT_STREAM, hash_counters, make_key
 from penstock.order.permutation import Identity, Permutation, checked_places
 from penstock.order.ranks import Shard
 
@@ -41,8 +35,8 @@ class Order:
     """What all orders share: epochs, ranks, a start position, and access to any place."""
 
     def __init__(self, length: int, *, seed: int, epoch: int, **shard: Any) -> None:
-        self.seed = checked_seed(seed)
-        self._shard = Shard(length=checked_count("length", length), **shard)
+        self.seed = check_seed("seed", seed)
+        self._shard = Shard(length=check_count("length", length), **shard)
         self.set_epoch(epoch)
 
     # -- the whole epoch -------------------------------------------------------------------------
@@ -54,7 +48,7 @@ class Order:
 
     def set_epoch(self, epoch: int) -> None:
         """Turn to another epoch. An iteration that has begun stays in its own."""
-        self.epoch = checked_count("epoch", epoch, most=(1 << 63) - 1)
+        self.epoch = check_count("epoch", epoch, most=(1 << 63) - 1)
 
     def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The indices at many positions of the epoch."""
@@ -94,7 +88,7 @@ class Order:
             True
         """
         rest = copy.copy(self)
-        rest._shard = replace(self._shard, start=checked_count("position", position))
+        rest._shard = replace(self._shard, start=check_count("position", position))
         return rest
 
     def for_rank(self: Self, rank: int) -> Self:

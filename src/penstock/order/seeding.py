@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadArgument
+from penstock.options import check_seed
 from penstock.order.global_generators import preserved_generators
-from penstock.order.keys import MASK, checked_seed
+from penstock.order.keys import MASK
 
 _INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -60,7 +61,7 @@ def seed_all(seed: int, deterministic: bool | str = True, benchmark: bool = Fals
         >>> random.random() == first
         True
     """
-    value = checked_seed(seed)
+    value = check_seed("seed", seed)
     if deterministic not in (True, False, "warn"):
         raise BadArgument(
             f"deterministic={deterministic!r} is not known; it is one of True, False, 'warn'",

@@ -14,7 +14,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from penstock.errors import BadArgument
-from penstock.order.keys import SPLIT_STREAM, checked_seed, make_key
+from penstock.options import check_seed
+from penstock.order.keys import SPLIT_STREAM, make_key
 from penstock.order.permutation import Permutation
 
 _CHUNK = 4096
@@ -111,7 +112,7 @@ def split(dataset: Any, lengths: Sequence[Any], seed: int = 0) -> list[Part]:
         >>> [*train], [*test]
         ([14, 13, 10, 11], [12])
     """
-    shuffle = Permutation(len(dataset), make_key(SPLIT_STREAM, checked_seed(seed)))
+    shuffle = Permutation(len(dataset), make_key(SPLIT_STREAM, check_seed("seed", seed)))
     parts, first = [], 0
     for num_samples in _count(len(dataset), lengths):
         places = range(first, first + num_samples)

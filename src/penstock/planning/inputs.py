@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-from penstock.errors import BadArgument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +55,3 @@ class Workload:
     is_iterable: bool = False
     is_in_memory: bool = False
     stays_because: str | None = None
-
-
-def checked_workers(num_workers: Any) -> int | str:
-    """A number, which torch checks, or "auto".
-
-    Example:
-        >>> checked_workers("auto"), checked_workers(4)
-        ('auto', 4)
-    """
-    if num_workers != "auto" and not hasattr(type(num_workers), "__index__"):
-        raise BadArgument(
-            f"num_workers={num_workers!r} is neither a number nor 'auto'",
-            remedy="DataLoader(..., num_workers='auto')",
-        )
-    return num_workers  # type: ignore[no-any-return]

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadArgument, CannotPack, PenstockError
-from penstock.order.keys import BAD_STREAM, GOLDEN, checked_count, checked_seed, make_key, mix
+from penstock.options import check_count, check_seed
+from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.fields import (
     Encoder,
@@ -145,10 +146,10 @@ def make_job(
     """
     if not callable(on_error):
         BadArgument.unless_one_of("on_error", on_error, ("raise", "skip", "replace"), "pack")
-    checked_count("shard_bytes", shard_bytes, 1)
+    check_count("shard_bytes", shard_bytes, 1)
     num_samples = _length_of(dataset)
     get = getattr(dataset, "packed_sample", None) or dataset.__getitem__
-    probes = list(_probes(get, num_samples, on_error, checked_seed(seed), on_probe))
+    probes = list(_probes(get, num_samples, on_error, check_seed("seed", seed), on_probe))
     if on_error != "raise":  # one that is unlike the first is a bad one, then
         probes = [probe for probe in probes if _kinds(probe) == _kinds(probes[0])]
     forms = {form for form, _, _ in probes}
@@ -163,7 +164,7 @@ def make_job(
     max_shards = max(1, MAX_FILES // sum(len(schema.file_names(0)) for schema in schemas))
     shard_rows = max(1, shard_bytes // max(1, sample_bytes), -(-num_samples // max_shards))
     samples = Samples(
-        get, num_samples, form, schemas, tuple(wishes), on_error, checked_seed(seed), images
+        get, num_samples, form, schemas, tuple(wishes), on_error, check_seed("seed", seed), images
     )
     policy = on_error if isinstance(on_error, str) else "function"
     job = Job(

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from penstock.errors import BadArgument
+from penstock.options import check_count
 from penstock.order.global_generators import preserved_generators
-from penstock.order.keys import checked_count
 from penstock.verify.causes import Case, find_cause
 from penstock.verify.differences import (
     describe,
@@ -79,10 +79,10 @@ def verify(
         >>> bool(penstock.verify(make_loader, workers=(0, 2)))
         True
     """
-    checked_count("epochs", epochs, 1)
+    check_count("epochs", epochs, 1)
     if not workers:
         raise BadArgument("workers=() leaves nothing to compare", remedy="workers=(0, 2)")
-    numbers = [checked_count("workers", number) for number in workers]
+    numbers = [check_count("workers", number) for number in workers]
     factory = factory_of(make_loader)
     takes = taken_by(factory)
     settings = list_settings(

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from penstock.errors import BadArgument
+from penstock.options import check_seed
 from penstock.order import permutation
-from penstock.order.keys import checked_seed, hash_counters, make_key, mix
+from penstock.order.keys import hash_counters, make_key, mix
 from penstock.order.permutation import TABLE_LENGTH, Identity, Permutation
 
 pytestmark = pytest.mark.legacy
@@ -183,10 +184,10 @@ def test_the_hash_of_arrays_is_the_hash_of_numbers() -> None:
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30, 1.0, "1", None])
 def test_seeds_that_torch_refuses_are_refused_here(seed: object) -> None:
     with pytest.raises(BadArgument, match="seed="):
-        checked_seed(seed)
+        check_seed("seed", seed)
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**64 - 1, -(2**63), np.int64(-5), True])
 def test_seeds_that_torch_takes_are_taken_here(seed: int) -> None:
-    assert checked_seed(seed) == seed
-    assert type(checked_seed(seed)) is int
+    assert check_seed("seed", seed) == seed
+    assert type(check_seed("seed", seed)) is int

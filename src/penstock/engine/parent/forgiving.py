@@ -13,8 +13,8 @@ from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES, ON_ERROR, OnErr
 from penstock.engine.parent.bad_sample_log import BadSampleLog
 from penstock.engine.parent.restarts import RestartLimits
 from penstock.errors import BadArgument
+from penstock.options import check_count
 from penstock.order.epoch_state import EpochState
-from penstock.order.keys import checked_count
 from penstock.order.samplers import SeededOrder
 
 
@@ -41,7 +41,7 @@ class Forgiving:
         self.on_error = on_error
         self.max_bad = max_bad
         self.bad_samples_file = bad_samples_file
-        self.max_restarts = checked_count("max_restarts", max_restarts, 0, 1_000_000)
+        self.max_restarts = check_count("max_restarts", max_restarts, 0, 1_000_000)
         self.sample_timeout_s = _checked_seconds(sample_timeout_s)
         file = None if bad_samples_file is None else os.fspath(bad_samples_file)
         self._bad = BadSampleLog(max_bad, file)

@@ -11,9 +11,9 @@ from typing import Any
 
 from penstock.engine.loading.fetch import fetch_map, takes_batches
 from penstock.errors import BadArgument
+from penstock.options import check_count
 from penstock.order.generator_reads import watching_reads
 from penstock.order.global_generators import preserved_generators
-from penstock.order.keys import checked_count
 from penstock.order.own_generators import OwnGenerators
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.order.samplers import SeededOrder
@@ -47,10 +47,10 @@ def replay(loader: Any, epoch: int, index: int) -> Any:
         >>> penstock.replay(loader, 0, int(indices[3])) == (int(indices[3]), float(noise[3]))
         True
     """
-    order = _order_of(loader, checked_count("epoch", epoch))
+    order = _order_of(loader, check_count("epoch", epoch))
     if not order.length:
         raise BadArgument("the loader has no samples", remedy="a dataset that has some")
-    index = checked_count("index", index, 0, order.length - 1)
+    index = check_count("index", index, 0, order.length - 1)
     position = order.position_of(index)
     first, last = _rows_beside(order, loader, position)
     if not takes_batches(loader.dataset) or loader.batch_size is None:
