@@ -15,14 +15,14 @@ import pytest
 
 from leftovers import SETTLE_S
 from penstock.machine import gpu, gpu_watch, nvidia
-from penstock.machine.child_process import (
-    MAX_ANSWER_BYTES,
-    NoAnswer,
-    NotHere,
-    TookTooLong,
-    ask_tool,
-)
 from penstock.machine.collect import machine
+from penstock.machine.vendor_tools import (
+    MAX_OUTPUT_BYTES,
+    ToolFailed,
+    ToolMissing,
+    ToolTimedOut,
+    run_tool,
+)
 
 pytestmark = [
     pytest.mark.fault,
@@ -43,7 +43,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
     def no_library() -> None:
-        raise NotHere("no NVML")
+        raise ToolMissing("no NVML")
 
     monkeypatch.setattr(nvidia, "cards_by_nvml", no_library)
     monkeypatch.setattr(gpu.amd, "cards_by_kfd", list)
@@ -81,8 +81,8 @@ def num_sleepers(settle_s: float = SETTLE_S) -> int:
 def test_a_tool_that_hangs_is_killed_with_its_children(path: Path, script: str) -> None:
     install(path, "nvidia-smi", script)
     started = time.monotonic()
-    with pytest.raises(TookTooLong, match=r"nvidia-smi did not answer in 0\.5 s"):
-        ask_tool(["nvidia-smi"], LIMIT_S)
+    with pytest.raises(ToolTimedOut, match=r"nvidia-smi did not answer in 0\.5 s"):
+        run_tool(["nvidia-smi"], LIMIT_S)
     assert time.monotonic() - started < SOON_S
     assert num_sleepers() == 0
 
@@ -104,24 +104,24 @@ def test_control_a_child_that_is_left_would_be_noticed() -> None:
 
 def test_a_tool_that_prints_without_end_is_stopped(path: Path) -> None:
     install(path, "nvidia-smi", "exec yes")
-    with pytest.raises(NoAnswer, match=f"more than {MAX_ANSWER_BYTES} bytes"):
-        ask_tool(["nvidia-smi"], SOON_S)
+    with pytest.raises(ToolFailed, match=f"more than {MAX_OUTPUT_BYTES} bytes"):
+        run_tool(["nvidia-smi"], SOON_S)
 
 
 def test_a_tool_that_fails_and_one_that_cannot_start(path: Path) -> None:
     install(path, "nvidia-smi", "echo something; exit 9")
-    with pytest.raises(NoAnswer, match="exit code 9"):
-        ask_tool(["nvidia-smi"], SOON_S)
+    with pytest.raises(ToolFailed, match="exit code 9"):
+        run_tool(["nvidia-smi"], SOON_S)
     (path / "nvidia-smi").write_text("#!/no/such/shell\n")
-    with pytest.raises(NoAnswer, match="could not be started"):
-        ask_tool(["nvidia-smi"], SOON_S)
-    with pytest.raises(NotHere, match="no-such-tool is not installed"):
-        ask_tool(["no-such-tool"], SOON_S)
+    with pytest.raises(ToolFailed, match="could not be started"):
+        run_tool(["nvidia-smi"], SOON_S)
+    with pytest.raises(ToolMissing, match="no-such-tool is not installed"):
+        run_tool(["no-such-tool"], SOON_S)
 
 
 def test_control_a_tool_that_works_is_heard(path: Path) -> None:
     install(path, "nvidia-smi", "printf 'GPU \\377 one'")
-    assert ask_tool(["nvidia-smi"], SOON_S) == "GPU \ufffd one"
+    assert run_tool(["nvidia-smi"], SOON_S) == "GPU \ufffd one"
 
 
 def test_a_machine_whose_tool_hangs_is_described_without_gpus(

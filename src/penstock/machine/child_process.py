@@ -1,165 +1,268 @@
-"""How do we ask something that may never answer? A vendor's tool or library, within a limit.
+"""Runs child processes that may hang, crash or print anything.
 
-A driver in a bad state makes its tool hang, and the tool's children with it. Whoever asks here
-gets an answer or a :class:`NoAnswer` with the reason, no later than the limit.
+::
+
+    this process                                 the child, in a session of its own
+    ChildProcess(command, send=b"...")  -- stdin -->    reads to the end of it
+    read(limit_s), read_line(limit_s)   <-- stdout --   prints, or hangs
+    wait(limit_s)                       <-- exit code   or a signal: ``signal_name``
+    end of the ``with`` block           -- SIGKILL -->  the child and everything that it started
+
+Used by :mod:`penstock.machine.vendor_tools` (a vendor's tool), the doctor's trials of user code,
+the probes of a convolution library, and ``verify``'s run in a new interpreter.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
+import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from types import TracebackType
+from typing import IO, Any, Literal
 
-Answer = TypeVar("Answer")
+_PIECE_BYTES = 1 << 16
+_POLL_S = 0.05
+"""How often a reader looks whether a child that is silent has ended."""
+_KILLED_S = 1.0
+"""How long a killed process may take to end. Nothing ends one that hangs inside a driver."""
+_PARENT_POLL_S = 0.5
 
-MAX_ANSWER_BYTES = 1 << 20
-"""No description of a computer is longer; a tool that prints without end is stopped here."""
+# Called by a Python child: the parent's sys.path, so that both find the same packages, then
+# "module:function" and its arguments.
+_BOOT = """
+import importlib, json, sys
+sys.path[:] = json.loads(sys.argv[1])
+module, _, function = sys.argv[2].partition(":")
+getattr(importlib.import_module(module), function)(*sys.argv[3:])
+"""
 
 
-class NoAnswer(Exception):
-    """Asked, and got nothing that can be used; the text says why."""
+def python_command(function: str, *arguments: str) -> list[str]:
+    """The command that calls a function in a new interpreter, which finds the same packages.
 
-
-class NotHere(NoAnswer):
-    """There is nobody to ask: the tool or the library is not on this machine."""
-
-
-class TookTooLong(NoAnswer):
-    """It is here, and did not answer within the limit."""
-
-
-def ask_tool(command: Sequence[str], limit_s: float) -> str:
-    """What does a tool print? It and its children are dead after ``limit_s``.
-
-    Raises:
-        NotHere: There is no such program.
-        TookTooLong: It had not finished by then.
-        NoAnswer: It failed, or printed more than a description.
+    Args:
+        function: As ``"package.module:function"``.
+        arguments: What the function is called with.
 
     Example:
-        >>> import sys
-        >>> ask_tool([sys.executable, "-c", "print('hello')"], 30.0).strip()
+        >>> with ChildProcess(python_command("builtins:print", "hello")) as child:
+        ...     child.read_line(limit_s=60.0)
         'hello'
     """
-    name = os.path.basename(command[0])
-    program = shutil.which(command[0])
-    if program is None:
-        raise NotHere(f"{name} is not installed")
-    process = _start([program, *command[1:]], name)
-    printed, exit_code = _listen(process, name, limit_s)
-    if exit_code is None and len(printed) <= MAX_ANSWER_BYTES:
-        raise TookTooLong(f"{name} did not answer in {limit_s:g} s")
-    if len(printed) > MAX_ANSWER_BYTES:
-        raise NoAnswer(f"{name} printed more than {MAX_ANSWER_BYTES} bytes")
-    if exit_code != 0:
-        raise NoAnswer(f"{name} failed with exit code {exit_code}")
-    return printed.decode("utf-8", errors="replace")
+    paths = json.dumps([os.path.abspath(path) for path in sys.path])
+    return [sys.executable, "-c", _BOOT, paths, function, *arguments]
 
 
-def _listen(
-    process: subprocess.Popen[bytes], name: str, limit_s: float
-) -> tuple[bytes, int | None]:
-    """What a tool printed, and how it ended; None if it had to be killed."""
-    deadline_s = time.monotonic() + limit_s
-    printed: list[bytes] = []
-    pipe = process.stdout
-    assert pipe is not None
-    # A thread reads, because a pipe cannot be read with a limit on Windows.
-    reader = threading.Thread(
-        target=lambda: printed.append(pipe.read(MAX_ANSWER_BYTES + 1)),
-        name=f"penstock-asks-{name}",
-        daemon=True,
-    )
-    reader.start()
-    reader.join(limit_s)
-    exit_code = None
-    if printed and len(printed[0]) <= MAX_ANSWER_BYTES:
-        try:
-            exit_code = process.wait(max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass  # it closed its output and goes on
-    if exit_code is None:
-        _end(process)
-    reader.join(1.0)
-    if not reader.is_alive():  # else: a grandchild in a session of its own holds the pipe
-        pipe.close()
-    return b"".join(printed), exit_code
+class ChildProcess:
+    """A child process. It and everything that it started are dead when the ``with`` block ends.
 
+    Args:
+        command: The program and its arguments.
+        reads: Which of its outputs are read; the others are thrown away.
+        send: What it finds on its standard input.
+        environ: Added to this process's environment.
 
-def _start(command: list[str], name: str) -> subprocess.Popen[bytes]:
-    """Start a tool where it can be ended with all its children, and shows no window."""
-    options: dict[str, Any] = {"start_new_session": True}
-    if sys.platform == "win32":
-        options = {"creationflags": subprocess.CREATE_NO_WINDOW}
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            **options,
+    Raises:
+        OSError: It could not be started.
+
+    Example:
+        >>> with ChildProcess([sys.executable, "-c", "print(input() * 2)"], send=b"ab") as child:
+        ...     child.read_line(limit_s=60.0), child.wait(limit_s=60.0)
+        ('abab', 0)
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        reads: Literal["stdout", "stderr", "both"] = "stdout",
+        send: bytes = b"",
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"start_new_session": True}
+        if sys.platform == "win32":
+            flags = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
+            options = {"creationflags": flags}
+        nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+        with _file_of(send) if send else nullcontext(nothing) as given:
+            self._process = subprocess.Popen(
+                command,
+                stdin=given,
+                stdout=nothing if reads == "stderr" else pipe,
+                stderr={"stdout": nothing, "stderr": pipe, "both": subprocess.STDOUT}[reads],
+                env={**os.environ, **(environ or {})},
+                **options,
+            )
+        self._pipe: Any = self._process.stdout or self._process.stderr
+        self._pieces: queue.Queue[bytes] = queue.Queue()
+        self._unread, self._is_over = b"", False
+        # A thread reads, because a pipe cannot be read with a limit on Windows.
+        self._reader = threading.Thread(
+            target=self._read_pipe, name="penstock-child-reader", daemon=True
         )
-    except OSError as error:
-        raise NoAnswer(f"{name} could not be started: {error}") from error
+        self._reader.start()
 
+    def read(self, limit_s: float) -> bytes:
+        """The next piece of its output as soon as there is one; ``b""`` at the end of the output.
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a tool and what it started, and collect it."""
-    if sys.platform == "win32":
-        _end_tree(process.pid)
-    else:
+        Raises:
+            TimeoutError: There was none within ``limit_s``.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while not self._is_over:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"the process printed nothing for {limit_s:g} s")
+            try:
+                piece = self._pieces.get(timeout=min(left_s, _POLL_S))
+            except queue.Empty:
+                if self._process.poll() is not None:
+                    self._end_output()
+            else:
+                self._is_over = not piece
+                return piece
+        return b""
+
+    def read_line(self, limit_s: float) -> str | None:
+        """The next line of its output without its end; None at the end of the output.
+
+        Raises:
+            TimeoutError: There was no whole line within ``limit_s``.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while b"\n" not in self._unread:
+            piece = self.read(deadline_s - time.monotonic())
+            self._unread += piece
+            if not piece:
+                break
+        if not self._unread:
+            return None
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode("utf-8", errors="replace").rstrip("\r")
+
+    def wait(self, limit_s: float) -> int:
+        """Its exit code, below zero if a signal killed it.
+
+        Raises:
+            TimeoutError: It had not ended by then.
+        """
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # its session has its pid for a name
-        except (ProcessLookupError, PermissionError):
-            pass  # it ended by itself, and left nobody
-    process.kill()
-    process.wait()
+            return self._process.wait(max(0.0, limit_s))
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"the process had not ended after {limit_s:g} s") from error
+
+    def finish(self, limit_s: float, keep_bytes: int) -> tuple[int | None, str]:
+        """Its exit code, None if it had not ended by the limit, and the last that it printed."""
+        deadline_s = time.monotonic() + limit_s
+        printed = b""
+        exit_code = None
+        with suppress(TimeoutError):
+            while piece := self.read(deadline_s - time.monotonic()):
+                printed = (printed + piece)[-keep_bytes:]
+            exit_code = self.wait(deadline_s - time.monotonic())
+        return exit_code, printed.decode("utf-8", errors="replace")
+
+    def kill(self) -> None:
+        """Kill the child and what it started."""
+        if sys.platform == "win32":
+            _kill_children(self._process.pid)
+        else:
+            with suppress(ProcessLookupError, PermissionError):  # all of them have ended
+                os.killpg(self._process.pid, signal.SIGKILL)  # its group has its number
+        self._process.kill()
+
+    def __enter__(self) -> ChildProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILLED_S)
+        self._reader.join(_KILLED_S)
+        if not self._reader.is_alive():  # else: a grandchild in a session of its own holds the pipe
+            self._pipe.close()
+
+    def _read_pipe(self) -> None:
+        while piece := self._pipe.read1(_PIECE_BYTES):
+            self._pieces.put(piece)
+        self._pieces.put(b"")
+
+    def _end_output(self) -> None:
+        """The child has ended, and what it started may hold the pipe open."""
+        self.kill()
+        self._reader.join(_KILLED_S)
+        if self._reader.is_alive():
+            self._pieces.put(b"")
 
 
-def _end_tree(pid: int) -> None:
+def _file_of(text: bytes) -> IO[bytes]:
+    """A file to read from: unlike a pipe, a child that never reads it cannot hold us up."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    file.write(text)
+    file.seek(0)
+    return file
+
+
+def _kill_children(pid: int) -> None:
     """Kill the children of a process where there are no process groups."""
     import psutil
 
-    try:
-        children = psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return
-    for child in children:
-        try:
-            child.kill()
-        except psutil.Error:
-            pass  # it was faster
+    with suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):  # it ended first
+                child.kill()
 
 
-def ask_library(question: Callable[[], Answer], limit_s: float, name: str) -> Answer:
-    """What does a function of a foreign library answer? Raise ``TookTooLong`` after ``limit_s``.
-
-    A call into a driver cannot be interrupted; one that hangs is left behind in a daemon thread.
+def signal_name(exit_code: int) -> str:
+    """The signal that an exit code stands for; ``""`` if it stands for none.
 
     Example:
-        >>> ask_library(lambda: 6 * 7, 30.0, "arithmetic")
-        42
+        >>> signal_name(-15), signal_name(-99), signal_name(1)
+        ('SIGTERM', 'signal 99', '')
     """
-    outcome: list[tuple[Answer | None, BaseException | None]] = []
+    if exit_code >= 0:
+        return ""
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
 
-    def ask() -> None:
-        try:
-            outcome.append((question(), None))
-        except BaseException as error:
-            outcome.append((None, error))
 
-    thread = threading.Thread(target=ask, name=f"penstock-asks-{name}", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if not outcome:
-        raise TookTooLong(f"{name} did not answer in {limit_s:g} s")
-    answer, error = outcome[0]
-    if error is not None:
-        raise error
-    return answer  # type: ignore[return-value]
+# In the child
+
+
+def end_with_parent(parent: int, clean_up: Callable[[], None] = lambda: None) -> None:
+    """End this process, and what it started, when its parent does.
+
+    A parent that is killed cannot end its children. A thread watches it.
+
+    Args:
+        parent: The number of the parent's process.
+        clean_up: Called before.
+    """
+    import psutil
+
+    def watch() -> None:
+        with suppress(psutil.NoSuchProcess):  # it was killed while we started
+            process = psutil.Process(parent)
+            while process.is_running():
+                time.sleep(_PARENT_POLL_S)
+        clean_up()
+        if sys.platform != "win32" and os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="penstock-watch-parent", daemon=True).start()

@@ -25,8 +25,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.machine import amd, host, nvidia
-from penstock.machine.child_process import NoAnswer, NotHere, TookTooLong, ask_library, ask_tool
+from penstock.machine.child_process import python_command
 from penstock.machine.facts import Gpu
+from penstock.machine.vendor_tools import (
+    ToolFailed,
+    ToolMissing,
+    ToolTimedOut,
+    call_library,
+    run_tool,
+)
 
 DRIVER_LIMIT_S = 2.0
 """How long a driver may take to list its cards: 30 ms is usual. A guess, and so low because the
@@ -60,15 +67,15 @@ def find_gpus(torch_build: str = "cuda") -> Sighting:
         witnesses = {"kfd": _by_kfd, "nvidia-smi": _by_nvidia_smi, "nvml": _by_nvml}
     else:
         witnesses = {"nvidia-smi": _by_nvidia_smi, "nvml": _by_nvml, "kfd": _by_kfd}
-    troubles: list[NoAnswer] = []
+    troubles: list[ToolFailed] = []
     for name, ask in witnesses.items():
-        if name == "nvml" and any(isinstance(trouble, TookTooLong) for trouble in troubles):
+        if name == "nvml" and any(isinstance(trouble, ToolTimedOut) for trouble in troubles):
             continue  # the same driver would hang here, where it cannot be killed
         try:
             gpus = ask()
-        except NotHere:
+        except ToolMissing:
             continue
-        except NoAnswer as trouble:
+        except ToolFailed as trouble:
             troubles.append(trouble)
             continue
         if gpus:
@@ -77,7 +84,7 @@ def find_gpus(torch_build: str = "cuda") -> Sighting:
 
 
 def _by_nvml() -> tuple[Gpu, ...]:
-    return _gpus_of(ask_library(nvidia.cards_by_nvml, DRIVER_LIMIT_S, "NVML"))
+    return _gpus_of(call_library(nvidia.cards_by_nvml, DRIVER_LIMIT_S, "NVML"))
 
 
 def _by_nvidia_smi() -> tuple[Gpu, ...]:
@@ -109,29 +116,8 @@ def _gpus_of(cards: list[nvidia.NvidiaCard]) -> tuple[Gpu, ...]:
     )
 
 
-# What the child runs. Imports may print things of their own, so the answer has a mark before it.
-# The arguments: the parent's sys.path, so that both find the same torch.
 _MARK = "penstock-gpus:"
-_QUESTION = f"""
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-import torch
-gpus = []
-is_hip = bool(getattr(torch.version, "hip", None))
-for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-    facts = torch.cuda.get_device_properties(index)
-    if is_hip:
-        architecture = getattr(facts, "gcnArchName", "").split(":")[0] or None
-    else:
-        architecture = f"sm_{{facts.major}}{{facts.minor}}"
-    vendor = "amd" if is_hip else "nvidia"
-    gpus.append(dict(name=facts.name, vendor=vendor, architecture=architecture,
-                     memory_bytes=int(facts.total_memory)))
-mps = getattr(torch.backends, "mps", None)
-if not gpus and mps is not None and mps.is_available():
-    gpus.append(dict(name="Apple GPU", vendor="apple"))
-print("{_MARK}" + json.dumps(gpus))
-"""
+"""Imports may print things of their own, so the answer has a mark before it."""
 
 
 def ask_torch(limit_s: float) -> tuple[Gpu, ...]:
@@ -151,13 +137,11 @@ def sight_by_torch(limit_s: float) -> Sighting:
     """
     if not host.can_start_python():
         return Sighting(trouble="no Python can be started here to ask torch in")
-    paths = json.dumps([str(path) for path in sys.path])
     try:
-        text = ask_tool([sys.executable, "-c", _QUESTION, paths], limit_s)
-        gpus = _parse(text)
-    except TookTooLong:
+        gpus = _parse(run_tool(python_command(f"{__name__}:print_torch_gpus"), limit_s))
+    except ToolTimedOut:
         return Sighting(trouble=f"torch did not say which GPUs it sees in {limit_s:g} s")
-    except NoAnswer as trouble:
+    except ToolFailed as trouble:
         return Sighting(trouble=f"torch could not say which GPUs it sees: {trouble}")
     return Sighting(gpus=gpus, seen_by="torch" if gpus else "nobody")
 
@@ -170,4 +154,30 @@ def _parse(text: str) -> tuple[Gpu, ...]:
                 return tuple(Gpu(**gpu) for gpu in answer)
             except (ValueError, TypeError):
                 break
-    raise NoAnswer("the child printed no list of GPUs")
+    raise ToolFailed("the child printed no list of GPUs")
+
+
+def print_torch_gpus() -> None:
+    """Called from: the child process of :func:`sight_by_torch`."""
+    import torch
+
+    gpus: list[dict[str, Any]] = []
+    is_hip = bool(getattr(torch.version, "hip", None))
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        facts = torch.cuda.get_device_properties(index)
+        if is_hip:
+            architecture = getattr(facts, "gcnArchName", "").split(":")[0] or None
+        else:
+            architecture = f"sm_{facts.major}{facts.minor}"
+        gpus.append(
+            {
+                "name": facts.name,
+                "vendor": "amd" if is_hip else "nvidia",
+                "architecture": architecture,
+                "memory_bytes": int(facts.total_memory),
+            }
+        )
+    mps = getattr(torch.backends, "mps", None)
+    if not gpus and mps is not None and mps.is_available():
+        gpus.append({"name": "Apple GPU", "vendor": "apple"})
+    print(_MARK + json.dumps(gpus))

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.machine import nvidia
-from penstock.machine.child_process import NoAnswer, NotHere, TookTooLong, ask_library, ask_tool
+from penstock.machine.vendor_tools import (
+    ToolFailed,
+    ToolMissing,
+    ToolTimedOut,
+    call_library,
+    run_tool,
+)
 
 _ROCM_SMI = (
     "rocm-smi",
@@ -84,11 +90,11 @@ def look(limit_s: float) -> Look:
     for name, ask in witnesses.items():
         try:
             found = ask(limit_s)
-        except NotHere:
+        except ToolMissing:
             continue
-        except NoAnswer as trouble:
+        except ToolFailed as trouble:
             troubles.append(str(trouble))
-            if isinstance(trouble, TookTooLong):
+            if isinstance(trouble, ToolTimedOut):
                 break  # a driver that hangs hangs for the next tool too
             continue
         if found:
@@ -98,7 +104,7 @@ def look(limit_s: float) -> Look:
 
 
 def _by_nvml(limit_s: float) -> list[GpuReading]:
-    return _of_cards(ask_library(nvidia.cards_by_nvml, limit_s, "NVML"))
+    return _of_cards(call_library(nvidia.cards_by_nvml, limit_s, "NVML"))
 
 
 def _by_nvidia_smi(limit_s: float) -> list[GpuReading]:
@@ -121,9 +127,9 @@ def _of_cards(cards: list[nvidia.NvidiaCard]) -> list[GpuReading]:
 
 
 def _by_rocm_smi(limit_s: float) -> list[GpuReading]:
-    cards = _json_of(ask_tool(_ROCM_SMI, limit_s), "rocm-smi")
+    cards = _json_of(run_tool(_ROCM_SMI, limit_s), "rocm-smi")
     if not isinstance(cards, dict):
-        raise NoAnswer("rocm-smi printed JSON that is not an object")
+        raise ToolFailed("rocm-smi printed JSON that is not an object")
     return [
         _of_rocm_card(int(key[4:]), card)
         for key, card in cards.items()
@@ -151,11 +157,11 @@ def _of_rocm_card(index: int, card: Mapping[str, Any]) -> GpuReading:
 
 
 def _by_amd_smi(limit_s: float) -> list[GpuReading]:
-    cards = _json_of(ask_tool(_AMD_SMI, limit_s), "amd-smi")
+    cards = _json_of(run_tool(_AMD_SMI, limit_s), "amd-smi")
     if isinstance(cards, dict):
         cards = cards.get("gpu_data")  # since ROCm 7
     if not isinstance(cards, list):
-        raise NoAnswer("amd-smi printed JSON that is not a list of GPUs")
+        raise ToolFailed("amd-smi printed JSON that is not a list of GPUs")
     return [_of_amd_card(place, card) for place, card in enumerate(cards) if isinstance(card, dict)]
 
 
@@ -189,7 +195,7 @@ def _json_of(text: str, tool: str) -> Any:
             return decoder.raw_decode(text, start.start())[0]
         except ValueError:  # a line as "[WARNING] ..."
             continue
-    raise NoAnswer(f"{tool} printed {text.strip()[:80]!r}, which is not JSON")
+    raise ToolFailed(f"{tool} printed {text.strip()[:80]!r}, which is not JSON")
 
 
 def _number(value: Any) -> float | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.machine.cgroup import MEMBERSHIP, MOUNT, cpu_quota
-from penstock.machine.child_process import ask_tool
+from penstock.machine.vendor_tools import run_tool
 
 _resource: Any = None
 with suppress(ImportError):  # Windows has none
@@ -84,7 +84,7 @@ def cpu_model(cpuinfo: Path = _CPUINFO) -> str:
     if sys.platform == "win32":
         return _windows_cpu_model()
     if sys.platform == "darwin":
-        return ask_tool(
+        return run_tool(
             ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], _TOOL_LIMIT_S
         ).strip()
     return _linux_cpu_model(cpuinfo.read_text(encoding="utf-8", errors="replace"))

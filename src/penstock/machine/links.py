@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.machine.child_process import NoAnswer, ask_tool
+from penstock.machine.vendor_tools import ToolFailed, run_tool
 
 SYSFS = Path("/sys/bus/pci/devices")
 _LIMIT_S = 5.0
@@ -104,8 +104,8 @@ def _text(path: Path) -> str:
 def _by_tool(bus_id: str) -> Link | None:
     command = ["nvidia-smi", f"--id={bus_id}", f"--query-gpu={','.join(_SMI_FIELDS)}"]
     try:
-        text = ask_tool([*command, "--format=csv,noheader,nounits"], _LIMIT_S)
-    except NoAnswer:
+        text = run_tool([*command, "--format=csv,noheader,nounits"], _LIMIT_S)
+    except ToolFailed:
         return None
     cells = [cell.strip() for cell in text.strip().split(",")]
     if len(cells) != len(_SMI_FIELDS) or not any(cell.isdecimal() for cell in cells):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.machine.child_process import NoAnswer, NotHere, ask_tool
+from penstock.machine.vendor_tools import ToolFailed, ToolMissing, run_tool
 
 _LINUX_LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 _WINDOWS_LIBRARIES = (
@@ -63,25 +63,25 @@ def load_nvml() -> Any:
     """Find the library that came with the driver.
 
     Raises:
-        NotHere: There is none: no driver of NVIDIA's.
+        ToolMissing: There is none: no driver of NVIDIA's.
     """
     if sys.platform == "darwin":
-        raise NotHere("NVIDIA's driver does not exist for macOS")
+        raise ToolMissing("NVIDIA's driver does not exist for macOS")
     is_windows = sys.platform == "win32"
     for name in _WINDOWS_LIBRARIES if is_windows else _LINUX_LIBRARIES:
         try:
             return ctypes.CDLL(os.path.expandvars(name))
         except OSError:
             continue
-    raise NotHere("NVML is not installed")
+    raise ToolMissing("NVML is not installed")
 
 
 def cards_by_nvml(load: Callable[[], Any] = load_nvml) -> list[NvidiaCard]:
     """Which GPUs does NVML list, and what are they doing?
 
     Raises:
-        NotHere: There is no NVML.
-        NoAnswer: There is one, and it cannot reach its driver.
+        ToolMissing: There is no NVML.
+        ToolFailed: There is one, and it cannot reach its driver.
     """
     nvml = load()
     _check(nvml, nvml.nvmlInit_v2())
@@ -141,24 +141,24 @@ def _check(nvml: Any, code: int) -> None:
         reason = nvml.nvmlErrorString(code).decode("ascii", errors="replace")
     except (AttributeError, ctypes.ArgumentError):
         reason = "no reason given"
-    raise NoAnswer(f"NVML error {code}: {reason}")
+    raise ToolFailed(f"NVML error {code}: {reason}")
 
 
 def cards_by_tool(limit_s: float) -> list[NvidiaCard]:
     """Which GPUs does ``nvidia-smi`` list, and what are they doing?
 
     Raises:
-        NotHere: There is no ``nvidia-smi``.
-        NoAnswer: It failed, hung, or printed something else than its table.
+        ToolMissing: There is no ``nvidia-smi``.
+        ToolFailed: It failed, hung, or printed something else than its table.
     """
     query = f"--query-gpu={','.join(_SMI_FIELDS)}"
-    text = ask_tool(["nvidia-smi", query, "--format=csv,noheader,nounits"], limit_s)
+    text = run_tool(["nvidia-smi", query, "--format=csv,noheader,nounits"], limit_s)
     return [_card_of_row(line.split(",")) for line in text.splitlines() if line.strip()]
 
 
 def _card_of_row(row: list[str]) -> NvidiaCard:
     if len(row) != len(_SMI_FIELDS) or not row[0].strip():
-        raise NoAnswer(f"nvidia-smi printed {', '.join(row)[:80]!r}, which is not its table")
+        raise ToolFailed(f"nvidia-smi printed {', '.join(row)[:80]!r}, which is not its table")
     name, driver, capability = (cell.strip() for cell in row[:3])
     total_mib, used_mib, use, temperature, power_w = (_number(cell) for cell in row[3:])
     return NvidiaCard(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -17,13 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadArgument
+from penstock.machine.child_process import ChildProcess, python_command
 from penstock.verify.settings import Factory, Setting
 from penstock.verify.stream import Batch, Extent, Record, record
 
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from penstock.verify.fresh_process import main; main(sys.argv[2])"
-)
 _LIMIT_S = 600.0
 HASH_SEEDS = ("1", "2")
 
@@ -44,25 +40,23 @@ def record_afresh(
 
     arguments = dict(setting.arguments)
     try:
-        parcel = cloudpickle.dumps((factory, arguments, asdict(extent)))
+        pickled = cloudpickle.dumps((factory, arguments, asdict(extent)))
     except Exception as error:
         raise CannotLeave(f"the factory does not travel: {str(error).splitlines()[0]}") from error
     with tempfile.TemporaryDirectory(prefix="penstock-verify-") as folder:
         path = Path(folder, "found.json")
-        paths = json.dumps([os.path.abspath(entry) for entry in sys.path])
-        ended = subprocess.run(
-            [sys.executable, "-c", _BOOT, paths, str(path)],
-            input=parcel,
-            capture_output=True,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            timeout=_LIMIT_S,
-            check=False,
-        )
+        with ChildProcess(
+            python_command(f"{__name__}:main", str(path)),
+            reads="stderr",
+            send=pickled,
+            environ={"PYTHONHASHSEED": hash_seed},
+        ) as child:
+            status, printed = child.finish(_LIMIT_S, keep_bytes=4000)
+        if status is None:
+            raise TimeoutError(f"the new process had not ended after {_LIMIT_S:g} s")
         if not path.exists():
-            last = ended.stderr.decode(errors="replace").strip().splitlines() or [""]
-            raise BadArgument(
-                f"the new process ended with status {ended.returncode}", where=last[-1]
-            )
+            last = printed.strip().splitlines() or [""]
+            raise BadArgument(f"the new process ended with status {status}", where=last[-1])
         return _as_record(json.loads(path.read_text()))
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.machine import gpu, host, nvidia
-from penstock.machine.child_process import NoAnswer, NotHere, TookTooLong, ask_library
 from penstock.machine.facts import Gpu
 from penstock.machine.gpu import Sighting, ask_torch, find_gpus, sight_by_torch
+from penstock.machine.vendor_tools import ToolFailed, ToolMissing, ToolTimedOut, call_library
 
 pytestmark = pytest.mark.legacy
 
@@ -31,8 +31,8 @@ def raising(error: Exception) -> Any:
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Linux machine without any GPU, until a test puts one in."""
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(NotHere("no NVML")))
-    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(NotHere("no nvidia-smi")))
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(ToolMissing("no NVML")))
+    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(ToolMissing("no nvidia-smi")))
     monkeypatch.setattr(gpu.amd, "cards_by_kfd", list)
 
 
@@ -54,15 +54,15 @@ def test_the_library_is_asked_where_there_is_no_tool(monkeypatch: pytest.MonkeyP
 def test_a_tool_that_fails_is_told_and_the_library_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(NoAnswer("nvidia-smi failed")))
+    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(ToolFailed("nvidia-smi failed")))
     monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", lambda: [CARD])
     assert find_gpus() == Sighting(gpus=(GEFORCE,), seen_by="nvml", trouble="nvidia-smi failed")
-    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(NoAnswer("NVML error 18: mismatch")))
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(ToolFailed("NVML error 18: mismatch")))
     assert find_gpus() == Sighting(trouble="nvidia-smi failed; NVML error 18: mismatch")
 
 
 def test_after_a_tool_that_hangs_the_library_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(TookTooLong("nvidia-smi hangs")))
+    monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(ToolTimedOut("nvidia-smi hangs")))
     monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(AssertionError("same driver")))
     assert find_gpus() == Sighting(trouble="nvidia-smi hangs")
 
@@ -75,7 +75,7 @@ def test_with_both_makers_cards_torch_s_build_decides(monkeypatch: pytest.Monkey
 
 
 def test_a_broken_driver_of_one_does_not_hide_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(NoAnswer("no driver")))
+    monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(ToolFailed("no driver")))
     monkeypatch.setattr(gpu.amd, "cards_by_kfd", lambda: [RADEON])
     assert find_gpus() == Sighting(gpus=(RADEON,), seen_by="kfd", trouble="no driver")
 
@@ -96,18 +96,18 @@ def test_an_apple_chip_has_its_gpu_on_board(
 
 def test_a_library_that_hangs_is_left_behind() -> None:
     release = threading.Event()
-    with pytest.raises(TookTooLong, match=r"NVML did not answer in 0\.05 s"):
-        ask_library(release.wait, 0.05, "NVML")
+    with pytest.raises(ToolTimedOut, match=r"NVML did not answer in 0\.05 s"):
+        call_library(release.wait, 0.05, "NVML")
     release.set()
 
 
 def test_a_library_that_raises_raises_here() -> None:
-    with pytest.raises(NoAnswer, match="broken"):
-        ask_library(raising(NoAnswer("broken")), 5.0, "NVML")
+    with pytest.raises(ToolFailed, match="broken"):
+        call_library(raising(ToolFailed("broken")), 5.0, "NVML")
 
 
 def say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(gpu, "ask_tool", lambda command, limit_s: text)
+    monkeypatch.setattr(gpu, "run_tool", lambda command, limit_s: text)
 
 
 def test_torch_s_answer_is_found_among_other_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +131,11 @@ def test_rubbish_from_the_child_is_told(monkeypatch: pytest.MonkeyPatch, text: s
 
 
 def test_a_child_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "ask_tool", raising(TookTooLong("python did not answer")))
+    monkeypatch.setattr(gpu, "run_tool", raising(ToolTimedOut("python did not answer")))
     assert sight_by_torch(3.0) == Sighting(trouble="torch did not say which GPUs it sees in 3 s")
 
 
 def test_a_frozen_application_asks_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    monkeypatch.setattr(gpu, "ask_tool", raising(AssertionError("it would start itself")))
+    monkeypatch.setattr(gpu, "run_tool", raising(AssertionError("it would start itself")))
     assert "no Python can be started" in sight_by_torch(1.0).trouble

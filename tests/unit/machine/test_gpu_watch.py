@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.machine import gpu_watch, nvidia
-from penstock.machine.child_process import NoAnswer, NotHere, TookTooLong
 from penstock.machine.gpu_watch import GpuReading, look, readings
+from penstock.machine.vendor_tools import ToolFailed, ToolMissing, ToolTimedOut
 
 pytestmark = pytest.mark.legacy
 
@@ -52,7 +52,7 @@ class Tools:
 
     def ask(self, command: Sequence[str], limit_s: float) -> str:
         self.asked.append(command[0])
-        answer = self.answers.get(command[0], NotHere(f"no {command[0]}"))
+        answer = self.answers.get(command[0], ToolMissing(f"no {command[0]}"))
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -63,11 +63,11 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Tools:
     tools = Tools()
 
     def no_library() -> Any:
-        raise NotHere("no NVML")
+        raise ToolMissing("no NVML")
 
     monkeypatch.setattr(nvidia, "cards_by_nvml", no_library)
-    monkeypatch.setattr(nvidia, "ask_tool", tools.ask)
-    monkeypatch.setattr(gpu_watch, "ask_tool", tools.ask)
+    monkeypatch.setattr(nvidia, "run_tool", tools.ask)
+    monkeypatch.setattr(gpu_watch, "run_tool", tools.ask)
     return tools
 
 
@@ -152,7 +152,7 @@ def test_a_value_that_is_no_number_is_unknown(tools: Tools, value: Any) -> None:
 
 
 def test_a_tool_that_fails_is_told_and_the_next_is_asked(tools: Tools) -> None:
-    tools.answers["amd-smi"] = NoAnswer("amd-smi failed with exit code 1")
+    tools.answers["amd-smi"] = ToolFailed("amd-smi failed with exit code 1")
     tools.answers["rocm-smi"] = json.dumps(ROCM_SMI)
     assert look(1.0).seen_by == "rocm-smi"
     del tools.answers["rocm-smi"]
@@ -160,6 +160,6 @@ def test_a_tool_that_fails_is_told_and_the_next_is_asked(tools: Tools) -> None:
 
 
 def test_after_a_tool_that_hangs_nobody_else_is_asked(tools: Tools) -> None:
-    tools.answers["nvidia-smi"] = TookTooLong("nvidia-smi did not answer in 1 s")
+    tools.answers["nvidia-smi"] = ToolTimedOut("nvidia-smi did not answer in 1 s")
     assert look(1.0).trouble == "nvidia-smi did not answer in 1 s"
     assert tools.asked == ["nvidia-smi"]

@@ -171,7 +171,7 @@ def test_macos_asks_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(
-        host, "ask_tool", lambda command, limit_s: asked.append(command) or "Apple M2\n"
+        host, "run_tool", lambda command, limit_s: asked.append(command) or "Apple M2\n"
     )
     assert cpu_model() == "Apple M2"
     assert asked[0][-1] == "machdep.cpu.brand_string"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.machine import nvidia
-from penstock.machine.child_process import NoAnswer, NotHere
 from penstock.machine.nvidia import NvidiaCard, cards_by_nvml, cards_by_tool
+from penstock.machine.vendor_tools import ToolFailed, ToolMissing
 
 pytestmark = pytest.mark.legacy
 
@@ -118,7 +118,7 @@ def test_a_question_that_an_old_library_lacks_is_unknown() -> None:
 
 def test_a_library_without_its_driver_says_so() -> None:
     nvml = FakeNvml(init_code=9)
-    with pytest.raises(NoAnswer, match="9: Driver Not Loaded"):
+    with pytest.raises(ToolFailed, match="9: Driver Not Loaded"):
         cards_by_nvml(lambda: nvml)
     assert nvml.num_open == 0
 
@@ -130,12 +130,12 @@ def test_a_machine_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     for platform in ("linux", "win32", "darwin"):
         monkeypatch.setattr(sys, "platform", platform)
-        with pytest.raises(NotHere):
+        with pytest.raises(ToolMissing):
             cards_by_nvml()
 
 
 def say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(nvidia, "ask_tool", lambda command, limit_s: text)
+    monkeypatch.setattr(nvidia, "run_tool", lambda command, limit_s: text)
 
 
 def test_the_tool_s_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_cell_that_is_not_supported_is_unknown(monkeypatch: pytest.MonkeyPatch
 )
 def test_rubbish_is_no_card(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     say(monkeypatch, text)
-    with pytest.raises(NoAnswer, match="not its table"):
+    with pytest.raises(ToolFailed, match="not its table"):
         cards_by_tool(1.0)
 
 
