@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.order.generator_reads import watching_reads
+from penstock.order.generator_reads import counting_state_reads
 from penstock.order.global_generators import preserved_generators
 from penstock.order.sample_randomness import SampleRandomness
 from specimens import assert_same
@@ -52,7 +52,7 @@ WALKS = st.lists(
 def test_any_walk_over_positions_draws_what_each_alone_would_draw(
     seed: int, epoch: int, num_silent: int, walk: list[tuple[str, int]], noise: list[Any]
 ) -> None:
-    with preserved_generators(), watching_reads():
+    with preserved_generators(), counting_state_reads():
         walker = SampleRandomness(seed)
         walker.begin(epoch)
         for position in range(num_silent):
@@ -60,7 +60,7 @@ def test_any_walk_over_positions_draws_what_each_alone_would_draw(
         for name, position in walk:
             for disturb in noise:  # the caller's own draws between two batches
                 disturb()
-            walker.look()
+            walker.snapshot()
             found = walker.call(SAMPLES[name], 0, position)
             alone = SampleRandomness(seed)
             alone.begin(epoch)

@@ -33,7 +33,7 @@ from penstock.integrations.ultralytics import settle_mosaic
 from penstock.loader import DataLoader
 from penstock.machine.collect import here
 from penstock.options import check_seed
-from penstock.order.keys import PATCH_STREAM, make_key, mix
+from penstock.order.keys import PATCH_STREAM, make_key, mix64
 from penstock.planning.inputs import LoaderRequest
 from penstock.planning.plan import Plan
 from penstock.planning.safety import make_safe
@@ -111,7 +111,7 @@ class PatchLayer:
         self.tally.num_loaders += 1
         if self.options.seed is None:
             return None
-        given = 0 if generator is None else mix(generator.initial_seed())
+        given = 0 if generator is None else mix64(generator.initial_seed())
         return make_key(PATCH_STREAM, check_seed("seed", self.options.seed), number) ^ given
 
 

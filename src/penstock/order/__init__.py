@@ -1,1 +1,1 @@
-"""Which sample, when, with which randomness?"""
+"""Sampling: orders, splits, ranks, per-sample randomness and resuming, as functions of the seed."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.options import check_count
-from penstock.order.keys import NEARBY_STREAM, make_key, mix
+from penstock.order.keys import NEARBY_STREAM, make_key, mix64
 from penstock.order.permutation import Permutation, checked_places
 from penstock.order.samplers import Order
 
@@ -102,7 +102,7 @@ class BlockOrder(Order):
         rows -= self._lack if is_short else 0
         shuffle = self._inner.get(group)
         if shuffle is None:
-            self._inner = {group: Permutation(rows, mix(self._key ^ mix(group + 1)))}
+            self._inner = {group: Permutation(rows, mix64(self._key ^ mix64(group + 1)))}
             shuffle = self._inner[group]
         inner = shuffle.at(places)
         if is_short:  # the rows behind the short block are nearer by what it lacks

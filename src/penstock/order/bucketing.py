@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from penstock.errors import BadArgument
 from penstock.options import check_count, check_seed
-from penstock.order.keys import BATCH_STREAM, BUCKET_STREAM, make_key, mix
+from penstock.order.keys import BATCH_STREAM, BUCKET_STREAM, make_key, mix64
 from penstock.order.permutation import Permutation
-from penstock.order.ranks import Shard
+from penstock.order.ranks import RankShard
 
 
 class BucketedBatches:
@@ -73,7 +73,7 @@ class BucketedBatches:
         num_batches = int(self._batches_before[-1])
         if drop_last and num_batches and len(self._rows(num_batches - 1)) < self._sizes[-1]:
             num_batches -= 1  # only the last bucket can have a batch that is not full
-        self._shard = Shard(
+        self._shard = RankShard(
             length=num_batches,
             rank=rank,
             world_size=world_size,
@@ -124,7 +124,7 @@ class BucketedBatches:
         first = int(self._firsts[bucket])
         shuffle = self._shuffles.get(bucket)
         if shuffle is None:
-            key = mix(make_key(BUCKET_STREAM, self.seed, self.epoch) + bucket)
+            key = mix64(make_key(BUCKET_STREAM, self.seed, self.epoch) + bucket)
             shuffle = Permutation(int(self._firsts[bucket + 1]) - first, key)
             self._shuffles[bucket] = shuffle
         places = shuffle.at(np.arange(rows.start - first, rows.stop - first))
@@ -166,7 +166,7 @@ class BucketedBatches:
         return self._shard.position(place) % self.length
 
     def __len__(self) -> int:
-        return self._shard.num_own
+        return self._shard.num_local
 
     def __getitem__(self, place: int) -> list[int]:
         return self.batch_at(self._position(place))

@@ -46,7 +46,7 @@ _stand_ins: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 @contextmanager
-def watching_reads() -> Iterator[None]:
+def counting_state_reads() -> Iterator[None]:
     """Notice calls that read a generator's state (``random.getstate`` and the like) meanwhile."""
     watch()
     try:

@@ -1,13 +1,13 @@
-"""One number per (seed, epoch): what orders, weights, splits and ``rng()`` are computed from.
+"""Keys: one 64-bit number per (seed, epoch), from which orders, weights and splits are computed.
 
-The hash is splitmix64's finaliser, folded over the words. Whole numbers only, so every machine has
-the same bits; written out here because it is a promise, not a detail:
+A key is splitmix64's finaliser folded over the words. Only integers are used, so every machine
+computes the same bits. The formula is a promise to users:
 
-    mix(x): x ^= x >> 30;  x *= 0xBF58476D1CE4E5B9
-            x ^= x >> 27;  x *= 0x94D049BB133111EB;  x ^= x >> 31        (all modulo 2**64)
-    key   = mix(mix(mix(stream) ^ seed + GOLDEN) ^ epoch + GOLDEN)       (^ binds tighter than +)
+    mix64(x): x ^= x >> 30;  x *= 0xBF58476D1CE4E5B9
+              x ^= x >> 27;  x *= 0x94D049BB133111EB;  x ^= x >> 31     (all modulo 2**64)
+    key = mix64(mix64(mix64(stream) ^ seed + GOLDEN) ^ epoch + GOLDEN)  (^ binds tighter than +)
 
-``mix`` is a bijection, so two epochs of one seed never share a key, nor do two seeds in one epoch.
+``mix64`` is a bijection, so no two epochs of a seed share a key, and no two seeds in an epoch.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PATCH_STREAM = 0x7061746368
 NEARBY_STREAM = 0x6E6561726279
 
 
-def mix(word: int) -> int:
+def mix64(word: int) -> int:
     """Spread ``word`` over 64 bits; a bijection.
 
     Example:
-        >>> hex(mix(GOLDEN))  # the first number of splitmix64 with seed 0
+        >>> hex(mix64(GOLDEN))  # the first number of splitmix64 with seed 0
         '0xe220a8397b1dcdaf'
     """
     word &= MASK
@@ -51,10 +51,10 @@ def mix(word: int) -> int:
 
 def make_key(stream: int, seed: int, epoch: int = 0) -> int:
     """The 64-bit key of an epoch, for one use."""
-    return mix((mix((mix(stream) ^ (seed & MASK)) + GOLDEN) ^ epoch) + GOLDEN)
+    return mix64((mix64((mix64(stream) ^ (seed & MASK)) + GOLDEN) ^ epoch) + GOLDEN)
 
 
-def hash_counters(key: int, counters: Words) -> Words:
+def splitmix64(key: int, counters: Words) -> Words:
     """A 64-bit number for each counter: splitmix64 started at ``key``, each place alone."""
     words: Words = (counters + np.uint64(1)) * np.uint64(GOLDEN)
     words += np.uint64(key)

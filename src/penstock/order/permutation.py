@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.options import check_count
-from penstock.order.keys import GOLDEN, MASK, Words, hash_counters, mix
+from penstock.order.keys import GOLDEN, MASK, Words, mix64, splitmix64
 
 ROUNDS = 8
 """Four for each half. With 2 neighbours fail the chi-square test by far, with 4 they pass: this is
@@ -60,7 +60,7 @@ class Permutation:
         self.key = key & MASK
         self._low_bits = max(1, (self.length - 1).bit_length() // 2)
         self._num_left = -(-self.length // (1 << self._low_bits))
-        self._round_keys = [mix(self.key + GOLDEN * turn) for turn in range(1, ROUNDS + 1)]
+        self._round_keys = [mix64(self.key + GOLDEN * turn) for turn in range(1, ROUNDS + 1)]
 
     def __len__(self) -> int:
         return self.length
@@ -118,7 +118,7 @@ class Permutation:
 
     @functools.cached_property
     def _table(self) -> npt.NDArray[np.int64]:
-        words = hash_counters(self.key, np.arange(self.length, dtype=np.uint64))
+        words = splitmix64(self.key, np.arange(self.length, dtype=np.uint64))
         return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
     @functools.cached_property
@@ -169,7 +169,7 @@ class Permutation:
         return left
 
 
-class Identity:
+class IdentityPermutation:
     """No shuffle, with the face of one: position p has index p."""
 
     def __init__(self, length: int) -> None:

@@ -27,12 +27,12 @@ from penstock.options import check_count
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class RankShard:
     """One rank's part of ``length`` positions, of which the first ``start`` are over.
 
     Example:
-        >>> one, other = (Shard(length=10, batch_size=2, rank=r, world_size=2) for r in (0, 1))
-        >>> one.positions(0, one.num_own).tolist(), other.positions(0, other.num_own).tolist()
+        >>> one, other = (RankShard(length=10, batch_size=2, rank=r, world_size=2) for r in (0, 1))
+        >>> one.positions(0, one.num_local).tolist(), other.positions(0, other.num_local).tolist()
         ([0, 1, 4, 5, 8], [2, 3, 6, 7, 9])
     """
 
@@ -58,7 +58,7 @@ class Shard:
             )
 
     @property
-    def num_own(self) -> int:
+    def num_local(self) -> int:
         """How many positions are this rank's."""
         num_whole, (first, last) = self._num_whole, self._tail
         return num_whole * self.batch_size + last - first

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.order.keys import MASK, RNG_STREAM, make_key, mix
+from penstock.order.keys import MASK, RNG_STREAM, make_key, mix64
 
 UNKNOWN = -1
 """The position in a silent run: samples are not told apart there, so asking spoils the run."""
@@ -26,7 +26,7 @@ OUTSIDE = -3
 """No sample of this stream is being loaded."""
 
 
-class SampleStream:
+class SampleRng:
     """The generators of a loader's samples in one thread, made when first asked for.
 
     Pairs with :data:`here`, which says whose samples this thread loads. Entering a sample is one
@@ -44,7 +44,7 @@ class SampleStream:
     def begin(self, seed: int, epoch: int) -> None:
         """Turn to another epoch."""
         key = make_key(RNG_STREAM, seed, epoch & MASK)
-        self._key = (key, mix(key))
+        self._key = (key, mix64(key))
         self._generator = None
 
     def generator(self) -> np.random.Generator:
@@ -63,7 +63,7 @@ class SampleStream:
 
 
 class _Here(threading.local):
-    stream: SampleStream | None = None
+    stream: SampleRng | None = None
 
 
 here = _Here()

@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.order.generator_reads import reads, unwatch, watch, watching_reads
+from penstock.order.generator_reads import counting_state_reads, reads, unwatch, watch
 from penstock.order.global_generators import numpy_generator, preserved_generators, python_generator
-from penstock.order.keys import OWN_STREAM, make_key, mix
-from penstock.order.rng import OUTSIDE, UNKNOWN, SampleStream, here
+from penstock.order.keys import OWN_STREAM, make_key, mix64
+from penstock.order.rng import OUTSIDE, UNKNOWN, SampleRng, here
 
 _MASK = (1 << 64) - 1
 _BLOCKS = 78
@@ -38,7 +38,7 @@ _BLOCKS = 78
 _SEED_RUN = 64
 _STATE_RUN = 16
 """Positions computed in one call; 16 states are 40 KB, which stay in the cache."""
-NUM_STRICT = 16
+NUM_OBSERVED = 16
 """Samples that are loaded strictly before a dataset counts as one that does not draw."""
 
 
@@ -46,7 +46,7 @@ COLLATE_STREAM = 0x636F6C6C617465
 """Mixed into the seed for a user's collate_fn, which draws by its batch's first position."""
 
 
-class Restless(Exception):
+class UnexpectedDraw(Exception):
     """Samples drew although none had before: their run must be loaded again."""
 
 
@@ -57,11 +57,11 @@ class SampleRandomness:
         seed: The loader's base seed.
         with_torch: False leaves torch's generator alone (the user seeded it in worker_init_fn).
         also_set: Called with 64 bits of the sample's own before each sample, for generators that
-            only the dataset knows (:mod:`penstock.order.own_generators`). Every sample is strict
-            then.
+            only the dataset knows (:mod:`penstock.order.dataset_generators`). Every sample is
+            seeded then.
 
     Called from: whoever loads samples, in that process or thread, one at a time. Pairs with
-    :func:`watching_reads`, which should be active meanwhile.
+    :func:`counting_state_reads`, which should be active meanwhile.
 
     Example:
         >>> import random
@@ -92,15 +92,15 @@ class SampleRandomness:
             self._seen = self._peek()
         self._reads_seen = reads.of_globals
         self._num_silent = 0
-        self.is_quiet = self.is_silent = False
+        self.is_torch_only = self.is_unseeded = False
         self._torch_moved = False
         self._torch_state = torch.default_generator.get_state
         self._set_torch_state = torch.default_generator.set_state
         self._equal = torch.equal
         self._also_set = also_set
         self._draws = not can_peek or also_set is not None
-        self._stream_of_rng = SampleStream()
-        self._outer: SampleStream | None = None
+        self._stream_of_rng = SampleRng()
+        self._outer: SampleRng | None = None
         self._names_samples = False
         self._reserves: tuple[Any, Any] | None = None
         self.begin(0)
@@ -114,7 +114,7 @@ class SampleRandomness:
         self._own_key = make_key(OWN_STREAM, self._seed, epoch & _MASK)
         self._new_stream()
 
-    def look(self, *, is_used: bool = False) -> None:
+    def snapshot(self, *, is_used: bool = False) -> None:
         """Note where the generators stand now. Called before each run of samples.
 
         Args:
@@ -128,11 +128,11 @@ class SampleRandomness:
         self._seen, self._reads_seen = self._peek(), reads.of_globals
 
     @property
-    def has_drawn(self) -> bool:
+    def needs_seeding(self) -> bool:
         return self._draws
 
     @property
-    def is_known_to_draw(self) -> bool:
+    def has_drawn(self) -> bool:
         """Has any sample moved or read one of the global generators?"""
         return self._draws or self._torch_moved
 
@@ -148,7 +148,7 @@ class SampleRandomness:
                     here.stream = outer
         stream.entered = position
         try:
-            if self.is_quiet:
+            if self.is_torch_only:
                 place = position - self._first_seed
                 if not 0 <= place < len(self._seeds):
                     self._seeds_at(position)
@@ -165,7 +165,7 @@ class SampleRandomness:
                     seen = python.value, numpy.value, twist.value
                     if seen == self._seen and reads.of_globals == self._reads_seen:
                         return sample
-                self.is_quiet, self._draws = False, True
+                self.is_torch_only, self._draws = False, True
                 stream.entered = position
             self.set_generators(position)
             return function(index) if self._draws else self._call_and_learn(function, index)
@@ -179,12 +179,12 @@ class SampleRandomness:
             self._draws = True
         self._torch_moved = self._torch_moved or self._has_torch_moved()
         self._num_silent += 1
-        self.is_quiet = not self._draws and self._num_silent >= NUM_STRICT
-        self.is_silent = self.is_quiet and not self._torch_moved
+        self.is_torch_only = not self._draws and self._num_silent >= NUM_OBSERVED
+        self.is_unseeded = self.is_torch_only and not self._torch_moved
         return sample
 
-    def begin_run(self, *, is_shared: bool = False) -> None:
-        """Note where the generators stand. Pairs with :meth:`end_run`; only while ``is_silent``.
+    def begin_unseeded(self, *, is_shared: bool = False) -> None:
+        """Begin a run of samples without seeding. Pairs with :meth:`end_unseeded`.
 
         Args:
             is_shared: Others draw from them, too, and may have left normal variates in reserve.
@@ -195,12 +195,12 @@ class SampleRandomness:
         self._outer, here.stream = here.stream, stream
         stream.entered, self._names_samples = UNKNOWN, stream.was_asked
 
-    def samples_of(
+    def unseeded_samples(
         self, function: Callable[[Any], Any], placed: Iterable[tuple[int, Any]]
     ) -> Iterator[Any]:
         """The samples of a silent run, one by one; ``placed``: positions and indices.
 
-        Called from: between :meth:`begin_run` and :meth:`end_run`.
+        Called from: between :meth:`begin_unseeded` and :meth:`end_unseeded`.
         """
         if not self._names_samples:
             for _, index in placed:
@@ -216,64 +216,64 @@ class SampleRandomness:
         self._seen = self._peek()
         self._seen_torch = self._torch_state()
 
-    def end_run(self) -> None:
-        """Check that the samples since :meth:`begin_run` drew nothing.
+    def end_unseeded(self) -> None:
+        """Check that the samples since :meth:`begin_unseeded` drew nothing.
 
         Raises:
-            Restless: They did. From now on this object is stricter: load the run again.
+            UnexpectedDraw: They did. From now on this object is stricter: load the run again.
         """
         self._stream_of_rng.entered = OUTSIDE
         here.stream, self._outer = self._outer, None
         has_kept = self._reserves is None or self._reserves == self._reserves_left()
         if not (self._is_untouched() and has_kept):
-            self._draws, self.is_quiet, self.is_silent = True, False, False
+            self._draws, self.is_torch_only, self.is_unseeded = True, False, False
         elif self._has_torch_moved():
-            self.is_silent, self._torch_moved = False, True
+            self.is_unseeded, self._torch_moved = False, True
         elif self._stream_of_rng.was_asked == self._names_samples:
             return  # rng() was not asked for, or samples were told apart
-        raise Restless
+        raise UnexpectedDraw
 
-    def run(
+    def call_many(
         self, function: Callable[[Any], Any], indices: Sequence[Any], position: int
     ) -> list[Any]:
         """The samples of ``indices``, of which the first is at ``position``."""
-        if self.is_silent:
-            self.begin_run()
+        if self.is_unseeded:
+            self.begin_unseeded()
             try:
                 samples = self._all_of(function, indices, position)
-                self.end_run()
+                self.end_unseeded()
                 return samples
-            except Restless:
+            except UnexpectedDraw:
                 pass
             except Exception:
                 try:
-                    self.end_run()
-                except Restless:
+                    self.end_unseeded()
+                except UnexpectedDraw:
                     pass  # what went wrong may be another thing with the sample's own randomness
                 else:
                     raise
-        self.look()
+        self.snapshot()
         return [self.call(function, index, place) for place, index in enumerate(indices, position)]
 
-    def run_apart(
+    def call_many_preserved(
         self, function: Callable[[Any], Any], indices: Sequence[Any], position: int
     ) -> list[Any]:
         """Like :meth:`run`, and leaves the caller's own generators as they were.
 
         Called from: the process of the training loop, whose generators are in use.
         """
-        if self.is_silent:
+        if self.is_unseeded:
             samples = self._run_silently_apart(function, indices, position)
             if samples is not None:
                 return samples
-        with preserved_generators(), watching_reads():
-            return self.run(function, indices, position)
+        with preserved_generators(), counting_state_reads():
+            return self.call_many(function, indices, position)
 
     def _all_of(
         self, function: Callable[[Any], Any], indices: Sequence[Any], position: int
     ) -> list[Any]:
         if self._names_samples:
-            return list(self.samples_of(function, enumerate(indices, position)))
+            return list(self.unseeded_samples(function, enumerate(indices, position)))
         return [function(index) for index in indices]
 
     def _run_silently_apart(
@@ -281,7 +281,7 @@ class SampleRandomness:
     ) -> list[Any] | None:
         """A silent run that saves and looks only once; None if samples drew after all."""
         python, numpy = self._python.save(), self._numpy.save()
-        self.begin_run()
+        self.begin_unseeded()
         samples = failure = None
         watch()
         try:
@@ -291,8 +291,8 @@ class SampleRandomness:
         finally:
             unwatch()
         try:
-            self.end_run()
-        except Restless:
+            self.end_unseeded()
+        except UnexpectedDraw:
             self._python.restore(python)
             self._numpy.restore(numpy)
             self._set_torch_state(self._seen_torch)
@@ -327,7 +327,7 @@ class SampleRandomness:
         if self._seed_torch is not None:
             self._seed_torch(torch_seed)
         if self._also_set is not None:
-            self._also_set(mix(self._own_key + position))
+            self._also_set(mix64(self._own_key + position))
 
     # -- keys ------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ _WORKSPACES = (":4096:8", ":16:8")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seeded:
+class SeedReport:
     """What :func:`seed_all` did, and what it could not do."""
 
     seed: int
@@ -40,7 +40,7 @@ class Seeded:
         return "\n".join([*lines, *(f"  not set: {text}" for text in self.cannot)])
 
 
-def seed_all(seed: int, deterministic: bool | str = True, benchmark: bool = False) -> Seeded:
+def seed_all(seed: int, deterministic: bool | str = True, benchmark: bool = False) -> SeedReport:
     """Seed Python's, NumPy's and torch's generators, and switch torch to repeatable algorithms.
 
     Args:
@@ -73,13 +73,13 @@ def seed_all(seed: int, deterministic: bool | str = True, benchmark: bool = Fals
     if deterministic:
         _set_workspace(done, cannot)
     _look_at_hash_seed(done, cannot)
-    return Seeded(seed=value, done=tuple(done), cannot=tuple(cannot))
+    return SeedReport(seed=value, done=tuple(done), cannot=tuple(cannot))
 
 
 @contextmanager
 def seeded(
     seed: int, deterministic: bool | str = True, benchmark: bool = False
-) -> Iterator[Seeded]:
+) -> Iterator[SeedReport]:
     """:func:`seed_all` for a while: afterwards everything is as it was.
 
     Example:

@@ -21,7 +21,7 @@ from penstock.order.permutation import Permutation
 _CHUNK = 4096
 
 
-class Indices(Sequence[int]):
+class PermutationSlice(Sequence[int]):
     """A run of a shuffle as a sequence of indices, computed when they are looked at."""
 
     def __init__(self, shuffle: Permutation, places: range) -> None:
@@ -34,10 +34,10 @@ class Indices(Sequence[int]):
     @overload
     def __getitem__(self, place: int) -> int: ...
     @overload
-    def __getitem__(self, place: slice) -> Indices: ...
-    def __getitem__(self, place: int | slice) -> int | Indices:
+    def __getitem__(self, place: slice) -> PermutationSlice: ...
+    def __getitem__(self, place: int | slice) -> int | PermutationSlice:
         if isinstance(place, slice):
-            return Indices(self._shuffle, self._places[place])
+            return PermutationSlice(self._shuffle, self._places[place])
         return self._shuffle.index_at(self._places[place])
 
     def at(self, places: Any) -> np.ndarray:
@@ -61,10 +61,10 @@ class Indices(Sequence[int]):
         return self._shuffle.at(np.array(self._places, dtype=np.int64)).astype(dtype or np.int64)
 
     def __repr__(self) -> str:
-        return f"Indices({len(self)} of {self._shuffle.length})"
+        return f"PermutationSlice({len(self)} of {self._shuffle.length})"
 
 
-class Part(Dataset[Any]):
+class PermutedSubset(Dataset[Any]):
     """Some samples of a dataset; like torch's ``Subset``, without the list.
 
     Args:
@@ -72,7 +72,7 @@ class Part(Dataset[Any]):
         indices: Which of its samples belong to this part.
     """
 
-    def __init__(self, dataset: Any, indices: Indices) -> None:
+    def __init__(self, dataset: Any, indices: PermutationSlice) -> None:
         self.dataset = dataset
         self.indices = indices
 
@@ -91,10 +91,10 @@ class Part(Dataset[Any]):
         return lambda places: get_many([self.indices[place] for place in places])
 
     def __repr__(self) -> str:
-        return f"Part({len(self)} of {len(self.dataset)} samples)"
+        return f"PermutedSubset({len(self)} of {len(self.dataset)} samples)"
 
 
-def split(dataset: Any, lengths: Sequence[Any], seed: int = 0) -> list[Part]:
+def split(dataset: Any, lengths: Sequence[Any], seed: int = 0) -> list[PermutedSubset]:
     """Divide a dataset at random: every sample is in exactly one part.
 
     Which sample goes where is a function of the seed, the dataset's length and the lengths alone.
@@ -116,7 +116,7 @@ def split(dataset: Any, lengths: Sequence[Any], seed: int = 0) -> list[Part]:
     parts, first = [], 0
     for num_samples in _count(len(dataset), lengths):
         places = range(first, first + num_samples)
-        parts.append(Part(dataset, Indices(shuffle, places)))
+        parts.append(PermutedSubset(dataset, PermutationSlice(shuffle, places)))
         first += num_samples
     return parts
 

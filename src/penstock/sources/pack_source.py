@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.errors import BadArgument, CannotPack, PenstockError
 from penstock.options import check_count, check_seed
-from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix
+from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix64
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.fields import (
     Encoder,
@@ -118,7 +118,7 @@ class Samples:
     def _substitute(self, fetch: Any, index: int, failed: Exception) -> Any:
         key = make_key(BAD_STREAM, self.seed)
         for attempt in range(_NUM_TRIES):
-            other = mix(key + GOLDEN * (index * _NUM_TRIES + attempt + 1)) % self.num_samples
+            other = mix64(key + GOLDEN * (index * _NUM_TRIES + attempt + 1)) % self.num_samples
             try:
                 return fetch(other)
             except Exception:

@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.errors import BadArgument
 from penstock.order.block_order import BlockOrder
-from penstock.order.ranks import Shard
+from penstock.order.ranks import RankShard
 from penstock.sources.columns import Column, FixedColumn, RaggedColumn, value_of
 from penstock.sources.manifest import FieldSchema
 from penstock.sources.packed_folder import Folder
@@ -230,7 +230,7 @@ class Columns:
 
     def shard(self: Self, rank: int, world_size: int) -> Self:
         """Every ``world_size``-th sample, from ``rank`` on: this rank's part of the set."""
-        Shard(length=len(self), rank=rank, world_size=world_size)  # checks them
+        RankShard(length=len(self), rank=rank, world_size=world_size)  # checks them
         return self.subset(range(rank, len(self), world_size))
 
     def with_transforms(self: Self, **transforms: Callable[[Any], Any]) -> Self:

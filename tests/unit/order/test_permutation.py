@@ -14,8 +14,8 @@ import torch
 from penstock.errors import BadArgument
 from penstock.options import check_seed
 from penstock.order import permutation
-from penstock.order.keys import hash_counters, make_key, mix
-from penstock.order.permutation import TABLE_LENGTH, Identity, Permutation
+from penstock.order.keys import make_key, mix64, splitmix64
+from penstock.order.permutation import TABLE_LENGTH, IdentityPermutation, Permutation
 
 pytestmark = pytest.mark.legacy
 
@@ -54,7 +54,7 @@ def test_a_map_that_is_no_bijection_would_be_noticed(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("place", [-1, 10, 2**63])
 def test_places_outside_are_refused(place: int) -> None:
-    for shuffle in (Permutation(10, key=0), Identity(10)):
+    for shuffle in (Permutation(10, key=0), IdentityPermutation(10)):
         for ask in (shuffle.index_at, shuffle.position_of, lambda p, s=shuffle: s.at([0, p])):
             with pytest.raises(IndexError, match=r"outside of 0 \.\. 9"):
                 ask(place)
@@ -177,8 +177,8 @@ def test_a_negative_seed_is_the_unsigned_one_of_the_same_bits_as_in_torch() -> N
 def test_the_hash_of_arrays_is_the_hash_of_numbers() -> None:
     counters = np.array([0, 1, 2**40], dtype=np.uint64)
     golden = 0x9E3779B97F4A7C15
-    expected = [mix(77 + golden * (counter + 1)) for counter in (0, 1, 2**40)]
-    assert hash_counters(77, counters).tolist() == expected
+    expected = [mix64(77 + golden * (counter + 1)) for counter in (0, 1, 2**40)]
+    assert splitmix64(77, counters).tolist() == expected
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30, 1.0, "1", None])

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from penstock.engine.loading.bad_sample_file import plain_index
 from penstock.engine.loading.sample_path import find_path
 from penstock.errors import NoSubstitute, PenstockError
-from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix
+from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix64
 
 ON_ERROR = ("raise", "skip", "replace")
 MAX_SUBSTITUTES = 16
@@ -197,7 +197,7 @@ class BadSamplePolicy:
 
     def _substitute(self, position: int, epoch: int, batch: Sequence[Any], attempt: int) -> Any:
         key = make_key(BAD_STREAM, self._seed, epoch)
-        word = mix(key + GOLDEN * (position * MAX_SUBSTITUTES + attempt + 1))
+        word = mix64(key + GOLDEN * (position * MAX_SUBSTITUTES + attempt + 1))
         if self.num_indices is not None:
             return word % self.num_indices
         return batch[word % len(batch)]

@@ -62,12 +62,12 @@ def fetch_map(
     """The samples of ``indices``; ``position`` is the first one's place."""
     if takes_batches(dataset):
         if randomness is not None:
-            randomness.look()
+            randomness.snapshot()
         return list(call_user(dataset.__getitems__, indices, position, randomness))
     get = getter(dataset)
     if randomness is None:
         return [get(index) for index in indices]
-    return randomness.run(get, indices, position)
+    return randomness.call_many(get, indices, position)
 
 
 TakeNext = Callable[[Iterator[Any], int], list[Any]]

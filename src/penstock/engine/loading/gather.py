@@ -18,7 +18,7 @@ from penstock.engine.loading.collate import is_default_collate, read_leaf, view_
 from penstock.engine.loading.sample_writer import offers
 from penstock.engine.memory.batch_layout import Layout, OddSample, read_layout
 from penstock.engine.memory.ring import Ring
-from penstock.order.split import Part
+from penstock.order.split import PermutedSubset
 
 TRY_OTHER_EVERY = 64
 """Copies after which both ways are timed once more."""
@@ -169,7 +169,7 @@ class _Copier:
 
 def is_sliced(dataset: Any, batch_sampler: Any, collate_fn: Any) -> bool:
     """Are batches of this dataset gathered in one call? Cheap: looks at types only."""
-    while type(dataset) in (Subset, Part):
+    while type(dataset) in (Subset, PermutedSubset):
         dataset = dataset.dataset
     is_plain = type(dataset) is TensorDataset and bool(dataset.tensors) and len(dataset) > 0
     return is_plain and batch_sampler is not None and is_default_collate(collate_fn)
@@ -178,7 +178,7 @@ def is_sliced(dataset: Any, batch_sampler: Any, collate_fn: Any) -> bool:
 def find_gatherer(dataset: Any) -> Gatherer | None:
     """The gatherer for a dataset that only slices tensors; None for any other."""
     rows = []
-    while type(dataset) in (Subset, Part):
+    while type(dataset) in (Subset, PermutedSubset):
         rows.append(dataset.indices)
         dataset = dataset.dataset
     is_sliced = type(dataset) is TensorDataset and bool(dataset.tensors)

@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from penstock.engine.loading.collate import BatchWriter
-from penstock.order.split import Part
+from penstock.order.split import PermutedSubset
 
 Rows = Sequence["np.ndarray | None"]
 
@@ -65,7 +65,7 @@ class SamplePlacer:
 def find_placer(dataset: Any) -> SamplePlacer | None:
     """The placer for a dataset that writes samples itself (also in a subset); None for others."""
     indices = []
-    while type(dataset) in (Subset, Part):
+    while type(dataset) in (Subset, PermutedSubset):
         indices.append(dataset.indices)
         dataset = dataset.dataset
     return SamplePlacer(dataset.read_into, indices) if offers(dataset, "read_into") else None

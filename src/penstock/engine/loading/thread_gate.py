@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.order.generator_reads import watching_reads
+from penstock.order.generator_reads import counting_state_reads
 from penstock.order.global_generators import preserved_generators
 
 
@@ -32,7 +32,7 @@ class ThreadGate:
             self._changed.wait_for(lambda: not self._is_alone and not self._num_together)
             self._is_alone = True
         try:
-            with preserved_generators(), watching_reads():
+            with preserved_generators(), counting_state_reads():
                 yield
         finally:
             with self._changed:
@@ -46,7 +46,7 @@ class ThreadGate:
             self._changed.wait_for(lambda: not self._is_alone)
             self._num_together += 1
         try:
-            with watching_reads():
+            with counting_state_reads():
                 yield
         finally:
             with self._changed:

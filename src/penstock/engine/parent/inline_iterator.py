@@ -30,9 +30,9 @@ from penstock.engine.memory.ring import Ring
 from penstock.engine.memory.shared_file import PrivateFile
 from penstock.engine.parent.iterator import LoaderIterator, Setup, max_held_bytes
 from penstock.errors import NoSubstitute
-from penstock.order.generator_reads import watching_reads
+from penstock.order.dataset_generators import DatasetGenerators
+from penstock.order.generator_reads import counting_state_reads
 from penstock.order.global_generators import preserved_generators
-from penstock.order.own_generators import OwnGenerators
 from penstock.order.sample_randomness import COLLATE_STREAM, SampleRandomness
 from penstock.trace.record import now_ns
 
@@ -66,7 +66,7 @@ class InlineIterator(LoaderIterator):
         self._randomness: SampleRandomness | None = None
         self._collate_randomness: SampleRandomness | None = None
         if setup.per_sample:
-            own = OwnGenerators(self._dataset)
+            own = DatasetGenerators(self._dataset)
             self._randomness = SampleRandomness(self._base_seed, also_set=own.set if own else None)
             for one in own.found:
                 if not one.can_be_set:
@@ -186,11 +186,11 @@ class InlineIterator(LoaderIterator):
         if self._stream is not None:
             samples = self._stream.fetch(index, self._place)
             self._place += len(index) if self._auto_collation else 1
-        elif self._randomness is not None and self._randomness.is_silent and self._is_plain:
+        elif self._randomness is not None and self._randomness.is_unseeded and self._is_plain:
             position = self._advance(len(index))
-            samples = self._randomness.run_apart(getter(self._dataset), index, position)
+            samples = self._randomness.call_many_preserved(getter(self._dataset), index, position)
         elif self._randomness is not None:
-            with preserved_generators(), watching_reads():
+            with preserved_generators(), counting_state_reads():
                 samples = self._fetch(index)
                 if not self._collates_by_default:
                     return self._collate(samples)
@@ -210,9 +210,9 @@ class InlineIterator(LoaderIterator):
         get = one_getter(self._dataset)
         indices = list(index) if self._auto_collation else [index]
         placed = enumerate(indices, self._advance(len(indices)))
-        with preserved_generators(), watching_reads():
+        with preserved_generators(), counting_state_reads():
             if self._randomness is not None:
-                self._randomness.look()
+                self._randomness.snapshot()
 
             def call(function: Callable[[Any], Any], one: Any, position: int) -> Any:
                 return call_user(function, one, position, self._randomness)
@@ -229,13 +229,13 @@ class InlineIterator(LoaderIterator):
 
     def _collate(self, samples: Any) -> Any:
         if self._collate_randomness is not None and self._randomness is not None:
-            self._collate_randomness.look(is_used=self._randomness.has_drawn)
+            self._collate_randomness.snapshot(is_used=self._randomness.needs_seeding)
         return call_user(self._collate_fn, samples, self._position, self._collate_randomness)
 
     def _fetch(self, index: Any) -> Any:
         if not self._auto_collation:
             position = self._advance(1)
             if self._randomness is not None:
-                self._randomness.look()
+                self._randomness.snapshot()
             return call_user(getter(self._dataset), index, position, self._randomness)
         return fetch_map(self._dataset, index, self._advance(len(index)), self._randomness)

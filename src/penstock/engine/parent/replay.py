@@ -12,9 +12,9 @@ from typing import Any
 from penstock.engine.loading.fetch import fetch_map, takes_batches
 from penstock.errors import BadArgument
 from penstock.options import check_count
-from penstock.order.generator_reads import watching_reads
+from penstock.order.dataset_generators import DatasetGenerators
+from penstock.order.generator_reads import counting_state_reads
 from penstock.order.global_generators import preserved_generators
-from penstock.order.own_generators import OwnGenerators
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.order.samplers import SeededOrder
 
@@ -55,11 +55,11 @@ def replay(loader: Any, epoch: int, index: int) -> Any:
     first, last = _rows_beside(order, loader, position)
     if not takes_batches(loader.dataset) or loader.batch_size is None:
         first, last = position, position + 1
-    own = OwnGenerators(loader.dataset)
+    own = DatasetGenerators(loader.dataset)
     randomness = SampleRandomness(loader.seed, also_set=own.set if own else None)
     randomness.begin(epoch)
     indices = [order.index_at(place % order.length) for place in range(first, last)]
-    with preserved_generators(), watching_reads():
+    with preserved_generators(), counting_state_reads():
         return fetch_map(loader.dataset, indices, first, randomness)[position - first]
 
 

@@ -45,9 +45,9 @@ from penstock.engine.memory.messages import (
 from penstock.engine.pickling.exceptions import describe
 from penstock.engine.worker.connection import Connection
 from penstock.engine.worker.status import EpochOver, WorkerStatus
+from penstock.order.dataset_generators import DatasetGenerators, FoundGenerator
 from penstock.order.epoch_state import own_state_of
-from penstock.order.own_generators import OwnGenerator, OwnGenerators
-from penstock.order.sample_randomness import COLLATE_STREAM, Restless, SampleRandomness
+from penstock.order.sample_randomness import COLLATE_STREAM, SampleRandomness, UnexpectedDraw
 from penstock.trace.record import now_ns
 from penstock.trace.worker_recorder import WorkerRecorder
 
@@ -101,10 +101,10 @@ class WorkerLoop:
         self._randomness: SampleRandomness | None = None
         self._collate_randomness: SampleRandomness | None = None
         self._randomness_epoch = NOTHING
-        self._own: list[OwnGenerator] = []
+        self._own: list[FoundGenerator] = []
         if task.per_sample:
             with_torch = not self._keeps_torch_seed
-            own = OwnGenerators(self._dataset, is_worker=not is_thread)
+            own = DatasetGenerators(self._dataset, is_worker=not is_thread)
             self._own = own.found
             self._randomness = SampleRandomness(
                 task.base_seed, with_torch=with_torch, also_set=own.set if own else None
@@ -182,7 +182,7 @@ class WorkerLoop:
         try:
             try:
                 return self._load_once(lease)
-            except Restless:
+            except UnexpectedDraw:
                 return self._load_once(lease)
         except (EpochOver, Exhausted, AllBad):
             raise
@@ -203,7 +203,7 @@ class WorkerLoop:
         def call(function: Callable[[Any], Any], index: Any, position: int) -> Any:
             with self._guard():
                 if self._randomness is not None:
-                    self._randomness.look()
+                    self._randomness.snapshot()
                 return call_user(function, index, position, self._randomness)
 
         index = lease.index if self._task.auto_collation else [lease.index]
@@ -288,13 +288,13 @@ class WorkerLoop:
             self._randomness_epoch = lease.epoch
         # Threads share the generators: another's sample may be drawing. ThreadGate.alone puts them
         # back.
-        is_used = self._gate is None and self._collate_randomness.has_drawn
-        self._randomness.look(is_used=is_used)
+        is_used = self._gate is None and self._collate_randomness.needs_seeding
+        self._randomness.snapshot(is_used=is_used)
 
     def _one_by_one(self, lease: Lease) -> Iterator[Any]:
         get = getter(self._dataset) if self._placer is None else self._placer.get
         randomness, gate = self._randomness, self._gate
-        if gate is not None and randomness is not None and randomness.is_silent:
+        if gate is not None and randomness is not None and randomness.is_unseeded:
             self._status.show_waiting(True)
             with gate.together():
                 samples = list(self._silently(lease, get, randomness))
@@ -304,12 +304,12 @@ class WorkerLoop:
             for position, index in self._walk(lease):
                 with self._alone():
                     if randomness is not None:
-                        randomness.look()
+                        randomness.snapshot()
                     sample = call_user(get, index, position, randomness)
                 yield sample
         elif randomness is None:
             yield from (get(index) for _, index in self._walk(lease))
-        elif randomness.is_silent:
+        elif randomness.is_unseeded:
             yield from self._silently(lease, get, randomness)
         else:
             for position, index in self._walk(lease):
@@ -325,7 +325,7 @@ class WorkerLoop:
             yield
 
     def _tell_alone(self) -> None:
-        if self._randomness is not None and self._randomness.is_known_to_draw:
+        if self._randomness is not None and self._randomness.has_drawn:
             self._connection.put(("tell", _ALONE_NOTE))
 
     def _walk(self, lease: Lease) -> Iterator[tuple[int, Any]]:
@@ -334,15 +334,15 @@ class WorkerLoop:
         return self._status.walk(indices, lease.position, lease.epoch)
 
     def _silently(self, lease: Lease, get: Any, randomness: SampleRandomness) -> Iterator[Any]:
-        randomness.begin_run(is_shared=self._gate is not None)
+        randomness.begin_unseeded(is_shared=self._gate is not None)
         try:
-            yield from randomness.samples_of(get, self._walk(lease))
+            yield from randomness.unseeded_samples(get, self._walk(lease))
         except EpochOver:
             raise
         except Exception:
-            randomness.end_run()  # an error may be another with the sample's own randomness
+            randomness.end_unseeded()  # an error may be another with the sample's own randomness
             raise
-        randomness.end_run()
+        randomness.end_unseeded()
 
     # -- filling ---------------------------------------------------------------------------------
 
@@ -399,7 +399,7 @@ class WorkerLoop:
         with collating_into(scratch), self._guard():
             position, randomness = lease.position, self._collate_randomness
             if randomness is not None and self._randomness is not None:
-                randomness.look(is_used=self._randomness.has_drawn)
+                randomness.snapshot(is_used=self._randomness.needs_seeding)
             batch = call_user(self._collate, samples, position, randomness)
         self._recorder.collated(start_ns)
         written = payload.write(batch, root, scratch.used)

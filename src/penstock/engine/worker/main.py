@@ -100,10 +100,10 @@ def keep_opencv_single() -> None:
 
 def serve(worker: Any) -> None:
     """Run a worker until the parent is gone or has hung up."""
-    from penstock.order.generator_reads import watching_reads
+    from penstock.order.generator_reads import counting_state_reads
 
     try:
-        with watching_reads():
+        with counting_state_reads():
             worker.run()
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         pass

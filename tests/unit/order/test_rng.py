@@ -11,9 +11,9 @@ import pytest
 
 import penstock
 from penstock import rng
-from penstock.order.generator_reads import watching_reads
+from penstock.order.generator_reads import counting_state_reads
 from penstock.order.global_generators import preserved_generators
-from penstock.order.sample_randomness import NUM_STRICT, Restless, SampleRandomness
+from penstock.order.sample_randomness import NUM_OBSERVED, SampleRandomness, UnexpectedDraw
 
 pytestmark = pytest.mark.legacy
 
@@ -38,9 +38,9 @@ def fresh(position: int, function: Any = ask, *, seed: int = 7, epoch: int = 0) 
     return randomness.call(function, 0, position)
 
 
-def quiet(*, num_samples: int = NUM_STRICT, function: Any = silent) -> SampleRandomness:
+def quiet(*, num_samples: int = NUM_OBSERVED, function: Any = silent) -> SampleRandomness:
     randomness = SampleRandomness(7)
-    with watching_reads():
+    with counting_state_reads():
         for position in range(num_samples):
             randomness.call(function, 0, position)
     return randomness
@@ -73,11 +73,11 @@ def test_half_of_a_word_left_over_does_not_reach_the_next_sample() -> None:
 
 def test_a_dataset_that_only_asks_is_silent_and_its_samples_are_told_apart() -> None:
     randomness = quiet(function=ask)
-    assert randomness.is_silent  # the global generators have not moved
-    with watching_reads():
-        found = randomness.run(lambda _: ask(), range(8), 100)
+    assert randomness.is_unseeded  # the global generators have not moved
+    with counting_state_reads():
+        found = randomness.call_many(lambda _: ask(), range(8), 100)
     assert found == [fresh(100 + place) for place in range(8)]
-    assert randomness.is_silent
+    assert randomness.is_unseeded
 
 
 def test_samples_of_a_thousand_positions_differ_and_look_uniform() -> None:
@@ -90,30 +90,30 @@ def test_samples_of_a_thousand_positions_differ_and_look_uniform() -> None:
 
 def test_the_first_to_ask_in_a_silent_run_gets_the_run_loaded_again() -> None:
     randomness = quiet()
-    assert randomness.is_silent
+    assert randomness.is_unseeded
     calls: list[int] = []
 
     def late(index: int) -> float:
         calls.append(index)
         return ask() if index == 5 else 0.0
 
-    with watching_reads():
-        found = randomness.run(late, range(8), 100)
+    with counting_state_reads():
+        found = randomness.call_many(late, range(8), 100)
     assert found == [*[0.0] * 5, fresh(105), 0.0, 0.0]
     assert calls == [*range(8), *range(8)]
-    assert randomness.is_silent  # and from now on it tells samples apart
-    with watching_reads():  # the next run is right at once
-        assert randomness.run(late, range(8), 200)[5] == fresh(205)
+    assert randomness.is_unseeded  # and from now on it tells samples apart
+    with counting_state_reads():  # the next run is right at once
+        assert randomness.call_many(late, range(8), 200)[5] == fresh(205)
     assert len(calls) == 24
 
 
 def test_a_run_that_is_begun_and_ended_by_hand_says_so() -> None:
     randomness = quiet()
-    with watching_reads():
-        randomness.begin_run()
+    with counting_state_reads():
+        randomness.begin_unseeded()
         ask()
-        with pytest.raises(Restless):
-            randomness.end_run()
+        with pytest.raises(UnexpectedDraw):
+            randomness.end_unseeded()
         assert randomness.call(ask, 0, 9) == fresh(9)
 
 

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from penstock.order.keys import GOLDEN, mix
+from penstock.order.keys import GOLDEN, mix64
 from penstock.order.object_walk import walk
 
 Setter = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnGenerator:
+class FoundGenerator:
     """One that was found.
 
     Args:
@@ -50,7 +50,7 @@ class OwnGenerator:
         return f"{self.path} ({self.kind})" + (f": {self.why_not}" if self.why_not else "")
 
 
-class OwnGenerators:
+class DatasetGenerators:
     """The dataset's own generators, to be set together before each sample.
 
     Called from: the process and thread that loads; the objects are that process' copies. Changes
@@ -61,7 +61,7 @@ class OwnGenerators:
         ...     def __init__(self):
         ...         self.rng = np.random.default_rng()
         >>> data = Data()
-        >>> own = OwnGenerators(data)
+        >>> own = DatasetGenerators(data)
         >>> [str(one) for one in own.found]
         ['dataset.rng (numpy.random.Generator)']
         >>> own.set(7); first = data.rng.random(); own.set(7)
@@ -70,7 +70,7 @@ class OwnGenerators:
     """
 
     def __init__(self, dataset: Any, *, is_worker: bool = False) -> None:
-        self.found = find_own_generators(dataset, is_worker=is_worker)
+        self.found = find_generators(dataset, is_worker=is_worker)
         self._setters = [one.setter for one in self.found if one.setter is not None]
 
     def __bool__(self) -> bool:
@@ -80,10 +80,10 @@ class OwnGenerators:
         """Set every one of them from 64 bits of the sample's own. Each gets other bits."""
         for setter in self._setters:
             seed += GOLDEN
-            setter(mix(seed))
+            setter(mix64(seed))
 
 
-def find_own_generators(dataset: Any, *, is_worker: bool = False) -> list[OwnGenerator]:
+def find_generators(dataset: Any, *, is_worker: bool = False) -> list[FoundGenerator]:
     """List the generators that ``dataset`` holds, in its attributes, closures and modules.
 
     Args:
@@ -91,7 +91,7 @@ def find_own_generators(dataset: Any, *, is_worker: bool = False) -> list[OwnGen
         is_worker: In a worker process, where torch's ``get_worker_info()`` is set: a pipeline that
             would seed itself there is told not to.
     """
-    found: list[OwnGenerator] = []
+    found: list[FoundGenerator] = []
     modules: set[str] = set()
 
     def visit(path: str, value: Any) -> bool:
@@ -104,7 +104,7 @@ def find_own_generators(dataset: Any, *, is_worker: bool = False) -> list[OwnGen
     return found + _of_libraries(modules)
 
 
-def _recognise(path: str, value: Any, is_worker: bool) -> OwnGenerator | None:
+def _recognise(path: str, value: Any, is_worker: bool) -> FoundGenerator | None:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, np.random.Generator):
         return _settable(path, "numpy.random.Generator", _bits_setter(value.bit_generator))
@@ -117,7 +117,7 @@ def _recognise(path: str, value: Any, is_worker: bool) -> OwnGenerator | None:
         return _settable(path, "numpy.random.RandomState", _bits_setter(bits, value))
     if isinstance(value, random.SystemRandom):
         why_not = "it asks the operating system"
-        return OwnGenerator(path=path, kind="random.SystemRandom", why_not=why_not)
+        return FoundGenerator(path=path, kind="random.SystemRandom", why_not=why_not)
     if isinstance(value, random.Random):
         if value is random._inst:
             return None
@@ -129,21 +129,21 @@ def _recognise(path: str, value: Any, is_worker: bool) -> OwnGenerator | None:
     return None
 
 
-def _settable(path: str, kind: str, setter: Setter) -> OwnGenerator:
+def _settable(path: str, kind: str, setter: Setter) -> FoundGenerator:
     try:
         setter(0)
     except Exception as error:  # another library's class: it may refuse in any way
-        return OwnGenerator(path=path, kind=kind, why_not=f"setting it fails: {error!r}")
-    return OwnGenerator(path=path, kind=kind, setter=setter)
+        return FoundGenerator(path=path, kind=kind, why_not=f"setting it fails: {error!r}")
+    return FoundGenerator(path=path, kind=kind, setter=setter)
 
 
-def _recognise_torch(path: str, value: Any) -> OwnGenerator | None:
+def _recognise_torch(path: str, value: Any) -> FoundGenerator | None:
     import torch
 
     if value is torch.default_generator:
         return None
     if value.device.type != "cpu":
-        return OwnGenerator(
+        return FoundGenerator(
             path=path, kind="torch.Generator", why_not=f"it lives on {value.device}"
         )
     return _settable(path, "torch.Generator", value.manual_seed)
@@ -155,7 +155,7 @@ def _bits_setter(bits: Any, owner: np.random.RandomState | None = None) -> Sette
         name = type(bits).__name__
 
         def set_pcg(seed: int) -> None:
-            high, low = mix(seed + 1), mix(seed + 2)
+            high, low = mix64(seed + 1), mix64(seed + 2)
             inner = {"state": seed << 64 | high, "inc": low << 64 | high | 1}
             bits.state = {"bit_generator": name, "state": inner, "has_uint32": 0, "uinteger": 0}
 
@@ -217,9 +217,9 @@ def _keep() -> None:
     """Stands in for a pipeline's own seeding."""
 
 
-def _of_libraries(modules: Iterable[str]) -> list[OwnGenerator]:
+def _of_libraries(modules: Iterable[str]) -> list[FoundGenerator]:
     """Libraries with a generator of their own that the walked-over code imports."""
-    found: list[OwnGenerator] = []
+    found: list[FoundGenerator] = []
     used = {name.partition(".")[0] for name in modules}
     opencv: Any = sys.modules.get("cv2")
     if "cv2" in used and hasattr(opencv, "setRNGSeed"):

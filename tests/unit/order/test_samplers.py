@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 
 from penstock.errors import BadArgument
-from penstock.order.ranks import Shard, rank_here
+from penstock.order.ranks import RankShard, rank_here
 from penstock.order.samplers import CHUNK, Order, SeededOrder, WeightedOrder
 
 pytestmark = pytest.mark.legacy
@@ -199,8 +199,8 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> 
 
 
 def test_a_batch_of_a_rank_is_a_run_of_positions() -> None:
-    shard = Shard(length=100, batch_size=4, rank=1, world_size=3)
-    positions = shard.positions(0, shard.num_own).tolist()
+    shard = RankShard(length=100, batch_size=4, rank=1, world_size=3)
+    positions = shard.positions(0, shard.num_local).tolist()
     for first in range(0, len(positions), 4):
         batch = positions[first : first + 4]
         assert batch == list(range(batch[0], batch[0] + len(batch)))

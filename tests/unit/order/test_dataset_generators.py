@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.order.dataset_generators import DatasetGenerators, find_generators
 from penstock.order.global_generators import preserved_generators
 from penstock.order.object_walk import MAX_ITEMS
-from penstock.order.own_generators import OwnGenerators, find_own_generators
 from penstock.order.sample_randomness import SampleRandomness
 
 pytestmark = pytest.mark.legacy
@@ -57,7 +57,7 @@ def closed_over(rng: Any) -> Any:
 
 
 def paths(dataset: Any) -> list[str]:
-    return [one.path for one in find_own_generators(dataset)]
+    return [one.path for one in find_generators(dataset)]
 
 
 GENERATORS: dict[str, tuple[Any, Any]] = {
@@ -84,7 +84,7 @@ def test_each_kind_is_found_and_draws_what_the_seed_says(name: str) -> None:
     def drawn(seed: int) -> list[Any]:
         dataset = Holder(rng=make())
         draw(dataset.rng)  # something may be in reserve
-        own = OwnGenerators(dataset)
+        own = DatasetGenerators(dataset)
         assert [(one.path, one.can_be_set) for one in own.found] == [("dataset.rng", True)]
         own.set(seed)
         return [draw(dataset.rng) for _ in range(20)]
@@ -96,7 +96,7 @@ def test_each_kind_is_found_and_draws_what_the_seed_says(name: str) -> None:
 def test_two_of_a_kind_do_not_draw_alike() -> None:
     dataset = Holder(one=np.random.default_rng(0), other=np.random.default_rng(0))
     assert dataset.one.random() == dataset.other.random()  # control: they would
-    OwnGenerators(dataset).set(5)
+    DatasetGenerators(dataset).set(5)
     assert dataset.one.random() != dataset.other.random()
 
 
@@ -133,7 +133,7 @@ def test_the_global_generators_are_not_the_dataset_s_own() -> None:
 
 
 def test_what_cannot_be_set_is_named_with_the_reason() -> None:
-    (found,) = find_own_generators(Holder(rng=random.SystemRandom()))
+    (found,) = find_generators(Holder(rng=random.SystemRandom()))
     assert not found.can_be_set
     assert str(found) == "dataset.rng (random.SystemRandom): it asks the operating system"
 
@@ -146,7 +146,7 @@ def test_one_that_refuses_is_named_too() -> None:
 
     stubborn = Stubborn()
     stubborn.ready = True  # type: ignore[attr-defined]
-    (found,) = find_own_generators(Holder(rng=stubborn))
+    (found,) = find_generators(Holder(rng=stubborn))
     assert not found.can_be_set
     assert "no" in (found.why_not or "")
 
@@ -165,7 +165,7 @@ def test_a_sample_draws_the_same_from_its_own_generators_in_any_copy() -> None:
     dataset = Holder(rng=np.random.default_rng())
 
     def drawn(data: Any) -> list[float]:
-        own = OwnGenerators(data)
+        own = DatasetGenerators(data)
         randomness = SampleRandomness(0, also_set=own.set)
         with preserved_generators():
             return [
@@ -177,7 +177,7 @@ def test_a_sample_draws_the_same_from_its_own_generators_in_any_copy() -> None:
     dataset.rng.random()
     assert drawn(pickle.loads(pickle.dumps(dataset))) == first
     assert len(set(first)) == 3
-    assert not OwnGenerators(Holder())
+    assert not DatasetGenerators(Holder())
 
 
 # -- libraries -------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ Transform.__module__ = Pipeline.__module__ = "albumentations.core.composition"
 def test_a_pipeline_of_albumentations_is_one_thing_whose_transforms_draw_apart() -> None:
     def drawn(seed: int) -> Any:
         dataset = Holder(transform=Pipeline())
-        own = OwnGenerators(dataset, is_worker=True)
+        own = DatasetGenerators(dataset, is_worker=True)
         assert [str(one) for one in own.found] == ["dataset.transform (albumentations)"]
         own.set(seed)
         return dataset.transform()
@@ -233,9 +233,9 @@ def test_a_pipeline_of_albumentations_is_one_thing_whose_transforms_draw_apart()
 
 def test_threads_that_share_a_pipeline_each_set_what_it_draws_from() -> None:
     dataset = Holder(transform=Transform())
-    owns = [OwnGenerators(dataset) for _ in range(3)]
+    owns = [DatasetGenerators(dataset) for _ in range(3)]
 
-    def drawn(own: OwnGenerators) -> Any:
+    def drawn(own: DatasetGenerators) -> Any:
         own.set(1)
         return dataset.transform()
 
@@ -245,14 +245,14 @@ def test_threads_that_share_a_pipeline_each_set_what_it_draws_from() -> None:
 def test_a_pipeline_that_draws_from_the_global_generator_gets_a_pair_of_its_own() -> None:
     transform = Transform()
     transform.set_random_state(np.random.mtrand._rand, random._inst)
-    OwnGenerators(Holder(transform=transform)).set(1)
+    DatasetGenerators(Holder(transform=transform)).set(1)
     assert transform.py_random is not random._inst
     assert isinstance(transform.random_generator, np.random.Generator)
 
 
 def test_a_pipeline_that_seeds_itself_in_workers_is_left_as_it_is_elsewhere() -> None:
     dataset = Holder(transform=Pipeline())
-    OwnGenerators(dataset)
+    DatasetGenerators(dataset)
     assert "_check_worker_seed" not in vars(dataset.transform)
 
 
@@ -261,10 +261,10 @@ def test_opencv_is_set_where_the_dataset_s_code_names_it(monkeypatch: pytest.Mon
     cv2 = types.ModuleType("cv2")
     cv2.setRNGSeed = seeds.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cv2", cv2)
-    assert find_own_generators(Holder()) == []  # loaded, but not by this dataset's code
+    assert find_generators(Holder()) == []  # loaded, but not by this dataset's code
     monkeypatch.setitem(globals(), "cv2", cv2)
     function = types.FunctionType(compile("cv2.randn", "data.py", "eval"), {"cv2": cv2})
-    own = OwnGenerators(Holder(transform=function))
+    own = DatasetGenerators(Holder(transform=function))
     assert [one.kind for one in own.found] == ["cv2"]
     own.set(2**63)
     assert 0 <= seeds[-1] < 2**31

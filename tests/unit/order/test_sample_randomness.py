@@ -12,9 +12,9 @@ import torch
 
 from penstock.order import global_generators as generators
 from penstock.order import sample_randomness as randomness
-from penstock.order.generator_reads import watching_reads
+from penstock.order.generator_reads import counting_state_reads
 from penstock.order.global_generators import preserved_generators
-from penstock.order.sample_randomness import NUM_STRICT, SampleRandomness
+from penstock.order.sample_randomness import NUM_OBSERVED, SampleRandomness
 from specimens import assert_same, differences
 
 pytestmark = pytest.mark.legacy
@@ -55,10 +55,10 @@ def fresh(position: int, *, seed: int = 7, epoch: int = 2, function: Any = draw)
 def quiet() -> SampleRandomness:
     """One that has seen so many silent samples that it only looks."""
     sample_randomness = make()
-    with watching_reads():
-        for position in range(NUM_STRICT + 1):
+    with counting_state_reads():
+        for position in range(NUM_OBSERVED + 1):
             sample_randomness.call(silent, 0, position)
-    assert sample_randomness.is_quiet
+    assert sample_randomness.is_torch_only
     return sample_randomness
 
 
@@ -74,8 +74,8 @@ POSITIONS = [0, 1, 2, 15, 16, 17, 63, 64, 1000, 10**6, 2**40]
 def test_the_order_of_positions_does_not_matter(order: list[int], prepare: Any) -> None:
     walker = prepare()
     for position in order:
-        with watching_reads():
-            walker.look()
+        with counting_state_reads():
+            walker.snapshot()
             assert_same(walker.call(draw, 0, position), fresh(position))
 
 
@@ -167,8 +167,8 @@ def count_calls(function: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], l
 
 
 def call_quietly(walker: SampleRandomness, function: Any, position: int) -> Any:
-    with watching_reads():
-        walker.look()
+    with counting_state_reads():
+        walker.snapshot()
         return walker.call(function, 0, position)
 
 
@@ -240,16 +240,16 @@ def test_a_silent_run_in_which_a_sample_draws_is_loaded_again_and_right(name: st
         return FIRST_DRAWS[name](index) if index == 5 else index
 
     walker = quiet()
-    assert walker.is_silent
+    assert walker.is_unseeded
     torch.manual_seed(99)
     found = outcome(lambda: run_silently(walker, function, range(8), 500)[5])
     assert_same(found, outcome(lambda: fresh(505, function=FIRST_DRAWS[name])))
-    assert not walker.is_silent
+    assert not walker.is_unseeded
 
 
 def run_silently(walker: SampleRandomness, function: Any, indices: Any, position: int) -> list[Any]:
-    with watching_reads():
-        return walker.run(function, indices, position)
+    with counting_state_reads():
+        return walker.call_many(function, indices, position)
 
 
 @pytest.mark.parametrize("name", FIRST_DRAWS)
@@ -263,9 +263,11 @@ def test_a_run_apart_is_right_and_leaves_the_caller_s_generators_as_they_were(na
     np.random.randn()
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     for _ in range(2):  # with a silent walker, and with one that has become stricter
-        assert_same(outcome(lambda: walker.run_apart(function, range(8), 500)[5]), expected)
+        assert_same(
+            outcome(lambda: walker.call_many_preserved(function, range(8), 500)[5]), expected
+        )
         assert_same((random.getstate(), np.random.get_state(), torch.get_rng_state()), state)
-    assert not walker.is_silent
+    assert not walker.is_unseeded
 
 
 def test_a_silent_run_apart_puts_back_what_was_in_reserve() -> None:
@@ -274,9 +276,9 @@ def test_a_silent_run_apart_puts_back_what_was_in_reserve() -> None:
     np.random.randn()
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     for _ in range(3):
-        assert walker.run_apart(lambda index: index, range(8), 0) == list(range(8))
+        assert walker.call_many_preserved(lambda index: index, range(8), 0) == list(range(8))
         assert_same((random.getstate(), np.random.get_state(), torch.get_rng_state()), state)
-    assert walker.is_silent
+    assert walker.is_unseeded
 
 
 def test_a_silent_run_calls_each_sample_once_and_sets_nothing() -> None:
@@ -287,7 +289,7 @@ def test_a_silent_run_calls_each_sample_once_and_sets_nothing() -> None:
     assert calls == list(range(64))
     assert before[0] == random.getstate()
     assert torch.equal(before[1], torch.get_rng_state())
-    assert walker.is_silent
+    assert walker.is_unseeded
 
 
 def test_an_exception_in_a_silent_run_is_raised_after_one_call_of_each_sample() -> None:
@@ -302,11 +304,11 @@ def test_an_exception_in_a_silent_run_is_raised_after_one_call_of_each_sample() 
 
 def test_a_dataset_that_draws_from_torch_is_quiet_and_never_silent() -> None:
     walker = make()
-    with watching_reads():
-        for position in range(2 * NUM_STRICT):
+    with counting_state_reads():
+        for position in range(2 * NUM_OBSERVED):
             walker.call(lambda _: torch.rand(1), 0, position)
-    assert walker.is_quiet
-    assert not walker.is_silent
+    assert walker.is_torch_only
+    assert not walker.is_unseeded
 
 
 @pytest.mark.parametrize("name", ["random.gauss", "np.random.randn"])
@@ -331,7 +333,7 @@ def test_a_silent_sample_is_called_once_and_one_that_begins_to_draw_twice() -> N
     for position in range(50):
         call_quietly(walker, lively, position)
     assert len(calls) == 51
-    assert not walker.is_quiet
+    assert not walker.is_torch_only
 
 
 def test_torch_s_draws_need_no_second_call() -> None:
@@ -339,7 +341,7 @@ def test_torch_s_draws_need_no_second_call() -> None:
     lively, calls = count_calls(lambda _: torch.rand(2))
     assert_same(call_quietly(walker, lively, 9), fresh(9, function=lambda _: torch.rand(2)))
     assert len(calls) == 1
-    assert walker.is_quiet
+    assert walker.is_torch_only
 
 
 def test_an_exception_of_a_silent_sample_is_raised_after_one_call() -> None:
@@ -356,14 +358,14 @@ def test_an_exception_of_a_silent_sample_is_raised_after_one_call() -> None:
 def test_a_dataset_that_draws_from_the_start_is_never_called_twice() -> None:
     walker = make()
     lively, calls = count_calls(draw)
-    for position in range(3 * NUM_STRICT):
+    for position in range(3 * NUM_OBSERVED):
         walker.call(lively, 0, position)
-    assert len(calls) == 3 * NUM_STRICT
+    assert len(calls) == 3 * NUM_OBSERVED
 
 
 def test_the_functions_that_were_watched_are_the_originals_again() -> None:
     originals = random.getstate, np.random.get_state
-    with watching_reads():
+    with counting_state_reads():
         assert random.getstate is not originals[0]
     assert (random.getstate, np.random.get_state) == originals
 
@@ -383,9 +385,9 @@ def test_public_calls_give_the_same_bits_where_memory_is_not_known(
         assert not make()._python.is_known
         assert_same([fresh(position) for position in POSITIONS], in_place)
         walker = make()
-        for position in range(3 * NUM_STRICT):
+        for position in range(3 * NUM_OBSERVED):
             walker.call(silent, 0, position)
-        assert not walker.is_quiet  # it cannot look, so it never stops setting
+        assert not walker.is_torch_only  # it cannot look, so it never stops setting
     finally:
         generators.python_generator.cache_clear()
         generators.numpy_generator.cache_clear()
