@@ -87,7 +87,7 @@ MIXED = "plain:raises,strided:crashes,dilated:hangs,grouped:wrong"
 
 
 def test_the_probe_tells_the_five_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in broken_convolution.surroundings(MIXED, tmp_path).items():
+    for name, value in broken_convolution.environment(MIXED, tmp_path).items():
         monkeypatch.setenv(name, value)
     kinds = ("depthwise", "plain", "strided", "grouped", "dilated", "1-d")
     started_s = time.monotonic()
@@ -128,7 +128,7 @@ print(probe("cpu").advice)
 
 
 def test_auto_bypasses_what_is_broken_and_nothing_else(tmp_path: Path) -> None:
-    environ = broken_convolution.surroundings(PARTLY, tmp_path)
+    environ = broken_convolution.environment(PARTLY, tmp_path)
     folder = str(Path(__file__).parent)
     source = "import penstock\n" + AUTO
     result = scripting.run(source, tmp_path, folder, PENSTOCK_CONV="auto", **environ)

@@ -164,7 +164,7 @@ def test_a_script_without_a_guard_starts_workers_and_torch_s_loader_cannot(tmp_p
 
 
 class Weighed(Numbers):
-    """Counts how often it is serialised."""
+    """Counts how often it is pickled."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from penstock import DataLoader, SharedDict, SharedList
-from penstock.engine.pickling import shared_arrays as adoption
+from penstock.engine.pickling import shared_arrays
 from scripting import run
 from specimens import WAYS
 
@@ -235,13 +235,13 @@ def family_pss(loader_iterator: Any) -> int:
 
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption, "_busy_threads", list)
+    monkeypatch.setattr(shared_arrays, "_busy_threads", list)
 
 
 @needs_proc
 @pytest.mark.legacy
 @pytest.mark.usefixtures("one_thread")
-def test_a_large_array_exists_once_and_twice_when_adoption_is_off(
+def test_a_large_array_exists_once_and_twice_when_sharing_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def memory_with(array: Any) -> int:
@@ -268,7 +268,7 @@ def test_a_large_array_exists_once_and_twice_when_adoption_is_off(
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("way", ["forkserver", "spawn"])
 def test_writes_on_either_side_stay_there_and_the_next_epoch_sees_ours(way: str) -> None:
-    array = np.ones(adoption.MIN_BYTES // 8 + 1000, np.int64)
+    array = np.ones(shared_arrays.MIN_BYTES // 8 + 1000, np.int64)
     for epoch in range(2):
         array[0] = 10 + epoch
         batches = iter(DataLoader(Scribbling(array), batch_size=2, **WAYS[way]))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock import DataLoader, rng
-from penstock.engine.loading.thread_gate import ThreadGate
+from penstock.engine.loading.generator_lock import GeneratorLock
 from specimens import Draws, Samples, assert_same, collect
 
 pytestmark = pytest.mark.legacy
@@ -95,21 +95,21 @@ def test_samples_of_every_generator_have_the_same_bits_in_threads() -> None:
 
 
 def test_one_alone_waits_for_those_together_and_the_other_way_round() -> None:
-    gate, seen = ThreadGate(), []
+    gate, seen = GeneratorLock(), []
 
-    def together() -> None:
-        with gate.together():
+    def shared() -> None:
+        with gate.shared():
             seen.append("in")
             time.sleep(0.05)
             seen.append("out")
 
-    def alone() -> None:
-        with gate.alone():
+    def exclusive() -> None:
+        with gate.exclusive():
             seen.append("alone")
             time.sleep(0.02)
             seen.append("left")
 
-    threads = [threading.Thread(target=run) for run in (together, together, alone, together)]
+    threads = [threading.Thread(target=run) for run in (shared, shared, exclusive, shared)]
     for thread in threads:
         thread.start()
         time.sleep(0.01)

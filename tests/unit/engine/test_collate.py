@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from penstock.engine.loading.collate import STREAM_BYTES, BatchWriter, TooSmall, view_batch
-from penstock.engine.memory.batch_layout import OddSample
+from penstock.engine.memory.batch_layout import LayoutError
 from specimens import Pair, Record, assert_same, differences
 
 pytestmark = pytest.mark.legacy
@@ -177,7 +177,7 @@ def test_a_tensor_subclass_that_keeps_its_class_is_left_to_torch() -> None:
 
     samples = [(torch.ones(3) * place).as_subclass(Sticky) for place in range(3)]
     assert type(default_collate(samples)) is Sticky
-    with pytest.raises(OddSample):
+    with pytest.raises(LayoutError):
         through_slot(samples)
 
 
@@ -206,7 +206,7 @@ ODD_PAIRS: dict[str, tuple[Any, Any]] = {
 def test_a_sample_that_is_unlike_the_first_is_odd(name: str) -> None:
     first, other = ODD_PAIRS[name]
     through_slot([first, first])  # control: alone it is fine
-    with pytest.raises(OddSample):
+    with pytest.raises(LayoutError):
         through_slot([first, other])
 
 
@@ -231,7 +231,7 @@ def test_an_odd_sample_gives_back_the_samples_before_it_whole(size: int) -> None
     writer = BatchWriter(np.zeros(1 << 22, np.uint8), 8, 2)
     for sample in samples:
         writer.add(sample)
-    with pytest.raises(OddSample):
+    with pytest.raises(LayoutError):
         add_and_finish(writer, {"x": 1})
     assert_same([*writer.recover(), *writer.refused], [*samples, {"x": 1}])
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.pickling.pickler import serialise
+from penstock.engine.pickling.pickler import pickle_objects
 from penstock.errors import CannotTravel
+from pickled import round_trip
 from specimens import assert_same
-from travelling import through_travel
 
 pytestmark = pytest.mark.legacy
 
@@ -33,14 +33,14 @@ class Holder:
 
 
 def arrived(value: Any) -> Any:
-    again, packed = through_travel(value)
-    packed.close()
+    again, pickle_file = round_trip(value)
+    pickle_file.close()
     return again
 
 
 def refusal(value: Any) -> str:
     with pytest.raises(CannotTravel) as info:
-        serialise({"dataset": Holder(deep=[Holder(handle=value)])})
+        pickle_objects({"dataset": Holder(deep=[Holder(handle=value)])})
     assert info.value.path == "dataset.deep[0].handle"  # type: ignore[attr-defined]
     return str(info.value)
 
@@ -203,13 +203,13 @@ def database(tmp_path: Path) -> Iterator[Any]:
 
 def test_a_sqlite_connection_is_opened_again_for_reading(database: Any) -> None:
     database.row_factory = sqlite3.Row
-    again, packed = through_travel(database)
-    packed.close()
+    again, pickle_file = round_trip(database)
+    pickle_file.close()
     with closing(again):
         assert [row["x"] for row in again.execute("SELECT x FROM t")] == [1, 2]
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
             again.execute("INSERT INTO t VALUES (3)")
-    assert any("read-only" in note for note in packed.notes)
+    assert any("read-only" in note for note in pickle_file.notes)
 
 
 def test_sqlite_connections_that_live_in_this_process_are_refused(
@@ -285,11 +285,11 @@ def test_an_lmdb_environment_tells_how_to_open_it(lmdb_path: str) -> None:
     import lmdb
 
     from penstock.engine.pickling.databases import _reopen_lmdb
-    from penstock.engine.pickling.handles import Reopener
+    from penstock.engine.pickling.handles import HandleReducer
 
     options: Any = {"subdir": False, "lock": False, "readahead": False, "max_dbs": 2}
     with lmdb.open(lmdb_path, readonly=True, **options) as environment:
-        reduced = Reopener().reduce(environment)
+        reduced = HandleReducer().reduce(environment)
     assert reduced is not None
     function, arguments = reduced
     assert function is _reopen_lmdb
@@ -334,19 +334,19 @@ def mapped_path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_memmap_and_its_views_are_mapped_again(mapped_path: Path, name: str, mode: Any) -> None:
     view = VIEWS[name](np.load(mapped_path, mmap_mode=mode))
-    again, packed = through_travel(view)
-    assert packed.parcel.num_bytes < 4096
+    again, pickle_file = round_trip(view)
+    assert pickle_file.location.num_bytes < 4096
     assert_same(np.ascontiguousarray(again), np.ascontiguousarray(view))
     assert (type(again), again.strides) == (type(view), view.strides)
     assert again.flags.writeable == view.flags.writeable
     assert not np.shares_memory(again, view)
-    packed.close()
+    pickle_file.close()
 
 
 def test_a_plain_array_is_not_mapped_again() -> None:
-    _, packed = through_travel(np.arange(90_000))
-    assert packed.parcel.num_bytes > 90_000 * 8
-    packed.close()
+    _, pickle_file = round_trip(np.arange(90_000))
+    assert pickle_file.location.num_bytes > 90_000 * 8
+    pickle_file.close()
 
 
 def test_a_worker_that_writes_to_a_memmap_changes_its_own_view_only(mapped_path: Path) -> None:
@@ -363,15 +363,15 @@ def test_a_worker_that_writes_to_a_memmap_changes_its_own_view_only(mapped_path:
 def test_a_private_memmap_travels_by_value_once_it_was_written_to(mapped_path: Path) -> None:
     private = np.load(mapped_path, mmap_mode="c")
     assert private.sum() == 90_000 * 89_999 // 2
-    _, packed = through_travel(private)
-    assert packed.parcel.num_bytes < 4096
-    packed.close()
+    _, pickle_file = round_trip(private)
+    assert pickle_file.location.num_bytes < 4096
+    pickle_file.close()
     private[5, 5] = -1
-    again, packed = through_travel(private)
+    again, pickle_file = round_trip(private)
     assert again[5, 5] == -1
-    assert packed.parcel.num_bytes > 90_000 * 8
-    assert any("holds writes" in note for note in packed.notes)
-    packed.close()
+    assert pickle_file.location.num_bytes > 90_000 * 8
+    assert any("holds writes" in note for note in pickle_file.notes)
+    pickle_file.close()
 
 
 @linux_only
@@ -380,7 +380,7 @@ def test_a_memmap_whose_file_is_gone_or_replaced_travels_by_value(mapped_path: P
     kept = mapped_path.rename(mapped_path.with_suffix(".old"))
     assert_same(np.asarray(arrived(mapped)), np.load(kept))
     np.save(mapped_path, np.zeros((300, 300), int))
-    again, packed = through_travel(mapped)
+    again, pickle_file = round_trip(mapped)
     assert_same(np.asarray(again), np.load(kept))
-    assert any("another file" in note for note in packed.notes)
-    packed.close()
+    assert any("another file" in note for note in pickle_file.notes)
+    pickle_file.close()

@@ -36,7 +36,7 @@ Load = Callable[[Any, int], Any]
 """``load(index, position)``: one sample with its own randomness."""
 
 
-class FoundBadSample(NamedTuple):
+class BadSampleReport(NamedTuple):
     """One bad sample, as a worker tells it."""
 
     index: Any
@@ -88,7 +88,7 @@ class BadSamplePolicy:
         self.num_indices = num_indices
         self._none_is_bad = none_is_bad
         self._num_in_a_row = 0
-        self.found: list[FoundBadSample] = []
+        self.found: list[BadSampleReport] = []
         """What was bad since this was last emptied."""
 
     @property
@@ -205,7 +205,7 @@ class BadSamplePolicy:
     def _note(self, index: Any, position: int, error: Exception, end: str) -> None:
         text = f"{type(error).__name__}: {_text_of(error)[:500]}"
         path = find_path(self._dataset, index, error) if index is not None else None
-        self.found.append(FoundBadSample(index, position, path, text, end))
+        self.found.append(BadSampleReport(index, position, path, text, end))
 
     def next_of(self, stream: Iterator[Any], position: int) -> list[Any]:
         """The next sample of an iterable dataset, or none if it was bad and shall be left out.

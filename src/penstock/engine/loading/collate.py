@@ -5,7 +5,7 @@
 
 Large samples are copied into their row as they come, while they are in the cache; small ones are
 gathered and stacked into the slot in one call; what a dataset wrote into its row itself
-(:mod:`penstock.engine.loading.sample_writer`) stays there. Nothing here decides what a batch means:
+(:mod:`penstock.engine.loading.in_place`) stays there. Nothing here decides what a batch means:
 whatever the layout cannot hold is left to torch's own ``default_collate``.
 """
 
@@ -22,8 +22,8 @@ from torch.utils.data._utils import collate as torch_collate
 
 from penstock.engine.memory.batch_layout import (
     Layout,
-    Leaf,
-    OddSample,
+    LayoutError,
+    LeafSpec,
     assemble,
     compile_flatten,
     numpy_leaf,
@@ -75,8 +75,8 @@ def register_collators(collators: dict[Any, Any]) -> None:
     torch_collate.default_collate_fn_map.update(collators)
 
 
-def read_leaf(value: Any) -> Leaf:
-    """What a leaf is and how default_collate would store it; OddSample when only torch knows."""
+def read_leaf(value: Any) -> LeafSpec:
+    """What a leaf is and how default_collate would store it; LayoutError when only torch knows."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         value = _plain(value)
@@ -90,28 +90,28 @@ def read_leaf(value: Any) -> Leaf:
             or value.is_neg()
             or str(value.dtype) not in _DTYPES
         ):
-            raise OddSample
+            raise LayoutError
         num_bytes = value.numel() * value.element_size()
-        return Leaf("tensor", str(value.dtype), tuple(value.shape), num_bytes)
+        return LeafSpec("tensor", str(value.dtype), tuple(value.shape), num_bytes)
     if kind is bool:
-        return Leaf("bool", "torch.bool", (), 1)
+        return LeafSpec("bool", "torch.bool", (), 1)
     if kind is int:
-        return Leaf("int", "torch.int64", (), 8)
+        return LeafSpec("int", "torch.int64", (), 8)
     if kind is float:
-        return Leaf("float", "torch.float64", (), 8)
+        return LeafSpec("float", "torch.float64", (), 8)
     if kind is str or kind is bytes:
-        return Leaf("object", "", (), 0)
+        return LeafSpec("object", "", (), 0)
     leaf = numpy_leaf(value)
     if leaf is None:
-        raise OddSample
+        raise LayoutError
     try:
         dtype = torch.as_tensor(np.empty(0, dtype=leaf.dtype)).dtype
     except TypeError:
-        raise OddSample from None
+        raise LayoutError from None
     return leaf._replace(dtype=str(dtype))
 
 
-def field_view(buffer: Any, leaf: Leaf, offset: int, rows: int) -> torch.Tensor:
+def field_view(buffer: Any, leaf: LeafSpec, offset: int, rows: int) -> torch.Tensor:
     """One field of a slot, as a tensor over ``buffer``."""
     shape = (rows, *leaf.shape)
     if leaf.item_bytes == 0 or rows == 0:
@@ -159,7 +159,7 @@ class BatchWriter:
         """Take one sample.
 
         Raises:
-            OddSample: It does not have the form of the first one, or no layout can hold it. It is
+            LayoutError: It does not have the form of the first one, or no layout can hold it. It is
                 kept as ``refused``. Small samples are only compared in :meth:`finish`.
             TooSmall: The slot cannot hold the batch.
         """
@@ -232,7 +232,7 @@ class BatchWriter:
         """Stack what is still pending; returns one list of values per object leaf.
 
         Raises:
-            OddSample: The samples do not have one form.
+            LayoutError: The samples do not have one form.
         """
         objects: list[list[Any]] = []
         if self.layout is None:
@@ -245,24 +245,24 @@ class BatchWriter:
         for leaf, field, column in zip(self.layout.leaves, self._fields, columns, strict=True):
             if field is None:
                 if not set(map(type, column)) <= {str, bytes}:
-                    raise OddSample
+                    raise LayoutError
                 objects.append(list(column))
             elif not (self._streams and _is_streamed(leaf)):
                 _stack(leaf, column, field[self._first_row : last])
         return objects
 
 
-def _is_streamed(leaf: Leaf) -> bool:
+def _is_streamed(leaf: LeafSpec) -> bool:
     return leaf.kind in ("tensor", "array")
 
 
-def _table(leaf: Leaf, field: torch.Tensor | None, first_row: int) -> np.ndarray | None:
+def _table(leaf: LeafSpec, field: torch.Tensor | None, first_row: int) -> np.ndarray | None:
     if field is None or leaf.kind != "tensor" or leaf.dtype == "torch.bfloat16":
         return None
     return field.numpy()[first_row:]
 
 
-def _read_row(leaf: Leaf, field: torch.Tensor | None, row: int) -> Any:
+def _read_row(leaf: LeafSpec, field: torch.Tensor | None, row: int) -> Any:
     assert field is not None
     value = field[row].clone()
     return value.numpy() if leaf.kind == "array" else value
@@ -279,16 +279,16 @@ def _stacks_to_plain(kind: type) -> bool:
 
 
 def _plain(value: Any) -> torch.Tensor:
-    """The value as a plain tensor; OddSample when default_collate would keep its class."""
+    """The value as a plain tensor; LayoutError when default_collate would keep its class."""
     if type(value) is torch.Tensor:
         return value
     if isinstance(value, torch.Tensor) and _stacks_to_plain(type(value)):
         return value.as_subclass(torch.Tensor)
-    raise OddSample
+    raise LayoutError
 
 
 def _row_writer(
-    leaf: Leaf, field: torch.Tensor | None, first_row: int
+    leaf: LeafSpec, field: torch.Tensor | None, first_row: int
 ) -> Callable[[int, Any], None] | None:
     """A function that copies one value into its row; None for leaves stacked at the end."""
     if field is None or not _is_streamed(leaf):
@@ -298,7 +298,7 @@ def _row_writer(
 
         def write_array(row: int, value: Any) -> None:
             if read_leaf(value) != leaf:
-                raise OddSample
+                raise LayoutError
             table[row] = value
 
         return write_array
@@ -309,7 +309,7 @@ def _row_writer(
     def write_tensor(row: int, value: Any) -> None:
         value = _plain(value)
         if value.dtype is not dtype or value.shape != shape or value.requires_grad:
-            raise OddSample
+            raise LayoutError
         if value.is_contiguous() and value.device.type == "cpu":
             source, place = value.data_ptr(), start + row * num_bytes
             if source != place:  # else the dataset wrote it there
@@ -321,37 +321,37 @@ def _row_writer(
     return write_tensor
 
 
-def _stack(leaf: Leaf, column: Sequence[Any], out: torch.Tensor) -> None:
+def _stack(leaf: LeafSpec, column: Sequence[Any], out: torch.Tensor) -> None:
     """One field of small samples, straight into its place."""
     kinds = set(map(type, column))
     if leaf.kind == "tensor":
         if kinds != {torch.Tensor}:
             column = [_plain(value) for value in column]
         if {value.dtype for value in column} != {out.dtype}:
-            raise OddSample
+            raise LayoutError
         try:
             if out.numel():
                 torch.stack(tuple(column), out=out)
             elif any(value.shape != out.shape[1:] for value in column):
-                raise OddSample
+                raise LayoutError
         except RuntimeError:  # another shape, or one that wants gradients
-            raise OddSample from None
+            raise LayoutError from None
         return
     if leaf.kind == "array":
         if any(read_leaf(value) != leaf for value in column):
-            raise OddSample
+            raise LayoutError
         if out.numel():
             np.stack(column, out=out.numpy())
         return
     if len(kinds) != 1:
-        raise OddSample
+        raise LayoutError
     if leaf.kind == "scalar":
         out.numpy()[:] = column
         return
     try:
         out.copy_(torch.tensor(column, dtype=out.dtype))
     except (OverflowError, RuntimeError):
-        raise OddSample from None
+        raise LayoutError from None
 
 
 def view_batch(

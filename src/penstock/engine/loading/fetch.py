@@ -13,11 +13,11 @@ from typing import Any
 from penstock.order.sample_randomness import SampleRandomness
 
 
-class Exhausted(Exception):
+class EndOfStream(Exception):
     """The worker's share of an iterable dataset has ended."""
 
 
-class AllBad(Exception):
+class EmptyBatch(Exception):
     """Every sample of a batch was bad: there is nothing to deliver."""
 
 
@@ -99,11 +99,11 @@ class Stream:
         """The next batch as a list of samples, or the next sample when batching is off.
 
         Raises:
-            Exhausted: Nothing (or, with ``drop_last``, too little) is left.
-            AllBad: There was something, and all of it is left out.
+            EndOfStream: Nothing (or, with ``drop_last``, too little) is left.
+            EmptyBatch: There was something, and all of it is left out.
         """
         if self._has_ended:
-            raise Exhausted
+            raise EndOfStream
         samples: list[Any] = []
         num_taken = 0
         for place, _ in enumerate(index if self._auto_collation else (None,), position):
@@ -117,9 +117,9 @@ class Stream:
                 self._has_ended = True
                 break
         if not num_taken or (self._drop_last and self._auto_collation and num_taken < len(index)):
-            raise Exhausted
+            raise EndOfStream
         if not samples:
-            raise AllBad
+            raise EmptyBatch
         return samples if self._auto_collation else samples[0]
 
 

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from penstock.engine.loading.collate import is_default_collate, read_leaf, view_batch
-from penstock.engine.loading.sample_writer import offers
-from penstock.engine.memory.batch_layout import Layout, OddSample, read_layout
+from penstock.engine.loading.in_place import offers
+from penstock.engine.memory.batch_layout import Layout, LayoutError, read_layout
 from penstock.engine.memory.ring import Ring
 from penstock.order.split import PermutedSubset
 
@@ -57,7 +57,7 @@ class Gatherer:
         """Copy the rows of ``index`` into their places in a batch of ``rows``.
 
         Raises:
-            OddSample: The indices are not plain whole numbers.
+            LayoutError: The indices are not plain whole numbers.
         """
         self._copy(self._resolve(index), slot, rows, first_row)
 
@@ -81,7 +81,7 @@ class Gatherer:
             index = many(index) if many is not None else [rows[place] for place in index]
         chosen = np.asarray(index, dtype=None if len(index) else np.int64)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
-            raise OddSample
+            raise LayoutError
         chosen = chosen.astype(np.int64, copy=False)
         # One look for most batches: as a word without sign, a negative index is a huge one.
         if len(index) and int(chosen.view(np.uint64).max()) >= self._length:

@@ -50,13 +50,13 @@ def find_path(dataset: Any, index: Any, error: BaseException | None = None) -> s
         path = _in_error(error)
         if path is None:
             path = _in_dataset(dataset, index)
-            path = None if path is not None and _speaks_of_another(error, path) else path
+            path = None if path is not None and _names_another_file(error, path) else path
         return path
     except Exception:  # lengths, indices and paths of the user's own classes may do anything
         return None
 
 
-def _speaks_of_another(error: BaseException | None, path: str) -> bool:
+def _names_another_file(error: BaseException | None, path: str) -> bool:
     """Does the error's text name files, and this is none of them? Then the dataset's list has
     another order than its samples, and the guess would accuse a good file."""
     named = _FILE_NAME.findall("" if error is None else str(error)[:_MAX_LENGTH])

@@ -20,11 +20,11 @@ FIELD_GRAIN = 64
 _NUMPY_KINDS = "biufc"
 
 
-class OddSample(Exception):
+class LayoutError(Exception):
     """A sample that the layout at hand (or any layout) cannot hold; torch's own collate decides."""
 
 
-class Leaf(NamedTuple):
+class LeafSpec(NamedTuple):
     """One leaf: ``kind`` is tensor, array, int, float, bool, scalar or object."""
 
     kind: str
@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
     item_bytes: int
 
 
-class Branch(NamedTuple):
+class TreeSpec(NamedTuple):
     """One container: how to take it apart and what to build from the collated fields."""
 
     kind: str
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     """The whole form. Equal layouts compare equal, so parts of a batch can be checked."""
 
     tree: Any
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[LeafSpec, ...]
 
     def places(self, rows: int) -> tuple[list[int], int]:
         """The byte offset of each leaf's field for ``rows`` samples, and the end of the last."""
@@ -65,43 +65,43 @@ class Layout(NamedTuple):
         return sum(leaf.item_bytes for leaf in self.leaves)
 
 
-LeafReader = Callable[[Any], Leaf]
+LeafReader = Callable[[Any], LeafSpec]
 
 
 def read_layout(sample: Any, read_leaf: LeafReader) -> Layout:
     """The layout of one sample.
 
     Raises:
-        OddSample: It holds something only torch's own collate (or nobody) can treat.
+        LayoutError: It holds something only torch's own collate (or nobody) can treat.
     """
-    leaves: list[Leaf] = []
+    leaves: list[LeafSpec] = []
     tree = _read(sample, read_leaf, leaves)
     return Layout(tree, tuple(leaves))
 
 
-def _read(value: Any, read_leaf: LeafReader, leaves: list[Leaf]) -> Any:
+def _read(value: Any, read_leaf: LeafReader, leaves: list[LeafSpec]) -> Any:
     kind = type(value)
     if kind is dict:
         keys = tuple(value)
-        return Branch("dict", dict, keys, _read_all(value.values(), read_leaf, leaves))
+        return TreeSpec("dict", dict, keys, _read_all(value.values(), read_leaf, leaves))
     if kind is list or kind is tuple:
-        return Branch("list", kind, (len(value),), _read_all(value, read_leaf, leaves))
+        return TreeSpec("list", kind, (len(value),), _read_all(value, read_leaf, leaves))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Branch("namedtuple", kind, (), _read_all(value, read_leaf, leaves))
+        return TreeSpec("namedtuple", kind, (), _read_all(value, read_leaf, leaves))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value))
         values = [getattr(value, name) for name in names]
-        return Branch("dataclass", kind, names, _read_all(values, read_leaf, leaves))
+        return TreeSpec("dataclass", kind, names, _read_all(values, read_leaf, leaves))
     leaves.append(read_leaf(value))
     return None
 
 
-def _read_all(values: Any, read_leaf: LeafReader, leaves: list[Leaf]) -> tuple[Any, ...]:
+def _read_all(values: Any, read_leaf: LeafReader, leaves: list[LeafSpec]) -> tuple[Any, ...]:
     return tuple(_read(value, read_leaf, leaves) for value in values)
 
 
 def compile_flatten(tree: Any) -> Callable[[Any], list[Any]]:
-    """A function from a sample of this form to its leaves; raises OddSample for another form."""
+    """A function from a sample of this form to its leaves; raises LayoutError for another form."""
     if tree is None:
         return lambda sample: [sample]
     if all(child is None for child in tree.children):
@@ -119,39 +119,39 @@ def split_columns(tree: Any, samples: list[Any]) -> Any:
     """One sequence of values per leaf, for samples that all have this form.
 
     Raises:
-        OddSample: One has not.
+        LayoutError: One has not.
     """
     if tree is None:
         return [samples]
     is_flat = all(child is None for child in tree.children)
     if is_flat and tree.kind in ("list", "namedtuple"):
         if set(map(type, samples)) != {tree.cls}:
-            raise OddSample
+            raise LayoutError
         if set(map(len, samples)) != {len(tree.children)}:
-            raise OddSample
+            raise LayoutError
         return zip(*samples, strict=True)
     return zip(*map(compile_flatten(tree), samples), strict=True)
 
 
-def _flat_reader(tree: Branch) -> Callable[[Any], list[Any]]:
+def _flat_reader(tree: TreeSpec) -> Callable[[Any], list[Any]]:
     kind, cls, keys, length = tree.kind, tree.cls, tree.keys, len(tree.children)
 
     def from_sequence(sample: Any) -> list[Any]:
         if type(sample) is not cls or len(sample) != length:
-            raise OddSample
+            raise LayoutError
         return list(sample)
 
     def from_dict(sample: Any) -> list[Any]:
         if type(sample) is not dict or len(sample) != length:
-            raise OddSample
+            raise LayoutError
         try:
             return [sample[key] for key in keys]
         except KeyError:
-            raise OddSample from None
+            raise LayoutError from None
 
     def from_dataclass(sample: Any) -> list[Any]:
         if type(sample) is not cls:
-            raise OddSample
+            raise LayoutError
         return [getattr(sample, name) for name in keys]
 
     return {"dict": from_dict, "dataclass": from_dataclass}.get(kind, from_sequence)
@@ -196,25 +196,25 @@ def _build(tree: Any, fields: Any, *, keep_tuples: bool = False) -> Any:
     return values  # default_collate turns tuples into lists as well
 
 
-def _build_dataclass(tree: Branch, values: list[Any]) -> Any:
+def _build_dataclass(tree: TreeSpec, values: list[Any]) -> Any:
     made = object.__new__(tree.cls)
     for name, value in zip(tree.keys, values, strict=True):
         object.__setattr__(made, name, value)
     return made
 
 
-def numpy_leaf(value: Any) -> Leaf | None:
+def numpy_leaf(value: Any) -> LeafSpec | None:
     """The leaf of an array or NumPy scalar; None when it is neither."""
     if isinstance(value, np.ndarray):
         if type(value) is not np.ndarray or not _is_plain(value.dtype):
-            raise OddSample
+            raise LayoutError
         if any(stride < 0 for stride in value.strides):
-            raise OddSample  # torch refuses those, with its own advice
-        return Leaf("array", value.dtype.str, value.shape, value.nbytes)
+            raise LayoutError  # torch refuses those, with its own advice
+        return LeafSpec("array", value.dtype.str, value.shape, value.nbytes)
     if isinstance(value, (np.number, np.bool_)):
         if not _is_plain(value.dtype):
-            raise OddSample
-        return Leaf("scalar", value.dtype.str, (), value.nbytes)
+            raise LayoutError
+        return LeafSpec("scalar", value.dtype.str, (), value.nbytes)
     return None
 
 

@@ -1,6 +1,6 @@
 """What parent and fork server say to each other, with descriptors beside the words.
 
-parent -> fork server   ("fork", (modules, path, assignment)) + [channel, memory, parcel, extra...]
+parent -> fork server   ("fork", (modules, path, assignment)) + [channel, memory, objects, extra...]
 parent -> fork server   ("import", (modules, path))
 fork server -> parent   ("ready", pid) ("imported", pid) ("exit", pid, status)
 fork server -> parent   ("forked", pid), or ("tainted" | "stale" | "refused", why)
@@ -99,7 +99,7 @@ def place_fds(assignment: WorkerAssignment, fds: list[int]) -> WorkerAssignment:
     return replace(
         assignment,
         memory=FileHandle(fd=fds[1]),
-        parcel=replace(assignment.parcel, handle=FileHandle(fd=fds[2])),
+        objects=replace(assignment.objects, handle=FileHandle(fd=fds[2])),
     )
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.engine.memory.shared_file import FileHandle
-from penstock.engine.pickling.pickler import Parcel
 
 CONTROL_BYTES = 65536
 CELLS_PER_WORKER = 8
@@ -107,8 +106,8 @@ class Reply(NamedTuple):
     """What became of a lease.
 
     ``kind``: "fixed" (content: layout number, layout or None, filled rows, objects), "payload"
-    (content: PayloadMap), "odd" (send it whole), "error" (content: ErrorReport), "end" (an iterable
-    is exhausted), "dropped" (its epoch is over), "empty" (all of its samples were bad).
+    (content: PayloadLocation), "odd" (send it whole), "error" (content: ErrorReport), "end" (an
+    iterable is exhausted), "dropped" (its epoch is over), "empty" (all samples were bad).
     """
 
     epoch: int
@@ -122,7 +121,7 @@ class Reply(NamedTuple):
     state: Any = None
     """What an iterable dataset says of itself after this batch, where it has a state_dict."""
     bad: tuple[Any, ...] = ()
-    """What was wrong with samples that were left out or replaced: Found."""
+    """What was wrong with samples that were left out or replaced: BadSampleReport."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -130,8 +129,25 @@ class Reply(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PickleLocation:
+    """Where the pickled dataset and functions lie in shared memory.
+
+    Written and read by :mod:`penstock.engine.pickling.pickler`.
+    """
+
+    handle: FileHandle
+    stream_bytes: int
+    spans: tuple[tuple[int, int], ...]
+    num_bytes: int
+    modules: tuple[tuple[str, int], ...]
+    """Modules to import first, and how often each was reloaded in the parent."""
+    separate: tuple[tuple[int, int], ...] = ()
+    """Buffers in a file of their own: which span, and which of the worker's descriptors."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerTask:
-    """What a worker does, as plain values; travels once, inside the parcel's dataclass."""
+    """What a worker does, as plain values; sent once, when it starts."""
 
     is_iterable: bool
     auto_collation: bool
@@ -158,6 +174,6 @@ class WorkerAssignment:
     worker: int
     num_workers: int
     task: WorkerTask
-    parcel: Parcel
+    objects: PickleLocation
     memory: FileHandle
-    surroundings: dict[str, Any]
+    environment: dict[str, Any]

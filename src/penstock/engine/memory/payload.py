@@ -3,7 +3,7 @@
     worker: Payload.write(value, slot) -- stream and buffers in the slot --> parent: read(slot view)
 
 Large arrays and tensors are never copied through the pickle stream. A tensor that already lies in
-the slot (``default_collate`` put it there, see :mod:`penstock.engine.loading.collate_scratch`) is
+the slot (``default_collate`` put it there, see :mod:`penstock.engine.loading.slot_collate`) is
 not copied at all. Classes from ``__main__`` cost 0.7 ms each time they travel by value; the worker
 sends back the identity that cloudpickle gave them on the way in, and the parent finds its own class
 by it.
@@ -28,7 +28,7 @@ _SMALL_BYTES = 512
 
 
 @dataclass(frozen=True)
-class PayloadMap:
+class PayloadLocation:
     """Where the parts of a payload lie: in the slot when ``inline`` is None, else in ``inline``."""
 
     stream_bytes: int
@@ -142,7 +142,7 @@ def _lost_its_slots(obj: Any) -> bool:
 def remember_parent_classes() -> None:
     """Note which by-value classes came from the parent: only those may go back as an identity.
 
-    Called from: a worker, after it unpacked its parcel.
+    Called from: a worker, after it unpickled its objects.
     """
     known = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
     _ResultPickler.from_parent = frozenset(known.keys())
@@ -168,7 +168,7 @@ def dump(value: Any, buffer_callback: Any = None, on_retry: Any = None) -> memor
     return stream.getbuffer()
 
 
-def write(value: Any, slot: np.ndarray, start: int = 0) -> PayloadMap:
+def write(value: Any, slot: np.ndarray, start: int = 0) -> PayloadLocation:
     """Pickle ``value`` into ``slot`` from ``start`` on; inline bytes when it does not fit.
 
     Buffers that already lie inside the slot are only pointed at.
@@ -201,16 +201,16 @@ def write(value: Any, slot: np.ndarray, start: int = 0) -> PayloadMap:
             if _address(view) != base + place:
                 room[place : place + length] = view
         room[end:num_bytes] = content
-        return PayloadMap(end, tuple(places), num_bytes)
+        return PayloadLocation(end, tuple(places), num_bytes)
     parts, spans, offset = [bytes(content)], [], content.nbytes
     for view in buffers:
         parts.append(bytes(view))
         spans.append((offset, view.nbytes))
         offset += view.nbytes
-    return PayloadMap(content.nbytes, tuple(spans), num_bytes, b"".join(parts))
+    return PayloadLocation(content.nbytes, tuple(spans), num_bytes, b"".join(parts))
 
 
-def read(payload: PayloadMap, slot: Any) -> Any:
+def read(payload: PayloadLocation, slot: Any) -> Any:
     """Rebuild the value in the parent; its buffers are views of ``slot`` or of the inline bytes."""
     if payload.inline is not None:
         whole = memoryview(bytearray(payload.inline))

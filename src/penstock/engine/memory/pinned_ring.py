@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.engine.memory.ring import Ring, Slot, Watch
+from penstock.engine.memory.ring import Ring, Slot, SlotRef
 from penstock.engine.memory.shared_file import SharedFile, round_up
 from penstock.errors import DeviceFailed
 
@@ -64,7 +64,7 @@ class PinnedRing(Ring):
     ) -> None:
         super().__init__(file, max_held_bytes=max_held_bytes, tell=tell)
         self._pinner = pinner
-        self._returned: _Returned = _Returned()
+        self._returned: _ReturnQueue = _ReturnQueue()
         self._pinned: set[Slot] = set()
         self._resting: list[Slot] = []
         self._cooling: deque[tuple[Callable[[], bool], list[Slot]]] = deque()
@@ -174,12 +174,12 @@ class PinnedRing(Ring):
             self.close()
 
 
-class _Returned(deque[Watch]):
+class _ReturnQueue(deque[SlotRef]):
     """Of slots whose last view is gone. ``heir`` takes those when the ring has closed."""
 
     heir: Callable[[Slot], None] | None = None
 
-    def append(self, watch: Watch) -> None:
+    def append(self, watch: SlotRef) -> None:
         if self.heir is None:
             super().append(watch)
         else:

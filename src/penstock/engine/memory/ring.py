@@ -40,7 +40,7 @@ class Segment(NamedTuple):
     num_bytes: int
 
 
-class Watch(weakref.ref["np.ndarray"]):
+class SlotRef(weakref.ref["np.ndarray"]):
     """Goes to the ring when the last view of its slot is gone.
 
     No Python runs then: a Ctrl-C that comes in such a moment would be swallowed.
@@ -60,7 +60,7 @@ class Slot:
         self.start = start
         self.capacity = capacity
         self.mapping = mapping
-        self.watch: Watch | None = None
+        self.watch: SlotRef | None = None
         self.pinned_bytes = 0
         """See :mod:`penstock.engine.memory.pinned_ring`."""
 
@@ -90,7 +90,7 @@ class Ring:
         self._max_held_bytes = max_held_bytes
         self.needed_bytes = 0
         self._free: list[Slot] = []
-        self._returned: deque[Watch] = deque()
+        self._returned: deque[SlotRef] = deque()
         self._owner = os.getpid()
         self._held: dict[Slot, int] = {}
         self._held_bytes = 0
@@ -204,7 +204,7 @@ class Ring:
     def lend(self, slot: Slot, num_bytes: int) -> np.ndarray:
         """The root array of a delivery; the slot comes back when its last view is gone."""
         root = slot.view(num_bytes)
-        slot.watch = watch = Watch(root, self._returned.append)
+        slot.watch = watch = SlotRef(root, self._returned.append)
         watch.slot = slot
         self._held[slot] = num_bytes
         self._held_bytes += num_bytes

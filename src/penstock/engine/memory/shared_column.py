@@ -1,7 +1,7 @@
-"""How do millions of small objects lie in memory that processes share? As one column of bytes.
+"""Millions of small objects in shared memory, as one column of bytes.
 
-    ColumnWriter.add(chunk) ... finish() -> Column   | one file: elements, where each begins, index
-    Column.read(place) -> object                     | in any process that maps the file
+    ColumnWriter.add(chunk) ... finish() -> SharedColumn   one file: elements, offsets, index
+    SharedColumn.read(place) -> object                     in any process that maps the file
 
 A Python object has a reference count inside it, so that reading a list of objects writes to every
 page of it, and each forked worker ends up with a copy. Bytes in a file have none. A column of one
@@ -28,6 +28,7 @@ from typing import Any
 
 import cloudpickle
 
+from penstock.engine.memory.payload import reduce_tensor
 from penstock.engine.memory.shared_file import FileHandle, SharedFile, round_up
 
 TEXT, BYTES, INT, FLOAT, PICKLE, MIXED = range(6)
@@ -40,7 +41,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColumnMap:
+class ColumnLayout:
     """Where the pieces of a column lie in its file."""
 
     kind: int
@@ -53,19 +54,21 @@ class ColumnMap:
     token: int
 
 
-class Column:
-    """Objects in flat shared memory, read by place; it never changes.
+class SharedColumn:
+    """Objects in shared memory, read by place; it never changes.
 
     Travels by its descriptor to worker processes, as a copy of its bytes everywhere else.
     """
 
-    def __init__(self, file: SharedFile, layout: ColumnMap, parts: Parts | None = None) -> None:
+    def __init__(
+        self, file: SharedFile, layout: ColumnLayout, parts: Definitions | None = None
+    ) -> None:
         self.file = file
         self.map = layout
         self._mapping = file.map_readonly(layout.num_bytes)
         self._bytes = memoryview(self._mapping)
         blob = self._bytes[layout.parts_at : layout.index_at]
-        self._parts = _remembered(layout.token, parts or Parts(layout.token, blob))
+        self._parts = _remembered(layout.token, parts or Definitions(layout.token, blob))
         self.read: Callable[[int], Any] = _READERS[layout.kind](self)
 
     @property
@@ -102,7 +105,7 @@ class Column:
         return _copied, (pickle.PickleBuffer(content), self.map)
 
 
-def _passport(column: Column, spawning: Any) -> Any:
+def _passport(column: SharedColumn, spawning: Any) -> Any:
     """What finds a column's file in the worker that is being started: a path or a descriptor."""
     kept = getattr(spawning, "kept", None)
     if kept is not None:
@@ -112,17 +115,17 @@ def _passport(column: Column, spawning: Any) -> Any:
     return spawning.DupFd(spawning.duplicate_for_child(column.file.fd))
 
 
-def _attach(passport: Any, layout: ColumnMap) -> Column:
+def _attach(passport: Any, layout: ColumnLayout) -> SharedColumn:
     if not isinstance(passport, FileHandle):
         passport = FileHandle(fd=passport.detach())
-    return Column(SharedFile.attach(passport), layout)
+    return SharedColumn(SharedFile.attach(passport), layout)
 
 
-def _copied(content: Any, layout: ColumnMap) -> Column:
+def _copied(content: Any, layout: ColumnLayout) -> SharedColumn:
     file = SharedFile.create()
     file.append(content)
     file.settle()
-    return Column(file, layout)
+    return SharedColumn(file, layout)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -135,7 +138,7 @@ def _decode(raw: bytes) -> str:
         return raw.decode("utf-8", "surrogatepass")
 
 
-def _text_reader(column: Column) -> Callable[[int], Any]:
+def _text_reader(column: SharedColumn) -> Callable[[int], Any]:
     data, offsets = column.data, column.offsets
 
     def read(place: int) -> str:
@@ -148,12 +151,12 @@ def _text_reader(column: Column) -> Callable[[int], Any]:
     return read
 
 
-def _slice_reader(column: Column, decode: Callable[[bytes], Any]) -> Callable[[int], Any]:
+def _slice_reader(column: SharedColumn, decode: Callable[[bytes], Any]) -> Callable[[int], Any]:
     data, offsets = column.data, column.offsets
     return lambda place: decode(data[offsets[place] : offsets[place + 1]])
 
 
-def _mixed_reader(column: Column) -> Callable[[int], Any]:
+def _mixed_reader(column: SharedColumn) -> Callable[[int], Any]:
     data, offsets, tags = column.data, column.offsets, column.tags
     decoders: list[Callable[[bytes], Any]] = [
         _decode,
@@ -165,7 +168,7 @@ def _mixed_reader(column: Column) -> Callable[[int], Any]:
     return lambda place: decoders[tags[place]](data[offsets[place] : offsets[place + 1]])
 
 
-_READERS: list[Callable[[Column], Callable[[int], Any]]] = [
+_READERS: list[Callable[[SharedColumn], Callable[[int], Any]]] = [
     _text_reader,
     lambda column: _slice_reader(column, bytes),
     lambda column: column.numbers.cast("q").__getitem__,
@@ -178,7 +181,7 @@ _READERS: list[Callable[[Column], Callable[[int], Any]]] = [
 # -- classes and functions that elements share -----------------------------------------------------
 
 
-class Parts:
+class Definitions:
     """Classes and functions that would travel by value: stored once, named in each element.
 
     A class of ``__main__`` takes about a kilobyte and 0.7 ms by value.
@@ -226,10 +229,10 @@ def _find(module: str, qualname: str) -> Any:
     return found
 
 
-_living: weakref.WeakValueDictionary[int, Parts] = weakref.WeakValueDictionary()
+_living: weakref.WeakValueDictionary[int, Definitions] = weakref.WeakValueDictionary()
 
 
-def _remembered(token: int, parts: Parts) -> Parts:
+def _remembered(token: int, parts: Definitions) -> Definitions:
     """The parts of this token: copies of one column share them."""
     return _living.setdefault(token, parts)
 
@@ -239,7 +242,7 @@ def _part(token: int, place: int) -> Any:
 
 
 class _ElementPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: Any, parts: Parts) -> None:
+    def __init__(self, file: Any, parts: Definitions) -> None:
         super().__init__(file, protocol=5)
         self._parts = parts
 
@@ -249,8 +252,6 @@ class _ElementPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _part, (self._parts.token, place)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
-            from penstock.engine.memory.payload import reduce_tensor
-
             reduced = reduce_tensor(obj)
             if reduced is not None:
                 return reduced
@@ -281,7 +282,7 @@ class ColumnWriter:
         self._tags = bytearray()
         self._end = 0
         # Not from `random`: the user's generators must not move.
-        self._parts = Parts(int.from_bytes(os.urandom(7), "little"))
+        self._parts = Definitions(int.from_bytes(os.urandom(7), "little"))
         self._stream = io.BytesIO()
         self._pickler = _ElementPickler(self._stream, self._parts)
 
@@ -354,7 +355,7 @@ class ColumnWriter:
         self._end += len(body)
         self.count += count
 
-    def finish(self, index: Iterable[Any] = ()) -> Column:
+    def finish(self, index: Iterable[Any] = ()) -> SharedColumn:
         """Write what finds the elements and close the column.
 
         Args:
@@ -370,7 +371,7 @@ class ColumnWriter:
         index_at = self._file.num_bytes
         for numbers in index:
             self._append(numbers)
-        layout = ColumnMap(
+        layout = ColumnLayout(
             kind=kind,
             count=self.count,
             offsets_at=offsets_at,
@@ -381,7 +382,7 @@ class ColumnWriter:
             token=self._parts.token,
         )
         self._file.settle()
-        return Column(self._file, layout, self._parts)
+        return SharedColumn(self._file, layout, self._parts)
 
     def _append(self, content: Any) -> int:
         """Write at the next multiple of eight bytes; returns where."""

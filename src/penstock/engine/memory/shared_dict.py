@@ -1,7 +1,7 @@
 """A dict that all workers read from the same memory, however they are started.
 
-    keys     Column of the keys in order; beside it the sorted hashes, and the place of each
-    values   Column of the values in the same order
+    keys     SharedColumn of the keys in order; beside it the sorted hashes, and the place of each
+    values   SharedColumn of the values in the same order
 
 Python's ``hash()`` of a string differs from process to process, so keys have a hash of their own:
 of an encoding that is equal for keys that are equal, as ``1``, ``1.0`` and ``True`` are.
@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar, overload
 
 import numpy as np
 
-from penstock.engine.memory.shared_column import Column, ColumnWriter, chunks_of
+from penstock.engine.memory.shared_column import ColumnWriter, SharedColumn, chunks_of
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -64,7 +64,7 @@ class SharedDict(Mapping[K, V]):
         if repeats:
             self._rebuild_without(repeats)
 
-    def _settle(self, keys: Column, values: Column) -> None:
+    def _settle(self, keys: SharedColumn, values: SharedColumn) -> None:
         count = keys.map.count
         self._keys = keys
         self._values = values
@@ -186,7 +186,7 @@ def _refusal(what: str) -> str:
     )
 
 
-def _over(keys: Column, values: Column) -> SharedDict[Any, Any]:
+def _over(keys: SharedColumn, values: SharedColumn) -> SharedDict[Any, Any]:
     made: SharedDict[Any, Any] = SharedDict.__new__(SharedDict)
     made._settle(keys, values)
     return made

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
-from penstock.engine.memory.shared_column import Column, ColumnWriter
+from penstock.engine.memory.shared_column import ColumnWriter, SharedColumn
 
 T = TypeVar("T")
 _SHOWN = 3
@@ -45,7 +45,7 @@ class SharedList(Sequence[T]):
         column = writer.finish()
         self._settle(column, range(column.map.count))
 
-    def _settle(self, column: Column, places: range) -> None:
+    def _settle(self, column: SharedColumn, places: range) -> None:
         self._column = column
         self._places = places
         self._read: Callable[[int], T] = column.read
@@ -160,7 +160,7 @@ def _refusal(what: str) -> str:
     )
 
 
-def _view(column: Column, places: range) -> SharedList[Any]:
+def _view(column: SharedColumn, places: range) -> SharedList[Any]:
     view: SharedList[Any] = SharedList.__new__(SharedList)
     view._settle(column, places)
     return view

@@ -3,7 +3,7 @@
     batch 0, 1, ... inline (timed) -- decide(measured) --> rest of the epoch: workers, or inline
 
 Nothing is loaded twice and nothing changes in the batches: positions and seeds go on where the
-inline part stopped. The dataset is serialised before the first sample, so that handles which it
+inline part stopped. The dataset is pickled before the first sample, so that handles which it
 opens on first use are never sent; nor are they in later epochs, see
 :mod:`penstock.engine.parent.dataset_changes`. While a cold fork server warms up, inline loading
 goes on.
@@ -25,7 +25,7 @@ from penstock.engine.parent.inline_iterator import InlineIterator
 from penstock.engine.parent.iterator import LoaderIterator, Setup
 from penstock.engine.parent.worker_iterator import PooledIterator, travellers
 from penstock.engine.pickling.environment import import_path
-from penstock.engine.pickling.pickler import Serialised, serialise
+from penstock.engine.pickling.pickler import PickledObjects, pickle_objects
 from penstock.errors import CannotTravel
 from penstock.machine.host import queued_s
 
@@ -93,7 +93,7 @@ class AuditionIterator(LoaderIterator):
         self._inline = _TimedInline(loader, setup, self._glance)
         vars(self).update({**vars(self._inline), **vars(self)})
         vars(self).pop("_glance_once")  # it is the inline part's, and would hold us
-        self._serialised = self._serialise()
+        self._serialised = self._pickle()
         self._returned: tuple[float, float] | None = None
         self._steps: list[tuple[float, float]] = []
         self._quickest = Measured(sample_s=float("inf"))
@@ -106,9 +106,9 @@ class AuditionIterator(LoaderIterator):
     def _workers(self) -> list[Any]:
         return self._pooled._workers if self._pooled is not None else []
 
-    def _serialise(self) -> Serialised | None:
+    def _pickle(self) -> PickledObjects | None:
         try:
-            return serialise(travellers(self._inline, self._like_loader))
+            return pickle_objects(travellers(self._inline, self._like_loader))
         except CannotTravel as error:
             self._close(self._ask(Measured(stays_because=error)))
             return None

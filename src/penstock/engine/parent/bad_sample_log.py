@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from penstock.engine.loading.bad_sample_file import BadSample, append, plain_index
-from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES, FoundBadSample
+from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES, BadSampleReport
 from penstock.errors import BadArgument, TooManyBad
 
 log = logging.getLogger("penstock")
@@ -56,7 +56,7 @@ class BadSampleLog:
         """A sample took down workers twice."""
         self.poison[plain_index(index)] = error
 
-    def take(self, found: Iterable[FoundBadSample], epoch: int, num_samples: int | None) -> None:
+    def take(self, found: Iterable[BadSampleReport], epoch: int, num_samples: int | None) -> None:
         """Bad samples of a batch that is about to be delivered.
 
         Args:
@@ -78,7 +78,7 @@ class BadSampleLog:
             self._positions = before  # the batch is not delivered
             raise
 
-    def _note(self, one: FoundBadSample, epoch: int) -> None:
+    def _note(self, one: BadSampleReport, epoch: int) -> None:
         key = plain_index(one.index)
         if one.index is None:  # of an iterable dataset
             key = f"the one at {one.position}"
@@ -106,7 +106,7 @@ class BadSampleLog:
                 log.warning("bad samples are not written to %s any more: %s", self.path, error)
                 self.path = None
 
-    def _check(self, last: FoundBadSample, num_samples: int | None) -> None:
+    def _check(self, last: BadSampleReport, num_samples: int | None) -> None:
         if self.max_bad is None:
             return
         most: float = self.max_bad

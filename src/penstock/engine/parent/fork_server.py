@@ -133,16 +133,16 @@ class ForkServer:
         """One new worker.
 
         Args:
-            fds: The channel, the shared memory, the parcel, then what travels beside the parcel.
+            fds: The channel, the shared memory, the pickle file, then the descriptors it names.
 
         Raises:
             StartFailed: The fork server is gone, or must be replaced (``.unfit``: leave these out).
         """
         modules = tuple(
-            module for module in assignment.parcel.modules if module[0] not in self._without
+            module for module in assignment.objects.modules if module[0] not in self._without
         )
-        surroundings = assignment.surroundings
-        body = (modules, surroundings["path"], pickle.dumps(assignment, protocol=5))
+        environment = assignment.environment
+        body = (modules, environment["path"], pickle.dumps(assignment, protocol=5))
         with self._lock:
             self._await_ready()
             try:

@@ -14,8 +14,8 @@ from torch.utils.data import dataloader as torch_loader
 from penstock.engine.loading import collate
 from penstock.engine.loading.bad_samples import BadSamplePolicy, Poison, poison_among
 from penstock.engine.loading.fetch import (
-    AllBad,
-    Exhausted,
+    EmptyBatch,
+    EndOfStream,
     Stream,
     call_user,
     fetch_map,
@@ -24,7 +24,7 @@ from penstock.engine.loading.fetch import (
     takes_batches,
 )
 from penstock.engine.loading.gather import Gatherer, find_gatherer
-from penstock.engine.memory.batch_layout import OddSample
+from penstock.engine.memory.batch_layout import LayoutError
 from penstock.engine.memory.pinned_ring import make_ring
 from penstock.engine.memory.ring import Ring
 from penstock.engine.memory.shared_file import PrivateFile
@@ -143,9 +143,9 @@ class InlineIterator(LoaderIterator):
             start_ns, cpu_ns, place = now_ns(), time.thread_time_ns(), self._place
             try:
                 batch = self._load_somehow(index)
-            except Exhausted:
+            except EndOfStream:
                 raise StopIteration from None
-            except AllBad:
+            except EmptyBatch:
                 self._count_empty()
                 self._tell_bad()
                 continue
@@ -179,7 +179,7 @@ class InlineIterator(LoaderIterator):
 
     def _load(self, index: Any) -> Any:
         if self._gatherer is not None and self._ring is not None:
-            with suppress(OddSample):  # slices as indices, say: the usual way
+            with suppress(LayoutError):  # slices as indices, say: the usual way
                 batch = self._gatherer.gather(index, self._ring)
                 self._place += len(index)
                 return batch
@@ -221,7 +221,7 @@ class InlineIterator(LoaderIterator):
                 call, get, placed, self._epoch_state.key_epoch, indices, poison
             )
             if not samples:
-                raise AllBad
+                raise EmptyBatch
             whole = samples if self._auto_collation else samples[0]
             if self._randomness is not None and not self._collates_by_default:
                 return self._collate(whole)

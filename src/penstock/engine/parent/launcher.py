@@ -22,8 +22,8 @@ from penstock.engine.memory.messages import WorkerAssignment, WorkerTask
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent import fork_server as fork_servers
 from penstock.engine.parent.channels import HAS_POLL
-from penstock.engine.pickling.environment import describe_surroundings
-from penstock.engine.pickling.pickler import Packed, Serialised, serialise
+from penstock.engine.pickling.environment import describe_environment
+from penstock.engine.pickling.pickler import PickledObjects, PickleFile, pickle_objects
 from penstock.errors import StartFailed
 from penstock.machine.host import usable_cores
 
@@ -94,8 +94,8 @@ class Launcher:
 
     Args:
         method: "forkserver", "spawn" or "fork".
-        objects: dataset, collate_fn, worker_init_fn by name; serialised once, except under fork.
-        serialised: ``objects``, where that was done before.
+        objects: dataset, collate_fn, worker_init_fn by name; pickled once, except under fork.
+        pickled: ``objects``, where that was done before.
     """
 
     def __init__(
@@ -106,17 +106,17 @@ class Launcher:
         num_workers: int,
         objects: dict[str, Any],
         memory: SharedFile,
-        serialised: Serialised | None = None,
+        pickled: PickledObjects | None = None,
     ) -> None:
         self._method = method
         self._task = task
         self._num_workers = num_workers
         self._objects = objects
         self._memory = memory
-        self._packed: Packed | None = None
+        self._pickle_file: PickleFile | None = None
         if method != "fork":
-            self._packed = (serialised or serialise(objects)).seal()
-        self._surroundings = describe_surroundings()
+            self._pickle_file = (pickled or pickle_objects(objects)).to_shared_file()
+        self._environment = describe_environment()
         self._waiting: deque[tuple[SpawnedWorker, Any]] = deque()
         self._num_at_once = usable_cores() if HAS_POLL else num_workers
 
@@ -164,29 +164,29 @@ class Launcher:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was done with open handles and large arrays on the way to the workers."""
-        return () if self._packed is None else self._packed.notes
+        return () if self._pickle_file is None else self._pickle_file.notes
 
     def close(self) -> None:
-        """Drop the parcel; workers that are running have mapped it."""
+        """Close the pickle file; workers that are running have mapped it."""
         while self._waiting:
             self._waiting.popleft()[-1].close()
-        if self._packed is not None:
-            self._packed.close()
+        if self._pickle_file is not None:
+            self._pickle_file.close()
 
     def _assignment(self, number: int) -> WorkerAssignment:
-        assert self._packed is not None
+        assert self._pickle_file is not None
         return WorkerAssignment(
             worker=number,
             num_workers=self._num_workers,
             task=self._task,
-            parcel=self._packed.parcel,
+            objects=self._pickle_file.location,
             memory=self._memory.handle(),
-            surroundings=self._surroundings,
+            environment=self._environment,
         )
 
     def _from_fork_server(self, number: int, channel: Any, name: str) -> Process:
-        assert self._packed is not None
-        fds = [channel.fileno(), self._memory.fd, self._packed.file.fd, *self._packed.fds]
+        assert self._pickle_file is not None
+        fds = [channel.fileno(), self._memory.fd, self._pickle_file.file.fd, *self._pickle_file.fds]
         for _ in range(3):
             fork_server = fork_servers.current_fork_server()
             try:
@@ -201,17 +201,17 @@ class Launcher:
         raise last
 
     def _spawned(self, number: int, channel: Any, name: str) -> Process:
-        assert self._packed is not None
-        fds = [channel.fileno(), *self._packed.fds]
+        assert self._pickle_file is not None
+        fds = [channel.fileno(), *self._pickle_file.fds]
         # What has a path is opened by it in the worker; the rest is inherited.
-        fds += [file.fd for file in (self._memory, self._packed.file) if not file.path]
+        fds += [file.fd for file in (self._memory, self._pickle_file.file) if not file.path]
         call = f"spawned_main({channel.fileno()})"
         return SpawnedWorker(lambda: fork_servers.start_child(call, tuple(fds)), name)
 
     def _greeting(self, number: int) -> bytes:
         """What a spawned worker reads first: its assignment."""
-        assert self._packed is not None
-        greeting = (os.getpid(), self._assignment(number), self._packed.fds)
+        assert self._pickle_file is not None
+        greeting = (os.getpid(), self._assignment(number), self._pickle_file.fds)
         return pickle.dumps(greeting, protocol=5)
 
     def _forked(self, number: int, channel: Any, name: str) -> Process:
@@ -236,7 +236,7 @@ def _forked_main(
     """Entry of a worker that was forked from the user's process because the user asked for it."""
     import torch
 
-    from penstock.engine.loading import collate_scratch as scratch
+    from penstock.engine.loading import slot_collate
     from penstock.engine.memory import payload
     from penstock.engine.memory.messages import STACK_FD, control_bytes, position_cell
     from penstock.engine.parent.stacks import offer_stack
@@ -251,7 +251,7 @@ def _forked_main(
     torch.set_num_threads(1)
     cells = memoryview(memory.map(0, control_bytes(num_workers, task.ring_bytes))).cast("q")
     cells[position_cell(number) + STACK_FD] = offer_stack()
-    scratch.install_scratch_collate()
+    slot_collate.install_slot_collate()
     payload.prefer_references()
     remote_errors.prefer_references()
     objects = dict(objects)

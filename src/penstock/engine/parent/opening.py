@@ -16,7 +16,7 @@ from penstock.engine.memory.ring import Ring, Slot
 
 def open_payload(ring: Ring, slot: Slot, reply: Reply) -> tuple[Any, bool]:
     """What a collate_fn made; and whether its slot is in use from now on."""
-    written: payload.PayloadMap = reply.content
+    written: payload.PayloadLocation = reply.content
     if written.inline is not None:
         return payload.read(written, None), reply.is_kept
     root = _memory_of(ring, slot, written.num_bytes, is_kept=reply.is_kept)

@@ -15,7 +15,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.engine.loading.thread_gate import ThreadGate
+from penstock.engine.loading.generator_lock import GeneratorLock
 from penstock.engine.memory.messages import (
     CELLS_PER_WORKER,
     CONTROL_BYTES,
@@ -224,7 +224,7 @@ class ThreadPool:
         self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._leases: list[queue.SimpleQueue[list[ParentMessage] | None]] = []
         self.processes: list[Process] = []
-        gate = ThreadGate() if task.per_sample else None
+        generator_lock = GeneratorLock() if task.per_sample else None
         objects = {**objects, "init_error": _call_init(objects.get("worker_init_fn"), num_workers)}
         for number in range(num_workers):
             leases: queue.SimpleQueue[list[ParentMessage] | None] = queue.SimpleQueue()
@@ -234,7 +234,7 @@ class ThreadPool:
                 objects=objects,
                 connection=QueueConnection(number, memory, leases, self._replies),
                 cells=cells,
-                gate=gate,
+                generator_lock=generator_lock,
                 is_thread=True,
             )
             thread = WorkerThread(

@@ -23,7 +23,7 @@ from penstock.engine.parent.inline_iterator import InlineIterator
 from penstock.engine.parent.iterator import LoaderIterator, Setup, max_held_bytes
 from penstock.engine.parent.launcher import Launcher
 from penstock.engine.parent.pools import Pool, ProcessPool, ThreadPool, control_cells
-from penstock.engine.pickling.pickler import Serialised
+from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import StartFailed
 from penstock.trace.record import now_ns
 
@@ -40,14 +40,14 @@ class PooledIterator(LoaderIterator):
 
     @classmethod
     def continuing(
-        cls, begun: InlineIterator, loader: Any, setup: Setup, serialised: Serialised | None
+        cls, begun: InlineIterator, loader: Any, setup: Setup, pickled: PickledObjects | None
     ) -> PooledIterator:
         """Workers for the rest of an epoch begun inline: same seed, order and positions."""
         self = cls.__new__(cls)
         vars(self).update(vars(begun))
         self._setup = setup
         self._prepare()
-        self._start(loader, serialised)
+        self._start(loader, pickled)
         assert self._dispatcher is not None
         self._dispatcher.start_epoch(
             self._epoch_state.key_epoch,
@@ -64,7 +64,7 @@ class PooledIterator(LoaderIterator):
         self._workers: list[Any] = []
         self._has_learnt = False
 
-    def _start(self, loader: Any, serialised: Serialised | None = None) -> None:
+    def _start(self, loader: Any, pickled: PickledObjects | None = None) -> None:
         """Start the workers and what delivers their batches."""
         setup = self._setup
         is_iterable = self._dataset_kind == torch_loader._DatasetKind.Iterable
@@ -89,7 +89,7 @@ class PooledIterator(LoaderIterator):
             traces_samples=setup.log.traces_samples,
             traces_steps=setup.log.traces_steps,
         )
-        pool = self._make_pool(travellers(self, loader), task, memory, cells, serialised)
+        pool = self._make_pool(travellers(self, loader), task, memory, cells, pickled)
         self._dispatcher = Dispatcher(
             pool=pool,
             ring=make_ring(memory, setup, max_held_bytes()),
@@ -117,7 +117,7 @@ class PooledIterator(LoaderIterator):
         task: WorkerTask,
         memory: SharedFile,
         cells: memoryview,
-        serialised: Serialised | None,
+        pickled: PickledObjects | None,
     ) -> Pool:
         setup = self._setup
         if setup.pool == "thread":
@@ -135,7 +135,7 @@ class PooledIterator(LoaderIterator):
             num_workers=setup.num_workers,
             objects=objects,
             memory=memory,
-            serialised=serialised,
+            pickled=pickled,
         )
         for note in launcher.notes:
             setup.tell(note)

@@ -30,7 +30,7 @@ class ByValue:
             if name in sys.modules:
                 cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
-    def consider(self, name: str) -> None:
+    def check(self, name: str) -> None:
         """Before anything of the module is written."""
         module = sys.modules.get(name)
         if module is None or name.partition(".")[0] in _KNOWN or _is_found(name, module):

@@ -43,7 +43,7 @@ def reduce_hdf5(obj: Any, opened: dict[int, Hdf5File]) -> tuple[Any, ...]:
     """A file by its path; a group or dataset by its name in the file.
 
     Args:
-        opened: The files of this parcel by their identifier in the library: ``dataset.file`` makes
+        opened: The files of this pickle by their identifier in the library: ``dataset.file`` makes
             a new Python object each time, and all of them are one file.
     """
     if not obj:

@@ -1,9 +1,9 @@
 """What a worker must find around it: environment, folder, import path, torch's settings.
 
-    parent: describe_surroundings() -> plain values --> worker: enter(surroundings)
+    parent: describe_environment() -> plain values --> worker: apply_environment(environment)
 
 The fork server may be older than the loader, so each worker is given the parent's present
-surroundings rather than what the fork server started with.
+environment rather than what the fork server started with.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 fork."""
 
 
-def describe_surroundings() -> dict[str, Any]:
-    """The parent's surroundings as they are now. Called from: the parent."""
+def describe_environment() -> dict[str, Any]:
+    """The parent's environment as they are now. Called from: the parent."""
     torch = sys.modules.get("torch")
     return {
         "environ": dict(os.environ),
@@ -56,24 +56,24 @@ def import_path() -> list[str]:
     return [entry or folder for entry in sys.path]
 
 
-def enter(surroundings: dict[str, Any]) -> None:
+def apply_environment(environment: dict[str, Any]) -> None:
     """Make this process look like the parent. Called from: a worker, before it unpacks."""
     os.environ.clear()
-    os.environ.update(surroundings["environ"])
-    if surroundings["folder"]:
+    os.environ.update(environment["environ"])
+    if environment["folder"]:
         try:
-            os.chdir(surroundings["folder"])
+            os.chdir(environment["folder"])
         except OSError:
             pass  # gone meanwhile: relative paths fail where the user's code uses them, by name
-    sys.path[:] = surroundings["path"]
-    sys.argv[:] = surroundings["argv"]
-    multiprocessing.current_process().authkey = surroundings["authkey"]
+    sys.path[:] = environment["path"]
+    sys.argv[:] = environment["argv"]
+    multiprocessing.current_process().authkey = environment["authkey"]
     import warnings
 
     import torch
 
-    for action, category, lineno in reversed(surroundings["warn_filters"]):
+    for action, category, lineno in reversed(environment["warn_filters"]):
         warnings.simplefilter(action, category, lineno)
-    dtype = surroundings["default_dtype"]
+    dtype = environment["default_dtype"]
     if dtype is not None and dtype != str(torch.get_default_dtype()):
         torch.set_default_dtype(getattr(torch, dtype.removeprefix("torch.")))

@@ -1,9 +1,8 @@
-"""Which attribute cannot travel? Walks an object that failed down to the part at fault."""
+"""Finds the attribute of an object that cannot be pickled, and writes the error that names it."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any
 
@@ -13,42 +12,46 @@ from penstock.errors import CannotTravel
 _MAX_DEPTH = 12
 
 
-def explain(objects: dict[str, Any], error: BaseException) -> CannotTravel:
-    """The error to raise for ``objects``, which did not serialise because of ``error``."""
+def explain(
+    objects: dict[str, Any], error: BaseException, dump: Callable[[Any], None]
+) -> CannotTravel:
+    """The error to raise for ``objects``, which could not be pickled because of ``error``.
+
+    Args:
+        dump: Pickles one object, and raises where that fails.
+    """
     for name, value in objects.items():
-        reason = _failure(value)
+        reason = _failure(value, dump)
         if reason is None:
             continue
-        path, culprit, reason = _descend(name, value, reason)
+        path, part, reason = _descend(name, value, reason, dump)
         return CannotTravel(
-            f"{path} ({_kind(culprit)}) cannot be sent to a worker process: {reason}",
-            likely=_likely(culprit, str(reason)),
-            remedy=_remedy(path, culprit, str(reason)),
+            f"{path} ({_kind(part)}) cannot be sent to a worker process: {reason}",
+            likely=_likely(part, str(reason)),
+            remedy=_remedy(path, part, str(reason)),
             path=path,
         )
     return CannotTravel(f"the dataset could not be serialised: {error}", path="dataset")
 
 
-def _failure(value: Any) -> BaseException | None:
-    from penstock.engine.pickling.pickler import TravelPickler, _Spawning, _spawning
-
+def _failure(value: Any, dump: Callable[[Any], None]) -> BaseException | None:
     try:
-        pickler = TravelPickler(io.BytesIO(), buffer_callback=lambda buffer: None)
-        with _spawning(_Spawning()), pickler.by_value:
-            pickler.dump(value)
+        dump(value)
     except Exception as error:
         return error
     return None
 
 
-def _descend(path: str, value: Any, reason: BaseException) -> tuple[str, Any, BaseException]:
+def _descend(
+    path: str, value: Any, reason: BaseException, dump: Callable[[Any], None]
+) -> tuple[str, Any, BaseException]:
     seen = {id(value)}
     for _ in range(_MAX_DEPTH):
         for step, child in _children(value):
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            deeper = _failure(child)
+            deeper = _failure(child, dump)
             if deeper is not None:
                 path, value, reason = path + step, child, deeper
                 break
@@ -111,7 +114,7 @@ def _kind(value: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _likely(culprit: Any, reason: str) -> str | None:
+def _likely(part: Any, reason: str) -> str | None:
     if "fork context" in reason:
         return (
             "semaphores of the fork context have no name that another process could open; "
@@ -120,16 +123,16 @@ def _likely(culprit: Any, reason: str) -> str | None:
     return None
 
 
-def _remedy(path: str, culprit: Any, reason: str) -> str:
+def _remedy(path: str, part: Any, reason: str) -> str:
     if "fork context" in reason:
-        name = type(culprit).__name__
+        name = type(part).__name__
         return (
             f"multiprocessing.get_context('spawn').{name}(...) for {path}, "
             "or DataLoader(..., multiprocessing_context='fork')"
         )
     if "tensor on" in reason:
         return f"{path}.cpu() before the loader is made; move batches to the device in the loop"
-    if isinstance(culprit, GeneratorType):
+    if isinstance(part, GeneratorType):
         return (
             f"a class whose __iter__ makes the generator, in the place of {path}: it can be "
             "started anew in each worker and epoch. DataLoader(..., pool='thread') needs no travel."

@@ -1,6 +1,6 @@
 """Can what a dataset holds open be opened again in a worker? Files, archives, databases.
 
-    parent: Reopener.reduce(handle) -> "open that file, like this, at this place"
+    parent: HandleReducer.reduce(handle) -> "open that file, like this, at this place"
     worker: opens it, for reading
 
 An open file belongs to the process that opened it: two processes that share one also share its
@@ -20,22 +20,18 @@ from typing import Any
 
 from penstock.engine.pickling import databases
 from penstock.engine.pickling.memmaps import reduce_memmap
-from penstock.engine.pickling.process_maps import Survey
+from penstock.engine.pickling.process_maps import ProcessMaps
 
 _MAX_TEXT_BYTES = 64 << 20
 """How much of a text file is searched for carriage returns; a quarter of a second, uncached."""
 
 
-class Refused(TypeError):
-    """This handle cannot be opened again in a worker; the message says why."""
-
-
-class Reopener:
-    """Decides for each object of one parcel. ``notes``: what the user should know about it."""
+class HandleReducer:
+    """Decides for each object of one pickle. ``notes``: what the user should know about it."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self._survey = Survey()
+        self._maps = ProcessMaps()
         self._hdf5: dict[int, databases.Hdf5File] = {}
 
     def reduce(self, obj: Any) -> tuple[Any, ...] | None:
@@ -48,7 +44,7 @@ class Reopener:
             return _reduce_file(obj) if _is_open_file(obj) else None
         module = type(obj).__module__.partition(".")[0]
         if module == "numpy":
-            return reduce_memmap(obj, self._survey, self.notes)
+            return reduce_memmap(obj, self._maps, self.notes)
         if module == "zipfile" and type(obj).__name__ == "ZipFile":
             return _reduce_zip(obj)
         if module == "tarfile" and type(obj).__name__ == "TarFile":
@@ -90,18 +86,19 @@ def _is_open_file(obj: io.IOBase) -> bool:
 
 def _reduce_file(file: Any) -> tuple[Any, ...]:
     if file.closed:
-        raise Refused("an open file was expected here; this one is closed")
+        raise TypeError("an open file was expected here; this one is closed")
     buffer = file.buffer if type(file) is io.TextIOWrapper else file
     raw = getattr(buffer, "raw", buffer)
     if type(raw) is not io.FileIO:
-        raise Refused(f"an open file of this kind ({type(file).__name__}) is bound to its process")
+        kind = type(file).__name__
+        raise TypeError(f"an open file of this kind ({kind}) is bound to its process")
     if raw.writable():
-        raise Refused("an open file that is written to belongs to the process that opened it")
+        raise TypeError("an open file that is written to belongs to the process that opened it")
     path = _path_of(raw, raw.name)
     try:
         position = file.tell()
     except OSError as error:
-        raise Refused(f"an open file whose position is not known ({error})") from error
+        raise TypeError(f"an open file whose position is not known ({error})") from error
     if type(file) is not io.TextIOWrapper:
         return _reopen_binary, (path, 0 if file is raw else -1, position)
     _refuse_carriage_returns(path)
@@ -111,17 +108,17 @@ def _reduce_file(file: Any) -> tuple[Any, ...]:
 def _path_of(opened: Any, name: Any) -> str:
     """The absolute name of an open file, if that name still leads to it."""
     if isinstance(name, int):
-        raise Refused("an open file without a name (it was made from a descriptor)")
+        raise TypeError("an open file without a name (it was made from a descriptor)")
     found = os.fstat(opened.fileno())
     if not stat.S_ISREG(found.st_mode):
-        raise Refused(f"an open file that is a pipe, a socket or a device ({name})")
+        raise TypeError(f"an open file that is a pipe, a socket or a device ({name})")
     path = os.path.abspath(os.fsdecode(name))
     try:
         is_same = os.path.samestat(found, os.stat(path))
     except OSError:
         is_same = False
     if not is_same:
-        raise Refused(f"an open file that was deleted or replaced since it was opened ({path})")
+        raise TypeError(f"an open file that was deleted or replaced since it was opened ({path})")
     return path
 
 
@@ -134,7 +131,7 @@ def _refuse_carriage_returns(path: str) -> None:
         if size <= _MAX_TEXT_BYTES and content.find(b"\r") < 0:
             return
     what = "is large" if size > _MAX_TEXT_BYTES else "has carriage returns"
-    raise Refused(
+    raise TypeError(
         f"an open file in text mode that {what} ({path}): nobody can tell with which newline= it "
         "was opened. Opened with mode 'rb' it can travel"
     )
@@ -157,9 +154,9 @@ def _reopen_text(path: str, encoding: str, errors: str, position: int) -> Any:
 
 def _reduce_zip(archive: Any) -> tuple[Any, ...]:
     if archive.fp is None:
-        raise Refused("an open archive was expected here; this one is closed")
+        raise TypeError("an open archive was expected here; this one is closed")
     if archive.mode != "r":
-        raise Refused(f"an open archive that is written to (mode {archive.mode!r})")
+        raise TypeError(f"an open archive that is written to (mode {archive.mode!r})")
     options = {"metadata_encoding": getattr(archive, "metadata_encoding", None)}
     options = {name: value for name, value in options.items() if value is not None}
     # Made over a file object: that object travels, by its own rules.
@@ -177,11 +174,11 @@ def _reopen_zip(source: Any, password: bytes | None, options: dict[str, Any]) ->
 
 def _reduce_tar(archive: Any) -> tuple[Any, ...]:
     if archive.closed:
-        raise Refused("an open archive was expected here; this one is closed")
+        raise TypeError("an open archive was expected here; this one is closed")
     if archive.mode != "r":
-        raise Refused(f"an open archive that is written to (mode {archive.mode!r})")
+        raise TypeError(f"an open archive that is written to (mode {archive.mode!r})")
     if archive._extfileobj or not hasattr(archive.fileobj, "fileno"):
-        raise Refused("an open archive that was made over another file object or a stream")
+        raise TypeError("an open archive that was made over another file object or a stream")
     path = _path_of(archive.fileobj, archive.name)
     return _reopen_tar, (path, archive.encoding, archive.errors)
 

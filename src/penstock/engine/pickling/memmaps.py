@@ -15,23 +15,29 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.pickling.process_maps import Area, Survey, address_of, areas, is_unwritten
+from penstock.engine.pickling.process_maps import (
+    MemoryMapping,
+    ProcessMaps,
+    address_of,
+    is_unwritten,
+    list_mappings,
+)
 
 _MIN_BYTES = 1 << 16
-"""A smaller array is cheaper in the parcel than as a mapping of its own."""
+"""A smaller array is cheaper in the pickle than as a mapping of its own."""
 
 
-def reduce_memmap(array: Any, survey: Survey, notes: list[str]) -> tuple[Any, ...] | None:
+def reduce_memmap(array: Any, maps: ProcessMaps, notes: list[str]) -> tuple[Any, ...] | None:
     """How to map it again; None: it is no mapped array, or must travel by value.
 
     Args:
-        survey: One for all arrays: a dataset may map thousands of files.
+        maps: One for all arrays: a dataset may map thousands of files.
         notes: Gets a line where the array travels by value.
     """
     root = _memmap_behind(array)
     if root is None or array.nbytes < _MIN_BYTES or array.dtype.hasobject:
         return None
-    reason = _why_not(root, array, survey)
+    reason = _why_not(root, array, maps)
     if reason:
         notes.append(f"an array of {root.filename} travels by value: {reason}")
         return None
@@ -85,13 +91,13 @@ def _bounds(array: Any) -> tuple[int, int]:
     return low, high + array.itemsize
 
 
-def _why_not(root: Any, array: Any, survey: Survey) -> str:
+def _why_not(root: Any, array: Any, maps: ProcessMaps) -> str:
     low, high = _bounds(array)
     begin = address_of(root._mmap)
     if not begin <= low <= high <= begin + len(root._mmap):
         return "it does not lie inside the mapping"
     try:
-        if not _is_still_there(root.filename, survey.at(begin)):
+        if not _is_still_there(root.filename, maps.at(begin)):
             return "another file has that name now"
     except (OSError, ValueError) as error:
         return f"the file cannot be mapped again ({error})"
@@ -100,7 +106,7 @@ def _why_not(root: Any, array: Any, survey: Survey) -> str:
     return ""
 
 
-def _is_still_there(filename: Any, area: Area | None) -> bool:
+def _is_still_there(filename: Any, area: MemoryMapping | None) -> bool:
     """Does the name still lead to the file that is mapped here? True where nobody can tell."""
     found = os.stat(filename)
     if area is None:
@@ -112,4 +118,4 @@ def _is_still_there(filename: Any, area: Area | None) -> bool:
     with open(filename, "rb") as file:
         fresh = mmap.mmap(file.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ)
     place = address_of(fresh)
-    return [each.file for each in areas(place, place + 1)] == [area.file]
+    return [each.file for each in list_mappings(place, place + 1)] == [area.file]

@@ -1,11 +1,12 @@
-"""How user objects reach a worker: serialised once, big buffers beside, culprits named.
+"""Pickles the dataset and functions for the workers: once, with large buffers beside the stream.
 
-    parent: serialise(objects).seal() -> Parcel (one shared file) --> each worker: unpack(parcel)
+    parent: pickle_objects(objects).to_shared_file() -> PickleFile
+    worker: unpickle_objects(PickleFile.location) -> objects
 
-Lambdas, closures, local classes and everything from ``__main__``, a notebook or a module that only
-this process can have travel by value (cloudpickle). Arrays and tensors leave the pickle stream as
-buffers that every worker maps copy-on-write. multiprocessing primitives travel as under spawn, open
-handles are opened again. What cannot travel is named down to its attribute.
+Lambdas, closures, local classes and everything from ``__main__``, a notebook or a module that a
+worker cannot import are pickled by value (cloudpickle). Arrays and tensors leave the pickle stream
+as buffers that every worker maps copy-on-write. multiprocessing primitives are sent as under spawn,
+open handles are opened again. An object that cannot be pickled is named down to its attribute.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from multiprocessing import context as mp_context
 from multiprocessing import reduction
 from types import FunctionType, ModuleType
@@ -25,45 +26,31 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from penstock.engine.memory.messages import PickleLocation
+from penstock.engine.memory.payload import reduce_tensor
 from penstock.engine.memory.shared_file import FileHandle, SharedFile, round_up
-from penstock.engine.pickling import reducers as remade
-from penstock.engine.pickling import shared_arrays as adoption
+from penstock.engine.pickling import reducers, shared_arrays
 from penstock.engine.pickling.by_value import ByValue
-from penstock.engine.pickling.handles import Reopener
+from penstock.engine.pickling.error_path import explain
+from penstock.engine.pickling.handles import HandleReducer
 
 _BUFFER_GRAIN = 64
-_MAX_FDS_BESIDE = 200
-"""One message to the fork server takes 250 descriptors, ours among them."""
+_MAX_FDS = 200
+"""One message to the fork server takes 250 descriptors, the engine's own among them."""
 _inherited_fds: list[int] = []
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parcel:
-    """What a worker needs to unpack: the file, the pickle's length, and where the buffers lie."""
-
-    handle: FileHandle
-    stream_bytes: int
-    spans: tuple[tuple[int, int], ...]
-    num_bytes: int
-    modules: tuple[tuple[str, int], ...]
-    apart: tuple[tuple[int, int], ...] = ()
-    """Buffers in a file of their own: which span, and which descriptor beside the parcel."""
-
-
-@dataclass
-class Packed:
-    """The parent's side of a parcel. Pairs with :meth:`close`."""
+class PickleFile:
+    """Pickled objects in shared memory, as the parent holds them. Pairs with :meth:`close`."""
 
     file: SharedFile
-    parcel: Parcel
-    fds: list[int] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)
-    """Who owns these descriptors: they stay open while workers may be started."""
-    notes: tuple[str, ...] = ()
-    """What was done with open handles and large arrays that the user may want to know."""
-
-    def parcel_for(self, handle: FileHandle) -> Parcel:
-        return replace(self.parcel, handle=handle)
+    location: PickleLocation
+    fds: list[int]
+    kept: list[Any]
+    """The owners of these descriptors, which stay open while workers may be started."""
+    notes: tuple[str, ...]
+    """What was done with open handles and large arrays, for the user."""
 
     def close(self) -> None:
         self.file.close()
@@ -71,7 +58,7 @@ class Packed:
 
 
 class _InheritedFd:
-    """Stands for a descriptor that travels beside the parcel; ``detach`` gives the worker's own."""
+    """Names a descriptor that is sent beside the pickle; ``detach`` gives the worker's own."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -80,7 +67,7 @@ class _InheritedFd:
         return _inherited_fds[self.place]
 
 
-class _Spawning:
+class _SpawningProcess:
     """Stands where multiprocessing expects the process that is being spawned."""
 
     def __init__(self) -> None:
@@ -89,8 +76,8 @@ class _Spawning:
 
     @property
     def is_full(self) -> bool:
-        """Would one more descriptor be too many? What can travel as a copy then does."""
-        return len(self.fds) >= _MAX_FDS_BESIDE
+        """Would one more descriptor be too many? What can be sent as a copy then is."""
+        return len(self.fds) >= _MAX_FDS
 
     def duplicate_for_child(self, fd: int) -> int:
         if sys.platform == "win32":  # pragma: no cover
@@ -100,34 +87,38 @@ class _Spawning:
 
     DupFd = staticmethod(_InheritedFd)
 
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        before = mp_context.get_spawning_popen()
+        mp_context.set_spawning_popen(self)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            mp_context.set_spawning_popen(before)
 
-@contextmanager
-def _spawning(stand_in: Any) -> Iterator[None]:
-    before = mp_context.get_spawning_popen()
-    mp_context.set_spawning_popen(stand_in)
-    try:
-        yield
-    finally:
-        mp_context.set_spawning_popen(before)
 
-
-class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensors as buffers and multiprocessing's own reducers."""
 
-    def __init__(self, file: Any, buffer_callback: Any = None) -> None:
+    def __init__(self, file: Any, buffer_callback: Any) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.modules: set[str] = set()
         self.by_value = ByValue()
         self.large_tensors: list[Any] = []
-        self.handles = Reopener()
+        self.handles = HandleReducer()
+        self.process = _SpawningProcess()
         self._reducers = _process_reducers()
+
+    def dump(self, obj: Any) -> None:
+        with self.process.entered(), self.by_value:
+            super().dump(obj)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        owner = obj if isinstance(obj, (type, FunctionType, remade.Cached)) else kind
+        owner = obj if isinstance(obj, (type, FunctionType, reducers.Cached)) else kind
         name = getattr(owner, "__module__", None)
         if isinstance(name, str):
-            self._meet(obj.__name__ if isinstance(obj, ModuleType) else name)
+            self._add_module(obj.__name__ if isinstance(obj, ModuleType) else name)
         if obj is random._inst:
             return getattr, (random, "_inst")  # the worker's own, not a copy of ours
         if obj is np.random.mtrand._rand:
@@ -136,14 +127,12 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if torch is not None and isinstance(obj, torch.Tensor):
             reduced = _reduce_tensor(obj)
             if reduced is not None:
-                self._note_size(obj)
+                if obj.numel() * obj.element_size() >= shared_arrays.MIN_BYTES:
+                    self.large_tensors.append(obj)
                 return reduced
-        anew = remade.reduce(obj)
-        if anew is not None:
-            return anew
-        reopening = self.handles.reduce(obj)
-        if reopening is not None:
-            return reopening
+        reduced = reducers.reduce(obj) or self.handles.reduce(obj)
+        if reduced is not None:
+            return reduced
         reducer = self._reducers.get(kind)
         if reducer is not None and not _is_unshared_storage(obj):
             return reducer(obj)
@@ -152,14 +141,10 @@ class TravelPickler(cloudpickle.Pickler):  # type: ignore[misc]
             _refuse_fork_primitive(obj)
         return super().reducer_override(obj)
 
-    def _meet(self, module: str) -> None:
-        if module not in self.modules:
-            self.modules.add(module)
-            self.by_value.consider(module)
-
-    def _note_size(self, tensor: Any) -> None:
-        if tensor.numel() * tensor.element_size() >= adoption.MIN_BYTES:
-            self.large_tensors.append(tensor)
+    def _add_module(self, name: str) -> None:
+        if name not in self.modules:
+            self.modules.add(name)
+            self.by_value.check(name)
 
 
 def _is_unshared_storage(obj: Any) -> bool:
@@ -177,15 +162,13 @@ def _reduce_tensor(obj: Any) -> Any:
         from torch.multiprocessing import reductions
 
         return reductions.reduce_tensor(obj)  # type: ignore[no-untyped-call]
-    from penstock.engine.memory.payload import reduce_tensor
-
     return reduce_tensor(obj)
 
 
 def _process_reducers() -> dict[type, Callable[[Any], Any]]:
     """What multiprocessing and torch register for connections, sockets, heaps and shared storages.
 
-    Tensors are left out: only shared ones go torch's way, see :func:`_reduce_tensor`.
+    Tensors are left out: only shared ones are reduced by torch, see :func:`_reduce_tensor`.
     """
     registered: dict[type, Callable[[Any], Any]] = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     return {
@@ -204,33 +187,29 @@ def _refuse_fork_primitive(lock: Any) -> None:
         raise TypeError(f"a {type(lock).__name__} made in the fork context exists in forks only")
 
 
-def serialise(objects: dict[str, Any]) -> Serialised:
+def pickle_objects(objects: dict[str, Any]) -> PickledObjects:
     """Turn named objects into a stream, once for all workers.
 
     Args:
         objects: By the names used in error messages, as in ``{"dataset": dataset}``.
 
     Raises:
-        CannotTravel: Something inside cannot be serialised; the message names the attribute.
+        CannotTravel: Something inside cannot be pickled; the message names the attribute.
     """
     main = sys.modules.get("__mp_main__")
     if main is not None:  # we are in a spawned child, where the user's script has this name
         cloudpickle.register_pickle_by_value(main)
-    stand_in = _Spawning()
     stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    pickler = TravelPickler(stream, buffer_callback=buffers.append)
+    pickler = DatasetPickler(stream, buffers.append)
     try:
-        with _spawning(stand_in), pickler.by_value:
-            pickler.dump(objects)
+        pickler.dump(objects)
     except Exception as error:
-        from penstock.engine.pickling.error_path import explain
-
-        raise explain(objects, error) from error
-    return Serialised(
+        raise explain(objects, error, _dump_and_discard) from error
+    return PickledObjects(
         stream=stream,
         buffers=buffers,
-        fds=stand_in.fds,
-        kept=stand_in.kept,
+        fds=pickler.process.fds,
+        kept=pickler.process.kept,
         notes=pickler.handles.notes,
         large_tensors=pickler.large_tensors,
         modules=tuple(
@@ -240,9 +219,13 @@ def serialise(objects: dict[str, Any]) -> Serialised:
     )
 
 
+def _dump_and_discard(value: Any) -> None:
+    DatasetPickler(io.BytesIO(), lambda buffer: None).dump(value)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Serialised:
-    """Objects as a pickle stream; their large buffers still lie where the user's code put them."""
+class PickledObjects:
+    """Objects as a pickle stream; their large buffers are still the user's own memory."""
 
     stream: io.BytesIO
     buffers: list[pickle.PickleBuffer]
@@ -252,20 +235,20 @@ class Serialised:
     large_tensors: list[Any]
     modules: tuple[tuple[str, int], ...]
 
-    def seal(self) -> Packed:
-        """Copy stream and buffers into shared memory. Pairs with :meth:`Packed.close`.
+    def to_shared_file(self) -> PickleFile:
+        """Copy stream and buffers into shared memory. Pairs with :meth:`PickleFile.close`.
 
         A large buffer that can be shared with this process is not copied: see
         :mod:`penstock.engine.pickling.shared_arrays`.
         """
         content = self.stream.getbuffer()
         views = [buffer.raw() for buffer in self.buffers]
-        adopted, notes = self._adopt(views)
+        shared, notes = self._share(views)
         end = round_up(content.nbytes, _BUFFER_GRAIN)
         spans = []
         for place, view in enumerate(views):
-            if place in adopted:
-                spans.append((adopted[place].start, view.nbytes))
+            if place in shared:
+                spans.append((shared[place].start, view.nbytes))
                 continue
             spans.append((end, view.nbytes))
             end = round_up(end + view.nbytes, _BUFFER_GRAIN)
@@ -274,36 +257,43 @@ class Serialised:
         mapping = file.map(0, end)
         mapping[: content.nbytes] = content
         for place, ((start, length), view) in enumerate(zip(spans, views, strict=True)):
-            if place not in adopted:
+            if place not in shared:
                 mapping[start : start + length] = view
-        fds = [*self.fds, *(shared.file.fd for shared in adopted.values())]
-        parcel = Parcel(
+        location = PickleLocation(
             handle=file.handle(),
             stream_bytes=content.nbytes,
             spans=tuple(spans),
             num_bytes=end,
             modules=self.modules,
-            apart=tuple((place, len(self.fds) + order) for order, place in enumerate(adopted)),
+            separate=tuple((place, len(self.fds) + order) for order, place in enumerate(shared)),
         )
-        return Packed(file, parcel, fds, [*self.kept, *adopted.values()], tuple(notes))
+        return PickleFile(
+            file=file,
+            location=location,
+            fds=[*self.fds, *(buffer.file.fd for buffer in shared.values())],
+            kept=[*self.kept, *shared.values()],
+            notes=tuple(notes),
+        )
 
-    def _adopt(self, views: list[memoryview]) -> tuple[dict[int, adoption.Adopted], list[str]]:
-        """The buffers that need no copy, by place; and what to say about the large ones."""
-        adopted: dict[int, adoption.Adopted] = {}
+    def _share(
+        self, views: list[memoryview]
+    ) -> tuple[dict[int, shared_arrays.SharedBuffer], list[str]]:
+        """The buffers that need no copy, by place; and the notes on the large ones."""
+        shared: dict[int, shared_arrays.SharedBuffer] = {}
         notes = list(self.notes)
         for place, view in enumerate(views):
-            if view.nbytes < adoption.MIN_BYTES:
+            if view.nbytes < shared_arrays.MIN_BYTES:
                 continue
             size = f"{view.nbytes / 1e9:.2f} GB"
-            outcome: adoption.Adopted | str = "too many descriptors"
-            if len(self.fds) + len(adopted) < _MAX_FDS_BESIDE:
-                outcome = adoption.adopt(view, self.large_tensors)
+            outcome: shared_arrays.SharedBuffer | str = "too many descriptors"
+            if len(self.fds) + len(shared) < _MAX_FDS:
+                outcome = shared_arrays.share_buffer(view, self.large_tensors)
             if isinstance(outcome, str):
                 notes.append(f"a buffer of {size} is copied once for all workers: {outcome}")
             else:
-                adopted[place] = outcome
+                shared[place] = outcome
                 notes.append(f"a buffer of {size} is shared with this process: no copy")
-        return adopted, notes
+        return shared, notes
 
 
 def _importable(names: set[str]) -> set[str]:
@@ -328,25 +318,21 @@ def _generation(name: str) -> int:
     return len(seen) - 1
 
 
-def unpack(parcel: Parcel, fds: list[int]) -> dict[str, Any]:
+def unpickle_objects(location: PickleLocation, fds: list[int]) -> dict[str, Any]:
     """Rebuild the objects in a worker; arrays are private views of the shared file."""
     _inherited_fds[:] = fds
-    file = SharedFile.attach(parcel.handle)
-    mapping = file.map(0, parcel.num_bytes, private=True)
-    file.close()
-    whole = memoryview(mapping)
-    apart = {place: _map_apart(fds[fd], parcel.spans[place]) for place, fd in parcel.apart}
-    buffers = [
-        apart[place] if place in apart else whole[start : start + length]
-        for place, (start, length) in enumerate(parcel.spans)
-    ]
-    objects: dict[str, Any] = pickle.loads(whole[: parcel.stream_bytes], buffers=buffers)
+    whole = _map_private(location.handle, location.num_bytes)
+    buffers = [whole[start : start + length] for start, length in location.spans]
+    for place, fd in location.separate:
+        start, length = location.spans[place]
+        buffers[place] = _map_private(FileHandle(fd=fds[fd]), start + length)[start:]
+    objects: dict[str, Any] = pickle.loads(whole[: location.stream_bytes], buffers=buffers)
     return objects
 
 
-def _map_apart(fd: int, span: tuple[int, int]) -> memoryview:
-    file = SharedFile.attach(FileHandle(fd=fd))
-    start, length = span
-    mapping = file.map(0, start + length, private=True)
+def _map_private(handle: FileHandle, num_bytes: int) -> memoryview:
+    """Map a file copy-on-write and close its descriptor."""
+    file = SharedFile.attach(handle)
+    mapping = file.map(0, num_bytes, private=True)
     file.close()
-    return memoryview(mapping)[start : start + length]
+    return memoryview(mapping)[:num_bytes]

@@ -1,7 +1,7 @@
 """What lies at an address of this process? Linux tells in /proc; elsewhere nobody does.
 
-areas(start, end)         the mappings that cover a range, with their file, rights and flags
-Survey().at(address)      the same for one address, from a list that is read once
+list_mappings(start, end)         the mappings that cover a range, with their file, rights and flags
+ProcessMaps().at(address)      the same for one address, from a list that is read once
 is_unwritten(start, end)  has nobody written to this range of a private mapping of a file?
 """
 
@@ -23,7 +23,7 @@ _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Area:
+class MemoryMapping:
     """One mapping. ``file`` is device and inode, as this list writes them: for comparing only."""
 
     start: int
@@ -39,7 +39,7 @@ class Area:
         return self.offset + address - self.start
 
 
-def areas(start: int, end: int, *, with_flags: bool = False) -> list[Area]:
+def list_mappings(start: int, end: int, *, with_flags: bool = False) -> list[MemoryMapping]:
     """The mappings between two addresses, in order; empty where the system does not tell.
 
     Args:
@@ -54,23 +54,23 @@ def areas(start: int, end: int, *, with_flags: bool = False) -> list[Area]:
         return []
 
 
-def _parse(lines: Any) -> Iterator[Area]:
+def _parse(lines: Any) -> Iterator[MemoryMapping]:
     head, flags = None, frozenset[str]()
     for line in lines:
         match = _HEAD.fullmatch(line)
         if match:
             if head is not None:
-                yield _area(head, flags)
+                yield _mapping(head, flags)
             head, flags = match, frozenset()
         elif line.startswith("VmFlags:"):
             flags = frozenset(line.split()[1:])
     if head is not None:
-        yield _area(head, flags)
+        yield _mapping(head, flags)
 
 
-def _area(head: re.Match[str], flags: frozenset[str]) -> Area:
+def _mapping(head: re.Match[str], flags: frozenset[str]) -> MemoryMapping:
     start, end, rights, offset, device, inode, name = head.groups()
-    return Area(
+    return MemoryMapping(
         start=int(start, 16),
         end=int(end, 16),
         rights=rights,
@@ -81,25 +81,25 @@ def _area(head: re.Match[str], flags: frozenset[str]) -> Area:
     )
 
 
-class Survey:
+class ProcessMaps:
     """All mappings, listed once on first need: for many questions about what does not change."""
 
     def __init__(self) -> None:
-        self._areas: list[Area] | None = None
+        self._mappings: list[MemoryMapping] | None = None
         self._starts: list[int] = []
 
-    def at(self, address: int) -> Area | None:
+    def at(self, address: int) -> MemoryMapping | None:
         """The mapping at an address, if the system tells."""
-        if self._areas is None:
-            self._areas = areas(0, sys.maxsize)
-            self._starts = [area.start for area in self._areas]
+        if self._mappings is None:
+            self._mappings = list_mappings(0, sys.maxsize)
+            self._starts = [area.start for area in self._mappings]
         place = bisect_right(self._starts, address) - 1
-        if place < 0 or self._areas[place].end <= address:
+        if place < 0 or self._mappings[place].end <= address:
             return None
-        return self._areas[place]
+        return self._mappings[place]
 
 
-def covers(found: list[Area], start: int, end: int) -> bool:
+def covers(found: list[MemoryMapping], start: int, end: int) -> bool:
     """Do these mappings cover the range without a hole?"""
     for area in found:
         if area.start > start:

@@ -1,6 +1,6 @@
-"""Can a large array be shared with the workers without a second copy of it? Often, on Linux.
+"""Shares large arrays of the parent with the workers without a second copy (Linux).
 
-    before   parent's pages (anonymous)                 the parcel would hold a second copy
+    before   parent's pages (anonymous)                 the pickle file would hold a second copy
     after    parent's pages --private map--> memfd <--private map-- every worker
 
 The bytes are copied into a memfd piece by piece, and each piece is mapped over the very pages it
@@ -35,12 +35,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.engine.memory.shared_file import SharedFile
-from penstock.engine.pickling.process_maps import Area, address_of, areas, covers, is_unwritten
+from penstock.engine.pickling.process_maps import (
+    MemoryMapping,
+    address_of,
+    covers,
+    is_unwritten,
+    list_mappings,
+)
 
 MIN_BYTES = 64 << 20
 """glibc serves blocks of more than 32 MiB by mmap always; below this a copy costs little."""
 CHUNK_BYTES = 16 << 20
-"""How much exists twice at any moment while an array is taken over."""
+"""How much exists twice at any moment while an array is moved."""
 _PAGE = mmap.PAGESIZE
 _HEADER_BYTES = 16
 _IS_MMAPPED = 2
@@ -58,7 +64,7 @@ _NAME = "/memfd:penstock"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adopted:
+class SharedBuffer:
     """An array whose pages are a memfd's: ``num_bytes`` bytes from ``start`` on in ``file``."""
 
     file: SharedFile
@@ -83,7 +89,7 @@ def whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
     return -(-address // _PAGE) * _PAGE, (address + num_bytes) // _PAGE * _PAGE
 
 
-def adopt(view: memoryview, owners: Iterable[Any] = ()) -> Adopted | str:
+def share_buffer(view: memoryview, owners: Iterable[Any] = ()) -> SharedBuffer | str:
     """Share a buffer with its memfd; the reason when that is not possible.
 
     Args:
@@ -98,32 +104,32 @@ def adopt(view: memoryview, owners: Iterable[Any] = ()) -> Adopted | str:
     if owner is None:
         return f"the memory belongs to {type(view.obj).__name__}, not to NumPy or torch"
     address = address_of(view)
-    around = areas(0, sys.maxsize, with_flags=True)
+    around = list_mappings(0, sys.maxsize, with_flags=True)
     under = [area for area in around if area.start < address + view.nbytes and area.end > block - 1]
-    known = _adopted.get(address)
-    if known is not None and _is_as_it_was(known.adopted, view, under):
-        return known.adopted
+    known = _shared.get(address)
+    if known is not None and _is_as_it_was(known.buffer, view, under):
+        return known.buffer
     reason = _why_not(under, block, address + view.nbytes) or _why_pinned(view, around)
     if reason:
         return reason
-    made = _take_over(view, address)
-    if isinstance(made, Adopted):
+    made = _move_to_memfd(view, address)
+    if isinstance(made, SharedBuffer):
         if known is None or known.owner() is not owner:
-            weakref.finalize(owner, _adopted.pop, address, None).atexit = False
-        _adopted[address] = _Entry(made, weakref.ref(owner))
+            weakref.finalize(owner, _shared.pop, address, None).atexit = False
+        _shared[address] = _Entry(made, weakref.ref(owner))
     return made
 
 
 class _Entry(NamedTuple):
-    adopted: Adopted
+    buffer: SharedBuffer
     owner: weakref.ref[Any]
 
 
-_adopted: dict[int, _Entry] = {}
+_shared: dict[int, _Entry] = {}
 """By address. An entry, and its descriptor, goes with the array or tensor that lies there."""
 
 
-def _is_as_it_was(known: Adopted, view: memoryview, under: list[Area]) -> bool:
+def _is_as_it_was(known: SharedBuffer, view: memoryview, under: list[MemoryMapping]) -> bool:
     """Is this still the mapping that we made, and did nobody write to it since?"""
     low, high = known.inside
     if known.num_bytes != view.nbytes or not covers(under, low, high):
@@ -202,12 +208,12 @@ def _storage_address(tensor: Any) -> int:
     return int(storage.data_ptr())
 
 
-def _why_not(under: list[Area], block: int, end: int) -> str:
+def _why_not(under: list[MemoryMapping], block: int, end: int) -> str:
     """Is this a block of glibc's own, in ordinary memory from its header to its end?"""
     if not covers(under, block - _HEADER_BYTES, end):
         return "nobody can tell what lies at its address"
     for area in under:
-        is_own = area.name.startswith(_NAME)  # adopted before, and written to since
+        is_own = area.name.startswith(_NAME)  # shared before, and written to since
         if area.rights != "rw-p" or (area.name and not is_own):
             return f"it lies in memory of another kind ({area.rights} {area.name})"
         strange = area.flags - _HARMLESS_FLAGS
@@ -222,7 +228,7 @@ def _why_not(under: list[Area], block: int, end: int) -> str:
     return ""
 
 
-def _why_pinned(view: memoryview, around: list[Area]) -> str:
+def _why_pinned(view: memoryview, around: list[MemoryMapping]) -> str:
     if not any("libcuda.so" in area.name or "libamdhip64" in area.name for area in around):
         return ""
     others = [name for name in _OTHER_GPU_LIBRARIES if name in sys.modules]
@@ -239,10 +245,10 @@ def _why_pinned(view: memoryview, around: list[Area]) -> str:
     return ""
 
 
-# -- taking over -----------------------------------------------------------------------------------
+# -- moving to a memfd -----------------------------------------------------------------------------
 
 
-def _take_over(view: memoryview, address: int) -> Adopted | str:
+def _move_to_memfd(view: memoryview, address: int) -> SharedBuffer | str:
     """Copy a buffer into a memfd and map the memfd over it, chunk by chunk.
 
     A failure in the middle harms nothing: what is mapped by then holds the same bytes.
@@ -263,7 +269,7 @@ def _take_over(view: memoryview, address: int) -> Adopted | str:
                     return failure
     except OSError as error:
         return f"copying it failed ({error})"
-    return Adopted(file=file, start=start, address=address, num_bytes=view.nbytes)
+    return SharedBuffer(file=file, start=start, address=address, num_bytes=view.nbytes)
 
 
 def _write(file: SharedFile, piece: memoryview, offset: int) -> None:
@@ -281,7 +287,7 @@ def _map_over(address: int, num_bytes: int, file: SharedFile, offset: int) -> st
     # The kernel may have taken the old pages away before it failed: put the bytes back.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if _call_mmap(address, num_bytes, rights, flags, -1, 0):
-        if not covers(areas(address, address + num_bytes), address, address + num_bytes):
+        if not covers(list_mappings(address, address + num_bytes), address, address + num_bytes):
             raise MemoryError(f"{num_bytes} bytes of an array were lost: {os.strerror(number)}")
     else:
         target = (ctypes.c_char * num_bytes).from_address(address)

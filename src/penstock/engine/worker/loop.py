@@ -18,10 +18,9 @@ import numpy as np
 from penstock.engine.loading import collate
 from penstock.engine.loading.bad_samples import BadSamplePolicy
 from penstock.engine.loading.collate import is_default_collate
-from penstock.engine.loading.collate_scratch import Scratch, collating_into
 from penstock.engine.loading.fetch import (
-    AllBad,
-    Exhausted,
+    EmptyBatch,
+    EndOfStream,
     Stream,
     call_user,
     getter,
@@ -30,10 +29,11 @@ from penstock.engine.loading.fetch import (
     takes_batches,
 )
 from penstock.engine.loading.gather import find_gatherer
-from penstock.engine.loading.sample_writer import find_placer
-from penstock.engine.loading.thread_gate import ThreadGate
+from penstock.engine.loading.generator_lock import GeneratorLock
+from penstock.engine.loading.in_place import find_in_place_fetcher
+from penstock.engine.loading.slot_collate import SlotAllocator, collating_into
 from penstock.engine.memory import payload
-from penstock.engine.memory.batch_layout import Layout, OddSample
+from penstock.engine.memory.batch_layout import Layout, LayoutError
 from penstock.engine.memory.messages import (
     NOTHING,
     Lease,
@@ -66,7 +66,7 @@ _SEED_NOTE = (
 
 
 class WorkerLoop:
-    """One worker. ``gate``: who may run user code at once, where threads share generators."""
+    """One worker. ``generator_lock``: taken for user code where threads share the generators."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class WorkerLoop:
         objects: dict[str, Any],
         connection: Connection,
         cells: memoryview,
-        gate: ThreadGate | None = None,
+        generator_lock: GeneratorLock | None = None,
         is_thread: bool = False,
     ) -> None:
         self._number = number
@@ -86,8 +86,8 @@ class WorkerLoop:
         self._connection = connection
         self._status = WorkerStatus(cells, number, has_limit=task.has_limit)
         self._recorder = WorkerRecorder(cells, number, task, is_thread=is_thread)
-        self._gate = gate
-        self._guard: Callable[[], Any] = nullcontext if gate is None else self._alone
+        self._generator_lock = generator_lock
+        self._guard: Callable[[], Any] = nullcontext if generator_lock is None else self._alone
         # sys.exit ends a worker process, which is seen; a thread must say so itself.
         self._caught: type[BaseException] = BaseException if is_thread else Exception
         self._where = f"in DataLoader worker {'thread' if is_thread else 'process'} {number}"
@@ -126,7 +126,7 @@ class WorkerLoop:
         self._gatherer = find_gatherer(self._dataset) if self._writes_slots else None
         # Threads load a run of samples before any of them is written.
         is_direct = self._writes_slots and not is_thread
-        self._placer = find_placer(self._dataset) if is_direct else None
+        self._in_place = find_in_place_fetcher(self._dataset) if is_direct else None
 
     def run(self) -> None:
         """Serve until the parent says stop or is gone."""
@@ -162,9 +162,9 @@ class WorkerLoop:
             kind, content, needed_bytes, is_kept = self._load(lease)
         except EpochOver:
             kind, content = "dropped", None
-        except AllBad:
+        except EmptyBatch:
             kind, content = "empty", None
-        except Exhausted:
+        except EndOfStream:
             kind, content = "end", None
         except self._caught as error:
             index, kind = self._status.index, "error"
@@ -184,7 +184,7 @@ class WorkerLoop:
                 return self._load_once(lease)
             except UnexpectedDraw:
                 return self._load_once(lease)
-        except (EpochOver, Exhausted, AllBad):
+        except (EpochOver, EndOfStream, EmptyBatch):
             raise
         except Exception:
             if self._bad_policy is None or self._task.is_iterable:
@@ -212,7 +212,7 @@ class WorkerLoop:
         if not samples:
             if not lease.is_whole:
                 return "odd", None, 0, False
-            raise AllBad
+            raise EmptyBatch
         if self._writes_slots:
             return self._fill(lease, samples)
         return self._collate_freely(lease, samples if self._task.auto_collation else samples[0])
@@ -223,7 +223,7 @@ class WorkerLoop:
             slot = self._slot(lease)
             _, num_bytes = self._gatherer.layout.places(lease.rows)
             if num_bytes <= slot.nbytes:
-                with suppress(OddSample):  # slices as indices, say: the usual way
+                with suppress(LayoutError):  # slices as indices, say: the usual way
                     self._gatherer.fill(lease.index, slot, lease.rows, lease.first_row)
                     return self._filled(self._gatherer.layout, len(lease.index), [], lease)
         samples = self._samples(lease)
@@ -286,20 +286,20 @@ class WorkerLoop:
             self._randomness.begin(lease.key_epoch)
             self._collate_randomness.begin(lease.key_epoch)
             self._randomness_epoch = lease.epoch
-        # Threads share the generators: another's sample may be drawing. ThreadGate.alone puts them
+        # Threads share the generators: another may draw. GeneratorLock.exclusive puts them
         # back.
-        is_used = self._gate is None and self._collate_randomness.needs_seeding
+        is_used = self._generator_lock is None and self._collate_randomness.needs_seeding
         self._randomness.snapshot(is_used=is_used)
 
     def _one_by_one(self, lease: Lease) -> Iterator[Any]:
-        get = getter(self._dataset) if self._placer is None else self._placer.get
-        randomness, gate = self._randomness, self._gate
-        if gate is not None and randomness is not None and randomness.is_unseeded:
+        get = getter(self._dataset) if self._in_place is None else self._in_place.get
+        randomness, generator_lock = self._randomness, self._generator_lock
+        if generator_lock is not None and randomness is not None and randomness.is_unseeded:
             self._status.show_waiting(True)
-            with gate.together():
+            with generator_lock.shared():
                 samples = list(self._silently(lease, get, randomness))
             yield from samples
-        elif gate is not None:
+        elif generator_lock is not None:
             self._tell_alone()
             for position, index in self._walk(lease):
                 with self._alone():
@@ -318,9 +318,9 @@ class WorkerLoop:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """In a thread: no other thread runs the user's code meanwhile."""
-        assert self._gate is not None
+        assert self._generator_lock is not None
         self._status.show_waiting(True)
-        with self._gate.alone():
+        with self._generator_lock.exclusive():
             self._status.show_waiting(False)
             yield
 
@@ -334,7 +334,7 @@ class WorkerLoop:
         return self._status.walk(indices, lease.position, lease.epoch)
 
     def _silently(self, lease: Lease, get: Any, randomness: SampleRandomness) -> Iterator[Any]:
-        randomness.begin_unseeded(is_shared=self._gate is not None)
+        randomness.begin_unseeded(is_shared=self._generator_lock is not None)
         try:
             yield from randomness.unseeded_samples(get, self._walk(lease))
         except EpochOver:
@@ -350,8 +350,8 @@ class WorkerLoop:
         """default_collate, straight into the slot; falls back to a payload for odd samples."""
         buffer = self._slot(lease)
         writer = collate.BatchWriter(buffer, lease.rows, lease.first_row)
-        if self._placer is not None:
-            self._placer.begin(writer)
+        if self._in_place is not None:
+            self._in_place.begin(writer)
         iterator, needed_bytes = iter(samples), 0
         try:
             writer.take(iterator)
@@ -360,7 +360,7 @@ class WorkerLoop:
                 objects = writer.finish()
                 return self._filled(writer.layout, writer.num_filled, objects, lease)
             odd: list[Any] = []
-        except OddSample:
+        except LayoutError:
             odd = writer.recover() + writer.refused
         except collate.TooSmall as error:
             needed_bytes, odd = error.num_bytes, writer.refused
@@ -394,17 +394,17 @@ class WorkerLoop:
         """The user's collate_fn on the whole list; its default_collate writes to our memory."""
         self._status.show_no_sample(runs_user_code=True)
         root = self._slot(lease)
-        scratch = Scratch(root)
+        allocator = SlotAllocator(root)
         start_ns = now_ns()
-        with collating_into(scratch), self._guard():
+        with collating_into(allocator), self._guard():
             position, randomness = lease.position, self._collate_randomness
             if randomness is not None and self._randomness is not None:
                 randomness.snapshot(is_used=self._randomness.needs_seeding)
             batch = call_user(self._collate, samples, position, randomness)
         self._recorder.collated(start_ns)
-        written = payload.write(batch, root, scratch.used)
+        written = payload.write(batch, root, allocator.used)
         alive = weakref.ref(root)
-        scratch.buffer = None
-        del batch, root, scratch, samples
+        allocator.buffer = None
+        del batch, root, allocator, samples
         # Somebody in this worker kept a tensor that lies in the slot: it must not be used again.
         return "payload", written, written.num_bytes, alive() is not None

@@ -32,7 +32,7 @@ from penstock.engine.memory.messages import (
 )
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent.stacks import offer_stack
-from penstock.engine.pickling.environment import enter
+from penstock.engine.pickling.environment import apply_environment
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.25
@@ -56,13 +56,12 @@ def worker_main(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> N
 
 def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> Any:
     _quiet_signals()
-    enter(assignment.surroundings)
+    apply_environment(assignment.environment)
     import torch
 
-    from penstock.engine.loading import collate
-    from penstock.engine.loading import collate_scratch as scratch
+    from penstock.engine.loading import collate, slot_collate
     from penstock.engine.memory import payload
-    from penstock.engine.pickling.pickler import unpack
+    from penstock.engine.pickling.pickler import unpickle_objects
     from penstock.engine.worker.connection import PipeConnection
     from penstock.engine.worker.loop import WorkerLoop
 
@@ -72,9 +71,9 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
     num_bytes = control_bytes(assignment.num_workers, assignment.task.ring_bytes)
     cells = memoryview(memory.map(0, num_bytes)).cast("q")
     cells[position_cell(assignment.worker) + STACK_FD] = offer_stack()
-    objects = unpack(assignment.parcel, fds)
+    objects = unpickle_objects(assignment.objects, fds)
     payload.remember_parent_classes()
-    scratch.install_scratch_collate()
+    slot_collate.install_slot_collate()
     collate.register_collators(objects["collators"])
     number, task = assignment.worker, assignment.task
     prepare_worker(number, assignment.num_workers, task, objects)

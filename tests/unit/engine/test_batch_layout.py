@@ -10,7 +10,7 @@ import torch
 
 from penstock.engine.loading.collate import read_leaf
 from penstock.engine.memory.batch_layout import (
-    OddSample,
+    LayoutError,
     assemble,
     compile_flatten,
     read_layout,
@@ -81,7 +81,7 @@ def test_assemble_turns_tuples_into_lists_as_default_collate_does() -> None:
 def test_a_sample_of_another_form_is_odd(first: Any, other: Any) -> None:
     flatten = compile_flatten(read_layout(first, read_leaf).tree)
     flatten(first)  # control: its own form is not
-    with pytest.raises(OddSample):
+    with pytest.raises(LayoutError):
         flatten(other)
 
 
@@ -107,7 +107,7 @@ ODD: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_what_no_layout_can_hold_is_odd(name: str) -> None:
-    with pytest.raises(OddSample):
+    with pytest.raises(LayoutError):
         read_layout((1, ODD[name]), read_leaf)
 
 

@@ -1,6 +1,6 @@
 """Samples that a dataset writes into their rows itself, without a copy on the way to the slot.
 
-    worker: SamplePlacer.get(index) -> dataset.read_into(index, rows of the next sample)
+    worker: InPlaceFetcher.get(index) -> dataset.read_into(index, rows of the next sample)
             -> BatchWriter.add(sample), which finds the tensors where they belong
 
 For a JPEG that becomes a crop of 224 pixels, the array in between and its copy were 80 of 1250
@@ -21,7 +21,7 @@ from penstock.order.split import PermutedSubset
 Rows = Sequence["np.ndarray | None"]
 
 
-class SampleWriter(Protocol):
+class InPlaceReader(Protocol):
     """A dataset that can write tensors of a sample straight into a slot.
 
     It draws and fails as it does in ``dataset[i]``, and samples may differ in form.
@@ -40,7 +40,7 @@ class SampleWriter(Protocol):
         """
 
 
-class SamplePlacer:
+class InPlaceFetcher:
     """Loads samples into the rows that a writer has next. Pairs with :meth:`Placer.begin`.
 
     Called from: a worker process, which adds each sample before it asks for the next one.
@@ -62,13 +62,13 @@ class SamplePlacer:
         return self._read_into(index, [] if self._writer is None else self._writer.next_rows())
 
 
-def find_placer(dataset: Any) -> SamplePlacer | None:
+def find_in_place_fetcher(dataset: Any) -> InPlaceFetcher | None:
     """The placer for a dataset that writes samples itself (also in a subset); None for others."""
     indices = []
     while type(dataset) in (Subset, PermutedSubset):
         indices.append(dataset.indices)
         dataset = dataset.dataset
-    return SamplePlacer(dataset.read_into, indices) if offers(dataset, "read_into") else None
+    return InPlaceFetcher(dataset.read_into, indices) if offers(dataset, "read_into") else None
 
 
 def offers(dataset: Any, name: str) -> bool:

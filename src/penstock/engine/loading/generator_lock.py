@@ -1,7 +1,7 @@
 """Which threads may run user code at once? They share the global generators.
 
-alone()      one thread: its sample's generators are set, and put back afterwards
-together()   any number: samples that draw nothing from the global generators
+exclusive()      one thread: its sample's generators are set, and put back afterwards
+shared()   any number: samples that draw nothing from the global generators
 
 Samples that were silent so far may run together, because nobody sets anything meanwhile; if one
 draws after all, its run is loaded again, alone.
@@ -17,7 +17,7 @@ from penstock.order.generator_reads import counting_state_reads
 from penstock.order.global_generators import preserved_generators
 
 
-class ThreadGate:
+class GeneratorLock:
     """A lock for one or for many."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class ThreadGate:
         self._is_alone = False
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Nobody else runs user code; the caller's generators are as before afterwards."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_alone and not self._num_together)
@@ -40,7 +40,7 @@ class ThreadGate:
                 self._changed.notify_all()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def shared(self) -> Iterator[None]:
         """Nobody sets generators; others may run, too."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_alone)

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 from penstock.engine.loading.collate import BatchWriter, view_batch
-from penstock.engine.loading.sample_writer import find_placer, offers
-from penstock.engine.memory.batch_layout import OddSample
+from penstock.engine.loading.in_place import find_in_place_fetcher, offers
+from penstock.engine.memory.batch_layout import LayoutError
 from specimens import assert_same
 
 pytestmark = pytest.mark.legacy
@@ -41,7 +41,7 @@ class Placing:
 
 def write(dataset: Any, indices: Sequence[int], buffer: np.ndarray) -> BatchWriter:
     writer = BatchWriter(buffer, len(indices), 0)
-    placer = find_placer(dataset)
+    placer = find_in_place_fetcher(dataset)
     assert placer is not None
     placer.begin(writer)
     writer.take(placer.get(index) for index in indices)
@@ -102,11 +102,11 @@ def test_samples_before_an_odd_one_are_given_back_whole_and_later_ones_share_no_
         __getitem__ = Placing.__getitem__
 
     dataset, buffer = Odd(), np.zeros(1 << 20, np.uint8)
-    writer, placer = BatchWriter(buffer, 8, 0), find_placer(dataset)
+    writer, placer = BatchWriter(buffer, 8, 0), find_in_place_fetcher(dataset)
     assert placer is not None
     placer.begin(writer)
     samples = (placer.get(index) for index in range(5))
-    with pytest.raises(OddSample):
+    with pytest.raises(LayoutError):
         writer.take(samples)
     found = [*writer.recover(), *writer.refused, *samples]
     assert [int(tensor.flatten()[0]) for tensor, _ in found] == [1, 2, 0, 4, 5]
@@ -126,5 +126,5 @@ def test_a_class_with_its_own_getitem_is_asked_for_that() -> None:
     assert offers(Placing(), "read_into")
     assert not offers(Doubled(), "read_into")
     assert offers(Both(), "read_into")
-    assert find_placer(Doubled()) is None
-    assert find_placer([1, 2]) is None
+    assert find_in_place_fetcher(Doubled()) is None
+    assert find_in_place_fetcher([1, 2]) is None

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-from penstock.engine.loading import collate
-from penstock.engine.loading import collate_scratch as scratch
+from penstock.engine.loading import collate, slot_collate
 from specimens import assert_same
 
 pytestmark = pytest.mark.legacy
@@ -22,14 +21,14 @@ pytestmark = pytest.mark.legacy
 def installed() -> Iterator[None]:
     """As in a worker; undone afterwards, because this process is not one."""
     before = torch_collate.default_collate_fn_map[torch.Tensor]
-    scratch.install_scratch_collate()
+    slot_collate.install_slot_collate()
     yield
     torch_collate.default_collate_fn_map[torch.Tensor] = before
     collate.STANDARD_COLLATORS[torch.Tensor] = before
 
 
-def collate_into(room: scratch.Scratch, samples: list[Any]) -> Any:
-    with scratch.collating_into(room):
+def collate_into(room: slot_collate.SlotAllocator, samples: list[Any]) -> Any:
+    with slot_collate.collating_into(room):
         return default_collate(samples)
 
 
@@ -43,7 +42,7 @@ SAMPLES = [{"x": torch.full((3, 4), float(n)), "y": (torch.tensor(n), n)} for n 
 
 def test_tensors_lie_in_the_slot_and_equal_torch_s() -> None:
     buffer = np.zeros(1 << 16, np.uint8)
-    room = scratch.Scratch(buffer)
+    room = slot_collate.SlotAllocator(buffer)
     batch = collate_into(room, SAMPLES)
     assert lies_in(batch["x"], buffer)
     assert lies_in(batch["y"][0], buffer)
@@ -53,13 +52,13 @@ def test_tensors_lie_in_the_slot_and_equal_torch_s() -> None:
 
 def test_outside_of_a_collate_fn_nothing_lies_in_the_slot() -> None:
     buffer = np.zeros(1 << 16, np.uint8)
-    collate_into(scratch.Scratch(buffer), SAMPLES)
+    collate_into(slot_collate.SlotAllocator(buffer), SAMPLES)
     assert not lies_in(default_collate(SAMPLES)["x"], buffer)
 
 
 def test_what_does_not_fit_any_more_lies_in_memory_of_its_own() -> None:
     buffer = np.zeros(256, np.uint8)
-    room = scratch.Scratch(buffer)
+    room = slot_collate.SlotAllocator(buffer)
     small = [torch.ones(8) for _ in range(4)]  # 128 bytes
     first, second, third = (collate_into(room, small) for _ in range(3))
     assert lies_in(first, buffer)
@@ -69,7 +68,7 @@ def test_what_does_not_fit_any_more_lies_in_memory_of_its_own() -> None:
 
 
 def test_two_batches_in_one_slot_do_not_overlap() -> None:
-    room = scratch.Scratch(np.zeros(1 << 16, np.uint8))
+    room = slot_collate.SlotAllocator(np.zeros(1 << 16, np.uint8))
     first = collate_into(room, [torch.ones(3), torch.ones(3)])
     second = collate_into(room, [torch.zeros(3), torch.zeros(3)])
     assert first.sum() == 6
@@ -88,18 +87,20 @@ def test_two_batches_in_one_slot_do_not_overlap() -> None:
     ids=["two dtypes", "gradients first", "gradients later", "no element", "bfloat16"],
 )
 def test_odd_lists_give_what_torch_gives(samples: list[torch.Tensor]) -> None:
-    room = scratch.Scratch(np.zeros(1 << 16, np.uint8))
+    room = slot_collate.SlotAllocator(np.zeros(1 << 16, np.uint8))
     assert_same(collate_into(room, samples), torch.stack(samples))
 
 
 def test_samples_of_different_shapes_raise_what_torch_raises() -> None:
     with pytest.raises(RuntimeError, match="equal size"):
-        collate_into(scratch.Scratch(np.zeros(1 << 16, np.uint8)), [torch.ones(2), torch.ones(3)])
+        collate_into(
+            slot_collate.SlotAllocator(np.zeros(1 << 16, np.uint8)), [torch.ones(2), torch.ones(3)]
+        )
 
 
 def test_an_error_inside_leaves_the_next_batch_unharmed() -> None:
     buffer = np.zeros(1 << 16, np.uint8)
-    room = scratch.Scratch(buffer)
+    room = slot_collate.SlotAllocator(buffer)
     with pytest.raises(RuntimeError):
         collate_into(room, [torch.ones(2), torch.ones(3)])
     assert not lies_in(default_collate([torch.ones(2)]), buffer)

@@ -17,16 +17,17 @@ import pytest
 import torch
 
 from penstock.device.background import Background
-from penstock.engine.pickling.pickler import Packed, adoption, serialise
-from penstock.engine.pickling.process_maps import areas, is_unwritten
-from travelling import arrive
+from penstock.engine.pickling import shared_arrays
+from penstock.engine.pickling.pickler import PickleFile, pickle_objects
+from penstock.engine.pickling.process_maps import is_unwritten, list_mappings
+from pickled import arrive
 
 pytestmark = [
     pytest.mark.legacy,
     pytest.mark.skipif(sys.platform != "linux", reason="Linux only"),
 ]
 
-NUM_BYTES = adoption.MIN_BYTES + 3 * mmap.PAGESIZE + 40
+NUM_BYTES = shared_arrays.MIN_BYTES + 3 * mmap.PAGESIZE + 40
 SLACK = 12 << 20
 
 
@@ -34,15 +35,15 @@ SLACK = 12 << 20
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a program without threads: whatever earlier tests left waiting is not looked at."""
     if threading.active_count() > 1:
-        monkeypatch.setattr(adoption, "_busy_threads", list)
+        monkeypatch.setattr(shared_arrays, "_busy_threads", list)
 
 
 def numbers(num_bytes: int = NUM_BYTES) -> np.ndarray:
     return np.arange(num_bytes // 8)
 
 
-def pack(value: Any) -> Packed:
-    return serialise({"value": value}).seal()
+def pack(value: Any) -> PickleFile:
+    return pickle_objects({"value": value}).to_shared_file()
 
 
 def own_bytes() -> int:
@@ -54,10 +55,10 @@ def own_bytes() -> int:
     return total
 
 
-def is_shared(packed: Packed) -> bool:
-    shared = [note.endswith("no copy") for note in packed.notes]
+def is_shared(pickle_file: PickleFile) -> bool:
+    shared = [note.endswith("no copy") for note in pickle_file.notes]
     assert shared
-    assert len(packed.parcel.apart) == sum(shared)
+    assert len(pickle_file.location.separate) == sum(shared)
     return all(shared)
 
 
@@ -82,44 +83,44 @@ def test_content_and_address_stay_and_workers_see_the_same(name: str) -> None:
     value = VALUES[name]()
     address = as_array(value).ctypes.data if name == "an array" else None
     expected = as_array(value).copy()
-    packed = pack(value)
-    assert is_shared(packed)
-    again = arrive(packed)
+    pickle_file = pack(value)
+    assert is_shared(pickle_file)
+    again = arrive(pickle_file)
     assert type(again) is type(value)
     np.testing.assert_array_equal(as_array(again), expected)
     np.testing.assert_array_equal(as_array(value), expected)
     assert address in (None, as_array(value).ctypes.data)
-    packed.close()
+    pickle_file.close()
 
 
 def test_nobody_s_writes_are_seen_by_anybody_else() -> None:
     value = numbers()
-    packed = pack(value)
-    one, other = arrive(packed), arrive(packed)
+    pickle_file = pack(value)
+    one, other = arrive(pickle_file), arrive(pickle_file)
     middle = len(value) // 2
     value[[0, middle, -1]] = -1
     one[[1, middle + 1, -2]] = -2
     assert [other[place] for place in (0, middle, 1, middle + 1)] == [0, middle, 1, middle + 1]
     assert (value[middle + 1], one[middle]) == (middle + 1, middle)
-    packed.close()
+    pickle_file.close()
 
 
-def test_there_is_one_copy_and_without_adoption_there_are_two(
+def test_there_is_one_copy_and_without_sharing_there_are_two(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     value = numbers()
     before = own_bytes()
-    packed = pack(value)
+    pickle_file = pack(value)
     assert own_bytes() - before < -NUM_BYTES + SLACK  # our pages are the file's now
-    packed.close()
+    pickle_file.close()
     monkeypatch.setenv("PENSTOCK_ADOPT", "0")
     value = numbers()
     before = own_bytes()
-    packed = pack(value)
+    pickle_file = pack(value)
     assert abs(own_bytes() - before) < SLACK  # ours, and a copy in the parcel
-    assert packed.parcel.num_bytes > NUM_BYTES
-    assert "PENSTOCK_ADOPT=0" in packed.notes[0]
-    packed.close()
+    assert pickle_file.location.num_bytes > NUM_BYTES
+    assert "PENSTOCK_ADOPT=0" in pickle_file.notes[0]
+    pickle_file.close()
 
 
 @pytest.mark.parametrize("make", [numbers, lambda: torch.arange(NUM_BYTES // 8)])
@@ -129,11 +130,11 @@ def test_a_second_epoch_uses_the_same_file_until_somebody_writes(make: Any) -> N
     for epoch in range(4):
         if epoch == 2:
             value[len(value) // 2] = -1
-        packed = pack(value)
-        assert is_shared(packed)
-        inodes.append(os.fstat(packed.fds[0]).st_ino)
-        assert int(arrive(packed)[len(value) // 2]) == int(value[len(value) // 2])
-        packed.close()
+        pickle_file = pack(value)
+        assert is_shared(pickle_file)
+        inodes.append(os.fstat(pickle_file.fds[0]).st_ino)
+        assert int(arrive(pickle_file)[len(value) // 2]) == int(value[len(value) // 2])
+        pickle_file.close()
     assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
 
 
@@ -142,33 +143,33 @@ def test_a_write_at_the_edges_is_noticed_too(place: int) -> None:
     value = numbers()
     pack(value).close()
     value[place] = -5
-    packed = pack(value)
-    assert arrive(packed)[place] == -5
-    packed.close()
+    pickle_file = pack(value)
+    assert arrive(pickle_file)[place] == -5
+    pickle_file.close()
 
 
 def test_the_memory_and_the_descriptor_go_with_the_array() -> None:
     def mapped() -> list[Any]:  # others may hold shared lists: a parametrized test does
-        return [area for area in areas(0, sys.maxsize) if "memfd:penstock" in area.name]
+        return [area for area in list_mappings(0, sys.maxsize) if "memfd:penstock" in area.name]
 
     num_fds, before = len(os.listdir("/proc/self/fd")), mapped()
     for make in (numbers, lambda: torch.arange(NUM_BYTES // 8)):
         value = make()
         pack(value).close()
-        assert len(adoption._adopted) == 1
+        assert len(shared_arrays._shared) == 1
         assert len(os.listdir("/proc/self/fd")) == num_fds + 1
         del value
         gc.collect()
-        assert adoption._adopted == {}
+        assert shared_arrays._shared == {}
         assert len(os.listdir("/proc/self/fd")) == num_fds
         assert mapped() == before
 
 
 def test_a_worker_started_after_the_array_is_gone_still_gets_it() -> None:
-    packed = pack(numbers())
+    pickle_file = pack(numbers())
     gc.collect()
-    assert arrive(packed)[7] == 7
-    packed.close()
+    assert arrive(pickle_file)[7] == 7
+    pickle_file.close()
 
 
 def test_a_forked_child_that_writes_changes_its_own_array_only() -> None:
@@ -192,41 +193,41 @@ def test_growing_in_place_copies_because_the_block_is_no_longer_one_mapping(
         ref = finalize
 
     value = numbers()
-    monkeypatch.setattr(adoption, "weakref", Unwatched())
+    monkeypatch.setattr(shared_arrays, "weakref", Unwatched())
     pack(value).close()
     monkeypatch.undo()
-    adoption._adopted.clear()
+    shared_arrays._shared.clear()
     value.resize(len(value) * 2, refcheck=False)  # realloc; NumPy refuses it while we watch
     assert (value[1], value[len(value) // 2 - 1], value[-1]) == (1, len(value) // 2 - 1, 0)
 
 
 def test_two_views_that_overlap_both_arrive() -> None:
     value = np.arange(2 * NUM_BYTES // 8)
-    packed = pack([value[: NUM_BYTES // 8 + 50], value[1000:]])
-    one, two = arrive(packed)
+    pickle_file = pack([value[: NUM_BYTES // 8 + 50], value[1000:]])
+    one, two = arrive(pickle_file)
     assert one[-1] == NUM_BYTES // 8 + 49
     assert two[0] == 1000
     np.testing.assert_array_equal(value, np.arange(len(value)))
-    packed.close()
+    pickle_file.close()
 
 
 # -- where it is not safe --------------------------------------------------------------------------
 
 
 def reason_against(value: Any) -> str:
-    packed = pack(value)
-    assert not is_shared(packed)
-    assert packed.parcel.num_bytes > NUM_BYTES
-    np.testing.assert_array_equal(as_array(arrive(packed)), as_array(value))
-    packed.close()
-    return packed.notes[0]
+    pickle_file = pack(value)
+    assert not is_shared(pickle_file)
+    assert pickle_file.location.num_bytes > NUM_BYTES
+    np.testing.assert_array_equal(as_array(arrive(pickle_file)), as_array(value))
+    pickle_file.close()
+    return pickle_file.notes[0]
 
 
 def test_a_small_array_is_copied_without_a_word() -> None:
-    packed = pack(np.zeros(1 << 20))
-    assert packed.notes == ()
-    assert packed.parcel.apart == ()
-    packed.close()
+    pickle_file = pack(np.zeros(1 << 20))
+    assert pickle_file.notes == ()
+    assert pickle_file.location.separate == ()
+    pickle_file.close()
 
 
 def test_not_while_another_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,11 +254,11 @@ def test_threads_that_only_draw_progress_bars_do_not_count(
         def run(self) -> None:
             done.wait()
 
-    before = adoption._busy_threads()
+    before = shared_arrays._busy_threads()
     monitor = Monitor()
     monitor.start()
     try:
-        assert adoption._busy_threads() == before
+        assert shared_arrays._busy_threads() == before
     finally:
         done.set()
         monitor.join()
@@ -290,28 +291,31 @@ def test_not_locked_memory() -> None:
 
 def test_not_memory_that_forks_do_not_inherit_as_drivers_ask_for() -> None:
     value = numbers()
-    low, _ = adoption.whole_pages(value.ctypes.data, value.nbytes)
+    low, _ = shared_arrays.whole_pages(value.ctypes.data, value.nbytes)
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(mmap.PAGESIZE), 10) == 0
     assert "special" in reason_against(value)
 
 
 def test_not_where_proc_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption, "areas", lambda *_, **__: [])
+    monkeypatch.setattr(shared_arrays, "list_mappings", lambda *_, **__: [])
     assert "nobody can tell" in reason_against(numbers())
 
 
 def test_not_with_a_gpu_library_that_may_have_pinned_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_driver(*arguments: Any, **keywords: Any) -> Any:
-        found = areas(*arguments, **keywords)
-        return [*found, adoption.Area(**{**vars(found[-1]), "name": "/usr/lib/libcuda.so.1"})]
+        found = list_mappings(*arguments, **keywords)
+        return [
+            *found,
+            shared_arrays.MemoryMapping(**{**vars(found[-1]), "name": "/usr/lib/libcuda.so.1"}),
+        ]
 
-    monkeypatch.setattr(adoption, "areas", with_driver)
-    monkeypatch.setattr(adoption, "covers", lambda *_: True)
-    monkeypatch.setattr(adoption, "_why_not", lambda *_: "")
-    packed = pack(numbers())
-    assert is_shared(packed)  # the driver is loaded, but torch says that nothing is pinned
-    packed.close()
+    monkeypatch.setattr(shared_arrays, "list_mappings", with_driver)
+    monkeypatch.setattr(shared_arrays, "covers", lambda *_: True)
+    monkeypatch.setattr(shared_arrays, "_why_not", lambda *_: "")
+    pickle_file = pack(numbers())
+    assert is_shared(pickle_file)  # the driver is loaded, but torch says that nothing is pinned
+    pickle_file.close()
     monkeypatch.setitem(sys.modules, "cupy", sys)
     assert "cupy may have pinned it" in reason_against(numbers())
 
@@ -321,7 +325,7 @@ def test_a_mapping_that_fails_in_the_middle_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, is_mended: bool
 ) -> None:
     calls = []
-    real = adoption._call_mmap
+    real = shared_arrays._call_mmap
 
     def fail_at_second(*arguments: Any) -> int:
         calls.append(arguments)
@@ -329,22 +333,22 @@ def test_a_mapping_that_fails_in_the_middle_loses_nothing(
             return errno.ENOMEM
         return real(*arguments)
 
-    monkeypatch.setattr(adoption, "_call_mmap", fail_at_second)
+    monkeypatch.setattr(shared_arrays, "_call_mmap", fail_at_second)
     value = numbers()
     assert "mapping failed" in reason_against(value)
     assert len(calls) == 3
     np.testing.assert_array_equal(value, numbers())
-    monkeypatch.setattr(adoption, "_call_mmap", real)
-    packed = pack(value)  # the next time it works, over what is mapped in part
-    assert is_shared(packed)
-    packed.close()
+    monkeypatch.setattr(shared_arrays, "_call_mmap", real)
+    pickle_file = pack(value)  # the next time it works, over what is mapped in part
+    assert is_shared(pickle_file)
+    pickle_file.close()
 
 
 def test_a_file_that_cannot_grow_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(adoption, "_write", full)
+    monkeypatch.setattr(shared_arrays, "_write", full)
     assert "no space left" in reason_against(numbers())
 
 
@@ -367,7 +371,7 @@ def test_a_written_page_of_a_private_mapping_is_seen(tmp_path: Path) -> None:
 def test_our_own_thread_that_unpins_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     done, begun = threading.Event(), threading.Event()
-    before = adoption._busy_threads()
+    before = shared_arrays._busy_threads()
 
     def work(items: list[int]) -> None:
         items.clear()
@@ -378,8 +382,8 @@ def test_our_own_thread_that_unpins_does_not_count(monkeypatch: pytest.MonkeyPat
     background.take(1)
     try:
         assert begun.wait(30)
-        assert adoption._busy_threads() == before
-        monkeypatch.setattr(adoption, "_HARMLESS_BARE", ())
-        assert len(adoption._busy_threads()) == len(before) + 1
+        assert shared_arrays._busy_threads() == before
+        monkeypatch.setattr(shared_arrays, "_HARMLESS_BARE", ())
+        assert len(shared_arrays._busy_threads()) == len(before) + 1
     finally:
         done.set()

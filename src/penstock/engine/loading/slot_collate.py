@@ -22,7 +22,7 @@ from penstock.engine.memory.shared_file import round_up
 _TORCH_COLLATE_TENSOR = STANDARD_COLLATORS[torch.Tensor]
 
 
-class Scratch:
+class SlotAllocator:
     """The room of one slot, given out from its start. Pairs with :func:`collating_into`."""
 
     def __init__(self, buffer: np.ndarray) -> None:
@@ -55,11 +55,11 @@ def _collate_tensor(batch: list[torch.Tensor], *, collate_fn_map: Any = None) ->
     if not is_plain or first.is_nested or first.device.type != "cpu":
         by_torch: torch.Tensor = _TORCH_COLLATE_TENSOR(batch, collate_fn_map=collate_fn_map)
         return by_torch
-    scratch: Scratch | None = getattr(_present, "scratch", None)
-    return scratch.stack(batch) if scratch is not None else torch.stack(batch, 0)
+    allocator: SlotAllocator | None = getattr(_present, "allocator", None)
+    return allocator.stack(batch) if allocator is not None else torch.stack(batch, 0)
 
 
-def install_scratch_collate() -> None:
+def install_slot_collate() -> None:
     """Make default_collate in this worker write to our memory. Called once per worker process."""
     if torch_collate.default_collate_fn_map[torch.Tensor] is _TORCH_COLLATE_TENSOR:
         torch_collate.default_collate_fn_map[torch.Tensor] = _collate_tensor
@@ -67,10 +67,10 @@ def install_scratch_collate() -> None:
 
 
 @contextmanager
-def collating_into(scratch: Scratch) -> Iterator[None]:
-    """While this lasts, default_collate's tensors lie in ``scratch``."""
-    _present.scratch = scratch
+def collating_into(allocator: SlotAllocator) -> Iterator[None]:
+    """While this lasts, default_collate's tensors lie in ``allocator``."""
+    _present.allocator = allocator
     try:
         yield
     finally:
-        _present.scratch = None
+        _present.allocator = None

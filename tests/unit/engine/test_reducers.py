@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 import scripting
-from penstock.engine.pickling import reducers as remade
+from penstock.engine.pickling import reducers
+from pickled import round_trip
 from specimens import Numbers
-from travelling import through_travel
 
 pytestmark = pytest.mark.legacy
 
 
-def round_trip(value: Any) -> Any:
-    back, packed = through_travel(value)
-    packed.close()
+def sent(value: Any) -> Any:
+    back, pickle_file = round_trip(value)
+    pickle_file.close()
     return back
 
 
@@ -29,7 +29,7 @@ def round_trip(value: Any) -> Any:
 def test_a_lock_between_threads_is_a_new_one_that_is_free(make: Any) -> None:
     lock = make()
     with lock:
-        back = round_trip(lock)
+        back = sent(lock)
     assert type(back) is type(lock)
     assert back is not lock
     assert back.acquire(blocking=False)
@@ -37,31 +37,31 @@ def test_a_lock_between_threads_is_a_new_one_that_is_free(make: Any) -> None:
 
 def test_a_context_variable_keeps_its_name_and_default() -> None:
     variable = contextvars.ContextVar("depth", default=3)
-    back = round_trip(variable)
+    back = sent(variable)
     assert (back.name, back.get()) == ("depth", 3)
     with pytest.raises(LookupError):
-        round_trip(contextvars.ContextVar("bare")).get()
+        sent(contextvars.ContextVar("bare")).get()
 
 
 def test_what_belongs_to_a_thread_starts_empty() -> None:
     local = threading.local()
     local.seen = 1
-    assert vars(round_trip(local)) == {}
+    assert vars(sent(local)) == {}
 
 
 def test_weak_dictionaries_keep_what_somebody_holds() -> None:
     held = Numbers(2)
-    back = round_trip({"held": held, "weak": weakref.WeakValueDictionary(one=held)})
+    back = sent({"held": held, "weak": weakref.WeakValueDictionary(one=held)})
     assert back["weak"]["one"] is back["held"]
-    assert len(round_trip(weakref.WeakValueDictionary(one=held))) == 0  # nobody there holds it
-    keyed = round_trip({"held": held, "weak": weakref.WeakKeyDictionary({held: 5})})
+    assert len(sent(weakref.WeakValueDictionary(one=held))) == 0  # nobody there holds it
+    keyed = sent({"held": held, "weak": weakref.WeakKeyDictionary({held: 5})})
     assert keyed["weak"][keyed["held"]] == 5
 
 
 def test_a_cached_function_of_a_module_goes_by_name() -> None:
     from penstock.conv.algorithms.merged_groups import num_merged
 
-    assert round_trip(num_merged) is num_merged
+    assert sent(num_merged) is num_merged
 
 
 def local_fibonacci() -> Any:
@@ -75,7 +75,7 @@ def local_fibonacci() -> Any:
 def test_a_cached_function_that_calls_itself_comes_back_with_an_empty_cache() -> None:
     ours = local_fibonacci()
     ours(10)
-    back = round_trip(ours)
+    back = sent(ours)
     assert back.cache_info().currsize == 0
     assert back(30) == 832040
     assert back.cache_parameters() == {"maxsize": 7, "typed": False}
@@ -83,7 +83,7 @@ def test_a_cached_function_that_calls_itself_comes_back_with_an_empty_cache() ->
 
 
 def test_other_objects_are_not_ours_to_remake() -> None:
-    assert remade.reduce(Numbers(1)) is None
+    assert reducers.reduce(Numbers(1)) is None
 
 
 SCRIPT = """

@@ -17,9 +17,9 @@ import torch
 
 from penstock import SharedDict, SharedList
 from penstock.engine.memory import shared_column as flat
-from penstock.engine.pickling.pickler import serialise
+from penstock.engine.pickling.pickler import pickle_objects
+from pickled import arrive, round_trip
 from specimens import Pair, assert_same
-from travelling import arrive, through_travel
 
 pytestmark = pytest.mark.legacy
 
@@ -256,39 +256,39 @@ def test_copy_and_deepcopy_need_no_second_one() -> None:
 def test_it_travels_by_descriptor_and_views_of_one_list_share_it() -> None:
     shared = SharedList(str(number) for number in range(100_000))
     names = SharedDict({"a": 1})
-    (one, two, three), packed = through_travel([shared, shared[::-1], names])
-    assert packed.parcel.num_bytes < 10_000
-    assert len(packed.fds) == 3  # one for the list, two for the dict
+    (one, two, three), pickle_file = round_trip([shared, shared[::-1], names])
+    assert pickle_file.location.num_bytes < 10_000
+    assert len(pickle_file.fds) == 3  # one for the list, two for the dict
     assert one == shared
     assert two[0] == "99999"
     assert two._column is one._column
     assert three == {"a": 1}
     inodes = {os.fstat(column.file.fd).st_ino for column in (one._column, shared._column)}
     assert len(inodes) == 1
-    packed.close()
+    pickle_file.close()
 
 
 def test_a_plain_list_does_not_travel_by_descriptor() -> None:
-    _, packed = through_travel([str(number) for number in range(100_000)])
-    assert packed.parcel.num_bytes > 100_000
-    assert packed.fds == []
-    packed.close()
+    _, pickle_file = round_trip([str(number) for number in range(100_000)])
+    assert pickle_file.location.num_bytes > 100_000
+    assert pickle_file.fds == []
+    pickle_file.close()
 
 
 def test_the_descriptor_stays_open_as_long_as_the_parcel() -> None:
     shared = SharedList(["a"])
-    packed = serialise({"value": shared}).seal()
+    pickle_file = pickle_objects({"value": shared}).to_shared_file()
     del shared  # a worker may be started later, in the place of one that died
-    assert arrive(packed) == ["a"]
-    packed.close()
+    assert arrive(pickle_file) == ["a"]
+    pickle_file.close()
 
 
 def test_more_lists_than_descriptors_fit_travel_as_copies() -> None:
     lists = [SharedList([number]) for number in range(230)]
-    again, packed = through_travel(lists)
-    assert len(packed.fds) == 200
+    again, pickle_file = round_trip(lists)
+    assert len(pickle_file.fds) == 200
     assert [shared[0] for shared in again] == list(range(230))
-    packed.close()
+    pickle_file.close()
 
 
 # -- the dict --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""User objects, serialised once, rebuilt elsewhere; big buffers lie beside the stream."""
+"""User objects, pickled once, rebuilt elsewhere; big buffers lie beside the stream."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.pickling.pickler import Packed, serialise, unpack
+from penstock.engine.pickling.pickler import PickleFile, pickle_objects, unpickle_objects
+from pickled import arrive, worker_side
 from specimens import Numbers, assert_same, draw
-from travelling import arrive, worker_side
 
 pytestmark = pytest.mark.legacy
 
 
 @contextmanager
-def packing(**objects: Any) -> Iterator[Packed]:
-    packed = serialise(objects).seal()
-    yield packed
-    packed.close()
+def packing(**objects: Any) -> Iterator[PickleFile]:
+    pickle_file = pickle_objects(objects).to_shared_file()
+    yield pickle_file
+    pickle_file.close()
 
 
 def round_trip(value: Any) -> Any:
-    with packing(value=value) as packed:
-        return unpack(worker_side(packed), [])["value"]
+    with packing(value=value) as pickle_file:
+        return unpickle_objects(worker_side(pickle_file), [])["value"]
 
 
 def local_class() -> type:
@@ -77,15 +77,15 @@ def test_big_buffers_are_not_in_the_stream() -> None:
     with packing(
         value=[np.zeros(1 << 20, np.uint8), torch.zeros(1 << 20, dtype=torch.uint8)]
     ) as it:
-        assert it.parcel.stream_bytes < 4096
-        assert [length for _, length in it.parcel.spans] == [1 << 20, 1 << 20]
+        assert it.location.stream_bytes < 4096
+        assert [length for _, length in it.location.spans] == [1 << 20, 1 << 20]
 
 
 def test_every_worker_may_write_to_its_copy_and_nobody_else_sees_it() -> None:
     original = np.zeros(10_000)
-    with packing(value=original) as packed:
-        one = unpack(worker_side(packed), [])["value"]
-        other = unpack(worker_side(packed), [])["value"]
+    with packing(value=original) as pickle_file:
+        one = unpickle_objects(worker_side(pickle_file), [])["value"]
+        other = unpickle_objects(worker_side(pickle_file), [])["value"]
     one += 1
     assert one.sum() == 10_000
     assert other.sum() == 0
@@ -93,23 +93,23 @@ def test_every_worker_may_write_to_its_copy_and_nobody_else_sees_it() -> None:
 
 
 def test_the_modules_that_a_worker_must_import_are_listed() -> None:
-    with packing(dataset=Numbers()) as packed:
-        names = [entry[0] for entry in packed.parcel.modules]
+    with packing(dataset=Numbers()) as pickle_file:
+        names = [entry[0] for entry in pickle_file.location.modules]
     assert "specimens" in names
     assert "__main__" not in names
 
 
 def test_the_modules_of_functions_are_listed_too() -> None:
     bound = functools.partial(textwrap.indent, prefix=" ")
-    with packing(worker_init_fn=draw, collate_fn=bound) as packed:
-        names = [entry[0] for entry in packed.parcel.modules]
+    with packing(worker_init_fn=draw, collate_fn=bound) as pickle_file:
+        names = [entry[0] for entry in pickle_file.location.modules]
     assert {"specimens", "textwrap"} <= set(names)
 
 
 def test_objects_of_one_parcel_that_share_something_share_it_still() -> None:
     shared = [1, 2, 3]
-    with packing(dataset={"list": shared}, collate_fn=shared) as packed:
-        objects = unpack(worker_side(packed), [])
+    with packing(dataset={"list": shared}, collate_fn=shared) as pickle_file:
+        objects = unpickle_objects(worker_side(pickle_file), [])
     assert objects["dataset"]["list"] is objects["collate_fn"]
 
 
@@ -131,13 +131,13 @@ def test_a_module_that_no_import_finds_travels_by_value(name: str, tmp_path: Pat
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        packed = serialise({"value": module.Plugged()}).seal()
+        pickle_file = pickle_objects({"value": module.Plugged()}).to_shared_file()
         assert name not in cloudpickle.list_registry_pickle_by_value()  # that was for us alone
     finally:
         del sys.modules[name]
-    assert name not in dict(packed.parcel.modules)  # nor does a fork server try to import it
-    assert arrive(packed)[2] == 6
-    packed.close()
+    assert name not in dict(pickle_file.location.modules)  # nor does a fork server try to import it
+    assert arrive(pickle_file)[2] == 6
+    pickle_file.close()
 
 
 def test_a_module_of_a_package_that_was_made_by_hand_travels_by_value(tmp_path: Path) -> None:
@@ -148,14 +148,14 @@ def test_a_module_of_a_package_that_was_made_by_hand_travels_by_value(tmp_path: 
     sys.modules["by_hand"] = package
     try:
         module = importlib.import_module("by_hand.deep")
-        packed = serialise({"value": module.Plugged()}).seal()
+        pickle_file = pickle_objects({"value": module.Plugged()}).to_shared_file()
     finally:
         del sys.modules["by_hand"]
         sys.modules.pop("by_hand.deep", None)
-    assert arrive(packed)[2] == 6
-    packed.close()
+    assert arrive(pickle_file)[2] == 6
+    pickle_file.close()
 
 
 def test_a_module_that_is_found_travels_by_name() -> None:
-    with packing(value=Numbers(3)) as packed:
-        assert ("specimens", 0) in packed.parcel.modules
+    with packing(value=Numbers(3)) as pickle_file:
+        assert ("specimens", 0) in pickle_file.location.modules
