@@ -104,11 +104,11 @@ def compare(
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.trace import comparison as comparing
+    from penstock.trace.accounting import compare as compare_accounts
     from penstock.trace.timeline import Timeline
 
     before, after = Timeline.load(one), Timeline.load(other)
-    lines = comparing.compare(before.account, after.account)
+    lines = compare_accounts(before.account, after.account)
     if as_json:
         content = {line.what: [line.one, line.other] for line in lines}
         causes = [before.verdict.cause, after.verdict.cause]

@@ -1,16 +1,20 @@
-"""Where did the time go?
+"""Tracing: recording what a loader's processes do, and showing where the time went.
 
-    records (a loader's, or a file's) --> model: lanes and spans --+--> render_terminal
-                                             |                     +--> render_html
-                                             v                     +--> render_perfetto
-                                          account: sums --> verdict: one sentence, its evidence
-                                             |
-                                             +--> what_if --> policy.simulator --> another model
+Recording, in the processes that work:
 
-    view       Timeline: all of it under one name
-    files      traces on disk
-    merging    several loaders of one program as one trace
-    comparing  two of them side by side
+    record            rings of fixed-size records, ``penstock.span``
+    recorder          in the training process: its own ring, and the workers' rings, gathered
+    worker_recorder   in a worker
+    transform_spans   each transform of a ``Compose`` as a span
+    gpu_events        copies and steps on the GPU's own clock
 
-Everything here is made from plain records: nothing needs a loader, a worker or a GPU.
+Reading, from plain records alone (no loader, worker or GPU is needed):
+
+    records --> model: lanes of spans --> terminal, html, perfetto
+                  +--> accounting: sums --> diagnosis: what limits the run
+                  +--> simulator: the run with other settings
+
+    timeline          ``penstock.Timeline``: all of it under one name
+    what_if           ``penstock.simulate``
+    files             traces on disk
 """

@@ -1,14 +1,19 @@
-"""Sums: how long everybody worked and waited, the beginning of each epoch apart."""
+"""Sums over a run: how long the training loop and each worker worked and waited.
+
+The beginning of each epoch is kept apart. :func:`compare` sets the sums of two runs side by side.
+Called from: :class:`penstock.Timeline` and ``penstock trace compare``.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.trace.model import Lane, Model, Span
+from penstock.trace.model import Lane, Span, TraceModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,41 +92,56 @@ class Account:
         """Samples a second in the steady run."""
         return self.steady_rows / self.steady_s if self.steady_s > 0 else 0.0
 
+    @property
+    def typical_row_s(self) -> float:
+        """What a sample takes a typical worker; 0 where that is not known."""
+        rows_s = sorted(worker.row_s for worker in self.workers if worker.row_s)
+        return rows_s[len(rows_s) // 2] if rows_s else 0.0
+
     def share(self, seconds: float) -> float:
+        """Of the steady run, the part that so many seconds are."""
         return min(1.0, seconds / self.steady_s) if self.steady_s > 0 else 0.0
 
 
-def make_account(model: Model) -> Account:
-    """The sums of a model."""
+def make_account(model: TraceModel) -> Account:
+    """Sum up a model."""
     batches = model.batches()
     if not batches:
         return Account(total_s=model.total_ns * 1e-9)
     firsts: dict[int, int] = {}
     for batch in batches:
         firsts[batch.pass_] = min(batch.batch, firsts.get(batch.pass_, batch.batch))
-    sums, starts_ns, steady_rows, stalls = _sum_up(model, firsts)
-    steady_s = sum(sums[kind] for kind in ("stall", "step", "deliver", "transfer", "fetch"))
-    top_share, slowest_ratio, slowest = _concentration(model, stalls)
-    free = [reading.value for reading in model.free_memory]
+    sums_s: dict[str, float] = defaultdict(float)
+    starts_s: dict[int, float] = defaultdict(float)
+    steady: list[Span] = []
+    for span in (span for lane in model.of("main") for span in lane.top()):
+        is_first = firsts.get(span.pass_) == span.batch and span.kind != "step"
+        if span.kind == "launch" or is_first:
+            starts_s[span.pass_] += span.took_ns * 1e-9
+        else:
+            sums_s[span.kind] += span.took_ns * 1e-9
+            steady.append(span)
+    stalls = [span for span in steady if span.kind == "stall"]
+    top_share, slowest_ratio, slowest = _longest_stalls(model, stalls)
     return Account(
         num_batches=len(batches),
         num_rows=sum(batch.rows for batch in batches),
         num_passes=len(firsts),
         total_s=model.total_ns * 1e-9,
-        startup_s=sum(starts_ns.values()) * 1e-9,
-        first_start_s=starts_ns.get(min(firsts), 0) * 1e-9,
-        steady_s=steady_s,
-        steady_rows=steady_rows,
-        stall_s=sums["stall"],
-        step_s=sums["step"],
-        deliver_s=sums["deliver"],
-        transfer_s=sums["transfer"],
-        loading_s=sums["fetch"],
-        copy_s=sum(s.took_ns for lane in model.of("copy") for s in lane.spans) * 1e-9,
-        gpu_s=sum(s.took_ns for lane in model.of("gpu") for s in lane.spans) * 1e-9,
-        refused=len(model.refused_ns),
+        startup_s=sum(starts_s.values()),
+        first_start_s=starts_s[min(firsts)],
+        steady_s=sum(sums_s[kind] for kind in ("stall", "step", "deliver", "transfer", "fetch")),
+        steady_rows=sum(span.rows for span in steady if span.kind == "deliver"),
+        stall_s=sums_s["stall"],
+        step_s=sums_s["step"],
+        deliver_s=sums_s["deliver"],
+        transfer_s=sums_s["transfer"],
+        loading_s=sums_s["fetch"],
+        copy_s=sum(_took_s(lane.spans) for lane in model.of("copy")),
+        gpu_s=sum(_took_s(lane.spans) for lane in model.of("gpu")),
+        refused=model.num_refused,
         num_faults=sum(lane.num_faults for lane in model.lanes),
-        free_memory_share=_free_share(free, model),
+        free_memory_share=_free_share(model),
         top_stall_share=top_share,
         slowest_ratio=slowest_ratio,
         slowest=slowest,
@@ -129,66 +149,49 @@ def make_account(model: Model) -> Account:
     )
 
 
-def _sum_up(
-    model: Model, firsts: dict[int, int]
-) -> tuple[dict[str, float], dict[int, int], int, list[Span]]:
-    """Seconds of each kind, the start-up apart, and the stalls; ``firsts``: each epoch's batch."""
-    sums: dict[str, float] = defaultdict(float)
-    starts_ns: dict[int, int] = defaultdict(int)
-    steady_rows = 0
-    stalls: list[Span] = []
-    for lane in model.of("main"):
-        for span in lane.top():
-            is_first = firsts.get(span.pass_) == span.batch and span.kind != "step"
-            if span.kind == "launch" or is_first:
-                starts_ns[span.pass_] += span.took_ns
-                continue
-            sums[span.kind] += span.took_ns * 1e-9
-            if span.kind == "stall":
-                stalls.append(span)
-            if span.kind == "deliver":
-                steady_rows += span.rows
-    return sums, starts_ns, steady_rows, stalls
+def _took_s(spans: Iterable[Span]) -> float:
+    return sum(span.took_ns for span in spans) * 1e-9
 
 
-def _free_share(free: list[float], model: Model) -> float:
+def _free_share(model: TraceModel) -> float:
+    free = [reading.value for reading in model.free_memory]
     total = model.facts.get("memory_bytes")
     return min(free) / total if free and isinstance(total, (int, float)) and total > 0 else 1.0
 
 
 def _account_worker(lane: Lane, stalls: list[Span]) -> WorkerAccount:
-    fetches = [span for span in lane.top() if span.kind == "fetch" and not span.is_open]
-    collates = [span for span in lane.top() if span.kind == "collate"]
-    fetch_s = sum(span.took_ns for span in fetches) * 1e-9
-    collate_s = sum(span.took_ns for span in collates) * 1e-9
+    fetches = [span for span in lane.of("fetch") if not span.is_open]
+    collates = lane.of("collate")
+    collate_s = _took_s(collates)
     passes = {span.pass_ for span in fetches}
-    waited_for = [stall for stall in stalls if stall.pass_ in passes]
     return WorkerAccount(
         number=lane.number,
         num_rows=sum(span.rows for span in fetches),
-        fetch_s=fetch_s,
+        fetch_s=_took_s(fetches),
         collate_s=collate_s,
         cpu_s=_scaled(fetches, collates, "cpu_ns"),
         queued_s=_scaled(fetches, collates, "queued_ns"),
         # The first finds out the layout; the user's collate_fn is counted by itself.
         copied_s=max(0.0, _scaled(fetches[1:], collates, "copied_ns") - collate_s),
         row_s=row_s(fetches),
-        stall_busy_share=_overlap_share(waited_for, [*fetches, *collates]),
+        stall_busy_share=_overlap_share(
+            [stall for stall in stalls if stall.pass_ in passes], [*fetches, *collates]
+        ),
         first_pass=min(passes, default=0),
     )
 
 
 def _scaled(fetches: list[Span], collates: list[Span], field: str) -> float:
     """A sum over all parts from those where it was measured."""
-    ends = {(s.pass_, s.batch, s.part): s.took_ns for s in collates}
-    known = [s for s in fetches if getattr(s, field) >= 0]
+    collate_ns = {span.place: span.took_ns for span in collates}
 
-    def took(span: Span) -> int:
-        return span.took_ns + ends.get((span.pass_, span.batch, span.part), 0)
+    def took_ns(spans: list[Span]) -> int:
+        return sum(span.took_ns + collate_ns.get(span.place, 0) for span in spans)
 
-    base = sum(took(span) for span in known)
-    share = sum(getattr(span, field) for span in known) / base if base else 0.0
-    return share * sum(took(span) for span in fetches) * 1e-9
+    known = [span for span in fetches if getattr(span, field) >= 0]
+    known_ns = took_ns(known)
+    share = sum(getattr(span, field) for span in known) / known_ns if known_ns else 0.0
+    return share * took_ns(fetches) * 1e-9
 
 
 def row_s(fetches: list[Span]) -> float:
@@ -205,27 +208,93 @@ def _overlap_share(stalls: list[Span], busy: list[Span]) -> float:
     busy = sorted(busy, key=lambda span: span.start_ns)
     edges = np.array([edge for span in busy for edge in (span.start_ns, span.end_ns)], dtype=float)
     edges = np.maximum.accumulate(edges)
-    sums = np.cumsum([0.0, *(np.diff(edges) * (np.arange(len(edges) - 1) % 2 == 0))])
-    starts = np.array([stall.start_ns for stall in stalls], dtype=float)
-    ends = np.array([stall.end_ns for stall in stalls], dtype=float)
+    busy_ns = np.diff(edges, prepend=edges[0])
+    busy_ns[::2] = 0.0  # from the end of a span to the beginning of the next
+    starts, ends = np.array([stall[2:4] for stall in stalls], dtype=float).T
+    sums = np.cumsum(busy_ns)
     covered = np.interp(ends, edges, sums) - np.interp(starts, edges, sums)
     return min(1.0, float(covered.sum()) / total)
 
 
-def _concentration(model: Model, stalls: list[Span]) -> tuple[float, float, Span | None]:
-    """Do a few long stalls take most of the time, and is one slow part behind them?"""
-    total = sum(stall.took_ns for stall in stalls)
-    fetches = [s for lane in model.of("worker") for s in lane.top() if s.kind == "fetch"]
-    if not total or len(fetches) < 10:
-        return 0.0, 1.0, None
+def _longest_stalls(model: TraceModel, stalls: list[Span]) -> tuple[float, float, Span | None]:
+    """The share of the longest tenth of the stalls, and how slow the slowest part behind them is.
+
+    Returns the share, how much longer than usual a sample of that part took, and the part.
+    """
+    fetches = [span for lane in model.of("worker") for span in lane.of("fetch")]
     longest = sorted(stalls, key=lambda span: span.took_ns, reverse=True)
-    num_batches = len(model.batches())
-    top = longest[: max(1, num_batches // 10)]
+    top = longest[: max(1, len(model.batches()) // 10)]
     keys = {(stall.pass_, stall.batch) for stall in top}
-    usual = row_s(fetches)
-    behind = [s for s in fetches if (s.pass_, s.batch) in keys]
-    slowest = max(behind, key=lambda s: s.took_ns, default=None)
-    if slowest is None or not usual:
+    behind = [span for span in fetches if (span.pass_, span.batch) in keys]
+    usual_s = row_s(fetches)
+    if len(fetches) < 10 or not behind or not usual_s or not _took_s(top):
         return 0.0, 1.0, None
-    ratio = slowest.took_ns * 1e-9 / (usual * max(1, slowest.rows))
-    return sum(stall.took_ns for stall in top) / total, ratio, slowest
+    slowest = max(behind, key=lambda span: span.took_ns)
+    ratio = slowest.took_ns * 1e-9 / (usual_s * max(1, slowest.rows))
+    return _took_s(top) / _took_s(stalls), ratio, slowest
+
+
+# -- two runs side by side -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """One number of two runs.
+
+    Args:
+        is_better: Whether the second run's is better; None: neither is.
+    """
+
+    what: str
+    one: float
+    other: float
+    unit: str
+    is_better: bool | None = None
+
+    @property
+    def change(self) -> str:
+        """How the second relates to the first."""
+        if self.unit == "%":
+            return f"{(self.other - self.one) * 100:+.0f} points"
+        if not self.one:
+            return "" if not self.other else "new"
+        return f"{self.other / self.one:.2f}x"
+
+    def shown(self, value: float) -> str:
+        return f"{value:.0%}" if self.unit == "%" else f"{value:,.4g} {self.unit}".rstrip()
+
+
+_COMPARED: list[tuple[str, Callable[[Account], float], str, bool | None]] = [
+    ("samples a second", lambda a: a.rate, "", True),
+    ("waiting for batches", lambda a: a.share(a.stall_s + a.loading_s), "%", False),
+    ("your step", lambda a: a.share(a.step_s), "%", None),
+    ("to the device", lambda a: a.share(a.transfer_s), "%", False),
+    ("putting together", lambda a: a.share(a.deliver_s), "%", False),
+    ("start-up", lambda a: a.startup_s, "s", False),
+    ("a sample in a worker", lambda a: a.typical_row_s * 1e3, "ms", False),
+    ("workers", lambda a: len(a.workers), "", None),
+    ("batches", lambda a: a.num_batches, "", None),
+]
+"""What is compared: a name, the number, its unit, and whether more of it is better."""
+
+
+def compare(one: Account, other: Account) -> list[ComparisonRow]:
+    """Set two runs side by side.
+
+    Example:
+        >>> fast = Account(num_batches=9, steady_s=1.0, steady_rows=80, step_s=1.0)
+        >>> slow = Account(num_batches=9, steady_s=2.0, steady_rows=80, step_s=1.0, stall_s=1.0)
+        >>> row = compare(slow, fast)[0]
+        >>> row.what, row.change, row.is_better
+        ('samples a second', '2.00x', True)
+    """
+    found = []
+    for what, read, unit, more_is_better in _COMPARED:
+        left, right = float(read(one)), float(read(other))
+        is_better = None
+        if more_is_better is not None and left != right:
+            is_better = (right > left) == more_is_better
+        found.append(
+            ComparisonRow(what=what, one=left, other=right, unit=unit, is_better=is_better)
+        )
+    return found

@@ -1,7 +1,11 @@
-"""Which knob is wrong? One sentence with numbers, what it was concluded from, a line to paste."""
+"""What limits a run: one sentence with numbers, its evidence, and a line to paste.
+
+Called from: :attr:`penstock.Timeline.verdict`.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,67 +56,79 @@ class Diagnosis:
         return {**vars(self), "evidence": list(self.evidence)}
 
 
-def judge(
+def diagnose(
     account: Account, facts: dict[str, Any], predict: Predict = lambda **_: None
 ) -> Diagnosis:
-    """The verdict on a run.
+    """Find what limits a run.
 
     Example:
-        >>> judge(Account(num_batches=9, steady_s=1.0, step_s=0.98, stall_s=0.02), {}).cause
+        >>> diagnose(Account(num_batches=9, steady_s=1.0, step_s=0.98, stall_s=0.02), {}).cause
         'step'
     """
-    return _Judge(account, facts, predict).judge()
+    return _CauseSearch(account, facts, predict).search()
 
 
-class _Judge:
+class _CauseSearch:
     """Tries the causes one after the other: the ones that hide others first."""
 
     def __init__(self, account: Account, facts: dict[str, Any], predict: Predict) -> None:
-        self.it = account
+        self.run = run = account
         self.facts = facts
         self.predict = predict
-        self.workers = account.workers
-        self.is_inline = not account.workers
-        it = account
-        lost_s = it.stall_s + it.deliver_s + it.transfer_s + it.loading_s
-        self.lost = self.loop_lost = it.share(lost_s)
-        self.worker_name = "training loop"
-        if it.gpu_s:  # its own clock says more than the loop's
-            self.worker_name, self.lost = "GPU", max(0.0, 1.0 - it.share(it.gpu_s))
+        self.workers = workers = account.workers
+        busy_s = sum(worker.busy_s for worker in workers) or 1e-9
+        # Of the time that workers are busy. Each was measured in some parts only, and scaled.
+        self.cpu = sum(worker.cpu_s for worker in workers) / busy_s
+        self.queued = sum(worker.queued_s for worker in workers) / busy_s
+        self.waiting = sum(worker.wait_share * worker.busy_s for worker in workers) / busy_s
+        self.collating = sum(worker.collate_s + worker.copied_s for worker in workers) / busy_s
+        self.stall_busy = _mean([worker.stall_busy_share for worker in workers])
+        self.loading_s = run.stall_s + run.loading_s + run.deliver_s
+        self.lost = self.loop_lost = run.share(self.loading_s + run.transfer_s)
+        self.waiter = "training loop"
+        if run.gpu_s:  # its own clock says more than the loop's
+            self.waiter, self.lost = "GPU", max(0.0, 1.0 - run.share(run.gpu_s))
+        # Copies that the device makes by itself do not hold up the loop: the step waits for them.
+        copy_share = run.share(run.copy_s)
+        self.are_copies_unseen = run.gpu_s > 0 and run.copy_s > self.loading_s and copy_share > 0.5
 
-    def judge(self) -> Diagnosis:
-        it = self.it
-        if not it.num_batches and self.facts.get("is_off") is True:
+    def search(self) -> Diagnosis:
+        run = self.run
+        if not run.num_batches and self.facts.get("is_off") is True:
             return Diagnosis(
                 cause="nothing",
                 sentence="Nothing was noted: tracing is off (trace=False, or PENSTOCK_TRACE=0).",
                 remedy="DataLoader(..., trace=True), and no PENSTOCK_TRACE in the environment",
             )
-        if it.num_batches < MIN_BATCHES or it.steady_s <= 0:
+        if run.num_batches < MIN_BATCHES or run.steady_s <= 0:
+            named = {0: "No batch was", 1: "One batch was"}
+            counted = named.get(run.num_batches, f"{run.num_batches:,} batches were")
             return Diagnosis(
-                cause="nothing",
-                sentence=f"{_batches(it.num_batches)} delivered: too few to say anything.",
+                cause="nothing", sentence=f"{counted} delivered: too few to say anything."
             )
-        for look in (
-            *(self._memory, self._start_up, self._step, self._transfer, self._main),
-            *(self._slow_sample, self._slow_worker, self._workers, self._slots),
-        ):
-            found = look()
-            if found is not None:
-                return found
-        return self._say("decode", "Loading limits.", self._worker_evidence())
+        return (
+            self._memory()
+            or self._start_up()
+            or self._step()
+            or self._transfer()
+            or self._main()
+            or self._slow_sample()
+            or self._slow_worker()
+            or self._workers()
+            or self._slots()
+        )
 
     def _say(self, cause: str, text: str, evidence: list[str], remedy: str = "") -> Diagnosis:
-        it = self.it
-        waits = f"The {self.worker_name} waits {self.lost:.0%} of the time. "
+        run = self.run
+        waits = f"The {self.waiter} waits {self.lost:.0%} of the time. "
         shares = (
-            f"steady run: {it.steady_s:.3g} s, {it.rate:,.0f} samples/s; step "
-            f"{it.share(it.step_s):.0%}, waiting {it.share(it.stall_s + it.loading_s):.0%}, "
-            f"to the device {it.share(it.transfer_s):.0%}, putting together "
-            f"{it.share(it.deliver_s):.0%}"
+            f"steady run: {run.steady_s:.3g} s, {run.rate:,.0f} samples/s; step "
+            f"{run.share(run.step_s):.0%}, waiting {run.share(run.stall_s + run.loading_s):.0%}, "
+            f"to the device {run.share(run.transfer_s):.0%}, putting together "
+            f"{run.share(run.deliver_s):.0%}"
         )
-        if it.startup_s > it.steady_s and cause != "start-up":
-            evidence = [*evidence, f"before that, the first batch took {it.startup_s:.2f} s"]
+        if run.startup_s > run.steady_s and cause != "start-up":
+            evidence = [*evidence, f"before that, the first batch took {run.startup_s:.2f} s"]
         return Diagnosis(
             cause=cause,
             sentence=(waits if cause not in ("step", "start-up") else "") + text,
@@ -123,43 +139,42 @@ class _Judge:
     # -- one look for each cause -----------------------------------------------------------------
 
     def _memory(self) -> Diagnosis | None:
-        it = self.it
-        if it.num_faults < MANY_FAULTS and it.free_memory_share >= LOW_MEMORY:
-            return None
-        if self.lost < NOTHING_LOST:
+        run = self.run
+        is_short = run.num_faults >= MANY_FAULTS or run.free_memory_share < LOW_MEMORY
+        if not is_short or self.lost < NOTHING_LOST:
             return None
         evidence = [
-            f"{it.num_faults:,} pages had to be read from the disk again",
-            f"free memory went down to {it.free_memory_share:.0%}",
+            f"{run.num_faults:,} pages had to be read from the disk again",
+            f"free memory went down to {run.free_memory_share:.0%}",
         ]
         fewer = max(1, len(self.workers) // 2)
         text = "Memory is short: workers wait for their own pages."
         return self._say("memory", text, evidence, f"DataLoader(..., num_workers={fewer})")
 
     def _start_up(self) -> Diagnosis | None:
-        it = self.it
-        share = it.startup_s / max(it.startup_s + it.steady_s, 1e-9)
-        num_later = it.num_passes - 1
-        later_s = it.startup_s - it.first_start_s
-        later_steady_s = it.steady_s * num_later / max(1, it.num_passes)
+        run = self.run
+        share = run.startup_s / max(run.startup_s + run.steady_s, 1e-9)
+        num_later = run.num_passes - 1
+        later_s = run.startup_s - run.first_start_s
+        later_steady_s = run.steady_s * num_later / max(1, run.num_passes)
         is_often = later_s > max(0.05 * num_later, later_steady_s)
-        if share < STARTUP_SHARE or not (is_often or it.startup_s >= LONG_START_S):
+        if share < STARTUP_SHARE or not (is_often or run.startup_s >= LONG_START_S):
             return None  # a short run has started once: that says nothing about a long one
-        epochs = f"{it.num_passes} epochs ({it.first_start_s:.2f} s in the first)"
+        epochs = f"{run.num_passes} epochs ({run.first_start_s:.2f} s in the first)"
         text = (
-            f"{share:.0%} of the time is start-up: {it.startup_s:.2f} s until the first batch of "
-            f"{epochs if num_later else '1 epoch'}, then {it.steady_s:.2f} s."
+            f"{share:.0%} of the time is start-up: {run.startup_s:.2f} s until the first batch of "
+            f"{epochs if num_later else '1 epoch'}, then {run.steady_s:.2f} s."
         )
         are_kept = self.facts.get("persistent_workers") is True
         remedy = "DataLoader(..., persistent_workers=True)"
-        return self._say("start-up", text, [], "" if self.is_inline or are_kept else remedy)
+        return self._say("start-up", text, [], remedy if self.workers and not are_kept else "")
 
     def _step(self) -> Diagnosis | None:
-        it = self.it
-        if self.loop_lost < NOTHING_LOST <= self.lost and not self._copies_unseen():
+        run = self.run
+        if self.loop_lost < NOTHING_LOST <= self.lost and not self.are_copies_unseen:
             text = (
                 f"The GPU waits {self.lost:.0%} of the time, but not for batches: your step holds "
-                f"the loop {it.share(it.step_s):.0%} of it, and they are ready when it asks."
+                f"the loop {run.share(run.step_s):.0%} of it, and they are ready when it asks."
             )
             remedy = (
                 'with penstock.span("forward"): ... shows where the step waits (.item(), print)'
@@ -168,8 +183,8 @@ class _Judge:
         if self.lost >= NOTHING_LOST:
             return None
         text = (
-            f"Your step takes {it.share(it.step_s):.0%} of the time and batches are ready when it "
-            f"asks: faster loading would bring at most {self.lost:.0%}."
+            f"Your step takes {run.share(run.step_s):.0%} of the time and batches are ready when "
+            f"it asks: faster loading would bring at most {self.lost:.0%}."
         )
         if self.loop_lost >= NOTHING_LOST:  # it runs ahead of the GPU, and waits there
             text = (
@@ -179,51 +194,43 @@ class _Judge:
         return self._say("step", text, self._worker_evidence())
 
     def _transfer(self) -> Diagnosis | None:
-        it = self.it
-        other = it.stall_s + it.loading_s + it.deliver_s
-        is_unseen = self._copies_unseen()
-        if it.transfer_s <= other and not is_unseen:
+        run = self.run
+        if run.transfer_s <= self.loading_s and not self.are_copies_unseen:
             return None
-        took_s = max(it.transfer_s, it.copy_s if is_unseen else 0.0)
-        text = f"The way to the device limits: {it.share(took_s):.0%} of the time."
+        took_s = max(run.transfer_s, run.copy_s if self.are_copies_unseen else 0.0)
+        text = f"The way to the device limits: {run.share(took_s):.0%} of the time."
         device = self.facts.get("device") or "cuda"
         remedy = (
             f"DataLoader(..., device='{device}', pin_memory=True), samples as uint8 and finish="
         )
         return self._say("transfer", text, [f"copies: {took_s:.2f} s"], remedy)
 
-    def _copies_unseen(self) -> bool:
-        """Copies that the device makes by itself hold up no loop: the step waits for them."""
-        it = self.it
-        other = it.stall_s + it.loading_s + it.deliver_s
-        return it.gpu_s > 0 and it.copy_s > other and it.share(it.copy_s) > 0.5
-
     def _main(self) -> Diagnosis | None:
-        it = self.it
-        if self.is_inline:
-            text = f"Samples are loaded in the training process: {it.share(it.loading_s):.0%}."
+        run = self.run
+        if not self.workers:
+            text = f"Samples are loaded in the training process: {run.share(run.loading_s):.0%}."
             text += self._promise(num_workers=self._cores())
             return self._say("main process", text, [], 'DataLoader(..., num_workers="auto")')
-        if it.deliver_s <= it.stall_s:
+        if run.deliver_s <= run.stall_s:
             return None
         text = (
             f"The training process limits: putting batches together takes it "
-            f"{it.share(it.deliver_s):.0%} of the time."
+            f"{run.share(run.deliver_s):.0%} of the time."
         )
         remedy = "tensors or arrays instead of many small objects in each sample"
         return self._say("main process", text, self._worker_evidence(), remedy)
 
     def _slow_sample(self) -> Diagnosis | None:
-        it = self.it
-        slowest = it.slowest
-        is_outlier = it.top_stall_share > 0.6 and it.slowest_ratio >= 2 * SLOW_RATIO
+        run = self.run
+        slowest = run.slowest
+        is_outlier = run.top_stall_share > 0.6 and run.slowest_ratio >= 2 * SLOW_RATIO
         if slowest is None or not is_outlier or len(self._slow_ones()) == 1:
             return None
         text = (
             f"A few slow samples hold up the rest: batch {slowest.batch} of epoch {slowest.pass_} "
-            f"took {slowest.took_ns * 1e-9:.2f} s, {it.slowest_ratio:.0f} times as long as usual."
+            f"took {slowest.took_ns * 1e-9:.2f} s, {run.slowest_ratio:.0f} times as long as usual."
         )
-        evidence = [f"the longest tenth of the waits is {it.top_stall_share:.0%} of all waiting"]
+        evidence = [f"the longest tenth of the waits is {run.top_stall_share:.0%} of all waiting"]
         remedy = "DataLoader(..., prefetch_factor=8), and trace=penstock.Tracing(samples=True)"
         return self._say("slow sample", text, evidence, remedy)
 
@@ -231,11 +238,10 @@ class _Judge:
         """Workers that are much slower than the others of their loader."""
         found = []
         for first_pass in {worker.first_pass for worker in self.workers}:
-            worker_rings = [worker for worker in self.workers if worker.first_pass == first_pass]
-            rows = sorted(worker.row_s for worker in worker_rings if worker.row_s)
-            if len(rows) > 1:
-                usual = rows[(len(rows) - 1) // 2]
-                found += [worker for worker in worker_rings if worker.row_s >= SLOW_RATIO * usual]
+            pool = [w for w in self.workers if w.first_pass == first_pass and w.row_s]
+            if len(pool) > 1:
+                usual_s = statistics.median_low(worker.row_s for worker in pool)
+                found += [worker for worker in pool if worker.row_s >= SLOW_RATIO * usual_s]
         return found
 
     def _slow_worker(self) -> Diagnosis | None:
@@ -244,9 +250,9 @@ class _Judge:
             return None
         one = slow[0]
         others = [w for w in self.workers if w is not one and w.first_pass == one.first_pass]
-        usual = sorted(worker.row_s for worker in others)[len(others) // 2]
+        usual = statistics.median_high(w.row_s for w in others if w.row_s)
         is_in_order = self.facts.get("in_order") is not False
-        others_busy = sum(worker.stall_busy_share for worker in others) / len(others)
+        others_busy = _mean([worker.stall_busy_share for worker in others])
         if is_in_order and others_busy > OTHERS_BUSY:
             return None
         text = (
@@ -264,22 +270,18 @@ class _Judge:
         return self._say("slow worker", text, evidence, remedy)
 
     def _workers(self) -> Diagnosis | None:
-        busy = sum(w.stall_busy_share for w in self.workers) / len(self.workers)
-        if busy < 0.5:
+        if self.stall_busy < 0.5:
             return None
-        busy_s = sum(worker.busy_s for worker in self.workers) or 1e-9
-        collate = sum(w.collate_s + w.copied_s for w in self.workers) / busy_s
-        waits = sum(worker.wait_share * worker.busy_s for worker in self.workers) / busy_s
         evidence = self._worker_evidence()
-        if collate > 0.5:
-            text = f"Collating in workers limits: it takes {collate:.0%} of their time."
+        if self.collating > 0.5:
+            text = f"Collating in workers limits: it takes {self.collating:.0%} of their time."
             remedy = "DataLoader(..., collate_fn=None), with the work moved to dataset[i]"
             if self.facts.get("collate_fn") == "default":
                 remedy = "samples of fewer bytes (uint8, not float32), in one tensor, not in many"
             return self._say("collate", text, evidence, remedy)
-        if waits > 0.5 and self.facts.get("pool") != "thread":
+        if self.waiting > 0.5 and self.facts.get("pool") != "thread":
             more = max(2 * len(self.workers), self._cores())
-            text = f"Reading limits: workers wait for data {waits:.0%} of their time."
+            text = f"Reading limits: workers wait for data {self.waiting:.0%} of their time."
             text += self._promise(num_workers=more)
             return self._say("storage", text, evidence, f"DataLoader(..., num_workers={more})")
         return self._decode(evidence)
@@ -305,20 +307,19 @@ class _Judge:
         return self._say("decode", text, evidence, remedy)
 
     def _others_compute(self) -> bool:
-        """Do workers wait for cores that neither they nor the step can be using?"""
-        it = self.it
-        busy_s = sum(worker.busy_s for worker in self.workers) or 1e-9
-        queued = sum(worker.queued_s for worker in self.workers) / busy_s
-        used = sum(worker.cpu_s for worker in self.workers) / max(it.total_s - it.startup_s, 1e-9)
-        return queued > 0.5 and used + it.share(it.step_s + it.deliver_s) < 0.6 * self._cores()
+        """Whether workers wait for cores that neither they nor the step can be using."""
+        run = self.run
+        used = sum(worker.cpu_s for worker in self.workers) / max(run.total_s - run.startup_s, 1e-9)
+        return (
+            self.queued > 0.5 and used + run.share(run.step_s + run.deliver_s) < 0.6 * self._cores()
+        )
 
-    def _slots(self) -> Diagnosis | None:
-        it = self.it
+    def _slots(self) -> Diagnosis:
         asked = self.facts.get("prefetch_factor")
         text = "Workers stand idle while the loop waits: too few batches are under way."
         evidence = self._worker_evidence()
-        if it.refused:
-            evidence.append(f"{it.refused:,} times there was no slot for another batch")
+        if self.run.refused:
+            evidence.append(f"{self.run.refused:,} times there was no slot for another batch")
         depth = max(4, 2 * asked) if isinstance(asked, int) else 16
         return self._say("slots", text, evidence, f"DataLoader(..., prefetch_factor={depth})")
 
@@ -330,30 +331,25 @@ class _Judge:
 
     def _promise(self, **settings: Any) -> str:
         rate = self.predict(**settings)
-        if rate is None or rate < 1.05 * self.it.rate:
+        if rate is None or rate < 1.05 * self.run.rate:
             return ""
         count = settings["num_workers"]
         now = f" instead of {len(self.workers)}" if self.workers else ""
-        return f" {count} workers{now} would bring {self.it.rate:,.0f} to {rate:,.0f} samples/s."
+        return f" {count} workers{now} would bring {self.run.rate:,.0f} to {rate:,.0f} samples/s."
 
     def _worker_evidence(self) -> list[str]:
         if not self.workers:
             return []
-        busy_s = sum(worker.busy_s for worker in self.workers) or 1e-9
-        # Each is measured in some parts of the batches only, and scaled.
-        cpu = min(1.0, sum(worker.cpu_s for worker in self.workers) / busy_s)
-        queued = min(1.0 - cpu, sum(worker.queued_s for worker in self.workers) / busy_s)
-        collate = sum(w.collate_s + w.copied_s for w in self.workers) / busy_s
-        idle = 1 - sum(w.stall_busy_share for w in self.workers) / len(self.workers)
-        rows = [worker.row_s for worker in self.workers if worker.row_s]
-        typical = sorted(rows)[len(rows) // 2] * 1e3 if rows else 0.0
+        cpu = min(1.0, self.cpu)
+        queued = min(1.0 - cpu, self.queued)
+        count, row_ms = len(self.workers), self.run.typical_row_s * 1e3
         return [
-            f"{len(self.workers)} worker{'s' * (len(self.workers) > 1)}, {typical:.3g} ms a "
-            f"sample: computing {cpu:.0%}, waiting for a core {queued:.0%}, "
-            f"for data {max(0.0, 1 - cpu - queued):.0%}; collating {collate:.0%}",
-            f"while the loop waits, workers are idle {idle:.0%} of the time",
+            f"{count} worker{'s' * (count > 1)}, {row_ms:.3g} ms a sample: computing {cpu:.0%}, "
+            f"waiting for a core {queued:.0%}, for data {max(0.0, 1 - cpu - queued):.0%}; "
+            f"collating {self.collating:.0%}",
+            f"while the loop waits, workers are idle {1 - self.stall_busy:.0%} of the time",
         ]
 
 
-def _batches(count: int) -> str:
-    return {0: "No batch was", 1: "One batch was"}.get(count, f"{count:,} batches were")
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.trace.diagnosis import Diagnosis
-from penstock.trace.model import WORDS, Lane, Model, Reading
+from penstock.trace.model import WORDS, Lane, Reading, TraceModel
 
 KINDS = tuple(WORDS)
 _DATA = "__PENSTOCK_DATA__"
@@ -22,7 +22,7 @@ MAX_READINGS = 20_000
 """Points of a curve; more than a screen has columns, by far."""
 
 
-def render(model: Model, verdict: Diagnosis | None = None) -> str:
+def render(model: TraceModel, verdict: Diagnosis | None = None) -> str:
     """The page."""
     return _template().replace(_DATA, _as_script_text(make_data(model, verdict)))
 
@@ -45,7 +45,7 @@ def _as_script_text(data: dict[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def make_data(model: Model, verdict: Diagnosis | None) -> dict[str, Any]:
+def make_data(model: TraceModel, verdict: Diagnosis | None) -> dict[str, Any]:
     """What the page draws, in columns."""
     names: dict[str, int] = {"": 0}
     lanes = [_lane(lane, names) for lane in model.lanes]

@@ -12,10 +12,10 @@ import itertools
 import json
 from typing import Any
 
-from penstock.trace.model import WORDS, Lane, Model, Span
+from penstock.trace.model import WORDS, Lane, Span, TraceModel
 
 
-def render(model: Model) -> dict[str, Any]:
+def render(model: TraceModel) -> dict[str, Any]:
     """The trace in Chrome's form."""
     events: list[dict[str, Any]] = []
     threads: dict[int, int] = {}
@@ -42,7 +42,7 @@ def render(model: Model) -> dict[str, Any]:
     }
 
 
-def dump(model: Model) -> bytes:
+def dump(model: TraceModel) -> bytes:
     """As the bytes of a file."""
     return json.dumps(render(model), separators=(",", ":")).encode()
 
@@ -147,7 +147,7 @@ def _counter(name: str, at_ns: int, pid: int, value: float) -> dict[str, Any]:
     }
 
 
-def _flows(model: Model, threads: dict[int, int]) -> list[dict[str, Any]]:
+def _flows(model: TraceModel, threads: dict[int, int]) -> list[dict[str, Any]]:
     """From the part of a batch that was loaded last to the batch that was handed out."""
     rows = {id(lane): row for row, lane in enumerate(model.lanes, 1)}
     handed = {

@@ -1,29 +1,47 @@
-"""What would another setting bring? A discrete-event model of the engine, fed with measured times.
+"""Discrete-event simulation of a loader, fed with the times that a trace holds.
 
-    Workload: what parts of batches, putting together, copies and steps took, as measured
-    Settings: workers, batches under way, samples in a batch, ...
-    simulate(workload, settings) -> Run: when everything would have happened
+    measure_costs(model) -> MeasuredCosts: what parts of batches, deliveries, copies and steps took
+                            SimulationSettings: workers, prefetch depth, samples in a batch, ...
+    simulate_run(costs, settings) -> SimulatedRun: records like those of a real run
 
-What is modelled: batches are leased ahead up to a depth, cut into parts, and given to the worker
-with the fewest samples to do; workers load their parts one after the other; delivery is in order;
-the training process puts a batch together, brings it to the device, and takes its step. Workers and
-the training process share the cores evenly: what computes is slowed down when there are too few,
-what waits is not. Times are drawn from those measured, so rare slow ones stay rare and slow.
+Batches are leased ahead up to a depth, cut into parts, and given to the worker with the fewest
+samples to do. Workers load their parts one after the other; delivery is in order. The training
+process puts a batch together, brings it to the device, and takes its step; without workers it loads
+each batch itself. Workers and the training process share the cores evenly: computing is slowed down
+when there are too few of them, waiting is not. Times are drawn from the measured ones, so rare slow
+ones stay rare and slow.
+
+Called from: the training process or ``penstock trace``, through :mod:`penstock.trace.what_if` and
+:attr:`penstock.Timeline.verdict`.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import math
 import random
+import statistics
 from collections import deque
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from penstock.errors import BadTrace
+from penstock.planning.prefetch_depth import DEPTH_TARGET_S, MAX_DEPTH, MIN_DEPTH, SPLIT_FROM_S
+from penstock.trace.model import Lane, Span, TraceModel
+from penstock.trace.record import BATCH, LEASE, Record
+
+NUM_BATCHES = 200
+MAX_WORKERS = 1024
+"""More take minutes to simulate."""
+MAX_DRAWS = 1000
+"""The mean of this many draws is as good as that of more."""
+_DONE = 1e-9
+"""A task with less than this share of its work left is over."""
 
 
 class Cost(NamedTuple):
-    """What something takes: computing, and waiting for something else than a core."""
+    """What a piece of work takes: computing, and waiting for something other than a core."""
 
     cpu_s: float
     wait_s: float
@@ -32,46 +50,41 @@ class Cost(NamedTuple):
         return Cost(self.cpu_s * factor, self.wait_s * factor)
 
 
-_NONE, _SHORT = Cost(0.0, 0.0), Cost(5e-5, 0.0)
-
-
-MAX_DRAWS = 1000
-"""The mean of so many is as good as that of more."""
+_NO_COST, _SHORT_COST = Cost(0.0, 0.0), Cost(5e-5, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Measured times, as plain values.
+class MeasuredCosts:
+    """What each piece of a run's work took.
 
     Args:
-        rows: For each part that was measured, what one of its samples took.
+        rows: For each part that was measured, the cost of one of its samples.
         part_s: What a worker needs between two parts.
-        collate: What collating takes, for each sample; empty: samples are written straight.
+        collate: What collating takes for each sample; empty: samples are written straight.
         deliver: What the training process needs for each batch.
         transfer_s: What bringing a batch to the device takes the training process.
         steps: What each step took.
         start_s: Until each worker had started.
-        batch_rows: Samples in a batch, when these were measured.
+        part_rows: Samples in a part, when these were measured.
     """
 
     rows: tuple[Cost, ...]
     part_s: float = 5e-5
     collate: tuple[Cost, ...] = ()
-    deliver: Cost = _SHORT
+    deliver: Cost = _SHORT_COST
     transfer_s: float = 0.0
-    steps: tuple[Cost, ...] = (_NONE,)
+    steps: tuple[Cost, ...] = (_NO_COST,)
     start_s: float = 0.0
-    batch_rows: int = 1
+    part_rows: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is to be imagined.
+class SimulationSettings:
+    """The loader to simulate.
 
     Args:
         depth: Batches under way for each worker; None: as the engine chooses.
-        num_parts: Parts that a batch is cut into; None: as the engine chooses.
-        split_from_s, depth_target_s, min_depth, max_depth: The engine's rules for the two.
+        can_split: A batch may be cut into parts.
     """
 
     num_workers: int
@@ -79,116 +92,116 @@ class Settings:
     num_batches: int
     cores: float
     depth: int | None = None
-    num_parts: int | None = None
     can_split: bool = True
-    split_from_s: float = 0.05
-    depth_target_s: float = 0.02
-    min_depth: int = 2
-    max_depth: int = 16
     seed: int = 0
 
 
-class Event(NamedTuple):
-    """Something that would have happened. ``worker`` -1: the training process."""
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRun:
+    """The records that the training process and the workers would have made."""
 
-    kind: str
-    worker: int
-    batch: int
-    part: int
-    rows: int
-    start_s: float
-    end_s: float
-    cost: Cost = _NONE
-
-
-@dataclass
-class Run:
-    """An imagined run."""
-
-    events: list[Event] = field(default_factory=list)
-    total_s: float = 0.0
-    first_batch_s: float = 0.0
-    last_batch_s: float = 0.0
-    num_rows: int = 0
-    ready: list[tuple[float, int]] = field(default_factory=list)
+    main: list[Record]
+    workers: list[list[Record]]
 
     @property
     def rate(self) -> float:
         """Samples a second, from the first batch to the last."""
-        return self.num_rows / (self.last_batch_s - self.first_batch_s) if self.num_rows else 0.0
+        first, *later = (record for record in self.main if record.kind == BATCH)
+        if not later:
+            return 0.0
+        took_ns = max(1, later[-1].end_ns - first.end_ns)
+        return sum(batch.rows for batch in later) * 1e9 / took_ns
+
+    def lanes(self) -> list[dict[str, Any]]:
+        """The lanes, as a trace file has them."""
+        workers = [
+            {"name": f"worker {number}", "role": "worker", "number": number, "spans": records}
+            for number, records in enumerate(self.workers)
+        ]
+        return [{"name": "main", "role": "main", "spans": self.main}, *workers]
 
 
-def simulate(workload: Workload, settings: Settings) -> Run:
-    """Run the model.
+def predict_rate(model: TraceModel, *, num_workers: int) -> float | None:
+    """Samples a second with another number of workers; None where the trace does not tell."""
+    if num_workers > MAX_WORKERS:
+        return None
+    try:
+        costs, settings = measure_costs(model, NUM_BATCHES)
+    except BadTrace:
+        return None
+    return simulate_run(costs, replace(settings, num_workers=num_workers)).rate
+
+
+def simulate_run(costs: MeasuredCosts, settings: SimulationSettings) -> SimulatedRun:
+    """Simulate a run.
 
     Example:
-        >>> slow = Workload(rows=(Cost(0.0, 0.01),), batch_rows=4)
+        >>> slow = MeasuredCosts(rows=(Cost(0.0, 0.01),), part_rows=4)
         >>> def rate(num_workers):
-        ...     settings = Settings(num_workers=num_workers, batch_rows=4, num_batches=100, cores=1)
-        ...     return round(simulate(slow, settings).rate, -1)
-        >>> rate(1), rate(2)  # samples that wait need no core
-        (100.0, 200.0)
+        ...     settings = SimulationSettings(
+        ...         num_workers=num_workers, batch_rows=4, num_batches=100, cores=1
+        ...     )
+        ...     return round(simulate_run(slow, settings).rate, -1)
+        >>> rate(0), rate(1), rate(2)  # samples that wait need no core
+        (100.0, 100.0, 200.0)
     """
-    return _Simulation(workload, settings).run()
+    return _Simulation(costs, settings).run()
 
 
 class _Task:
-    """Something under way, at the pace that the cores allow."""
+    """A piece of work under way; ``then`` is called when it is over."""
 
-    __slots__ = ("cost", "left", "number", "then")
+    __slots__ = ("cost", "left", "then")
 
-    def __init__(self, cost: Cost, number: int, then: object) -> None:
+    def __init__(self, cost: Cost, then: Callable[[], None]) -> None:
         self.cost = cost
         self.left = 1.0
-        self.number = number
         self.then = then
 
 
 class _Simulation:
-    """One run: tasks under way, what each worker has to do, and the training process."""
+    """The state of a simulated run: tasks under way, the queue of each worker, and the records."""
 
-    def __init__(self, workload: Workload, settings: Settings) -> None:
-        self._work = workload
-        self._request = settings
+    def __init__(self, costs: MeasuredCosts, settings: SimulationSettings) -> None:
+        self._costs = costs
+        self._settings = settings
         self._random = random.Random(settings.seed)
-        self._now = 0.0
+        self._now_s = 0.0
         self._tasks: list[_Task] = []
-        self._run = Run()
-        workers = settings.num_workers
-        self._queues: list[deque[tuple[int, int, int]]] = [deque() for _ in range(workers)]
-        self._loads = [0] * workers
-        self._is_busy = [False] * workers
-        self._missing: dict[int, int] = {}
-        self._sent = self._next = 0
-        self._timers: list[tuple[float, int, int]] = []
-        self._ticket = itertools.count()
-        mean = _mean(workload.rows)
+        num_workers = settings.num_workers
+        self._queues: list[deque[tuple[int, int, int]]] = [deque() for _ in range(num_workers)]
+        self._queued_rows = [0] * num_workers
+        self._is_busy = [True] * num_workers
+        self._missing_parts: dict[int, int] = {}
+        self._num_leased = self._num_taken = self._delivered_ns = 0
+        self._main: list[Record] = []
+        self._workers: list[list[Record]] = [[] for _ in range(num_workers)]
+        mean = _mean(costs.rows)
         self._batch_s = (mean.cpu_s + mean.wait_s) * settings.batch_rows
-        self._depth = self._choose_depth()
+        chosen = min(MAX_DEPTH, max(MIN_DEPTH, int(DEPTH_TARGET_S / max(self._batch_s, 1e-6))))
+        self._depth = chosen if settings.depth is None else settings.depth
 
-    def _choose_depth(self) -> int:
-        request = self._request
-        if request.depth is not None:
-            return request.depth
-        depth = int(request.depth_target_s / max(self._batch_s, 1e-6))
-        return min(request.max_depth, max(request.min_depth, depth))
-
-    def _num_parts(self, batch: int) -> int:
-        request = self._request
-        if request.num_parts is not None:
-            return max(1, min(request.num_parts, request.batch_rows))
-        is_slow = self._batch_s >= request.split_from_s or batch == 0
-        return (
-            max(1, min(request.num_workers, request.batch_rows))
-            if is_slow and request.can_split
-            else 1
-        )
+    def run(self) -> SimulatedRun:
+        for worker in range(self._settings.num_workers):
+            self._begin(Cost(0.0, self._costs.start_s), partial(self._free, worker))
+        for batch in range(self._settings.num_batches):
+            if self._settings.num_workers:
+                self._take(batch)
+            else:
+                self._load_inline(batch)
+            self._spend(self._random.choice(self._costs.steps))
+        return SimulatedRun(main=self._main, workers=self._workers)
 
     # -- time ------------------------------------------------------------------------------------
 
+    def _begin(self, cost: Cost, then: Callable[[], None] = lambda: None) -> _Task:
+        task = _Task(cost, then)
+        self._tasks.append(task)
+        return task
+
     def _slowdown(self) -> float:
         """By how much computing is slowed down: all that want a core get an equal share."""
-        cores = self._request.cores
+        cores = self._settings.cores
         active = [task.cost for task in self._tasks if task.cost.cpu_s > 0]
         if len(active) <= cores:
             return 1.0
@@ -200,153 +213,270 @@ class _Simulation:
         return high
 
     def _advance(self) -> None:
-        """To the next thing that ends."""
-        factor = self._slowdown()
-        spans = [task.cost.wait_s + task.cost.cpu_s * factor for task in self._tasks]
-        wait = min((t.left * s for t, s in zip(self._tasks, spans, strict=True)), default=math.inf)
-        if self._timers:
-            wait = min(wait, max(0.0, self._timers[0][0] - self._now))
-        if math.isinf(wait):
-            raise AssertionError("the imagined run stands still")
-        self._now += wait
-        ended = []
-        for task, span in zip(self._tasks, spans, strict=True):
-            task.left -= wait / span if span > 0 else 1.0
-            if task.left <= 1e-9:
-                ended.append(task)
-        if ended:
-            self._tasks = [task for task in self._tasks if task.left > 1e-9]
+        """Go on to the moment when the next task ends."""
+        slowdown = self._slowdown()
+        takes_s = [task.cost.wait_s + task.cost.cpu_s * slowdown for task in self._tasks]
+        passed_s = min(task.left * s for task, s in zip(self._tasks, takes_s, strict=True))
+        self._now_s += passed_s
+        for task, task_s in zip(self._tasks, takes_s, strict=True):
+            task.left -= passed_s / task_s if task_s > 0 else 1.0
+        ended = [task for task in self._tasks if task.left <= _DONE]
+        self._tasks = [task for task in self._tasks if task.left > _DONE]
         for task in ended:
-            task.then()  # type: ignore[operator]
-        while self._timers and self._timers[0][0] <= self._now + 1e-12:
-            _, _, worker = heapq.heappop(self._timers)
-            self._is_busy[worker] = False
-            self._work_on(worker)
-
-    def _begin(self, cost: Cost, then: object) -> None:
-        self._tasks.append(_Task(cost, next(self._ticket), then))
+            task.then()
 
     # -- workers ---------------------------------------------------------------------------------
 
     def _lease(self) -> None:
-        request = self._request
-        limit = self._depth * request.num_workers
-        num_open = self._sent - self._next
-        if limit - num_open < max(1, limit // 4) and num_open:
+        settings = self._settings
+        limit = self._depth * settings.num_workers
+        num_open = self._num_leased - self._num_taken
+        if num_open and limit - num_open < max(1, limit // 4):
             return
-        while self._sent < min(request.num_batches, self._next + limit):
-            batch, parts = self._sent, self._num_parts(self._sent)
-            self._missing[batch] = parts
-            bounds = [request.batch_rows * part // parts for part in range(parts + 1)]
+        while self._num_leased < min(settings.num_batches, self._num_taken + limit):
+            batch, num_parts = self._num_leased, 1
+            if settings.can_split and (self._batch_s >= SPLIT_FROM_S or batch == 0):
+                num_parts = max(1, min(settings.num_workers, settings.batch_rows))
+            self._missing_parts[batch] = num_parts
+            bounds = [settings.batch_rows * part // num_parts for part in range(num_parts + 1)]
             for part, (first, last) in enumerate(itertools.pairwise(bounds)):
-                worker = min(range(request.num_workers), key=self._loads.__getitem__)
-                self._loads[worker] += last - first
+                worker = min(range(settings.num_workers), key=self._queued_rows.__getitem__)
+                self._queued_rows[worker] += last - first
                 self._queues[worker].append((batch, part, last - first))
-            self._sent += 1
-        for worker in range(request.num_workers):
-            self._work_on(worker)
+            self._num_leased += 1
+        for worker in range(settings.num_workers):
+            self._load_next(worker)
 
-    def _work_on(self, worker: int) -> None:
+    def _load_next(self, worker: int) -> None:
         if self._is_busy[worker] or not self._queues[worker]:
             return
         batch, part, rows = self._queues[worker].popleft()
         self._is_busy[worker] = True
-        start, cost = self._now, self._part_cost(rows)
+        start_s, cost = self._now_s, self._part_cost(rows)
 
         def end() -> None:
-            place = (worker, batch, part, rows)
-            self._run.events.append(Event("fetch", *place, start, self._now, cost))
-            self._missing[batch] -= 1
-            self._loads[worker] -= rows
-            pause = self._now + self._work.part_s
-            heapq.heappush(self._timers, (pause, next(self._ticket), worker))
+            self._workers[worker].append(self._lease_record(batch, part, rows, start_s, cost))
+            self._missing_parts[batch] -= 1
+            self._queued_rows[worker] -= rows
+            self._begin(Cost(0.0, self._costs.part_s), partial(self._free, worker))
 
         self._begin(cost, end)
 
+    def _free(self, worker: int) -> None:
+        self._is_busy[worker] = False
+        self._load_next(worker)
+
     def _part_cost(self, rows: int) -> Cost:
         """Drawn from what was measured; large parts are sums of several draws."""
-        measured = self._work.rows
-        draws = max(1, min(MAX_DRAWS, round(rows / max(1, self._work.batch_rows))))
-        found = [measured[self._random.randrange(len(measured))] for _ in range(draws)]
-        cost = _mean(tuple(found)).times(rows)
-        if self._work.collate:
-            extra = self._work.collate[self._random.randrange(len(self._work.collate))]
-            cost = Cost(cost.cpu_s + extra.cpu_s * rows, cost.wait_s + extra.wait_s * rows)
-        return cost
+        num_draws = max(1, min(MAX_DRAWS, round(rows / max(1, self._costs.part_rows))))
+        cost = _mean([self._random.choice(self._costs.rows) for _ in range(num_draws)])
+        if self._costs.collate:
+            collate = self._random.choice(self._costs.collate)
+            cost = Cost(cost.cpu_s + collate.cpu_s, cost.wait_s + collate.wait_s)
+        return cost.times(rows)
+
+    def _lease_record(self, batch: int, part: int, rows: int, start_s: float, cost: Cost) -> Record:
+        start_ns, end_ns = _ns(start_s), _ns(self._now_s)
+        queued_ns = max(0, end_ns - start_ns - round((cost.cpu_s + cost.wait_s) * 1e9))
+        times = (start_ns, end_ns, 0, 0)
+        return Record(LEASE, "", *times, batch, part, rows, round(cost.cpu_s * 1e9), queued_ns, -1)
 
     # -- the training process --------------------------------------------------------------------
 
-    def run(self) -> Run:
-        request, work, run = self._request, self._work, self._run
-        for worker in range(request.num_workers):
-            self._is_busy[worker] = True
-            heapq.heappush(self._timers, (work.start_s, next(self._ticket), worker))
+    def _take(self, batch: int) -> None:
+        """Wait for a batch, bring it to the device, and put it together."""
+        start_s = self._now_s
         self._lease()
-        for batch in range(request.num_batches):
-            start = self._now
-            while self._missing[batch]:
-                self._advance()
-            del self._missing[batch]
-            run.ready.append((self._now, sum(not left for left in self._missing.values())))
-            if self._now > start:
-                run.events.append(Event("stall", -1, batch, 0, 0, start, self._now))
-            self._next = batch + 1
-            self._lease()
-            self._main("transfer", batch, Cost(0.0, work.transfer_s))
-            self._main("deliver", batch, work.deliver)
-            if not batch:
-                run.first_batch_s = self._now
-            else:
-                run.num_rows += request.batch_rows
-            run.last_batch_s = self._now
-            step = work.steps[self._random.randrange(len(work.steps))]
-            self._main("step", batch, step)
-        run.total_s = self._now
-        return run
-
-    def _main(self, kind: str, batch: int, cost: Cost) -> None:
-        """The training process does something; the workers go on meanwhile."""
-        if cost.cpu_s + cost.wait_s <= 0 and kind != "deliver":
-            return
-        start, is_over = self._now, [False]
-        self._begin(Cost(cost.cpu_s, max(cost.wait_s, 1e-9)), lambda: is_over.__setitem__(0, True))
-        while not is_over[0]:
+        while self._missing_parts[batch]:
             self._advance()
-        rows = self._request.batch_rows
-        self._run.events.append(Event(kind, -1, batch, 0, rows, start, self._now))
+        del self._missing_parts[batch]
+        stall_ns = _ns(self._now_s) - _ns(start_s)
+        num_ready = sum(not missing for missing in self._missing_parts.values())
+        self._num_taken = batch + 1
+        self._lease()
+        transfer_us = round(self._spend(Cost(0.0, self._costs.transfer_s)) * 1e6)
+        self._spend(self._costs.deliver)
+        self._deliver(batch, start_s, num_ready, stall_ns, transfer_us)
+
+    def _load_inline(self, batch: int) -> None:
+        start_s, rows = self._now_s, self._settings.batch_rows
+        cost = self._part_cost(rows)
+        self._spend(cost)
+        self._main.append(self._lease_record(batch, 0, rows, start_s, cost))
+        self._deliver(batch, start_s)
+
+    def _deliver(
+        self,
+        batch: int,
+        start_s: float,
+        num_ready: int = 0,
+        stall_ns: int = 0,
+        transfer_us: int = 0,
+    ) -> None:
+        end_ns, rows = _ns(self._now_s), self._settings.batch_rows
+        measured = (rows, stall_ns, self._delivered_ns, transfer_us)
+        self._main.append(
+            Record(BATCH, "", _ns(start_s), end_ns, 0, 0, batch, num_ready, *measured)
+        )
+        self._delivered_ns = end_ns
+
+    def _spend(self, cost: Cost) -> float:
+        """The training process works, and the workers go on meanwhile; how long it took."""
+        start_s = self._now_s
+        if cost.cpu_s + cost.wait_s > 0:
+            task = self._begin(cost)
+            while task.left > _DONE:
+                self._advance()
+        return self._now_s - start_s
 
 
-def _mean(costs: tuple[Cost, ...]) -> Cost:
+def _mean(costs: Sequence[Cost]) -> Cost:
     count = len(costs)
     return Cost(sum(c.cpu_s for c in costs) / count, sum(c.wait_s for c in costs) / count)
 
 
-def simulate_inline(workload: Workload, settings: Settings) -> Run:
-    """Without workers: the training process loads each batch when it is asked for.
+def _ns(seconds: float) -> int:
+    """A time of a record: nanoseconds, and never 0, which stands for none."""
+    return 1 + round(seconds * 1e9)
 
-    Example:
-        >>> slow = Workload(rows=(Cost(0.01, 0.0),), batch_rows=4)
-        >>> settings = Settings(num_workers=0, batch_rows=4, num_batches=10, cores=4)
-        >>> round(simulate_inline(slow, settings).rate)
-        100
+
+# -- costs from a trace ----------------------------------------------------------------------------
+
+
+def measure_costs(model: TraceModel, num_batches: int) -> tuple[MeasuredCosts, SimulationSettings]:
+    """The costs that a trace shows, and the settings that it was made with.
+
+    Raises:
+        BadTrace: There is too little in it.
     """
-    run, now, generator = Run(), 0.0, random.Random(settings.seed)
-    for batch in range(settings.num_batches):
-        cost = workload.rows[generator.randrange(len(workload.rows))].times(settings.batch_rows)
-        slowdown = max(1.0, 1.0 / settings.cores)
-        load_s = cost.cpu_s * slowdown + cost.wait_s
-        place = (-1, batch, 0, settings.batch_rows)
-        run.events.append(Event("fetch", *place, now, now + load_s, cost))
-        now += load_s
-        if not batch:
-            run.first_batch_s = now
-        else:
-            run.num_rows += settings.batch_rows
-        run.last_batch_s = now
-        step = workload.steps[generator.randrange(len(workload.steps))]
-        step_s = step.cpu_s + step.wait_s
-        run.events.append(Event("step", -1, batch, 0, settings.batch_rows, now, now + step_s))
-        now += step_s
-        run.ready.append((now, 0))
-    run.total_s = now
-    return run
+    main = next(iter(model.of("main")), None)
+    workers = model.of("worker")
+    lanes = [lane for lane in workers if lane.spans] or ([main] if main else [])
+    parts = [span for lane in lanes for span in lane.of("fetch")]
+    fetches = [s for s in parts if s.rows > 0 and not s.is_open]  # no rows: dropped half way
+    batches = model.batches()
+    if main is None or len(batches) < 3 or not fetches:
+        raise BadTrace(
+            f"{len(batches)} batches and {len(fetches)} parts of them are too few to imagine "
+            "another run from",
+            remedy="DataLoader(..., trace=True)"
+            if model.facts.get("is_off") is True
+            else "let the loader run for a few seconds first",
+        )
+    costs = MeasuredCosts(
+        rows=_row_costs(fetches),
+        part_s=_pause_s(lanes) if workers else 0.0,
+        collate=_collate_costs(lanes, fetches),
+        deliver=Cost(_mean_s(s for s in main.top()[1:] if s.kind == "deliver"), 0.0),
+        transfer_s=_mean_s(main.of("transfer")),
+        steps=_step_costs(main, is_inline=not workers),
+        start_s=_start_s(workers, main),
+        part_rows=max(1, int(statistics.median(s.rows for s in fetches))),
+    )
+    asked, known = model.facts.get("prefetch_factor"), model.facts.get("cores")
+    cores = float(known if isinstance(known, (int, float)) and known >= 1 else len(lanes))
+    settings = SimulationSettings(
+        num_workers=len(workers),
+        batch_rows=max(1, int(statistics.median(batch.rows for batch in batches))),
+        num_batches=num_batches,
+        cores=_free_cores(fetches, costs.steps, len(lanes), cores),
+        depth=asked if isinstance(asked, int) and asked >= 1 else None,
+        can_split=not costs.collate,
+    )
+    return costs, settings
+
+
+def _row_costs(fetches: list[Span]) -> tuple[Cost, ...]:
+    """What a sample took in each part, without the time that others held the cores.
+
+    How much of a part was computing, and how much such time, was measured in some; the others are
+    taken to be like those.
+    """
+    fetches = [span for span in fetches if span.took_ns > 0]
+    known = [span for span in fetches if span.cpu_ns >= 0]
+    took = sum(span.took_ns for span in known)
+    cpu_share = sum(min(span.cpu_ns, span.took_ns) for span in known) / took if took else 1.0
+    queued_share = sum(max(0, span.queued_ns) for span in known) / took if took else 0.0
+    wait_share = max(0.0, 1.0 - cpu_share - queued_share)
+    costs = []
+    for span in fetches:
+        cpu_ns, wait_ns = span.took_ns * cpu_share, span.took_ns * wait_share
+        if span.cpu_ns >= 0:
+            cpu_ns = float(min(span.cpu_ns, span.took_ns))
+            wait_ns = max(0.0, span.took_ns - cpu_ns - max(0, span.queued_ns))
+        costs.append(Cost(cpu_ns, wait_ns).times(1e-9 / span.rows))
+    warm = costs[1:] if len(costs) > 4 else costs  # the first opens files and fills caches
+    return tuple(warm) or (_NO_COST,)
+
+
+def _collate_costs(lanes: list[Lane], fetches: list[Span]) -> tuple[Cost, ...]:
+    """What collating took for each sample. What it computed is noted with its part, for both."""
+    parts = {span.place: span for span in fetches}
+    spans = [span for lane in lanes for span in lane.of("collate")]
+    pairs = [(span, parts[span.place]) for span in spans if span.place in parts]
+    known = [(span, part) for span, part in pairs if part.cpu_ns >= 0]
+    took = sum(span.took_ns for span, _ in known)
+    cpu = sum(min(s.took_ns, max(0, part.cpu_ns - part.took_ns)) for s, part in known)
+    queued = sum(min(s.took_ns, max(0, part.queued_ns)) for s, part in known)
+    cpu_share, queued_share = (cpu / took, queued / took) if took else (1.0, 0.0)
+    cost = Cost(cpu_share, max(0.0, 1.0 - cpu_share - queued_share))
+    return tuple(cost.times(span.took_ns * 1e-9 / part.rows) for span, part in pairs)
+
+
+def _free_cores(fetches: list[Span], steps: Sequence[Cost], num_lanes: int, cores: float) -> float:
+    """The cores that were to be had: fewer than the machine has where other programs ran.
+
+    More workers do not get more of them: schedulers share out between sessions and containers, and
+    hosts between machines (seen on two shared cores: 2, 4 and 8 computing workers, the same rate).
+    """
+    known = [
+        span for span in fetches if span.queued_ns >= 0 and span.cpu_ns > 0 and span.took_ns > 0
+    ]
+    cpu = sum(span.cpu_ns for span in known)
+    wanted = cpu + sum(span.queued_ns for span in known)
+    if len(known) < 5:
+        return cores
+    step = _mean(steps)
+    step_s = step.cpu_s + step.wait_s
+    own = step.cpu_s / step_s if step_s else 0.0
+    own += num_lanes * min(1.0, wanted / sum(span.took_ns for span in known))
+    share = cpu / wanted
+    if share >= 0.9 * min(1.0, cores / max(own, 1e-9)):
+        return cores
+    return max(0.25, min(cores, share * max(own, 1.0)))
+
+
+def _pause_s(lanes: list[Lane]) -> float:
+    """What a worker needs between two parts when it has another one to do."""
+    pauses = []
+    for lane in lanes:
+        pairs = itertools.pairwise(lane.of("fetch", "collate"))
+        pauses += [b.start_ns - a.end_ns for a, b in pairs if b.start_ns > a.end_ns]
+    return sorted(pauses)[len(pauses) // 10] * 1e-9 if pauses else 5e-5
+
+
+def _mean_s(spans: Iterable[Span]) -> float:
+    taken = [span.took_ns for span in spans]
+    return statistics.fmean(taken) * 1e-9 if taken else 0.0
+
+
+def _step_costs(main: Lane, *, is_inline: bool) -> tuple[Cost, ...]:
+    """What each step took; how much of it was computing is known of all steps together."""
+    steps = main.of("step")
+    total_s = sum(step.took_ns for step in steps) * 1e-9
+    busy = 0.0
+    if len(main.cpu_s) > 1 and total_s > 0 and not is_inline:
+        deliver_s = sum(span.took_ns for span in main.of("deliver")) * 1e-9
+        cpu_s = main.cpu_s[-1].value - main.cpu_s[0].value
+        busy = min(1.0, max(0.0, cpu_s - deliver_s) / total_s)
+    costs = [Cost(busy, 1 - busy).times(step.took_ns * 1e-9) for step in steps]
+    return tuple(costs) or (_NO_COST,)
+
+
+def _start_s(workers: list[Lane], main: Lane) -> float:
+    """From the moment that workers were asked for until they began to load."""
+    launches = main.of("launch")
+    firsts = [min(span.start_ns for span in lane.spans) for lane in workers if lane.spans]
+    if not launches or not firsts:
+        return 0.0
+    return max(0.0, (statistics.median(firsts) - launches[0].end_ns) * 1e-9)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rich.console import Console, Group
 from rich.text import Text
 
-from penstock.trace.model import Lane, Model, Span
+from penstock.trace.model import Lane, Span, TraceModel
 
 STYLES = {
     "fetch": ("█", "blue"),
@@ -47,7 +47,9 @@ LITTLE, LEAST = "·", 0.01
 _DARK = " ▁▂▃▄▅▆▇█"
 
 
-def render(model: Model, width: int, *, first_s: float = 0.0, last_s: float | None = None) -> Group:
+def render(
+    model: TraceModel, width: int, *, first_s: float = 0.0, last_s: float | None = None
+) -> Group:
     """The drawing of a part of the run, for rich to print.
 
     Args:
@@ -104,7 +106,7 @@ def _replaced(text: str, encoding: str) -> str:
     return text.encode(encoding, "replace").decode(encoding, "replace")
 
 
-def _shown_lanes(model: Model) -> tuple[list[Lane], int]:
+def _shown_lanes(model: TraceModel) -> tuple[list[Lane], int]:
     order = {"worker": 0, "main": 1, "copy": 2, "gpu": 3, "user": 4}
     lanes = [lane for lane in model.lanes if lane.spans]
     workers = [lane for lane in lanes if lane.role == "worker"]
@@ -169,7 +171,7 @@ def _line(name: str, row: list[Cell], label: int) -> Text:
     return text
 
 
-def _depth_line(model: Model, first_ns: int, last_ns: int, columns: int) -> Text | None:
+def _depth_line(model: TraceModel, first_ns: int, last_ns: int, columns: int) -> Text | None:
     readings = [reading for reading in model.ready if first_ns <= reading.at_ns <= last_ns]
     most = max((reading.value for reading in readings), default=0)
     if not most:
@@ -219,7 +221,7 @@ def _legend(seen: set[str], has_little: bool, label: int, width: int) -> list[Te
     return lines
 
 
-def draw(model: Model, width: int, *, colour: bool = False) -> str:
+def draw(model: TraceModel, width: int, *, colour: bool = False) -> str:
     """The drawing as text; with ``colour``, as a terminal understands it."""
     console = Console(
         width=width,

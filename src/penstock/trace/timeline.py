@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from penstock.errors import BadTrace
@@ -13,8 +13,9 @@ from penstock.trace import html as render_html
 from penstock.trace import perfetto as render_perfetto
 from penstock.trace import terminal as render_terminal
 from penstock.trace.accounting import Account, make_account
-from penstock.trace.diagnosis import Diagnosis, judge
-from penstock.trace.model import Lane, Model, make_model
+from penstock.trace.diagnosis import Diagnosis, diagnose
+from penstock.trace.model import Lane, TraceModel, make_model
+from penstock.trace.simulator import predict_rate
 
 
 class Timeline:
@@ -48,7 +49,7 @@ class Timeline:
         return cls(files.read_records(path))
 
     @cached_property
-    def model(self) -> Model:
+    def model(self) -> TraceModel:
         """Lanes, spans and curves."""
         return make_model(self._records)
 
@@ -60,12 +61,7 @@ class Timeline:
     @cached_property
     def verdict(self) -> Diagnosis:
         """What limits the run, in one sentence with its evidence."""
-        from penstock.trace.what_if import predict_rate
-
-        def predict(**settings: Any) -> float | None:
-            return predict_rate(self.model, **settings)
-
-        return judge(self.account, self.facts, predict)
+        return diagnose(self.account, self.facts, partial(predict_rate, self.model))
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The model of the engine: what must hold whatever the times are."""
+"""What holds for a simulated run whatever the times are."""
 
 from __future__ import annotations
 
@@ -12,18 +12,34 @@ import penstock
 import traces
 from penstock import BadTrace, Timeline
 from penstock.errors import BadArgument
-from penstock.trace.simulator import Cost, Run, Settings, Workload, simulate
-from penstock.trace.what_if import distil
+from penstock.trace.record import BATCH, Record
+from penstock.trace.simulator import (
+    Cost,
+    MeasuredCosts,
+    SimulatedRun,
+    SimulationSettings,
+    measure_costs,
+    simulate_run,
+)
 
 pytestmark = pytest.mark.legacy
 
 
 def imagine(
     rows: tuple[Cost, ...] = (Cost(0.0, 0.01),), step_s: float = 0.0, **settings: Any
-) -> Run:
-    work = Workload(rows=rows, steps=(Cost(0.0, step_s),), batch_rows=4, part_s=0.0)
+) -> SimulatedRun:
+    costs = MeasuredCosts(rows=rows, steps=(Cost(0.0, step_s),), part_rows=4, part_s=0.0)
     given = {"num_workers": 2, "batch_rows": 4, "num_batches": 100, "cores": 4.0, **settings}
-    return simulate(work, Settings(**given))
+    return simulate_run(costs, SimulationSettings(**given))
+
+
+def parts_of(run: SimulatedRun) -> list[Record]:
+    return [part for lane in run.workers for part in lane]
+
+
+def deliveries_of(run: SimulatedRun) -> list[Record]:
+    """What the training process did, without what it loaded itself."""
+    return [record for record in run.main if record.kind == BATCH]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4, 8])
@@ -49,9 +65,9 @@ def test_a_step_that_computes_takes_a_core_from_the_workers() -> None:
     rows = (Cost(0.01, 0.0),)
 
     def rate(step: Cost) -> float:
-        work = Workload(rows=rows, steps=(step,), batch_rows=4)
-        settings = Settings(num_workers=2, batch_rows=4, num_batches=100, cores=2)
-        return simulate(work, settings).rate
+        costs = MeasuredCosts(rows=rows, steps=(step,), part_rows=4)
+        settings = SimulationSettings(num_workers=2, batch_rows=4, num_batches=100, cores=2)
+        return simulate_run(costs, settings).rate
 
     assert rate(Cost(0.015, 0.0)) < 0.9 * rate(Cost(0.0, 0.015))
 
@@ -59,34 +75,37 @@ def test_a_step_that_computes_takes_a_core_from_the_workers() -> None:
 def test_batches_are_delivered_in_order_and_all_of_them() -> None:
     rows = (Cost(0.0, 0.001), Cost(0.0, 0.05))
     run = imagine(rows, num_workers=3, num_batches=50)
-    handed = [event.batch for event in run.events if event.kind == "deliver"]
-    assert handed == list(range(50))
-    loaded = sum(event.rows for event in run.events if event.kind == "fetch")
-    assert loaded == 200
+    assert [batch.batch for batch in deliveries_of(run)] == list(range(50))
+    assert sum(part.rows for part in parts_of(run)) == 200
+
+
+def test_without_workers_each_batch_is_loaded_when_it_is_asked_for() -> None:
+    run = imagine((Cost(0.004, 0.006),), num_workers=0, step_s=0.01)
+    assert run.rate == pytest.approx(4 / 0.05, rel=0.01)
+    loads = [record for record in run.main if record.kind != BATCH]
+    assert [load.batch for load in loads] == [batch.batch for batch in deliveries_of(run)]
+    for load, batch in zip(loads, deliveries_of(run), strict=True):
+        assert batch.start_ns == load.start_ns < load.end_ns <= batch.end_ns
 
 
 def test_no_worker_does_two_things_at_once_and_nothing_is_early() -> None:
     run = imagine((Cost(0.002, 0.003),), num_workers=3, num_batches=40)
-    for worker in range(3):
-        mine = sorted(e for e in run.events if e.worker == worker)
-        mine.sort(key=lambda event: event.start_s)
-        for one, other in itertools.pairwise(mine):
-            assert one.end_s <= other.start_s + 1e-9
-    done = {}
-    for event in run.events:
-        if event.kind == "fetch":
-            done[event.batch] = max(event.end_s, done.get(event.batch, 0.0))
-    for event in run.events:
-        if event.kind == "deliver":
-            assert event.start_s >= done[event.batch] - 1e-9
+    for lane in run.workers:
+        for one, other in itertools.pairwise(lane):
+            assert one.end_ns <= other.start_ns
+    loaded_ns: dict[int, int] = {}
+    for part in parts_of(run):
+        loaded_ns[part.batch] = max(part.end_ns, loaded_ns.get(part.batch, 0))
+    for batch in deliveries_of(run):
+        assert batch.start_ns + batch.a >= loaded_ns[batch.batch]
 
 
 def test_no_more_batches_are_under_way_than_the_depth_allows() -> None:
     run = imagine(step_s=0.05, depth=2, num_workers=2, num_batches=40, can_split=False)
-    handed = {e.batch: e.start_s for e in run.events if e.kind == "deliver"}
-    for event in run.events:
-        if event.kind == "fetch" and event.batch >= 4:
-            assert event.start_s >= handed[event.batch - 4] - 1e-9
+    taken_ns = {batch.batch: batch.start_ns + batch.a for batch in deliveries_of(run)}
+    for part in parts_of(run):
+        if part.batch >= 4:
+            assert part.start_ns >= taken_ns[part.batch - 4]
 
 
 def test_a_deeper_queue_rides_out_a_slow_sample() -> None:
@@ -98,8 +117,8 @@ def test_a_deeper_queue_rides_out_a_slow_sample() -> None:
 
 def test_the_same_seed_is_the_same_run() -> None:
     rows = (Cost(0.001, 0.001), Cost(0.004, 0.0), Cost(0.0, 0.01))
-    assert imagine(rows).events == imagine(rows).events
-    assert imagine(rows).events != imagine(rows, seed=1).events
+    assert imagine(rows) == imagine(rows)
+    assert imagine(rows) != imagine(rows, seed=1)
 
 
 # -- from a trace ----------------------------------------------------------------------------------
@@ -170,7 +189,7 @@ def test_wishes_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("count", [0, 2])
 def test_too_short_a_run_is_said_to_be_one(count: int) -> None:
     with pytest.raises(BadTrace, match="too few"):
-        distil(trace(num_batches=count).model, 10)
+        measure_costs(trace(num_batches=count).model, 10)
 
 
 def test_what_is_no_run_is_refused() -> None:

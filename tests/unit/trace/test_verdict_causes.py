@@ -8,9 +8,8 @@ import pytest
 
 import traces
 from penstock import Timeline
-from penstock.trace.accounting import Account, WorkerAccount
-from penstock.trace.comparison import compare
-from penstock.trace.diagnosis import CAUSES, judge
+from penstock.trace.accounting import Account, WorkerAccount, compare
+from penstock.trace.diagnosis import CAUSES, diagnose
 from penstock.trace.merging import merge_records
 from penstock.trace.record import BATCH, COLLATE, COPY, GPU, MEMORY, Record
 
@@ -58,7 +57,7 @@ def test_copies_that_only_the_device_sees() -> None:
 
 def test_a_loop_that_waits_ahead_of_a_busy_gpu_is_not_told_that_batches_are_ready() -> None:
     def sentence(**seconds: float) -> str:
-        return judge(Account(num_batches=9, steady_s=1.0, **seconds), {}).sentence
+        return diagnose(Account(num_batches=9, steady_s=1.0, **seconds), {}).sentence
 
     ahead = sentence(step_s=0.4, stall_s=0.6, gpu_s=0.95)
     assert "ready" not in ahead
@@ -91,7 +90,7 @@ def test_a_worker_is_waited_for_only_by_those_that_are_idle(busy: float, cause: 
         )
         for number, (row_ms, share) in enumerate(zip(rows_ms, shares, strict=True))
     )
-    assert judge(idle(workers=workers, stall_s=0.9, step_s=0.1), {}).cause == cause
+    assert diagnose(idle(workers=workers, stall_s=0.9, step_s=0.1), {}).cause == cause
 
 
 def test_a_few_slow_samples() -> None:
@@ -121,9 +120,9 @@ def test_a_start_that_is_paid_once_says_nothing_about_more_epochs() -> None:
         starts = {"startup_s": 4.0, "first_start_s": first_start_s}
         return idle(steady_s=0.2, stall_s=0.15, step_s=0.05, num_passes=4, **starts)
 
-    assert judge(account(3.9), {}).cause != "start-up"
-    assert judge(account(1.0), {}).remedy == "DataLoader(..., persistent_workers=True)"
-    kept = judge(account(1.0), {"persistent_workers": True})
+    assert diagnose(account(3.9), {}).cause != "start-up"
+    assert diagnose(account(1.0), {}).remedy == "DataLoader(..., persistent_workers=True)"
+    kept = diagnose(account(1.0), {"persistent_workers": True})
     assert (kept.cause, kept.remedy) == ("start-up", "")
 
 
@@ -146,7 +145,7 @@ def test_cores_that_others_hold_are_not_blamed_on_decoding(cpu_s: float, says: s
         number=0, fetch_s=1.0, cpu_s=cpu_s, queued_s=0.6, row_s=0.01, stall_busy_share=1.0
     )
     account = idle(workers=(worker, worker), total_s=1.0, stall_s=0.9, step_s=0.1)
-    assert says in judge(account, {"cores": 2}).sentence
+    assert says in diagnose(account, {"cores": 2}).sentence
 
 
 def test_what_more_workers_would_bring_is_a_sentence() -> None:
@@ -185,7 +184,7 @@ def idle(**changes: Any) -> Account:
 
 
 def test_workers_that_stand_idle_while_the_loop_waits_have_too_little_to_do() -> None:
-    verdict = judge(idle(refused=7), {"prefetch_factor": 2})
+    verdict = diagnose(idle(refused=7), {"prefetch_factor": 2})
     assert verdict.cause == "slots"
     assert "prefetch_factor=4" in verdict.remedy
     assert any("7 times there was no slot" in line for line in verdict.evidence)
@@ -193,7 +192,7 @@ def test_workers_that_stand_idle_while_the_loop_waits_have_too_little_to_do() ->
 
 def test_without_workers_the_training_process_loads() -> None:
     account = Account(num_batches=50, steady_s=1.0, loading_s=0.9, step_s=0.1)
-    verdict = judge(account, {"cores": 8}, lambda **settings: 500.0)
+    verdict = diagnose(account, {"cores": 8}, lambda **settings: 500.0)
     assert verdict.cause == "main process"
     assert "8 workers would bring 0 to 500 samples/s" in verdict.sentence
 
