@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from penstock.trace.recorder import Tracing as Tracing
     from penstock.trace.timeline import Timeline as Timeline
     from penstock.trace.what_if import simulate as simulate
-    from penstock.verify.checking import verify as verify
+    from penstock.verify.comparison import verify as verify
     from penstock.verify.verdict import Verdict as Verdict
 
 __version__ = "0.1.0"

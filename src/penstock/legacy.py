@@ -21,8 +21,8 @@ from penstock.machine.collect import here, machine
 from penstock.planning.amd_override import VARIABLE, judge_override
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
+from penstock.planning.planner import make_plan
 from penstock.planning.quantities import size
-from penstock.planning.rules import make_plan
 from penstock.planning.safety import USUAL_REQUESTS, choose_safe_workers, tabulate_safe_workers
 
 if TYPE_CHECKING:

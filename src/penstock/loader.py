@@ -24,7 +24,7 @@ from penstock.order.epoch_state import EpochState
 from penstock.order.resume import Resumable, make_order
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Plan
-from penstock.planning.rules import choose_start_method, make_plan
+from penstock.planning.planner import choose_start_method, make_plan
 from penstock.planning.worker_count import should_measure
 from penstock.trace.recorded import Recorded
 

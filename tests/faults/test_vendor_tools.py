@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from leftovers import SETTLE_S
-from penstock.machine import gpu, gpu_watch, nvidia
+from penstock.machine import gpu, gpu_usage, nvidia
 from penstock.machine.collect import machine
 from penstock.machine.vendor_tools import (
     MAX_OUTPUT_BYTES,
@@ -145,7 +145,7 @@ def test_a_machine_whose_tool_prints_rubbish_is_described_without_gpus(path: Pat
 def test_a_watch_is_cut_off_too(path: Path) -> None:
     install(path, "nvidia-smi", "exit 9")  # also where there is a real one
     install(path, "rocm-smi", SLEEP)
-    seen = gpu_watch.look(LIMIT_S)
+    seen = gpu_usage.read_gpu_usage(LIMIT_S)
     assert seen.readings == ()
     assert seen.trouble.endswith("; rocm-smi did not answer in 0.5 s")
 
@@ -201,6 +201,6 @@ def test_a_torch_that_hangs_or_dies_costs_only_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, trouble: str
 ) -> None:
     put_torch(tmp_path, monkeypatch, source)
-    sighting = gpu.sight_by_torch(1.0 if "sleep" in source else SOON_S)
+    sighting = gpu.find_torch_gpus(1.0 if "sleep" in source else SOON_S)
     assert sighting.gpus == ()
     assert trouble in sighting.trouble

@@ -423,11 +423,11 @@ def watched() -> Iterator[subprocess.Popen[str]]:
     code = """
 import sys
 from penstock.cli.doctor.watch import run_watch
-from penstock.machine.gpu_watch import GpuReading, Look
+from penstock.machine.gpu_usage import GpuReading, GpuUsage
 reading = GpuReading(index=0, name="card", use_percent=42.0, temperature_c=61.0,
                      memory_used_bytes=3 << 30, memory_total_bytes=8 << 30)
-looks = iter([Look(readings=(reading,), seen_by="test"), Look(trouble="it hangs")])
-run = run_watch(as_json=False, ask=lambda limit_s: next(looks, Look(readings=(reading,))))
+looks = iter([GpuUsage(readings=(reading,), seen_by="test"), GpuUsage(trouble="it hangs")])
+run = run_watch(as_json=False, ask=lambda limit_s: next(looks, GpuUsage(readings=(reading,))))
 sys.exit(run)
 """
     process = subprocess.Popen(

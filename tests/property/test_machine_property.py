@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.machine.amd import cards_by_kfd
 from penstock.machine.cgroup import cpu_quota, memory_limit_bytes
 from penstock.machine.facts import Gpu, Machine
-from penstock.machine.gpu_watch import _json_of
+from penstock.machine.gpu_usage import _json_of
 from penstock.machine.host import cpu_model
 from penstock.machine.storage import storage_of
 from penstock.machine.vendor_tools import ToolFailed

@@ -228,7 +228,7 @@ def api_page() -> str:
     return "\n".join(out)
 
 
-CALLABLE_ROOMS = {"machine": "penstock.machine.collect", "verify": "penstock.verify.checking"}
+CALLABLE_ROOMS = {"machine": "penstock.machine.collect", "verify": "penstock.verify.comparison"}
 """Rooms that can be called: what stands behind the call."""
 
 

@@ -14,7 +14,7 @@ from penstock.machine.collect import machine
 from penstock.machine.facts import Machine
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
-from penstock.planning.rules import make_plan
+from penstock.planning.planner import make_plan
 from penstock.planning.safety import tabulate_safe_workers
 
 NAMES = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}

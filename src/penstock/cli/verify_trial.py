@@ -21,7 +21,9 @@ def main(folder: str, options_text: str) -> None:
 def _verify_script(notes: Notes, options: dict[str, Any], deadline: float) -> None:
     target = find_target(options["target"], "verify")
     value = run_script(target, options["arguments"], notes.doing)
-    from penstock.verify.checking import verify  # late: it imports torch, the script may set it up
+    from penstock.verify.comparison import (
+        verify,  # late: it imports torch, the script may set it up
+    )
 
     try:
         verdict = verify(

@@ -95,7 +95,7 @@ def _with_software(known: Machine) -> Machine:
 
 
 def _with_gpus(known: Machine) -> Machine:
-    sighting = _known(lambda: gpu.find_gpus(known.torch_build), gpu.Sighting())
+    sighting = _known(lambda: gpu.find_gpus(known.torch_build), gpu.FoundGpus())
     return replace(
         known,
         gpus=sighting.gpus,

@@ -41,7 +41,7 @@ doctor must answer in 3 s also beside a tool that hangs; ``doctor --gpu`` has mo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sighting:
+class FoundGpus:
     """Which GPUs were seen, by whom, and what went wrong on the way."""
 
     gpus: tuple[Gpu, ...] = ()
@@ -49,7 +49,7 @@ class Sighting:
     trouble: str = ""
 
 
-def find_gpus(torch_build: str = "cuda") -> Sighting:
+def find_gpus(torch_build: str = "cuda") -> FoundGpus:
     """Which GPUs do this machine's drivers list?
 
     Args:
@@ -79,8 +79,8 @@ def find_gpus(torch_build: str = "cuda") -> Sighting:
             troubles.append(trouble)
             continue
         if gpus:
-            return Sighting(gpus=gpus, seen_by=name, trouble="; ".join(map(str, troubles)))
-    return Sighting(trouble="; ".join(map(str, troubles)))
+            return FoundGpus(gpus=gpus, seen_by=name, trouble="; ".join(map(str, troubles)))
+    return FoundGpus(trouble="; ".join(map(str, troubles)))
 
 
 def _by_nvml() -> tuple[Gpu, ...]:
@@ -121,29 +121,29 @@ _MARK = "penstock-gpus:"
 
 
 def ask_torch(limit_s: float) -> tuple[Gpu, ...]:
-    """Which GPUs can torch use? Empty also if it fails or hangs: ``sight_by_torch`` tells.
+    """Which GPUs can torch use? Empty also if it fails or hangs: ``find_torch_gpus`` tells.
 
     Example:
         >>> isinstance(ask_torch(limit_s=60.0), tuple)
         True
     """
-    return sight_by_torch(limit_s).gpus
+    return find_torch_gpus(limit_s).gpus
 
 
-def sight_by_torch(limit_s: float) -> Sighting:
+def find_torch_gpus(limit_s: float) -> FoundGpus:
     """Which GPUs can torch use, asked in a child process that is dead after ``limit_s``?
 
     Under ``HSA_OVERRIDE_GFX_VERSION`` the architecture is the one that the card poses as.
     """
     if not host.can_start_python():
-        return Sighting(trouble="no Python can be started here to ask torch in")
+        return FoundGpus(trouble="no Python can be started here to ask torch in")
     try:
         gpus = _parse(run_tool(python_command(f"{__name__}:print_torch_gpus"), limit_s))
     except ToolTimedOut:
-        return Sighting(trouble=f"torch did not say which GPUs it sees in {limit_s:g} s")
+        return FoundGpus(trouble=f"torch did not say which GPUs it sees in {limit_s:g} s")
     except ToolFailed as trouble:
-        return Sighting(trouble=f"torch could not say which GPUs it sees: {trouble}")
-    return Sighting(gpus=gpus, seen_by="torch" if gpus else "nobody")
+        return FoundGpus(trouble=f"torch could not say which GPUs it sees: {trouble}")
+    return FoundGpus(gpus=gpus, seen_by="torch" if gpus else "nobody")
 
 
 def _parse(text: str) -> tuple[Gpu, ...]:
@@ -158,7 +158,7 @@ def _parse(text: str) -> tuple[Gpu, ...]:
 
 
 def print_torch_gpus() -> None:
-    """Called from: the child process of :func:`sight_by_torch`."""
+    """Called from: the child process of :func:`find_torch_gpus`."""
     import torch
 
     gpus: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 
 from penstock.machine.facts import Gpu, Machine
-from penstock.planning.problem import Problem, Severity
+from penstock.planning.plan import Problem, Severity
 
 VARIABLE = "HSA_OVERRIDE_GFX_VERSION"
 

@@ -1,28 +1,23 @@
-"""What would a loader do here? The plan without the loader."""
+"""Makes the plan of a loader: every automatic choice, with its reason.
+
+:func:`make_plan` is pure: the same facts, request and workload give the same plan anywhere. The
+loader and the doctor call it. :func:`plan` is the public ``penstock.plan``, which finds out the
+facts and measures the dataset first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from penstock.errors import BadArgument
-from penstock.machine.collect import machine
-from penstock.order.global_generators import preserved_generators
+from penstock.machine.facts import Machine
 from penstock.planning.inputs import LoaderRequest, Workload
-from penstock.planning.plan import Plan
-from penstock.planning.rules import make_plan
-from penstock.planning.sample_timing import (
-    TimedSample,
-    is_iterable_only,
-    is_sliced_in_memory,
-    length_of,
-    pace_of,
-    spread_indices,
-    timed_samples,
-)
+from penstock.planning.plan import Choice, Plan, Source
+from penstock.planning.quantities import count, size
+from penstock.planning.worker_count import choose_num_workers, memory_ceiling
 
-LIMIT_S = 0.5
-MAX_SAMPLES = 64
+AUTO_PREFETCH = "2 to 16"
 
 
 def plan(
@@ -64,7 +59,12 @@ def plan(
         randomness=randomness,
     )
     _refuse_unknown(request)
-    return make_plan(machine(), request, Workload() if dataset is None else measure_work(dataset))
+    # Late: the loader and the doctor need neither for make_plan.
+    from penstock.machine.collect import machine
+    from penstock.planning.sample_timing import measure_workload
+
+    work = Workload() if dataset is None else measure_workload(dataset)
+    return make_plan(machine(), request, work)
 
 
 def _refuse_unknown(request: LoaderRequest) -> None:
@@ -90,38 +90,162 @@ def _is_count(value: object, *, least: int) -> bool:
     return isinstance(value, int) and value >= least
 
 
-def measure_work(dataset: Any, limit_s: float = LIMIT_S) -> Workload:
-    """What is the work like? From a few samples, loaded with the caller's generators put away.
+def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
+    """Every choice for one loader on one machine.
 
     Example:
-        >>> measure_work(list(range(100))).num_samples
-        100
+        >>> plan = make_plan(Machine(os="win32", num_cpus=8), LoaderRequest(num_workers=4),
+        Workload())
+        >>> print(plan.start_method)
+        spawn (rule: win32 has no safe fork)
     """
-    if is_iterable_only(dataset):
-        return Workload(
-            is_iterable=True
-        )  # its samples have no index, and one worker reads it anyway
-    length = length_of(dataset)
-    if is_sliced_in_memory(dataset):
-        return Workload(is_in_memory=True, num_samples=length)
-    if length is None:
-        return Workload()
-    with preserved_generators():
-        indices = spread_indices(length, MAX_SAMPLES)
-        pace = pace_of(_raising(timed_samples(lambda i: dataset[i], indices, limit_s)))
-    if pace is None:
-        return Workload(num_samples=length)
-    return Workload(
-        sample_s=pace.mean_s,
-        busy_share=pace.busy_share,
-        num_samples=length,
-        sample_bytes=pace.sample_bytes,
+    method = choose_start_method(machine, request)
+    workers = choose_num_workers(machine, request, work, method.value)
+    pool = choose_pool(machine, request, workers.value)
+    if pool.value == "thread" and work.is_iterable and workers.value > 1:
+        workers = Choice(1, "threads cannot share an iterable dataset out", "rule")
+    if pool.value != "process":
+        method = Choice(None, f"the {pool.value} pool starts no process", "rule")
+    plan = Plan(
+        pool=pool,
+        start_method=method,
+        num_workers=workers,
+        prefetch_factor=_choose_prefetch(request, pool.value),
+        persistent_workers=_choose_persistence(request, pool.value, method.value),
+        pin_memory=_choose_pinning(machine, request),
+        threads_per_worker=_choose_threads(machine, pool.value, workers.value),
+        slot_memory=_count_slots(request, work, pool.value, workers.value),
+        randomness=_choose_randomness(request, work),
     )
+    return _with_warnings(plan, machine, request)
 
 
-def _raising(samples: Iterator[TimedSample]) -> Iterator[TimedSample]:
-    """The samples; the first exception of user code is the caller's."""
-    for timed in samples:
-        if timed.error is not None:
-            raise timed.error
-        yield timed
+def choose_pool(machine: Machine, request: LoaderRequest, num_workers: int) -> Choice:
+    """Processes, threads, or no worker at all."""
+    if request.pool == "inline":
+        return Choice("inline", "pool='inline' was given", "asked")
+    if num_workers == 0:
+        return Choice("inline", "num_workers is 0", "rule")
+    if request.pool != "auto":
+        return Choice(request.pool, f"pool={request.pool!r} was given", "asked")
+    if not machine.can_start_python:
+        what = "a frozen application" if machine.is_frozen else "this interpreter"
+        return Choice("thread", f"{what} has no Python to start workers with", "rule")
+    return Choice("process", "user code may hold the interpreter lock", "rule")
+
+
+def choose_start_method(machine: Machine, request: LoaderRequest) -> Choice:
+    asked = request.start_method
+    if asked in ("fork", "spawn"):
+        return Choice(asked, f"multiprocessing_context={asked!r} was given", "asked")
+    if machine.os == "linux":
+        reason = "a clean process forks workers in milliseconds, whatever this one holds"
+        source: Source = "asked" if asked == "forkserver" else "rule"
+        return Choice("forkserver", reason, source)
+    return Choice("spawn", f"{machine.os} has no safe fork", "rule")
+
+
+def _choose_prefetch(request: LoaderRequest, pool: str) -> Choice:
+    if pool == "inline":
+        return Choice(0, "nothing is loaded ahead without workers", "rule")
+    if request.prefetch_factor is not None:
+        return Choice(request.prefetch_factor, "prefetch_factor was given", "asked")
+    return Choice(AUTO_PREFETCH, "about 20 ms of work per worker, from measured times", "measured")
+
+
+def _choose_persistence(request: LoaderRequest, pool: str, method: str | None) -> Choice:
+    if pool == "inline":
+        return Choice(False, "there is no worker to keep", "rule")
+    if request.persistent_workers is not None:
+        how = "persistent_workers was given" if request.persistent_workers else "as in torch"
+        return Choice(
+            request.persistent_workers, how, "asked" if request.persistent_workers else "rule"
+        )
+    if method == "spawn":
+        return Choice(True, "spawning takes seconds: workers are kept between epochs", "rule")
+    return Choice(False, "new workers take milliseconds, and see what changed since", "rule")
+
+
+def _choose_pinning(machine: Machine, request: LoaderRequest) -> Choice:
+    if request.device is not None and request.device.startswith("cuda"):
+        reason = f"device={request.device!r}: slots are pinned once, copies overlap the step"
+        return Choice(True, reason, "rule")
+    cards = [gpu.name for gpu in machine.gpus if gpu.vendor in ("nvidia", "amd")]
+    if not cards and machine.has_gpu_context:
+        cards = ["GPU"]  # opened already, whatever its name
+    has_card = bool(cards) and machine.torch_build in ("cuda", "hip")
+    if request.pin_memory is None:
+        if has_card:
+            return Choice(True, f"copies to the {cards[0]} are quicker from pinned memory", "rule")
+        return Choice(False, "there is no GPU to copy to", "rule")
+    if request.pin_memory:
+        return Choice(True, "pin_memory was given", "asked")
+    hint = f"; pin_memory=True makes copies to the {cards[0]} quicker" if has_card else ""
+    return Choice(False, f"as in torch{hint}", "rule")
+
+
+def _choose_threads(machine: Machine, pool: str, num_workers: int) -> Choice:
+    if pool != "process":
+        return Choice(None, "no process of its own to set threads for", "rule")
+    reason = (
+        f"{count(num_workers, 'worker')} on {count(machine.usable_cores, 'core')}: one thread each"
+    )
+    return Choice(1, reason, "rule")
+
+
+def _count_slots(request: LoaderRequest, work: Workload, pool: str, num_workers: int) -> Choice:
+    if pool == "inline":
+        return Choice(0, "no batch is under way without workers", "rule")
+    if work.sample_bytes is None:
+        return Choice(None, "known after the first batch", "rule")
+    depth = request.prefetch_factor or 2
+    batch_bytes = work.sample_bytes * (request.batch_size or 1)
+    total = num_workers * depth * batch_bytes
+    reason = (
+        f"{count(num_workers, 'worker')} x {depth} batches x {size(batch_bytes)} = {size(total)}"
+    )
+    return Choice(total, reason, "measured")
+
+
+def _choose_randomness(request: LoaderRequest, work: Workload) -> Choice:
+    if request.randomness == "worker":
+        return Choice("worker", "randomness='worker' was given", "asked")
+    if work.is_iterable:
+        reason = "samples of an iterable dataset have no position of their own"
+        return Choice("worker", reason, "rule")
+    return Choice("sample", "the same bits whatever the number of workers", "rule")
+
+
+def _with_warnings(plan: Plan, machine: Machine, request: LoaderRequest) -> Plan:
+    return replace(plan, warnings=tuple(_warnings(plan, machine, request)))
+
+
+def _warnings(plan: Plan, machine: Machine, request: LoaderRequest) -> list[str]:
+    """What was asked for and will hurt: one line each, with the way out."""
+    found = []
+    free = machine.available_bytes or machine.usable_memory_bytes
+    slots = plan.slot_memory.value or 0
+    if free and slots > free // 2:
+        found.append(
+            f"batches under way need {plan.slot_memory.reason}, and {size(free)} of memory are "
+            "free. Lower prefetch_factor, num_workers or batch_size."
+        )
+    if plan.start_method.value == "fork" and machine.has_gpu_context:
+        found.append(
+            "multiprocessing_context='fork' copies a process that holds a GPU context: workers "
+            "that touch it hang or crash. Leave multiprocessing_context out."
+        )
+    if request.has_sample_limit and plan.pool.value == "inline":
+        found.append(
+            "sample_timeout_s: samples are loaded in this process, where nobody can look at them. "
+            "num_workers=1 or more makes the limit work."
+        )
+    is_heavy = machine.os == "win32" and machine.torch_build == "cuda"
+    if is_heavy and plan.num_workers.source == "asked" and plan.pool.value == "process":
+        most = memory_ceiling(machine, request, Workload(), "spawn")
+        if most is not None and most.num_workers < plan.num_workers.value:
+            found.append(
+                f"num_workers={plan.num_workers.value}: {most.reason}. Windows may refuse them "
+                f"(WinError 1455); num_workers={most.num_workers} fits."
+            )
+    return found

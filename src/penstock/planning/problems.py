@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from penstock.machine.facts import Machine
 from penstock.machine.storage import Storage
 from penstock.planning.amd_override import judge_override
-from penstock.planning.plan import Plan
-from penstock.planning.problem import Problem, Severity, worst_first
+from penstock.planning.plan import Plan, Problem, Severity, worst_first
 from penstock.planning.quantities import count, size
 
 SMALL_SHM_BYTES = 1 << 30
@@ -37,7 +36,7 @@ def find_problems(
 
     Example:
         >>> from penstock.planning.inputs import Wish, Work
-        >>> from penstock.planning.rules import make_plan
+        >>> from penstock.planning.planner import make_plan
         >>> box = Machine(os="linux", num_cpus=4, torch_build="cpu", shm_bytes=64 << 20)
         >>> for problem in find_problems(box, make_plan(box, Wish(), Work())):
         ...     print(problem.severity, problem.code, problem.cure, sep=": ")

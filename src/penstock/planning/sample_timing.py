@@ -1,4 +1,7 @@
-"""What does one sample take? Loaded here, one after the other, within a time limit."""
+"""Times the samples of a dataset by loading a few of them here, within a time limit.
+
+Called in the user's process by ``penstock.plan`` and, sample by sample, by the doctor.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.machine.host import queued_s
+from penstock.planning.inputs import Workload
+
+LIMIT_S = 0.5
+MAX_SAMPLES = 64
 
 _STEP = 0.6180339887498949
 """The golden section: its multiples, taken modulo 1, fill the unit interval evenly at any count."""
@@ -32,13 +39,13 @@ class TimedSample:
     error: Exception | None = None
 
 
-def timed_samples(
+def time_samples(
     load: Callable[[Any], Any], indices: Iterable[Any], limit_s: float, at_least: int = 1
 ) -> Iterator[TimedSample]:
     """Load samples until ``limit_s`` is used up by loading, but at least so many.
 
     Example:
-        >>> [timed.sample for timed in timed_samples(lambda i: i * i, [0, 1, 2], limit_s=60.0)]
+        >>> [timed.sample for timed in time_samples(lambda i: i * i, [0, 1, 2], limit_s=60.0)]
         [0, 1, 4]
     """
     spent_s = 0.0
@@ -98,12 +105,12 @@ class SampleTiming:
     sample_bytes: int
 
 
-def pace_of(samples: Iterable[TimedSample]) -> SampleTiming | None:
-    """The pace of samples that loaded; None if none did.
+def summarize_timings(samples: Iterable[TimedSample]) -> SampleTiming | None:
+    """The times and sizes of the samples that loaded; None if none did.
 
     Example:
-        >>> pace = pace_of(timed_samples(lambda i: b"x" * 100, range(20), limit_s=60.0))
-        >>> pace.num_samples, pace.sample_bytes
+        >>> timing = summarize_timings(time_samples(lambda i: b"x" * 100, range(20), limit_s=60.0))
+        >>> timing.num_samples, timing.sample_bytes
         (20, 100)
     """
     good: list[tuple[Any, float, float, int]] = [
@@ -179,3 +186,42 @@ def length_of(dataset: Any) -> int | None:
         return len(dataset)
     except Exception:  # absent, negative, not a number, or user code that fails
         return None
+
+
+def measure_workload(dataset: Any, limit_s: float = LIMIT_S) -> Workload:
+    """The workload of a dataset, from a few samples that are loaded here.
+
+    The caller's random generators are put back afterwards.
+
+    Raises:
+        Whatever ``dataset[i]`` raises.
+
+    Example:
+        >>> measure_workload(list(range(100))).num_samples
+        100
+    """
+    from penstock.order.global_generators import preserved_generators  # late: it imports NumPy
+
+    if is_iterable_only(dataset):  # its samples have no index, and one worker reads it anyway
+        return Workload(is_iterable=True)
+    length = length_of(dataset)
+    if is_sliced_in_memory(dataset):
+        return Workload(is_in_memory=True, num_samples=length)
+    if length is None:
+        return Workload()
+    samples = []
+    with preserved_generators():
+        indices = spread_indices(length, MAX_SAMPLES)
+        for timed in time_samples(lambda i: dataset[i], indices, limit_s):
+            if timed.error is not None:
+                raise timed.error
+            samples.append(timed)
+    timing = summarize_timings(samples)
+    if timing is None:
+        return Workload(num_samples=length)
+    return Workload(
+        sample_s=timing.mean_s,
+        busy_share=timing.busy_share,
+        num_samples=length,
+        sample_bytes=timing.sample_bytes,
+    )

@@ -34,7 +34,7 @@ class _Room(ModuleType):
     """A module that can be called; the reason is the one of :mod:`penstock.machine`."""
 
     def __call__(self, make_loader: Any, **options: Any) -> Verdict:
-        from penstock.verify.checking import verify  # late: it imports torch
+        from penstock.verify.comparison import verify  # late: it imports torch
 
         return verify(make_loader, **options)
 

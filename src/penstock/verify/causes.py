@@ -20,8 +20,8 @@ import numpy as np
 from penstock.verify.differences import first_place
 from penstock.verify.fresh_process import HASH_SEEDS
 from penstock.verify.hashing import as_array
+from penstock.verify.runs import CannotDelay, Record
 from penstock.verify.settings import Setting
-from penstock.verify.stream import CannotDelay, Record
 from penstock.verify.verdict import Cause
 
 _TAKES_DATA = "from penstock import DataLoader  # DataLoader(..., seed=0)"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.verify.hashing import as_array, digest, leaves_of
-from penstock.verify.stream import Record
+from penstock.verify.runs import Record
 
 _MAX_SHOWN = 100
 

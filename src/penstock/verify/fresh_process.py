@@ -17,8 +17,8 @@ from typing import Any
 
 from penstock.errors import BadArgument
 from penstock.machine.child_process import ChildProcess, python_command
+from penstock.verify.runs import Batch, Extent, Record, record
 from penstock.verify.settings import Factory, Setting
-from penstock.verify.stream import Batch, Extent, Record, record
 
 _LIMIT_S = 600.0
 HASH_SEEDS = ("1", "2")
@@ -31,7 +31,7 @@ class CannotLeave(Exception):
 def record_afresh(
     factory: Factory, setting: Setting, extent: Extent, hash_seed: str = HASH_SEEDS[0]
 ) -> Record:
-    """Like :func:`penstock.verify.stream.record`, in a new process.
+    """Like :func:`penstock.verify.runs.record`, in a new process.
 
     Raises:
         CannotLeave: The factory holds something that no other process can have.

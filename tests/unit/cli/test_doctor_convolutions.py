@@ -11,7 +11,7 @@ from penstock.conv.probing.probe import Findings
 from penstock.conv.probing.remedies import Rung, Trial, best_of, rungs_for
 from penstock.conv.probing.steps import Verdict, all_steps
 from penstock.machine.facts import Gpu, Machine
-from penstock.machine.gpu import Sighting
+from penstock.machine.gpu import FoundGpus
 
 NATIVE = Rung(name="torch's own kernels", line="torch.backends.cudnn.enabled = False")
 OURS = Rung(name="Penstock's bypass", line='penstock.conv.bypass_convolutions("auto")')
@@ -65,7 +65,7 @@ def test_findings_survive_being_written_down() -> None:
 
 def test_without_a_gpu_nothing_is_probed() -> None:
     assert probe_convolutions(None) is None
-    assert probe_convolutions(Sighting()) is None
+    assert probe_convolutions(FoundGpus()) is None
 
 
 def test_an_rx_5600_xt_is_advised_settings_first_and_the_bypass_last() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.machine import gpu, host, nvidia
 from penstock.machine.facts import Gpu
-from penstock.machine.gpu import Sighting, ask_torch, find_gpus, sight_by_torch
+from penstock.machine.gpu import FoundGpus, ask_torch, find_gpus, find_torch_gpus
 from penstock.machine.vendor_tools import ToolFailed, ToolMissing, ToolTimedOut, call_library
 
 pytestmark = pytest.mark.legacy
@@ -37,18 +37,18 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_sees_nothing_and_that_is_no_trouble() -> None:
-    assert find_gpus() == Sighting(gpus=(), seen_by="nobody", trouble="")
+    assert find_gpus() == FoundGpus(gpus=(), seen_by="nobody", trouble="")
 
 
 def test_the_tool_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.nvidia, "cards_by_tool", lambda limit_s: [CARD])
     monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(AssertionError("leaves a thread")))
-    assert find_gpus() == Sighting(gpus=(GEFORCE,), seen_by="nvidia-smi")
+    assert find_gpus() == FoundGpus(gpus=(GEFORCE,), seen_by="nvidia-smi")
 
 
 def test_the_library_is_asked_where_there_is_no_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", lambda: [CARD])
-    assert find_gpus() == Sighting(gpus=(GEFORCE,), seen_by="nvml")
+    assert find_gpus() == FoundGpus(gpus=(GEFORCE,), seen_by="nvml")
 
 
 def test_a_tool_that_fails_is_told_and_the_library_is_asked(
@@ -56,28 +56,28 @@ def test_a_tool_that_fails_is_told_and_the_library_is_asked(
 ) -> None:
     monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(ToolFailed("nvidia-smi failed")))
     monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", lambda: [CARD])
-    assert find_gpus() == Sighting(gpus=(GEFORCE,), seen_by="nvml", trouble="nvidia-smi failed")
+    assert find_gpus() == FoundGpus(gpus=(GEFORCE,), seen_by="nvml", trouble="nvidia-smi failed")
     monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(ToolFailed("NVML error 18: mismatch")))
-    assert find_gpus() == Sighting(trouble="nvidia-smi failed; NVML error 18: mismatch")
+    assert find_gpus() == FoundGpus(trouble="nvidia-smi failed; NVML error 18: mismatch")
 
 
 def test_after_a_tool_that_hangs_the_library_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(ToolTimedOut("nvidia-smi hangs")))
     monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(AssertionError("same driver")))
-    assert find_gpus() == Sighting(trouble="nvidia-smi hangs")
+    assert find_gpus() == FoundGpus(trouble="nvidia-smi hangs")
 
 
 def test_with_both_makers_cards_torch_s_build_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", lambda: [CARD])
     monkeypatch.setattr(gpu.amd, "cards_by_kfd", lambda: [RADEON])
-    assert find_gpus("hip") == Sighting(gpus=(RADEON,), seen_by="kfd")
+    assert find_gpus("hip") == FoundGpus(gpus=(RADEON,), seen_by="kfd")
     assert find_gpus("cuda").seen_by == "nvml"
 
 
 def test_a_broken_driver_of_one_does_not_hide_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(ToolFailed("no driver")))
     monkeypatch.setattr(gpu.amd, "cards_by_kfd", lambda: [RADEON])
-    assert find_gpus() == Sighting(gpus=(RADEON,), seen_by="kfd", trouble="no driver")
+    assert find_gpus() == FoundGpus(gpus=(RADEON,), seen_by="kfd", trouble="no driver")
 
 
 @pytest.mark.parametrize(("architecture", "count"), [("arm64", 1), ("x86_64", 0)])
@@ -116,7 +116,7 @@ def test_torch_s_answer_is_found_among_other_output(monkeypatch: pytest.MonkeyPa
         "some import says hello\n"
         'penstock-gpus:[{"name": "Radeon", "vendor": "amd", "architecture": "gfx1010"}]\n',
     )
-    assert sight_by_torch(1.0) == Sighting(gpus=(RADEON,), seen_by="torch")
+    assert find_torch_gpus(1.0) == FoundGpus(gpus=(RADEON,), seen_by="torch")
     assert ask_torch(1.0) == (RADEON,)
 
 
@@ -125,17 +125,17 @@ def test_torch_s_answer_is_found_among_other_output(monkeypatch: pytest.MonkeyPa
 )
 def test_rubbish_from_the_child_is_told(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     say(monkeypatch, text)
-    sighting = sight_by_torch(1.0)
+    sighting = find_torch_gpus(1.0)
     assert sighting.gpus == ()
     assert "no list of GPUs" in sighting.trouble
 
 
 def test_a_child_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "run_tool", raising(ToolTimedOut("python did not answer")))
-    assert sight_by_torch(3.0) == Sighting(trouble="torch did not say which GPUs it sees in 3 s")
+    assert find_torch_gpus(3.0) == FoundGpus(trouble="torch did not say which GPUs it sees in 3 s")
 
 
 def test_a_frozen_application_asks_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     monkeypatch.setattr(gpu, "run_tool", raising(AssertionError("it would start itself")))
-    assert "no Python can be started" in sight_by_torch(1.0).trouble
+    assert "no Python can be started" in find_torch_gpus(1.0).trouble

@@ -15,10 +15,9 @@ import pytest
 
 from penstock.machine.facts import Machine
 from penstock.planning.inputs import LoaderRequest, Workload
-from penstock.planning.plan import Plan
-from penstock.planning.problem import Problem
+from penstock.planning.plan import Plan, Problem
+from penstock.planning.planner import make_plan
 from penstock.planning.problems import find_problems
-from penstock.planning.rules import make_plan
 
 pytestmark = pytest.mark.legacy
 

@@ -7,9 +7,9 @@ import pytest
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.storage import Storage
 from penstock.planning.inputs import LoaderRequest, Workload
-from penstock.planning.problem import Problem, worst_first
+from penstock.planning.plan import Problem, worst_first
+from penstock.planning.planner import make_plan
 from penstock.planning.problems import find_problems, judge_storage
-from penstock.planning.rules import make_plan
 
 pytestmark = pytest.mark.legacy
 

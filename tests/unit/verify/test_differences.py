@@ -16,7 +16,7 @@ from penstock.verify.differences import (
     first_place,
     first_row,
 )
-from penstock.verify.stream import Batch, Record
+from penstock.verify.runs import Batch, Record
 from penstock.verify.verdict import Cause, Difference, Row, Verdict
 
 pytestmark = pytest.mark.legacy

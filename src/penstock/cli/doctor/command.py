@@ -24,13 +24,12 @@ from penstock.cli.sections import make_console
 from penstock.errors import BadTarget
 from penstock.machine.collect import machine
 from penstock.machine.facts import Gpu, Machine
-from penstock.machine.gpu import Sighting, sight_by_torch
+from penstock.machine.gpu import FoundGpus, find_torch_gpus
 from penstock.machine.storage import Storage, storage_of
 from penstock.planning.inputs import LoaderRequest, Workload
-from penstock.planning.plan import Plan
-from penstock.planning.problem import Problem, worst_first
+from penstock.planning.plan import Plan, Problem, worst_first
+from penstock.planning.planner import make_plan
 from penstock.planning.problems import find_problems, judge_storage
-from penstock.planning.rules import make_plan
 
 HEALTHY, UNHEALTHY = 0, 1
 DEFAULT_BATCH_SIZE = 32
@@ -83,10 +82,10 @@ def examine(options: DoctorOptions) -> Findings:
     plan = _plan_in(notes) or make_plan(here, _request(options), Workload())
     storage, problems = _judge_data(options, notes)
     problems += find_problems(here, plan)
-    sighting = sight_by_torch(options.limit_s) if options.asks_torch else None
+    sighting = find_torch_gpus(options.limit_s) if options.asks_torch else None
     copies = None
     if sighting is not None:
-        problems += _judge_sighting(here, sighting)
+        problems += _judge_torch_gpus(here, sighting)
         copies = measure_copies(sighting.gpus, options.limit_s)
         problems += judge_copies(copies)
     convolutions = probe_convolutions(sighting)
@@ -180,7 +179,7 @@ def _judge_data(
     return storage, problems
 
 
-def _judge_sighting(here: Machine, sighting: Sighting) -> list[Problem]:
+def _judge_torch_gpus(here: Machine, sighting: FoundGpus) -> list[Problem]:
     """Can torch use what the drivers list?"""
     listed = [gpu for gpu in here.gpus if gpu.vendor in ("nvidia", "amd")]
     if sighting.trouble or (listed and not sighting.gpus and here.torch_build in ("cuda", "hip")):

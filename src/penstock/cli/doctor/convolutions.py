@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from penstock.machine.gpu import Sighting
-from penstock.planning.problem import Problem
+from penstock.machine.gpu import FoundGpus
+from penstock.planning.plan import Problem
 
 if TYPE_CHECKING:
     from penstock.conv.probing.probe import Findings
 
 
-def probe_convolutions(sighting: Sighting | None) -> Findings | None:
+def probe_convolutions(sighting: FoundGpus | None) -> Findings | None:
     """The probe's findings, where torch can use a GPU; kept from an earlier time if they are."""
     if sighting is None or not any(gpu.vendor in ("nvidia", "amd") for gpu in sighting.gpus):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.planning.problem import Problem
+from penstock.planning.plan import Problem
 from penstock.planning.quantities import count, duration, size
 
 UNEVEN = 5.0

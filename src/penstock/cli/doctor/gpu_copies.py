@@ -11,8 +11,8 @@ from typing import Any
 
 from penstock.cli.doctor.child import run_trial
 from penstock.machine.facts import Gpu
-from penstock.machine.links import Link
-from penstock.planning.problem import Problem
+from penstock.machine.pcie import PcieLink
+from penstock.planning.plan import Problem
 
 _TRIAL = "penstock.cli.doctor.gpu_trial"
 IMAGE_VALUES = 3 * 224 * 224
@@ -42,7 +42,7 @@ def measure_copies(gpus: tuple[Gpu, ...], limit_s: float, *, trial: str = _TRIAL
 def copy_rows(copies: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """For a person. One line where nothing was measured."""
     for gpu in copies["gpus"]:
-        link = Link(**gpu["link"]) if gpu["link"] else "unknown"
+        link = PcieLink(**gpu["link"]) if gpu["link"] else "unknown"
         yield f"cuda:{gpu['index']}", f"{gpu['name']}; link: {link}"
         rates = [
             f"{rate / 1e9:.3g} GB/s {_KINDS[kind]}"
@@ -79,7 +79,7 @@ def judge_copies(copies: Mapping[str, Any]) -> list[Problem]:
     problems = []
     for gpu in copies["gpus"]:
         name = f"cuda:{gpu['index']} ({gpu['name']})"
-        link = Link(**gpu["link"]) if gpu["link"] else Link()
+        link = PcieLink(**gpu["link"]) if gpu["link"] else PcieLink()
         if link.width and link.max_width and link.width < link.max_width:
             problems.append(
                 Problem(

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.cli.doctor.trial import Notes, conduct
-from penstock.machine.links import link_of
+from penstock.machine.pcie import pcie_link
 
 COPY_BYTES = 64 << 20
 WARM_UPS, MAX_COPIES, MAX_S = 3, 20, 0.3
@@ -68,7 +68,7 @@ def measure_gpu(index: int, target: Any, doing: Callable[[str], None]) -> dict[s
         doing(f"copying registered shared memory to GPU {index}")
         rates["registered"], is_pinned = _registered_rate(runtime, there)
         bus_id = bus_id_of(properties, index)
-        link = None if bus_id is None else link_of(bus_id)  # now: it is still awake
+        link = None if bus_id is None else pcie_link(bus_id)  # now: it is still awake
     return {
         "index": index,
         "name": properties.name,

@@ -14,7 +14,7 @@ from penstock.cli.doctor.gpu_copies import copy_rows
 from penstock.cli.sections import main_facts, print_section
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.storage import Storage
-from penstock.planning.problem import Problem
+from penstock.planning.plan import Problem
 from penstock.planning.quantities import duration, size
 
 if TYPE_CHECKING:

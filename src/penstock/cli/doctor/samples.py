@@ -15,7 +15,12 @@ import torch
 
 from penstock.cli.doctor.sample_form import are_equal, devices_in, form_of, skeleton_of
 from penstock.cli.doctor.user_code import describe_error, place_of
-from penstock.planning.sample_timing import SampleTiming, TimedSample, pace_of, timed_samples
+from penstock.planning.sample_timing import (
+    SampleTiming,
+    TimedSample,
+    summarize_timings,
+    time_samples,
+)
 
 SAMPLES_S = 2.0
 AT_LEAST = 3
@@ -51,7 +56,7 @@ class SampleTrial:
     def run(self) -> dict[str, Any]:
         """Load samples for about two seconds; the notes of it."""
         watch = _Watch()
-        self.pace = pace_of(self._noted(watch))
+        self.pace = summarize_timings(self._noted(watch))
         return {
             "samples": asdict(self.pace) if self.pace is not None else None,
             "errors": self.errors,
@@ -62,7 +67,7 @@ class SampleTrial:
         }
 
     def _noted(self, watch: _Watch) -> Iterator[TimedSample]:
-        loaded = timed_samples(
+        loaded = time_samples(
             self._loader(), watch.before_each(self.indices), SAMPLES_S, at_least=AT_LEAST
         )
         for timed in loaded:

@@ -26,7 +26,7 @@ from penstock.errors import CannotTravel
 from penstock.loader import DataLoader
 from penstock.machine.collect import machine
 from penstock.planning.inputs import LoaderRequest, Workload
-from penstock.planning.rules import make_plan
+from penstock.planning.planner import make_plan
 from penstock.planning.sample_timing import is_iterable_only, spread_indices
 
 if TYPE_CHECKING:

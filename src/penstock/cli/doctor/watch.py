@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from penstock.machine.gpu_watch import GpuReading, Look, look
+from penstock.machine.gpu_usage import GpuReading, GpuUsage, read_gpu_usage
 from penstock.planning.quantities import size
 
 LIMIT_S = 2.0
@@ -24,7 +24,7 @@ MAX_SILENCE = 5
 """So many seconds without a reading in a row, and there is nothing to watch."""
 
 
-def run_watch(*, as_json: bool, ask: Callable[[float], Look] = look) -> int:
+def run_watch(*, as_json: bool, ask: Callable[[float], GpuUsage] = read_gpu_usage) -> int:
     """Show the GPUs until Ctrl-C; the exit code.
 
     Args:
@@ -44,7 +44,9 @@ def run_watch(*, as_json: bool, ask: Callable[[float], Look] = look) -> int:
         return 0  # the usual way to end it
 
 
-def _follow(seen: Look, ask: Callable[[float], Look], show: Callable[[Look], None]) -> int:
+def _follow(
+    seen: GpuUsage, ask: Callable[[float], GpuUsage], show: Callable[[GpuUsage], None]
+) -> int:
     silence = 0
     while True:
         start_s = time.monotonic()
@@ -57,7 +59,7 @@ def _follow(seen: Look, ask: Callable[[float], Look], show: Callable[[Look], Non
         seen = ask(LIMIT_S)
 
 
-def _table(seen: Look) -> Table:
+def _table(seen: GpuUsage) -> Table:
     table = Table("GPU", "use", "temperature", "memory", "power", caption=seen.trouble or None)
     for reading in seen.readings:
         table.add_row(f"{reading.index} {reading.name}", *_cells(reading))
@@ -78,7 +80,7 @@ def _amount(value: float | None, unit: str) -> str:
     return "-" if value is None else f"{value:.0f} {unit}"
 
 
-def _print_lines(seen: Look) -> None:
+def _print_lines(seen: GpuUsage) -> None:
     now = time.strftime("%H:%M:%S")
     for reading in seen.readings:
         use, temperature, memory, power = _cells(reading)
@@ -87,5 +89,5 @@ def _print_lines(seen: Look) -> None:
         typer.echo(f"{now}  {seen.trouble}")
 
 
-def _print_json(seen: Look) -> None:
+def _print_json(seen: GpuUsage) -> None:
     typer.echo(json.dumps({"time_s": round(time.time(), 3), **asdict(seen)}))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine.links import Link, link_of
+from penstock.machine.pcie import PcieLink, pcie_link
 
 BUS = "0000:3B:00.0"
 
@@ -36,8 +36,8 @@ def test_the_systems_files_tell_it(tmp_path: Path) -> None:
         max_link_speed="32.0 GT/s PCIe",
         max_link_width="16",
     )
-    link = link_of(BUS, root)
-    assert link == Link(generation=1, width=8, max_generation=5, max_width=16)
+    link = pcie_link(BUS, root)
+    assert link == PcieLink(generation=1, width=8, max_generation=5, max_width=16)
     assert str(link) == (
         "PCIe 5 x8, 31.5 GB/s at most (PCIe 1 now: it saves power); the card has x16"
     )
@@ -53,15 +53,15 @@ def test_files_that_say_nothing_are_no_link(
     for name in ("current_link_speed", "max_link_speed"):
         (folder / name).write_bytes(speed.encode("utf-8", "surrogateescape"))
     (folder / "current_link_width").write_text("255")
-    assert link_of(BUS, tmp_path) is None
+    assert pcie_link(BUS, tmp_path) is None
 
 
 def test_where_the_files_are_not_to_be_seen_the_tool_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool(tmp_path, monkeypatch, f'[ "$1" = "--id={BUS}" ] && echo "4, 16, 5, 16"')
-    link = link_of(BUS, tmp_path)
-    assert link == Link(generation=4, width=16, max_generation=5, max_width=16)
+    link = pcie_link(BUS, tmp_path)
+    assert link == PcieLink(generation=4, width=16, max_generation=5, max_width=16)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_a_tool_that_knows_nothing_leaves_it_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
     tool(tmp_path, monkeypatch, body)
-    assert link_of(BUS, tmp_path) is None
+    assert pcie_link(BUS, tmp_path) is None
 
 
 def test_what_is_not_known_is_not_made_up() -> None:
-    assert Link().bytes_per_s is None
-    assert str(Link()) == "unknown"
-    assert str(Link(generation=3, width=16)) == "PCIe 3 x16, 15.8 GB/s at most"
+    assert PcieLink().bytes_per_s is None
+    assert str(PcieLink()) == "unknown"
+    assert str(PcieLink(generation=3, width=16)) == "PCIe 3 x16, 15.8 GB/s at most"

@@ -26,7 +26,7 @@ _SMI_FIELDS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class PcieLink:
     """A PCIe link. None means: nobody says."""
 
     generation: int | None = None
@@ -39,7 +39,7 @@ class Link:
         """What it carries at its best generation and its present width.
 
         Example:
-            >>> Link(generation=1, width=16, max_generation=5).bytes_per_s // 1e9
+            >>> PcieLink(generation=1, width=16, max_generation=5).bytes_per_s // 1e9
             63.0
         """
         lane = _LANE_BYTES_PER_S.get(self.max_generation or self.generation or 0)
@@ -59,23 +59,23 @@ class Link:
         return text
 
 
-def link_of(bus_id: str, root: Path = SYSFS) -> Link | None:
+def pcie_link(bus_id: str, root: Path = SYSFS) -> PcieLink | None:
     """The link of the device at a PCI address such as ``0000:3b:00.0``; None where nobody knows.
 
     Example:
-        >>> link_of("ffff:ff:1f.7") is None
+        >>> pcie_link("ffff:ff:1f.7") is None
         True
     """
     link = _by_files(root / bus_id.lower())
     return _by_tool(bus_id) if link is None else link
 
 
-def _by_files(folder: Path) -> Link | None:
+def _by_files(folder: Path) -> PcieLink | None:
     generations = [_generation(folder / f"{when}_link_speed") for when in ("current", "max")]
     widths = [_number(folder / f"{when}_link_width") for when in ("current", "max")]
     if generations[0] is None and generations[1] is None:
         return None
-    return Link(
+    return PcieLink(
         generation=generations[0],
         width=widths[0],
         max_generation=generations[1],
@@ -101,7 +101,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _by_tool(bus_id: str) -> Link | None:
+def _by_tool(bus_id: str) -> PcieLink | None:
     command = ["nvidia-smi", f"--id={bus_id}", f"--query-gpu={','.join(_SMI_FIELDS)}"]
     try:
         text = run_tool([*command, "--format=csv,noheader,nounits"], _LIMIT_S)
@@ -113,6 +113,6 @@ def _by_tool(bus_id: str) -> Link | None:
     generation, width, max_generation, max_width = (
         int(cell) if cell.isdecimal() else None for cell in cells
     )
-    return Link(
+    return PcieLink(
         generation=generation, width=width, max_generation=max_generation, max_width=max_width
     )

@@ -1,4 +1,4 @@
-"""What are the GPUs doing at this moment? One look, from outside of whatever uses them.
+"""What are the GPUs doing at this moment? One read_gpu_usage, from outside of whatever uses them.
 
 For a process that does nothing else, look after look: it asks NVML first, which needs 9 ms once it
 is loaded (driver 580, H200) and leaves a thread behind. ``gpu.find_gpus`` is for everybody else.
@@ -54,7 +54,7 @@ class GpuReading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class GpuUsage:
     """All readings of one moment, who gave them, and why there are none if there are none."""
 
     readings: tuple[GpuReading, ...] = ()
@@ -69,14 +69,14 @@ def readings(limit_s: float) -> list[GpuReading]:
         >>> all(reading.index >= 0 for reading in readings(limit_s=5.0))
         True
     """
-    return list(look(limit_s).readings)
+    return list(read_gpu_usage(limit_s).readings)
 
 
-def look(limit_s: float) -> Look:
+def read_gpu_usage(limit_s: float) -> GpuUsage:
     """What is each GPU doing, and who says so? Each tool asked gets ``limit_s``.
 
     Example:
-        >>> seen = look(limit_s=5.0)
+        >>> seen = read_gpu_usage(limit_s=5.0)
         >>> bool(seen.readings) != bool(seen.trouble)
         True
     """
@@ -98,9 +98,9 @@ def look(limit_s: float) -> Look:
                 break  # a driver that hangs hangs for the next tool too
             continue
         if found:
-            return Look(readings=tuple(found), seen_by=name)
+            return GpuUsage(readings=tuple(found), seen_by=name)
     tools = ", ".join(witnesses)
-    return Look(trouble="; ".join(troubles) or f"nothing here reads a GPU: no {tools}")
+    return GpuUsage(trouble="; ".join(troubles) or f"nothing here reads a GPU: no {tools}")
 
 
 def _by_nvml(limit_s: float) -> list[GpuReading]:

@@ -10,7 +10,7 @@ import pytest
 from penstock.machine.facts import Gpu, Machine
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
-from penstock.planning.rules import make_plan
+from penstock.planning.planner import make_plan
 from penstock.planning.worker_count import choose_num_workers, should_measure
 
 pytestmark = pytest.mark.legacy

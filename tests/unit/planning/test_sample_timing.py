@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import penstock
-from penstock.planning.planner import LIMIT_S, measure_work
 from penstock.planning.sample_timing import (
+    LIMIT_S,
     is_iterable_only,
+    measure_workload,
     num_bytes,
-    pace_of,
     spread_indices,
-    timed_samples,
+    summarize_timings,
+    time_samples,
 )
 
 pytestmark = pytest.mark.legacy
@@ -56,7 +57,7 @@ def test_measuring_ends_in_time_and_leaves_the_generators_alone() -> None:
     random.seed(3)
     data = Slow(0.1)
     start_s = time.monotonic()
-    work = measure_work(data)
+    work = measure_workload(data)
     assert time.monotonic() - start_s < LIMIT_S + 5.0
     assert data.num_loaded <= 6
     assert work.busy_share is not None
@@ -104,20 +105,22 @@ def test_exceptions_are_told_and_not_counted_in_the_pace() -> None:
             raise ValueError(index)
         return b"12345"
 
-    timed = list(timed_samples(load, range(3), limit_s=60.0))
+    timed = list(time_samples(load, range(3), limit_s=60.0))
     assert [type(item.error) for item in timed] == [type(None), ValueError, type(None)]
-    pace = pace_of(timed)
+    pace = summarize_timings(timed)
     assert pace is not None
     assert (pace.num_samples, pace.sample_bytes) == (2, 5)
-    assert pace_of(timed[1:2]) is None
+    assert summarize_timings(timed[1:2]) is None
 
 
 def test_waiting_is_told_from_working_on_a_busy_machine() -> None:
     def work(index: int) -> int:
         return sum(range(30_000))
 
-    working = pace_of(timed_samples(work, range(100), limit_s=60.0))
-    waiting = pace_of(timed_samples(lambda index: time.sleep(0.005), range(10), limit_s=60.0))
+    working = summarize_timings(time_samples(work, range(100), limit_s=60.0))
+    waiting = summarize_timings(
+        time_samples(lambda index: time.sleep(0.005), range(10), limit_s=60.0)
+    )
     assert working is not None
     assert waiting is not None
     assert working.busy_share > 0.8
@@ -125,7 +128,7 @@ def test_waiting_is_told_from_working_on_a_busy_machine() -> None:
 
 
 def test_a_limit_of_nothing_still_loads_what_must_be_loaded() -> None:
-    assert len(list(timed_samples(lambda i: i, range(10), limit_s=0.0, at_least=3))) == 3
+    assert len(list(time_samples(lambda i: i, range(10), limit_s=0.0, at_least=3))) == 3
 
 
 def test_bytes_are_counted_in_nested_samples() -> None:

@@ -19,8 +19,9 @@ from penstock.verify.differences import (
     first_place,
     first_row,
 )
+from penstock.verify.factory import factory_of
 from penstock.verify.fresh_process import CannotLeave, record_afresh
-from penstock.verify.rebuild import factory_of
+from penstock.verify.runs import CannotDelay, Extent, Record, capture, record
 from penstock.verify.settings import (
     Factory,
     Setting,
@@ -29,7 +30,6 @@ from penstock.verify.settings import (
     reason_not_to_spawn,
     taken_by,
 )
-from penstock.verify.stream import CannotDelay, Extent, Record, capture, record
 from penstock.verify.verdict import Cause, Difference, Row, Verdict
 
 WORKERS = (0, 1, 2, 5)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.machine import gpu_watch, nvidia
-from penstock.machine.gpu_watch import GpuReading, look, readings
+from penstock.machine import gpu_usage, nvidia
+from penstock.machine.gpu_usage import GpuReading, read_gpu_usage, readings
 from penstock.machine.vendor_tools import ToolFailed, ToolMissing, ToolTimedOut
 
 pytestmark = pytest.mark.legacy
@@ -67,19 +67,19 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Tools:
 
     monkeypatch.setattr(nvidia, "cards_by_nvml", no_library)
     monkeypatch.setattr(nvidia, "run_tool", tools.ask)
-    monkeypatch.setattr(gpu_watch, "run_tool", tools.ask)
+    monkeypatch.setattr(gpu_usage, "run_tool", tools.ask)
     return tools
 
 
 def test_nobody_to_ask_is_empty_with_a_reason(tools: Tools) -> None:
     assert readings(1.0) == []
-    assert "nothing here reads a GPU" in look(1.0).trouble
+    assert "nothing here reads a GPU" in read_gpu_usage(1.0).trouble
 
 
 def test_nvml(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
     card = nvidia.NvidiaCard(name="A", use_percent=5.0, memory_bytes=10, memory_used_bytes=4)
     monkeypatch.setattr(nvidia, "cards_by_nvml", lambda: [card, card])
-    seen = look(1.0)
+    seen = read_gpu_usage(1.0)
     assert seen.seen_by == "nvml"
     assert seen.readings[1] == GpuReading(
         index=1, name="A", use_percent=5.0, memory_total_bytes=10, memory_used_bytes=4
@@ -104,7 +104,7 @@ def test_nvidia_smi(tools: Tools) -> None:
 
 def test_rocm_smi(tools: Tools) -> None:
     tools.answers["rocm-smi"] = json.dumps(ROCM_SMI)
-    seen = look(1.0)
+    seen = read_gpu_usage(1.0)
     assert seen.seen_by == "rocm-smi"
     (reading,) = seen.readings
     assert (reading.use_percent, reading.temperature_c, reading.power_w) == (37.0, 61.0, 88.0)
@@ -132,7 +132,7 @@ def test_warnings_around_the_json_are_passed_over(tools: Tools) -> None:
 @pytest.mark.parametrize("text", ["", "rubbish", "{", "[1, 2", "\x00", '{"card0": '])
 def test_rubbish_is_told(tools: Tools, tool: str, text: str) -> None:
     tools.answers[tool] = text
-    seen = look(1.0)
+    seen = read_gpu_usage(1.0)
     assert seen.readings == ()
     assert f"{tool} printed" in seen.trouble
 
@@ -154,12 +154,12 @@ def test_a_value_that_is_no_number_is_unknown(tools: Tools, value: Any) -> None:
 def test_a_tool_that_fails_is_told_and_the_next_is_asked(tools: Tools) -> None:
     tools.answers["amd-smi"] = ToolFailed("amd-smi failed with exit code 1")
     tools.answers["rocm-smi"] = json.dumps(ROCM_SMI)
-    assert look(1.0).seen_by == "rocm-smi"
+    assert read_gpu_usage(1.0).seen_by == "rocm-smi"
     del tools.answers["rocm-smi"]
-    assert look(1.0).trouble == "amd-smi failed with exit code 1"
+    assert read_gpu_usage(1.0).trouble == "amd-smi failed with exit code 1"
 
 
 def test_after_a_tool_that_hangs_nobody_else_is_asked(tools: Tools) -> None:
     tools.answers["nvidia-smi"] = ToolTimedOut("nvidia-smi did not answer in 1 s")
-    assert look(1.0).trouble == "nvidia-smi did not answer in 1 s"
+    assert read_gpu_usage(1.0).trouble == "nvidia-smi did not answer in 1 s"
     assert tools.asked == ["nvidia-smi"]
