@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.order.generator_reads import counting_state_reads
-from penstock.order.global_generators import preserved_generators
+from penstock.order.global_generators import counting_state_reads, preserved_generators
 from penstock.order.sample_randomness import SampleRandomness
 from specimens import assert_same
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.options import check_count
-from penstock.order.keys import NEARBY_STREAM, make_key, mix64
+from penstock.order.keys import BLOCK_STREAM, make_key, mix64
 from penstock.order.permutation import Permutation, checked_places
 from penstock.order.samplers import Order
 
@@ -68,7 +68,7 @@ class BlockOrder(Order):
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        self._key = make_key(NEARBY_STREAM, self.seed, self.epoch)
+        self._key = make_key(BLOCK_STREAM, self.seed, self.epoch)
         num_blocks = -(-self.length // self.block_size)
         self._blocks = Permutation(num_blocks, self._key)
         # Only the last block can be short; from its group on, all begin earlier by what it lacks.

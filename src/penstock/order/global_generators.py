@@ -1,9 +1,14 @@
-"""Python's and NumPy's global generators, seen as memory: a look at them costs 0.2 microseconds.
+"""Python's and NumPy's global generators: fast access to their state, and who reads it.
 
-Both are Mersenne Twisters of 624 words and an index. NumPy publishes the address of its state;
-Python's is found behind the object header and checked word for word against ``getstate`` before it
-is trusted. Where the check fails nothing is peeked at or written in place: the public calls do the
-same work, slower.
+Both are Mersenne Twisters of 624 words and an index. NumPy publishes the address of its state.
+Python's lies behind the object header, and is checked word for word against ``getstate`` before it
+is trusted. Comparing states in memory takes 0.2 microseconds. Where the check fails, the public
+calls do the same work, slower.
+
+Code that reads a state without drawing (``random.getstate``, ``torch.initial_seed``) leaves no
+trace in memory: those functions are replaced by counting ones in :func:`counting_state_reads`.
+
+Used by whoever loads samples: workers, threads, and the training process where it loads itself.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import ctypes
 import functools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,50 +31,47 @@ class PythonGenerator:
     """The generator behind ``random.random()``."""
 
     def __init__(self) -> None:
-        self._twister = random._inst
-        address = id(self._twister) + object.__basicsize__
-        self.is_known = _holds_python_state(address)
-        self._address = address
-        self._index = ctypes.c_int.from_address(address) if self.is_known else None
+        self._twister: Any = random._inst  # type: ignore[attr-defined, unused-ignore]
+        self._address = id(self._twister) + object.__basicsize__
+        self._index = ctypes.c_int.from_address(self._address)
+        self.is_known = _holds_python_state(self._address)
 
     def write(self, words: Any) -> None:
         """Set the 624 words (an array of 312 64-bit ones); the next draw starts from the first."""
-        if self._index is None:
+        if not self.is_known:
             state = words.view(np.uint32).tolist()
             random.setstate((3, (*state, TWISTER_WORDS), None))
             return
         ctypes.memmove(self._address + 4, words.ctypes.data, _STATE_BYTES)
         self._index.value = TWISTER_WORDS
-        self._twister.gauss_next = None  # type: ignore[attr-defined]
+        self._twister.gauss_next = None
 
     def cells(self) -> list[Any]:
-        """Cells of memory that change with every draw: the index and the first word."""
+        """Memory that changes with every draw: the index and the first word."""
         return [ctypes.c_uint64.from_address(self._address)]
 
-    def reserve(self) -> Any:
-        """A normal variate that the next one to ask gets, without any other trace; or None."""
-        return self._twister.gauss_next  # type: ignore[attr-defined]
+    def cached_normal(self) -> Any:
+        """The normal variate that the next ``random.gauss`` returns without drawing; or None."""
+        return self._twister.gauss_next
 
     def save(self) -> Any:
-        """The whole state, for :meth:`restore`. A normal variate kept in reserve is put away: it
-        could be taken by a sample without any other trace."""
-        if self._index is None:
-            return random.getstate()
-        gauss_next = self._twister.gauss_next  # type: ignore[attr-defined]
-        self._twister.gauss_next = None  # type: ignore[attr-defined]
-        return ctypes.string_at(self._address, 4 + _STATE_BYTES), gauss_next
+        """Return the whole state, for :meth:`restore`, and clear the cached normal variate.
 
-    def restore(self, saved: Any) -> None:
-        if self._index is None:
+        A sample could take that variate, and the state in memory would not show it.
+        """
+        if not self.is_known:
+            return random.getstate()
+        cached_normal, self._twister.gauss_next = self._twister.gauss_next, None
+        return ctypes.string_at(self._address, 4 + _STATE_BYTES), cached_normal
+
+    def restore(self, saved: Any, *, has_moved: bool = True) -> None:
+        """Undo :meth:`save`. ``has_moved=False``: nothing was drawn since."""
+        if not self.is_known:
             random.setstate(saved)
             return
-        ctypes.memmove(self._address, saved[0], 4 + _STATE_BYTES)
-        self._twister.gauss_next = saved[1]  # type: ignore[attr-defined]
-
-    def restore_reserve(self, saved: Any) -> None:
-        """The same, when it is known that nobody has drawn since :meth:`save`."""
-        if self._index is not None and saved[1] is not None:
-            self._twister.gauss_next = saved[1]  # type: ignore[attr-defined]
+        if has_moved:
+            ctypes.memmove(self._address, saved[0], 4 + _STATE_BYTES)
+        self._twister.gauss_next = saved[1]
 
 
 class NumpyGenerator:
@@ -82,50 +84,46 @@ class NumpyGenerator:
             self._address = int(bits.ctypes.state_address)
             self.is_known = _holds_numpy_state(self._address)
         self._cells = self.cells() if self.is_known else []
-        self._without_reserve: list[int] | None = None
+        self._values_without_normal: list[int] | None = None
 
     def cells(self) -> list[Any]:
-        """Cells of memory that change with every draw: the first words, the index behind them."""
+        """Memory that changes with every draw: the first words, and the index behind them."""
         return [
             ctypes.c_uint64.from_address(self._address),
             ctypes.c_uint32.from_address(self._address + _STATE_BYTES),
         ]
 
-    def reserve(self) -> Any:
-        """As Python's. Not by ``np.random.get_state``, whose calls are noted."""
+    def cached_normal(self) -> Any:
+        """As Python's. Not by ``np.random.get_state``, whose calls are counted."""
         state: Any = np.random.mtrand._rand.get_state(legacy=False)
         return state["gauss"] if state["has_gauss"] else None
 
     def save(self) -> Any:
-        """The whole state, for :meth:`restore`; a normal variate in reserve is put away."""
+        """Return the whole state, for :meth:`restore`, and clear the cached normal variate."""
         values = self._values()
-        if values is not None and values == self._without_reserve:
-            # Nobody has drawn since it was known that nothing is in reserve: a copy will do.
+        if values is not None and values == self._values_without_normal:
+            # Nothing was drawn since it was known that no variate is cached: a copy will do.
             return ctypes.string_at(self._address, _STATE_BYTES + 4), values
         state: Any = np.random.get_state(legacy=False)
         if state["has_gauss"]:
             np.random.set_state({**state, "has_gauss": 0})
         return state, values
 
-    def restore_reserve(self, saved: Any) -> None:
-        """Like :meth:`restore`, when it is known that nobody has drawn since :meth:`save`."""
+    def restore(self, saved: Any, *, has_moved: bool | None = None) -> None:
+        """Undo :meth:`save`. ``has_moved``: were numbers drawn since? None: compare."""
         state, values = saved
-        has_reserve = not isinstance(state, bytes) and state["has_gauss"]
-        if has_reserve:
-            np.random.set_state(state)
-        self._without_reserve = None if has_reserve else values
-
-    def restore(self, saved: Any) -> None:
-        state, values = saved
-        has_moved = values is None or values != self._values()
+        if has_moved is None:
+            has_moved = values is None or values != self._values()
+        has_normal = False
         if isinstance(state, bytes):
             if has_moved:
-                np.random.seed(0)  # puts away what samples left in reserve
+                np.random.seed(0)  # clears a normal variate that samples left
                 ctypes.memmove(self._address, state, _STATE_BYTES + 4)
-        elif state["has_gauss"] or has_moved:
-            np.random.set_state(state)
-        has_reserve = not isinstance(state, bytes) and state["has_gauss"]
-        self._without_reserve = None if has_reserve else values
+        else:
+            has_normal = bool(state["has_gauss"])
+            if has_normal or has_moved:
+                np.random.set_state(state)
+        self._values_without_normal = None if has_normal else values
 
     def _values(self) -> list[int] | None:
         return [cell.value for cell in self._cells] if self.is_known else None
@@ -186,3 +184,66 @@ def preserved_generators() -> Iterator[None]:
         python.restore(python_state)
         numpy.restore(numpy_state)
         torch.default_generator.set_state(torch_state)
+
+
+# -- reads of a state ------------------------------------------------------------------------------
+
+
+class StateReads:
+    """How often a state was read: Python's or NumPy's, and torch's."""
+
+    def __init__(self) -> None:
+        self.of_globals = self.of_torch = 0
+        self.num_users = 0
+        self.originals: list[tuple[Any, str, Any]] = []
+
+    def start(self) -> None:
+        """Count reads from now on. Pairs with :meth:`stop`; several may count at a time."""
+        self.num_users += 1
+        if self.num_users == 1:
+            self.originals = [_replace_reader(*reader) for reader in _READERS]
+
+    def stop(self) -> None:
+        self.num_users -= 1
+        if self.num_users == 0:
+            for module, name, original in self.originals:
+                setattr(module, name, original)
+
+
+state_reads = StateReads()
+
+_READERS = (
+    ("random", "getstate", "of_globals"),
+    ("numpy.random", "get_state", "of_globals"),
+    ("torch", "initial_seed", "of_torch"),
+    ("torch", "get_rng_state", "of_torch"),
+    ("torch.random", "initial_seed", "of_torch"),
+    ("torch.random", "get_rng_state", "of_torch"),
+)
+
+
+@contextmanager
+def counting_state_reads() -> Iterator[None]:
+    """Count calls that read a generator's state (``random.getstate`` and the like) meanwhile."""
+    state_reads.start()
+    try:
+        yield
+    finally:
+        state_reads.stop()
+
+
+def _replace_reader(module_name: str, name: str, counter: str) -> tuple[Any, str, Any]:
+    module = sys.modules[module_name]
+    original = getattr(module, name)
+    setattr(module, name, _counted(original, counter))
+    return module, name, original
+
+
+@functools.cache
+def _counted(original: Callable[..., Any], counter: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def read(*args: Any, **keywords: Any) -> Any:
+        setattr(state_reads, counter, getattr(state_reads, counter) + 1)
+        return original(*args, **keywords)
+
+    return read

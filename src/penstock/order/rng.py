@@ -1,12 +1,12 @@
 """``penstock.rng()``: a NumPy Generator that belongs to the sample being loaded.
 
-    whoever loads a sample   here.stream = stream; stream.entered = position   (SampleRandomness)
-    the user's code in it    penstock.rng() -> Generator of (seed, epoch, position)
-    when it is loaded        stream.entered = OUTSIDE
+    SampleRandomness, before a sample   active.rng = rng; rng.position = position
+    the user's code in the sample       penstock.rng() -> Generator of (seed, epoch, position)
+    SampleRandomness, after it          rng.position = OUTSIDE
 
-The Generator is Philox, keyed by (seed, epoch), its counter set to the position: any sample alone,
-2**128 numbers each. One object per thread is set anew for each sample that asks (2.5 microseconds;
-making one costs 20), and nothing happens for samples that do not.
+The Generator is Philox, keyed by (seed, epoch), its counter set to the position: each sample has
+2**128 numbers of its own. One object per thread is set anew for each sample that asks (2.5
+microseconds; making one costs 20). Samples that do not ask cost nothing.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import numpy as np
 from penstock.order.keys import MASK, RNG_STREAM, make_key, mix64
 
 UNKNOWN = -1
-"""The position in a silent run: samples are not told apart there, so asking spoils the run."""
+"""The position in an unseeded run without positions: asking for rng() makes the run invalid."""
 _GIVEN = -2
 """This sample has its generator already."""
 OUTSIDE = -3
-"""No sample of this stream is being loaded."""
+"""No sample of this loader is being loaded."""
 
 
 class SampleRng:
     """The generators of a loader's samples in one thread, made when first asked for.
 
-    Pairs with :data:`here`, which says whose samples this thread loads. Entering a sample is one
-    comparison and one assignment, because it happens for each of them.
+    Pairs with :data:`active`. Entering a sample is one comparison and one assignment, because it
+    happens for each of them.
     """
 
-    __slots__ = ("_generator", "_key", "_state", "entered", "was_asked")
+    __slots__ = ("_generator", "_key", "_state", "position", "was_asked")
 
     def __init__(self) -> None:
-        self.entered = OUTSIDE
+        self.position = OUTSIDE
         self.was_asked = False
         self._generator: np.random.Generator | None = None
         self._key = (0, 0)
@@ -54,20 +54,20 @@ class SampleRng:
             bits = np.random.Philox(key=np.array(self._key, dtype=np.uint64))
             self._state: Any = bits.state
             self._generator = np.random.Generator(bits)
-        if self.entered != _GIVEN:
+        if self.position != _GIVEN:
             # The counter's two lower words count this sample's own numbers.
-            self._state["state"]["counter"][2] = self.entered & MASK
+            self._state["state"]["counter"][2] = self.position & MASK
             self._generator.bit_generator.state = self._state
-            self.entered = _GIVEN
+            self.position = _GIVEN
         return self._generator
 
 
-class _Here(threading.local):
-    stream: SampleRng | None = None
+class _Active(threading.local):
+    rng: SampleRng | None = None
 
 
-here = _Here()
-"""The stream whose samples this thread loads, or loaded last."""
+active = _Active()
+"""``active.rng``: of the loader whose samples this thread loads, or loaded last."""
 
 
 def rng() -> np.random.Generator:
@@ -95,8 +95,8 @@ def rng() -> np.random.Generator:
         [57, 49, 59, 99]
         [57, 49, 59, 99]
     """
-    stream = here.stream
-    if stream is None or stream.entered == OUTSIDE:
+    current = active.rng
+    if current is None or current.position == OUTSIDE:
         seeds = np.random.randint(0, 1 << 32, size=4, dtype=np.uint64)
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(seeds.tolist())))
-    return stream.generator()
+    return current.generator()

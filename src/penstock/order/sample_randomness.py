@@ -1,4 +1,4 @@
-"""Randomness belongs to the sample: (seed, epoch, position) decides what it draws, nothing else.
+"""Per-sample randomness: what a sample draws is a function of (seed, epoch, position) alone.
 
 Unmodified user code draws the same numbers whichever worker runs it, because before ``dataset[i]``
 the global generators are set from a key of the sample's own:
@@ -10,13 +10,13 @@ Any position can be computed alone. Setting all three costs 8 microseconds, sett
 (16-core x86-64). Datasets that are quicker than that mostly draw nothing, so generators are set
 only where it matters:
 
-    strict: set everything, call.          The first samples, and every dataset that draws.
-    quiet:  set torch's, call, look whether Python's or NumPy's moved.
-    silent: call a run of samples (a batch, or a worker's part of one), look whether any moved.
+    seeded      set everything, call. The first samples, and every dataset that draws.
+    torch only  set torch's, call, check that Python's and NumPy's have not moved.
+    unseeded    call a run of samples (a batch, or a worker's part of one), check that none moved.
 
-Did one move that should not have: set everything, load that sample (silent: that run) again, and be
-stricter from then on. So a dataset that drew nothing for its first samples and then begins to draw
-has one run loaded twice per worker; what the user sees is always the strict result.
+If one moved, everything is set and that sample (unseeded: that run) is loaded again, and the object
+stays with the slower mode. So a dataset that drew nothing for its first samples and then begins to
+draw has one run loaded twice per worker; what the user sees is always the seeded result.
 """
 
 from __future__ import annotations
@@ -27,27 +27,30 @@ from typing import Any
 
 import numpy as np
 
-from penstock.order.generator_reads import counting_state_reads, reads, unwatch, watch
-from penstock.order.global_generators import numpy_generator, preserved_generators, python_generator
-from penstock.order.keys import OWN_STREAM, make_key, mix64
-from penstock.order.rng import OUTSIDE, UNKNOWN, SampleRng, here
+from penstock.order.dataset_generators import DatasetGenerators
+from penstock.order.global_generators import (
+    counting_state_reads,
+    numpy_generator,
+    preserved_generators,
+    python_generator,
+    state_reads,
+)
+from penstock.order.keys import DATASET_STREAM, GOLDEN, MASK, make_key, mix64, splitmix64
+from penstock.order.rng import OUTSIDE, UNKNOWN, SampleRng, active
 
-_MASK = (1 << 64) - 1
 _BLOCKS = 78
 """Philox blocks (of four words) per position: 312 words are Python's 624."""
 _SEED_RUN = 64
 _STATE_RUN = 16
 """Positions computed in one call; 16 states are 40 KB, which stay in the cache."""
 NUM_OBSERVED = 16
-"""Samples that are loaded strictly before a dataset counts as one that does not draw."""
+"""Samples that are loaded seeded before a dataset counts as one that does not draw."""
 
-
-COLLATE_STREAM = 0x636F6C6C617465
-"""Mixed into the seed for a user's collate_fn, which draws by its batch's first position."""
+Function = Callable[[Any], Any]
 
 
 class UnexpectedDraw(Exception):
-    """Samples drew although none had before: their run must be loaded again."""
+    """Samples of an unseeded run drew, although none had before: load the run again."""
 
 
 class SampleRandomness:
@@ -56,9 +59,8 @@ class SampleRandomness:
     Args:
         seed: The loader's base seed.
         with_torch: False leaves torch's generator alone (the user seeded it in worker_init_fn).
-        also_set: Called with 64 bits of the sample's own before each sample, for generators that
-            only the dataset knows (:mod:`penstock.order.dataset_generators`). Every sample is
-            seeded then.
+        dataset_generators: Those that only the dataset knows; they are set for each sample, too.
+            Where there are any, every sample is seeded.
 
     Called from: whoever loads samples, in that process or thread, one at a time. Pairs with
     :func:`counting_state_reads`, which should be active meanwhile.
@@ -77,32 +79,32 @@ class SampleRandomness:
         seed: int,
         *,
         with_torch: bool = True,
-        also_set: Callable[[int], None] | None = None,
+        dataset_generators: DatasetGenerators | None = None,
     ) -> None:
         import torch
 
-        self._seed = seed & _MASK
+        self._seed = seed & MASK
+        self._torch = torch.default_generator
         # The generator's own method: torch.manual_seed also visits every accelerator (25x slower).
-        self._seed_torch = torch.default_generator.manual_seed if with_torch else None
+        self._seed_torch = self._torch.manual_seed if with_torch else None
+        self._are_equal = torch.equal
         self._python = python_generator()
         self._numpy = numpy_generator()
+        self._set_others = dataset_generators.set if dataset_generators else None
         can_peek = self._python.is_known and self._numpy.is_known
         if can_peek:
             self._cells = (*self._python.cells(), *self._numpy.cells())
             self._seen = self._peek()
-        self._reads_seen = reads.of_globals
-        self._num_silent = 0
+        self._seen_reads = state_reads.of_globals
+        self.needs_seeding = not can_peek or self._set_others is not None
+        """Python's and NumPy's generators must be set for every sample."""
         self.is_torch_only = self.is_unseeded = False
-        self._torch_moved = False
-        self._torch_state = torch.default_generator.get_state
-        self._set_torch_state = torch.default_generator.set_state
-        self._equal = torch.equal
-        self._also_set = also_set
-        self._draws = not can_peek or also_set is not None
-        self._stream_of_rng = SampleRng()
-        self._outer: SampleRng | None = None
-        self._names_samples = False
-        self._reserves: tuple[Any, Any] | None = None
+        self._num_observed = 0
+        self._has_drawn_torch = False
+        self._rng = SampleRng()
+        self._outer_rng: SampleRng | None = None
+        self._tracks_positions = False
+        self._cached_normals: tuple[Any, Any] | None = None
         self.begin(0)
 
     def begin(self, epoch: int) -> None:
@@ -110,43 +112,41 @@ class SampleRandomness:
         self._epoch = epoch
         self._seeds: list[tuple[int, int]] = []
         self._first_seed = 0
-        self._stream_of_rng.begin(self._seed, epoch)
-        self._own_key = make_key(OWN_STREAM, self._seed, epoch & _MASK)
-        self._new_stream()
+        self._rng.begin(self._seed, epoch)
+        self._own_key = make_key(DATASET_STREAM, self._seed, epoch & MASK)
+        self._restart_philox()
 
     def snapshot(self, *, is_used: bool = False) -> None:
-        """Note where the generators stand now. Called before each run of samples.
+        """Note the present state of the generators. Called before each run of samples.
 
         Args:
-            is_used: Other user code (a collate_fn) has drawn since, and may have left a normal
-                variate in reserve.
+            is_used: Other user code (a collate_fn) has drawn since, and may have left a cached
+                normal variate.
         """
-        if self._draws:
+        if self.needs_seeding:
             return
         if is_used:
             self.set_generators(0)
-        self._seen, self._reads_seen = self._peek(), reads.of_globals
-
-    @property
-    def needs_seeding(self) -> bool:
-        return self._draws
+        self._seen, self._seen_reads = self._peek(), state_reads.of_globals
 
     @property
     def has_drawn(self) -> bool:
         """Has any sample moved or read one of the global generators?"""
-        return self._draws or self._torch_moved
+        return self.needs_seeding or self._has_drawn_torch
 
-    def call(self, function: Callable[[Any], Any], index: Any, position: int) -> Any:
+    # -- one sample ------------------------------------------------------------------------------
+
+    def call(self, function: Function, index: Any, position: int) -> Any:
         """``function(index)``, drawing what the sample at ``position`` draws."""
-        stream = self._stream_of_rng
-        if here.stream is not stream:
-            outer, here.stream = here.stream, stream
-            if outer is not None and outer.entered != OUTSIDE:  # a loader inside a sample
+        rng = self._rng
+        if active.rng is not rng:
+            outer, active.rng = active.rng, rng
+            if outer is not None and outer.position != OUTSIDE:  # a loader inside a sample
                 try:
                     return self.call(function, index, position)
                 finally:
-                    here.stream = outer
-        stream.entered = position
+                    active.rng = outer
+        rng.position = position
         try:
             if self.is_torch_only:
                 place = position - self._first_seed
@@ -163,161 +163,25 @@ class SampleRandomness:
                 else:
                     python, numpy, twist = self._cells
                     seen = python.value, numpy.value, twist.value
-                    if seen == self._seen and reads.of_globals == self._reads_seen:
+                    if seen == self._seen and state_reads.of_globals == self._seen_reads:
                         return sample
-                self.is_torch_only, self._draws = False, True
-                stream.entered = position
+                self.is_torch_only, self.needs_seeding = False, True
+                rng.position = position
             self.set_generators(position)
-            return function(index) if self._draws else self._call_and_learn(function, index)
+            return function(index) if self.needs_seeding else self._observe(function, index)
         finally:
-            stream.entered = OUTSIDE
+            rng.position = OUTSIDE
 
-    def _call_and_learn(self, function: Callable[[Any], Any], index: Any) -> Any:
-        self._note_generators()
+    def _observe(self, function: Function, index: Any) -> Any:
+        """Call it with generators that are set, and see whether it draws."""
+        self._snapshot_all()
         sample = function(index)
-        if not self._is_untouched():
-            self._draws = True
-        self._torch_moved = self._torch_moved or self._has_torch_moved()
-        self._num_silent += 1
-        self.is_torch_only = not self._draws and self._num_silent >= NUM_OBSERVED
-        self.is_unseeded = self.is_torch_only and not self._torch_moved
+        self.needs_seeding = not self._is_untouched()
+        self._has_drawn_torch = self._has_drawn_torch or self._has_torch_moved()
+        self._num_observed += 1
+        self.is_torch_only = not self.needs_seeding and self._num_observed >= NUM_OBSERVED
+        self.is_unseeded = self.is_torch_only and not self._has_drawn_torch
         return sample
-
-    def begin_unseeded(self, *, is_shared: bool = False) -> None:
-        """Begin a run of samples without seeding. Pairs with :meth:`end_unseeded`.
-
-        Args:
-            is_shared: Others draw from them, too, and may have left normal variates in reserve.
-        """
-        self._note_generators()
-        self._reserves = self._reserves_left() if is_shared else None
-        stream = self._stream_of_rng
-        self._outer, here.stream = here.stream, stream
-        stream.entered, self._names_samples = UNKNOWN, stream.was_asked
-
-    def unseeded_samples(
-        self, function: Callable[[Any], Any], placed: Iterable[tuple[int, Any]]
-    ) -> Iterator[Any]:
-        """The samples of a silent run, one by one; ``placed``: positions and indices.
-
-        Called from: between :meth:`begin_unseeded` and :meth:`end_unseeded`.
-        """
-        if not self._names_samples:
-            for _, index in placed:
-                yield function(index)
-            return
-        stream = self._stream_of_rng
-        for position, index in placed:
-            stream.entered = position  # somebody here asks for rng()
-            yield function(index)
-
-    def _note_generators(self) -> None:
-        self._reads_seen, self._torch_reads_seen = reads.of_globals, reads.of_torch
-        self._seen = self._peek()
-        self._seen_torch = self._torch_state()
-
-    def end_unseeded(self) -> None:
-        """Check that the samples since :meth:`begin_unseeded` drew nothing.
-
-        Raises:
-            UnexpectedDraw: They did. From now on this object is stricter: load the run again.
-        """
-        self._stream_of_rng.entered = OUTSIDE
-        here.stream, self._outer = self._outer, None
-        has_kept = self._reserves is None or self._reserves == self._reserves_left()
-        if not (self._is_untouched() and has_kept):
-            self._draws, self.is_torch_only, self.is_unseeded = True, False, False
-        elif self._has_torch_moved():
-            self.is_unseeded, self._torch_moved = False, True
-        elif self._stream_of_rng.was_asked == self._names_samples:
-            return  # rng() was not asked for, or samples were told apart
-        raise UnexpectedDraw
-
-    def call_many(
-        self, function: Callable[[Any], Any], indices: Sequence[Any], position: int
-    ) -> list[Any]:
-        """The samples of ``indices``, of which the first is at ``position``."""
-        if self.is_unseeded:
-            self.begin_unseeded()
-            try:
-                samples = self._all_of(function, indices, position)
-                self.end_unseeded()
-                return samples
-            except UnexpectedDraw:
-                pass
-            except Exception:
-                try:
-                    self.end_unseeded()
-                except UnexpectedDraw:
-                    pass  # what went wrong may be another thing with the sample's own randomness
-                else:
-                    raise
-        self.snapshot()
-        return [self.call(function, index, place) for place, index in enumerate(indices, position)]
-
-    def call_many_preserved(
-        self, function: Callable[[Any], Any], indices: Sequence[Any], position: int
-    ) -> list[Any]:
-        """Like :meth:`run`, and leaves the caller's own generators as they were.
-
-        Called from: the process of the training loop, whose generators are in use.
-        """
-        if self.is_unseeded:
-            samples = self._run_silently_apart(function, indices, position)
-            if samples is not None:
-                return samples
-        with preserved_generators(), counting_state_reads():
-            return self.call_many(function, indices, position)
-
-    def _all_of(
-        self, function: Callable[[Any], Any], indices: Sequence[Any], position: int
-    ) -> list[Any]:
-        if self._names_samples:
-            return list(self.unseeded_samples(function, enumerate(indices, position)))
-        return [function(index) for index in indices]
-
-    def _run_silently_apart(
-        self, function: Callable[[Any], Any], indices: Sequence[Any], position: int
-    ) -> list[Any] | None:
-        """A silent run that saves and looks only once; None if samples drew after all."""
-        python, numpy = self._python.save(), self._numpy.save()
-        self.begin_unseeded()
-        samples = failure = None
-        watch()
-        try:
-            samples = self._all_of(function, indices, position)
-        except Exception as error:
-            failure = error
-        finally:
-            unwatch()
-        try:
-            self.end_unseeded()
-        except UnexpectedDraw:
-            self._python.restore(python)
-            self._numpy.restore(numpy)
-            self._set_torch_state(self._seen_torch)
-            return None
-        self._python.restore_reserve(python)
-        self._numpy.restore_reserve(numpy)
-        if failure is not None:
-            raise failure
-        return samples
-
-    def _has_torch_moved(self) -> bool:
-        if self._seed_torch is None:
-            return False  # torch's generator is the user's own here
-        has_read = reads.of_torch != self._torch_reads_seen
-        return has_read or not self._equal(self._torch_state(), self._seen_torch)
-
-    def _reserves_left(self) -> tuple[Any, Any]:
-        return self._python.reserve(), self._numpy.reserve()
-
-    def _peek(self) -> tuple[int, int, int]:
-        python, numpy, twist = self._cells
-        return python.value, numpy.value, twist.value
-
-    def _is_untouched(self) -> bool:
-        return self._seen == self._peek() and reads.of_globals == self._reads_seen
 
     def set_generators(self, position: int) -> None:
         """Set all generators to the state of the sample at ``position``."""
@@ -326,8 +190,129 @@ class SampleRandomness:
         np.random.seed(numpy_seed)
         if self._seed_torch is not None:
             self._seed_torch(torch_seed)
-        if self._also_set is not None:
-            self._also_set(mix64(self._own_key + position))
+        if self._set_others is not None:
+            self._set_others(mix64(self._own_key + position))
+
+    # -- many samples ----------------------------------------------------------------------------
+
+    def call_many(self, function: Function, indices: Sequence[Any], position: int) -> list[Any]:
+        """The samples of ``indices``, of which the first is at ``position``."""
+        if self.is_unseeded:
+            try:
+                return self._call_unseeded(function, indices, position)
+            except UnexpectedDraw:
+                pass
+        self.snapshot()
+        return [self.call(function, index, place) for place, index in enumerate(indices, position)]
+
+    def call_many_preserved(
+        self, function: Function, indices: Sequence[Any], position: int
+    ) -> list[Any]:
+        """Like :meth:`call_many`, and leaves the caller's own generators as they were.
+
+        Called from: the process of the training loop, whose generators are in use.
+        """
+        if self.is_unseeded:
+            python, numpy = self._python.save(), self._numpy.save()
+            has_moved = False
+            state_reads.start()
+            try:
+                return self._call_unseeded(function, indices, position)
+            except UnexpectedDraw:
+                has_moved = True
+                self._torch.set_state(self._seen_torch)
+            finally:
+                state_reads.stop()
+                self._python.restore(python, has_moved=has_moved)
+                self._numpy.restore(numpy, has_moved=has_moved)
+        with preserved_generators(), counting_state_reads():
+            return self.call_many(function, indices, position)
+
+    def _call_unseeded(
+        self, function: Function, indices: Sequence[Any], position: int
+    ) -> list[Any]:
+        self.begin_unseeded()
+        try:
+            if self._tracks_positions:
+                samples = list(self.unseeded_samples(function, enumerate(indices, position)))
+            else:
+                samples = [function(index) for index in indices]
+        except Exception:
+            self.end_unseeded()  # the sample may fail otherwise, or not, with its own randomness
+            raise
+        self.end_unseeded()
+        return samples
+
+    def begin_unseeded(self, *, is_shared: bool = False) -> None:
+        """Begin a run of samples without seeding. Pairs with :meth:`end_unseeded`.
+
+        Called only while ``is_unseeded``.
+
+        Args:
+            is_shared: Others draw from the generators, too, and may have left cached normals.
+        """
+        self._snapshot_all()
+        self._cached_normals = self._get_cached_normals() if is_shared else None
+        rng = self._rng
+        self._outer_rng, active.rng = active.rng, rng
+        rng.position, self._tracks_positions = UNKNOWN, rng.was_asked
+
+    def unseeded_samples(
+        self, function: Function, placed: Iterable[tuple[int, Any]]
+    ) -> Iterator[Any]:
+        """The samples of an unseeded run, one by one; ``placed``: positions and indices.
+
+        Called from: between :meth:`begin_unseeded` and :meth:`end_unseeded`.
+        """
+        if not self._tracks_positions:
+            for _, index in placed:
+                yield function(index)
+            return
+        rng = self._rng
+        for position, index in placed:
+            rng.position = position  # the dataset asks for rng()
+            yield function(index)
+
+    def end_unseeded(self) -> None:
+        """Check that the samples since :meth:`begin_unseeded` drew nothing.
+
+        Raises:
+            UnexpectedDraw: They did. This object seeds from now on: load the run again.
+        """
+        self._rng.position = OUTSIDE
+        active.rng, self._outer_rng = self._outer_rng, None
+        normals = self._cached_normals
+        has_kept = normals is None or normals == self._get_cached_normals()
+        if not (self._is_untouched() and has_kept):
+            self.needs_seeding, self.is_torch_only, self.is_unseeded = True, False, False
+        elif self._has_torch_moved():
+            self.is_unseeded, self._has_drawn_torch = False, True
+        elif self._rng.was_asked == self._tracks_positions:
+            return  # rng() was not asked for, or positions were known
+        raise UnexpectedDraw
+
+    # -- have generators moved? ------------------------------------------------------------------
+
+    def _snapshot_all(self) -> None:
+        self._seen_reads, self._seen_torch_reads = state_reads.of_globals, state_reads.of_torch
+        self._seen = self._peek()
+        self._seen_torch = self._torch.get_state()
+
+    def _has_torch_moved(self) -> bool:
+        if self._seed_torch is None:
+            return False  # torch's generator is the user's own here
+        has_read = state_reads.of_torch != self._seen_torch_reads
+        return has_read or not self._are_equal(self._torch.get_state(), self._seen_torch)
+
+    def _get_cached_normals(self) -> tuple[Any, Any]:
+        return self._python.cached_normal(), self._numpy.cached_normal()
+
+    def _peek(self) -> tuple[int, int, int]:
+        python, numpy, twist = self._cells
+        return python.value, numpy.value, twist.value
+
+    def _is_untouched(self) -> bool:
+        return self._seen == self._peek() and state_reads.of_globals == self._seen_reads
 
     # -- keys ------------------------------------------------------------------------------------
 
@@ -338,9 +323,9 @@ class SampleRandomness:
             self._first_seed, place = position, 0
         return self._seeds[place]
 
-    def _new_stream(self) -> None:
-        key = np.array([self._seed, self._epoch & _MASK], dtype=np.uint64)
-        self._stream = np.random.Philox(key=key, counter=0)
+    def _restart_philox(self) -> None:
+        key = np.array([self._seed, self._epoch & MASK], dtype=np.uint64)
+        self._philox = np.random.Philox(key=key, counter=0)
         self._states = np.empty((0, 4 * _BLOCKS), dtype=np.uint64)
         self._first_state = self._end_state = 0
 
@@ -348,10 +333,10 @@ class SampleRandomness:
         place = position - self._first_state
         if not 0 <= place < len(self._states):
             if position < self._end_state:
-                self._new_stream()
+                self._restart_philox()
             if position > self._end_state:
-                self._stream.advance((position - self._end_state) * _BLOCKS)
-            words = self._stream.random_raw(_STATE_RUN * 4 * _BLOCKS)
+                self._philox.advance((position - self._end_state) * _BLOCKS)
+            words = self._philox.random_raw(_STATE_RUN * 4 * _BLOCKS)
             self._states = words.reshape(_STATE_RUN, 4 * _BLOCKS)
             self._first_state, place = position, 0
             self._end_state = position + _STATE_RUN
@@ -360,14 +345,10 @@ class SampleRandomness:
 
 def _hash_seeds(seed: int, epoch: int, position: int) -> list[tuple[int, int]]:
     """(NumPy's, torch's) seed for a run of positions: two splitmix64 outputs per position."""
-    key = (seed + 0x9E3779B97F4A7C15 * ((epoch + 1) & _MASK)) & _MASK
-    key = (key ^ (key >> 31)) * 0xD6E8FEB86659FD93 & _MASK
+    key = (seed + GOLDEN * ((epoch + 1) & MASK)) & MASK
+    key = (key ^ (key >> 31)) * 0xD6E8FEB86659FD93 & MASK
     counters = np.arange(2 * position, 2 * (position + _SEED_RUN), dtype=np.uint64)
-    words = counters * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
-    pairs = words.reshape(_SEED_RUN, 2)
+    pairs = splitmix64((key - GOLDEN) & MASK, counters).reshape(_SEED_RUN, 2)
     numpy_seeds = (pairs[:, 0] >> np.uint64(32)).tolist()
     torch_seeds = (pairs[:, 1] >> np.uint64(1)).tolist()
     return list(zip(numpy_seeds, torch_seeds, strict=True))
@@ -379,8 +360,8 @@ def seed_worker(base_seed: int, worker: int) -> int:
     from torch.utils.data._utils.worker import _generate_state  # PyTorch's own NumPy seed
 
     seed = base_seed + worker
-    if seed > _MASK:  # no generator takes more than 64 bits
-        seed -= _MASK + 1
+    if seed > MASK:  # no generator takes more than 64 bits
+        seed -= MASK + 1
     random.seed(seed)
     torch.manual_seed(seed)
     np.random.seed(_generate_state(base_seed, worker))  # type: ignore[no-untyped-call]

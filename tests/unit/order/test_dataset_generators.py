@@ -166,7 +166,7 @@ def test_a_sample_draws_the_same_from_its_own_generators_in_any_copy() -> None:
 
     def drawn(data: Any) -> list[float]:
         own = DatasetGenerators(data)
-        randomness = SampleRandomness(0, also_set=own.set)
+        randomness = SampleRandomness(0, dataset_generators=own)
         with preserved_generators():
             return [
                 randomness.call(lambda _: float(data.rng.random()), 0, position)

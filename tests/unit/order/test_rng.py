@@ -11,8 +11,7 @@ import pytest
 
 import penstock
 from penstock import rng
-from penstock.order.generator_reads import counting_state_reads
-from penstock.order.global_generators import preserved_generators
+from penstock.order.global_generators import counting_state_reads, preserved_generators
 from penstock.order.sample_randomness import NUM_OBSERVED, SampleRandomness, UnexpectedDraw
 
 pytestmark = pytest.mark.legacy

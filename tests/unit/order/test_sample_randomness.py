@@ -12,8 +12,7 @@ import torch
 
 from penstock.order import global_generators as generators
 from penstock.order import sample_randomness as randomness
-from penstock.order.generator_reads import counting_state_reads
-from penstock.order.global_generators import preserved_generators
+from penstock.order.global_generators import counting_state_reads, preserved_generators
 from penstock.order.sample_randomness import NUM_OBSERVED, SampleRandomness
 from specimens import assert_same, differences
 

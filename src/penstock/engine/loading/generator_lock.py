@@ -13,8 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.order.generator_reads import counting_state_reads
-from penstock.order.global_generators import preserved_generators
+from penstock.order.global_generators import counting_state_reads, preserved_generators
 
 
 class GeneratorLock:

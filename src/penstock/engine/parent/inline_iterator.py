@@ -31,9 +31,9 @@ from penstock.engine.memory.shared_file import PrivateFile
 from penstock.engine.parent.iterator import LoaderIterator, Setup, max_held_bytes
 from penstock.errors import NoSubstitute
 from penstock.order.dataset_generators import DatasetGenerators
-from penstock.order.generator_reads import counting_state_reads
-from penstock.order.global_generators import preserved_generators
-from penstock.order.sample_randomness import COLLATE_STREAM, SampleRandomness
+from penstock.order.global_generators import counting_state_reads, preserved_generators
+from penstock.order.keys import COLLATE_STREAM
+from penstock.order.sample_randomness import SampleRandomness
 from penstock.trace.record import now_ns
 
 _rings: weakref.WeakKeyDictionary[Any, tuple[int, Ring]] = weakref.WeakKeyDictionary()
@@ -67,7 +67,7 @@ class InlineIterator(LoaderIterator):
         self._collate_randomness: SampleRandomness | None = None
         if setup.per_sample:
             own = DatasetGenerators(self._dataset)
-            self._randomness = SampleRandomness(self._base_seed, also_set=own.set if own else None)
+            self._randomness = SampleRandomness(self._base_seed, dataset_generators=own)
             for one in own.found:
                 if not one.can_be_set:
                     setup.tell(f"{one}: its draws depend on who loads the sample")

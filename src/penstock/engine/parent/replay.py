@@ -13,8 +13,7 @@ from penstock.engine.loading.fetch import fetch_map, takes_batches
 from penstock.errors import BadArgument
 from penstock.options import check_count
 from penstock.order.dataset_generators import DatasetGenerators
-from penstock.order.generator_reads import counting_state_reads
-from penstock.order.global_generators import preserved_generators
+from penstock.order.global_generators import counting_state_reads, preserved_generators
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.order.samplers import SeededOrder
 
@@ -56,7 +55,7 @@ def replay(loader: Any, epoch: int, index: int) -> Any:
     if not takes_batches(loader.dataset) or loader.batch_size is None:
         first, last = position, position + 1
     own = DatasetGenerators(loader.dataset)
-    randomness = SampleRandomness(loader.seed, also_set=own.set if own else None)
+    randomness = SampleRandomness(loader.seed, dataset_generators=own)
     randomness.begin(epoch)
     indices = [order.index_at(place % order.length) for place in range(first, last)]
     with preserved_generators(), counting_state_reads():

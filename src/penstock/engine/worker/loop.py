@@ -47,7 +47,8 @@ from penstock.engine.worker.connection import Connection
 from penstock.engine.worker.status import EpochOver, WorkerStatus
 from penstock.order.dataset_generators import DatasetGenerators, FoundGenerator
 from penstock.order.epoch_state import own_state_of
-from penstock.order.sample_randomness import COLLATE_STREAM, SampleRandomness, UnexpectedDraw
+from penstock.order.keys import COLLATE_STREAM
+from penstock.order.sample_randomness import SampleRandomness, UnexpectedDraw
 from penstock.trace.record import now_ns
 from penstock.trace.worker_recorder import WorkerRecorder
 
@@ -107,7 +108,7 @@ class WorkerLoop:
             own = DatasetGenerators(self._dataset, is_worker=not is_thread)
             self._own = own.found
             self._randomness = SampleRandomness(
-                task.base_seed, with_torch=with_torch, also_set=own.set if own else None
+                task.base_seed, with_torch=with_torch, dataset_generators=own
             )
             self._collate_randomness = SampleRandomness(
                 task.base_seed ^ COLLATE_STREAM, with_torch=with_torch

@@ -99,7 +99,7 @@ def keep_opencv_single() -> None:
 
 def serve(worker: Any) -> None:
     """Run a worker until the parent is gone or has hung up."""
-    from penstock.order.generator_reads import counting_state_reads
+    from penstock.order.global_generators import counting_state_reads
 
     try:
         with counting_state_reads():
