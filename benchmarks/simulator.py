@@ -82,7 +82,7 @@ def run_once(job: Job, setting: dict[str, int]) -> Any:
     batches = iter(loader)
     for _ in range(2 * setting["workers"] + 2):
         next(batches)
-    loader._recorder.forget()  # the beginning is another question
+    loader._recorder.clear()  # the beginning is another question
     end_s = time.monotonic() + RUN_S
     # A step's time goes with its batch, as the simulator has it.
     step_s = STEP_S * setting.get("batch_size", BATCH_SIZE) / BATCH_SIZE

@@ -156,7 +156,7 @@ class _RunTrace:
         """Write it, if anything was loaded; what there is to say."""
         if not self._recorders:
             return []
-        from penstock.trace.merging import merge_records
+        from penstock.trace.recorder import merge_records
         from penstock.trace.timeline import Timeline
 
         timeline = Timeline(merge_records([one.records() for one in self._recorders]))

@@ -1,19 +1,20 @@
-"""What happened when, noted as it happens: one record of fixed size in a ring of its process.
+"""Records of what happens when: one of fixed size for each span, in a ring of its process.
 
-    worker 0   Ring ==+
-    worker 1   Ring ==+== memory that the parent owns: a worker that is killed leaves its records
-    parent     Ring, of this process alone: batches, steps, and ``penstock.span`` outside workers
+    worker 0   RecordRing ==+
+    worker 1   RecordRing ==+== memory that the parent owns: a killed worker leaves its records
+    parent     RecordRing, of this process alone: batches, and ``penstock.span`` outside workers
                  |
-                 +--> read(): plain spans, which penstock.trace draws
+                 +--> read_ring(): plain records, from which penstock.Timeline is made
 
-One clock for all: ``time.perf_counter_ns``. On Linux that is CLOCK_MONOTONIC, on macOS
-``mach_absolute_time``, on Windows QueryPerformanceCounter; each counts for the machine and not for
-the process, and does not follow when somebody sets the date. Only times of one machine can be
-compared.
+All times are of one clock, ``time.perf_counter_ns``. On Linux that is CLOCK_MONOTONIC, on macOS
+``mach_absolute_time``, on Windows QueryPerformanceCounter. Each is the same for all processes of a
+machine and does not change with the date; times of different machines cannot be compared.
 
 A record is written once when its span ends, or at its beginning and completed later: then one that
-never ended can be seen. Noting a span takes well under two microseconds; a ring that is full goes
-on at its beginning, and the reader counts what it missed.
+never ended can be seen. Recording a span takes well under two microseconds. A full ring is
+overwritten from its beginning, and the reader counts what it missed.
+
+Called from: any process that loads or trains. This module needs the standard library only.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ USER, START, LEASE, COLLATE, SAMPLE, STEP, BATCH, LAUNCH, MEMORY, REFUSED, COPY,
 RECORD = struct.Struct("<qqqqqHHHHiiii")
 """Number, start, end, a, b; kind, name, thread, part; pass, batch, rows, extra."""
 _pack_into = RECORD.pack_into
-_EXTRA = struct.Struct("<i")
+_INT32 = struct.Struct("<i")
 _HEADER_BYTES = 64
 _HEAD, _NUM_NAMES = 0, 1
 MAX_NAMES, _NAME_BYTES = 128, 64
@@ -64,9 +65,11 @@ _FIRST_CELL = _RECORDS_AT // 8
 RING_BYTES = 256 << 10
 """About 4,000 records."""
 ASKED_RING_BYTES = 4 << 20
-"""About 65,000: where somebody asked for a trace, so that fewer are missed between two looks."""
+"""About 65,000: where a trace was asked for, so that fewer are missed between two reads."""
 OFF = "PENSTOCK_TRACE"
 """In the environment, ``0`` turns all tracing off."""
+NO_PLACE = (-1, -1, 0)
+"""The place of a record that belongs to no batch: epoch, batch, and part."""
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -87,16 +90,16 @@ class Record(NamedTuple):
     extra: int = 0
 
 
-class Ring:
+class RecordRing:
     """Records of one writer, in memory that others may read meanwhile.
 
     Args:
-        buffer: Where they lie; zeros, or the ring of a worker that this one replaces.
+        buffer: Their memory: zeros, or the ring of a worker that this one replaces.
 
-    Called from: the process that works, for all of it but :func:`read_ring`.
+    Called from: the process that writes; others use :func:`read_ring`.
 
     Example:
-        >>> ring = Ring(bytearray(RING_BYTES))
+        >>> ring = RecordRing(bytearray(RING_BYTES))
         >>> number = ring.add(BATCH, 100, 250, batch=3, rows=8)
         >>> spans, head = read_ring(ring.buffer, 0)
         >>> spans[0].batch, spans[0].end_ns - spans[0].start_ns, head
@@ -111,7 +114,7 @@ class Ring:
         self.capacity = (self.buffer.nbytes - _RECORDS_AT) // RECORD.size
         self.next_number = itertools.count(self.cells[_HEAD]).__next__
         self.names = {name: number for number, name in enumerate(_read_names(self.buffer), 1)}
-        self.place = (-1, -1, 0)
+        self.place = NO_PLACE
         """Pass, batch and part that spans of the user belong to."""
 
     def add(
@@ -129,7 +132,7 @@ class Ring:
         name: int = 0,
         thread: int = 0,
     ) -> int:
-        """Note a span that is over (or with ``end_ns`` 0: is not yet); its number."""
+        """Record a span that is over, or with ``end_ns`` 0 is not yet; returns its number."""
         number = self.next_number()
         at = _RECORDS_AT + number % self.capacity * 64
         # fmt: off
@@ -149,21 +152,20 @@ class Ring:
             cells[cell + 2] = end_ns
 
     def set_extra(self, number: int, extra: int) -> None:
-        """Give a record its last field."""
+        """Set the last field of a record."""
         at = _RECORDS_AT + number % self.capacity * RECORD.size
-        _EXTRA.pack_into(self.buffer, at + RECORD.size - 4, min(max(extra, -1), 2**31 - 1))
+        _INT32.pack_into(self.buffer, at + RECORD.size - 4, min(max(extra, -1), 2**31 - 1))
 
     def set_rows(self, number: int, rows: int) -> None:
-        """Say how many samples it really was."""
+        """Correct the number of samples of a record."""
         at = _RECORDS_AT + number % self.capacity * RECORD.size
-        _EXTRA.pack_into(self.buffer, at + RECORD.size - 8, rows)
+        _INT32.pack_into(self.buffer, at + RECORD.size - 8, rows)
 
     def name(self, text: str) -> int:
-        """The number of a name; 0, which has none, once the table is full."""
+        """The number of a name, which is entered in the table; 0 once that is full."""
         number = self.names.get(text)
-        return self._intern(text) if number is None else number
-
-    def _intern(self, text: str) -> int:
+        if number is not None:
+            return number
         number = len(self.names) + 1
         if number > MAX_NAMES:
             return 0
@@ -210,61 +212,61 @@ def _read_names(view: memoryview) -> list[str]:
     return found
 
 
-# -- who writes where ------------------------------------------------------------------------------
+# -- the ring of each process and thread -----------------------------------------------------------
 
 
-class _Here(threading.local):
-    writer: tuple[Ring | None, int] | None = None
-    """Of each thread: where it notes, and its number there; None: that is not known yet."""
+class _ThreadRing(threading.local):
+    writer: tuple[RecordRing | None, int] | None = None
+    """The ring of each thread, and its number there; None: that is not known yet."""
 
 
-_here = _Here()
-_process: Ring | None = None
+_thread_ring = _ThreadRing()
+_process_ring: RecordRing | None = None
 _thread_numbers = itertools.count()
 
 
 def is_on() -> bool:
-    """Is anything noted at all?"""
+    """Whether anything is recorded at all."""
     return os.environ.get(OFF) != "0"
 
 
-def enter_process(ring: Ring | None) -> None:
-    """From now on this process notes there. Called from: a worker process, once."""
-    global _process
-    _process = ring
+def enter_process(ring: RecordRing | None) -> None:
+    """From now on this process records there. Called from: a worker process, once."""
+    global _process_ring
+    _process_ring = ring
     enter_thread(ring)
 
 
-def enter_thread(ring: Ring | None) -> None:
-    """From now on this thread notes there. Called from: a worker thread, once."""
-    _here.writer = ring, 0
+def enter_thread(ring: RecordRing | None) -> None:
+    """From now on this thread records there. Called from: a worker thread, once."""
+    _thread_ring.writer = ring, 0
 
 
-def process_ring() -> Ring | None:
-    """The ring that this process notes in where no worker's is at hand.
+def process_ring() -> RecordRing | None:
+    """The ring of this process for spans outside workers.
 
-    None: nothing was noted in it, or tracing is off.
+    None: nothing was recorded in it, or tracing is off.
     """
-    return _process
+    return _process_ring
 
 
-def _meet_thread() -> tuple[Ring | None, int]:
-    """A thread's first span outside workers."""
-    global _process
-    if _process is None and is_on():
-        _process = Ring(bytearray(ASKED_RING_BYTES // 4))
-    _here.writer = _process, next(_thread_numbers) % 65536
-    return _here.writer
+def _register_thread() -> tuple[RecordRing | None, int]:
+    """Choose the ring of a thread, for its first span outside workers."""
+    global _process_ring
+    if _process_ring is None and is_on():
+        _process_ring = RecordRing(bytearray(ASKED_RING_BYTES // 4))
+    _thread_ring.writer = _process_ring, next(_thread_numbers) % 65536
+    return _thread_ring.writer
 
 
-def _forget() -> None:
-    """In a child that the user has forked: the ring is the parent's."""
-    global _process, _here
-    _process, _here = None, _Here()
+def _leave_parent_ring() -> None:
+    """Called from: a child process that the user has forked."""
+    global _process_ring, _thread_ring
+    _process_ring, _thread_ring = None, _ThreadRing()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_leave_parent_ring)
 
 
 def _as_name(value: Any) -> str:
@@ -300,21 +302,21 @@ class span:
         self._kind = kind
 
     def __enter__(self) -> span:
-        here = _here.writer
-        if here is None:
-            here = _meet_thread()
-        ring = self._ring = here[0]
+        writer = _thread_ring.writer
+        if writer is None:
+            writer = _register_thread()
+        ring = self._ring = writer[0]
         if ring is not None:
             name = ring.names.get(self._name)
             if name is None:
                 name = ring.name(self._name)
             pass_, batch, part = ring.place
-            # Ring.add() by hand: its call alone would be a fifth of all that a span costs.
+            # RecordRing.add() by hand: its call alone would be a fifth of all that a span costs.
             number = self._number = ring.next_number()
             at = _RECORDS_AT + number % ring.capacity * 64
             # fmt: off
-            _pack_into(ring.buffer, at, number, now_ns(), 0, 0, 0, self._kind, name, here[1], part,
-                       pass_, batch, 0, 0)
+            _pack_into(ring.buffer, at, number, now_ns(), 0, 0, 0, self._kind, name, writer[1],
+                       part, pass_, batch, 0, 0)
             # fmt: on
             ring.cells[0] = number + 1
         return self

@@ -1,11 +1,11 @@
-"""What a loader's processes have noted, gathered: its own ring, and one for each worker.
+"""The records of one loader, gathered in the training process: its own ring, and the workers'.
 
     LoaderIterator, Dispatcher --> Recorder.ring       (this process)
     WorkerRings: the rings of the workers of one pool  (shared file; read when asked for, copied
                                                         when the pool ends)
-    Recorder.lanes() --> plain records, which penstock.trace draws
+    Recorder.records() --> plain records, which penstock.Timeline draws
 
-Noting is always on. Where somebody asked for a trace, the rings are read several times a second, so
+Recording is always on. Where a trace was asked for, the rings are read several times a second, so
 that long runs are kept whole; otherwise the last few thousand records of each process are there.
 """
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -26,11 +26,12 @@ from penstock.trace.record import (
     LAUNCH,
     LEASE,
     MEMORY,
+    NO_PLACE,
     REFUSED,
     RING_BYTES,
     START,
     Record,
-    Ring,
+    RecordRing,
     is_on,
     now_ns,
     process_ring,
@@ -70,74 +71,73 @@ class Tracing:
     steps: bool = False
 
 
-@dataclass
-class Lane:
-    """The records of one process or thread, as plain values."""
+class ProcessRecords:
+    """The records of one process or thread, as far as its ring was read.
 
-    name: str
-    role: str
-    number: int = 0
-    pid: int = 0
-    worker_rings: int = 0
-    launched_ns: int = 0
-    spans: list[Record] = field(default_factory=list)
-    num_lost: int = 0
+    Args:
+        buffer: The ring.
+        head: The number of the first record to read.
+    """
+
+    def __init__(
+        self, name: str, role: str, buffer: Any, *, number: int = 0, pid: int = 0, head: int = 0
+    ) -> None:
+        self.name, self.role, self.number, self.pid = name, role, number, pid
+        self.records: list[Record] = []
+        self.num_lost = 0
+        self._buffer = buffer
+        self._head = head
+        self._open: list[Record] = []
+
+    def read(self, pass_offset: int = 0, *, is_last: bool = False) -> None:
+        """Take what is new; ``is_last``: whether it has ended or not, and let go of the memory."""
+        records, head = read_ring(self._buffer, self._head)
+        self.num_lost += max(0, head - self._head - len(records))
+        for place, record in enumerate(records):
+            if record.kind == START:
+                self.pid = record.a
+            if record.pass_ >= 0 and pass_offset:
+                records[place] = record._replace(pass_=record.pass_ + pass_offset)
+        self._open = []
+        if not is_last and head - self._head < MAX_PENDING:
+            # A span that had not ended is looked at again: from the first of them on.
+            num_ended = next((n for n, one in enumerate(records) if not one.end_ns), len(records))
+            records, self._open = records[:num_ended], records[num_ended:]
+        self._head = head - len(self._open)
+        self.records += records
+        if is_last:
+            self._buffer = None
+
+    def drop_oldest(self, max_records: int) -> None:
+        if len(self.records) > max_records:
+            self.num_lost += len(self.records) - max_records
+            del self.records[:-max_records]
+
+    def clear(self) -> None:
+        self.records, self.num_lost = [], 0
+
+    def to_lane(self) -> dict[str, Any]:
+        """The records as plain values, with those that had not ended when they were read."""
+        names = ("name", "role", "number", "pid", "num_lost")
+        lane = {name: getattr(self, name) for name in names}
+        return {**lane, "spans": [*self.records, *self._open]}
 
 
 class WorkerRings:
-    """The workers of one pool: where their rings lie, and how far they were read."""
+    """The rings of the workers of one pool."""
 
-    def __init__(self, number: int, cells: memoryview, ring_bytes: int, num_workers: int) -> None:
+    def __init__(self, cells: memoryview, ring_bytes: int, num_workers: int) -> None:
         self.pass_offset = 0
-        self._heads = [0] * num_workers
-        self._pending: list[list[Record]] = [[] for _ in range(num_workers)]
-        self._rings = [ring_of(cells, worker, ring_bytes) for worker in range(num_workers)]
-        launched_ns = now_ns()
-        self.lanes = [
-            Lane(f"worker {worker}", "worker", worker, 0, number, launched_ns)
+        self.workers = [
+            ProcessRecords(
+                f"worker {worker}", "worker", ring_of(cells, worker, ring_bytes), number=worker
+            )
             for worker in range(num_workers)
         ]
 
-    def read(self) -> None:
-        """Take what is new."""
-        for worker, (ring, lane) in enumerate(zip(self._rings, self.lanes, strict=True)):
-            since = self._heads[worker]
-            spans, head = read_ring(ring.cast("B"), since)
-            # A span that had not ended is looked at again: from the first of them on.
-            waiting = next((place for place, span in enumerate(spans) if not span.end_ns), None)
-            lane.num_lost += max(0, head - since - len(spans))
-            self._pending[worker] = []
-            if waiting is not None and head - since < MAX_PENDING:
-                head -= len(spans) - waiting
-                self._pending[worker] = spans[waiting:]
-                spans = spans[:waiting]
-            self._heads[worker] = head
-            self._add(lane, spans)
-
-    def finish(self) -> None:
-        """Take all that is there, ended or not, and let go of the memory."""
-        for worker, (ring, lane) in enumerate(zip(self._rings, self.lanes, strict=True)):
-            spans, head = read_ring(ring.cast("B"), self._heads[worker])
-            lane.num_lost += max(0, head - self._heads[worker] - len(spans))
-            self._add(lane, spans)
-        self._rings = []
-
-    def seen(self) -> list[Lane]:
-        """What was read so far, with what had not ended then."""
-        found = []
-        for lane, pending in zip(self.lanes, self._pending, strict=True):
-            seen = replace(lane, spans=list(lane.spans))
-            self._add(seen, pending)
-            found.append(seen)
-        return found
-
-    def _add(self, lane: Lane, spans: list[Record]) -> None:
-        for span in spans:
-            if span.kind == START:
-                lane.pid = span.a
-            if span.pass_ >= 0:
-                span = span._replace(pass_=span.pass_ + self.pass_offset)
-            lane.spans.append(span)
+    def read(self, *, is_last: bool = False) -> None:
+        for worker in self.workers:
+            worker.read(self.pass_offset, is_last=is_last)
 
 
 class Recorder:
@@ -149,20 +149,21 @@ class Recorder:
 
     def __init__(self, *, ring_bytes: int = 0, keeps_all: bool = False) -> None:
         self.ring_bytes = ring_bytes if is_on() else 0
-        self.ring = Ring(bytearray(self.ring_bytes)) if self.ring_bytes else None
+        self.ring = RecordRing(bytearray(self.ring_bytes)) if self.ring_bytes else None
         self.traces_samples = self.traces_steps = False
         self.keeps_all = keeps_all
         self.facts: dict[str, Any] = {}
+        self._max_kept = MAX_KEPT if keeps_all else MAX_KEPT_UNASKED
         self._lock = threading.RLock()
-        self._main = Lane("main", "main", pid=os.getpid())
-        self._main_head = 0
-        self._all_rings: list[WorkerRings] = []
-        self._past: list[Lane] = []
-        self._num_pools = self._num_passes = 0
-        self._place = (-1, -1, 0)
-        self._waited_ns = self._taken_ns = self._inside_ns = 0
+        buffer = None if self.ring is None else self.ring.buffer
+        self._main = ProcessRecords("main", "main", buffer, pid=os.getpid())
+        self._pools: list[WorkerRings] = []
+        self._ended: list[ProcessRecords] = []
+        self._num_passes = 0
+        self._place = NO_PLACE
+        self._waited_ns = self._taken_ns = 0
         self._read_ns = self._born_ns = now_ns()
-        self._own_head = _num_named()
+        self._user_head = _num_user_spans()
         self._next_look_ns = 0
         self._num_ready = self._num_looks = 0
         self._is_close = False
@@ -180,23 +181,21 @@ class Recorder:
         """A pool of workers begins. Pairs with :meth:`dismiss`."""
         if not ring_bytes:
             return None
+        worker_rings = WorkerRings(cells, ring_bytes, num_workers)
         with self._lock:
-            worker_rings = WorkerRings(self._num_pools, cells, ring_bytes, num_workers)
-            self._num_pools += 1
-            self._all_rings.append(worker_rings)
+            self._pools.append(worker_rings)
         return worker_rings
 
     def dismiss(self, worker_rings: WorkerRings | None) -> None:
         """A pool has ended: keep what its workers noted, and let go of its memory."""
         with self._lock:
-            if worker_rings is None or worker_rings not in self._all_rings:
+            if worker_rings is None or worker_rings not in self._pools:
                 return
-            self._all_rings.remove(worker_rings)
-            worker_rings.finish()
-            self._past += worker_rings.lanes
-            limit = MAX_KEPT if self.keeps_all else MAX_KEPT_UNASKED
-            while self._past and sum(len(lane.spans) for lane in self._past) > limit:
-                self._past.pop(0)
+            self._pools.remove(worker_rings)
+            worker_rings.read(is_last=True)
+            self._ended += worker_rings.workers
+            while sum(len(worker.records) for worker in self._ended) > self._max_kept:
+                self._ended.pop(0)
 
     def launched(self, start_ns: int, num_workers: int) -> None:
         """Workers were asked for; they come up meanwhile."""
@@ -204,58 +203,52 @@ class Recorder:
             self.ring.add(LAUNCH, start_ns, now_ns(), self._num_passes, a=num_workers)
 
     def begin_pass(self, worker_rings: WorkerRings | None, epoch: int) -> None:
-        """An epoch begins; ``epoch``: as the workers of this crew count."""
+        """An epoch begins; ``epoch``: its number since this pool began."""
         if worker_rings is not None and epoch == 0:
             worker_rings.pass_offset = self._num_passes
         self._place = (self._num_passes, -1, 0)
         self._num_passes += 1
 
     def begin_batch(self) -> int:
-        """Somebody asks for a batch; when that was."""
+        """Record a request for a batch; returns its time."""
         self._waited_ns = self._taken_ns = 0
         start_ns = now_ns()
         self._is_close = start_ns > self._next_look_ns
         return start_ns
 
     def waited(self, started: float) -> None:
-        """A batch was waited for since then (time.monotonic)."""
+        """A batch was waited for since ``started`` (time.monotonic)."""
         self._waited_ns += int((time.monotonic() - started) * 1e9)
 
     def deliver(
         self, epoch: int, batch: int, rows: int, worker_rings: WorkerRings | None, jobs: Any
     ) -> None:
         """A batch is about to be handed out; ``jobs``: those under way."""
-        self._place = (
-            epoch + (worker_rings.pass_offset if worker_rings is not None else 0),
-            batch,
-            rows,
-        )
+        pass_offset = 0 if worker_rings is None else worker_rings.pass_offset
+        self._place = (epoch + pass_offset, batch, rows)
         if self._is_close:
             others = sum(job.is_done for job in jobs.values()) - 1  # beside this one
             self._num_ready = min(max(0, others), 65535)
 
     def taken(self, started_ns: int) -> None:
-        """A courier has been given a batch, which was loaded since then."""
+        """A device prefetcher has been given a batch, which was loaded since ``started_ns``."""
         self._taken_ns += now_ns() - started_ns
 
     def end_batch(
         self, start_ns: int, returned_ns: int, batch: int, *, has_prefetcher: bool
     ) -> int:
-        """The batch is handed out; when that was. ``returned_ns``: when the one before it was."""
+        """A batch is handed out; returns the time. ``returned_ns``: when the one before it was."""
         ring, end_ns = self.ring, now_ns()
         if ring is None:
             return end_ns
         pass_, number, rows = self._place
         transfer_us = 0
+        if has_prefetcher:
+            transfer_us = min(max(0, end_ns - start_ns - self._taken_ns) // 1000, 2**31 - 1)
         if has_prefetcher or number < 0:
             number = batch
-            if has_prefetcher:
-                took_ns = end_ns - start_ns - self._taken_ns
-                transfer_us = min(max(0, took_ns) // 1000, 2**31 - 1)
-        ready, waited_ns = self._num_ready, self._waited_ns
-        ring.add(
-            BATCH, start_ns, end_ns, pass_, number, ready, rows, waited_ns, returned_ns, transfer_us
-        )
+        place = (pass_, number, self._num_ready, rows)
+        ring.add(BATCH, start_ns, end_ns, *place, self._waited_ns, returned_ns, transfer_us)
         if self._is_close:
             self._look(ring, end_ns)
         return end_ns
@@ -290,7 +283,7 @@ class Recorder:
             at_ns = now_ns()
             self.ring.add(REFUSED, at_ns, at_ns, self._place[0], a=num_held)
 
-    def _look(self, ring: Ring, at_ns: int) -> None:
+    def _look(self, ring: RecordRing, at_ns: int) -> None:
         self._num_looks += 1
         self._next_look_ns = next_look_ns(at_ns, self._num_looks)
         assert self._process is not None
@@ -311,59 +304,53 @@ class Recorder:
         if self.ring is None:
             return
         with self._lock:
-            spans, head = read_ring(self.ring.buffer, self._main_head)
-            self._main.num_lost += head - self._main_head - len(spans)
-            self._main_head = head
-            self._main.spans += spans
-            for worker_rings in self._all_rings:
-                worker_rings.read()
-            limit = MAX_KEPT if self.keeps_all else MAX_KEPT_UNASKED
-            for lane in (
-                self._main,
-                *(lane for worker_rings in self._all_rings for lane in worker_rings.lanes),
-            ):
-                if len(lane.spans) > limit:
-                    lane.num_lost += len(lane.spans) - limit
-                    del lane.spans[: len(lane.spans) - limit]
+            self._main.read()
+            self._main.drop_oldest(self._max_kept)
+            for pool in self._pools:
+                pool.read()
+            for worker in self._workers():
+                worker.drop_oldest(self._max_kept)
 
-    def lanes(self) -> list[Lane]:
-        """All that is known by now. Called from: the process that iterates."""
+    def _workers(self) -> list[ProcessRecords]:
+        return [worker for pool in self._pools for worker in pool.workers]
+
+    def clear(self) -> None:
+        """Forget what was noted so far."""
         with self._lock:
             self._read()
-            found = [self._main, *self._past]
-            found += [lane for worker_rings in self._all_rings for lane in worker_rings.seen()]
-            return [*found, *self._own_lane()]
-
-    def _own_lane(self) -> list[Lane]:
-        """What the user named in this process since this loader first ran."""
-        own = process_ring()
-        if own is None or self.ring is None:
-            return []
-        spans, head = read_ring(own.buffer, self._own_head)
-        num_lost = head - self._own_head - len(spans)
-        spans = [span for span in spans if span.start_ns >= self._born_ns]
-        lane = Lane("your code", "user", pid=os.getpid(), spans=spans, num_lost=num_lost)
-        return [lane] if spans else []
-
-    def forget(self) -> None:
-        """Begin anew: what was noted so far is not asked for."""
-        with self._lock:
-            self._read()
-            self._past = []
-            self._born_ns, self._own_head = now_ns(), _num_named()
-            self._main.spans = []
-            self._main.num_lost = 0
-            for worker_rings in self._all_rings:
-                for lane in worker_rings.lanes:
-                    lane.spans, lane.num_lost = [], 0
+            self._ended = []
+            self._born_ns, self._user_head = now_ns(), _num_user_spans()
+            for process in (self._main, *self._workers()):
+                process.clear()
 
     def records(self) -> dict[str, Any]:
-        """All that is known by now, as plain values."""
-        return {"facts": dict(self.facts), "lanes": plain_lanes(self.lanes())}
+        """All that is known by now, as plain values. Called from: the process that iterates."""
+        with self._lock:
+            self._read()
+            processes = [self._main, *self._ended, *self._workers(), *self._user_records()]
+            return {"facts": dict(self.facts), "lanes": [one.to_lane() for one in processes]}
+
+    def _user_records(self) -> list[ProcessRecords]:
+        """The user's own spans in this process since this loader first ran."""
+        ring = process_ring()
+        if ring is None or self.ring is None:
+            return []
+        user = ProcessRecords(
+            "your code", "user", ring.buffer, pid=os.getpid(), head=self._user_head
+        )
+        user.read(is_last=True)
+        user.records = [span for span in user.records if span.start_ns >= self._born_ns]
+        return [user] if user.records else []
 
     def recent(self) -> list[Record]:
         """The last few thousand records of this process alone."""
         return [] if self.ring is None else read_ring(self.ring.buffer, 0)[0]
+
+
+def _num_user_spans() -> int:
+    """How many spans the user has named in this process so far."""
+    ring = process_ring()
+    return 0 if ring is None else ring.cells[0]
 
 
 _kept: list[Recorder] | None = None
@@ -392,12 +379,42 @@ def make_recorder(trace: Any) -> Recorder:
     return recorder
 
 
-def plain_lanes(lanes: Iterable[Lane]) -> list[dict[str, Any]]:
-    """Lanes as dictionaries: what another room, or a file, gets."""
-    return [{**vars(lane), "spans": list(lane.spans)} for lane in lanes]
+def merge_records(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The records of several loaders of one program as one trace: training and validation, say.
+
+    Workers and epochs are counted on from loader to loader.
+
+    Example:
+        >>> one = {"facts": {}, "lanes": [{"name": "worker 0", "role": "worker", "spans": []}]}
+        >>> [lane["name"] for lane in merge_records([one, one])["lanes"]]
+        ['worker 0', 'loader 2: worker 0']
+    """
+    lanes: list[dict[str, Any]] = []
+    num_workers = num_passes = 0
+    facts: Mapping[str, Any] = {}
+    most = -1
+    has_user = False
+    for place, records in enumerate(several):
+        new_workers, new_passes, num_batches = num_workers, num_passes, 0
+        for lane in records.get("lanes") or ():
+            if lane.get("role") == "user":
+                if has_user:  # it is the program's, and each loader has it
+                    continue
+                has_user = True
+            moved = dict(lane, spans=[_moved(span, num_passes) for span in lane["spans"]])
+            if lane.get("role") == "worker":
+                moved["number"] = int(lane.get("number") or 0) + num_workers
+                new_workers = max(new_workers, moved["number"] + 1)
+                if place:
+                    moved["name"] = f"loader {place + 1}: {lane['name']}"
+            new_passes = max([new_passes, *(span.pass_ + 1 for span in moved["spans"])])
+            num_batches += sum(span.kind == BATCH for span in lane["spans"])
+            lanes.append(moved)
+        num_workers, num_passes = new_workers, new_passes
+        if num_batches > most:
+            most, facts = num_batches, records.get("facts") or {}
+    return {"facts": dict(facts), "lanes": lanes}
 
 
-def _num_named() -> int:
-    """How many spans the user has named in this process so far."""
-    own = process_ring()
-    return 0 if own is None else own.cells[0]
+def _moved(span: Any, by: int) -> Any:
+    return span._replace(pass_=span.pass_ + by) if span.pass_ >= 0 else span

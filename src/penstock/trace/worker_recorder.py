@@ -1,8 +1,9 @@
-"""What a worker does and how long it takes, noted in its ring of the shared file.
+"""The recorder of a worker: one record for each part of a batch, in its ring of the shared file.
 
-One record for each part of a batch; one for each sample when that was asked for. Now and then a
-part is looked at closely: what copying into the slot took, how long a core was waited for, and how
-much memory is held.
+There is one for each sample, too, when that was asked for. Now and then a part is looked at
+closely: what copying into the slot took, how long a core was waited for, and how much memory is
+held.
+Called from: :mod:`penstock.engine.worker.loop`, in the worker.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from penstock.trace.record import (
     COLLATE,
     LEASE,
     MEMORY,
+    NO_PLACE,
     SAMPLE,
     START,
-    Ring,
+    RecordRing,
     enter_process,
     enter_thread,
     now_ns,
 )
 from penstock.trace.transform_spans import trace_steps
 
-_NOWHERE = (-1, -1, 0)
 CLOSE_LOOK_NS, EARLY_LOOKS, LATER_LOOK_NS = 50_000_000, 10, 250_000_000
 """A close look costs 30 to 60 microseconds: no more than one in the first time, or after so many of
 them in the second."""
@@ -43,7 +44,7 @@ def next_look_ns(at_ns: int, num_looks: int) -> int:
 def ring_of(cells: memoryview, worker: int, ring_bytes: int) -> memoryview:
     """A worker's ring: the rings lie behind the control page, one after the other."""
     first = (CONTROL_BYTES + worker * ring_bytes) // 8
-    return cells[first : first + ring_bytes // 8]
+    return cells[first : first + ring_bytes // 8].cast("B")
 
 
 class WorkerRecorder:
@@ -57,7 +58,7 @@ class WorkerRecorder:
     def __init__(
         self, cells: memoryview, worker: int, task: WorkerTask, *, is_thread: bool
     ) -> None:
-        self._ring: Ring | None = None
+        self._ring: RecordRing | None = None
         self._per_sample = task.traces_samples
         self._traces_steps = task.traces_steps
         self._is_thread = is_thread
@@ -68,11 +69,11 @@ class WorkerRecorder:
         self._position = 0
         self._process = psutil.Process() if not is_thread else None
         if task.ring_bytes:
-            self._ring = Ring(ring_of(cells, worker, task.ring_bytes))
+            self._ring = RecordRing(ring_of(cells, worker, task.ring_bytes))
             self._ring.add(START, now_ns(), now_ns(), a=os.getpid())
 
     def enter(self) -> None:
-        """Spans of the user's belong here from now on. Called from: the worker, once."""
+        """From now on the user's spans are recorded here. Called from: the worker, once."""
         if self._traces_steps:
             trace_steps()
         if self._is_thread:
@@ -97,7 +98,11 @@ class WorkerRecorder:
             self._position = lease.position
 
     def end(self, *, is_loaded: bool) -> int:
-        """It is served; what it took, in nanoseconds. ``is_loaded``: and not dropped half way."""
+        """The lease is served; returns the nanoseconds it took.
+
+        Args:
+            is_loaded: It was not dropped half way.
+        """
         ring, end_ns = self._ring, now_ns()
         if ring is not None:
             if not is_loaded:  # else the samples would seem to have been quick
@@ -106,35 +111,32 @@ class WorkerRecorder:
                 self._look(ring, end_ns)
             else:
                 ring.end(self._number, end_ns)
-            ring.place = _NOWHERE
+            ring.place = NO_PLACE
         return end_ns - self._start_ns
 
     def collated(self, start_ns: int) -> None:
-        """The user's collate_fn has run since then."""
+        """The user's collate_fn has run since ``start_ns``."""
         if self._ring is not None:
             self._ring.add(COLLATE, start_ns, now_ns(), *self._ring.place)
 
     def watch(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """The same samples; where it is asked for, each is timed."""
+        """Yield the same samples; where that was asked for, time each."""
         if self._ring is None or not (self._is_close or self._per_sample):
             return samples
         return self._timed(samples, self._ring)
 
-    def _timed(self, samples: Iterator[Any], ring: Ring) -> Iterator[Any]:
-        while True:
-            start_ns = now_ns()
-            try:
-                sample = next(samples)
-            except StopIteration:
-                return
+    def _timed(self, samples: Iterator[Any], ring: RecordRing) -> Iterator[Any]:
+        start_ns = now_ns()
+        for sample in samples:
             end_ns = now_ns()
             self._inside_ns += end_ns - start_ns
             if self._per_sample:
                 ring.add(SAMPLE, start_ns, end_ns, *ring.place, 1, self._position)
                 self._position += 1
             yield sample
+            start_ns = now_ns()
 
-    def _look(self, ring: Ring, end_ns: int) -> None:
+    def _look(self, ring: RecordRing, end_ns: int) -> None:
         """Complete the record of a part that was looked at closely."""
         cpu_ns = time.thread_time_ns() - self._cpu_ns
         queued_ns = int((queued_s() - self._queued_s) * 1e9)

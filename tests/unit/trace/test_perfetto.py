@@ -12,8 +12,8 @@ import pytest
 
 import traces
 from penstock import Timeline
-from penstock.trace.merging import merge_records
 from penstock.trace.record import USER, Record
+from penstock.trace.recorder import merge_records
 
 pytestmark = pytest.mark.legacy
 

@@ -12,13 +12,13 @@ import pytest
 import penstock
 from penstock.errors import BadArgument
 from penstock.trace import record as tracing
-from penstock.trace.record import BATCH, LEASE, MAX_NAMES, RING_BYTES, USER, Ring, read_ring
+from penstock.trace.record import BATCH, LEASE, MAX_NAMES, RING_BYTES, USER, RecordRing, read_ring
 
 pytestmark = pytest.mark.legacy
 
 
-def make_ring(num_bytes: int = RING_BYTES) -> Ring:
-    return Ring(bytearray(num_bytes))
+def make_ring(num_bytes: int = RING_BYTES) -> RecordRing:
+    return RecordRing(bytearray(num_bytes))
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
@@ -60,9 +60,9 @@ def test_a_span_that_the_ring_has_forgotten_is_not_ended_in_another_one_s_record
 
 def test_a_worker_that_takes_over_a_ring_goes_on_where_the_other_stopped() -> None:
     memory = bytearray(RING_BYTES)
-    one = Ring(memory)
+    one = RecordRing(memory)
     one.add(USER, 5, 6, name=one.name("decode"))
-    other = Ring(memory)
+    other = RecordRing(memory)
     other.add(USER, 7, 8, name=other.name("decode"))
     other.add(USER, 8, 9, name=other.name("flip"))
     assert [span.name for span in read_ring(memory, 0)[0]] == ["decode", "decode", "flip"]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from penstock.trace.accounting import make_account
-from penstock.trace.merging import merge_records
 from penstock.trace.model import Span, make_model, nest
 from penstock.trace.record import (
     BATCH,
@@ -21,6 +20,7 @@ from penstock.trace.record import (
     USER,
     Record,
 )
+from penstock.trace.recorder import merge_records
 
 pytestmark = pytest.mark.legacy
 

@@ -10,8 +10,8 @@ import traces
 from penstock import Timeline
 from penstock.trace.accounting import Account, WorkerAccount, compare
 from penstock.trace.diagnosis import CAUSES, diagnose
-from penstock.trace.merging import merge_records
 from penstock.trace.record import BATCH, COLLATE, COPY, GPU, MEMORY, Record
+from penstock.trace.recorder import merge_records
 
 pytestmark = pytest.mark.legacy
 
