@@ -20,7 +20,8 @@ from penstock.trace.record import Record
 
 FORMAT, VERSION = "penstock-trace", 1
 _COLUMNS = tuple(name for name in Record._fields if name != "name")
-_PLAIN = ("name", "role", "number", "pid", "crew", "launched_ns", "num_lost")
+_PLAIN = {"name": str, "role": str, "number": int, "pid": int, "num_lost": int}
+"""The fields of a lane beside its records, and their types."""
 _GZIP = b"\x1f\x8b"
 
 
@@ -31,20 +32,12 @@ def dump_records(records: Mapping[str, Any]) -> bytes:
         spans = lane.get("spans") or ()
         names = sorted({span.name for span in spans})
         numbers = {name: number for number, name in enumerate(names)}
-        columns = {
-            name: [span[place] for span in spans]
-            for place, name in enumerate(Record._fields)
-            if name != "name"
-        }
+        columns = {name: [getattr(span, name) for span in spans] for name in _COLUMNS}
         columns["name"] = [numbers[span.name] for span in spans]
         plain = {name: lane[name] for name in _PLAIN if name in lane}
         lanes.append({**plain, "names": names, "columns": columns})
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "facts": records.get("facts") or {},
-        "lanes": lanes,
-    }
+    content = {"format": FORMAT, "version": VERSION, "facts": records.get("facts") or {}}
+    content["lanes"] = lanes
     return json.dumps(content, separators=(",", ":"), default=str).encode()
 
 
@@ -161,6 +154,6 @@ def _read_lane(lane: Any) -> dict[str, Any]:
     ]
     plain = {name: lane[name] for name in _PLAIN if name in lane}
     for name, value in plain.items():
-        if type(value) is not (str if name in ("name", "role") else int):
+        if type(value) is not _PLAIN[name]:
             raise ValueError(f"{name} is {value!r}")
     return {**plain, "spans": spans}

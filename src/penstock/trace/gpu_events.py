@@ -1,4 +1,4 @@
-"""What the GPU did when: by its own events, on this machine's clock.
+"""Times of copies and steps on the GPU, by its own events, on this machine's clock.
 
 ::
 
@@ -6,12 +6,14 @@
     the step's stream              begun ===== step ===== ended
                                    ^ a batch is handed out  ^ the next one is asked for
 
-Nothing waits for the GPU: whether an event is over is asked when a later batch goes by. Events know
-only how long after each other they were. Where that lies on this machine's clock is found out once
-a second, by an event on a stream that has nothing else to do.
+Nothing waits for the GPU: whether an event is over is asked when a later batch goes by. Events tell
+only the time between them. Their place on this machine's clock is found once a second, by an event
+on a stream that has nothing else to do.
 
-A step is all that was asked of its stream between two batches, and lasts until the next batch is
-asked for at least: moments in which the GPU waits for the next kernel of a step belong to the step.
+A step is all that was asked of its stream between two batches, and lasts at least until the next
+batch is asked for: moments in which the GPU waits for the next kernel of a step belong to the step.
+
+Called from: the training process, by :mod:`penstock.device` and the loader's iterator.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _MAX_PENDING = 256
 """Spans whose end is waited for; beyond it the oldest are given up."""
 
 
-class Span:
+class GpuOperation:
     """Something under way on the GPU."""
 
     __slots__ = ("asked_ns", "batch", "begun", "device", "ended", "kind", "num_bytes")
@@ -61,16 +63,16 @@ class GpuWatch:
         self._note = note
         self._is_asked = is_asked
         self._is_on = False
-        self._pending: deque[Span] = deque()
-        self._step: Span | None = None
+        self._pending: deque[GpuOperation] = deque()
+        self._step: GpuOperation | None = None
         self._clocks: dict[torch.device, GpuClock] = {}
         self._last_ns = self._pace_ns = 0
 
-    def begin_copy(self, stream: Any, batch: int) -> Span | None:
+    def begin_copy(self, stream: Any, batch: int) -> GpuOperation | None:
         """A copy is about to be asked for on this stream; None: it is not watched."""
         return self._begin(COPY, stream, batch) if self._is_on else None
 
-    def end_copy(self, copy: Span, stream: Any, num_bytes: int) -> Any:
+    def end_copy(self, copy: GpuOperation, stream: Any, num_bytes: int) -> Any:
         """It was asked for. Its last event, for which others may wait."""
         copy.num_bytes = num_bytes
         return self._end(copy, stream)
@@ -121,30 +123,36 @@ class GpuWatch:
         self._pending.clear()
         self._step = None
 
-    def _begin(self, kind: int, stream: Any, batch: int) -> Span:
-        span = Span(kind, batch, stream.device)
-        span.begun.record(stream)
-        return span
+    def _begin(self, kind: int, stream: Any, batch: int) -> GpuOperation:
+        operation = GpuOperation(kind, batch, stream.device)
+        operation.begun.record(stream)
+        return operation
 
-    def _end(self, span: Span, stream: Any) -> Any:
-        span.ended.record(stream)
-        self._pending.append(span)
+    def _end(self, operation: GpuOperation, stream: Any) -> Any:
+        operation.ended.record(stream)
+        self._pending.append(operation)
         if len(self._pending) > _MAX_PENDING:
             self._pending.popleft()
-        return span.ended
+        return operation.ended
 
     def _collect(self) -> None:
         for _ in range(len(self._pending)):
-            span = self._pending.popleft()
-            if not span.ended.query():
-                self._pending.append(span)
+            operation = self._pending.popleft()
+            if not operation.ended.query():
+                self._pending.append(operation)
                 continue
-            clock = self._clocks.get(span.device)
+            clock = self._clocks.get(operation.device)
             if clock is None:
-                clock = self._clocks[span.device] = GpuClock(span.device)
+                clock = self._clocks[operation.device] = GpuClock(operation.device)
             clock.compare()
-            start_ns, end_ns = clock.place(span, now_ns())
-            self._note(span.kind, start_ns, end_ns, batch=span.batch, num_bytes=span.num_bytes)
+            start_ns, end_ns = clock.place(operation, now_ns())
+            self._note(
+                operation.kind,
+                start_ns,
+                end_ns,
+                batch=operation.batch,
+                num_bytes=operation.num_bytes,
+            )
 
 
 class GpuClock:
@@ -168,19 +176,19 @@ class GpuClock:
         self._compared_ns = now_ns()
         self._known, self._known_ns = event, (before_ns + self._compared_ns) // 2
 
-    def place(self, span: Span, seen_ns: int) -> tuple[int, int]:
-        """When the span began and ended; ``seen_ns``: it was over by then.
+    def place(self, operation: GpuOperation, seen_ns: int) -> tuple[int, int]:
+        """When the operation began and ended; ``seen_ns``: it was over by then.
 
         Whatever the clocks say, nothing begins before it was asked for.
         """
-        took_ns = _between_ns(span.begun, span.ended)
-        start_ns = span.asked_ns
+        took_ns = _between_ns(operation.begun, operation.ended)
+        start_ns = operation.asked_ns
         if self._known is not None:
-            start_ns = self._known_ns + _between_ns(self._known, span.begun)
-        start_ns = max(span.asked_ns, min(start_ns, seen_ns - took_ns))
+            start_ns = self._known_ns + _between_ns(self._known, operation.begun)
+        start_ns = max(operation.asked_ns, min(start_ns, seen_ns - took_ns))
         if self._known is None or seen_ns - self._known_ns > 4 * ANCHOR_NS:
             # The GPU gives milliseconds in single precision: not too far from the last one.
-            self._known, self._known_ns = span.ended, start_ns + took_ns
+            self._known, self._known_ns = operation.ended, start_ns + took_ns
         return start_ns, start_ns + took_ns
 
 

@@ -1,4 +1,4 @@
-"""Chrome's trace-event JSON: opens in Perfetto, chrome://tracing and others.
+"""The timeline as Chrome's trace-event JSON, for Perfetto, chrome://tracing and others.
 
 One process for each lane's process, one thread for each lane, and more where spans overlap without
 lying within each other: a span around a ``yield``, one that never ended, two threads. Flows tie a
@@ -12,21 +12,29 @@ import itertools
 import json
 from typing import Any
 
-from penstock.trace.model import WORDS, Lane, Span, TraceModel
+from penstock.trace.model import INNER_KINDS, WORDS, Lane, Span, TraceModel
+
+_LINE_IDS = 10_000
+"""Between the thread ids of two lines of one lane."""
 
 
 def render(model: TraceModel) -> dict[str, Any]:
     """The trace in Chrome's form."""
     events: list[dict[str, Any]] = []
-    threads: dict[int, int] = {}
+    fetched: list[tuple[Span, dict[str, Any]]] = []
+    delivered: dict[tuple[int, int], dict[str, Any]] = {}
     for row, lane in enumerate(model.lanes, 1):
         pid = lane.pids[-1] if lane.pids else row
         lines = lay_out(lane.spans)
         for line in sorted({0, *lines}):
-            events += _names(lane, pid, _thread(row, line), line)
+            events += _names(lane, pid, row + _LINE_IDS * line, line)
         for span, line in zip(lane.spans, lines, strict=True):
-            threads[id(span)] = _thread(row, line)
-            events.append(_complete(span, pid, threads[id(span)]))
+            event = _complete(span, pid, row + _LINE_IDS * line)
+            events.append(event)
+            if span.kind == "fetch" and lane.role == "worker":
+                fetched.append((span, event))
+            elif span.kind == "deliver":
+                delivered[span.pass_, span.batch] = event
         events += [
             _counter("memory MiB", reading.at_ns, pid, reading.value / 2**20)
             for reading in lane.memory
@@ -34,7 +42,10 @@ def render(model: TraceModel) -> dict[str, Any]:
     main = next(iter(model.of("main")), None)
     main_pid = main.pids[-1] if main is not None and main.pids else 1
     events += [_counter("batches ready", r.at_ns, main_pid, r.value) for r in model.ready]
-    events += _flows(model, threads)
+    for number, (span, start) in enumerate(fetched, 1):
+        end = delivered.get((span.pass_, span.batch))
+        if end is not None and end["ts"] >= start["ts"]:
+            events += [_flow("s", number, start), {**_flow("f", number, end), "bp": "e"}]
     return {
         "displayTimeUnit": "ms",
         "otherData": {"writer": "penstock", **{k: str(v) for k, v in model.facts.items()}},
@@ -63,7 +74,7 @@ def lay_out(spans: list[Span]) -> list[int]:
     order = sorted(range(len(spans)), key=lambda n: (spans[n].start_ns, -spans[n].end_ns))
     for number in order:
         span = spans[number]
-        line = int(span.kind in _GIVES_WAY and _crosses(span, starts, ends))
+        line = int(span.kind in INNER_KINDS and _crosses(span, starts, ends))
         while line < len(open_until):
             stack = open_until[line]
             while stack and stack[-1] <= span.start_ns:
@@ -78,40 +89,30 @@ def lay_out(spans: list[Span]) -> list[int]:
     return lines
 
 
-_GIVES_WAY = frozenset(("user", "sample", "transform"))
-
-
 def _main_line(spans: list[Span]) -> tuple[list[int], list[int]]:
     """When each of the loader's own spans begins, and when the last one up to it ends."""
-    own = sorted((s.start_ns, s.end_ns) for s in spans if s.kind not in _GIVES_WAY)
+    own = sorted((s.start_ns, s.end_ns) for s in spans if s.kind not in INNER_KINDS)
     ends = list(itertools.accumulate((end for _, end in own), max))
     return [start for start, _ in own], ends
 
 
 def _crosses(span: Span, starts: list[int], ends: list[int]) -> bool:
-    """Does it begin or end in the middle of one of the loader's own spans?"""
+    """Whether it begins or ends in the middle of one of the loader's own spans."""
     place = bisect.bisect_right(starts, span.start_ns) - 1
     if place >= 0 and span.start_ns < ends[place]:
         return span.end_ns > ends[place]
     return place + 1 < len(starts) and starts[place + 1] < span.end_ns
 
 
-def _thread(row: int, line: int) -> int:
-    return row + 10_000 * line
-
-
 def _names(lane: Lane, pid: int, row: int, line: int) -> list[dict[str, Any]]:
     name = "workers" if lane.role == "worker" else "training process"
+    arguments = {
+        "process_name": {"name": f"{name} ({pid})"},
+        "thread_name": {"name": f"{lane.name} ({line + 1})" if line else lane.name},
+        "thread_sort_index": {"sort_index": row},
+    }
     place = {"ph": "M", "pid": pid, "tid": row}
-    return [
-        {**place, "name": "process_name", "args": {"name": f"{name} ({pid})"}},
-        {
-            **place,
-            "name": "thread_name",
-            "args": {"name": f"{lane.name} ({line + 1})" if line else lane.name},
-        },
-        {**place, "name": "thread_sort_index", "args": {"sort_index": row}},
-    ]
+    return [{**place, "name": key, "args": value} for key, value in arguments.items()]
 
 
 def _complete(span: Span, pid: int, row: int) -> dict[str, Any]:
@@ -137,42 +138,11 @@ def _complete(span: Span, pid: int, row: int) -> dict[str, Any]:
 
 
 def _counter(name: str, at_ns: int, pid: int, value: float) -> dict[str, Any]:
-    return {
-        "ph": "C",
-        "name": name,
-        "ts": at_ns / 1000,
-        "pid": pid,
-        "tid": 0,
-        "args": {"value": value},
-    }
+    place = {"ts": at_ns / 1000, "pid": pid, "tid": 0}
+    return {"ph": "C", "name": name, **place, "args": {"value": value}}
 
 
-def _flows(model: TraceModel, threads: dict[int, int]) -> list[dict[str, Any]]:
-    """From the part of a batch that was loaded last to the batch that was handed out."""
-    rows = {id(lane): row for row, lane in enumerate(model.lanes, 1)}
-    handed = {
-        (span.pass_, span.batch): (span, lane)
-        for lane in model.of("main")
-        for span in lane.spans
-        if span.kind == "deliver"
-    }
-    events: list[dict[str, Any]] = []
-    for lane in model.of("worker"):
-        for span in lane.spans:
-            goal = handed.get((span.pass_, span.batch)) if span.kind == "fetch" else None
-            if goal is None or goal[0].start_ns < span.start_ns:
-                continue
-            number = len(events) // 2 + 1
-            for phase, one, where in (("s", span, lane), ("f", *goal)):
-                pid = where.pids[-1] if where.pids else rows[id(where)]
-                event = {
-                    "ph": phase,
-                    "id": number,
-                    "name": "part of a batch",
-                    "cat": "flow",
-                    "ts": one.start_ns / 1000,
-                    "pid": pid,
-                    "tid": threads[id(one)],
-                }
-                events.append({**event, "bp": "e"} if phase == "f" else event)
-    return events
+def _flow(phase: str, number: int, event: dict[str, Any]) -> dict[str, Any]:
+    """One end of the arrow from a part of a batch to the batch that was handed out."""
+    place = {key: event[key] for key in ("ts", "pid", "tid")}
+    return {"ph": phase, "id": number, "name": "part of a batch", "cat": "flow", **place}
