@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from penstock.machine.collect import here, machine
+from penstock.machine.collect import machine, quick_facts
 from penstock.planning.amd_override import VARIABLE, judge_override
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
@@ -62,7 +62,7 @@ def is_windows() -> bool:
         >>> is_windows() == (sys.platform == "win32")
         True
     """
-    return here().os == "win32"
+    return quick_facts().os == "win32"
 
 
 def create_dataloader(
@@ -124,7 +124,7 @@ def get_recommended_num_workers() -> int:
         >>> get_recommended_num_workers() >= 1
         True
     """
-    return int(make_plan(here(), LoaderRequest(), Workload()).num_workers.value)
+    return int(make_plan(quick_facts(), LoaderRequest(), Workload()).num_workers.value)
 
 
 def get_safe_num_workers(
@@ -152,7 +152,7 @@ def _choose(num_workers: int | str, force_zero_on_windows: bool) -> Choice:
         return Choice(0, reason, "asked")
     if isinstance(num_workers, str):
         return Choice(num_workers, "as asked", "asked")
-    return choose_safe_workers(here(), num_workers)
+    return choose_safe_workers(quick_facts(), num_workers)
 
 
 def _warn_of(num_workers: int | str, safe: Choice) -> None:
@@ -171,7 +171,7 @@ def get_safe_num_workers_table(requested: Iterable[int] = USUAL_REQUESTS) -> dic
         >>> get_safe_num_workers_table((0, 1))
         {0: 0, 1: 1}
     """
-    table = tabulate_safe_workers(here(), requested)
+    table = tabulate_safe_workers(quick_facts(), requested)
     return {asked: int(safe.value) for asked, safe in table.items()}
 
 
@@ -185,7 +185,7 @@ def print_safe_num_workers_table(requested: Iterable[int] = USUAL_REQUESTS) -> N
           requested  1 -> safe  1  (as asked)
     """
     print("Safe num_workers")
-    for asked, safe in tabulate_safe_workers(here(), requested).items():
+    for asked, safe in tabulate_safe_workers(quick_facts(), requested).items():
         print(f"  requested {asked:>2} -> safe {safe.value:>2}  ({safe.reason})")
 
 
@@ -205,7 +205,7 @@ def print_dataloader_config(
           ...
     """
     plan = make_plan(
-        here(), LoaderRequest(num_workers=num_workers, batch_size=batch_size), Workload()
+        quick_facts(), LoaderRequest(num_workers=num_workers, batch_size=batch_size), Workload()
     )
     told = "drawn where torch draws its own" if seed is None else "the same order and randomness"
     rows = {

@@ -18,7 +18,7 @@ from penstock.engine.parent.inline_iterator import InlineIterator
 from penstock.engine.parent.iterator import Setup
 from penstock.engine.parent.worker_iterator import PooledIterator
 from penstock.errors import BadArgument, warn_user
-from penstock.machine.collect import here
+from penstock.machine.collect import quick_facts
 from penstock.options import check_num_workers, check_seed
 from penstock.order.epoch_state import EpochState
 from penstock.order.resume import Resumable, make_order
@@ -115,8 +115,12 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
         self._settle_trace(trace)
         self._is_auto = check_num_workers("num_workers", num_workers) == "auto"
         if self._is_auto:
-            num_workers = here().usable_cores  # until the first batch shows how many are needed
-            persistent_workers = persistent_workers or here().os != "linux"  # spawning is slow
+            num_workers = (
+                quick_facts().usable_cores
+            )  # until the first batch shows how many are needed
+            persistent_workers = (
+                persistent_workers or quick_facts().os != "linux"
+            )  # spawning is slow
         keywords: dict[str, Any] = {"prefetch_factor": prefetch_factor, "in_order": in_order}
         if not _HAS_IN_ORDER:  # torch 1.13, which has no None as prefetch_factor either
             keywords = {} if prefetch_factor is None else {"prefetch_factor": prefetch_factor}
@@ -162,7 +166,7 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
         if self._is_auto:  # what needs no measuring is known now
             self.num_workers = self._auto_workers = self.plan.num_workers.value
         elif num_workers:
-            plan = make_plan(here(), self._request(), self._work_so_far())
+            plan = make_plan(quick_facts(), self._request(), self._work_so_far())
             warm_up(plan.pool.value, plan.start_method.value)
 
     def _begin(
@@ -180,7 +184,7 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
     @property
     def plan(self) -> Plan:
         """What this loader does here, each choice with its reason."""
-        plan = make_plan(here(), self._request(), self._work_so_far())
+        plan = make_plan(quick_facts(), self._request(), self._work_so_far())
         return replace(plan, notes=(*self._notes, *getattr(self.dataset, "plan_notes", ())))
 
     def _request(self) -> LoaderRequest:
@@ -223,7 +227,7 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
         return iterator
 
     def _make_iterator(self) -> Any:
-        request, work, facts = self._request(), self._work_so_far(), here()
+        request, work, facts = self._request(), self._work_so_far(), quick_facts()
         plan = make_plan(facts, request, work)
         self._warn(plan)
         if plan.pool.value == "process":

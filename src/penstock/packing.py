@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.errors import BadArgument, TooManyBad, warn_user
 from penstock.loader import DataLoader
-from penstock.machine.collect import here
+from penstock.machine.collect import quick_facts
 from penstock.options import check_count
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.pack_source import SHARD_BYTES, Samples, make_job
@@ -178,7 +178,7 @@ def _as_it_is(result: Any) -> Any:
 
 def _checked_workers(workers: int | str) -> int:
     if workers == "auto":
-        return here().usable_cores
+        return quick_facts().usable_cores
     return check_count("workers", workers, 0, 4096)
 
 

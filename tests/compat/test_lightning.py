@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock import DataLoader
-from penstock.machine.collect import here
+from penstock.machine.collect import quick_facts
 from specimens import Draws
 
 pytestmark = [
@@ -150,7 +150,7 @@ def test_lightning_s_question_after_more_workers_is_answered_by_auto(
         warnings.simplefilter("always")
         trainer.fit(Witness(), DataLoader(Draws(24), batch_size=5, num_workers=num_workers))
     asked = ["does not have many workers" in str(one.message) for one in caught]
-    assert any(asked) == (is_warned or here().usable_cores < 2)
+    assert any(asked) == (is_warned or quick_facts().usable_cores < 2)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -184,7 +184,7 @@ def test_torch_is_asked_in_a_child(
     architecture: str,
 ) -> None:
     put_torch(tmp_path, monkeypatch, CARDS.format(hip=hip))
-    (card,) = gpu.ask_torch(SOON_S)
+    (card,) = gpu.find_torch_gpus(SOON_S).gpus
     assert (card.name, card.vendor, card.architecture) == ("Card", vendor, architecture)
     assert card.memory_bytes == 1 << 30
 
@@ -201,6 +201,6 @@ def test_a_torch_that_hangs_or_dies_costs_only_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, trouble: str
 ) -> None:
     put_torch(tmp_path, monkeypatch, source)
-    sighting = gpu.find_torch_gpus(1.0 if "sleep" in source else SOON_S)
-    assert sighting.gpus == ()
-    assert trouble in sighting.trouble
+    found = gpu.find_torch_gpus(1.0 if "sleep" in source else SOON_S)
+    assert found.gpus == ()
+    assert trouble in found.trouble

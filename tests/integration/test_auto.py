@@ -16,11 +16,11 @@ from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from penstock import DataLoader
 from penstock.engine.parent import fork_server as fork_servers
-from penstock.machine.collect import here
+from penstock.machine.collect import quick_facts
 from specimens import Numbers, Samples, Shards, assert_same, collect, draw
 
 legacy = pytest.mark.legacy
-CORES = here().usable_cores
+CORES = quick_facts().usable_cores
 needs_cores = pytest.mark.skipif(CORES < 2, reason="one core: workers never pay there")
 
 

@@ -16,7 +16,7 @@ import penstock
 from penstock import TooManyBad
 from penstock.engine.parent.worker_iterator import PooledIterator
 from penstock.integrations import patched_loader as shadow_module
-from penstock.machine.collect import here
+from penstock.machine.collect import quick_facts
 from specimens import Numbers, Samples, Shards, assert_same, collect
 from their_loaders import ImportedBefore, InfiniteLoader, MultiEpochsLoader, epochs, make, seeded
 
@@ -293,8 +293,8 @@ def test_five_hundred_workers_become_what_the_machine_bears_with_one_line() -> N
 def test_fork_after_a_gpu_context_becomes_the_fork_server_with_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    facts = replace(here(), has_gpu_context=True)
-    monkeypatch.setattr(shadow_module, "here", lambda: facts)
+    facts = replace(quick_facts(), has_gpu_context=True)
+    monkeypatch.setattr(shadow_module, "quick_facts", lambda: facts)
     with penstock.patched() as tally:
         loader = make(num_workers=1, multiprocessing_context="fork")
         with pytest.warns(UserWarning, match="hangs or crashes"):

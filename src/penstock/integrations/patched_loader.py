@@ -31,7 +31,7 @@ from penstock.errors import warn_user
 from penstock.integrations.tested_versions import untested_here
 from penstock.integrations.ultralytics import settle_mosaic
 from penstock.loader import DataLoader
-from penstock.machine.collect import here
+from penstock.machine.collect import quick_facts
 from penstock.options import check_seed
 from penstock.order.keys import PATCH_STREAM, make_key, mix64
 from penstock.planning.inputs import LoaderRequest
@@ -143,7 +143,7 @@ class PatchedLoader(DataLoader[Any]):
             layer.next_seed(loader.generator),
         )
         self._is_auto = options.num_workers == "auto"
-        self._auto_workers = here().usable_cores if self._is_auto else None
+        self._auto_workers = quick_facts().usable_cores if self._is_auto else None
         self._kept: Any = None
         for line in untested_here():
             self._tell_note(line)
@@ -214,7 +214,7 @@ class PatchedLoader(DataLoader[Any]):
 
     def _request(self) -> LoaderRequest:
         """What the code asks for, as far as it is safe here."""
-        request, machine = super()._request(), here()
+        request, machine = super()._request(), quick_facts()
         if self._layer.options.multiprocessing_context is not None:
             request = replace(request, start_method=self._layer.options.multiprocessing_context)
         asked = (request.start_method, request.num_workers, machine.has_gpu_context)

@@ -1,4 +1,4 @@
-"""What does the Linux kernel say of AMD's GPUs? Read from the files of its compute driver (KFD).
+"""Lists AMD's GPUs from the files of the Linux kernel's compute driver (KFD).
 
 Nothing is opened and no ROCm is needed: the files are there whenever the ``amdgpu`` module is. They
 name the real architecture, whatever ``HSA_OVERRIDE_GFX_VERSION`` makes the libraries believe.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.machine.facts import Gpu
+from penstock.machine.kernel_files import parse_count, read_text
 
 NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 DRM = Path("/sys/class/drm")
@@ -22,13 +23,13 @@ _LOCAL_HEAPS = {1, 2}
 def cards_by_kfd(
     nodes: Path = NODES, drm: Path = DRM, names: Path = NAMES, driver: Path = DRIVER
 ) -> list[Gpu]:
-    """Which AMD GPUs can compute here? Empty without the driver.
+    """The AMD GPUs that can compute here; empty without the driver.
 
     Example:
         >>> all(gpu.vendor == "amd" for gpu in cards_by_kfd())
         True
     """
-    version = _read(driver)
+    version = read_text(driver)
     found = []
     for node in sorted(_folders(nodes), key=lambda path: (len(path.name), path.name)):
         facts = _properties(node / "properties")
@@ -61,17 +62,17 @@ def architecture_of(version: int) -> str:
 
 def _name(node: Path, card: Path, facts: dict[str, int], names: Path) -> str:
     """The name on the box, else the chip's code name, else that it is an AMD GPU."""
-    boxed = _read(card / "product_name")  # only some server cards know it
+    boxed = read_text(card / "product_name")  # only some server cards know it
     if not boxed:
-        boxed = _marketing_name(facts.get("device_id", 0), _read(card / "revision"), names)
-    return boxed or _read(node / "name") or "AMD GPU"
+        boxed = _marketing_name(facts.get("device_id", 0), read_text(card / "revision"), names)
+    return boxed or read_text(node / "name") or "AMD GPU"
 
 
 def _marketing_name(device_id: int, revision: str, names: Path) -> str:
     """What libdrm's table calls this chip: lines of ``device, revision, name`` in hexadecimal."""
     wanted = f"{device_id:x}"
     by_revision = {}
-    for line in _read(names).splitlines():
+    for line in read_text(names).splitlines():
         cells = [cell.strip() for cell in line.split(",", 2)]
         if len(cells) == 3 and cells[0].lower() == wanted:
             by_revision[cells[1].lower().lstrip("0")] = cells[2]
@@ -86,19 +87,13 @@ def _memory_bytes(node: Path, card: Path) -> int | None:
     local = [
         bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in _LOCAL_HEAPS
     ]
-    total = sum(local) or _count(_read(card / "mem_info_vram_total"))
-    return total or None
+    return sum(local) or parse_count(read_text(card / "mem_info_vram_total")) or None
 
 
 def _properties(path: Path) -> dict[str, int]:
     """The numbers in a file of ``name value`` lines; what is no such line is left out."""
-    pairs = (line.split() for line in _read(path).splitlines())
-    return {pair[0]: _count(pair[1]) for pair in pairs if len(pair) == 2}
-
-
-def _count(text: str) -> int:
-    text = text.strip()
-    return int(text[:30]) if text.isascii() and text.isdigit() else 0
+    pairs = (line.split() for line in read_text(path).splitlines())
+    return {pair[0]: parse_count(pair[1]) or 0 for pair in pairs if len(pair) == 2}
 
 
 def _folders(path: Path) -> list[Path]:
@@ -106,10 +101,3 @@ def _folders(path: Path) -> list[Path]:
         return [entry for entry in path.iterdir() if entry.is_dir()]
     except OSError:
         return []
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip("\x00 \n")
-    except OSError:
-        return ""

@@ -1,4 +1,4 @@
-"""How much of this computer do control groups leave to this process? Version 1, version 2, or both.
+"""Limits that control groups set on this process: version 1, version 2, or both.
 
 A limit may stand on any group between the process's own and the top, and the tightest counts::
 
@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from penstock.machine.kernel_files import parse_count, read_text
+
 MOUNT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
@@ -24,21 +26,20 @@ _NO_MEMORY_LIMIT = 1 << 60
 
 
 def cpu_quota(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> float | None:
-    """How many cores' worth of time may this process use? None without a limit.
+    """How many cores' worth of time this process may use; None without a limit.
 
     Example:
         >>> quota = cpu_quota()
         >>> quota is None or quota > 0
         True
     """
-    readers = {1: _cpu_v1, 2: _cpu_v2}
     groups = groups_above("cpu", mount, membership)
-    quotas = [readers[version](group) for version, group in groups]
+    quotas = [_cpu_quota_of(version, group) for version, group in groups]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def memory_limit_bytes(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int | None:
-    """How much memory may this process's groups hold? None without a limit.
+    """How much memory this process's groups may hold; None without a limit.
 
     Example:
         >>> limit = memory_limit_bytes()
@@ -74,13 +75,15 @@ def groups_above(
 
 def memory_limit_of(version: int, group: Path) -> int | None:
     """What one group itself may hold; None where it sets no limit."""
-    return _memory(group / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+    name = "memory.max" if version == 2 else "memory.limit_in_bytes"
+    limit = parse_count(read_text(group / name))  # "max" is none
+    return limit if limit and limit < _NO_MEMORY_LIMIT else None
 
 
 def _own_groups(membership: Path) -> dict[str, str]:
     """The path of this process's group, by controller; version 2's is under ``""``."""
     paths = {}
-    for line in (read_text(membership) or "").splitlines():
+    for line in read_text(membership).splitlines():
         _, _, rest = line.partition(":")
         controllers, colon, path = rest.partition(":")
         if colon and path.startswith("/"):
@@ -101,41 +104,12 @@ def _upwards(top: Path, own: str) -> Iterator[Path]:
         yield top.joinpath(*parts[:length])
 
 
-def _cpu_v2(group: Path) -> float | None:
-    words = (read_text(group / "cpu.max") or "").split()
-    if len(words) != 2 or words[0] == "max":
-        return None
-    return _ratio(words[0], words[1])
-
-
-def _cpu_v1(group: Path) -> float | None:
-    quota_us = read_text(group / "cpu.cfs_quota_us")
-    period_us = read_text(group / "cpu.cfs_period_us")
-    return None if quota_us is None or period_us is None else _ratio(quota_us, period_us)
-
-
-def _ratio(quota_us: str, period_us: str) -> float | None:
-    quota, period = _count(quota_us), _count(period_us)
+def _cpu_quota_of(version: int, group: Path) -> float | None:
+    """How many cores' worth of time one group itself may use; None where it sets no limit."""
+    if version == 2:
+        quota_us, _, period_us = read_text(group / "cpu.max").partition(" ")
+    else:
+        quota_us = read_text(group / "cpu.cfs_quota_us")
+        period_us = read_text(group / "cpu.cfs_period_us")
+    quota, period = parse_count(quota_us), parse_count(period_us)
     return quota / period if quota and period else None
-
-
-def _memory(path: Path) -> int | None:
-    limit = _count(read_text(path) or "")
-    return limit if limit is not None and limit < _NO_MEMORY_LIMIT else None
-
-
-def _count(text: str) -> int | None:
-    """A count above zero, or None: ``max``, ``-1``, nothing, and rubbish all set no limit."""
-    text = text.strip()
-    if not (text.isascii() and text.isdigit()):
-        return None
-    return int(text[:30]) or None  # longer is no number a kernel writes
-
-
-def read_text(path: Path) -> str | None:
-    """What a file of the kernel says; None where it is missing or cannot be read."""
-    try:
-        with open(path, "rb", buffering=0) as file:  # half the time of Path.read_text
-            return file.read().decode("ascii", errors="replace")
-    except (OSError, ValueError):  # a name with a zero byte in it is a ValueError
-        return None

@@ -1,4 +1,7 @@
-"""What is this computer? Every fact is asked for here, and none that fails takes others with it."""
+"""Collects the facts about this computer; one that cannot be found out costs no other.
+
+:func:`machine` is the public ``penstock.machine()``. A loader uses :func:`quick_facts`.
+"""
 
 from __future__ import annotations
 
@@ -25,38 +28,47 @@ def machine() -> Machine:
         >>> penstock.machine().usable_cores >= 1
         True
     """
-    return _with_gpus(_with_software(_host()))
+    known = _basic_facts()
+    found = _known(lambda: gpu.find_gpus(known.torch_build), gpu.FoundGpus())
+    start_method, is_start_method_set = _known(software.start_method, ("spawn", False))
+    return replace(
+        known,
+        is_notebook=_known(software.is_notebook, False),
+        python=platform.python_version(),
+        numpy=_known(software.numpy_version, None),
+        gpus=found.gpus,
+        gpus_seen_by=found.seen_by,
+        gpu_trouble=found.trouble,
+        has_gpu_context=_known(software.has_gpu_context, False),
+        start_method=start_method,
+        is_start_method_set=is_start_method_set,
+        decoders=_known(decoders.find_decoders, ()),
+        has_turbo=_known(decoders.has_turbo, None),
+    )
 
 
-def here() -> Machine:
+def quick_facts() -> Machine:
     """What a loader's choices rest on: all but GPUs and decoders, in microseconds.
 
-    Starts no process and imports nothing, so it may be asked for each epoch. What can change while
-    a program runs (free memory, affinity, a GPU context) is asked anew.
+    Starts no process and imports nothing, so it may be called for each epoch. What can change while
+    a program runs (free memory, affinity, a GPU context) is found out anew.
     """
     _, available_bytes = _known(host.memory_bytes, (0, 0))
     return replace(
-        _lasting_facts(),
+        _kept_facts(),
         available_bytes=available_bytes,
         num_affine_cpus=_known(host.num_affine_cpus, None),
         has_gpu_context=_known(software.has_gpu_context, False),
     )
 
 
-@functools.lru_cache(maxsize=1)
-def _lasting_facts() -> Machine:
-    torch = _known(software.torch_build, software.TorchBuild())
-    return replace(
-        _host(),
-        torch=torch.version,
-        torch_build=torch.build,
-        torch_build_version=torch.build_version,
-        environment=_known(software.environment, {}),
-    )
-
-
-def _host() -> Machine:
+def _basic_facts() -> Machine:
+    """The host, and which torch is installed."""
     total_bytes, available_bytes = _known(host.memory_bytes, (0, 0))
+    limit_bytes = _known(cgroup.memory_limit_bytes, None)
+    if limit_bytes is not None and 0 < total_bytes <= limit_bytes:
+        limit_bytes = None  # one above the memory there is limits nothing
+    torch = _known(software.torch_build, software.TorchBuild())
     return Machine(
         os=sys.platform,
         os_version=_known(host.os_version, ""),
@@ -67,42 +79,19 @@ def _host() -> Machine:
         cpu_quota=_known(cgroup.cpu_quota, None),
         memory_bytes=total_bytes,
         available_bytes=available_bytes,
-        memory_limit_bytes=_limit_below(total_bytes),
+        memory_limit_bytes=limit_bytes,
         shm_bytes=_known(host.shm_bytes, None),
         max_fds=_known(host.max_fds, None),
         is_frozen=host.is_frozen(),
         can_start_python=host.can_start_python(),
-    )
-
-
-def _with_software(known: Machine) -> Machine:
-    torch = _known(software.torch_build, software.TorchBuild())
-    start_method, is_start_method_set = _known(software.start_method, ("spawn", False))
-    return replace(
-        known,
-        is_notebook=_known(software.is_notebook, False),
-        python=platform.python_version(),
         torch=torch.version,
-        numpy=_known(software.numpy_version, None),
         torch_build=torch.build,
         torch_build_version=torch.build_version,
         environment=_known(software.environment, {}),
-        start_method=start_method,
-        is_start_method_set=is_start_method_set,
-        decoders=_known(decoders.find_decoders, ()),
-        has_turbo=_known(decoders.has_turbo, None),
     )
 
 
-def _with_gpus(known: Machine) -> Machine:
-    sighting = _known(lambda: gpu.find_gpus(known.torch_build), gpu.FoundGpus())
-    return replace(
-        known,
-        gpus=sighting.gpus,
-        gpus_seen_by=sighting.seen_by,
-        gpu_trouble=sighting.trouble,
-        has_gpu_context=_known(software.has_gpu_context, False),
-    )
+_kept_facts = functools.lru_cache(maxsize=1)(_basic_facts)
 
 
 def _known(ask: Callable[[], Fact], unknown: Fact) -> Fact:
@@ -115,10 +104,3 @@ def _known(ask: Callable[[], Fact], unknown: Fact) -> Fact:
         return ask()
     except Exception:
         return unknown
-
-
-def _limit_below(total_bytes: int) -> int | None:
-    """The control groups' limit; one above the memory there is limits nothing."""
-    limit = _known(cgroup.memory_limit_bytes, None)
-    is_idle = limit is not None and 0 < total_bytes <= limit
-    return None if is_idle else limit

@@ -1,4 +1,4 @@
-"""Every fact about this computer that a choice can rest on, as plain values.
+"""The facts about a computer that a choice can rest on, as plain values.
 
 ``Machine.to_json`` and ``Machine.from_json`` make it something to send: a Windows laptop or a card
 that the vendor dropped is replayed from a file, without owning one.
@@ -30,8 +30,26 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuReading:
+    """What one GPU is doing at one moment. None means: its driver does not say.
+
+    Args:
+        index: The driver's number of the GPU; ``CUDA_VISIBLE_DEVICES`` does not change it.
+        use_percent: Share of the last moment in which at least one kernel ran.
+    """
+
+    index: int
+    name: str
+    use_percent: float | None = None
+    temperature_c: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_w: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is this computer? None means: not known here.
+    """A computer, as one of its processes sees it. None means: not known here.
 
     Args:
         os: ``sys.platform``: ``"linux"``, ``"win32"``, ``"darwin"``.

@@ -1,10 +1,10 @@
-"""Which GPUs are here? Found out without opening one in this process.
+"""Finds the GPUs of this machine without opening one in this process.
 
 ::
 
     this process            its children
     KFD's files (AMD)       nvidia-smi
-    macOS's name            torch, only where asked for (`ask_torch`)
+    macOS's name            torch, only where asked for (`find_torch_gpus`)
     NVML, as a last resort
 
 The first three and NVML tell what the drivers list, torch what it can use.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.machine import amd, host, nvidia
@@ -42,7 +42,7 @@ doctor must answer in 3 s also beside a tool that hangs; ``doctor --gpu`` has mo
 
 @dataclass(frozen=True, kw_only=True)
 class FoundGpus:
-    """Which GPUs were seen, by whom, and what went wrong on the way."""
+    """The GPUs, who listed them, and what went wrong on the way."""
 
     gpus: tuple[Gpu, ...] = ()
     seen_by: str = "nobody"
@@ -50,25 +50,25 @@ class FoundGpus:
 
 
 def find_gpus(torch_build: str = "cuda") -> FoundGpus:
-    """Which GPUs do this machine's drivers list?
+    """The GPUs that this machine's drivers list.
 
     Args:
         torch_build: Where both makers' cards are in one machine, a ``"hip"`` torch can use AMD's.
 
     Example:
-        >>> sighting = find_gpus()
-        >>> (sighting.seen_by == "nobody") == (sighting.gpus == ())
+        >>> found = find_gpus()
+        >>> (found.seen_by == "nobody") == (found.gpus == ())
         True
     """
-    witnesses: dict[str, Callable[[], tuple[Gpu, ...]]]
+    sources: dict[str, Callable[[], tuple[Gpu, ...]]]
     if sys.platform == "darwin":
-        witnesses = {"platform": _by_platform}
+        sources = {"platform": _by_platform}
     elif torch_build == "hip":
-        witnesses = {"kfd": _by_kfd, "nvidia-smi": _by_nvidia_smi, "nvml": _by_nvml}
+        sources = {"kfd": _by_kfd, "nvidia-smi": _by_nvidia_smi, "nvml": _by_nvml}
     else:
-        witnesses = {"nvidia-smi": _by_nvidia_smi, "nvml": _by_nvml, "kfd": _by_kfd}
+        sources = {"nvidia-smi": _by_nvidia_smi, "nvml": _by_nvml, "kfd": _by_kfd}
     troubles: list[ToolFailed] = []
-    for name, ask in witnesses.items():
+    for name, ask in sources.items():
         if name == "nvml" and any(isinstance(trouble, ToolTimedOut) for trouble in troubles):
             continue  # the same driver would hang here, where it cannot be killed
         try:
@@ -84,11 +84,11 @@ def find_gpus(torch_build: str = "cuda") -> FoundGpus:
 
 
 def _by_nvml() -> tuple[Gpu, ...]:
-    return _gpus_of(call_library(nvidia.cards_by_nvml, DRIVER_LIMIT_S, "NVML"))
+    return tuple(gpu for gpu, _ in call_library(nvidia.cards_by_nvml, DRIVER_LIMIT_S, "NVML"))
 
 
 def _by_nvidia_smi() -> tuple[Gpu, ...]:
-    return _gpus_of(nvidia.cards_by_tool(DRIVER_LIMIT_S))
+    return tuple(gpu for gpu, _ in nvidia.cards_by_tool(DRIVER_LIMIT_S))
 
 
 def _by_kfd() -> tuple[Gpu, ...]:
@@ -103,35 +103,12 @@ def _by_platform() -> tuple[Gpu, ...]:
     return (Gpu(name=name, vendor="apple", memory_bytes=host.memory_bytes()[0]),)
 
 
-def _gpus_of(cards: list[nvidia.NvidiaCard]) -> tuple[Gpu, ...]:
-    return tuple(
-        Gpu(
-            name=card.name,
-            vendor="nvidia",
-            architecture=card.architecture,
-            memory_bytes=card.memory_bytes,
-            driver=card.driver,
-        )
-        for card in cards
-    )
-
-
 _MARK = "penstock-gpus:"
 """Imports may print things of their own, so the answer has a mark before it."""
 
 
-def ask_torch(limit_s: float) -> tuple[Gpu, ...]:
-    """Which GPUs can torch use? Empty also if it fails or hangs: ``find_torch_gpus`` tells.
-
-    Example:
-        >>> isinstance(ask_torch(limit_s=60.0), tuple)
-        True
-    """
-    return find_torch_gpus(limit_s).gpus
-
-
 def find_torch_gpus(limit_s: float) -> FoundGpus:
-    """Which GPUs can torch use, asked in a child process that is dead after ``limit_s``?
+    """The GPUs that torch can use, asked in a child process that is dead after ``limit_s``.
 
     Under ``HSA_OVERRIDE_GFX_VERSION`` the architecture is the one that the card poses as.
     """
@@ -161,23 +138,21 @@ def print_torch_gpus() -> None:
     """Called from: the child process of :func:`find_torch_gpus`."""
     import torch
 
-    gpus: list[dict[str, Any]] = []
+    gpus = []
     is_hip = bool(getattr(torch.version, "hip", None))
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         facts = torch.cuda.get_device_properties(index)
+        architecture: str | None = f"sm_{facts.major}{facts.minor}"
         if is_hip:
             architecture = getattr(facts, "gcnArchName", "").split(":")[0] or None
-        else:
-            architecture = f"sm_{facts.major}{facts.minor}"
-        gpus.append(
-            {
-                "name": facts.name,
-                "vendor": "amd" if is_hip else "nvidia",
-                "architecture": architecture,
-                "memory_bytes": int(facts.total_memory),
-            }
+        gpu = Gpu(
+            name=facts.name,
+            vendor="amd" if is_hip else "nvidia",
+            architecture=architecture,
+            memory_bytes=int(facts.total_memory),
         )
+        gpus.append(gpu)
     mps = getattr(torch.backends, "mps", None)
     if not gpus and mps is not None and mps.is_available():
-        gpus.append({"name": "Apple GPU", "vendor": "apple"})
-    print(_MARK + json.dumps(gpus))
+        gpus.append(Gpu(name="Apple GPU", vendor="apple"))
+    print(_MARK + json.dumps([asdict(gpu) for gpu in gpus]))

@@ -1,7 +1,7 @@
-"""What are the GPUs doing at this moment? One read_gpu_usage, from outside of whatever uses them.
+"""Reads what the GPUs are doing, from outside of whatever uses them.
 
-For a process that does nothing else, look after look: it asks NVML first, which needs 9 ms once it
-is loaded (driver 580, H200) and leaves a thread behind. ``gpu.find_gpus`` is for everybody else.
+For a process that does nothing else, as ``penstock doctor --watch``: NVML is asked first, which
+needs 9 ms once it is loaded (driver 580, H200) and leaves a thread behind.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.machine import nvidia
+from penstock.machine.facts import GpuReading
 from penstock.machine.vendor_tools import (
     ToolFailed,
     ToolMissing,
@@ -36,24 +37,6 @@ _UNIT_BYTES = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}  # AMD write
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuReading:
-    """What one GPU is doing. None means: its driver does not say.
-
-    Args:
-        index: The driver's number of the GPU; ``CUDA_VISIBLE_DEVICES`` does not change it.
-        use_percent: Share of the last moment in which at least one kernel ran.
-    """
-
-    index: int
-    name: str
-    use_percent: float | None = None
-    temperature_c: float | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    power_w: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class GpuUsage:
     """All readings of one moment, who gave them, and why there are none if there are none."""
 
@@ -62,32 +45,22 @@ class GpuUsage:
     trouble: str = ""
 
 
-def readings(limit_s: float) -> list[GpuReading]:
-    """What is each GPU doing? Empty where nobody can say: ``look`` gives the reason too.
-
-    Example:
-        >>> all(reading.index >= 0 for reading in readings(limit_s=5.0))
-        True
-    """
-    return list(read_gpu_usage(limit_s).readings)
-
-
 def read_gpu_usage(limit_s: float) -> GpuUsage:
-    """What is each GPU doing, and who says so? Each tool asked gets ``limit_s``.
+    """What each GPU is doing, and who says so. Each tool asked gets ``limit_s``.
 
     Example:
         >>> seen = read_gpu_usage(limit_s=5.0)
         >>> bool(seen.readings) != bool(seen.trouble)
         True
     """
-    witnesses: dict[str, Callable[[float], list[GpuReading]]] = {
+    sources: dict[str, Callable[[float], list[GpuReading]]] = {
         "nvml": _by_nvml,
         "nvidia-smi": _by_nvidia_smi,
         "amd-smi": _by_amd_smi,
         "rocm-smi": _by_rocm_smi,
     }
     troubles: list[str] = []
-    for name, ask in witnesses.items():
+    for name, ask in sources.items():
         try:
             found = ask(limit_s)
         except ToolMissing:
@@ -99,31 +72,16 @@ def read_gpu_usage(limit_s: float) -> GpuUsage:
             continue
         if found:
             return GpuUsage(readings=tuple(found), seen_by=name)
-    tools = ", ".join(witnesses)
+    tools = ", ".join(sources)
     return GpuUsage(trouble="; ".join(troubles) or f"nothing here reads a GPU: no {tools}")
 
 
 def _by_nvml(limit_s: float) -> list[GpuReading]:
-    return _of_cards(call_library(nvidia.cards_by_nvml, limit_s, "NVML"))
+    return [reading for _, reading in call_library(nvidia.cards_by_nvml, limit_s, "NVML")]
 
 
 def _by_nvidia_smi(limit_s: float) -> list[GpuReading]:
-    return _of_cards(nvidia.cards_by_tool(limit_s))
-
-
-def _of_cards(cards: list[nvidia.NvidiaCard]) -> list[GpuReading]:
-    return [
-        GpuReading(
-            index=index,
-            name=card.name,
-            use_percent=card.use_percent,
-            temperature_c=card.temperature_c,
-            memory_used_bytes=card.memory_used_bytes,
-            memory_total_bytes=card.memory_bytes,
-            power_w=card.power_w,
-        )
-        for index, card in enumerate(cards)
-    ]
+    return [reading for _, reading in nvidia.cards_by_tool(limit_s)]
 
 
 def _by_rocm_smi(limit_s: float) -> list[GpuReading]:
@@ -144,14 +102,13 @@ def _of_rocm_card(index: int, card: Mapping[str, Any]) -> GpuReading:
         names = (name for name in card if all(word in name.lower() for word in words))
         return next((card[name] for name in names), None)
 
-    used, total = _number(find("vram", "used")), _number(card.get("VRAM Total Memory (B)"))
     return GpuReading(
         index=index,
         name=str(find("card series") or find("card model") or "AMD GPU"),
         use_percent=_number(find("gpu use (%)")),
         temperature_c=_number(find("temperature", "edge") or find("temperature", "junction")),
-        memory_used_bytes=None if used is None else int(used),
-        memory_total_bytes=None if total is None else int(total),
+        memory_used_bytes=_bytes(find("vram", "used")),
+        memory_total_bytes=_bytes(card.get("VRAM Total Memory (B)")),
         power_w=_number(find("package power (w)")),
     )
 

@@ -1,4 +1,4 @@
-"""What are the operating system, the processor and the memory, and what may this process use?"""
+"""Facts about the operating system, the processor and the memory, and what this process may use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ARM_MAKERS = {
 
 
 def os_version() -> str:
-    """Which version of the operating system is this, as its owner would say it?
+    """The version of the operating system, as its owner would say it.
 
     Example:
         >>> isinstance(os_version(), str)
@@ -66,7 +66,7 @@ def os_version() -> str:
 
 
 def architecture() -> str:
-    """Which instructions does the processor take: ``"x86_64"``, ``"aarch64"``, ``"arm64"``?"""
+    """The instruction set of the processor: ``"x86_64"``, ``"aarch64"``, ``"arm64"``."""
     if sys.platform == "win32":
         # The first is set where this is a 32-bit Python on a 64-bit Windows.
         native = os.environ.get("PROCESSOR_ARCHITEW6432")
@@ -75,7 +75,7 @@ def architecture() -> str:
 
 
 def cpu_model(cpuinfo: Path = _CPUINFO) -> str:
-    """Which processor is this? ``""`` where nobody says.
+    """The name of the processor; ``""`` where it is not known.
 
     Example:
         >>> isinstance(cpu_model(), str)
@@ -84,9 +84,8 @@ def cpu_model(cpuinfo: Path = _CPUINFO) -> str:
     if sys.platform == "win32":
         return _windows_cpu_model()
     if sys.platform == "darwin":
-        return run_tool(
-            ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], _TOOL_LIMIT_S
-        ).strip()
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        return run_tool(command, _TOOL_LIMIT_S).strip()
     return _linux_cpu_model(cpuinfo.read_text(encoding="utf-8", errors="replace"))
 
 
@@ -123,7 +122,7 @@ def _linux_cpu_model(text: str) -> str:
 
 
 def num_affine_cpus() -> int | None:
-    """How many cores is this process allowed on? None where the system does not say."""
+    """How many cores this process is allowed on; None where the system does not say."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     if sys.platform == "win32":
@@ -140,16 +139,13 @@ def usable_cores(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
         >>> usable_cores() >= 1
         True
     """
-    try:
-        cores = len(os.sched_getaffinity(0))  # type: ignore[attr-defined, unused-ignore]
-    except AttributeError:
-        cores = os.cpu_count() or 1
+    cores = num_affine_cpus() or os.cpu_count() or 1
     quota = cpu_quota(mount, membership)
     return max(1, min(cores, -int(-quota // 1)) if quota else cores)
 
 
 def memory_bytes() -> tuple[int, int]:
-    """How much memory has this computer, and how much of it is free to take?
+    """How much memory this computer has, and how much of it is free to take.
 
     Example:
         >>> total, available = memory_bytes()
@@ -163,7 +159,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def shm_bytes(folder: str = _SHM) -> int | None:
-    """How large is ``/dev/shm``? None where there is none."""
+    """The size of ``/dev/shm``; None where there is none."""
     if sys.platform == "win32":
         return None
     try:
@@ -174,22 +170,20 @@ def shm_bytes(folder: str = _SHM) -> int | None:
 
 
 def max_fds() -> int | None:
-    """How many descriptors may this process hold? None where there is no limit of the kind."""
-    try:
-        import resource  # POSIX only
-    except ImportError:
+    """How many descriptors this process may hold; None where there is no such limit."""
+    if _resource is None:
         return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else int(soft)
+    soft, _ = _resource.getrlimit(_resource.RLIMIT_NOFILE)
+    return None if soft == _resource.RLIM_INFINITY else int(soft)
 
 
 def is_frozen() -> bool:
-    """Is this an application that was frozen into one program (PyInstaller, cx_Freeze)?"""
+    """Whether this application was frozen into one program (PyInstaller, cx_Freeze)."""
     return bool(getattr(sys, "frozen", False))
 
 
 def can_start_python() -> bool:
-    """Is there an interpreter to start? Not in a frozen application."""
+    """Whether there is an interpreter to start. A frozen application has none."""
     return bool(sys.executable) and not is_frozen()
 
 

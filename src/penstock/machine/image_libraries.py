@@ -1,4 +1,4 @@
-"""Which libraries that decode JPEG are here, and how fast is Pillow's?"""
+"""Finds the installed libraries that decode JPEG."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KNOWN = (
 
 
 def find_decoders(known: Iterable[str] = KNOWN) -> tuple[str, ...]:
-    """Which JPEG decoders could be imported? They are looked for, not imported.
+    """The JPEG decoders that could be imported. They are looked for, not imported.
 
     Example:
         >>> set(find_decoders()) <= set(KNOWN)
@@ -50,7 +50,7 @@ def opencv() -> Any:
 
 
 def has_turbo() -> bool | None:
-    """Was Pillow built with libjpeg-turbo? None without Pillow, or with one that cannot tell."""
+    """Whether Pillow was built with libjpeg-turbo; None where that is not known."""
     if not _is_importable("PIL"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What does NVIDIA's driver say of its GPUs? Asked of ``nvidia-smi``, or of the library NVML.
+"""Lists NVIDIA's GPUs, and what each is doing, by ``nvidia-smi`` or by the library NVML.
 
 Neither creates a CUDA context. But NVML leaves a thread of its own in the process that asks: it is
 for a process that will not fork, or where there is no tool.
@@ -10,9 +10,9 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from penstock.machine.facts import Gpu, GpuReading
 from penstock.machine.vendor_tools import ToolFailed, ToolMissing, run_tool
 
 _LINUX_LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
@@ -20,6 +20,9 @@ _WINDOWS_LIBRARIES = (
     r"%SystemRoot%\System32\nvml.dll",
     r"%ProgramFiles%\NVIDIA Corporation\NVSMI\nvml.dll",  # drivers before 2018
 )
+Card = tuple[Gpu, GpuReading]
+"""What a GPU is, and what it is doing now."""
+
 _NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE; the driver's version needs less
 _SMI_FIELDS = (
     "name",
@@ -31,20 +34,6 @@ _SMI_FIELDS = (
     "temperature.gpu",
     "power.draw",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class NvidiaCard:
-    """One GPU: what it is, and what it is doing now. None means: the driver does not say."""
-
-    name: str
-    driver: str | None = None
-    architecture: str | None = None
-    memory_bytes: int | None = None
-    memory_used_bytes: int | None = None
-    use_percent: float | None = None
-    temperature_c: float | None = None
-    power_w: float | None = None
 
 
 class _Memory(ctypes.Structure):
@@ -76,8 +65,8 @@ def load_nvml() -> Any:
     raise ToolMissing("NVML is not installed")
 
 
-def cards_by_nvml(load: Callable[[], Any] = load_nvml) -> list[NvidiaCard]:
-    """Which GPUs does NVML list, and what are they doing?
+def cards_by_nvml(load: Callable[[], Any] = load_nvml) -> list[Card]:
+    """The GPUs that NVML lists, and what they are doing.
 
     Raises:
         ToolMissing: There is no NVML.
@@ -93,13 +82,13 @@ def cards_by_nvml(load: Callable[[], Any] = load_nvml) -> list[NvidiaCard]:
         for index in range(count.value):
             handle = ctypes.c_void_p()
             if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0:
-                cards.append(_card(nvml, handle, driver))
+                cards.append(_card(nvml, index, handle, driver))
         return cards
     finally:
         nvml.nvmlShutdown()
 
 
-def _card(nvml: Any, handle: ctypes.c_void_p, driver: str | None) -> NvidiaCard:
+def _card(nvml: Any, index: int, handle: ctypes.c_void_p, driver: str | None) -> Card:
     """One GPU; a question its driver does not support leaves that fact unknown."""
     memory, use = _Memory(), _Utilization()
     major, minor, temperature, milliwatts = (ctypes.c_int() for _ in range(4))
@@ -114,16 +103,24 @@ def _card(nvml: Any, handle: ctypes.c_void_p, driver: str | None) -> NvidiaCard:
     knows_use = is_known("nvmlDeviceGetUtilizationRates", by(use))
     knows_temperature = is_known("nvmlDeviceGetTemperature", 0, by(temperature))
     knows_power = is_known("nvmlDeviceGetPowerUsage", by(milliwatts))
-    return NvidiaCard(
-        name=_text(nvml.nvmlDeviceGetName, handle) or "NVIDIA GPU",
-        driver=driver,
+    name = _text(nvml.nvmlDeviceGetName, handle) or "NVIDIA GPU"
+    gpu = Gpu(
+        name=name,
+        vendor="nvidia",
         architecture=f"sm_{major.value}{minor.value}" if knows_arch else None,
         memory_bytes=memory.total if knows_memory else None,
-        memory_used_bytes=memory.used if knows_memory else None,
+        driver=driver,
+    )
+    reading = GpuReading(
+        index=index,
+        name=name,
         use_percent=float(use.gpu) if knows_use else None,
         temperature_c=float(temperature.value) if knows_temperature else None,
+        memory_used_bytes=memory.used if knows_memory else None,
+        memory_total_bytes=gpu.memory_bytes,
         power_w=milliwatts.value / 1000 if knows_power else None,
     )
+    return gpu, reading
 
 
 def _text(question: Callable[..., int], *arguments: Any) -> str | None:
@@ -144,8 +141,8 @@ def _check(nvml: Any, code: int) -> None:
     raise ToolFailed(f"NVML error {code}: {reason}")
 
 
-def cards_by_tool(limit_s: float) -> list[NvidiaCard]:
-    """Which GPUs does ``nvidia-smi`` list, and what are they doing?
+def cards_by_tool(limit_s: float) -> list[Card]:
+    """The GPUs that ``nvidia-smi`` lists, and what they are doing.
 
     Raises:
         ToolMissing: There is no ``nvidia-smi``.
@@ -153,24 +150,32 @@ def cards_by_tool(limit_s: float) -> list[NvidiaCard]:
     """
     query = f"--query-gpu={','.join(_SMI_FIELDS)}"
     text = run_tool(["nvidia-smi", query, "--format=csv,noheader,nounits"], limit_s)
-    return [_card_of_row(line.split(",")) for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.splitlines() if line.strip()]
+    return [_card_of_row(index, line.split(",")) for index, line in enumerate(lines)]
 
 
-def _card_of_row(row: list[str]) -> NvidiaCard:
+def _card_of_row(index: int, row: list[str]) -> Card:
     if len(row) != len(_SMI_FIELDS) or not row[0].strip():
         raise ToolFailed(f"nvidia-smi printed {', '.join(row)[:80]!r}, which is not its table")
     name, driver, capability = (cell.strip() for cell in row[:3])
     total_mib, used_mib, use, temperature, power_w = (_number(cell) for cell in row[3:])
-    return NvidiaCard(
+    gpu = Gpu(
         name=name,
-        driver=driver if _number(driver.partition(".")[0]) is not None else None,
+        vendor="nvidia",
         architecture=f"sm_{capability.replace('.', '')}" if _number(capability) else None,
         memory_bytes=None if total_mib is None else int(total_mib) << 20,
-        memory_used_bytes=None if used_mib is None else int(used_mib) << 20,
+        driver=driver if _number(driver.partition(".")[0]) is not None else None,
+    )
+    reading = GpuReading(
+        index=index,
+        name=name,
         use_percent=use,
         temperature_c=temperature,
+        memory_used_bytes=None if used_mib is None else int(used_mib) << 20,
+        memory_total_bytes=gpu.memory_bytes,
         power_w=power_w,
     )
+    return gpu, reading
 
 
 def _number(cell: str) -> float | None:

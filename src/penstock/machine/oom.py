@@ -1,4 +1,4 @@
-"""Did the kernel kill for want of memory, and whose memory was it? Counted before and after.
+"""Counts the kernel's OOM kills before and after, and tells whose limit was met.
 
 The kernel counts its OOM kills in the victim's control group and in ``/proc/vmstat``, before it
 sends the signal: a process that is seen to be dead has been counted. Who set the limit is told by
@@ -19,20 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from penstock.machine.cgroup import (
-    MEMBERSHIP,
-    MOUNT,
-    groups_above,
-    memory_limit_of,
-    read_text,
-)
+from penstock.machine.cgroup import MEMBERSHIP, MOUNT, groups_above, memory_limit_of
+from penstock.machine.kernel_files import parse_count, read_text
 
 VMSTAT = Path("/proc/vmstat")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OomKills:
-    """What became of memory between two counts.
+    """OOM kills between two counts.
 
     Args:
         kind: ``"cgroup"``: a control group's limit was met. ``"host"``: the machine's memory was
@@ -49,11 +44,11 @@ class OomKills:
         if self.kind is None:
             return ""
         kills = "1 kill" if self.num_kills == 1 else f"{self.num_kills} kills"
-        room = "" if self.limit_bytes is None else _size(self.limit_bytes)
+        size = "" if self.limit_bytes is None else _size(self.limit_bytes)
         if self.kind == "cgroup":
-            where = "in this control group" + (f", which may use {room}" if room else "")
+            where = "in this control group" + (f", which may use {size}" if size else "")
         else:
-            where = "on this machine" + (f", which has {room}" if room else "")
+            where = "on this machine" + (f", which has {size}" if size else "")
         return f"the kernel's OOM killer ended it: {kills} {where}"
 
 
@@ -150,7 +145,7 @@ def _count(version: int, group: Path) -> GroupCount | None:
         kills, refusals = _field(events, "oom_kill"), _field(events, "oom")
     else:
         kills = _field(read_text(group / "memory.oom_control"), "oom_kill")
-        refusals = _number(read_text(group / "memory.failcnt"))
+        refusals = parse_count(read_text(group / "memory.failcnt"))
     if kills is None and refusals is None:
         return None
     return GroupCount(
@@ -161,18 +156,13 @@ def _count(version: int, group: Path) -> GroupCount | None:
     )
 
 
-def _field(text: str | None, name: str) -> int | None:
+def _field(text: str, name: str) -> int | None:
     """The number behind a name in lines such as ``oom_kill 3``."""
-    for line in (text or "").splitlines():
+    for line in text.splitlines():
         key, _, value = line.partition(" ")
         if key == name:
-            return _number(value)
+            return parse_count(value)
     return None
-
-
-def _number(text: str | None) -> int | None:
-    text = (text or "").strip()
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else None
 
 
 def _growth(now: int | None, before: int | None) -> int | None:

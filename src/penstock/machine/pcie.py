@@ -1,4 +1,4 @@
-"""How fast could bytes get to a GPU? Its PCIe link, from the system's files or ``nvidia-smi``.
+"""The PCIe link of a GPU, from the system's files or ``nvidia-smi``.
 
 An idle GPU lets its link go slow to save power: what it is now is told beside what it can be.
 """
@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.machine.kernel_files import parse_count, read_text
 from penstock.machine.vendor_tools import ToolFailed, run_tool
 
 SYSFS = Path("/sys/bus/pci/devices")
@@ -17,12 +18,12 @@ _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6:
 """What a lane carries in one direction, by generation, after its line code."""
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 """By the transfers per second that the system tells, in 10**9."""
-_SMI_FIELDS = (
-    "pcie.link.gen.current",
-    "pcie.link.width.current",
-    "pcie.link.gen.max",
-    "pcie.link.width.max",
-)
+_SMI_FIELDS = {
+    "generation": "pcie.link.gen.current",
+    "width": "pcie.link.width.current",
+    "max_generation": "pcie.link.gen.max",
+    "max_width": "pcie.link.width.max",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,47 +73,34 @@ def pcie_link(bus_id: str, root: Path = SYSFS) -> PcieLink | None:
 
 def _by_files(folder: Path) -> PcieLink | None:
     generations = [_generation(folder / f"{when}_link_speed") for when in ("current", "max")]
-    widths = [_number(folder / f"{when}_link_width") for when in ("current", "max")]
-    if generations[0] is None and generations[1] is None:
+    widths = [_width(folder / f"{when}_link_width") for when in ("current", "max")]
+    if generations == [None, None]:
         return None
+    (generation, max_generation), (width, max_width) = generations, widths
     return PcieLink(
-        generation=generations[0],
-        width=widths[0],
-        max_generation=generations[1],
-        max_width=widths[1],
+        generation=generation, width=width, max_generation=max_generation, max_width=max_width
     )
 
 
 def _generation(path: Path) -> int | None:
-    speed = re.match(r"[\d.]+(?= GT/s)", _text(path))
+    speed = re.match(r"[\d.]+(?= GT/s)", read_text(path))
     return _GENERATIONS.get(float(speed[0])) if speed else None
 
 
-def _number(path: Path) -> int | None:
+def _width(path: Path) -> int | None:
     """Widths of 0 and 255 are what virtual devices say."""
-    text = _text(path).strip()
-    return int(text) if text.isdecimal() and 0 < int(text) <= 32 else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
+    width = parse_count(read_text(path))
+    return width if width and width <= 32 else None
 
 
 def _by_tool(bus_id: str) -> PcieLink | None:
-    command = ["nvidia-smi", f"--id={bus_id}", f"--query-gpu={','.join(_SMI_FIELDS)}"]
+    query = f"--query-gpu={','.join(_SMI_FIELDS.values())}"
+    command = ["nvidia-smi", f"--id={bus_id}", query, "--format=csv,noheader,nounits"]
     try:
-        text = run_tool([*command, "--format=csv,noheader,nounits"], _LIMIT_S)
+        cells = run_tool(command, _LIMIT_S).strip().split(",")
     except ToolFailed:
         return None
-    cells = [cell.strip() for cell in text.strip().split(",")]
-    if len(cells) != len(_SMI_FIELDS) or not any(cell.isdecimal() for cell in cells):
+    counts = [parse_count(cell) for cell in cells]
+    if len(counts) != len(_SMI_FIELDS) or not any(counts):
         return None
-    generation, width, max_generation, max_width = (
-        int(cell) if cell.isdecimal() else None for cell in cells
-    )
-    return PcieLink(
-        generation=generation, width=width, max_generation=max_generation, max_width=max_width
-    )
+    return PcieLink(**dict(zip(_SMI_FIELDS, counts, strict=True)))

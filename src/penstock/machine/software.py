@@ -1,4 +1,4 @@
-"""Which Python surroundings are these: versions, torch's build, notebook, environment?
+"""Facts about the Python environment: versions, torch's build, notebook, variables.
 
 Nothing here imports torch or NumPy, or settles anything by asking.
 """
@@ -35,7 +35,7 @@ _PREFIXES = ("MIOPEN_", "PYTORCH_")
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
-    """Which torch is installed, and what was it built for?"""
+    """The torch that is installed, and what it was built for."""
 
     version: str | None = None
     build: str = "none"
@@ -43,7 +43,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild:
-    """Which torch is here? Asked of the imported one, else read from its ``version.py``.
+    """The installed torch, asked of the imported one, else read from its ``version.py``.
 
     Example:
         >>> torch_build().build in {"cuda", "hip", "xpu", "mps", "cpu", "none"}
@@ -87,7 +87,7 @@ def _describe(values: Mapping[str, object]) -> TorchBuild:
 
 
 def numpy_version() -> str | None:
-    """Which NumPy is here? None without one.
+    """The version of NumPy; None without one.
 
     Read from its ``version.py``, as torch's: importlib.metadata is 15 ms to import, and is asked
     only where an old NumPy computes its version.
@@ -111,7 +111,7 @@ def _read_version_file(origin: str) -> str:
 
 
 def has_gpu_context() -> bool:
-    """Has this process opened a GPU already? Not if it has not imported torch.
+    """Whether this process has opened a GPU already. Without torch it has not.
 
     Never ``torch.cuda.is_available()``: on ROCm that question itself can open the GPU.
     """
@@ -120,7 +120,7 @@ def has_gpu_context() -> bool:
 
 
 def is_notebook() -> bool:
-    """Does this code run in a notebook: Jupyter, VS Code, Colab, Kaggle, Databricks?
+    """Whether this code runs in a notebook: Jupyter, VS Code, Colab, Kaggle, Databricks.
 
     Somebody may import ipykernel without being in a notebook: there must be a kernel.
     """
@@ -134,7 +134,7 @@ def is_notebook() -> bool:
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Which environment variables that matter to loading and to GPUs are set?
+    """The environment variables that matter to loading and to GPUs, where they are set.
 
     Example:
         >>> environment({"OMP_NUM_THREADS": "1", "MIOPEN_LOG_LEVEL": "3", "API_KEY": "secret"})
@@ -149,7 +149,7 @@ def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def start_method() -> tuple[str, bool]:
-    """How would multiprocessing start a process here, and is that settled already?
+    """How multiprocessing would start a process here, and whether that is settled already.
 
     ``multiprocessing.get_start_method()`` would settle it, and a script's own
     ``set_start_method`` would then fail. ``allow_none`` leaves it open.

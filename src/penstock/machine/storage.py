@@ -1,4 +1,4 @@
-"""What does a file lie on, and how fast is that? Memory, flash, a spinning disk, or the network.
+"""Finds what a file is stored on: memory, flash, a spinning disk, or the network.
 
 On Linux the way down is::
 
@@ -6,24 +6,27 @@ On Linux the way down is::
                                              partition -> its disk
                                              dm-0 (LVM, encryption) -> its slaves
                                              md0 (RAID) -> its members; the slowest counts
+
+Nothing is opened, so no rights are needed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.machine.disks import Disk, find_disk
+from penstock.machine.kernel_files import read_text
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 SYS = Path("/sys")
 
-_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-_NETWORK = frozenset(
-    {
+_KINDS: dict[str, set[str]] = {
+    "ram": {"tmpfs", "ramfs", "devtmpfs"},
+    "network": {
         "9p",
         "afpfs",
         "afs",
@@ -43,10 +46,8 @@ _NETWORK = frozenset(
         "smb3",
         "smbfs",
         "wekafs",
-    }
-)
-_INTERNET = frozenset(
-    {
+    },
+    "internet": {
         "davfs",
         "fuse.blobfuse",
         "fuse.blobfuse2",
@@ -58,8 +59,9 @@ _INTERNET = frozenset(
         "fuse.rclone",
         "fuse.s3fs",
         "webdav",
-    }
-)
+    },
+}
+"""What filesystems without a disk of this machine are stored on."""
 _ESCAPES = {r"\040": " ", r"\011": "\t", r"\012": "\n", r"\134": "\\"}
 
 # Fastest first. Random reads of small files are what a loader does, and what this order is for.
@@ -72,8 +74,8 @@ _RANKS: dict[tuple[str, bool], int] = {
     ("spinning", True): 6,
     ("spinning", False): 7,
     ("network", False): 8,
+    ("internet", False): 9,
 }
-_INTERNET_RANK = 9
 
 _ADVICE = {
     "ram": "Nothing is faster; it counts against this machine's memory.",
@@ -83,21 +85,37 @@ _ADVICE = {
     "copy them to an SSD.",
     "network": "Every file opened is a question to another machine: pack the samples into few "
     "large files, or copy them to a disk of this machine.",
+    "internet": "Every file opened is a request over the internet: copy the data here first.",
+    "virtual": "A virtual disk: what it lies on is known to the host only, so measure it.",
     "unknown": "This system does not say what it is made of.",
 }
-_VIRTUAL_ADVICE = "A virtual disk: what it lies on is known to the host only, so measure it."
-_INTERNET_ADVICE = "Every file opened is a request over the internet: copy the data here first."
+
+_SPEEDS = ("ram", "nvme", "ssd", "spinning", "unknown")  # of several members the slowest counts
+_MAX_DEPTH = 8  # RAID under encryption under LVM is three
+_VIRTUAL_NAMES = re.compile(r"(vd|xvd)[a-z]+$")
+_MEMORY_NAMES = re.compile(r"(ram|zram|pmem)\d")
+_VIRTUAL_MODELS = (
+    "Amazon Elastic Block Store",  # looks like NVMe and is a network
+    "Google PersistentDisk",
+    "Msft Virtual Disk",
+    "PersistentDisk",
+    "QEMU HARDDISK",
+    "VBOX HARDDISK",
+    "Virtual Disk",
+    "Virtual disk",
+    "nvme_card-pd",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """What a path lies on.
+    """What a path is stored on.
 
     Args:
         kind: ``"ram"``, ``"nvme"``, ``"ssd"``, ``"spinning"``, ``"network"`` or ``"unknown"``.
         device: As the system names it: ``"nvme0n1"``, ``"server:/export"``; ``""`` if unknown.
         rank: 1 is fastest (memory), 9 slowest (the internet); None where the kind is unknown.
-        is_virtual: Is it a disk that a host lends, of which nobody here can know more?
+        is_virtual: A disk that a host lends, of which nothing more is known here.
     """
 
     kind: str
@@ -123,7 +141,7 @@ class Mount:
 def storage_of(
     path: str | os.PathLike[str], *, mountinfo: Path = MOUNTINFO, sys_root: Path = SYS
 ) -> Storage:
-    """What does ``path`` lie on? It need not exist yet.
+    """What ``path`` is stored on. It need not exist yet.
 
     Example:
         >>> storage_of("s3://bucket/train").rank
@@ -133,7 +151,7 @@ def storage_of(
     """
     name = os.fspath(path)
     if "://" in name and not name.startswith("file://"):
-        return _internet(name.partition("://")[2].partition("/")[0], "")
+        return _describe("internet", name.partition("://")[2].partition("/")[0], "")
     if name.startswith(("\\\\", "//")) and sys.platform == "win32":
         return _describe("network", name.lstrip("\\/").partition("\\")[0], "")
     if sys.platform != "linux" and mountinfo == MOUNTINFO:
@@ -193,37 +211,24 @@ def _under_overlay(mount: Mount, mountinfo: Path, sys_root: Path) -> Storage:
 
 def _on_mount(mount: Mount, sys_root: Path) -> Storage:
     filesystem = mount.filesystem
-    if filesystem in _MEMORY:
-        return _describe("ram", mount.source, filesystem)
-    if filesystem in _INTERNET:
-        return _internet(mount.source, filesystem)
-    if filesystem in _NETWORK:
-        return _describe("network", mount.source, filesystem)
-    disk = find_disk(mount.number, mount.source, sys_root)
+    for kind, filesystems in _KINDS.items():
+        if filesystem in filesystems:
+            return _describe(kind, mount.source, filesystem)
+    disk = _find_disk(mount.number, mount.source, sys_root)
     return _describe(disk.kind, disk.name or mount.source, filesystem, disk)
 
 
-def _describe(kind: str, device: str, filesystem: str, disk: Disk | None = None) -> Storage:
+def _describe(kind: str, device: str, filesystem: str, disk: _Disk | None = None) -> Storage:
     is_raid = disk is not None and disk.is_raid
     is_virtual = disk is not None and disk.is_virtual
     return Storage(
-        kind=kind,
+        kind="network" if kind == "internet" else kind,
         device=device,
         filesystem=filesystem,
         rank=_RANKS.get((kind, is_raid)),
-        advice=_VIRTUAL_ADVICE if is_virtual else _ADVICE[kind],
+        advice=_ADVICE["virtual" if is_virtual else kind],
         is_raid=is_raid,
         is_virtual=is_virtual,
-    )
-
-
-def _internet(device: str, filesystem: str) -> Storage:
-    return Storage(
-        kind="network",
-        device=device,
-        filesystem=filesystem,
-        rank=_INTERNET_RANK,
-        advice=_INTERNET_ADVICE,
     )
 
 
@@ -241,8 +246,81 @@ def _elsewhere(name: str) -> Storage:
     if best is None:
         return _describe("unknown", "", "")
     words = set(best.opts.split(",")) | {best.fstype.lower()}
-    if words & _INTERNET:
-        return _internet(best.device, best.fstype)
-    if "remote" in words or words & _NETWORK:
-        return _describe("network", best.device, best.fstype)
-    return _describe("ram" if "ramdisk" in words else "unknown", best.device, best.fstype)
+    kind = "ram" if "ramdisk" in words else "unknown"
+    if words & _KINDS["internet"]:
+        kind = "internet"
+    elif "remote" in words or words & _KINDS["network"]:
+        kind = "network"
+    return _describe(kind, best.device, best.fstype)
+
+
+# -- block devices ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Disk:
+    """A disk, or several that pose as one."""
+
+    name: str = ""
+    kind: str = "unknown"
+    is_raid: bool = False
+    is_virtual: bool = False
+
+
+def _find_disk(number: str, source: str, sys_root: Path) -> _Disk:
+    """The disk behind a mount, by its ``major:minor`` or by the device it was mounted from.
+
+    Btrfs and others give a mount a number of its own, with no device behind it.
+    """
+    candidates = [sys_root / "dev" / "block" / number]
+    if source.startswith("/dev/"):
+        device = os.path.basename(os.path.realpath(source))  # /dev/mapper/x is a link to /dev/dm-0
+        candidates.append(sys_root / "class" / "block" / device)
+    for candidate in candidates:
+        if candidate.exists():
+            return _disk(Path(os.path.realpath(candidate)), _MAX_DEPTH)
+    return _Disk()
+
+
+def _disk(folder: Path, depth: int) -> _Disk:
+    """The disk whose folder in ``/sys/devices`` this is, or is inside."""
+    if (folder / "partition").exists():
+        folder = folder.parent
+    slaves = _slaves(folder)
+    if slaves and depth > 0:
+        return _compound(folder, [_disk(slave, depth - 1) for slave in slaves])
+    name = folder.name
+    if _MEMORY_NAMES.match(name):
+        return _Disk(name=name, kind="ram")
+    model = read_text(folder / "device" / "model")
+    is_virtual = bool(_VIRTUAL_NAMES.match(name)) or model.startswith(_VIRTUAL_MODELS)
+    return _Disk(name=name, kind=_kind(folder, is_virtual), is_virtual=is_virtual)
+
+
+def _kind(folder: Path, is_virtual: bool) -> str:
+    rotational = read_text(folder / "queue" / "rotational")
+    if is_virtual:
+        # Hypervisors leave the flag at 1 for whatever they lend; a 0 was set by somebody.
+        return "ssd" if rotational == "0" else "unknown"
+    if folder.name.startswith("nvme"):
+        return "nvme"
+    return {"0": "ssd", "1": "spinning"}.get(rotational, "unknown")
+
+
+def _compound(folder: Path, members: list[_Disk]) -> _Disk:
+    """Several disks, or one in a wrapping, that pose as one."""
+    level = read_text(folder / "md" / "level")
+    return _Disk(
+        name=folder.name,
+        kind=max((member.kind for member in members), key=_SPEEDS.index),
+        is_raid=level.startswith("raid") or any(member.is_raid for member in members),
+        is_virtual=any(member.is_virtual for member in members),
+    )
+
+
+def _slaves(folder: Path) -> list[Path]:
+    try:
+        entries = sorted((folder / "slaves").iterdir())
+    except OSError:
+        return []
+    return [Path(os.path.realpath(entry)) for entry in entries]

@@ -37,7 +37,7 @@ class Draws:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, facts: Machine) -> None:
-    monkeypatch.setattr(legacy_names, "here", lambda: facts)
+    monkeypatch.setattr(legacy_names, "quick_facts", lambda: facts)
     monkeypatch.setattr(legacy_names, "machine", lambda: facts)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.machine import gpu_usage, nvidia
-from penstock.machine.gpu_usage import GpuReading, read_gpu_usage, readings
+from penstock.machine.facts import Gpu, GpuReading
+from penstock.machine.gpu_usage import read_gpu_usage
 from penstock.machine.vendor_tools import ToolFailed, ToolMissing, ToolTimedOut
 
 pytestmark = pytest.mark.legacy
@@ -72,24 +73,23 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Tools:
 
 
 def test_nobody_to_ask_is_empty_with_a_reason(tools: Tools) -> None:
-    assert readings(1.0) == []
-    assert "nothing here reads a GPU" in read_gpu_usage(1.0).trouble
+    seen = read_gpu_usage(1.0)
+    assert seen.readings == ()
+    assert "nothing here reads a GPU" in seen.trouble
 
 
 def test_nvml(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = nvidia.NvidiaCard(name="A", use_percent=5.0, memory_bytes=10, memory_used_bytes=4)
-    monkeypatch.setattr(nvidia, "cards_by_nvml", lambda: [card, card])
+    card = (Gpu(name="A", vendor="nvidia"), GpuReading(index=0, name="A", use_percent=5.0))
+    monkeypatch.setattr(nvidia, "cards_by_nvml", lambda: [card])
     seen = read_gpu_usage(1.0)
     assert seen.seen_by == "nvml"
-    assert seen.readings[1] == GpuReading(
-        index=1, name="A", use_percent=5.0, memory_total_bytes=10, memory_used_bytes=4
-    )
+    assert seen.readings == (card[1],)
     assert tools.asked == []
 
 
 def test_nvidia_smi(tools: Tools) -> None:
     tools.answers["nvidia-smi"] = "NVIDIA H200, 580.1, 9.0, 143771, 100, 97, 61, 640.5\n"
-    assert readings(1.0) == [
+    assert read_gpu_usage(1.0).readings == (
         GpuReading(
             index=0,
             name="NVIDIA H200",
@@ -98,8 +98,8 @@ def test_nvidia_smi(tools: Tools) -> None:
             memory_used_bytes=100 * MIB,
             memory_total_bytes=143771 * MIB,
             power_w=640.5,
-        )
-    ]
+        ),
+    )
 
 
 def test_rocm_smi(tools: Tools) -> None:
@@ -117,7 +117,7 @@ def test_rocm_smi(tools: Tools) -> None:
 @pytest.mark.parametrize("indent", [None, 4])
 def test_amd_smi(tools: Tools, wrapped: Any, indent: int | None) -> None:
     tools.answers["amd-smi"] = json.dumps(wrapped, indent=indent)
-    (reading,) = readings(1.0)
+    (reading,) = read_gpu_usage(1.0).readings
     assert (reading.use_percent, reading.temperature_c, reading.power_w) == (12.0, 45.0, 140.0)
     assert reading.memory_total_bytes == 196592 * MIB
 
@@ -125,7 +125,7 @@ def test_amd_smi(tools: Tools, wrapped: Any, indent: int | None) -> None:
 def test_warnings_around_the_json_are_passed_over(tools: Tools) -> None:
     text = "[WARNING] AMD GPU is in low-power state\n" + json.dumps(ROCM_SMI, indent=2) + "\nBye\n"
     tools.answers["rocm-smi"] = text
-    assert len(readings(1.0)) == 1
+    assert len(read_gpu_usage(1.0).readings) == 1
 
 
 @pytest.mark.parametrize("tool", ["rocm-smi", "amd-smi"])
@@ -141,14 +141,14 @@ def test_rubbish_is_told(tools: Tools, tool: str, text: str) -> None:
 @pytest.mark.parametrize("tool", ["rocm-smi", "amd-smi"])
 def test_json_of_another_shape_breaks_nothing(tools: Tools, tool: str, text: str) -> None:
     tools.answers[tool] = text
-    for reading in readings(1.0):
+    for reading in read_gpu_usage(1.0).readings:
         assert reading.use_percent is None
 
 
 @pytest.mark.parametrize("value", ["N/A", None, "nan", "inf", [], {}, {"value": "N/A"}, True])
 def test_a_value_that_is_no_number_is_unknown(tools: Tools, value: Any) -> None:
     tools.answers["rocm-smi"] = json.dumps({"card0": {"GPU use (%)": value}})
-    assert readings(1.0) == [GpuReading(index=0, name="AMD GPU")]
+    assert read_gpu_usage(1.0).readings == (GpuReading(index=0, name="AMD GPU"),)
 
 
 def test_a_tool_that_fails_is_told_and_the_next_is_asked(tools: Tools) -> None:

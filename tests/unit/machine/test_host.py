@@ -152,7 +152,7 @@ def test_the_processor(tmp_path: Path, text: str, model: str) -> None:
 def test_a_host_without_resource_or_shm_has_unknown_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    monkeypatch.setattr(host, "_resource", None)  # as on Windows
     assert host.max_fds() is None
     assert host.shm_bytes(str(tmp_path / "missing")) is None
 

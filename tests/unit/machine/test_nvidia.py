@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.machine import nvidia
-from penstock.machine.nvidia import NvidiaCard, cards_by_nvml, cards_by_tool
+from penstock.machine.facts import Gpu, GpuReading
+from penstock.machine.nvidia import cards_by_nvml, cards_by_tool
 from penstock.machine.vendor_tools import ToolFailed, ToolMissing
 
 pytestmark = pytest.mark.legacy
 
 NOT_SUPPORTED = 3
 # What an H200 answered; the stand-in repeats it.
-H200 = NvidiaCard(
+H200 = Gpu(
     name="NVIDIA H200",
-    driver="580.159.04",
+    vendor="nvidia",
     architecture="sm_90",
     memory_bytes=150754820096,
-    memory_used_bytes=644939776,
+    driver="580.159.04",
+)
+H200_READING = GpuReading(
+    index=0,
+    name="NVIDIA H200",
     use_percent=0.0,
     temperature_c=32.0,
+    memory_used_bytes=644939776,
+    memory_total_bytes=150754820096,
     power_w=123.35,
 )
 H200_LINE = "NVIDIA H200, 580.159.04, 9.0, 143771, 0, 0, 31, 107.01\n"
@@ -90,7 +98,8 @@ class FakeNvml:
 
 def test_nvml_describes_every_card_and_is_closed_again() -> None:
     nvml = FakeNvml(num_gpus=2)
-    assert cards_by_nvml(lambda: nvml) == [H200, H200]
+    second = replace(H200_READING, index=1)
+    assert cards_by_nvml(lambda: nvml) == [(H200, H200_READING), (H200, second)]
     assert nvml.num_open == 0
 
 
@@ -100,20 +109,21 @@ def test_no_card_is_an_empty_list() -> None:
 
 def test_what_a_card_does_not_support_is_unknown_and_the_rest_is_known() -> None:
     refused = ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetName")
-    (card,) = cards_by_nvml(lambda: FakeNvml(refused=refused))
-    assert (card.memory_bytes, card.memory_used_bytes, card.power_w) == (None, None, None)
-    assert (card.name, card.architecture) == ("NVIDIA GPU", "sm_90")
+    ((gpu, reading),) = cards_by_nvml(lambda: FakeNvml(refused=refused))
+    assert (gpu.memory_bytes, reading.memory_used_bytes, reading.power_w) == (None, None, None)
+    assert (gpu.name, gpu.architecture) == ("NVIDIA GPU", "sm_90")
 
 
 def test_a_card_that_is_lost_does_not_hide_the_others() -> None:
-    assert len(cards_by_nvml(lambda: FakeNvml(num_gpus=3, refused=("gpu 1",)))) == 2
+    cards = cards_by_nvml(lambda: FakeNvml(num_gpus=3, refused=("gpu 1",)))
+    assert [reading.index for _, reading in cards] == [0, 2]
 
 
 def test_a_question_that_an_old_library_lacks_is_unknown() -> None:
     class Old(FakeNvml):
         nvmlDeviceGetPowerUsage = None  # type: ignore[assignment]
 
-    assert cards_by_nvml(Old)[0].power_w is None
+    assert cards_by_nvml(Old)[0][1].power_w is None
 
 
 def test_a_library_without_its_driver_says_so() -> None:
@@ -140,16 +150,17 @@ def say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 def test_the_tool_s_table(monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, H200_LINE * 2)
-    first, second = cards_by_tool(1.0)
-    assert first == second
-    assert (first.name, first.driver, first.architecture) == ("NVIDIA H200", "580.159.04", "sm_90")
-    assert (first.memory_bytes, first.temperature_c, first.power_w) == (143771 << 20, 31.0, 107.01)
+    (gpu, reading), (second_gpu, second_reading) = cards_by_tool(1.0)
+    assert (second_gpu, second_reading) == (gpu, replace(reading, index=1))
+    assert (gpu.name, gpu.driver, gpu.architecture) == ("NVIDIA H200", "580.159.04", "sm_90")
+    assert gpu.memory_bytes == reading.memory_total_bytes == 143771 << 20
+    assert (reading.temperature_c, reading.power_w) == (31.0, 107.01)
 
 
 def test_a_cell_that_is_not_supported_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, "Quadro K600, 470.1, 3.0, 981, 3, [Not Supported], 40, [N/A]\n")
-    (card,) = cards_by_tool(1.0)
-    assert (card.use_percent, card.power_w, card.architecture) == (None, None, "sm_30")
+    ((gpu, reading),) = cards_by_tool(1.0)
+    assert (reading.use_percent, reading.power_w, gpu.architecture) == (None, None, "sm_30")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from penstock.machine.gpu_usage import GpuReading, GpuUsage, read_gpu_usage
+from penstock.machine.facts import GpuReading
+from penstock.machine.gpu_usage import GpuUsage, read_gpu_usage
 from penstock.planning.quantities import size
 
 LIMIT_S = 2.0

@@ -1,0 +1,29 @@
+"""Reads the small files in which the Linux kernel describes a machine (``/proc`` and ``/sys``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MAX_DIGITS = 20
+"""As many as 2**64 has; no kernel writes more."""
+
+
+def read_text(path: Path) -> str:
+    """What a file says, without the space around it; ``""`` where it cannot be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:  # half the time of Path.read_text
+            return file.read().decode("utf-8", errors="replace").strip("\x00 \n")
+    except (OSError, ValueError):  # a name with a zero byte in it is a ValueError
+        return ""
+
+
+def parse_count(text: str) -> int | None:
+    """The count that a text is; None where it is none.
+
+    Example:
+        >>> parse_count("42 "), parse_count("max"), parse_count("-1"), parse_count("")
+        (42, None, None, None)
+    """
+    text = text.strip()
+    is_count = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    return int(text) if is_count else None
