@@ -27,20 +27,20 @@ import torch
 
 from penstock.trace.record import COPY, GPU, now_ns
 
-MIN_PACE_NS = 3_000_000
-"""Unasked, only batches that are at least this far apart are watched: about a dozen calls of the
-driver's for each, an estimated 20 microseconds, are to cost less than 1 %."""
+MIN_INTERVAL_NS = 3_000_000
+"""Unasked, only batches that are at least this far apart are watched: about a dozen driver calls
+for each, an estimated 20 microseconds, must cost less than 1 %."""
 ANCHOR_NS = 1_000_000_000
 """How often the clocks are compared: no two run equally fast."""
 _PATIENCE_NS = 100_000
 """How long comparing them may take; else it is tried again at the next batch."""
 _MAX_WAIT_NS = 1_000_000_000
 _MAX_PENDING = 256
-"""Spans whose end is waited for; beyond it the oldest are given up."""
+"""Operations whose end is waited for; beyond it the oldest are given up."""
 
 
 class GpuOperation:
-    """Something under way on the GPU."""
+    """A copy or a step under way on the GPU: its first and last event."""
 
     __slots__ = ("asked_ns", "batch", "begun", "device", "ended", "kind", "num_bytes")
 
@@ -52,11 +52,11 @@ class GpuOperation:
 
 
 class GpuWatch:
-    """Notes copies and steps of one loader.
+    """Records copies and steps of one loader.
 
     Args:
         note: Takes what was seen; see :meth:`penstock.trace.recorder.Recorder.on_device`.
-        is_asked: Somebody wants a trace: every batch is watched, however fast they come.
+        is_asked: A trace was asked for: every batch is watched, however fast they come.
     """
 
     def __init__(self, note: Callable[..., None], *, is_asked: bool) -> None:
@@ -66,21 +66,21 @@ class GpuWatch:
         self._pending: deque[GpuOperation] = deque()
         self._step: GpuOperation | None = None
         self._clocks: dict[torch.device, GpuClock] = {}
-        self._last_ns = self._pace_ns = 0
+        self._last_ns = self._interval_ns = 0
 
     def begin_copy(self, stream: Any, batch: int) -> GpuOperation | None:
-        """A copy is about to be asked for on this stream; None: it is not watched."""
+        """A copy is about to be queued on this stream; None: it is not watched."""
         return self._begin(COPY, stream, batch) if self._is_on else None
 
     def end_copy(self, copy: GpuOperation, stream: Any, num_bytes: int) -> Any:
-        """It was asked for. Its last event, for which others may wait."""
+        """The copy was queued; returns its last event, for which others may wait."""
         copy.num_bytes = num_bytes
         return self._end(copy, stream)
 
     def begin_step(self, batch: int) -> None:
-        """The batch is handed out: what comes now on the user's stream is his step."""
+        """The batch is handed out: what comes now on the user's stream is the step."""
         try:
-            if self._is_on and _can_ask():
+            if self._is_on and _can_record():
                 self._step = self._begin(GPU, torch.cuda.current_stream(), batch)
         except RuntimeError:  # the GPU is lost; whoever uses it next says so
             self._is_on = False
@@ -89,13 +89,9 @@ class GpuWatch:
         """Another batch is asked for."""
         at_ns = now_ns()
         gap_ns, self._last_ns = at_ns - self._last_ns, at_ns
-        self._pace_ns += (gap_ns - self._pace_ns) // 8 if gap_ns < 10**9 else 0
-        is_wanted = self._is_asked or self._pace_ns >= MIN_PACE_NS
-        if not is_wanted and not self._pending:
-            self._is_on, self._step = False, None
-            return
+        self._interval_ns += (gap_ns - self._interval_ns) // 8 if gap_ns < 10**9 else 0
         step, self._step = self._step, None
-        self._is_on = is_wanted and _can_ask()
+        self._is_on = (self._is_asked or self._interval_ns >= MIN_INTERVAL_NS) and _can_record()
         if not self._is_on:
             self._pending.clear()
             return
@@ -124,39 +120,33 @@ class GpuWatch:
         self._step = None
 
     def _begin(self, kind: int, stream: Any, batch: int) -> GpuOperation:
-        operation = GpuOperation(kind, batch, stream.device)
-        operation.begun.record(stream)
-        return operation
+        op = GpuOperation(kind, batch, stream.device)
+        op.begun.record(stream)
+        return op
 
-    def _end(self, operation: GpuOperation, stream: Any) -> Any:
-        operation.ended.record(stream)
-        self._pending.append(operation)
+    def _end(self, op: GpuOperation, stream: Any) -> Any:
+        op.ended.record(stream)
+        self._pending.append(op)
         if len(self._pending) > _MAX_PENDING:
             self._pending.popleft()
-        return operation.ended
+        return op.ended
 
     def _collect(self) -> None:
         for _ in range(len(self._pending)):
-            operation = self._pending.popleft()
-            if not operation.ended.query():
-                self._pending.append(operation)
+            op = self._pending.popleft()
+            if not op.ended.query():
+                self._pending.append(op)
                 continue
-            clock = self._clocks.get(operation.device)
+            clock = self._clocks.get(op.device)
             if clock is None:
-                clock = self._clocks[operation.device] = GpuClock(operation.device)
+                clock = self._clocks[op.device] = GpuClock(op.device)
             clock.compare()
-            start_ns, end_ns = clock.place(operation, now_ns())
-            self._note(
-                operation.kind,
-                start_ns,
-                end_ns,
-                batch=operation.batch,
-                num_bytes=operation.num_bytes,
-            )
+            start_ns, end_ns = clock.place(op, now_ns())
+            self._note(op.kind, start_ns, end_ns, batch=op.batch, num_bytes=op.num_bytes)
 
 
 class GpuClock:
-    """Where the events of one GPU lie on this machine's clock."""
+    """Converts the times of one GPU's events to this machine's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -176,19 +166,19 @@ class GpuClock:
         self._compared_ns = now_ns()
         self._known, self._known_ns = event, (before_ns + self._compared_ns) // 2
 
-    def place(self, operation: GpuOperation, seen_ns: int) -> tuple[int, int]:
+    def place(self, op: GpuOperation, seen_ns: int) -> tuple[int, int]:
         """When the operation began and ended; ``seen_ns``: it was over by then.
 
         Whatever the clocks say, nothing begins before it was asked for.
         """
-        took_ns = _between_ns(operation.begun, operation.ended)
-        start_ns = operation.asked_ns
+        took_ns = _between_ns(op.begun, op.ended)
+        start_ns = op.asked_ns
         if self._known is not None:
-            start_ns = self._known_ns + _between_ns(self._known, operation.begun)
-        start_ns = max(operation.asked_ns, min(start_ns, seen_ns - took_ns))
+            start_ns = self._known_ns + _between_ns(self._known, op.begun)
+        start_ns = max(op.asked_ns, min(start_ns, seen_ns - took_ns))
         if self._known is None or seen_ns - self._known_ns > 4 * ANCHOR_NS:
             # The GPU gives milliseconds in single precision: not too far from the last one.
-            self._known, self._known_ns = operation.ended, start_ns + took_ns
+            self._known, self._known_ns = op.ended, start_ns + took_ns
         return start_ns, start_ns + took_ns
 
 
@@ -200,7 +190,7 @@ def _between_ns(first: Any, second: Any) -> int:
     return round(float(first.elapsed_time(second)) * 1e6)
 
 
-def _can_ask() -> bool:
-    """Is there a GPU in use, and no graph being captured that our events would become part of?"""
+def _can_record() -> bool:
+    """Whether a GPU is in use, and no graph is captured that our events would become part of."""
     is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(is_open) and not torch.cuda.is_current_stream_capturing()

@@ -14,32 +14,30 @@ from rich.text import Text
 
 from penstock.trace.model import Lane, Span, TraceModel
 
+
+class Style(NamedTuple):
+    """How a kind of span looks; the character tells it apart without colour."""
+
+    character: str
+    colour: str
+    legend: str = ""
+
+
 STYLES = {
-    "fetch": ("█", "blue"),
-    "collate": ("▓", "magenta"),
-    "step": ("█", "green"),
-    "stall": ("░", "red"),
-    "deliver": ("▒", "yellow"),
-    "transfer": ("▓", "cyan"),
-    "copy": ("▓", "cyan"),
-    "gpu": ("█", "green"),
-    "launch": ("▒", "bright_black"),
-    "user": ("▒", "white"),
-    "sample": ("▒", "blue"),
-    "transform": ("▒", "magenta"),
+    "fetch": Style("█", "blue", "load"),
+    "collate": Style("▓", "magenta", "collate"),
+    "step": Style("█", "green", "your step"),
+    "stall": Style("░", "red", "wait"),
+    "transfer": Style("▓", "cyan", "to device"),
+    "deliver": Style("▒", "yellow", "put together"),
+    "launch": Style("▒", "bright_black", "start-up"),
+    "gpu": Style("█", "green", "GPU busy"),
+    "user": Style("▒", "white", "your spans"),
+    "copy": Style("▓", "cyan"),
+    "sample": Style("▒", "blue"),
+    "transform": Style("▒", "magenta"),
 }
-"""How each kind looks: a character, so that it can be told apart without colour, and a colour."""
-LEGEND = {
-    "fetch": "load",
-    "collate": "collate",
-    "step": "your step",
-    "stall": "wait",
-    "transfer": "to device",
-    "deliver": "put together",
-    "launch": "start-up",
-    "gpu": "GPU busy",
-    "user": "your spans",
-}
+"""Those with a legend are explained below the drawing, in this order."""
 MAX_LANES = 24
 """More workers than this are shown as the first and the last few."""
 LITTLE, LEAST = "·", 0.01
@@ -69,13 +67,14 @@ def render(
     for place, lane in enumerate(lanes):
         if num_hidden and place == MAX_LANES // 2:
             lines.append(Text(f"{'':>{label}} … {num_hidden} more workers …", style="dim"))
-        row = paint(_visible(lane), first_ns, last_ns, columns)
+        spans = lane.spans if lane.role == "user" else lane.top()
+        row = paint(spans, first_ns, last_ns, columns)
         seen.update(cell.kind for cell in row if not cell.is_little)
         has_little = has_little or any(cell.is_little for cell in row)
         lines.append(_line(lane.name, row, label))
-    depth = _depth_line(model, first_ns, last_ns, columns)
-    if depth is not None:
-        lines.append(Text(f"{'ready':>{label}} ") + depth)
+    ready = _ready_line(model, first_ns, last_ns, columns)
+    if ready is not None:
+        lines.append(Text(f"{'ready':>{label}} ") + ready)
     lines.append(_scale(first_ns, last_ns, label, columns))
     lines += _legend(seen, has_little, label, width)
     return Group(*lines)
@@ -107,21 +106,13 @@ def _replaced(text: str, encoding: str) -> str:
 
 
 def _shown_lanes(model: TraceModel) -> tuple[list[Lane], int]:
-    order = {"worker": 0, "main": 1, "copy": 2, "gpu": 3, "user": 4}
+    """Workers first, then the others; of many workers the first and the last few."""
     lanes = [lane for lane in model.lanes if lane.spans]
     workers = [lane for lane in lanes if lane.role == "worker"]
-    if len(workers) > MAX_LANES:
-        half = MAX_LANES // 2
-        shown = [*workers[:half], *workers[-half:]]
-        lanes = [lane for lane in lanes if lane.role != "worker"] + shown
-        hidden = len(workers) - len(shown)
-    else:
-        hidden = 0
-    return sorted(lanes, key=lambda lane: (order.get(lane.role, 9), lane.number)), hidden
-
-
-def _visible(lane: Lane) -> list[Span]:
-    return lane.spans if lane.role == "user" else lane.top()
+    num_hidden = max(0, len(workers) - MAX_LANES)
+    if num_hidden:
+        workers = [*workers[: MAX_LANES // 2], *workers[-MAX_LANES // 2 :]]
+    return [*workers, *(lane for lane in lanes if lane.role != "worker")], num_hidden
 
 
 class Cell(NamedTuple):
@@ -165,13 +156,13 @@ def _line(name: str, row: list[Cell], label: int) -> Text:
     text = Text(f"{name[:label]:>{label}} ")
     text.append("▕", style="dim")
     for cell in row:
-        character, style = STYLES.get(cell.kind, (" ", ""))
-        text.append(LITTLE if cell.is_little else character, style=style)
+        style = STYLES.get(cell.kind, Style(" ", ""))
+        text.append(LITTLE if cell.is_little else style.character, style=style.colour)
     text.append("▏", style="dim")
     return text
 
 
-def _depth_line(model: TraceModel, first_ns: int, last_ns: int, columns: int) -> Text | None:
+def _ready_line(model: TraceModel, first_ns: int, last_ns: int, columns: int) -> Text | None:
     readings = [reading for reading in model.ready if first_ns <= reading.at_ns <= last_ns]
     most = max((reading.value for reading in readings), default=0)
     if not most:
@@ -208,14 +199,14 @@ def _digits(total_s: float) -> int:
 def _legend(seen: set[str], has_little: bool, label: int, width: int) -> list[Text]:
     margin = " " * (label + 2)
     lines = [Text(margin)]
-    shown = [(*STYLES[kind], words) for kind, words in LEGEND.items() if kind in seen]
+    shown = [style for kind, style in STYLES.items() if style.legend and kind in seen]
     if has_little:
-        shown.append((LITTLE, "", "for a moment"))
-    for character, style, words in shown:
-        if len(lines[-1]) + len(words) + 3 > width and len(lines[-1]) > len(margin):
+        shown.append(Style(LITTLE, "", "for a moment"))
+    for style in shown:
+        if len(lines[-1]) + len(style.legend) + 3 > width and len(lines[-1]) > len(margin):
             lines.append(Text(margin))
-        lines[-1].append(character * 2, style=style)
-        lines[-1].append(f" {words}   ")
+        lines[-1].append(style.character * 2, style=style.colour)
+        lines[-1].append(f" {style.legend}   ")
     for line in lines:
         line.rstrip()
     return lines

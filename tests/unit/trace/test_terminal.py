@@ -1,6 +1,6 @@
 """The drawing in a terminal, character by character. Snapshots lie beside this file.
 
-To make them anew after a change: PENSTOCK_SNAPSHOTS=write pytest tests/unit/timeline
+To make them anew after a change: PENSTOCK_SNAPSHOTS=write pytest tests/unit/trace
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import traces
 from penstock import Timeline
 from penstock.trace.model import Span
-from penstock.trace.terminal import LEGEND, STYLES, paint
+from penstock.trace.terminal import STYLES, paint
 
 pytestmark = pytest.mark.legacy
 
@@ -60,9 +60,8 @@ def test_colours_change_nothing_but_colours() -> None:
 
 def test_kinds_that_meet_in_a_lane_differ_without_colour_too() -> None:
     for lane in (("step", "stall", "deliver", "transfer", "launch"), ("fetch", "collate")):
-        looks = [STYLES[kind][0] for kind in lane if kind != "launch"]
+        looks = [STYLES[kind].character for kind in lane if kind != "launch"]
         assert len(set(looks)) == len(looks)
-    assert set(LEGEND) <= set(STYLES)
 
 
 def test_a_hundred_workers_are_shown_as_the_first_and_the_last() -> None:
