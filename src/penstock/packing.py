@@ -1,6 +1,6 @@
-"""Packing a dataset: the store's writer with the loader's workers under it.
+"""``penstock.pack``: the writer of packed sets, run on the loader's workers.
 
-pack() --- make_job: a few samples ---> Job
+pack() --- inspect_source: a few samples ---> PackSpec
        --- map(write shard, numbers) -> worker processes (or what the caller brings)
        <-- a record per shard ---------
 """
@@ -19,7 +19,7 @@ from penstock.loader import DataLoader
 from penstock.machine.collect import quick_facts
 from penstock.options import check_count
 from penstock.order.sample_randomness import SampleRandomness
-from penstock.sources.pack_source import SHARD_BYTES, Samples, make_job
+from penstock.sources.pack_source import SHARD_BYTES, EncodedSamples, inspect_source
 from penstock.sources.packed import Packed
 from penstock.sources.packed_writer import Map, pack_into, refuse_finished
 from penstock.verify.hashing import digest
@@ -82,33 +82,30 @@ def pack(
         >>> packed[1][1], np.load(folder + "/image-00000.npy").shape
         (5, (2, 3, 4))
     """
-    from penstock.images.decode import encode_image
-
     folder = os.fspath(path)
     refuse_finished(folder)
-    chance = _Chance()
-    job, fetch = make_job(
+    random_check = _RandomSampleCheck()
+    spec, fetch = inspect_source(
         dataset,
         fields=fields,
         on_error=on_error,
         seed=seed,
         shard_bytes=shard_bytes,
-        images=encode_image,
-        on_probe=chance.note,
+        on_probe=random_check.note,
     )
-    chance.warn(fetch)
+    random_check.warn(fetch)
     if map is not None and not callable(map):
         raise BadArgument(f"map={map!r} cannot be called", remedy="map=executor.map")
     if map is None:
-        map = pool_map(_checked_workers(workers), job.num_shards)
-    with _bar(job.num_samples, progress) as tell:
-        manifest = pack_into(folder, job, fetch, map=map, on_shard=tell)
-    _check_bad(folder, len(manifest.bad), job.num_samples, max_bad)
+        map = pool_map(_checked_workers(workers), spec.num_shards)
+    with _bar(spec.num_samples, progress) as tell:
+        manifest = pack_into(folder, spec, fetch, map=map, on_shard=tell)
+    _check_bad(folder, len(manifest.bad), spec.num_samples, max_bad)
     return Packed(folder)
 
 
-class _Chance:
-    """Is a sample another one each time? What is packed stays as it fell out."""
+class _RandomSampleCheck:
+    """Warns where samples are random: they are frozen when packed."""
 
     def __init__(self) -> None:
         self._seen: dict[int, bytes] = {}
@@ -118,7 +115,7 @@ class _Chance:
             with contextlib.suppress(Exception):
                 self._seen[index] = digest(sample)
 
-    def warn(self, samples: Samples) -> None:
+    def warn(self, samples: EncodedSamples) -> None:
         """Load a few once more, drawing other numbers, for a second at most."""
         others = SampleRandomness(samples.seed + 1)
         limit = time.monotonic() + _LONGEST_S
@@ -142,11 +139,11 @@ def pool_map(workers: int, num_items: int) -> Map:
     """A map over the loader's worker processes: one that dies is replaced, its item done again."""
 
     def run(function: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
-        jobs = _Jobs(function, list(items))
-        num_workers = min(workers, len(jobs)) if num_items > 1 else 0
+        results = _Results(function, list(items))
+        num_workers = min(workers, len(results)) if num_items > 1 else 0
         depth: dict[str, Any] = {"prefetch_factor": 1} if num_workers else {}
         yield from DataLoader(
-            jobs,
+            results,
             batch_size=None,
             num_workers=num_workers,
             collate_fn=_as_it_is,
@@ -158,8 +155,8 @@ def pool_map(workers: int, num_items: int) -> Map:
     return run
 
 
-class _Jobs:
-    """Items as a dataset: loading one is doing it."""
+class _Results:
+    """``function`` of each item, as a dataset: a sample is a result."""
 
     def __init__(self, function: Callable[[int], Any], items: list[int]) -> None:
         self._function = function

@@ -20,8 +20,9 @@ from torchvision.transforms.v2 import functional  # noqa: E402
 
 import penstock  # noqa: E402
 from penstock import BadImage, DataLoader, ImageFolder, Packed, pack  # noqa: E402
-from penstock.images.decode import find_scale, resize  # noqa: E402
-from penstock.images.decoders import available, jpeg_decoder  # noqa: E402
+from penstock.images.decode import find_scale  # noqa: E402
+from penstock.images.jpeg_codecs import available_decoders, jpeg_decoder  # noqa: E402
+from penstock.images.pixels import resize  # noqa: E402
 from penstock.machine.image_libraries import find_decoders  # noqa: E402
 from pictures import encode, make_folder, make_pixels  # noqa: E402
 
@@ -220,7 +221,7 @@ def test_the_fast_mode_reads_at_reduced_scale_within_its_bounds(jpeg: bytes) -> 
     crop = penstock.Resize((90, 120), fast=True)
     assert find_scale(crop.steps(375, 500), 375, 500) == 4
     exact = penstock.decode(jpeg, penstock.Resize((90, 120)), decoder="PIL").astype(int)
-    for name in available():
+    for name in available_decoders():
         if name == "torchvision":
             continue
         quick = penstock.decode(jpeg, crop, decoder=name)
@@ -418,7 +419,7 @@ def test_packing_finds_broken_files_although_it_keeps_them_as_they_are(tmp_path:
 
 def test_a_broken_first_file_does_not_choose_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[str] = []
-    monkeypatch.setattr("penstock.images.decoders._chosen", chosen)
+    monkeypatch.setattr("penstock.images.jpeg_codecs._chosen", chosen)
     with pytest.raises(BadImage):
         penstock.decode(encode(make_pixels(60, 80))[:99])
     assert chosen == []

@@ -81,7 +81,7 @@ def test_damage_is_named_from_a_worker(pixels: Path, tmp_path: Path) -> None:
 def test_workers_check_each_block_once_for_all(pixels: Path) -> None:
     packed = Packed(pixels)
     epoch(packed, num_workers=2)
-    assert packed._holders[0].seen.blocks.all()
+    assert packed._files[0].checked.blocks.all()
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="counted from /proc")

@@ -136,7 +136,7 @@ def _image_wishes(dataset: Any, options: PackOptions) -> Any:
 
 
 def _print(packed: Packed, options: PackOptions) -> None:
-    num_bytes = packed._holders[0].num_bytes
+    num_bytes = packed._files[0].num_bytes
     typer.echo(f"{len(packed)} samples of {', '.join(packed.fields)}: {num_bytes / 1e6:.1f} MB")
     for index, text in packed.bad_samples[:5]:
         typer.echo(f"  sample {index} is bad: {text}")

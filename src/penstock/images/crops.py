@@ -1,6 +1,6 @@
-"""Crops, flips and sizes with torchvision's names, arguments and distributions.
+"""Crops, flips and resizes with torchvision's names, arguments and distributions.
 
-Each says what it will do to a picture of a given size before any pixel is decoded. They draw from
+Each says what it will do to an image of a given size before any pixel is decoded. They draw from
 :func:`penstock.rng`, so the same sample gets the same crop whichever worker decodes it.
 
 Example:
@@ -14,39 +14,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from penstock.errors import BadArgument
+from penstock.images.decode import decode_bytes
+from penstock.images.pixels import Step, apply_steps, as_pixels, to_tensor
 from penstock.order.rng import rng
 
 _NUM_TRIES = 10
 
 
-class Step(NamedTuple):
-    """One thing to do: crop to ``box`` (top, left, height, width), resize to its size, or flip."""
-
-    kind: str
-    box: tuple[int, int, int, int] = (0, 0, 0, 0)
-
-
 class Crop:
-    """What all of them share: they can be called with pixels, or asked for their steps."""
+    """Base class: can be called with an image, or asked for its steps."""
 
     antialias: bool = True
     fast: bool = False
 
     def steps(self, height: int, width: int) -> list[Step]:
-        """What is done to a picture of this size; drawn anew each time."""
+        """What is done to an image of this size; drawn anew each time."""
         raise NotImplementedError
 
-    def __call__(self, picture: Any) -> Any:
-        """A picture (pixels as height, width, channels, or encoded bytes) as uint8 CHW tensor."""
-        from penstock.images.decode import open_image
+    def __call__(self, image: Any) -> Any:
+        """An image (pixels as height, width, channels, or encoded bytes) as uint8 CHW tensor."""
+        return open_image(image, self, is_encoded=isinstance(image, (bytes, bytearray, memoryview)))
 
-        is_encoded = isinstance(picture, (bytes, bytearray, memoryview))
-        return open_image(picture, "file" if is_encoded else "raw", self)
+
+def open_image(
+    content: Any,
+    transform: Any,
+    *,
+    is_encoded: bool = True,
+    path: str | None = None,
+    out: np.ndarray | None = None,
+    decoder: str | None = None,
+) -> Any:
+    """An image file's bytes, or pixels, as a tensor. A transform that is not ours gets all of it.
+
+    Args:
+        path: The file's name, for errors.
+        out: See :func:`~penstock.images.pixels.to_tensor`; not used with transforms of others.
+        decoder: See :func:`penstock.decode`.
+    """
+    own = transform if isinstance(transform, Crop) else None
+    if is_encoded:
+        data = content if isinstance(content, bytes) else bytes(content)
+        pixels = decode_bytes(data, own, path=path, decoder=decoder)
+    else:
+        pixels = as_pixels(content)
+        if own is not None:
+            pixels = apply_steps(pixels, own.steps(*pixels.shape[:2]), antialias=own.antialias)
+    if transform is not None and own is None:
+        return transform(to_tensor(pixels))
+    return to_tensor(pixels, out)
 
 
 def _pair(size: Any) -> tuple[int, int]:
@@ -60,11 +81,11 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 class RandomResizedCrop(Crop):
-    """A part of the picture of random area and shape, brought to one size.
+    """A part of the image of random area and shape, brought to one size.
 
     Args:
         size: Height and width of what comes out, or one number for both.
-        scale: Least and most of the picture's area.
+        scale: Least and most of the image's area.
         ratio: Least and most of width by height.
         antialias: True: as torchvision and Pillow do it. False: quicker, and shrinking flickers.
         fast: Decode JPEGs at half, quarter or eighth scale where the crop is that much larger than
@@ -155,7 +176,7 @@ class Resize(Crop):
 
 
 class CenterCrop(Crop):
-    """The middle of the picture; what it lacks there is black."""
+    """The middle of the image; what it lacks there is black."""
 
     def __init__(self, size: Any) -> None:
         self.size = _pair(size)
@@ -191,7 +212,7 @@ class Compose(Crop):
         if odd:
             raise BadArgument(
                 f"{type(odd[0]).__name__} is none of Penstock's own",
-                remedy="torchvision.transforms.Compose, which takes any; it gets the whole picture",
+                remedy="torchvision.transforms.Compose, which takes any; it gets the whole image",
             )
         self.transforms: list[Crop] = list(transforms)
         self.antialias = all(one.antialias for one in transforms)

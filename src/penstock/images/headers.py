@@ -1,5 +1,7 @@
-"""What an image file says of itself in its first bytes: size, channels, orientation. Nothing is
-decoded, so a file that would fill the memory is refused before it does."""
+"""Size, channels and orientation from the first bytes of an image file.
+
+Nothing is decoded, so a file that would fill the memory is refused before it does.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,13 @@ _ORIENTATION = 0x0112
 
 
 class Header(NamedTuple):
-    """``kind``: jpeg, png, webp, or other; a size of 0 is not known. ``frame``: where a JPEG's
-    frame begins, which says its size."""
+    """``kind``: jpeg, png, webp, or other; a size of 0 is not known."""
 
     kind: str
     height: int = 0
     width: int = 0
     channels: int = 3
     orientation: int = 1
-    frame: int = 0
 
 
 def read_header(data: memoryview) -> Header:
@@ -28,7 +28,7 @@ def read_header(data: memoryview) -> Header:
 
     Example:
         >>> read_header(memoryview(b"GIF89a"))
-        Header(kind='other', height=0, width=0, channels=3, orientation=1, frame=0)
+        Header(kind='other', height=0, width=0, channels=3, orientation=1)
     """
     try:
         start = bytes(data[:16])
@@ -57,7 +57,7 @@ def _read_jpeg(data: memoryview) -> Header:
         length = (data[place + 2] << 8) | data[place + 3]
         if marker in _FRAMES:
             height, width = struct.unpack(">HH", data[place + 5 : place + 9])
-            return Header("jpeg", height, width, data[place + 9], orientation, place)
+            return Header("jpeg", height, width, data[place + 9], orientation)
         if marker == 0xE1 and bytes(data[place + 4 : place + 10]) == b"Exif\0\0":
             orientation = read_orientation(data[place + 10 : place + 2 + length])
         place += 2 + length

@@ -1,4 +1,4 @@
-"""Computed once, mapped from then on: a cache that fills while the first epoch runs.
+"""``penstock.cached``: samples computed once, and mapped from then on.
 
     cache.json         what the samples are, and of which dataset
     image.npy          a row for each sample, sparse until it is written
@@ -6,35 +6,49 @@
     ready.npy          a byte for each sample: set when all of it is written
     checks.npy         a CRC-32 for each, looked at after the machine was started anew
 
-Workers and ranks fill it at once. Who computes a sample locks it (not waiting: who comes second
-computes for himself), writes, and sets its byte last. A killed worker leaves a sample that is not
-ready; a disk that is full, or samples of an odd form, cost the cache, never the run.
+Workers and ranks fill it at once, while the first epoch runs. Who computes a sample locks it (not
+waiting: who comes second computes for himself), writes, and sets its byte last. A killed worker
+leaves a sample that is not ready; a disk that is full, or samples of an odd form, cost the cache,
+never the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 import os
+import shutil
+import tempfile
 import threading
 import warnings
+import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from penstock.errors import BadStore, CannotPack
+from penstock.errors import AlreadyThere, BadStore, CannotPack, CannotWrite
 from penstock.order.global_generators import preserved_generators
 from penstock.order.sample_randomness import SampleRandomness
-from penstock.sources.cache_storage import DiskPlace, MemoryPlace, Place
-from penstock.sources.columns import FixedColumn, Part, value_of
-from penstock.sources.fields import Encoder, Field, find_schema, kind_of, mean_bytes, split_sample
+from penstock.sources.array_files import HEADER_BYTES, MappedArray
+from penstock.sources.cache_files import CacheFolder, CacheMemory
+from penstock.sources.columns import FixedColumn, ShardRows, value_of
+from penstock.sources.fields import (
+    Field,
+    SampleEncoder,
+    find_schema,
+    join_sample,
+    kinds_of,
+    mean_bytes,
+    split_sample,
+)
+from penstock.sources.file_locks import lock_file
 from penstock.sources.manifest import MARK, VERSION, FieldSchema
-from penstock.sources.npy_files import HEADER_BYTES
-from penstock.sources.packed_writer import make_fingerprint
+from penstock.sources.packed_writer import PART_PREFIX, make_fingerprint, read_text, write_whole
 
-_CACHE = "cache.json"
+_CACHE, _LOCK, _UNFINISHED, _BOOT = "cache.json", ".cache.lock", ".making", "boot"
 _READY, _CHECKS = "ready.npy", "checks.npy"
 
 
@@ -42,36 +56,29 @@ class Cached:
     """A dataset whose samples are kept; see :func:`cached`."""
 
     def __init__(
-        self, dataset: Any, place: Place, form: str, schemas: tuple[FieldSchema, ...]
+        self, dataset: Any, files: CacheFolder, form: str, schemas: tuple[FieldSchema, ...]
     ) -> None:
         self.dataset = dataset
-        self._place = place
+        self._files = files
         self._form = form
         self._schemas = schemas
-        self._open()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Cached, (self.dataset, self._place, self._form, self._schemas)
-
-    def _open(self) -> None:
         self._busy: set[int] = set()
         self._mutex = threading.Lock()
         self._is_broken = False
-        ready = self._place.map(_READY)
-        self._ready = ready.array
-        self._encoders = [Encoder(schema, Field(), None) for schema in self._schemas]
+        self._ready = files.map(_READY)
+        self._encoder = SampleEncoder(form, schemas, [Field()] * len(schemas))
         self._columns: list[FixedColumn | None] = []
-        for schema in self._schemas:
+        self._spans: dict[str, np.ndarray] = {}
+        for schema in schemas:
             if schema.is_ragged:
+                self._spans[schema.name] = files.map(f"{schema.name}.spans.npy")
                 self._columns.append(None)
-                continue
-            mapped = self._place.map(f"{schema.name}.npy")
-            self._columns.append(FixedColumn([Part(mapped.array)]))
-        self._spans = {
-            schema.name: self._place.map(f"{schema.name}.spans.npy").array
-            for schema in self._schemas
-            if schema.is_ragged
-        }
+            else:
+                rows = ShardRows(MappedArray(files.map(f"{schema.name}.npy")))
+                self._columns.append(FixedColumn([rows]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Cached, (self.dataset, self._files, self._form, self._schemas)
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -102,49 +109,47 @@ class Cached:
         if not 0 <= row < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} samples")
         if self._ready[row]:
-            return self._read(row)
+            names = [schema.name for schema in self._schemas]
+            values = list(map(value_of, self._schemas, self._read(row)))
+            return join_sample(self._form, names, values)
         sample = self.dataset[index]
-        if not self._is_broken:
-            self._keep(row, sample)
+        self.keep(row, sample)
         return sample
 
-    # -- reading ---------------------------------------------------------------------------------
+    def _read(self, row: int) -> list[np.ndarray]:
+        pairs = zip(self._schemas, self._columns, strict=True)
+        return [
+            self._read_ragged(schema, row) if column is None else column.row(row)
+            for schema, column in pairs
+        ]
 
-    def _read(self, row: int) -> Any:
-        values = []
-        for schema, column in zip(self._schemas, self._columns, strict=True):
-            found = self._ragged(schema, row) if column is None else column.row(row)
-            values.append(value_of(schema, found))
-        if self._form == "dict":
-            return dict(zip((schema.name for schema in self._schemas), values, strict=True))
-        return values[0] if self._form == "single" else tuple(values)
-
-    def _ragged(self, schema: FieldSchema, row: int) -> np.ndarray:
+    def _read_ragged(self, schema: FieldSchema, row: int) -> np.ndarray:
         start, *shape = self._spans[schema.name][row].tolist()
         num_bytes = int(np.prod(shape, dtype=np.int64)) * schema.stored.itemsize
-        content = bytearray(self._place.read(f"{schema.name}.heap", start, num_bytes))
+        content = bytearray(self._files.read(f"{schema.name}.heap", start, num_bytes))
         found: np.ndarray = np.frombuffer(content, schema.stored).reshape(shape)
         return found
 
-    # -- keeping ---------------------------------------------------------------------------------
-
-    def _keep(self, row: int, sample: Any) -> None:
+    def keep(self, row: int, sample: Any) -> None:
+        """Write a sample, unless it is there, being written, or of another form than the first."""
+        if self._is_broken or self._ready[row]:
+            return
         try:
-            arrays = self._encoded(sample)
+            arrays = self._encoder.encode(sample, row)
         except CannotPack:
-            return  # of another form than the first: it is computed each time
+            return
         with self._mutex:
             if row in self._busy:
                 return
             self._busy.add(row)
         try:
-            with self._place.lock(row) as is_mine:
+            with self._files.lock(row) as is_mine:
                 if is_mine and not self._ready[row]:
                     self._write(row, arrays)
         except OSError as error:
             self._is_broken = True
             warnings.warn(
-                f"the cache at {self._place} takes no more samples: {error}. They are computed "
+                f"the cache at {self._files} takes no more samples: {error}. They are computed "
                 "each time from now on.",
                 stacklevel=3,
             )
@@ -152,45 +157,31 @@ class Cached:
             with self._mutex:
                 self._busy.discard(row)
 
-    def _encoded(self, sample: Any) -> list[np.ndarray]:
-        form, names, values = split_sample(sample)
-        if form == "dict":
-            wanted = [schema.name for schema in self._schemas]
-            found = dict(zip(names, values, strict=True))
-            values = [found[name] for name in wanted] if set(wanted) == set(names) else []
-        if form != self._form or len(values) != len(self._encoders):
-            raise CannotPack("another form")
-        pairs = zip(self._encoders, values, strict=True)
-        return [encoder.encode(value) for encoder, value in pairs]
-
     def _write(self, row: int, arrays: list[np.ndarray]) -> None:
-        check = 0
+        files, check = self._files, 0
         for schema, array in zip(self._schemas, arrays, strict=True):
             content = np.ascontiguousarray(array).tobytes()
             check = zlib.crc32(content, check)
-            if not schema.is_ragged:
-                at = HEADER_BYTES + row * schema.row_bytes
-                self._place.write(f"{schema.name}.npy", at, content)
-                continue
-            start = self._place.append(f"{schema.name}.heap", content)
-            span = np.array([start, *array.shape], "<i8").tobytes()
-            self._place.write(f"{schema.name}.spans.npy", HEADER_BYTES + row * len(span), span)
-        self._place.write(_CHECKS, HEADER_BYTES + 4 * row, check.to_bytes(4, "little"))
-        self._place.write(_READY, HEADER_BYTES + row, b"\x01")
+            name = schema.name
+            if schema.is_ragged:
+                start = files.append(f"{name}.heap", content)
+                content, name = np.array([start, *array.shape], "<i8").tobytes(), f"{name}.spans"
+            files.write(f"{name}.npy", HEADER_BYTES + row * len(content), content)
+        files.write(_CHECKS, HEADER_BYTES + 4 * row, check.to_bytes(4, "little"))
+        files.write(_READY, HEADER_BYTES + row, b"\x01")
 
-    def _check_all(self) -> None:
-        """Forget what does not have its checksum: the machine went down while it was written."""
-        checks = self._place.map(_CHECKS).array
+    def forget_damaged(self) -> None:
+        """Samples without their checksum are computed again: the machine went down meanwhile."""
+        checks = self._files.map(_CHECKS)
         for row in np.flatnonzero(self._ready).tolist():
             check = 0
             try:
-                for schema, column in zip(self._schemas, self._columns, strict=True):
-                    found = self._ragged(schema, row) if column is None else column.row(row)
-                    check = zlib.crc32(found.tobytes(), check)
+                for array in self._read(row):
+                    check = zlib.crc32(array.tobytes(), check)
             except (OSError, ValueError):
                 check = -1
             if check != int(checks[row]):
-                self._place.write(_READY, HEADER_BYTES + row, b"\x00")
+                self._files.write(_READY, HEADER_BYTES + row, b"\x00")
 
 
 def cached(dataset: Any, path: str | os.PathLike[str]) -> Cached:
@@ -220,64 +211,124 @@ def cached(dataset: Any, path: str | os.PathLike[str]) -> Cached:
     """
     probes = _probe(dataset)
     form, names, _ = split_sample(probes[0][1])
-    wanted = _form_of(probes[0][1])
-    probes = [probe for probe in probes if _form_of(probe[1]) == wanted]
-    taken = [split_sample(one)[1:] for _, one in probes]
-    columns = [[values[found.index(name)] for found, values in taken] for name in names]
-    schemas = tuple(
-        find_schema(name, column, Field()) for name, column in zip(names, columns, strict=True)
-    )
+    split = [split_sample(sample)[1:] for _, sample in probes]
+    columns = [[values[found.index(name)] for found, values in split] for name in names]
+    schemas = tuple(find_schema(*pair, Field()) for pair in zip(names, columns, strict=True))
     if any(schema.kind == "image" for schema in schemas):
         raise CannotPack("images are cached as arrays", remedy="np.asarray(image) in the dataset")
     _check_names(schemas)
-    digest = [
-        Encoder(s, Field(), None).encode(c[0]).tobytes()
-        for s, c in zip(schemas, columns, strict=True)
-    ]
-    kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-    fingerprint = make_fingerprint(kind, len(dataset), form, schemas, *digest)
-    sample_bytes = sum(map(mean_bytes, schemas, columns))
-    place: Place
+    content = SampleEncoder(form, schemas, [Field()] * len(schemas)).encode(probes[0][1], 0)
+    kind, length = f"{type(dataset).__module__}.{type(dataset).__qualname__}", len(dataset)
+    fingerprint = make_fingerprint(
+        kind, length, form, schemas, *(array.tobytes() for array in content)
+    )
     if os.fspath(path) == "ram":
-        place = MemoryPlace(sample_bytes * len(dataset))
+        files = _make_memory(length * sum(map(mean_bytes, schemas, columns)))
+        _make_files(files, length, schemas)
+        cache = Cached(dataset, files, form, schemas)
     else:
-        place = DiskPlace(os.path.abspath(path))
-    with place.making():
-        is_new = _begin(place, len(dataset), form, schemas, fingerprint)
-        cache = Cached(dataset, place, form, schemas)
-        if not is_new and place.was_down():
-            cache._check_all()
-        place.note_up()
+        files = CacheFolder(os.path.abspath(path))
+        with _opening(files):
+            is_new = _begin(files, length, form, schemas, fingerprint)
+            cache = Cached(dataset, files, form, schemas)
+            _check_after_boot(cache, files, is_new)
     for index, sample in probes:
-        if not cache._ready[index]:
-            cache._keep(index, sample)
+        cache.keep(index, sample)
     return cache
 
 
 def _probe(dataset: Any) -> list[tuple[int, Any]]:
+    """The first sample, and of the middle and the last those that are like it."""
     if not len(dataset):
         raise CannotPack("the dataset has no samples")
     places = sorted({0, len(dataset) // 2, len(dataset) - 1})
     with preserved_generators():
         randomness = SampleRandomness(0)
-        return [(i, randomness.call(dataset.__getitem__, i, i)) for i in places]
+        probes = [(i, randomness.call(dataset.__getitem__, i, i)) for i in places]
+    wanted = kinds_of(probes[0][1])
+    found = probes[:1]
+    for index, sample in probes[1:]:
+        with contextlib.suppress(CannotPack):
+            found += [(index, sample)] if kinds_of(sample) == wanted else []
+    return found
 
 
-def _form_of(sample: Any) -> Any:
-    """What two samples must share to lie in one cache; None: this one cannot."""
+def _make_memory(num_bytes: int) -> CacheFolder:
+    """Memory that workers reach; where there is no such thing, a temporary folder."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    if num_bytes > free:
+        raise CannotWrite(
+            f"about {num_bytes / 1e9:.1f} GB of memory are needed, and {free / 1e9:.1f} are free",
+            remedy="cached(dataset, 'a folder on a fast disk')",
+        )
+    if hasattr(os, "memfd_create"):
+        return CacheMemory()
+    files = CacheFolder(tempfile.mkdtemp(prefix="penstock-"))
+    weakref.finalize(files, shutil.rmtree, files.folder, ignore_errors=True)
+    return files
+
+
+def _make_files(files: CacheFolder, length: int, schemas: tuple[FieldSchema, ...]) -> None:
+    for schema in schemas:
+        if schema.is_ragged:
+            files.make_array(f"{schema.name}.spans.npy", np.dtype("<i8"), (length, 1 + schema.ndim))
+            files.make_heap(f"{schema.name}.heap")
+        else:
+            shape = (length, *(schema.shape or ()))
+            files.make_array(f"{schema.name}.npy", schema.stored, shape)
+    files.make_array(_CHECKS, np.dtype("<u4"), (length,))
+    files.make_array(_READY, np.dtype("|u1"), (length,))
+
+
+# -- folders -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _opening(files: CacheFolder) -> Iterator[None]:
+    """One process at a time makes or opens a folder; the others wait."""
     try:
-        form, names, values = split_sample(sample)
-        kinds = [kind_of(value, name) for name, value in zip(names, values, strict=True)]
-    except CannotPack:
-        return None
-    sizes = [getattr(value, "ndim", 0) for value in values]
-    return form, sorted(zip(names, kinds, sizes, strict=True))
+        os.makedirs(files.folder, exist_ok=True)
+        descriptor = os.open(files.path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise CannotWrite(f"{files} cannot be written: {error.strerror}") from error
+    try:
+        lock_file(descriptor, waits=True)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _begin(
-    place: Place, length: int, form: str, schemas: tuple[FieldSchema, ...], fingerprint: str
+    files: CacheFolder, length: int, form: str, schemas: tuple[FieldSchema, ...], fingerprint: str
 ) -> bool:
-    """Make the files, unless they are there; were they made? Raises: BadStore: for another."""
+    """Make the files of a folder, unless they are there; returns whether they were made.
+
+    Raises:
+        BadStore: They are of another dataset.
+        AlreadyThere: There are files of others, which stay as they are.
+    """
+    if os.path.exists(files.path(_CACHE)):
+        if json.loads(read_text(files.path(_CACHE))).get("fingerprint") != fingerprint:
+            raise BadStore(
+                f"the cache at {files} belongs to another dataset, or this one has changed",
+                remedy=f"remove {files}, or choose another folder",
+            )
+        return False
+    found = set(os.listdir(files.folder)) - {_LOCK}
+    others = sorted(name for name in found if not name.startswith(PART_PREFIX))
+    # The mark tells what a maker who was killed has left from what somebody else put here.
+    if others and _UNFINISHED not in found:
+        with contextlib.suppress(OSError):
+            os.unlink(files.path(_LOCK))
+        raise AlreadyThere(
+            f"{files} is not empty: it has {others[0]!r}, and no cache",
+            remedy="cached(dataset, 'a folder of its own')",
+            path=files.folder,
+        )
+    write_whole(files.folder, _UNFINISHED, "")
+    _make_files(files, length, schemas)
     described = {
         "format": MARK + " (cache)",
         "version": VERSION,
@@ -286,27 +337,25 @@ def _begin(
         "length": length,
         "fields": [vars(schema) for schema in schemas],
     }
-    text = json.dumps(described, sort_keys=True)
-    before = place.described(_CACHE)
-    if before is not None:
-        if json.loads(before).get("fingerprint") != fingerprint:
-            raise BadStore(
-                f"the cache at {place} belongs to another dataset, or this one has changed",
-                remedy=f"remove {place}, or choose another folder",
-            )
-        return False
-    with place.beginning():
-        for schema in schemas:
-            if schema.is_ragged:
-                width = 1 + schema.ndim
-                place.make(f"{schema.name}.spans.npy", np.dtype("<i8"), (length, width))
-                place.make_heap(f"{schema.name}.heap")
-            else:
-                place.make(f"{schema.name}.npy", schema.stored, (length, *(schema.shape or ())))
-        place.make(_CHECKS, np.dtype("<u4"), (length,))
-        place.make(_READY, np.dtype("|u1"), (length,))
-        place.describe(_CACHE, text)
+    write_whole(files.folder, _CACHE, json.dumps(described, sort_keys=True))
+    os.unlink(files.path(_UNFINISHED))
     return True
+
+
+def _check_after_boot(cache: Cached, files: CacheFolder, is_new: bool) -> None:
+    """Check all samples of a cache that was written before the machine was started."""
+    try:
+        now = read_text("/proc/sys/kernel/random/boot_id").strip()
+    except OSError:
+        import psutil
+
+        now = str(int(psutil.boot_time()) // 60)
+    before = read_text(files.path(_BOOT)) if os.path.exists(files.path(_BOOT)) else None
+    if before == now:
+        return
+    if not is_new:
+        cache.forget_damaged()
+    write_whole(files.folder, _BOOT, now)
 
 
 def _check_names(schemas: tuple[FieldSchema, ...]) -> None:

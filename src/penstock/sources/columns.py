@@ -1,8 +1,8 @@
-"""How do rows of one field come out of many mapped files in one gather?
+"""Rows of one field out of many mapped files, gathered in one call.
 
 A batch is one ``np.take`` from the map into its place in the slot, with the GIL released. Shards
 are separate files, and NumPy gathers from one array only. Where the files could be mapped at
-distances of whole rows (:mod:`penstock.sources.mapped_span`), one array has the rows of all.
+distances of whole rows (:mod:`penstock.sources.array_files`), one array has the rows of all.
 Elsewhere mappings begin on pages and their data at the same place behind that, so all lie on a
 finer grid:
 
@@ -11,6 +11,8 @@ finer grid:
 
 One array spans the grid; only chunks of rows are ever touched. With 12 KB rows, 3 chunks each, a
 gather took 450 microseconds, from a single array 420, row by row 640 (256 rows, x86-64).
+
+Called from: whichever process loads, through the datasets of :mod:`penstock.sources.packed`.
 """
 
 from __future__ import annotations
@@ -18,113 +20,148 @@ from __future__ import annotations
 import bisect
 import math
 import mmap
-from typing import Any, Protocol
+import sys
+import time
+from typing import Any
 
 import numpy as np
 
 from penstock.errors import Damaged
+from penstock.sources.array_files import MappedArray, array_at
+from penstock.sources.checksums import BlockChecker
 from penstock.sources.manifest import FieldSchema
-from penstock.sources.row_gather import Table
 
 _MIN_CHUNK = 256
 """Rows of many smaller chunks than this are copied one by one instead."""
 _MAX_CHUNKS = 4
+TRY_OTHER_EVERY = 64
+"""Gathers after which both ways are timed once more; while threads are far behind, less often."""
+_MAX_WAIT = 4096
+_MIN_THREAD_BYTES = 1 << 20
+"""Less than this is copied before another thread has woken up."""
 
 
-class Guard(Protocol):
-    """Checks bytes of a file when they are first read."""
+class ShardRows:
+    """The rows of one array file of a field, checked when first read."""
 
-    is_done: bool
-
-    def check(self, starts: np.ndarray, ends: np.ndarray) -> None: ...
-
-    def check_range(self, start: int, end: int) -> None: ...
-
-
-class Part:
-    """One mapped array of a field: the rows of one shard."""
-
-    def __init__(
-        self,
-        array: np.ndarray,
-        *,
-        mapping: Any = None,
-        offset: int = 0,
-        guard: Guard | None = None,
-    ) -> None:
-        self.array = array
-        self.mapping = mapping
-        self.offset = offset
-        self.guard = guard
-        self.row_bytes = array.nbytes // len(array) if len(array) else 0
-        flat = array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
-        self.rows = flat.reshape(len(array), self.row_bytes)
+    def __init__(self, mapped: MappedArray, checker: BlockChecker | None = None) -> None:
+        self.array, self._offset, self._file = mapped
+        self.checker = checker
+        self.row_bytes = self.array.nbytes // len(self.array) if len(self.array) else 0
+        flat = self.array.reshape(-1).view(np.uint8) if self.array.size else np.empty(0, np.uint8)
+        self.rows = flat.reshape(len(self.array), self.row_bytes)
 
     def check(self, rows: np.ndarray) -> None:
-        """Look at the bytes of rows that nobody has looked at. Raises: Damaged."""
-        if self.guard is not None and len(rows) and not self.guard.is_done:
-            starts = self.offset + rows * self.row_bytes
-            self.guard.check(starts, starts + self.row_bytes)
+        """Compare the blocks of ``rows`` with their checksums. Raises: Damaged."""
+        if self.checker is not None and len(rows) and not self.checker.is_done:
+            self.checker.check_rows(self._offset + rows * self.row_bytes, self.row_bytes)
 
-    def check_rows(self, first: int, last: int) -> None:
-        """The same for some rows side by side, up to ``last``: for one sample."""
-        if self.guard is not None and not self.guard.is_done:
-            start = self.offset + first * self.row_bytes
-            self.guard.check_range(start, start + (last - first) * self.row_bytes)
+    def check_range(self, first: int, last: int) -> None:
+        """The same for rows side by side, up to ``last``: for one sample."""
+        if self.checker is not None and not self.checker.is_done:
+            start = self._offset + first * self.row_bytes
+            self.checker.check_range(start, start + (last - first) * self.row_bytes)
 
-    def advise(self, rows: np.ndarray) -> None:
+    def advise_random(self) -> None:
+        """Tell the system to read nothing around what is asked for."""
+        if self._file is not None:
+            self._file.madvise(mmap.MADV_RANDOM)
+
+    def prefetch(self, rows: np.ndarray) -> None:
         """Ask the system to read these rows from the disk now, all at once."""
-        if self.mapping is None or not hasattr(mmap, "MADV_WILLNEED"):
+        if self._file is None:
             return
         page, size = mmap.PAGESIZE, self.row_bytes
         for row in np.sort(rows).tolist():
-            start = self.offset + row * size
+            start = self._offset + row * size
             first = start - start % page
-            self.mapping.madvise(mmap.MADV_WILLNEED, first, start + size - first)
+            self._file.madvise(mmap.MADV_WILLNEED, first, start + size - first)
 
 
-class ItemPart(Part):
-    """The items of a ragged field: a range of them at a time."""
+class RowTable:
+    """Rows of equal size that lie at fixed distances in memory.
 
-    def check_items(self, start: int, end: int) -> None:
-        if self.guard is not None and not self.guard.is_done:
-            size = self.array.itemsize
-            self.guard.check_range(self.offset + start * size, self.offset + end * size)
+    Rows are copied by NumPy in this thread, or by torch's threads. Threads nearly halve the time on
+    an idle machine. Where others hold the cores they wait for each other and take many times as
+    long. So both are timed, again and again.
+
+    Args:
+        address: Of the first.
+        shape: How many there are, and how many bytes each has.
+        arrays: What must live as long.
+    """
+
+    def __init__(self, address: int, shape: tuple[int, int], arrays: list[np.ndarray]) -> None:
+        # Not read-only: torch warns of such memory. It is never written.
+        self.rows = array_at(address, shape, arrays)
+        self._is_wide = shape[1] % 8 == 0 and address % 8 == 0
+        self._tensor: Any = None
+        self._times_s = [0.0, 0.0]
+        self._num_gathers = 0
+        self._next_trial = TRY_OTHER_EVERY
+
+    def gather(self, chosen: np.ndarray, out: np.ndarray) -> None:
+        """Copy rows (all in range) into ``out``, one after the other."""
+        if out.nbytes < _MIN_THREAD_BYTES or not self._has_threads():
+            np.take(self.rows, chosen, axis=0, out=out, mode="clip")
+            return
+        use_torch = self._times_s[1] < self._times_s[0]
+        if self._num_gathers < 2:  # both, one after the other
+            use_torch = self._num_gathers == 1
+        self._num_gathers += 1
+        if self._num_gathers >= self._next_trial:
+            self._num_gathers = 0
+            is_far = self._times_s[1] > 2 * self._times_s[0]
+            self._next_trial = min(2 * self._next_trial, _MAX_WAIT) if is_far else TRY_OTHER_EVERY
+        start_s = time.perf_counter()
+        if use_torch:
+            self._gather_by_torch(chosen, out)
+        else:
+            np.take(self.rows, chosen, axis=0, out=out, mode="clip")
+        self._times_s[use_torch] = time.perf_counter() - start_s
+
+    def _has_threads(self) -> bool:
+        torch = sys.modules.get("torch")
+        return self._is_wide and torch is not None and torch.get_num_threads() > 1
+
+    def _gather_by_torch(self, chosen: np.ndarray, out: np.ndarray) -> None:
+        import torch
+
+        if self._tensor is None:
+            self._tensor = torch.from_numpy(self.rows.view(np.int64))
+        target = torch.from_numpy(out.view(np.int64))
+        torch.index_select(self._tensor, 0, torch.from_numpy(chosen), out=target)
 
 
 class FixedColumn:
-    """Rows of equal size in one or more parts."""
+    """Rows of equal size in one or more shards."""
 
     draws_nothing = True
 
-    def __init__(self, parts: list[Part]) -> None:
-        self.parts = parts
-        lengths = [len(part.array) for part in parts]
-        self.first_rows = np.cumsum([0, *lengths])
+    def __init__(self, shards: list[ShardRows]) -> None:
+        self.shards = shards
+        self.first_rows = np.cumsum([0, *(len(shard.array) for shard in shards)])
         self.length = int(self.first_rows[-1])
-        self.row_bytes = max((part.row_bytes for part in parts), default=0)
-        self.is_advised = self._is_checked = False
-        self._table: Table | None = None
-        full = [part for part in parts if len(part.array)]
-        if full and self.row_bytes:
-            self._lay_grid(parts, full)
+        self.row_bytes = max((shard.row_bytes for shard in shards), default=0)
+        self._is_prefetched = self._is_checked = False
+        self._table: RowTable | None = None
+        if self.length and self.row_bytes:
+            self._lay_grid()
 
-    def _lay_grid(self, parts: list[Part], full: list[Part]) -> None:
-        addresses = {id(part): part.rows.ctypes.data for part in full}
-        low = min(addresses.values())
-        high = max(addresses[id(part)] + part.rows.nbytes for part in full)
-        chunk = math.gcd(self.row_bytes, *(place - low for place in addresses.values()))
+    def _lay_grid(self) -> None:
+        full = [shard.rows for shard in self.shards if len(shard.array)]
+        low = min(rows.ctypes.data for rows in full)
+        high = max(rows.ctypes.data + rows.nbytes for rows in full)
+        chunk = math.gcd(self.row_bytes, *(rows.ctypes.data - low for rows in full))
         self._num_chunks = self.row_bytes // chunk
         if chunk < _MIN_CHUNK and self._num_chunks > _MAX_CHUNKS:
             return
         self._origins = np.array(
-            [(addresses.get(id(part), low) - low) // chunk for part in parts], np.int64
+            [(shard.rows.ctypes.data - low) // chunk for shard in self.shards], np.int64
         )
-        self._shifts = self._origins - self.first_rows[:-1]
-        self._steps = np.arange(self._num_chunks)
         self._chunk = chunk
-        arrays = [part.array for part in parts]
-        self._table = Table(low, ((high - low) // chunk, chunk), arrays)
+        arrays = [shard.array for shard in self.shards]
+        self._table = RowTable(low, ((high - low) // chunk, chunk), arrays)
 
     def take(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Copy rows (all in range) into ``out``, an array of bytes with a row for each.
@@ -134,50 +171,44 @@ class FixedColumn:
         """
         if not self.row_bytes:
             return
-        if len(self.parts) == 1 and self._table is not None:
-            self._prepare(self.parts[0], rows)
+        if len(self.shards) == 1 and self._table is not None:
+            self._prepare(self.shards[0], rows)
             self._table.gather(rows, out)
             return
-        shards = self.first_rows.searchsorted(rows, side="right") - 1
-        if self._table is not None and self._num_chunks == 1 and self._is_checked:
-            self._table.gather(rows + self._shifts[shards], out)
-            return
-        inner = rows - self.first_rows[shards]
-        if self.is_advised or not self._is_checked:
-            for shard in np.unique(shards).tolist():
-                self._prepare(self.parts[shard], inner[shards == shard])
-            guards = [part.guard for part in self.parts if part.guard is not None]
-            self._is_checked = all(guard.is_done for guard in guards) and not self.is_advised
+        numbers = self.first_rows.searchsorted(rows, side="right") - 1
+        inner = rows - self.first_rows[numbers]
+        if self._is_prefetched or not self._is_checked:
+            for number in np.unique(numbers).tolist():
+                self._prepare(self.shards[number], inner[numbers == number])
+            checkers = [shard.checker for shard in self.shards]
+            self._is_checked = all(one is None or one.is_done for one in checkers)
         if self._table is None:
-            for place, (shard, row) in enumerate(zip(shards.tolist(), inner.tolist(), strict=True)):
-                out[place] = self.parts[shard].rows[row]
+            pairs = zip(numbers.tolist(), inner.tolist(), strict=True)
+            for place, (number, row) in enumerate(pairs):
+                out[place] = self.shards[number].rows[row]
             return
-        chunks = self._origins[shards] + inner * self._num_chunks
+        chunks = self._origins[numbers] + inner * self._num_chunks
         if self._num_chunks > 1:
-            chunks = (chunks[:, None] + self._steps).ravel()
+            chunks = (chunks[:, None] + np.arange(self._num_chunks)).ravel()
         self._table.gather(chunks, out.reshape(-1, self._chunk))
 
     def read_ahead(self) -> None:
         """From now on: ask for all rows of a batch at once, and for nothing around them."""
-        self.is_advised = hasattr(mmap, "MADV_RANDOM")
-        for part in self.parts if self.is_advised else ():
-            if part.mapping is not None:
-                part.mapping.madvise(mmap.MADV_RANDOM)
+        self._is_prefetched = hasattr(mmap, "MADV_RANDOM")
+        for shard in self.shards if self._is_prefetched else ():
+            shard.advise_random()
 
-    def _prepare(self, part: Part, rows: np.ndarray) -> None:
-        if self.is_advised:
-            part.advise(rows)
-        part.check(rows)
+    def _prepare(self, shard: ShardRows, rows: np.ndarray) -> None:
+        if self._is_prefetched:
+            shard.prefetch(rows)
+        shard.check(rows)
 
     def row(self, index: int) -> np.ndarray:
         """A copy of one row."""
-        part, row = self._find(index)
-        part.check_rows(row, row + 1)
-        return np.array(part.array[row])
-
-    def _find(self, index: int) -> tuple[Part, int]:
-        shard = int(np.searchsorted(self.first_rows, index, side="right")) - 1
-        return self.parts[shard], index - int(self.first_rows[shard])
+        number = int(np.searchsorted(self.first_rows, index, side="right")) - 1
+        shard, row = self.shards[number], index - int(self.first_rows[number])
+        shard.check_range(row, row + 1)
+        return np.array(shard.array[row])
 
 
 class RaggedColumn:
@@ -185,11 +216,11 @@ class RaggedColumn:
 
     draws_nothing = True
 
-    def __init__(self, parts: list[tuple[ItemPart, Part, Part | None]]) -> None:
-        self.parts = parts
-        self.first_rows = np.cumsum([0, *(len(offsets.array) - 1 for _, offsets, _ in parts)])
-        self._firsts: list[int] = self.first_rows.tolist()
-        self.length = self._firsts[-1]
+    def __init__(self, shards: list[tuple[ShardRows, ShardRows, ShardRows | None]]) -> None:
+        self.shards = shards
+        lengths = (len(offsets.array) - 1 for _, offsets, _ in shards)
+        self._first_rows: list[int] = np.cumsum([0, *lengths]).tolist()
+        self.length = self._first_rows[-1]
 
     def row(self, index: int) -> np.ndarray:
         """A copy of one sample's items, in its shape."""
@@ -197,22 +228,21 @@ class RaggedColumn:
 
     def view(self, index: int) -> np.ndarray:
         """One sample's items, as they lie in the map."""
-        shard = bisect.bisect_right(self._firsts, index) - 1
-        data, offsets, shapes = self.parts[shard]
-        row = index - self._firsts[shard]
-        offsets.check_rows(row, row + 2)
+        number = bisect.bisect_right(self._first_rows, index) - 1
+        data, offsets, shapes = self.shards[number]
+        row = index - self._first_rows[number]
+        offsets.check_range(row, row + 2)
         start, end = offsets.array[row : row + 2].tolist()
         if not 0 <= start <= end <= len(data.array):
             raise Damaged(
                 f"sample {index} lies at {start} to {end} of {len(data.array)} items",
                 likely="the offsets were made by something else than Penstock.",
             )
-        if end > start:
-            data.check_items(start, end)
+        data.check_range(start, end)
         items = data.array[start:end]
         if shapes is None:
             return items
-        shapes.check_rows(row, row + 1)
+        shapes.check_range(row, row + 1)
         shape = shapes.array[row].tolist()
         if min(shape, default=0) < 0 or math.prod(shape) != len(items):
             raise Damaged(f"sample {index} has {len(items)} items, and shape {shape}")
@@ -230,22 +260,14 @@ def value_of(schema: FieldSchema, row: np.ndarray) -> Any:
         return row.tobytes().decode("utf-8")
     if kind == "bytes" or schema.encoding == "file":
         return row.tobytes()
-    if kind == "int":
-        return int(row)
-    if kind == "float":
-        return float(row)
-    if kind == "bool":
-        return bool(row)
-    if kind == "scalar" and schema.dtype != "bfloat16":
-        return row[()]
+    if kind in ("int", "float", "bool"):
+        return row.item()
     if kind == "array":
         return row
-    return _tensor_of(row, is_bfloat=schema.dtype == "bfloat16")
-
-
-def _tensor_of(row: np.ndarray, *, is_bfloat: bool) -> Any:
+    if kind == "scalar" and schema.dtype != "bfloat16":
+        return row[()]
     import torch
 
-    if is_bfloat:
+    if schema.dtype == "bfloat16":
         return torch.from_numpy(row.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(row)

@@ -1,27 +1,29 @@
-"""What is a value of a sample, and how is it stored?
+"""Kinds of values in samples, and how each is stored.
 
-Field         what the user wants of a field       (dtype, ragged, image encoding)
-find_schema   what a few samples show, and the wishes -> a FieldSchema for each field
-Encoder       value -> the array that goes to the file; refuses what would not come back
+Field          what the user wants of a field       (dtype, ragged, image encoding)
+find_schema    what a few samples show, and the Field -> a FieldSchema
+SampleEncoder  sample -> the arrays that go to the files; refuses what would not come back
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import CannotPack
+from penstock.images.decode import decode
+from penstock.images.jpeg_codecs import encode_jpeg
+from penstock.images.pixels import from_pillow, resize
 from penstock.sources.manifest import FieldSchema, check_name
 
 ENCODINGS = ("keep", "jpeg", "raw")
+_JPEG_QUALITY = 90
 _PYTHON_DTYPES = {"int": "<i8", "float": "<f8", "bool": "|b1"}
 _NUMBERS = frozenset({*_PYTHON_DTYPES, "scalar"})
-ImageEncoder = Callable[[Any, "Field"], Any]
-"""From what a sample has as an image to the bytes or pixels that are stored."""
 
 
 class EncodedImage(bytes):
@@ -38,7 +40,7 @@ class Field:
         ragged: True: sizes differ from sample to sample. None: as the first samples show.
         max_bytes: A text or bytes longer than this is an error.
         encoding: Of images: "keep" the file's own bytes, "jpeg" to encode anew, "raw" for pixels.
-            None: file bytes are kept, pictures in memory are stored as pixels.
+            None: file bytes are kept, images in memory are stored as pixels.
         longer_side: Shrink images whose longer side is longer than this.
         quality: Of "jpeg", 1 to 100.
 
@@ -93,45 +95,54 @@ def split_sample(sample: Any) -> tuple[str, list[str], list[Any]]:
     return "single", ["value"], [sample]
 
 
-def read_wishes(given: Any, form: str, names: list[str]) -> tuple[list[str], list[Field]]:
-    """What ``pack(fields=)`` says: new names for a tuple's fields, a dict of wishes, or both."""
+def join_sample(form: str, names: Sequence[str], values: Sequence[Any]) -> Any:
+    """The sample again; the reverse of :func:`split_sample`.
+
+    Example:
+        >>> join_sample("dict", ["a", "b"], [1, 2])
+        {'a': 1, 'b': 2}
+    """
+    if form == "dict":
+        return dict(zip(names, values, strict=True))
+    return values[0] if form == "single" else tuple(values)
+
+
+def kinds_of(sample: Any) -> Any:
+    """What two samples must share to be packed alike: form, names, kinds and dimensions."""
+    form, names, values = split_sample(sample)
+    fields = zip(names, values, strict=True)
+    return form, {name: (kind_of(value, name), getattr(value, "ndim", 0)) for name, value in fields}
+
+
+def read_requests(given: Any, form: str, names: list[str]) -> tuple[list[str], list[Field]]:
+    """What ``pack(fields=)`` says: new names for a tuple's fields, a Field for some, or both."""
     if given is None:
         return names, [Field() for _ in names]
-    given_names = list(given)
-    if isinstance(given, dict):
-        wishes = {name: _as_field(request) for name, request in given.items()}
-        if form == "dict" or set(given_names) <= set(names):
-            _refuse_unknown(given_names, names)
-            return names, [wishes.get(name, Field()) for name in names]
-        given = given_names
-    else:
-        wishes = {}
-        if form == "dict":
-            _refuse_unknown(given_names, names)
-    if len(given_names) != len(names):
+    is_dict = isinstance(given, dict)
+    requests = {name: _as_field(given[name]) for name in given} if is_dict else {}
+    given = list(given)
+    unknown = [name for name in given if name not in names]
+    if form == "dict" and unknown:
         raise CannotPack(
-            f"fields= names {len(given_names)} fields; a sample has {len(names)}: {names}",
-            remedy=f"pack(..., fields={names!r})",
+            f"fields= names {unknown[0]!r}; a sample has {names}",
+            remedy=f"pack(..., fields={{{names[0]!r}: Field()}})",
         )
-    chosen = [check_name(name) for name in (names if form == "dict" else given_names)]
-    if len(set(chosen)) < len(chosen):
-        raise CannotPack(f"fields= names one field twice: {chosen}")
-    return chosen, [wishes.get(name, Field()) for name in chosen]
+    if not is_dict or (form != "dict" and unknown):  # all names, in the order of a sample
+        if len(given) != len(names):
+            raise CannotPack(
+                f"fields= names {len(given)} fields; a sample has {len(names)}: {names}",
+                remedy=f"pack(..., fields={names!r})",
+            )
+        if len(set(given)) < len(given):
+            raise CannotPack(f"fields= names one field twice: {given}")
+        names = names if form == "dict" else [check_name(name) for name in given]
+    return names, [requests.get(name, Field()) for name in names]
 
 
 def _as_field(request: Any) -> Field:
     if isinstance(request, Field):
         return request
     return Field() if request is None else Field(dtype=request)
-
-
-def _refuse_unknown(given: list[str], names: list[str]) -> None:
-    unknown = [name for name in given if name not in names]
-    if unknown:
-        raise CannotPack(
-            f"fields= names {unknown[0]!r}; a sample has {names}",
-            remedy=f"pack(..., fields={{{names[0]!r}: Field()}})",
-        )
 
 
 # -- what a value is -----------------------------------------------------------------------------
@@ -144,7 +155,7 @@ def kind_of(value: Any, name: str) -> str:
             return kind
     if _is_tensor(value):
         return "tensor"
-    if _is_picture(value):
+    if _is_pillow_image(value):
         return "image"
     raise CannotPack(
         f"field {name!r} is a {type(value).__name__}, which cannot be stored without pickle",
@@ -169,7 +180,7 @@ def _is_tensor(value: Any) -> bool:
     return hasattr(value, "detach") and hasattr(value, "numpy") and hasattr(value, "dtype")
 
 
-def _is_picture(value: Any) -> bool:
+def _is_pillow_image(value: Any) -> bool:
     return hasattr(value, "convert") and hasattr(value, "getbands")  # Pillow's, unimported
 
 
@@ -237,7 +248,7 @@ def find_schema(name: str, values: Sequence[Any], request: Field) -> FieldSchema
     if kind == "image":
         return FieldSchema(name=name, kind=kind, dtype="|u1", ndim=3, encoding="raw")
     arrays = [array_of(value, name) for value in values]
-    dtype = arrays[0][1] if request.dtype is None else wished_dtype(request.dtype, name)
+    dtype = arrays[0][1] if request.dtype is None else stored_dtype(request.dtype, name)
     if kind in _PYTHON_DTYPES and dtype != _PYTHON_DTYPES[kind]:
         kind = "scalar"
     shapes = {array.shape for array, _ in arrays}
@@ -262,7 +273,7 @@ def _stores_pixels(value: Any, request: Field) -> bool:
     return not isinstance(value, EncodedImage) and request.quality is None
 
 
-def wished_dtype(dtype: Any, name: str) -> str:
+def stored_dtype(dtype: Any, name: str) -> str:
     """A dtype as the manifest writes it."""
     text = str(dtype).removeprefix("torch.")
     if text == "bfloat16":
@@ -279,13 +290,51 @@ def wished_dtype(dtype: Any, name: str) -> str:
 # -- encoding ------------------------------------------------------------------------------------
 
 
-class Encoder:
-    """Values of one field, as the arrays that are written. ``images``: see ``ImageEncoder``."""
+class SampleEncoder:
+    """Samples of one form, as the arrays that are written."""
 
-    def __init__(self, schema: FieldSchema, request: Field, images: ImageEncoder | None) -> None:
+    def __init__(
+        self, form: str, schemas: Sequence[FieldSchema], requests: Sequence[Field]
+    ) -> None:
+        self._form = form
+        self._fields = list(map(_FieldEncoder, schemas, requests))
+        self._names = [schema.name for schema in schemas]
+
+    def encode(self, sample: Any, index: int) -> list[np.ndarray]:
+        """Raises: CannotPack: it is not like the first samples, or would not come back the same."""
+        form, names, values = split_sample(sample)
+        if form == self._form == "dict":
+            if set(names) != set(self._names):
+                raise CannotPack(
+                    f"sample {index} has the fields {names}; the first ones have {self._names}",
+                    remedy="the same keys in every sample",
+                    sample_index=index,
+                )
+            values = [sample[name] for name in self._names]
+        if form != self._form or len(values) != len(self._fields):
+            raise CannotPack(
+                f"sample {index} is a {form} of {len(values)}; the first ones are a {self._form} "
+                f"of {len(self._fields)}",
+                sample_index=index,
+            )
+        try:
+            return [field.encode(value) for field, value in zip(self._fields, values, strict=True)]
+        except CannotPack as error:
+            raise CannotPack(
+                f"sample {index}: {error.what}",
+                likely=error.likely,
+                remedy=error.remedy,
+                field=error.facts.get("field"),
+                sample_index=index,
+            ) from None
+
+
+class _FieldEncoder:
+    """Values of one field, as the arrays that are written."""
+
+    def __init__(self, schema: FieldSchema, request: Field) -> None:
         self.schema = schema
         self._request = request
-        self._images = images
 
     def encode(self, value: Any) -> np.ndarray:
         """Raises: CannotPack: it is not what was declared, or would not come back the same."""
@@ -348,21 +397,24 @@ class Encoder:
     def _converted_by_torch(self, value: Any) -> np.ndarray:
         import torch
 
-        name = self.schema.dtype
-        wanted = torch.bfloat16 if name == "bfloat16" else None
-        if wanted is None:
-            return self._converted(value.float().numpy(), "<f4", value)
-        return array_of(torch.as_tensor(value).to(wanted), self.schema.name)[0]
+        if self.schema.dtype == "bfloat16":
+            return array_of(torch.as_tensor(value).to(torch.bfloat16), self.schema.name)[0]
+        return self._converted(value.float().numpy(), "<f4", value)
 
     def _image(self, value: Any) -> np.ndarray:
-        must_change = self._request.changes_image or not isinstance(value, EncodedImage)
-        if must_change or self.schema.encoding == "raw":
-            if self._images is None:
-                raise self._refused("is an image, and nobody here can encode it")
-            value = self._images(value, self._request)
-        if isinstance(value, bytes):
+        request, is_file = self._request, isinstance(value, EncodedImage)
+        if is_file and self.schema.encoding == "file" and not request.changes_image:
             return np.frombuffer(value, np.uint8)
-        return np.ascontiguousarray(value, dtype=np.uint8)
+        pixels = decode(value) if is_file else from_pillow(value)
+        longest = max(pixels.shape[:2])
+        if request.longer_side is not None and longest > request.longer_side:
+            height, width = (
+                max(1, round(side * request.longer_side / longest)) for side in pixels.shape[:2]
+            )
+            pixels = resize(pixels, (height, width))
+        if self.schema.encoding == "raw":
+            return np.ascontiguousarray(pixels)
+        return np.frombuffer(encode_jpeg(pixels, request.quality or _JPEG_QUALITY), np.uint8)
 
     def _refused(self, what: str, remedy: str | None = None) -> CannotPack:
         return CannotPack(

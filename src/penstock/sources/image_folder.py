@@ -8,8 +8,13 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.errors import BadArgument, BadStore, MissingExtra
-from penstock.images.decode import open_image
-from penstock.images.decoders import check_decoder, choose, fastest, measure
+from penstock.images.crops import open_image
+from penstock.images.jpeg_codecs import (
+    check_decoder,
+    fastest_decoder,
+    measure_decoders,
+    set_decoder,
+)
 from penstock.sources.fields import EncodedImage
 from penstock.sources.packed_writer import make_fingerprint
 
@@ -20,7 +25,7 @@ class ImageFolder:
     """Images by class, decoded by the fastest library here; a sample is (uint8 tensor, class).
 
     As ``torchvision.datasets.ImageFolder``: ``root/class/name.jpg``, with ``classes``,
-    ``class_to_idx``, ``samples``, ``imgs`` and ``targets``. Other than there, pictures stand
+    ``class_to_idx``, ``samples``, ``imgs`` and ``targets``. Other than there, images are
     upright, and a sample is a uint8 tensor of (channels, height, width), not a Pillow image.
 
     Args:
@@ -85,9 +90,9 @@ class ImageFolder:
         with open(path, "rb") as file:
             data = file.read()
         if self._decoder and self._asked is None:
-            choose(self._decoder)
+            set_decoder(self._decoder)
         out = rows[0] if rows else None
-        image = open_image(data, "file", self.transform, path, out, self._asked)
+        image = open_image(data, self.transform, path=path, out=out, decoder=self._asked)
         return image, target if self.target_transform is None else self.target_transform(target)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,8 +106,8 @@ class ImageFolder:
             if path.lower().endswith((".jpg", ".jpeg")):
                 with open(path, "rb") as file:
                     data = file.read()
-                times = measure(data) if self._asked is None else {}
-                self._decoder = self._asked or fastest(data)
+                times = measure_decoders(data) if self._asked is None else {}
+                self._decoder = self._asked or fastest_decoder(data)
                 return times
         return {}
 
@@ -127,7 +132,7 @@ class ImageFolder:
         with open(path, "rb") as file:
             data = file.read()
         with suppress(MissingExtra):
-            open_image(data, "file", None, path, None, self._asked)
+            open_image(data, None, path=path, decoder=self._asked)
         return EncodedImage(data), target
 
     @property

@@ -1,4 +1,4 @@
-"""What lies in the folder of a packed set? Its manifest, checked before anything is opened.
+"""The manifest of a packed set: its files and fields, checked before anything is opened.
 
     manifest.json              version, schema, counts, checks, what made it
     image-00000.npy            a fixed field: one row per sample
@@ -85,7 +85,8 @@ class FieldSchema:
         sizes = self.shape or ()
         if len(sizes) > MAX_NDIM or not 0 <= self.ndim <= MAX_NDIM or any(n < 0 for n in sizes):
             raise ValueError(f"field {self.name!r} has shape {self.shape}, ndim {self.ndim}")
-        if self.kind in ("text", "bytes") and not (self.is_ragged and dtype == np.dtype("u1")):
+        is_bytes = self.is_ragged and dtype == np.dtype("u1")
+        if self.kind in ("text", "bytes", "image") and not is_bytes:
             raise ValueError(f"field {self.name!r} of kind {self.kind} must be of bytes")
         if self.kind in ("int", "float", "bool") and self.shape != ():
             raise ValueError(f"field {self.name!r} of kind {self.kind} must be a number")
@@ -93,8 +94,6 @@ class FieldSchema:
             raise ValueError(f"field {self.name!r} is an image as {self.encoding!r}, {self.ndim}-d")
         if self.encoding and self.kind != "image":
             raise ValueError(f"field {self.name!r} of kind {self.kind} has an encoding")
-        if self.kind == "image" and not (self.is_ragged and dtype == np.dtype("u1")):
-            raise ValueError(f"field {self.name!r} of kind image must be of bytes")
 
     @property
     def stored(self) -> np.dtype[Any]:
@@ -144,6 +143,11 @@ class ShardEntry:
     rows: int
     files: dict[str, tuple[FileEntry, ...]]
 
+    @property
+    def entries(self) -> list[FileEntry]:
+        """The files of all fields."""
+        return [entry for some in self.files.values() for entry in some]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -178,10 +182,6 @@ class Manifest:
                 if found != one.file_names(number):
                     raise ValueError(f"shard {number} has the files {found} for {one.name!r}")
 
-    def to_json(self) -> str:
-        content = {"format": MARK, "version": VERSION, **asdict(self)}
-        return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
-
     @classmethod
     def from_json(cls, text: str, path: str) -> Manifest:
         """Raises: BadStore: it is no manifest, or one that we cannot read."""
@@ -205,6 +205,12 @@ class Manifest:
         except Exception as error:  # a manifest that somebody edited may be anything
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise BadStore(f"{path} is not a manifest: {what}", path=path) from None
+
+
+def to_json(record: Any) -> str:
+    """A manifest, or the journal of an unfinished packing, as it is written."""
+    content = {"format": MARK, "version": VERSION, **asdict(record)}
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
 def check_version(content: Any, path: str) -> None:
@@ -237,20 +243,16 @@ def read_schema(content: dict[str, Any]) -> FieldSchema:
 
 
 def read_shard(content: dict[str, Any]) -> ShardEntry:
-    files: dict[str, tuple[FileEntry, ...]] = {}
-    for name, entries in content["files"].items():
-        files[name] = tuple(
-            FileEntry(
-                name=check_inside(entry["name"]),
-                bytes=_whole(entry["bytes"]),
-                check=_whole(entry["check"]),
-            )
-            for entry in entries
-        )
+    files = {name: tuple(map(_read_file, some)) for name, some in content["files"].items()}
     return ShardEntry(rows=_whole(content["rows"]), files=files)
 
 
-def check_inside(name: Any) -> str:
+def _read_file(content: dict[str, Any]) -> FileEntry:
+    sizes = {key: _whole(content[key]) for key in ("bytes", "check")}
+    return FileEntry(name=_check_inside(content["name"]), **sizes)
+
+
+def _check_inside(name: Any) -> str:
     """A file name that leads nowhere but into the folder. Raises: BadStore."""
     is_plain = isinstance(name, str) and name == os.path.basename(name) and name[:1] != "."
     if not is_plain or any(sign in name for sign in "/\\:\0") or not name:

@@ -1,6 +1,7 @@
-"""What does the dataset that is to be packed look like, and how are its samples fetched?
+"""The dataset that is to be packed: what its samples look like, and how they are fetched.
 
-Called from: whoever packs (:func:`make_job`), and whoever writes a shard (:class:`Samples`).
+Called from: whoever packs (:func:`inspect_source`), and whoever writes a shard
+(:class:`EncodedSamples`), most often a worker process.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from penstock.options import check_count, check_seed
 from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix64
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.fields import (
-    Encoder,
     Field,
-    ImageEncoder,
+    SampleEncoder,
     find_schema,
-    kind_of,
+    kinds_of,
     mean_bytes,
-    read_wishes,
+    read_requests,
     split_sample,
 )
 from penstock.sources.manifest import FieldSchema
-from penstock.sources.packed_writer import Job, make_fingerprint
+from penstock.sources.packed_writer import PackSpec, make_fingerprint
 
 SHARD_BYTES = 64 << 20
 """A shard is what a kill costs, and what a worker writes at a time."""
@@ -42,8 +42,8 @@ _NUM_TRIES = 100
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Fetches and encodes samples; travels to workers.
+class EncodedSamples:
+    """Fetches and encodes samples; pickled to workers.
 
     Args:
         get: From an index to a sample.
@@ -54,19 +54,17 @@ class Samples:
     num_samples: int
     form: str
     schemas: tuple[FieldSchema, ...]
-    wishes: tuple[Field, ...]
+    requests: tuple[Field, ...]
     on_error: Any
     seed: int
-    images: ImageEncoder | None
 
     def __call__(self, indices: range) -> Iterator[tuple[int, Any]]:
         """For each index: the encoded sample; for a bad one first, or only, what is wrong."""
         randomness = SampleRandomness(self.seed)
-        pairs = zip(self.schemas, self.wishes, strict=True)
-        encoders = [Encoder(schema, request, self.images) for schema, request in pairs]
+        encoder = SampleEncoder(self.form, self.schemas, self.requests)
 
         def fetch(index: int) -> list[np.ndarray]:
-            return self._encode(randomness.call(self.get, index, index), encoders, index)
+            return encoder.encode(randomness.call(self.get, index, index), index)
 
         for index in indices:
             try:
@@ -83,66 +81,33 @@ class Samples:
             elif callable(self.on_error):
                 other = self.on_error(index, failed)
                 if other is not None:
-                    yield index, self._encode(other, encoders, index)
-
-    def _encode(self, sample: Any, encoders: list[Encoder], index: int) -> list[np.ndarray]:
-        form, names, values = split_sample(sample)
-        if form == "dict" and self.form == "dict":
-            found = dict(zip(names, values, strict=True))
-            wanted = [encoder.schema.name for encoder in encoders]
-            if set(found) != set(wanted):
-                raise CannotPack(
-                    f"sample {index} has the fields {names}; the first ones have {wanted}",
-                    remedy="the same keys in every sample",
-                    sample_index=index,
-                )
-            values = [found[name] for name in wanted]
-        if form != self.form or len(values) != len(encoders):
-            raise CannotPack(
-                f"sample {index} is a {form} of {len(values)}; the first ones are a {self.form} "
-                f"of {len(encoders)}",
-                sample_index=index,
-            )
-        try:
-            pairs = zip(encoders, values, strict=True)
-            return [encoder.encode(value) for encoder, value in pairs]
-        except CannotPack as error:
-            raise CannotPack(
-                f"sample {index}: {error.what}",
-                likely=error.likely,
-                remedy=error.remedy,
-                field=error.facts.get("field"),
-                sample_index=index,
-            ) from None
+                    yield index, encoder.encode(other, index)
 
     def _substitute(self, fetch: Any, index: int, failed: Exception) -> Any:
         key = make_key(BAD_STREAM, self.seed)
         for attempt in range(_NUM_TRIES):
             other = mix64(key + GOLDEN * (index * _NUM_TRIES + attempt + 1)) % self.num_samples
-            try:
+            with contextlib.suppress(Exception):
                 return fetch(other)
-            except Exception:
-                continue
         raise CannotPack(
             f"sample {index} is bad, and so were {_NUM_TRIES} others in its place",
             sample_index=index,
         ) from failed
 
 
-def make_job(
+def inspect_source(
     dataset: Any,
     *,
     fields: Any = None,
     on_error: Any = "raise",
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
-    images: ImageEncoder | None = None,
     on_probe: Callable[[int, Any], None] = lambda index, sample: None,
-) -> tuple[Job, Samples]:
+) -> tuple[PackSpec, EncodedSamples]:
     """Look at a few samples, and settle how all of them are stored.
 
     Args:
-        on_probe: Told each of these samples.
+        on_probe: Called with each of these samples.
     """
     if not callable(on_error):
         BadArgument.unless_one_of("on_error", on_error, ("raise", "skip", "replace"), "pack")
@@ -151,48 +116,48 @@ def make_job(
     get = getattr(dataset, "packed_sample", None) or dataset.__getitem__
     probes = list(_probes(get, num_samples, on_error, check_seed("seed", seed), on_probe))
     if on_error != "raise":  # one that is unlike the first is a bad one, then
-        probes = [probe for probe in probes if _kinds(probe) == _kinds(probes[0])]
-    forms = {form for form, _, _ in probes}
-    if len(forms) > 1:
-        raise CannotPack(f"samples are of different forms: {', '.join(sorted(forms))}")
-    form = probes[0][0]
-    renamed, wishes, columns = _columns(dataset, fields, probes)
-    if len({name.lower() for name in renamed}) < len(renamed):
-        raise CannotPack(f"the fields {renamed} need names that make files of their own")
-    schemas = tuple(map(find_schema, renamed, columns, wishes))
+        probes = [probe for probe in probes if kinds_of(probe) == kinds_of(probes[0])]
+    form, names, requests, columns = _columns(dataset, fields, probes)
+    if len({name.lower() for name in names}) < len(names):
+        raise CannotPack(f"the fields {names} need names that make files of their own")
+    schemas = tuple(map(find_schema, names, columns, requests))
     sample_bytes = sum(map(mean_bytes, schemas, columns))
     max_shards = max(1, MAX_FILES // sum(len(schema.file_names(0)) for schema in schemas))
     shard_rows = max(1, shard_bytes // max(1, sample_bytes), -(-num_samples // max_shards))
-    samples = Samples(
-        get, num_samples, form, schemas, tuple(wishes), on_error, check_seed("seed", seed), images
-    )
     policy = on_error if isinstance(on_error, str) else "function"
-    job = Job(
+    spec = PackSpec(
         num_samples=num_samples,
         shard_rows=min(shard_rows, num_samples),
         form=form,
         fields=schemas,
         fingerprint=make_fingerprint(
-            _describe(dataset), num_samples, form, schemas, wishes, policy, seed, shard_rows
+            _describe(dataset), num_samples, form, schemas, requests, policy, seed, shard_rows
         ),
         attributes=dict(getattr(dataset, "packed_attributes", {})),
         sample_bytes=sample_bytes,
     )
-    return job, samples
+    samples = EncodedSamples(
+        get, num_samples, form, schemas, tuple(requests), on_error, check_seed("seed", seed)
+    )
+    return spec, samples
 
 
 def _columns(
     dataset: Any, fields: Any, probes: list[Any]
-) -> tuple[list[str], list[Field], list[list[Any]]]:
-    """For each field its name, what is wanted of it, and its values in the probes."""
-    form, names, _ = probes[0]
+) -> tuple[str, list[str], list[Field], list[list[Any]]]:
+    """The form of samples; for each field its name, what is wanted of it, and probed values."""
+    split = [split_sample(probe) for probe in probes]
+    forms = {form for form, _, _ in split}
+    if len(forms) > 1:
+        raise CannotPack(f"samples are of different forms: {', '.join(sorted(forms))}")
+    form, names, _ = split[0]
     own = getattr(dataset, "packed_names", None)  # a folder of images calls them image and label
-    renamed, wishes = read_wishes(fields, form, names if own is None else list(own))
-    samples = [dict(zip(found, values, strict=True)) for _, found, values in probes]
+    renamed, requests = read_requests(fields, form, names if own is None else list(own))
+    samples = [dict(zip(found, values, strict=True)) for _, found, values in split]
     other = next((list(sample) for sample in samples if set(sample) != set(names)), None)
     if other is not None:
         raise CannotPack(f"one sample has the fields {names}, another {other}")
-    return renamed, wishes, [[sample[name] for sample in samples] for name in names]
+    return form, renamed, requests, [[sample[name] for sample in samples] for name in names]
 
 
 def _describe(dataset: Any) -> str:
@@ -223,7 +188,7 @@ def _length_of(dataset: Any) -> int:
 def _probes(
     get: Any, num_samples: int, on_error: Any, seed: int, on_probe: Callable[[int, Any], None]
 ) -> Iterator[Any]:
-    """A few samples from all over the dataset, taken apart."""
+    """A few samples from all over the dataset."""
     randomness = SampleRandomness(seed)
     # Neighbours and far ones: what repeats with any period must not look alike by chance.
     spread = np.linspace(0, num_samples - 1, _NUM_PROBES // 2 + 1).astype(int).tolist()
@@ -235,7 +200,7 @@ def _probes(
             break
         try:
             sample = randomness.call(get, index, index)
-            found = split_sample(sample)
+            split_sample(sample)  # raises for what has no fields
         except Exception as error:
             if on_error == "raise":
                 _note_sample(error, index)
@@ -244,18 +209,12 @@ def _probes(
             continue
         num_found += 1
         on_probe(index, sample)
-        yield found
+        yield sample
     if not num_found:
         raise CannotPack(
             "none of the first samples could be loaded",
             where=None if failed is None else f"the last of them: {_text_of(failed)}",
         ) from failed
-
-
-def _kinds(probe: Any) -> Any:
-    form, names, values = probe
-    kinds = {name: kind_of(value, name) for name, value in zip(names, values, strict=True)}
-    return form, kinds
 
 
 def _note_sample(error: Exception, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Samples, and whole batches, of a packed set.
+"""Datasets over mapped files: samples, and whole batches, of a packed set.
 
     Packed[i]                       one sample, as it was packed
     Packed.read_rows(index, out)    a batch: one gather per field, straight into the slot
@@ -9,6 +9,8 @@ workers open it again by its path, and pages that are read belong to the page ca
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,21 +18,24 @@ from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import psutil
 
 from penstock.errors import BadArgument
+from penstock.images.crops import Crop, open_image
 from penstock.order.block_order import BlockOrder
 from penstock.order.ranks import RankShard
 from penstock.sources.columns import Column, FixedColumn, RaggedColumn, value_of
+from penstock.sources.fields import join_sample
 from penstock.sources.manifest import FieldSchema
-from penstock.sources.packed_folder import Folder
+from penstock.sources.packed_folder import PackedFolder
 
 _BLOCK_BYTES = 4 << 20
-"""What :meth:`Columns.block_order` reads in one piece."""
-Self = TypeVar("Self", bound="Columns")
+"""What :meth:`ColumnDataset.block_order` reads in one piece."""
+Self = TypeVar("Self", bound="ColumnDataset")
 
 
-class Holder(Protocol):
-    """Files that are mapped; travels to workers, who map them again."""
+class ColumnFiles(Protocol):
+    """Mapped files with columns; pickled to workers, who map them again."""
 
     schemas: tuple[FieldSchema, ...]
     columns: dict[str, Column]
@@ -38,29 +43,31 @@ class Holder(Protocol):
     num_bytes: int
 
 
-class Columns:
+class ColumnDataset:
     """Equally long fields, sample by sample or in batches.
 
     Pairs with: the engine, which asks for ``read_rows`` and fills slots with it.
     """
 
-    _holders: tuple[Any, ...]
+    _files: tuple[Any, ...]
     _rows: Any = None
 
-    def _hold(self, holder: Holder, read_ahead: bool | None = None) -> None:
-        """Read from what ``holder`` has mapped."""
-        self._holders = (holder,)
-        self._schemas = tuple(holder.schemas)
-        self._columns = [holder.columns[schema.name] for schema in self._schemas]
-        self._form = holder.form
+    def _open(self, files: ColumnFiles, read_ahead: bool | None = None) -> None:
+        """Read from what ``files`` has mapped."""
+        self._files = (files,)
+        self._schemas = tuple(files.schemas)
+        self._columns = [files.columns[schema.name] for schema in self._schemas]
+        self._form = files.form
         self._transforms: dict[str, Callable[[Any], Any]] = {}
         self._read_ahead = read_ahead
-        for column in self._columns if _should_advise(holder, read_ahead) else ():
+        if read_ahead is None:
+            read_ahead = files.num_bytes > psutil.virtual_memory().total
+        for column in self._columns if read_ahead else ():
             if isinstance(column, FixedColumn):
                 column.read_ahead()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = (self._holders, self._read_ahead, self.fields, self._rows, self._transforms)
+        state = (self._files, self._read_ahead, self.fields, self._rows, self._transforms)
         return _restore, (type(self), *state, self._form)
 
     # -- what there is ---------------------------------------------------------------------------
@@ -92,9 +99,7 @@ class Columns:
         return self._sample(int(self._resolve([index])[0]), rows if has_leaves else ())
 
     def _has_own_transforms(self) -> bool:
-        """Is each field one leaf? Nobody knows what another transform makes of it."""
-        from penstock.images.crops import Crop
-
+        """Whether each field stays one leaf of the sample, which only our transforms ensure."""
         return all(isinstance(one, Crop) for one in self._transforms.values())
 
     def _sample(self, row: int, places: Sequence[np.ndarray | None] = ()) -> Any:
@@ -102,20 +107,17 @@ class Columns:
             self._value(schema, column, row, place)
             for schema, column, place in zip_longest(self._schemas, self._columns, places)
         ]
-        if self._form == "dict":
-            return dict(zip(self.fields, values, strict=True))
-        return values[0] if self._form == "single" else tuple(values)
+        return join_sample(self._form, self.fields, values)
 
     def _value(
         self, schema: FieldSchema, column: Column, row: int, place: np.ndarray | None
     ) -> Any:
         transform = self._transforms.get(schema.name)
         if schema.kind == "image":
-            from penstock.images.decode import open_image
-
             assert isinstance(column, RaggedColumn)
             stored = column.view(row)
-            return open_image(stored, schema.encoding, transform, out=place, is_checked=True)
+            is_encoded = schema.encoding == "file"
+            return open_image(stored, transform, is_encoded=is_encoded, out=place)
         value = value_of(schema, column.row(row))
         return value if transform is None else transform(value)
 
@@ -124,7 +126,7 @@ class Columns:
         """Only without transforms: what is random there belongs to one sample, not to a batch."""
         if self._transforms:
             raise AttributeError("samples of a set with transforms are loaded one by one")
-        if type(self).__getitem__ is not Columns.__getitem__:
+        if type(self).__getitem__ is not ColumnDataset.__getitem__:
             raise AttributeError("this class has its own way to load a sample")
         return self._many
 
@@ -140,12 +142,8 @@ class Columns:
             flat = out.reshape(-1).view(np.uint8).reshape(len(rows), schema.row_bytes)
             column.take(rows, flat)
             columns.append([value_of(schema, np.asarray(row)) for row in out])
-        if self._form == "single":
-            return columns[0]
-        samples = zip(*columns, strict=True)
-        if self._form == "tuple":
-            return list(samples)
-        return [dict(zip(self.fields, sample, strict=True)) for sample in samples]
+        names = self.fields
+        return [join_sample(self._form, names, values) for values in zip(*columns, strict=True)]
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -249,7 +247,7 @@ class Columns:
         return other
 
     def __add__(self: Self, other: Any) -> Self:
-        if not isinstance(other, Columns):
+        if not isinstance(other, ColumnDataset):
             return NotImplemented
         if (other._schemas, other._form) != (self._schemas, self._form):
             raise BadArgument(
@@ -262,9 +260,9 @@ class Columns:
                 remedy="(a + b).with_transforms(...), or torch.utils.data.ConcatDataset([a, b])",
             )
         joined = self._like()
-        joined._holders = self._holders + other._holders
+        joined._files = self._files + other._files
         joined._columns = [
-            type(mine)([*mine.parts, *theirs.parts])
+            type(mine)([*mine.shards, *theirs.shards])
             for mine, theirs in zip(self._columns, other._columns, strict=True)
         ]
         if self._rows is not None or other._rows is not None:
@@ -283,8 +281,6 @@ class Columns:
 
 def _settings(transforms: dict[str, Any]) -> dict[str, Any]:
     """What makes two transforms the same: crops of ours are what they were given."""
-    from penstock.images.crops import Crop
-
     return {
         name: (type(one), vars(one)) if type(one).__module__ == Crop.__module__ else one
         for name, one in transforms.items()
@@ -305,7 +301,7 @@ def _slice_of(indices: range) -> slice:
     return slice(indices.start, stop, indices.step)
 
 
-class Packed(Columns):
+class Packed(ColumnDataset):
     """A packed set as a dataset.
 
     Args:
@@ -338,7 +334,7 @@ class Packed(Columns):
         transforms: dict[str, Callable[[Any], Any]] | None = None,
         read_ahead: bool | None = None,
     ) -> None:
-        self._hold(Folder(os.fspath(path), verify=verify), read_ahead)
+        self._open(PackedFolder(os.fspath(path), verify), read_ahead)
         if columns is not None:
             names = (columns,) if isinstance(columns, str) else columns
             self.__dict__.update(self.select(*names).__dict__)
@@ -350,45 +346,33 @@ class Packed(Columns):
                 )
             self.__dict__.update(self.with_transforms(**transforms).__dict__)
 
-    def _hold(self, holder: Any, read_ahead: bool | None = None) -> None:
-        super()._hold(holder, read_ahead)
-        self.attributes: dict[str, Any] = holder.manifest.attributes
+    def _open(self, files: Any, read_ahead: bool | None = None) -> None:
+        super()._open(files, read_ahead)
+        self.attributes: dict[str, Any] = files.manifest.attributes
         """What the source said of itself: ``classes``, say."""
-        self.bad_samples = list(holder.manifest.bad)
+        self.bad_samples = list(files.manifest.bad)
         """Index in the source and error of each sample that was left out or replaced."""
 
     @property
     def path(self) -> str:
         """Where the (first) set lies."""
-        return str(self._holders[0].path)
-
-
-def _should_advise(holder: Holder, request: bool | None) -> bool:
-    if request is not None:
-        return request
-    import psutil
-
-    return bool(holder.num_bytes > psutil.virtual_memory().total)
+        return str(self._files[0].path)
 
 
 def _restore(
-    kind: type[Columns],
-    holders: tuple[Holder, ...],
+    kind: type[ColumnDataset],
+    files: tuple[ColumnFiles, ...],
     read_ahead: bool | None,
     names: tuple[str, ...],
     rows: Any,
     transforms: dict[str, Any],
     form: str,
-) -> Columns:
+) -> ColumnDataset:
     """The set again, over files that were opened again. Called from: a worker."""
     sets = []
-    for holder in holders:
-        one = object.__new__(kind)
-        one._hold(holder, read_ahead)
-        sets.append(one)
-    whole = sets[0]
-    for other in sets[1:]:
-        whole = whole + other
-    whole = whole.select(*names)
+    for one in files:
+        sets.append(object.__new__(kind))
+        sets[-1]._open(one, read_ahead)
+    whole = functools.reduce(operator.add, sets).select(*names)
     whole._rows, whole._transforms, whole._form = rows, transforms, form
     return whole

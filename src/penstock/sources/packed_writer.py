@@ -1,4 +1,4 @@
-"""How does a set get onto the disk so that no crash leaves half of it?
+"""Writing of packed sets, so that no crash leaves half of one.
 
     packing.json   first: the source's fingerprint, the schema, how many samples a shard has
     .part-*/       a shard while it is written
@@ -6,8 +6,8 @@
     shard-00003.json     last of the shard: from now on it is finished
     manifest.json  last of all; then packing.json and the shards' records go
 
-Whoever is killed, at any moment, leaves finished shards and perhaps a ``.part-*``, and the next
-call goes on from there. Shards are written by a ``map`` that the caller brings:
+A process that is killed, at any moment, leaves finished shards and perhaps a ``.part-*``, and the
+next call goes on from there. Shards are written by a ``map`` that the caller brings:
 
     caller: pack_into(map=...)  -- map(write_shard, numbers) -->  workers, threads, a cluster
             manifest            <-- one record per shard ------
@@ -20,6 +20,7 @@ import errno
 import functools
 import hashlib
 import json
+import mmap
 import os
 import secrets
 import shutil
@@ -27,29 +28,35 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from penstock.errors import AlreadyThere, BadArgument, BadStore, CannotPack, CannotWrite
-from penstock.sources.locks import LOCK, locked
+from penstock.sources.array_files import HEADER_BYTES, make_header
+from penstock.sources.checksums import BLOCK_BYTES, block_checksums, file_checksum
+from penstock.sources.file_locks import PACKING_LOCK, packing_lock
 from penstock.sources.manifest import (
     JOURNAL,
     MANIFEST,
-    MARK,
-    VERSION,
     FieldSchema,
+    FileEntry,
     Manifest,
     check_version,
     read_schema,
     read_shard,
+    to_json,
 )
-from penstock.sources.shard_files import Fetch, ShardFiles, write_samples
 
 Map = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
+Fetch = Callable[[range], Iterator[tuple[int, Any]]]
+"""For the indices of a shard: (index, list of encoded arrays), or (index, text of its error)."""
 PART_PREFIX = ".part-"
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
+_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is to be packed, as far as the disk is concerned.
+class PackSpec:
+    """What is to be written; the content of ``packing.json``.
 
     Args:
         shard_rows: Samples of the source in a shard; bad ones may make it shorter.
@@ -73,18 +80,15 @@ class Job:
         first = shard * self.shard_rows
         return range(first, min(first + self.shard_rows, self.num_samples))
 
-    def to_json(self) -> str:
-        content = {"format": MARK, "version": VERSION, **asdict(self)}
-        return json.dumps(content, indent=1, sort_keys=True) + "\n"
-
     @classmethod
-    def from_json(cls, text: str, path: str) -> Job:
+    def read(cls, path: str) -> PackSpec:
+        """Raises: BadStore: it is damaged, or of a version that is yet to come."""
         try:
-            content = json.loads(text)
+            content = json.loads(read_text(path))
             check_version(content, path)
-            values = {key: value for key, value in content.items() if key not in _OUTER}
-            values["fields"] = tuple(read_schema(one) for one in values["fields"])
-            return cls(**values)
+            del content["format"], content["version"]
+            content["fields"] = tuple(read_schema(one) for one in content["fields"])
+            return cls(**content)
         except BadStore:
             raise
         except Exception as error:
@@ -93,9 +97,6 @@ class Job:
                 remedy=f"remove {os.path.dirname(path)}, and pack again",
                 path=path,
             ) from None
-
-
-_OUTER = ("format", "version")
 
 
 def make_fingerprint(*parts: Any) -> str:
@@ -114,7 +115,7 @@ def make_fingerprint(*parts: Any) -> str:
 
 def pack_into(
     folder: str,
-    job: Job,
+    spec: PackSpec,
     fetch: Fetch,
     *,
     map: Map,
@@ -123,80 +124,165 @@ def pack_into(
     """Write a set, or what is left of it to write.
 
     Args:
-        fetch: Gives the samples of a shard; travels to whoever ``map`` sends it to.
-        on_shard: Told how many shards of how many are finished.
+        fetch: Gives the samples of a shard; pickled to whoever ``map`` sends it to.
+        on_shard: Called with the numbers of finished shards and of all.
 
     Raises:
         AlreadyThere: A finished set, another source's unfinished one, or anything else is there.
-        CannotWrite: No room, no right.
+        CannotWrite: No space, no right.
     """
-    with _naming_trouble(folder), locked(_prepared(folder)):
-        _begin(folder, job)
-        return _go_on(folder, job, fetch, map, on_shard)
+    with _explain_os_errors(folder):
+        os.makedirs(folder, exist_ok=True)
+        with packing_lock(folder):
+            _begin(folder, spec)
+            return _write_rest(folder, spec, fetch, map, on_shard)
 
 
-def _go_on(folder: str, job: Job, fetch: Fetch, map: Map, on_shard: Any) -> Manifest:
-    records = dict(_finished(folder, job))
-    left = [number for number in range(job.num_shards) if number not in records]
-    _check_room(folder, job, len(left))
-    on_shard(len(records), job.num_shards)
-    write = functools.partial(write_shard, folder, job, fetch)
+def _write_rest(folder: str, spec: PackSpec, fetch: Fetch, map: Map, on_shard: Any) -> Manifest:
+    records = _finished_shards(folder, spec)
+    left = [number for number in range(spec.num_shards) if number not in records]
+    _check_free_space(folder, spec, len(left))
+    on_shard(len(records), spec.num_shards)
+    write = functools.partial(write_shard, folder, spec, fetch)
     for number, record in map(write, left) if left else ():
         records[number] = record
-        on_shard(len(records), job.num_shards)
-    missing = [number for number in range(job.num_shards) if number not in records]
+        on_shard(len(records), spec.num_shards)
+    missing = [number for number in left if number not in records]
     if missing:
         raise BadArgument(
             f"map= gave no result for shard {missing[0]}, and for {len(missing)} of "
-            f"{job.num_shards} in all",
+            f"{spec.num_shards} in all",
             remedy="map(function, numbers) must return function(number) for each of the numbers",
         )
-    manifest = _manifest_of(job, [records[number] for number in range(job.num_shards)])
-    write_whole(folder, MANIFEST, manifest.to_json())
-    _tidy(folder)
+    manifest = _make_manifest(spec, [records[number] for number in range(spec.num_shards)])
+    write_whole(folder, MANIFEST, to_json(manifest))
+    for name in sorted(os.listdir(folder)):
+        if name.startswith("shard-") and name.endswith(".json"):
+            os.unlink(os.path.join(folder, name))
+    _clear_parts(folder)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(folder, JOURNAL))
+    sync_folder(folder)
     return manifest
 
 
-def write_shard(folder: str, job: Job, fetch: Fetch, number: int) -> tuple[int, dict[str, Any]]:
+# -- one shard -----------------------------------------------------------------------------------
+
+
+def write_shard(folder: str, spec: PackSpec, fetch: Fetch, number: int) -> tuple[int, Any]:
     """One shard, from its samples to its record. Safe to call twice, even at once.
 
     Called from: whoever ``map`` chose; a worker process, most often.
     """
-    with _naming_trouble(folder):
+    with _explain_os_errors(folder):
         part = os.path.join(folder, f"{PART_PREFIX}{number:05d}-{secrets.token_hex(4)}")
         os.mkdir(part)
         try:
-            files = ShardFiles(part, job.fields, number)
-            with contextlib.closing(files):
-                rows, bad = write_samples(files, fetch, job.indices(number))
-                entries = files.finish(rows)
+            record = _write_samples(part, spec, fetch, number)
             for name in sorted(os.listdir(part)):
                 os.replace(os.path.join(part, name), os.path.join(folder, name))
         finally:
             shutil.rmtree(part, ignore_errors=True)
         sync_folder(folder)
-        record = {
-            "rows": rows,
-            "files": {name: [asdict(one) for one in some] for name, some in entries.items()},
-            "bad": bad,
-        }
         write_whole(folder, _record_name(number), json.dumps(record, sort_keys=True))
     return number, record
+
+
+def _write_samples(part: str, spec: PackSpec, fetch: Fetch, number: int) -> dict[str, Any]:
+    """Write every sample that there is; the record says how many, and what is wrong with others."""
+    rows, bad = 0, []
+    with contextlib.ExitStack() as stack:
+        fields = [_FieldFiles(stack, part, schema, number) for schema in spec.fields]
+        for index, found in fetch(spec.indices(number)):
+            if isinstance(found, str):
+                bad.append((index, found))
+                continue
+            for field, value in zip(fields, found, strict=True):
+                field.add(value)
+            rows += 1
+        files = {field.schema.name: field.finish(rows) for field in fields}
+    return {"rows": rows, "files": files, "bad": bad}
+
+
+class _FieldFiles:
+    """The files of one field in a shard: rows, or items with offsets and, where needed, shapes."""
+
+    def __init__(
+        self, stack: contextlib.ExitStack, folder: str, schema: FieldSchema, shard: int
+    ) -> None:
+        self.schema = schema
+        self._files = [
+            stack.enter_context(_ArrayFile(os.path.join(folder, name)))
+            for name in schema.file_names(shard)
+        ]
+        self._num_items = 0
+        if schema.is_ragged:
+            self._files[1].add_whole(0)
+
+    def add(self, value: np.ndarray) -> None:
+        if value.size:
+            self._files[0].write(np.ascontiguousarray(value).reshape(-1).data)
+        if self.schema.is_ragged:
+            self._num_items += value.size
+            self._files[1].add_whole(self._num_items)
+        if self.schema.has_shapes:
+            self._files[2].add_whole(*value.shape)
+
+    def finish(self, rows: int) -> list[dict[str, Any]]:
+        """Write headers and checksums, and wait until everything is on the disk."""
+        schema, whole = self.schema, np.dtype("<i8")
+        forms: list[tuple[np.dtype[Any], tuple[int, ...]]]
+        if schema.shape is not None:
+            forms = [(schema.stored, (rows, *schema.shape))]
+        else:
+            forms = [(schema.stored, (self._num_items,)), (whole, (rows + 1,))]
+            forms += [(whole, (rows, schema.ndim))] if schema.has_shapes else []
+        return [file.finish(*form) for file, form in zip(self._files, forms, strict=True)]
+
+
+class _ArrayFile:
+    """One ``.npy`` that grows by its end; its header is written when its length is known."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file = open(path, "w+b", buffering=_BUFFER_BYTES)  # noqa: SIM115
+        self._file.write(bytes(HEADER_BYTES))
+        self.write = self._file.write
+
+    def __enter__(self) -> _ArrayFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def add_whole(self, *numbers: int) -> None:
+        self.write(np.array(numbers, "<i8").tobytes())
+
+    def finish(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> dict[str, Any]:
+        file = self._file
+        file.flush()
+        file.seek(0)
+        file.write(make_header(dtype, shape))
+        _sync_file(file)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            num_bytes, blocks = len(content), block_checksums(content)
+        folder, name = os.path.split(self._path)
+        entry = FileEntry(name=name, bytes=num_bytes, check=file_checksum(blocks))
+        if num_bytes > BLOCK_BYTES:
+            with open(os.path.join(folder, entry.blocks_name), "wb") as other:
+                other.write(make_header(blocks.dtype, blocks.shape) + blocks.tobytes())
+                _sync_file(other)
+        return asdict(entry)
 
 
 # -- the folder ----------------------------------------------------------------------------------
 
 
-def _prepared(folder: str) -> str:
-    os.makedirs(folder, exist_ok=True)
-    return folder
-
-
 def refuse_finished(folder: str) -> None:
-    """Is there a whole set? Cheap: to be asked before anything is loaded.
+    """Cheap: to be called before anything is loaded.
 
     Raises:
-        AlreadyThere: There is.
+        AlreadyThere: There is a whole set.
     """
     manifest, journal = (os.path.join(folder, name) for name in (MANIFEST, JOURNAL))
     if os.path.exists(manifest) and not os.path.exists(journal):
@@ -207,15 +293,14 @@ def refuse_finished(folder: str) -> None:
         )
 
 
-def _begin(folder: str, job: Job) -> None:
+def _begin(folder: str, spec: PackSpec) -> None:
     """Look at what is there: nothing, the beginning of the same, or something to be left alone."""
     found = set(os.listdir(folder))
-    journal = os.path.join(folder, JOURNAL)
     if JOURNAL in found:
-        before = Job.from_json(read_text(journal), journal)
-        if before.fingerprint != job.fingerprint:
+        before = PackSpec.read(os.path.join(folder, JOURNAL))
+        if before.fingerprint != spec.fingerprint:
             raise AlreadyThere(
-                f"{folder} has the beginning of another packing: {_difference(before, job)}",
+                f"{folder} has the beginning of another packing: {_difference(before, spec)}",
                 remedy=f"the same call as before to end it, or remove {folder}",
                 path=folder,
             )
@@ -223,7 +308,11 @@ def _begin(folder: str, job: Job) -> None:
         return
     refuse_finished(folder)
     # Killed while it wrote its very first file, a packing leaves nothing but that part of it.
-    others = sorted(name for name in found - {LOCK} if not _is_first_part(name))
+    others = sorted(
+        name
+        for name in found - {PACKING_LOCK}
+        if not (name.startswith(PART_PREFIX) and name.endswith(f"-{JOURNAL}"))
+    )
     if others:
         raise AlreadyThere(
             f"{folder} is not empty: it has {others[0]!r}",
@@ -231,14 +320,14 @@ def _begin(folder: str, job: Job) -> None:
             path=folder,
         )
     _clear_parts(folder)
-    write_whole(folder, JOURNAL, job.to_json())
+    write_whole(folder, JOURNAL, to_json(spec))
 
 
-def _difference(before: Job, now: Job) -> str:
+def _difference(before: PackSpec, now: PackSpec) -> str:
     """What keeps two packings apart, as far as the journal tells."""
     if before.num_samples != now.num_samples:
         return f"of {before.num_samples} samples, not {now.num_samples}"
-    names = [[schema.name for schema in job.fields] for job in (before, now)]
+    names = [[schema.name for schema in spec.fields] for spec in (before, now)]
     if names[0] != names[1]:
         return f"of the fields {names[0]}, not {names[1]}"
     for old, new in zip(before.fields, now.fields, strict=True):
@@ -247,65 +336,47 @@ def _difference(before: Job, now: Job) -> str:
     return "the dataset's class or module, fields=, on_error=, seed= or shard_bytes= differ"
 
 
-def _is_first_part(name: str) -> bool:
-    return name.startswith(PART_PREFIX) and name.endswith(f"-{JOURNAL}")
-
-
 def _record_name(number: int) -> str:
     return f"shard-{number:05d}.json"
 
 
-def _finished(folder: str, job: Job) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number in range(job.num_shards):
+def _finished_shards(folder: str, spec: PackSpec) -> dict[int, dict[str, Any]]:
+    """The records of shards whose files are all there, by number."""
+    records = {}
+    for number in range(spec.num_shards):
         try:
             record = json.loads(read_text(os.path.join(folder, _record_name(number))))
-            shard = read_shard(record)
+            entries = read_shard(record).entries
+            sizes = [os.path.getsize(os.path.join(folder, entry.name)) for entry in entries]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
-        entries = [entry for some in shard.files.values() for entry in some]
-        if all(_has_size(os.path.join(folder, one.name), one.bytes) for one in entries):
-            yield number, record
+        if sizes == [entry.bytes for entry in entries]:
+            records[number] = record
+    return records
 
 
-def _has_size(path: str, num_bytes: int) -> bool:
-    try:
-        return os.path.getsize(path) == num_bytes
-    except OSError:
-        return False
-
-
-def _manifest_of(job: Job, records: list[dict[str, Any]]) -> Manifest:
-    shards = [read_shard(record) for record in records]
-    bad = [(index, text) for record in records for index, text in record["bad"]]
+def _make_manifest(spec: PackSpec, records: list[dict[str, Any]]) -> Manifest:
+    shards = tuple(read_shard(record) for record in records)
+    bad = tuple((index, text) for record in records for index, text in record["bad"])
     num_samples = sum(shard.rows for shard in shards)
     if not num_samples:
         raise CannotPack(
-            f"all {job.num_samples} samples are bad" if job.num_samples else "there is no sample",
+            f"all {spec.num_samples} samples are bad" if spec.num_samples else "there is no sample",
             where=f"sample {bad[0][0]}: {bad[0][1]}" if bad else None,
         )
     return Manifest(
         num_samples=num_samples,
-        form=job.form,
-        fields=job.fields,
-        shards=tuple(shards),
-        fingerprint=job.fingerprint,
-        attributes=job.attributes,
-        bad=tuple(bad),
+        form=spec.form,
+        fields=spec.fields,
+        shards=shards,
+        fingerprint=spec.fingerprint,
+        attributes=spec.attributes,
+        bad=bad,
     )
 
 
-def _tidy(folder: str) -> None:
-    for name in sorted(os.listdir(folder)):
-        if name.startswith("shard-") and name.endswith(".json"):
-            os.unlink(os.path.join(folder, name))
-    _clear_parts(folder)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(folder, JOURNAL))
-    sync_folder(folder)
-
-
 def _clear_parts(folder: str) -> None:
-    """What somebody who was killed had begun: folders of shards, and small files."""
+    """Remove what a killed process had begun: folders of shards, and small files."""
     for name in os.listdir(folder):
         if name.startswith(PART_PREFIX):
             path = os.path.join(folder, name)
@@ -315,13 +386,13 @@ def _clear_parts(folder: str) -> None:
                 os.unlink(path)
 
 
-def _check_room(folder: str, job: Job, num_shards: int) -> None:
-    needed = num_shards * job.shard_rows * job.sample_bytes
+def _check_free_space(folder: str, spec: PackSpec, num_shards: int) -> None:
+    needed = num_shards * spec.shard_rows * spec.sample_bytes
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CannotWrite(
             f"about {_in_words(needed)} are needed at {folder}, and {_in_words(free)} are free",
-            likely=f"{job.num_samples} samples of about {job.sample_bytes} bytes.",
+            likely=f"{spec.num_samples} samples of about {spec.sample_bytes} bytes.",
             remedy="another disk; or smaller: a Field with dtype, longer_side or quality",
             path=folder,
         )
@@ -332,13 +403,11 @@ def _in_words(num_bytes: int) -> str:
 
 
 @contextlib.contextmanager
-def _naming_trouble(folder: str) -> Iterator[None]:
+def _explain_os_errors(folder: str) -> Iterator[None]:
     try:
         yield
-    except (AlreadyThere, CannotWrite):
-        raise
     except OSError as error:
-        if getattr(error, "code", None):  # one of ours, from the source
+        if getattr(error, "code", None):  # one of ours, from here or from the source
             raise
         is_full = error.errno in _FULL
         again = "the same call again: finished shards are kept"
@@ -353,20 +422,27 @@ def _naming_trouble(folder: str) -> Iterator[None]:
         ) from error
 
 
+# -- small files ---------------------------------------------------------------------------------
+
+
 def write_whole(folder: str, name: str, text: str) -> None:
     """A small file, all of it or none."""
     path = os.path.join(folder, f"{PART_PREFIX}{secrets.token_hex(4)}-{name}")
     try:
         with open(path, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            _sync_file(file)
         os.replace(path, os.path.join(folder, name))
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
     sync_folder(folder)
+
+
+def _sync_file(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_folder(folder: str) -> None:

@@ -1,21 +1,21 @@
-"""Arrays that lie on the disk already: ``.npy`` files, folders of them, and ``.pt`` tensors."""
+"""Datasets over arrays that lie on the disk already: ``.npy`` files, folders of them, ``.pt``."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-import numpy as np
-
 from penstock.errors import BadArgument, BadStore, CannotPack
-from penstock.sources.columns import Column, FixedColumn, Part
+from penstock.sources.array_files import MappedArray, map_array
+from penstock.sources.columns import Column, FixedColumn, ShardRows
 from penstock.sources.manifest import FieldSchema
-from penstock.sources.npy_files import map_array
-from penstock.sources.packed import Columns
+from penstock.sources.packed import ColumnDataset
+
+_ONLY_TENSORS = "torch.save a tensor, a list or a dict of tensors, and nothing else"
 
 
 class TensorFiles:
-    """Files, mapped; travels as their names.
+    """Files, mapped; pickled as their names.
 
     Args:
         paths: By field.
@@ -27,40 +27,30 @@ class TensorFiles:
     def __init__(self, paths: dict[str, str], form: str) -> None:
         self._paths = paths
         self.form = form
-        parts: dict[str, Part] = {}
+        self.columns: dict[str, Column] = {}
+        self.schemas: tuple[FieldSchema, ...] = ()
+        self.num_bytes = 0
         for name, path in paths.items():
-            parts.update(self._open(name, path))
-        lengths = {name: len(part.array) for name, part in parts.items()}
+            if path.endswith(".npy"):
+                mapped = map_array(path)
+                self._add(name, mapped, mapped.array.dtype.str, path)
+                continue
+            tensors, self.form = _load(path, name)
+            for key, tensor in tensors.items():
+                self._add(key, *_as_array(tensor, f"{path}: {key}"), path)
+        lengths = {name: column.length for name, column in self.columns.items()}
         if len(set(lengths.values())) > 1:
             raise BadStore(
                 "the arrays differ in length: "
                 + ", ".join(f"{name} has {length}" for name, length in lengths.items()),
                 remedy="open_tensors with arrays that have one row for each sample",
             )
-        self.columns: dict[str, Column] = {
-            name: FixedColumn([part]) for name, part in parts.items()
-        }
-        self.schemas = tuple(self._dtypes[name] for name in parts)
-        self.num_bytes = sum(part.array.nbytes for part in parts.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorFiles, (self._paths, self.form)
 
-    def _open(self, name: str, path: str) -> dict[str, Part]:
-        self._dtypes: dict[str, FieldSchema] = getattr(self, "_dtypes", {})
-        if path.endswith(".npy"):
-            mapped = _map(path)
-            self._describe(name, mapped.array, mapped.array.dtype.str, path)
-            return {name: Part(mapped.array, mapping=mapped.mapping, offset=mapped.offset)}
-        tensors, self.form = _load(path, name)
-        parts = {}
-        for key, tensor in tensors.items():
-            array, dtype = _as_array(tensor, f"{path}: {key}")
-            self._describe(key, array, dtype, path)
-            parts[key] = Part(array)
-        return parts
-
-    def _describe(self, name: str, array: np.ndarray, dtype: str, path: str) -> None:
+    def _add(self, name: str, mapped: MappedArray, dtype: str, path: str) -> None:
+        array = mapped.array
         if not array.ndim:
             raise BadStore(f"{path} is a single number: there is no row for each sample", path=path)
         if dtype != "bfloat16" and (array.dtype.kind not in "biufc" or array.dtype.char in "gG"):
@@ -77,22 +67,23 @@ class TensorFiles:
                 path=path,
             )
         try:
-            self._dtypes[name] = FieldSchema(
-                name=name, kind="tensor", dtype=dtype, shape=array.shape[1:]
-            )
+            schema = FieldSchema(name=name, kind="tensor", dtype=dtype, shape=array.shape[1:])
         except CannotPack as error:
             raise BadStore(
                 f"{path}: {error.what}",
                 remedy=f"open_tensors(x={path!r})" if path.endswith(".npy") else None,
                 path=path,
             ) from None
+        self.schemas += (schema,)
+        self.columns[name] = FixedColumn([ShardRows(mapped)])
+        self.num_bytes += array.nbytes
 
 
-class Tensors(Columns):
+class Tensors(ColumnDataset):
     """A dataset over array files; see :func:`open_tensors`."""
 
     def __init__(self, files: TensorFiles) -> None:
-        self._hold(files)
+        self._open(files)
 
 
 def open_tensors(*paths: str | os.PathLike[str], **fields: str | os.PathLike[str]) -> Tensors:
@@ -122,25 +113,20 @@ def open_tensors(*paths: str | os.PathLike[str], **fields: str | os.PathLike[str
             remedy='open_tensors(image="images.npy", label="labels.npy")',
         )
     if fields:
-        return Tensors(TensorFiles({k: os.fspath(v) for k, v in fields.items()}, "dict"))
-    if len(names) == 1 and os.path.isdir(names[0]):
-        found = sorted(one for one in os.listdir(names[0]) if one.endswith(".npy"))
-        if not found:
+        found, form = {name: os.fspath(path) for name, path in fields.items()}, "dict"
+    elif len(names) == 1 and os.path.isdir(names[0]):
+        inside = sorted(one for one in os.listdir(names[0]) if one.endswith(".npy"))
+        if not inside:
             raise BadStore(f"{names[0]} has no .npy file", remedy="np.save(folder + '/x.npy', x)")
-        inside = {one[: -len(".npy")]: os.path.join(names[0], one) for one in found}
-        return Tensors(TensorFiles(inside, "dict"))
-    if len(names) == 1:
-        return Tensors(TensorFiles({"value": names[0]}, "single"))
-    if any(not name.endswith(".npy") for name in names):
-        raise BadArgument("of several files each must be a .npy", remedy="np.save('x.npy', x)")
-    return Tensors(TensorFiles({f"field_{n}": name for n, name in enumerate(names)}, "tuple"))
-
-
-def _map(path: str) -> Any:
-    try:
-        return map_array(path)
-    except OSError as error:
-        raise BadStore(f"{path} cannot be opened: {error.strerror or error}", path=path) from None
+        found = {one.removesuffix(".npy"): os.path.join(names[0], one) for one in inside}
+        form = "dict"
+    elif len(names) == 1:
+        found, form = {"value": names[0]}, "single"
+    else:
+        if any(not name.endswith(".npy") for name in names):
+            raise BadArgument("of several files each must be a .npy", remedy="np.save('x.npy', x)")
+        found, form = {f"field_{n}": name for n, name in enumerate(names)}, "tuple"
+    return Tensors(TensorFiles(found, form))
 
 
 def _load(path: str, name: str) -> tuple[dict[str, Any], str]:
@@ -166,7 +152,7 @@ def _load(path: str, name: str) -> tuple[dict[str, Any], str]:
             f"{path} cannot be opened as tensors",
             likely="it holds more than tensors, is cut off, or is not of torch.save's format since "
             "torch 1.6.",
-            remedy="torch.save a tensor, a list or a dict of tensors, and nothing else",
+            remedy=_ONLY_TENSORS,
             path=path,
         ) from None
     if isinstance(found, torch.Tensor):
@@ -176,22 +162,18 @@ def _load(path: str, name: str) -> tuple[dict[str, Any], str]:
     else:
         tensors, form = {f"field_{n}": one for n, one in enumerate(found)}, "tuple"
     if not tensors or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
-        raise BadStore(
-            f"{path} holds something else than tensors",
-            remedy="torch.save a tensor, a list or a dict of tensors, and nothing else",
-            path=path,
-        )
+        raise BadStore(f"{path} holds something else than tensors", remedy=_ONLY_TENSORS, path=path)
     return tensors, form
 
 
-def _as_array(tensor: Any, where: str) -> tuple[np.ndarray, str]:
+def _as_array(tensor: Any, where: str) -> tuple[MappedArray, str]:
     import torch
 
     try:
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         if plain.dtype is torch.bfloat16:
-            return plain.view(torch.int16).numpy().view("<u2"), "bfloat16"
-        array: np.ndarray = plain.numpy()
+            return MappedArray(plain.view(torch.int16).numpy().view("<u2")), "bfloat16"
+        array = plain.numpy()
     except (TypeError, RuntimeError, NotImplementedError):
         layout = str(tensor.layout).removeprefix("torch.")
         raise BadStore(
@@ -199,4 +181,4 @@ def _as_array(tensor: Any, where: str) -> tuple[np.ndarray, str]:
             "be mapped",
             remedy="torch.save x.to_dense().float(), say",
         ) from None
-    return array, array.dtype.str
+    return MappedArray(array), array.dtype.str

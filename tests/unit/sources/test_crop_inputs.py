@@ -44,7 +44,7 @@ def test_a_grey_picture_stays_grey(size: int) -> None:
     ids=["channels first", "floats", "empty", "a tensor with channels last", "a batch", "a path"],
 )
 def test_what_is_no_picture_is_refused_rather_than_cropped(picture: Any) -> None:
-    with pytest.raises(BadImage, match="is no picture of bytes"):
+    with pytest.raises(BadImage, match="is no image of bytes"):
         RandomResizedCrop(4)(picture)
 
 

@@ -20,7 +20,7 @@ from penstock import (
     TooManyBad,
     pack,
 )
-from penstock.sources.locks import locked
+from penstock.sources.file_locks import packing_lock
 
 
 class Given:
@@ -121,7 +121,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 def test_only_one_process_packs_to_a_folder(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
-    with locked(str(tmp_path / "set")), pytest.raises(AlreadyThere, match="another process"):
+    with packing_lock(str(tmp_path / "set")), pytest.raises(AlreadyThere, match="another process"):
         pack_here(Given(1, 2), tmp_path / "set")
     assert len(pack_here(Given(1, 2), tmp_path / "set")) == 2
 

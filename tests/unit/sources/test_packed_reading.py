@@ -29,7 +29,7 @@ from penstock import (
     pack,
 )
 from penstock.engine.loading.gather import RowGatherer, find_gatherer
-from penstock.sources.row_gather import TRY_OTHER_EVERY, Table
+from penstock.sources.columns import TRY_OTHER_EVERY, RowTable
 
 pytestmark = pytest.mark.legacy
 
@@ -141,7 +141,7 @@ def test_rows_of_any_size_are_gathered(num_bytes: int, tmp_path: Path) -> None:
 def test_threads_gather_what_one_thread_gathers(width: int) -> None:
     """Both ways take turns until one is known to be quicker; odd widths have one way."""
     rows = np.random.default_rng(0).integers(0, 256, (5000, width), dtype=np.uint8)
-    table = Table(rows.ctypes.data, rows.shape, [rows])
+    table = RowTable(rows.ctypes.data, rows.shape, [rows])
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -177,7 +177,7 @@ def test_files_that_are_mapped_one_by_one_give_the_same(
     """As on systems where nobody chooses addresses."""
     pack(Pixels(64, num_bytes), tmp_path / "set", workers=0, shard_bytes=num_bytes * 25)
     together = list(DataLoader(Packed(tmp_path / "set"), batch_size=64, shuffle=True, seed=1))
-    monkeypatch.setattr("penstock.sources.packed_folder.map_together", lambda *arguments: None)
+    monkeypatch.setattr("penstock.sources.array_files._map_together", lambda *arguments: None)
     apart = list(DataLoader(Packed(tmp_path / "set"), batch_size=64, shuffle=True, seed=1))
     assert all(map(torch.equal, together[0], apart[0]))
     assert (apart[0][0] == apart[0][1][:, None]).all()
@@ -347,7 +347,7 @@ def test_offsets_that_lead_nowhere_are_named_even_with_right_checks(
 def test_damage_elsewhere_does_not_touch_what_is_whole(pixels: Path) -> None:
     flip(pixels / "field_0-00001.npy")
     packed = Packed(pixels)
-    first = packed._holders[0].manifest.shards[0].rows
+    first = packed._files[0].manifest.shards[0].rows
     assert all(packed[i][1] == i for i in range(first))
     loader = DataLoader(packed, batch_size=50, on_error="skip")
     kept = sum(len(y) for _, y in loader)
@@ -358,11 +358,11 @@ def test_damage_elsewhere_does_not_touch_what_is_whole(pixels: Path) -> None:
 def test_blocks_are_checked_once_for_all_copies(pixels: Path) -> None:
     packed = Packed(pixels)
     other = pickle.loads(pickle.dumps(packed))  # as a worker gets it
-    assert not packed._holders[0].seen.blocks.any()
+    assert not packed._files[0].checked.blocks.any()
     for _ in DataLoader(other, batch_size=100):
         pass
-    assert other._holders[0].seen.blocks.all()
-    assert packed._holders[0].seen.blocks.all() == hasattr(os, "memfd_create")
+    assert other._files[0].checked.blocks.all()
+    assert packed._files[0].checked.blocks.all() == hasattr(os, "memfd_create")
 
 
 # Arrays that are there already

@@ -1,7 +1,7 @@
-"""Which library decodes an image here, and which is the fastest one?
+"""JPEG decoders and encoders of the installed libraries, and the choice of the fastest decoder.
 
 JPEG goes to whichever of simplejpeg, OpenCV, torchvision and Pillow is quickest on a file of the
-user's own, measured once. Everything else goes to Pillow, or to OpenCV where there is none.
+user's own, measured once per process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import BadArgument, MissingExtra
-from penstock.machine.image_libraries import find_decoders
+from penstock.errors import BadArgument, CannotPack, MissingExtra
+from penstock.machine.image_libraries import find_decoders, opencv
 
 JpegDecoder = Callable[[Any, int], np.ndarray]
 """From the bytes of a JPEG and a scale (1, 2, 4 or 8: 1/scale in each direction) to RGB pixels."""
@@ -112,7 +112,7 @@ def jpeg_decoder(name: str) -> JpegDecoder:
     return _MAKERS[name]()
 
 
-def available() -> tuple[str, ...]:
+def available_decoders() -> tuple[str, ...]:
     """Decoders that could be used here; they are looked for, not imported.
 
     torchvision takes a second to import: it counts where it is imported already, or the only one.
@@ -122,14 +122,14 @@ def available() -> tuple[str, ...]:
     return tuple(is_cheap) or found
 
 
-def measure(data: bytes, names: Iterable[str] | None = None) -> dict[str, float]:
+def measure_decoders(data: bytes, names: Iterable[str] | None = None) -> dict[str, float]:
     """Seconds that each decoder takes for this JPEG, the quickest first.
 
     Raises:
         MissingExtra: There is none.
     """
     times: dict[str, float] = {}
-    for name in available() if names is None else names:
+    for name in available_decoders() if names is None else names:
         try:
             decode = jpeg_decoder(name)
             decode(data, 1)
@@ -141,7 +141,7 @@ def measure(data: bytes, names: Iterable[str] | None = None) -> dict[str, float]
         except Exception:  # a broken build, or a file that only others read
             continue
         times[name] = min(runs)
-    if not times and not available():
+    if not times and not available_decoders():
         raise no_decoder()
     return dict(sorted(times.items(), key=lambda item: item[1]))
 
@@ -153,84 +153,67 @@ def no_decoder() -> MissingExtra:
     )
 
 
+@functools.cache  # looking takes 96 microseconds, a tenth of decoding an image
 def check_decoder(name: str | None, call: str) -> None:
     """Raises: BadArgument: no decoder of that name. MissingExtra: it is not installed."""
-    if name is None or name in _seen:
+    if name is None:
         return
     BadArgument.unless_one_of("decoder", name, PREFERRED, call)
     if not find_decoders((name,)):
         raise MissingExtra(
             f"{name} is not installed here", remedy=f"pip install {_PACKAGES.get(name, name)}"
         )
-    _seen.add(name)
 
 
-_seen: set[str] = set()
-"""Decoders that were found: looking takes 96 microseconds, a tenth of decoding a picture."""
 _chosen: list[str] = []
 
 
-def fastest(data: bytes) -> str:
+def fastest_decoder(data: bytes) -> str:
     """The quickest decoder on this machine, measured with the first JPEG that comes."""
     if not _chosen:
-        times = measure(data)
+        times = measure_decoders(data)
         if not times:  # a broken file says nothing of any decoder
-            return available()[0]
-        _chosen.append(pick(times))
+            return available_decoders()[0]
+        _chosen.append(pick_decoder(times))
     return _chosen[0]
 
 
-def pick(times: dict[str, float]) -> str:
+def pick_decoder(times: dict[str, float]) -> str:
     """Of decoders and their times, the usual one, unless another has a clear lead.
 
     Example:
-        >>> pick({"torchvision": 0.9, "cv2": 1.0}), pick({"torchvision": 0.5, "cv2": 1.0})
-        ('cv2', 'torchvision')
+        >>> pick_decoder({"torchvision": 0.9, "cv2": 1.0})
+        'cv2'
+        >>> pick_decoder({"torchvision": 0.5, "cv2": 1.0})
+        'torchvision'
     """
     usual = min(times, key=PREFERRED.index)
     quickest = min(times, key=times.__getitem__)
     return quickest if times[quickest] * CLEAR_LEAD < times[usual] else usual
 
 
-def choose(name: str) -> None:
-    """Take over what was measured elsewhere. Called from: a worker."""
+def set_decoder(name: str) -> None:
+    """Take over the choice of another process. Called from: a worker."""
     if name and not _chosen:
         _chosen.append(name)
 
 
-def decode_other(data: bytes) -> np.ndarray:
-    """RGB pixels of anything that is no plain JPEG."""
-    names = find_decoders(("PIL", "cv2"))
-    if not names:
+def encode_jpeg(pixels: np.ndarray, quality: int) -> bytes:
+    """The bytes of a JPEG file. Called from: the writer of a packed set."""
+    pixels = np.ascontiguousarray(pixels)
+    if find_decoders(("PIL",)):
+        file = io.BytesIO()
+        image: Any = importlib.import_module("PIL.Image")
+        image.fromarray(pixels).save(file, "JPEG", quality=quality)
+        return file.getvalue()
+    if find_decoders(("simplejpeg",)):
+        encode = importlib.import_module("simplejpeg").encode_jpeg
+        return bytes(encode(pixels, quality=quality, colorspace="RGB", colorsubsampling="420"))
+    cv2 = opencv()
+    if cv2 is None:
         raise no_decoder()
-    if names[0] == "cv2":
-        return jpeg_decoder("cv2")(data, 1)
-    image: Any = importlib.import_module("PIL.Image")
-    with image.open(io.BytesIO(data)) as opened:
-        return pixels_of(opened)
-
-
-def pixels_of(opened: Any) -> np.ndarray:
-    """RGB pixels of a Pillow image. Sixteen bits are scaled to eight, where Pillow would clip."""
-    if opened.mode.startswith("I"):
-        wide = np.asarray(opened).astype(np.int64)
-        grey = np.clip((wide + 128) // 257, 0, 255).astype(np.uint8)
-        return np.repeat(grey[:, :, None], 3, axis=2)
-    if opened.mode == "F":
-        grey = np.clip(np.rint(np.asarray(opened)), 0, 255).astype(np.uint8)
-        return np.repeat(grey[:, :, None], 3, axis=2)
-    return np.asarray(opened.convert("RGB"))
-
-
-def words_of(error: BaseException) -> str:
-    """What a decoder says of a file, the same each time.
-
-    Pillow names the object that it read from by its address. Others replace its function that opens
-    files (Ultralytics), and then fail at something else once it has found no image.
-    """
-    within: BaseException | None = error
-    while within is not None:
-        if type(within).__name__ == "UnidentifiedImageError":
-            return "UnidentifiedImageError"
-        within = within.__cause__ or within.__context__
-    return f"{type(error).__name__}: {error}"
+    swapped = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
+    is_done, content = cv2.imencode(".jpg", swapped, [cv2.IMWRITE_JPEG_QUALITY, quality])
+    if not is_done:
+        raise CannotPack("OpenCV could not encode an image")
+    return bytes(content)

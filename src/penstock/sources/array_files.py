@@ -1,0 +1,248 @@
+"""``.npy`` files: headers that fill a page, and mappings of one or many files.
+
+NumPy opens these files like any other. The header is padded to ``HEADER_BYTES`` so that the data of
+every shard has the same place modulo a page: that lets one gather reach over many shards
+(:mod:`penstock.sources.columns`). On Linux all files of a field are mapped into one range of
+addresses, where NumPy sees their rows as rows of one array:
+
+    reserve:  |---------------------------------------------------------|   addresses only
+    map:      |[header|row row row]....|[header|row row]....|[header|row]   each file at a place
+              whose distance from the first is a multiple of both a page and a row
+
+No descriptor stays open, so a set of many shards does not come near the limit. Elsewhere files are
+mapped one by one, and a gather takes rows in smaller chunks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import mmap
+import os
+import struct
+import sys
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.errors import BadStore
+
+HEADER_BYTES = 4096
+_MAGIC = b"\x93NUMPY\x01\x00"
+_PROT_NONE, _PROT_READ = 0, 1
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
+_MAP_ANONYMOUS, _MAP_NORESERVE = 0x20, 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def make_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """The first ``HEADER_BYTES`` of a ``.npy`` file, format 1.0.
+
+    Example:
+        >>> import io
+        >>> content = make_header(np.dtype("<i2"), (2,)) + np.array([3, 4], "<i2").tobytes()
+        >>> np.load(io.BytesIO(content)).tolist()
+        [3, 4]
+    """
+    text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
+    length = HEADER_BYTES - len(_MAGIC) - 2
+    if len(text) >= length:
+        raise ValueError(f"a shape of {len(shape)} dimensions does not fit the header")
+    return _MAGIC + struct.pack("<H", length) + text.ljust(length - 1).encode("ascii") + b"\n"
+
+
+class MappedArray(NamedTuple):
+    """An array and the mapped file that it lies in.
+
+    Args:
+        offset: Where the data begins in the file.
+        file: None: the array is in memory.
+    """
+
+    array: np.ndarray
+    offset: int = 0
+    file: _MappedFile | None = None
+
+
+def map_array(path: str) -> MappedArray:
+    """Map one ``.npy`` file; see :func:`map_arrays`."""
+    return map_arrays([path])[0]
+
+
+def map_arrays(paths: list[str]) -> list[MappedArray]:
+    """Map ``.npy`` files for reading; on Linux so that their rows lie at whole distances.
+
+    Raises:
+        BadStore: One cannot be opened, is no ``.npy``, holds objects, or is shorter than its
+            header says.
+    """
+    headers = [_read_header(path) for path in paths]
+    row_bytes = max((header.row_bytes for header in headers), default=0)
+    sizes = [header.file_bytes for header in headers]
+    files = _map_together(paths, sizes, row_bytes)
+    if files is None:
+        files = [_map_alone(path) for path in paths]
+    return [
+        MappedArray(
+            file.content[header.offset :][: header.data_bytes]
+            .view(header.dtype)
+            .reshape(header.shape),
+            header.offset,
+            file,
+        )
+        for header, file in zip(headers, files, strict=True)
+    ]
+
+
+class _Header(NamedTuple):
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+    file_bytes: int
+
+    @property
+    def data_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+def _read_header(path: str) -> _Header:
+    copy_again = "copy the file again from where it was made"
+    try:
+        with open(path, "rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = {
+                (1, 0): np.lib.format.read_array_header_1_0,
+                (2, 0): np.lib.format.read_array_header_2_0,
+            }[version]
+            shape, is_fortran, dtype = read(file)
+            header = _Header(dtype, shape, file.tell(), os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        raise BadStore(f"{path} cannot be opened: {error.strerror or error}", path=path) from None
+    except Exception as error:  # whatever the bytes made of NumPy's parser
+        raise BadStore(
+            f"{path} is no .npy file: {' '.join(str(error).split())[:200]}",
+            likely="its first bytes are damaged, or something else wrote it.",
+            remedy=copy_again,
+            path=path,
+        ) from None
+    if dtype.hasobject:
+        raise BadStore(
+            f"{path} holds Python objects, which only pickle could read: refused", path=path
+        )
+    if is_fortran and len(shape) > 1:
+        raise BadStore(
+            f"{path} lies in Fortran order: its samples are not rows of the file",
+            remedy=f"np.save({path!r}, np.ascontiguousarray(np.load({path!r})))",
+            path=path,
+        )
+    needed = header.offset + header.data_bytes
+    if header.file_bytes < needed:
+        raise BadStore(
+            f"{path} has {header.file_bytes} bytes; {dtype} of shape {shape} needs {needed}",
+            likely="it was cut off: a full disk, or a copy that did not end.",
+            remedy=copy_again,
+            path=path,
+        )
+    return header
+
+
+class _MappedFile:
+    """All bytes of a file, and advice about them.
+
+    Args:
+        advise: As ``mmap.madvise``.
+    """
+
+    def __init__(self, content: np.ndarray, advise: Any) -> None:
+        self.content = content
+        self.madvise = advise
+
+
+def _map_alone(path: str) -> _MappedFile:
+    keywords: dict[str, Any] = {"access": mmap.ACCESS_READ}
+    if sys.version_info >= (3, 13) and os.name == "posix":
+        keywords["trackfd"] = False  # a thousand shards must not hold a thousand descriptors
+    with open(path, "rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, **keywords)
+    return _MappedFile(np.frombuffer(mapping, np.uint8), getattr(mapping, "madvise", None))
+
+
+class _AddressRange:
+    """A range of addresses, given back when the last array over it is gone."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.libc = _libc()
+        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+        self.address = self.libc.mmap(None, num_bytes, _PROT_NONE, flags, -1, 0)
+        if self.address == _FAILED:
+            raise OSError(ctypes.get_errno(), "no addresses")
+        weakref.finalize(self, self.libc.munmap, self.address, num_bytes).atexit = False
+
+    def map_file(self, path: str, start: int, num_bytes: int) -> _MappedFile:
+        address = self.address + start
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size != num_bytes:
+                raise OSError(f"{path} has changed its size")
+            flags = _MAP_SHARED | _MAP_FIXED
+            found = self.libc.mmap(address, num_bytes, _PROT_READ, flags, file.fileno(), 0)
+            if found == _FAILED:
+                raise OSError(ctypes.get_errno(), f"{path} cannot be mapped")
+
+        def advise(option: int, first: int = 0, length: int = num_bytes) -> None:
+            self.libc.madvise(address + first, length, option)
+
+        return _MappedFile(array_at(address, (num_bytes,), self, is_readonly=True), advise)
+
+
+def _map_together(paths: list[str], sizes: list[int], row_bytes: int) -> list[_MappedFile] | None:
+    """Map files a whole number of rows apart; None where that cannot be done."""
+    if sys.platform != "linux" or not row_bytes:
+        return None
+    step = math.lcm(row_bytes, mmap.PAGESIZE)
+    starts = np.cumsum([0, *(-(-size // step) * step for size in sizes)]).tolist()
+    try:
+        addresses = _AddressRange(starts[-1])
+        return list(map(addresses.map_file, paths, starts, sizes))
+    except (OSError, AttributeError):  # a limit on addresses, or a C library without these
+        return None
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    size, whole = ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, size, whole, whole, whole, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, size)
+    libc.madvise.argtypes = (ctypes.c_void_p, size, whole)
+    return libc
+
+
+class _Memory:
+    """What NumPy asks for memory that it shall see as an array."""
+
+    def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
+        self.owner = owner
+        self.__array_interface__ = interface
+
+
+def array_at(
+    address: int, shape: tuple[int, ...], owner: Any, *, is_readonly: bool = False
+) -> np.ndarray:
+    """Memory as an array of bytes, which keeps ``owner`` alive.
+
+    The garbage collector does not look through arrays: ``owner`` must not refer to the array.
+    """
+    interface = {
+        "shape": shape,
+        "typestr": "|u1",
+        "data": (address, is_readonly),
+        "version": 3,
+    }
+    return np.asarray(_Memory(owner, interface))

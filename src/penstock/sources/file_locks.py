@@ -1,0 +1,85 @@
+"""Locks on files, among processes; the system ends them with their holder, however that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+from penstock.errors import AlreadyThere
+
+PACKING_LOCK = ".packing.lock"
+_RETRY_S = 0.05
+
+
+def lock_file(descriptor: int, *, waits: bool) -> bool:
+    """Lock an open file until it is closed; False: another holds it."""
+    if os.name == "posix":
+        import fcntl
+
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except OSError:
+            return False
+        return True
+    while not (is_mine := _lock_byte_on_windows(descriptor, 0)) and waits:
+        time.sleep(_RETRY_S)
+    return is_mine
+
+
+@contextlib.contextmanager
+def packing_lock(folder: str) -> Iterator[None]:
+    """Hold the folder's lock. Raises: AlreadyThere: another process holds it."""
+    path = os.path.join(folder, PACKING_LOCK)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        # A file that its last holder has removed since we opened it locks nobody out.
+        if not lock_file(descriptor, waits=False) or not os.fstat(descriptor).st_nlink:
+            raise AlreadyThere(
+                f"{folder} is being packed by another process",
+                remedy="wait for it, or stop it and call again: finished shards are kept",
+                path=folder,
+            )
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def byte_lock(descriptor: int, place: int, *, waits: bool = False) -> Iterator[bool]:
+    """Lock one byte of a file (it need not be there); gives False: another process has it."""
+    if os.name == "posix":
+        import fcntl
+
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, place)
+            is_mine = True
+        except (BlockingIOError, PermissionError):
+            is_mine = False
+    else:
+        while not (is_mine := _lock_byte_on_windows(descriptor, place)) and waits:
+            time.sleep(_RETRY_S)
+    try:
+        yield is_mine
+    finally:
+        if is_mine and os.name == "posix":
+            fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, place)
+        elif is_mine:
+            _lock_byte_on_windows(descriptor, place, unlock=True)
+
+
+def _lock_byte_on_windows(descriptor: int, place: int, *, unlock: bool = False) -> bool:
+    import msvcrt
+
+    os.lseek(descriptor, place, os.SEEK_SET)
+    mode = msvcrt.LK_UNLCK if unlock else msvcrt.LK_NBLCK  # type: ignore[attr-defined,unused-ignore]
+    try:
+        msvcrt.locking(descriptor, mode, 1)  # type: ignore[attr-defined,unused-ignore]
+    except OSError:
+        return False
+    return True
