@@ -59,7 +59,7 @@ def _as_dict(timeline: object) -> dict[str, object]:
     account["workers"] = [vars(worker) for worker in timeline.account.workers]
     return {
         "facts": timeline.facts,
-        "verdict": timeline.verdict.to_json(),
+        "verdict": vars(timeline.verdict),
         "account": {**account, "rate": timeline.account.rate},
         "notes": timeline.model.notes,
     }

@@ -52,9 +52,6 @@ class Diagnosis:
         lines = [self.sentence, *(f"  {line}" for line in self.evidence)]
         return "\n".join([*lines, f"  Try: {self.remedy}"] if self.remedy else lines)
 
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "evidence": list(self.evidence)}
-
 
 def diagnose(
     account: Account, facts: dict[str, Any], predict: Predict = lambda **_: None

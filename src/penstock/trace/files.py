@@ -1,4 +1,4 @@
-"""Traces on disk: JSON, packed by gzip where the name ends so; columns of whole numbers.
+"""Traces on disk: JSON with columns of whole numbers, compressed where the name ends in ``.gz``.
 
 {"format": "penstock-trace", "version": 1, "facts": {...},
  "lanes": [{"name", "role", "number", "pid", "num_lost", "names": [...],
@@ -26,7 +26,7 @@ _GZIP = b"\x1f\x8b"
 
 
 def dump_records(records: Mapping[str, Any]) -> bytes:
-    """Records as the bytes of a trace file, not packed."""
+    """Records as the bytes of a trace file, not compressed."""
     lanes = []
     for lane in records.get("lanes") or ():
         spans = lane.get("spans") or ()
@@ -47,7 +47,7 @@ def write_records(records: Mapping[str, Any], path: str | os.PathLike[str]) -> N
 
 
 def write_whole(content: bytes, path: str | os.PathLike[str]) -> None:
-    """Write bytes, packed where the name ends in ``.gz``, under another name first.
+    """Write bytes, compressed where the name ends in ``.gz``, under another name first.
 
     Raises:
         BadTrace: It cannot be written there.

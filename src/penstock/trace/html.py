@@ -1,8 +1,10 @@
-"""The timeline as one page that needs nothing else: data, drawing and style in a single file.
+"""The timeline as one HTML page that needs nothing else: data, drawing and style in a single file.
 
-Names come from the user's code and may hold anything: they travel as JSON inside a script element
-that is never run, with every ``<`` written as an escape, and are drawn as text on a canvas. The
-page forbids itself all requests.
+Names come from the user's code and may hold anything: they are written as JSON inside a script
+element that is never run, with every ``<`` escaped, and are drawn as text on a canvas. The page
+forbids itself all requests. ``page.html`` is the template.
+
+Called from: :class:`penstock.Timeline` and the report of ``penstock bench``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ MAX_READINGS = 20_000
 """Points of a curve; more than a screen has columns, by far."""
 
 
-def render(model: TraceModel, verdict: Diagnosis | None = None) -> str:
+def render(model: TraceModel, verdict: Diagnosis) -> str:
     """The page."""
     return _template().replace(_DATA, _as_script_text(make_data(model, verdict)))
 
@@ -45,7 +47,7 @@ def _as_script_text(data: dict[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def make_data(model: TraceModel, verdict: Diagnosis | None) -> dict[str, Any]:
+def make_data(model: TraceModel, verdict: Diagnosis) -> dict[str, Any]:
     """What the page draws, in columns."""
     names: dict[str, int] = {"": 0}
     lanes = [_lane(lane, names) for lane in model.lanes]
@@ -58,7 +60,7 @@ def make_data(model: TraceModel, verdict: Diagnosis | None) -> dict[str, Any]:
         "ready": _curve(model.ready),
         "facts": {key: str(value) for key, value in model.facts.items()},
         "notes": model.notes,
-        "verdict": None if verdict is None else verdict.to_json(),
+        "verdict": vars(verdict),
     }
 
 

@@ -1,4 +1,4 @@
-"""The timeline in a terminal: a row for each lane, as wide as the window, gaps for waits.
+"""The timeline in a terminal: a row for each lane, as wide as the window, with gaps for waits.
 
 worker 0   ▕█████████████      ██████████████▏
 main       ▕░░░░░░░░░░░░░▓▓▓▓▓▓▓▓░░░░▓▓▓▓▓▓▓▓▏

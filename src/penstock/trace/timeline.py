@@ -1,4 +1,7 @@
-"""``penstock.Timeline``: a trace, looked at from all sides."""
+"""``penstock.Timeline``: a trace as a drawing, a page, a file, sums and a diagnosis.
+
+Called from: the training process (``loader.timeline()``) and the command line.
+"""
 
 from __future__ import annotations
 

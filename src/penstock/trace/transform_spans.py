@@ -1,7 +1,9 @@
-"""Each transform of torchvision's ``Compose`` as a span, without changing any ``Compose``.
+"""A span for each transform of torchvision's ``Compose``, where that was asked for.
 
-The method of the class is run as it stands, on a stand-in whose transforms are timed: what it does
-with them, in whatever version, stays its own business. Only where that was asked for.
+The class's own method runs on a proxy of the ``Compose`` whose transforms are timed, so that no
+``Compose`` is changed, and every version of torchvision applies its transforms as it always does.
+
+Called from: whatever process loads samples; tested by ``tests/compat/test_compose_steps.py``.
 """
 
 from __future__ import annotations
@@ -12,17 +14,17 @@ from typing import Any
 
 from penstock.trace.record import STEP, span
 
-_PLACES = (
+_COMPOSE_METHODS = (
     ("torchvision.transforms.v2._container", "forward"),
     ("torchvision.transforms.transforms", "__call__"),
 )
-"""Where the two kinds of Compose live, and which method goes through the transforms."""
+"""The modules of the two classes, and the method that applies the transforms."""
 _MARK = "_penstock_steps"
 
 
 def trace_steps() -> None:
-    """Note every transform in this process from now on. Twice is as good as once."""
-    for module_name, method in _PLACES:
+    """Record every transform in this process from now on. Calling it again changes nothing."""
+    for module_name, method in _COMPOSE_METHODS:
         compose = getattr(sys.modules.get(module_name), "Compose", None)
         original = vars(compose).get(method) if compose is not None else None
         if original is not None and not hasattr(original, _MARK):
@@ -31,14 +33,14 @@ def trace_steps() -> None:
 
 def _timed_method(original: Any) -> Any:
     @functools.wraps(original)
-    def go_through(self: Any, *inputs: Any) -> Any:
-        return original(_StandIn(self), *inputs)
+    def apply(self: Any, *inputs: Any) -> Any:
+        return original(_TimedCompose(self), *inputs)
 
-    setattr(go_through, _MARK, True)
-    return go_through
+    setattr(apply, _MARK, True)
+    return apply
 
 
-class _StandIn:
+class _TimedCompose:
     """A Compose as its own method sees it: the same, but for the transforms."""
 
     def __init__(self, compose: Any) -> None:
