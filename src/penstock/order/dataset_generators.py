@@ -1,28 +1,53 @@
-"""Generators that only the dataset knows: which are there, and how is each set for a sample?
+"""Generators that a dataset holds itself: find them, and set them for each sample.
 
 ``self.rng = np.random.default_rng()`` in a dataset, albumentations' and MONAI's transforms, a
 module's own ``random.Random(0)``: none of them is one of the global generators that are set for
-each sample. They are found by a bounded walk over the dataset's attributes (a few milliseconds,
-once per worker) and set in place from the sample's key, so unmodified code draws the same whichever
-worker runs it. What is found and cannot be set is listed with the reason.
+each sample. They are found by a walk over what the dataset holds (attributes, containers, closures,
+module globals), and set in place from the sample's key, so unmodified code draws the same whichever
+worker runs it. A generator that cannot be set is listed with the reason.
+
+The walk is bounded in objects, depth and items per container, because a dataset may hold a million
+paths or half a library. It takes a few milliseconds, once per worker, and neither calls nor copies
+anything.
 
 A generator that code makes anew in each sample (``np.random.default_rng()`` inside ``__getitem__``)
-is invisible here: that is what ``penstock.rng()`` replaces.
+is not found: that is what ``penstock.rng()`` replaces.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterable
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from penstock.order.keys import GOLDEN, mix64
-from penstock.order.object_walk import walk
+
+MAX_OBJECTS = 5000
+MAX_DEPTH = 8
+MAX_ITEMS = 64
+"""Of a list or dictionary: transforms come in short ones, samples in long ones."""
+
+_PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), np.ndarray, np.generic)
+_OPAQUE = (types.ModuleType, type, range, memoryview)
+_LIBRARIES = {
+    *("builtins", "torch", "torchvision", "numpy", "collections", "functools", "penstock"),
+}
+"""Their classes hold no generators in their modules that a sample would draw from."""
+_GENERATORS = (
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    random.Random,
+)
 
 Setter = Callable[[int], object]
 
@@ -87,21 +112,127 @@ def find_generators(dataset: Any, *, is_worker: bool = False) -> list[FoundGener
     """List the generators that ``dataset`` holds, in its attributes, closures and modules.
 
     Args:
-        dataset: What is walked over.
+        dataset: Where the walk begins; its path is ``dataset``.
         is_worker: In a worker process, where torch's ``get_worker_info()`` is set: a pipeline that
             would seed itself there is told not to.
     """
     found: list[FoundGenerator] = []
-    modules: set[str] = set()
-
-    def visit(path: str, value: Any) -> bool:
+    walk = _Walk()
+    queue: deque[tuple[str, Any, int]] = deque([("dataset", dataset, 0)])
+    while queue and len(walk.seen) < MAX_OBJECTS:
+        path, value, depth = queue.popleft()
+        if not walk.enter(value):
+            continue
         one = _recognise(path, value, is_worker)
         if one is not None:
             found.append(one)
-        return one is None  # nothing to look for inside of it
+        elif depth < MAX_DEPTH:
+            queue.extend((*item, depth + 1) for item in walk.inside(path, value))
+    return found + _of_libraries(walk.modules)
 
-    walk(dataset, visit, modules)
-    return found + _of_libraries(modules)
+
+# -- walking over what a dataset holds -------------------------------------------------------------
+
+
+class _Walk:
+    """Objects that were visited, and ``modules`` that their code imports."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+        self.modules: set[str] = set()
+        self._kept: list[Any] = []  # an id is only unique while its object lives
+
+    def enter(self, value: Any) -> bool:
+        """Is this an object to look at, for the first time?"""
+        if isinstance(value, (_PLAIN, _OPAQUE)) or id(value) in self.seen or _is_tensor(value):
+            return False
+        if getattr(type(value), "draws_nothing", False) is True:  # mapped files of a packed set
+            return False
+        self.seen.add(id(value))
+        self._kept.append(value)
+        return True
+
+    def inside(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """The paths and values that an object holds."""
+        if isinstance(value, dict):
+            for key, item in islice(value.items(), MAX_ITEMS):
+                yield f"{path}[{key!r}]", item
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            for place, item in enumerate(islice(value, MAX_ITEMS)):
+                yield f"{path}[{place}]", item
+        elif isinstance(value, functools.partial):
+            yield f"{path}.func", value.func
+            yield f"{path}.args", value.args
+            yield f"{path}.keywords", value.keywords
+        elif hasattr(value, "__self__"):  # a bound method, of Python's or of a compiled class
+            yield f"{path}.__self__", value.__self__
+            yield f"{path}.__func__", getattr(value, "__func__", None)
+        elif isinstance(value, types.FunctionType):
+            yield from self._of_function(path, value)
+        else:
+            for name, item in islice(_attributes(value), MAX_ITEMS):
+                yield f"{path}.{name}", item
+            yield from self._of_classes(type(value))
+
+    def _of_classes(self, cls: type) -> Iterator[tuple[str, Any]]:
+        """Generators in the class body, and in the globals that its methods name."""
+        for base in cls.__mro__:
+            if id(base) in self.seen or base.__module__.partition(".")[0] in _LIBRARIES:
+                continue
+            self.seen.add(id(base))  # classes live on
+            self.modules.add(base.__module__)
+            for name, item in base.__dict__.items():
+                function = getattr(item, "__func__", item)  # of a class method or a static one
+                if isinstance(item, _GENERATORS):
+                    yield f"{base.__qualname__}.{name}", item
+                elif isinstance(function, types.FunctionType):
+                    yield from self._of_function(f"{base.__qualname__}.{name}", function)
+
+    def _of_function(self, path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=False):
+            try:
+                yield f"{path}.{name}", cell.cell_contents
+            except ValueError:
+                pass  # not filled yet
+        for item in (function.__defaults__, function.__kwdefaults__):
+            if item is not None:
+                yield f"{path}.<defaults>", item
+        for name in _global_names(function.__code__):
+            item = function.__globals__.get(name)
+            if isinstance(item, types.ModuleType):
+                self.modules.add(item.__name__)
+            elif isinstance(item, _GENERATORS) or type(item).__module__ == "torch._C":
+                yield f"{function.__module__}.{name}", item
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict):
+        yield from held.items()
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if isinstance(cls.__dict__.get(name), types.MemberDescriptorType):
+                try:
+                    yield name, getattr(value, name)
+                except AttributeError:
+                    pass  # a slot without a value
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+# -- recognising and setting generators ------------------------------------------------------------
 
 
 def _recognise(path: str, value: Any, is_worker: bool) -> FoundGenerator | None:
@@ -150,7 +281,7 @@ def _recognise_torch(path: str, value: Any) -> FoundGenerator | None:
 
 
 def _bits_setter(bits: Any, owner: np.random.RandomState | None = None) -> Setter:
-    """How to set a bit generator in place. A RandomState also forgets its normal in reserve."""
+    """How to set a bit generator in place. A RandomState also clears its cached normal."""
     if type(bits) in (np.random.PCG64, np.random.PCG64DXSM):
         name = type(bits).__name__
 
@@ -217,7 +348,7 @@ def _keep() -> None:
     """Stands in for a pipeline's own seeding."""
 
 
-def _of_libraries(modules: Iterable[str]) -> list[FoundGenerator]:
+def _of_libraries(modules: set[str]) -> list[FoundGenerator]:
     """Libraries with a generator of their own that the walked-over code imports."""
     found: list[FoundGenerator] = []
     used = {name.partition(".")[0] for name in modules}

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.order.dataset_generators import DatasetGenerators, find_generators
+from penstock.order.dataset_generators import MAX_ITEMS, DatasetGenerators, find_generators
 from penstock.order.global_generators import preserved_generators
-from penstock.order.object_walk import MAX_ITEMS
 from penstock.order.sample_randomness import SampleRandomness
 
 pytestmark = pytest.mark.legacy
