@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from penstock.machine.collect import machine as machine
     from penstock.machine.facts import Gpu as Gpu
     from penstock.machine.facts import Machine as Machine
-    from penstock.order.block_order import BlockOrder as BlockOrder
     from penstock.order.bucketing import BucketedBatches as BucketedBatches
     from penstock.order.rng import rng as rng
+    from penstock.order.samplers import BlockOrder as BlockOrder
     from penstock.order.samplers import SeededOrder as SeededOrder
     from penstock.order.samplers import WeightedOrder as WeightedOrder
     from penstock.order.seeding import seed_all as seed_all
@@ -75,7 +75,7 @@ _HOMES = {
     "SeededOrder": "penstock.order.samplers",
     "WeightedOrder": "penstock.order.samplers",
     "BucketedBatches": "penstock.order.bucketing",
-    "BlockOrder": "penstock.order.block_order",
+    "BlockOrder": "penstock.order.samplers",
     "pack": "penstock.packing",
     "Packed": "penstock.sources.packed",
     "Field": "penstock.sources.fields",

@@ -4,16 +4,15 @@
     each bucket shuffled by itself    | batch batch ...
     the order of all batches shuffled
 
-A bucket is ``bucket_batches`` batches' worth of neighbours, so a batch has little padding and other
-company in each epoch. Where the cuts lie does not depend on the epoch: neither does ``len``. Any
-batch is computed alone; only the sorted order is kept, 8 bytes per sample.
+A bucket is ``bucket_batches`` batches' worth of neighbours, so a batch needs little padding and
+differs in each epoch. The bounds of buckets, and ``len``, do not depend on the epoch. Any batch is
+computed alone; only the sorted order is kept, 8 bytes per sample.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,10 @@ from penstock.options import check_count, check_seed
 from penstock.order.keys import BATCH_STREAM, BUCKET_STREAM, make_key, mix64
 from penstock.order.permutation import Permutation
 from penstock.order.ranks import RankShard
+from penstock.order.samplers import ShardedOrder
 
 
-class BucketedBatches:
+class BucketedBatches(ShardedOrder):
     """A batch sampler (``batch_sampler=``) that puts samples of similar length together.
 
     With several ranks, each takes every ``world_size``-th batch of the same order.
@@ -103,19 +103,11 @@ class BucketedBatches:
         self._sizes = np.array(sizes, dtype=np.int64)
         self._batches_before = np.array(batches_before, dtype=np.int64)
 
-    # -- the whole epoch -------------------------------------------------------------------------
-
     def set_epoch(self, epoch: int) -> None:
-        """Turn to another epoch. An iteration that has begun stays in its own."""
-        self.epoch = check_count("epoch", epoch, most=(1 << 63) - 1)
+        super().set_epoch(epoch)
         key = make_key(BATCH_STREAM, self.seed, self.epoch)
-        self._order = Permutation(self._shard.length, key)
+        self._order = Permutation(self.length, key)
         self._shuffles: dict[int, Permutation] = {}
-
-    @property
-    def length(self) -> int:
-        """Batches in the epoch, over all ranks."""
-        return self._shard.length
 
     def batch_at(self, position: int) -> list[int]:
         """The indices of the batch at ``position`` of the epoch, whichever rank has it."""
@@ -138,38 +130,15 @@ class BucketedBatches:
         first = int(self._firsts[bucket]) + (batch - int(self._batches_before[bucket])) * size
         return range(first, min(first + size, int(self._firsts[bucket + 1])))
 
-    # -- this rank -------------------------------------------------------------------------------
-
-    @property
-    def start(self) -> int:
-        """The batch of the epoch, counted over all ranks, at which this order begins."""
-        return self._shard.start
-
-    def starting_at(self, position: int) -> BucketedBatches:
-        """The same without the first ``position`` batches of the epoch (over all ranks)."""
-        rest = copy.copy(self)
-        rest._shard = replace(self._shard, start=check_count("position", position))
-        return rest
-
     def global_position(self, place: int) -> int:
         """A number for the first sample of this rank's ``place``-th batch; decides its randomness.
 
         The rest of the batch follows it. No two samples of an epoch share one (padding aside).
         """
-        return self._rows(self._order.index_at(self._position(place))).start
-
-    def _position(self, place: int) -> int:
-        if place < 0:
-            place += len(self)
-        if not 0 <= place < len(self):
-            raise IndexError(f"batch {place} of {len(self)}")
-        return self._shard.position(place) % self.length
-
-    def __len__(self) -> int:
-        return self._shard.num_local
+        return self._rows(self._order.index_at(self._position(place) % self.length)).start
 
     def __getitem__(self, place: int) -> list[int]:
-        return self.batch_at(self._position(place))
+        return self.batch_at(self._position(place) % self.length)
 
     def __iter__(self) -> Iterator[list[int]]:
         frozen = copy.copy(self)

@@ -1,6 +1,6 @@
-"""A shuffle without a list: where does position p go, and which position brought index i?
+"""A shuffle that is computed, not stored: from a position to its index, and back.
 
-A permutation of 0 .. length-1 that is a function of its key: any place is computed alone, in either
+A permutation of 0 .. length-1 is a function of its key: any place is computed alone, in either
 direction, with no memory per element. Up to ``TABLE_LENGTH`` it is a table (numbers sorted by a
 hash of theirs, which is exactly uniform); above, a Feistel network:
 
@@ -80,7 +80,7 @@ class Permutation:
 
     def index_at(self, position: int) -> int:
         """The index that stands at ``position``. About 6 microseconds."""
-        self._check(position)
+        check_index(position, self.length)
         if self.is_table:
             return int(self._table[position])
         index = self._forwards(position)
@@ -90,7 +90,7 @@ class Permutation:
 
     def position_of(self, index: int) -> int:
         """Where ``index`` stands: the inverse of :meth:`index_at`."""
-        self._check(index)
+        check_index(index, self.length)
         if self.is_table:
             return int(self._inverse_table[index])
         position = self._backwards(index)
@@ -100,7 +100,7 @@ class Permutation:
 
     def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The indices at many positions at once: about 30 nanoseconds each for thousands."""
-        places = checked_places(positions, self.length)
+        places = check_indices(positions, self.length)
         if self.is_table:
             return self._table[places.astype(np.int64, copy=False)]
         found = self._many_forwards(places.astype(np.uint64).reshape(-1))
@@ -110,9 +110,6 @@ class Permutation:
             if not outside.size:
                 return found.view(np.int64).reshape(places.shape)
             found[outside] = self._many_forwards(found[outside])
-
-    def _check(self, place: int) -> None:
-        check_place(place, self.length)
 
     # -- short: a table --------------------------------------------------------------------------
 
@@ -170,32 +167,32 @@ class Permutation:
 
 
 class IdentityPermutation:
-    """No shuffle, with the face of one: position p has index p."""
+    """No shuffle, with the interface of one: position p has index p."""
 
     def __init__(self, length: int) -> None:
         self.length = length
 
     def index_at(self, position: int) -> int:
-        check_place(position, self.length)
+        check_index(position, self.length)
         return position
 
     position_of = index_at
 
     def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        return checked_places(positions, self.length).astype(np.int64, copy=False)
+        return check_indices(positions, self.length).astype(np.int64, copy=False)
 
 
-def check_place(place: int, length: int) -> None:
-    if not 0 <= place < length:
-        raise IndexError(f"{place} is outside of 0 .. {length - 1}")
+def check_index(index: int, length: int) -> None:
+    if not 0 <= index < length:
+        raise IndexError(f"{index} is outside of 0 .. {length - 1}")
 
 
-def checked_places(places: npt.ArrayLike, length: int) -> npt.NDArray[Any]:
-    """The places as an array, all of which are from 0 to ``length - 1``."""
-    found = np.asarray(places)
+def check_indices(indices: npt.ArrayLike, length: int) -> npt.NDArray[Any]:
+    """The indices as an array, all of which are from 0 to ``length - 1``."""
+    found = np.asarray(indices)
     if found.size:
-        check_place(int(found.min()), length)
-        check_place(int(found.max()), length)
+        check_index(int(found.min()), length)
+        check_index(int(found.max()), length)
     return found
 
 

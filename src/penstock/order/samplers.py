@@ -1,12 +1,12 @@
-"""Orders that are functions of (seed, epoch), as samplers that any DataLoader takes.
+"""Samplers whose order is a function of (seed, epoch), for any DataLoader.
 
     SeededOrder      every index once, shuffled or in sequence
     WeightedOrder    with replacement, each index as often as its weight says
+    BlockOrder       every index once, shuffled so that the disk is read in blocks
 
-All of them work alike: ``len``, iteration and ``order[i]`` speak of this rank's samples, counted
-from the start position; ``index_at(position)`` speaks of the whole epoch. Nothing is drawn and
-nothing is remembered, so iterating twice gives the same order twice: ``set_epoch`` turns to
-another.
+``len``, iteration and ``order[i]`` are about this rank's samples, counted from the start position;
+``index_at(position)`` is about the whole epoch. Nothing is drawn and nothing is remembered, so
+iterating twice gives the same order twice; ``set_epoch`` turns to another.
 """
 
 from __future__ import annotations
@@ -21,44 +21,82 @@ import numpy.typing as npt
 
 from penstock.errors import BadArgument
 from penstock.options import check_count, check_seed
-from penstock.order.keys import ORDER_STREAM, WEIGHT_STREAM, make_key, splitmix64
-from penstock.order.permutation import IdentityPermutation, Permutation, checked_places
+from penstock.order.keys import (
+    BLOCK_STREAM,
+    ORDER_STREAM,
+    WEIGHT_STREAM,
+    make_key,
+    mix64,
+    splitmix64,
+)
+from penstock.order.permutation import (
+    IdentityPermutation,
+    Permutation,
+    check_index,
+    check_indices,
+)
 from penstock.order.ranks import RankShard
 
 CHUNK = 4096
 """Indices computed at a time: 0.2 ms, and 160 KB while it lasts."""
 
-Self = TypeVar("Self", bound="Order")
+Self = TypeVar("Self", bound="ShardedOrder")
+SelfOrder = TypeVar("SelfOrder", bound="Order")
 
 
-class Order:
-    """What all orders share: epochs, ranks, a start position, and access to any place."""
+class ShardedOrder:
+    """Common to orders of samples and of batches: seed, epoch, start, and this rank's part."""
 
-    def __init__(self, length: int, *, seed: int, epoch: int, **shard: Any) -> None:
-        self.seed = check_seed("seed", seed)
-        self._shard = RankShard(length=check_count("length", length), **shard)
-        self.set_epoch(epoch)
-
-    # -- the whole epoch -------------------------------------------------------------------------
+    seed: int
+    epoch: int
+    _shard: RankShard
 
     @property
     def length(self) -> int:
         """Positions in the epoch, over all ranks."""
         return self._shard.length
 
+    @property
+    def start(self) -> int:
+        """The position of the epoch, counted over all ranks, at which this order begins."""
+        return self._shard.start
+
     def set_epoch(self, epoch: int) -> None:
         """Turn to another epoch. An iteration that has begun stays in its own."""
         self.epoch = check_count("epoch", epoch, most=(1 << 63) - 1)
 
-    def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The indices at many positions of the epoch."""
-        raise NotImplementedError
+    def starting_at(self: Self, position: int) -> Self:
+        """The same order without the first ``position`` positions of the epoch, at no cost.
 
-    def index_at(self, position: int) -> int:
-        """The index at ``position`` of the epoch, whichever rank has it."""
-        return int(self.at(np.array([position], dtype=np.int64))[0])
+        The position counts over all ranks, so it may be resumed with another number of them.
 
-    # -- this rank -------------------------------------------------------------------------------
+        Example:
+            >>> order = SeededOrder(10, seed=1)
+            >>> list(order.starting_at(7)) == list(order)[7:]
+            True
+        """
+        rest = copy.copy(self)
+        rest._shard = replace(self._shard, start=check_count("position", position))
+        return rest
+
+    def _position(self, place: int) -> int:
+        """The position in the epoch of this rank's ``place``-th element; -1 is the last one."""
+        if place < 0:
+            place += len(self)
+        check_index(place, len(self))
+        return self._shard.position(place)
+
+    def __len__(self) -> int:
+        return self._shard.num_local
+
+
+class Order(ShardedOrder):
+    """Base class of samplers: an order of sample indices."""
+
+    def __init__(self, length: int, *, seed: int, epoch: int, **shard: Any) -> None:
+        self.seed = check_seed("seed", seed)
+        self._shard = RankShard(length=check_count("length", length), **shard)
+        self.set_epoch(epoch)
 
     @property
     def rank(self) -> int:
@@ -72,26 +110,15 @@ class Order:
     def drop_last(self) -> bool:
         return self._shard.drop_last
 
-    @property
-    def start(self) -> int:
-        """The position of the epoch at which this order begins."""
-        return self._shard.start
+    def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The indices at many positions of the epoch."""
+        raise NotImplementedError
 
-    def starting_at(self: Self, position: int) -> Self:
-        """The same order without the first ``position`` samples of the epoch, at no cost.
+    def index_at(self, position: int) -> int:
+        """The index at ``position`` of the epoch, whichever rank has it."""
+        return int(self.at(np.array([position], dtype=np.int64))[0])
 
-        The position counts over all ranks, so it may be resumed with another number of them.
-
-        Example:
-            >>> order = SeededOrder(10, seed=1)
-            >>> list(order.starting_at(7)) == list(order)[7:]
-            True
-        """
-        rest = copy.copy(self)
-        rest._shard = replace(self._shard, start=check_count("position", position))
-        return rest
-
-    def for_rank(self: Self, rank: int) -> Self:
+    def for_rank(self: SelfOrder, rank: int) -> SelfOrder:
         """The same order as another rank has it."""
         other = copy.copy(self)
         other._shard = replace(self._shard, rank=rank)
@@ -102,33 +129,18 @@ class Order:
 
         Within a batch of this rank, positions are consecutive.
         """
-        return self._shard.position(self._checked_place(place))
-
-    def __len__(self) -> int:
-        return self._shard.num_local
+        return self._position(place)
 
     def __getitem__(self, place: int) -> int:
-        position = self._shard.position(self._checked_place(place))
-        return self.index_at(position % self.length)
+        return self.index_at(self._position(place) % self.length)
 
     def __iter__(self) -> Iterator[int]:
-        frozen = copy.copy(self)  # set_epoch while we run must not change what is under way
+        frozen = copy.copy(self)  # set_epoch must not change an iteration that has begun
         for first in range(0, len(frozen), CHUNK):
-            last = min(first + CHUNK, len(frozen))
-            yield from frozen._own_indices(first, last).tolist()
-
-    def _own_indices(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        positions = self._shard.positions(first, last)
-        if self._shard.padding:
-            positions %= self.length
-        return self.at(positions)
-
-    def _checked_place(self, place: int) -> int:
-        if place < 0:
-            place += len(self)
-        if not 0 <= place < len(self):
-            raise IndexError(f"place {place} of an order of {len(self)} samples")
-        return place
+            positions = frozen._shard.positions(first, min(first + CHUNK, len(frozen)))
+            if frozen._shard.padding:
+                positions %= frozen.length
+            yield from frozen.at(positions).tolist()
 
 
 class SeededOrder(Order):
@@ -251,11 +263,110 @@ class WeightedOrder(Order):
         self._key = make_key(WEIGHT_STREAM, self.seed, self.epoch)
 
     def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        places = checked_places(positions, self.length)
+        places = check_indices(positions, self.length)
         words = splitmix64(self._key, places.astype(np.uint64))
         heights = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53 * self._cumulative[-1]
         found: npt.NDArray[np.intp] = np.searchsorted(self._cumulative, heights, side="right")
         return found.astype(np.int64, copy=False)
+
+
+class BlockOrder(Order):
+    """Each index once, in a random order that reads the disk in blocks of neighbours.
+
+    ::
+
+        0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13      blocks of block_size samples
+        block 2, block 0   |   block 3, block 1    in random order, num_mixed of them at a time
+        9 2 11 0 8 3 1 10  |   5 12 4 13 7 6       the samples of those, shuffled
+
+    A disk (or a network) reads whole blocks, and num_mixed of them are in memory at a time. No
+    buffer is filled: any position is computed alone.
+
+    Args:
+        length: How many samples the dataset has, or the dataset itself.
+        block_size: Neighbours that are read together.
+        num_mixed: Blocks whose samples are shuffled among each other.
+        seed, epoch, batch_size, rank, world_size, drop_last, padding: As in
+            :class:`penstock.SeededOrder`.
+
+    Example:
+        >>> order = BlockOrder(14, block_size=4, num_mixed=2, seed=0)
+        >>> sorted(order) == list(range(14))
+        True
+        >>> sorted({index // 4 for index in list(order)[:6]})  # from two blocks only
+        [0, 2]
+    """
+
+    def __init__(
+        self,
+        length: Any,
+        *,
+        block_size: int = 256,
+        num_mixed: int = 16,
+        seed: int = 0,
+        epoch: int = 0,
+        batch_size: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        padding: bool = False,
+    ) -> None:
+        self.block_size = check_count("block_size", block_size, 1)
+        self.num_mixed = check_count("num_mixed", num_mixed, 1)
+        super().__init__(
+            len(length) if hasattr(length, "__len__") else length,
+            seed=seed,
+            epoch=epoch,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+            padding=padding,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self._key = make_key(BLOCK_STREAM, self.seed, self.epoch)
+        num_blocks = -(-self.length // self.block_size)
+        self._blocks = Permutation(num_blocks, self._key)
+        # Only the last block can be short; from its group on, all begin earlier by what it lacks.
+        self._lack = num_blocks * self.block_size - self.length
+        place = self._blocks.position_of(num_blocks - 1) if num_blocks else 0
+        self._short_group, self._short_place = divmod(place, self.num_mixed)
+        self._inner: dict[int, Permutation] = {}
+
+    def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        places = check_indices(positions, self.length).astype(np.int64).reshape(-1)
+        group_rows = self.block_size * self.num_mixed
+        groups = places // group_rows
+        # The short group ends earlier than its number says, and later ones begin earlier.
+        is_later = places >= (groups + 1) * group_rows - np.where(
+            groups >= self._short_group, self._lack, 0
+        )
+        groups = groups + is_later
+        starts = groups * group_rows - np.where(groups > self._short_group, self._lack, 0)
+        found = np.empty(len(places), np.int64)
+        for group in np.unique(groups).tolist():
+            mine = groups == group
+            found[mine] = self._in_group(group, places[mine] - starts[mine])
+        return found.reshape(np.shape(positions))
+
+    def _in_group(self, group: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        first = group * self.num_mixed
+        num_blocks = min(self.num_mixed, self._blocks.length - first)
+        rows = num_blocks * self.block_size
+        is_short = group == self._short_group
+        rows -= self._lack if is_short else 0
+        shuffle = self._inner.get(group)
+        if shuffle is None:
+            self._inner = {group: Permutation(rows, mix64(self._key ^ mix64(group + 1)))}
+            shuffle = self._inner[group]
+        inner = shuffle.at(places)
+        if is_short:  # the rows behind the short block are nearer by what it lacks
+            end = (self._short_place + 1) * self.block_size - self._lack
+            inner = np.where(inner >= end, inner + self._lack, inner)
+        blocks = self._blocks.at(first + inner // self.block_size)
+        return blocks * self.block_size + inner % self.block_size
 
 
 def _accumulate(weights: npt.ArrayLike) -> npt.NDArray[np.float64]:

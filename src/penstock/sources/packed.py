@@ -22,8 +22,8 @@ import psutil
 
 from penstock.errors import BadArgument
 from penstock.images.crops import Crop, open_image
-from penstock.order.block_order import BlockOrder
 from penstock.order.ranks import RankShard
+from penstock.order.samplers import BlockOrder
 from penstock.sources.columns import Column, FixedColumn, RaggedColumn, value_of
 from penstock.sources.fields import join_sample
 from penstock.sources.manifest import FieldSchema
