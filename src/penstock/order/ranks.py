@@ -1,4 +1,4 @@
-"""Which of the epoch's positions belong to this rank?
+"""Which positions of an epoch each rank of a distributed run takes.
 
 A global batch is ``world_size * batch_size`` consecutive positions, of which rank r takes the r-th
 part:

@@ -1,7 +1,7 @@
 """``seed_all`` and ``seeded``: all generators and switches that make a run repeatable, in one call.
 
-What each run needs besides (a loader with ``seed=``, the same data, the same machine) is not in
-anybody's hands here; what cannot be set inside a running process is said, with the way to do it.
+A repeatable run also needs a loader with ``seed=``, the same data and the same machine. Whatever
+cannot be set inside a running process is reported, with the way to set it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ _INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACES = (":4096:8", ":16:8")
 """The two values with which cuBLAS is repeatable; the first is the faster one, with 24 MB more."""
+
+
+Restore = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +94,13 @@ def seeded(
         >>> random.getstate() == state
         True
     """
-    restore_devices, restore_flags = _save_devices(), _save_flags()
-    workspace = os.environ.get(_WORKSPACE)
+    put_back = [*_save_devices(), *_save_flags(), *_save_workspace()]
     with preserved_generators():
         try:
             yield seed_all(seed, deterministic, benchmark)
         finally:
-            restore_devices()
-            restore_flags()
-            if workspace is None:
-                os.environ.pop(_WORKSPACE, None)
-            else:
-                os.environ[_WORKSPACE] = workspace
+            for restore in put_back:
+                restore()
 
 
 def _seed_generators(seed: int) -> list[str]:
@@ -217,46 +216,46 @@ def _look_at_hash_seed(done: list[str], cannot: list[str]) -> None:
 # -- putting things back ---------------------------------------------------------------------------
 
 
-def _save_flags() -> Callable[[], None]:
+def _save_flags() -> list[Restore]:
     import torch
 
-    cudnn: Any = torch.backends.cudnn
-    flags = cudnn.deterministic, cudnn.benchmark
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    is_warning = torch.is_deterministic_algorithms_warn_only_enabled()
-    miopen: Any = torch.backends.miopen if _has_miopen_switch() else None
-    is_immediate = miopen.immediate if miopen is not None else False
-
-    def restore() -> None:
-        cudnn.deterministic, cudnn.benchmark = flags
-        _use_deterministic(is_deterministic, warn_only=is_warning)
-        if miopen is not None:
-            miopen.immediate = is_immediate
-
-    return restore
+    flags: list[tuple[Any, str]] = [
+        (torch.backends.cudnn, "deterministic"),
+        (torch.backends.cudnn, "benchmark"),
+    ]
+    if _has_miopen_switch():
+        flags.append((torch.backends.miopen, "immediate"))
+    is_on = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return [
+        *(partial(setattr, module, name, getattr(module, name)) for module, name in flags),
+        partial(_use_deterministic, is_on, warn_only=warn_only),
+    ]
 
 
-def _save_devices() -> Callable[[], None]:
+def _save_workspace() -> list[Restore]:
+    value = os.environ.get(_WORKSPACE)
+    if value is None:
+        return [partial(os.environ.pop, _WORKSPACE, None)]
+    return [partial(os.environ.__setitem__, _WORKSPACE, value)]
+
+
+def _save_devices() -> list[Restore]:
     """The generators of accelerators that run already; none is started to ask."""
     import torch
 
     first_seed = torch.default_generator.initial_seed()
-    saved: list[tuple[Callable[[Any], Any], Any]] = []
+    saved: list[Restore] = []
     for name in ("cuda", "xpu"):
         module: Any = getattr(torch, name, None)
         if module is None or not hasattr(module, "get_rng_state_all"):
             continue
         if module.is_initialized():
-            saved.append((module.set_rng_state_all, module.get_rng_state_all()))
+            saved.append(partial(module.set_rng_state_all, module.get_rng_state_all()))
         else:
             # What seed_all left there waits for the start: have it followed by what was there.
-            saved.append((module.manual_seed_all, first_seed))
+            saved.append(partial(module.manual_seed_all, first_seed))
     mps: Any = getattr(torch, "mps", None)
     if mps is not None and torch.backends.mps.is_available():
-        saved.append((mps.set_rng_state, mps.get_rng_state()))
-
-    def restore() -> None:
-        for put_back, state in saved:
-            put_back(state)
-
-    return restore
+        saved.append(partial(mps.set_rng_state, mps.get_rng_state()))
+    return saved

@@ -1,7 +1,7 @@
-"""Parts of a dataset, divided by a seed: no list of indices, the same parts on every machine.
+"""``penstock.split``: divides a dataset by a seed, without a list of indices.
 
-The one module of this room that imports torch when it is loaded, because a part is one of torch's
-datasets. Nothing else in the room imports it.
+The parts are the same on every machine. This is the only module of the package that imports torch
+when it is loaded, because a part is one of torch's datasets; no other module here imports it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Subset
 
 from penstock.errors import BadArgument
 from penstock.options import check_seed
@@ -22,7 +22,7 @@ _CHUNK = 4096
 
 
 class PermutationSlice(Sequence[int]):
-    """A run of a shuffle as a sequence of indices, computed when they are looked at."""
+    """A part of a permutation as a sequence of indices, computed when they are read."""
 
     def __init__(self, shuffle: Permutation, places: range) -> None:
         self._shuffle = shuffle
@@ -64,25 +64,10 @@ class PermutationSlice(Sequence[int]):
         return f"PermutationSlice({len(self)} of {self._shuffle.length})"
 
 
-class PermutedSubset(Dataset[Any]):
-    """Some samples of a dataset; like torch's ``Subset``, without the list.
+class PermutedSubset(Subset[Any]):
+    """Some samples of a dataset: torch's ``Subset``, without a list of indices."""
 
-    Args:
-        dataset: The whole.
-        indices: Which of its samples belong to this part.
-    """
-
-    def __init__(self, dataset: Any, indices: PermutationSlice) -> None:
-        self.dataset = dataset
-        self.indices = indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, list):
-            return self.dataset[[self.indices[each] for each in place]]
-        return self.dataset[self.indices[place]]
+    dataset: Any
 
     @property
     def __getitems__(self) -> Callable[[list[int]], list[Any]]:
