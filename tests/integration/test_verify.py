@@ -285,7 +285,7 @@ def test_the_first_setting_is_the_reference_and_others_change_one_thing(workers:
         assert setting.name.startswith(str(setting.arguments["num_workers"]))
 
 
-def test_the_room_can_be_called_whatever_was_imported_first() -> None:
+def test_the_package_can_be_called_whatever_was_imported_first() -> None:
     import penstock.verify.verdict
     from penstock import verify
 

@@ -208,7 +208,7 @@ def api_page() -> str:
         for name, home in list(left.items()):
             if any(f"{home}.".startswith(f"penstock.{room}.") for room in rooms):
                 del left[name]
-                node = definition_of(name, CALLABLE_ROOMS.get(name, home))
+                node = definition_of(name, CALLABLE_PACKAGES.get(name, home))
                 if node is None:
                     raise LookupError(f"penstock.{name} is not defined in {home}")
                 out += describe(name, node, 3, f"penstock.{name}", home)
@@ -228,8 +228,8 @@ def api_page() -> str:
     return "\n".join(out)
 
 
-CALLABLE_ROOMS = {"machine": "penstock.machine.collect", "verify": "penstock.verify.comparison"}
-"""Rooms that can be called: what stands behind the call."""
+CALLABLE_PACKAGES = {"machine": "penstock.machine.collect", "verify": "penstock.verify.comparison"}
+"""Packages that can be called, and the module of the function behind the call."""
 
 
 def command_page() -> str:

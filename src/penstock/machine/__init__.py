@@ -1,34 +1,22 @@
-"""What is this computer?
+"""Facts about this computer: ``penstock.machine()``.
 
-``penstock.machine`` is this room, and ``penstock.machine()`` the answer to its question.
+::
+
+    facts              Machine, Gpu: the facts as plain values
+    collect            finds all of them out
+      host, software   the operating system and the processor; Python and torch
+      cgroup           limits of control groups
+      gpu              which GPUs there are: nvidia, amd
+      image_libraries  JPEG decoders
+    gpu_usage          what the GPUs are doing
+    pcie, storage      a GPU's link; what a path is stored on
+    oom                kills for want of memory
+    child_process      runs what may hang or crash: vendor_tools, and others' trials
+    kernel_files       reads /proc and /sys
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from penstock.callable_package import make_callable
 
-if TYPE_CHECKING:
-    from penstock.machine.facts import Machine
-
-
-class _Room(ModuleType):
-    """A module that can be called.
-
-    Importing any file of this room makes Python set ``penstock.machine`` to the package, over
-    whatever function the front page put there. So the package itself answers the call.
-    """
-
-    def __call__(self) -> Machine:
-        from penstock.machine.collect import machine  # late: most who open this room want one file
-
-        return machine()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # cloudpickle knows modules by their exact type; a script's functions may hold this one.
-        return importlib.import_module, (self.__name__,)
-
-
-sys.modules[__name__].__class__ = _Room
+make_callable(__name__, "penstock.machine.collect", "machine")

@@ -1,45 +1,23 @@
-"""Does this loader give the same bits whatever loads them?
-
-``penstock.verify`` is this room, and ``penstock.verify(make_loader)`` the answer to its question.
+"""Checks that a loader gives the same bits whatever loads them: ``penstock.verify(make_loader)``.
 
 ::
 
-    checking    runs the factory's loader under each setting, and compares
-      settings    which settings there are, and which of them the factory takes
-      stream      one run, batch after batch: delayed, or killed and resumed
-      hashing     a batch and its samples as hashes
-      - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - another process
-      fresh       the same run in a new interpreter, with another hash seed
-      - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - -
-      differences the first sample and field that differ, and how
-      causes      why, as found by further runs
-      verdict     the answer: a table, the difference, for a person or a program
-    training    without a loader: is the same small training twice equal to the last bit here?
+    comparison      runs the factory's loader under each setting, and compares
+      factory       what the factory takes; a loader as a factory of loaders like it
+      settings      which settings there are
+      runs          one run, batch after batch: delayed, or killed and resumed
+      hashing       a batch and its samples as hashes
+      fresh_process the same run in a new interpreter, with another hash seed
+      differences   the first sample and field that differ, and how
+      causes        why, as found by further runs
+      verdict       the answer: a table, the difference, for a person or a program
+    training        without a loader: is the same small training twice equal to the last bit here?
 
-Nothing here knows Penstock's own loader: any iterable can be convicted.
+Nothing here knows Penstock's own loader: any iterable can be checked.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from penstock.callable_package import make_callable
 
-if TYPE_CHECKING:
-    from penstock.verify.verdict import Verdict
-
-
-class _Room(ModuleType):
-    """A module that can be called; the reason is the one of :mod:`penstock.machine`."""
-
-    def __call__(self, make_loader: Any, **options: Any) -> Verdict:
-        from penstock.verify.comparison import verify  # late: it imports torch
-
-        return verify(make_loader, **options)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return importlib.import_module, (self.__name__,)
-
-
-sys.modules[__name__].__class__ = _Room
+make_callable(__name__, "penstock.verify.comparison", "verify")

@@ -97,10 +97,10 @@ def test_a_memory_limit_above_the_memory_limits_nothing(
     assert machine().memory_limit_bytes == expected
 
 
-def test_the_room_can_be_called_and_travels() -> None:
+def test_the_package_can_be_called_and_pickled() -> None:
     assert isinstance(penstock.machine(), penstock.Machine)
     for pickler in (pickle, cloudpickle):
         assert pickle.loads(pickler.dumps(penstock.machine)) is penstock.machine
-    room = penstock.machine
-    function = pickle.loads(cloudpickle.dumps(lambda: room().os))
+    package = penstock.machine
+    function = pickle.loads(cloudpickle.dumps(lambda: package().os))
     assert function() == sys.platform
