@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from penstock.machine.cgroup import cpu_quota, memory_limit_bytes
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.gpu_usage import _json_of
 from penstock.machine.host import cpu_model
-from penstock.machine.storage import storage_of
 from penstock.machine.vendor_tools import ToolFailed
 
 pytestmark = pytest.mark.legacy
@@ -74,14 +72,13 @@ def test_any_bytes_in_a_file_of_the_kernel_s_break_nothing(content: bytes) -> No
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "1").mkdir()
-        for name in ("cpu.max", "memory.max", "membership", "1/properties", "mountinfo"):
+        for name in ("cpu.max", "memory.max", "membership", "1/properties", "names"):
             (root / name).write_bytes(content)
         quota = cpu_quota(root, root / "membership")
         limit = memory_limit_bytes(root, root / "membership")
         assert quota is None or quota > 0
         assert limit is None or limit > 0
-        cards_by_kfd(root, root, root / "mountinfo", root / "mountinfo")
-        assert storage_of(os.sep, mountinfo=root / "mountinfo", sys_root=root).advice
+        cards_by_kfd(root, root, root / "names", root / "names")
 
 
 @given(st.text(max_size=200))

@@ -2,12 +2,13 @@
 
 On Linux the way down is::
 
-    path -> mount (/proc/self/mountinfo) -> block device (/sys/dev/block) -> disk
-                                             partition -> its disk
-                                             dm-0 (LVM, encryption) -> its slaves
-                                             md0 (RAID) -> its members; the slowest counts
+    path -> mount -> block device (/sys/dev/block) -> disk
+                       partition -> its disk
+                       dm-0 (LVM, encryption) -> its slaves
+                       md0 (RAID) -> its members; the slowest counts
 
-Nothing is opened, so no rights are needed.
+No device is opened, so no rights are needed. On Windows and macOS psutil knows the network and
+memory, not the kind of disk.
 """
 
 from __future__ import annotations
@@ -15,17 +16,29 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.machine.kernel_files import read_text
 
-MOUNTINFO = Path("/proc/self/mountinfo")
 SYS = Path("/sys")
 
 _KINDS: dict[str, set[str]] = {
-    "ram": {"tmpfs", "ramfs", "devtmpfs"},
+    "internet": {
+        "davfs",
+        "fuse.blobfuse",
+        "fuse.blobfuse2",
+        "fuse.davfs",
+        "fuse.gcsfuse",
+        "fuse.goofys",
+        "fuse.juicefs",
+        "fuse.mount-s3",
+        "fuse.rclone",
+        "fuse.s3fs",
+        "webdav",
+    },
     "network": {
         "9p",
         "afpfs",
@@ -46,23 +59,11 @@ _KINDS: dict[str, set[str]] = {
         "smb3",
         "smbfs",
         "wekafs",
+        "remote",  # how psutil marks a drive on Windows
     },
-    "internet": {
-        "davfs",
-        "fuse.blobfuse",
-        "fuse.blobfuse2",
-        "fuse.davfs",
-        "fuse.gcsfuse",
-        "fuse.goofys",
-        "fuse.juicefs",
-        "fuse.mount-s3",
-        "fuse.rclone",
-        "fuse.s3fs",
-        "webdav",
-    },
+    "ram": {"devtmpfs", "ramdisk", "ramfs", "tmpfs"},
 }
-"""What filesystems without a disk of this machine are stored on."""
-_ESCAPES = {r"\040": " ", r"\011": "\t", r"\012": "\n", r"\134": "\\"}
+"""What a filesystem, or an option of its mount, says about where the bytes are."""
 
 # Fastest first. Random reads of small files are what a loader does, and what this order is for.
 _RANKS: dict[tuple[str, bool], int] = {
@@ -127,20 +128,7 @@ class Storage:
     is_virtual: bool = False
 
 
-@dataclass(frozen=True)
-class Mount:
-    """One line of ``mountinfo``."""
-
-    point: str
-    number: str
-    filesystem: str
-    source: str
-    options: str
-
-
-def storage_of(
-    path: str | os.PathLike[str], *, mountinfo: Path = MOUNTINFO, sys_root: Path = SYS
-) -> Storage:
+def storage_of(path: str | os.PathLike[str], *, sys_root: Path = SYS) -> Storage:
     """What ``path`` is stored on. It need not exist yet.
 
     Example:
@@ -154,68 +142,41 @@ def storage_of(
         return _describe("internet", name.partition("://")[2].partition("/")[0], "")
     if name.startswith(("\\\\", "//")) and sys.platform == "win32":
         return _describe("network", name.lstrip("\\/").partition("\\")[0], "")
-    if sys.platform != "linux" and mountinfo == MOUNTINFO:
-        return _elsewhere(name)
-    mount = _mount_of(os.path.realpath(name), _read_mounts(mountinfo))
+    mount = _mount_above(name)
     if mount is None:
         return _describe("unknown", "", "")
-    if mount.filesystem == "overlay":
-        return _under_overlay(mount, mountinfo, sys_root)
-    return _on_mount(mount, sys_root)
+    if mount.fstype == "overlay":
+        # A container's own files are stored where the host keeps the upper layer. On the host every
+        # path of it exists; in the container the path is the host's and does not.
+        upper = dict(option.partition("=")[::2] for option in mount.opts.split(",")).get("upperdir")
+        below = _mount_above(upper) if upper and os.path.exists(upper) else None
+        if below is None or below.fstype == "overlay":
+            return _describe("unknown", mount.device, "overlay")
+        mount = below
+    words = {mount.fstype.lower(), *mount.opts.split(",")}
+    for kind, known_words in _KINDS.items():
+        if words & known_words:
+            return _describe(kind, mount.device, mount.fstype)
+    disk = _find_disk(mount, sys_root)
+    return _describe(disk.kind, disk.name or mount.device, mount.fstype, disk)
 
 
-def _read_mounts(mountinfo: Path) -> list[Mount]:
-    """The mounts of this process, in the order in which they were made."""
-    try:
-        lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return []
-    mounts = []
-    for line in lines:
-        before, dash, after = line.partition(" - ")
-        left, right = before.split(" "), after.split(" ")
-        if dash and len(left) >= 6 and len(right) >= 2:
-            mounts.append(
-                Mount(_unescape(left[4]), left[2], right[0], _unescape(right[1]), right[-1])
-            )
-    return mounts
+def _mount_above(name: str) -> Any:
+    """psutil's record of the mount with the longest point above a path; None without one.
 
+    Of two on one point the later hides the earlier.
+    """
+    import psutil
 
-def _unescape(text: str) -> str:
-    for escape, character in _ESCAPES.items():  # the backslash itself comes last
-        text = text.replace(escape, character)
-    return text
-
-
-def _mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
-    """The mount with the longest point above ``path``; of two on one point the later hides."""
-    best = None
-    for mount in mounts:
-        prefix = mount.point.rstrip("/") + "/"
-        is_above = path == mount.point or path.startswith(prefix)
-        if is_above and (best is None or len(mount.point) >= len(best.point)):
-            best = mount
+    path = os.path.normcase(os.path.realpath(name))
+    best, best_length = None, -1
+    with suppress(OSError):
+        for mount in psutil.disk_partitions(all=True):
+            point = os.path.normcase(mount.mountpoint)
+            is_above = path == point or path.startswith(point.rstrip("\\/") + os.sep)
+            if is_above and len(point) >= best_length:
+                best, best_length = mount, len(point)
     return best
-
-
-def _under_overlay(mount: Mount, mountinfo: Path, sys_root: Path) -> Storage:
-    """A container's own files lie where the host keeps the upper layer, if that is visible."""
-    options = dict(option.partition("=")[::2] for option in mount.options.split(","))
-    upper = _unescape(options.get("upperdir", ""))
-    below = _mount_of(os.path.realpath(upper), _read_mounts(mountinfo)) if upper else None
-    # On the host every path of it exists; in the container the path is the host's and does not.
-    if below is None or below.filesystem == "overlay" or not os.path.exists(upper):
-        return _describe("unknown", mount.source, "overlay")
-    return _on_mount(below, sys_root)
-
-
-def _on_mount(mount: Mount, sys_root: Path) -> Storage:
-    filesystem = mount.filesystem
-    for kind, filesystems in _KINDS.items():
-        if filesystem in filesystems:
-            return _describe(kind, mount.source, filesystem)
-    disk = _find_disk(mount.number, mount.source, sys_root)
-    return _describe(disk.kind, disk.name or mount.source, filesystem, disk)
 
 
 def _describe(kind: str, device: str, filesystem: str, disk: _Disk | None = None) -> Storage:
@@ -232,28 +193,6 @@ def _describe(kind: str, device: str, filesystem: str, disk: _Disk | None = None
     )
 
 
-def _elsewhere(name: str) -> Storage:
-    """What psutil knows on Windows and macOS: the network and memory, not the kind of disk."""
-    import psutil
-
-    path = os.path.normcase(os.path.realpath(name))
-    best = None
-    for partition in psutil.disk_partitions(all=True):
-        point = os.path.normcase(partition.mountpoint)
-        is_above = path == point or path.startswith(point.rstrip("\\/") + os.sep)
-        if is_above and (best is None or len(point) >= len(best.mountpoint)):
-            best = partition
-    if best is None:
-        return _describe("unknown", "", "")
-    words = set(best.opts.split(",")) | {best.fstype.lower()}
-    kind = "ram" if "ramdisk" in words else "unknown"
-    if words & _KINDS["internet"]:
-        kind = "internet"
-    elif "remote" in words or words & _KINDS["network"]:
-        kind = "network"
-    return _describe(kind, best.device, best.fstype)
-
-
 # -- block devices ---------------------------------------------------------------------------------
 
 
@@ -267,19 +206,27 @@ class _Disk:
     is_virtual: bool = False
 
 
-def _find_disk(number: str, source: str, sys_root: Path) -> _Disk:
-    """The disk behind a mount, by its ``major:minor`` or by the device it was mounted from.
+def _find_disk(mount: Any, sys_root: Path) -> _Disk:
+    """The disk behind a mount, by its number or by the device it was mounted from.
 
     Btrfs and others give a mount a number of its own, with no device behind it.
     """
-    candidates = [sys_root / "dev" / "block" / number]
-    if source.startswith("/dev/"):
-        device = os.path.basename(os.path.realpath(source))  # /dev/mapper/x is a link to /dev/dm-0
+    candidates = []
+    if hasattr(os, "major"):  # not on Windows
+        with suppress(OSError):
+            candidates.append(sys_root / "dev" / "block" / _device_number(mount.mountpoint))
+    if mount.device.startswith("/dev/"):
+        device = os.path.basename(os.path.realpath(mount.device))  # /dev/mapper/x is a link to dm-0
         candidates.append(sys_root / "class" / "block" / device)
     for candidate in candidates:
         if candidate.exists():
             return _disk(Path(os.path.realpath(candidate)), _MAX_DEPTH)
     return _Disk()
+
+
+def _device_number(path: str) -> str:
+    number = os.stat(path).st_dev
+    return f"{os.major(number)}:{os.minor(number)}"
 
 
 def _disk(folder: Path, depth: int) -> _Disk:

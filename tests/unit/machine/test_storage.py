@@ -1,4 +1,4 @@
-"""What a path lies on, from mountinfo as real systems write it and trees as in /sys."""
+"""What a path is stored on, from mounts of real systems and trees as in /sys."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.machine import storage
 from penstock.machine.storage import Storage, storage_of
 
 pytestmark = [
@@ -34,14 +35,29 @@ WORKSTATION = r"""
 """
 
 
+def partition(device: str, mountpoint: str, fstype: str, opts: str) -> Any:
+    return SimpleNamespace(device=device, mountpoint=mountpoint, fstype=fstype, opts=opts)
+
+
 class World:
-    """A mountinfo and a /sys that a test fills."""
+    """Mounts and a /sys that a test fills."""
 
     def __init__(self, root: Path):
-        self.mountinfo, self.sys_root, self.disks = root / "mountinfo", root / "sys", {}
+        self.sys_root, self.disks = root / "sys", {}
+        self.mounts: list[Any] = []
+        self.numbers: dict[str, str] = {}
         (self.sys_root / "dev" / "block").mkdir(parents=True)
         (self.sys_root / "class" / "block").mkdir(parents=True)
-        self.mountinfo.write_text(WORKSTATION.lstrip())
+        self.mount(WORKSTATION)
+
+    def mount(self, mountinfo: str) -> None:
+        """Mount what lines of ``/proc/self/mountinfo`` say, and nothing else."""
+        self.mounts.clear()
+        for line in mountinfo.strip().splitlines():
+            left, right = (part.split(" ") for part in line.split(" - "))
+            point = left[4].replace(r"\040", " ")
+            self.mounts.append(partition(right[1], point, right[0], right[-1]))
+            self.numbers[point] = left[2]
 
     def disk(
         self,
@@ -73,12 +89,15 @@ class World:
         (self.sys_root / "class" / "block" / name).symlink_to(folder)
 
     def of(self, path: str) -> Storage:
-        return storage_of(path, mountinfo=self.mountinfo, sys_root=self.sys_root)
+        return storage_of(path, sys_root=self.sys_root)
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World(tmp_path)
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: world.mounts)
+    monkeypatch.setattr(storage, "_device_number", world.numbers.__getitem__)
+    return world
 
 
 @pytest.fixture
@@ -145,7 +164,7 @@ def test_disks_that_are_only_joined_are_no_raid(world: World) -> None:
 def test_a_virtual_disk_is_believed_only_when_it_claims_flash(
     world: World, rotational: str, kind: str, rank: int | None
 ) -> None:
-    world.mountinfo.write_text("27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard\n")
+    world.mount("27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard\n")
     world.disk("vda", "254:0", rotational=rotational)
     found = world.of("/srv")
     assert (found.kind, found.rank, found.is_virtual) == (kind, rank, True)
@@ -178,7 +197,7 @@ def test_a_cloud_s_network_disk_that_poses_as_nvme(world: World) -> None:
     ],
 )
 def test_file_systems(world: World, filesystem: str, kind: str, rank: int | None) -> None:
-    world.mountinfo.write_text(f"30 1 0:40 / /x rw - {filesystem} source rw\n")
+    world.mount(f"30 1 0:40 / /x rw - {filesystem} source rw\n")
     assert (world.of("/x/y").kind, world.of("/x/y").rank) == (kind, rank)
 
 
@@ -195,7 +214,7 @@ def test_an_overlay_lies_where_its_upper_layer_lies_if_that_is_visible(
     upper = tmp_path / "layers" / "upper"
     world.disk("nvme0n1", "259:0")
     mounts = f"28 1 259:0 / {tmp_path} rw - ext4 /dev/nvme0n1 rw\n"
-    world.mountinfo.write_text(OVERLAY.format(upper=upper) + mounts)
+    world.mount(OVERLAY.format(upper=upper) + mounts)
     assert world.of("/srv").kind == "unknown"  # not there: a path of the host's
     upper.mkdir(parents=True)
     found = world.of("/srv")
@@ -204,27 +223,27 @@ def test_an_overlay_lies_where_its_upper_layer_lies_if_that_is_visible(
 
 @pytest.mark.parametrize("options", ["rw", "rw,upperdir=", "", "=,=,upperdir"])
 def test_an_overlay_without_an_upper_layer_is_unknown(world: World, options: str) -> None:
-    world.mountinfo.write_text(f"620 480 0:70 / / rw - overlay overlay {options}\n")
+    world.mount(f"620 480 0:70 / / rw - overlay overlay {options}\n")
     assert (world.of("/srv").kind, world.of("/srv").filesystem) == ("unknown", "overlay")
 
 
 def test_of_two_mounts_on_one_point_the_later_is_seen(world: World) -> None:
-    world.mountinfo.write_text(
-        "1 0 0:1 / /x rw - nfs server:/a rw\n2 0 0:2 / /x rw - tmpfs tmpfs rw\n"
-    )
+    world.mount("1 0 0:1 / /x rw - nfs server:/a rw\n2 0 0:2 / /x rw - tmpfs tmpfs rw\n")
     assert world.of("/x").kind == "ram"
 
 
-@pytest.mark.parametrize("text", ["", "rubbish\n", "1 2 3 - \n", " - - - \n", "\x00\xff\n"])
-def test_an_odd_mountinfo_is_unknown(world: World, text: str) -> None:
-    world.mountinfo.write_text(text)
+def test_no_mounts_and_a_missing_sys_are_unknown(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert world.of("/srv").kind == "unknown"  # the disk is not in /sys
+    world.mount("")
     assert world.of("/srv").kind == "unknown"
 
+    def fail(all: bool) -> Any:
+        raise OSError("no /proc")
 
-def test_a_missing_mountinfo_and_a_missing_sys_are_unknown(world: World, tmp_path: Path) -> None:
-    assert world.of("/srv").kind == "unknown"  # the disk is not in /sys
-    missing = tmp_path / "missing"
-    assert storage_of("/srv", mountinfo=missing, sys_root=missing).kind == "unknown"
+    monkeypatch.setattr(psutil, "disk_partitions", fail)
+    assert world.of("/srv").kind == "unknown"
 
 
 def test_devices_that_are_made_of_each_other_end(world: World) -> None:
@@ -257,10 +276,6 @@ def test_the_ranking() -> None:
 
 
 # Elsewhere than on Linux psutil is asked.
-
-
-def partition(device: str, mountpoint: str, fstype: str, opts: str) -> Any:
-    return SimpleNamespace(device=device, mountpoint=mountpoint, fstype=fstype, opts=opts)
 
 
 @pytest.mark.parametrize(
