@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from penstock.machine.collect import machine, quick_facts
-from penstock.planning.amd_override import VARIABLE, judge_override
+from penstock.planning.amd_override import VARIABLE, check_override
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
 from penstock.planning.planner import make_plan
@@ -354,7 +354,7 @@ def print_rocm_info() -> None:
         **{name: os.environ.get(name) or "not set" for name in _ROCM_VARIABLES},
     }
     _print_rows("ROCm", rows)
-    for problem in judge_override(facts):
+    for problem in check_override(facts):
         print(f"  {problem.severity}: {problem.what}. Try: {problem.cure}")
 
 

@@ -1,4 +1,4 @@
-"""Does an AMD card pose as one that torch has kernels for? ``HSA_OVERRIDE_GFX_VERSION`` decides.
+"""Checks ``HSA_OVERRIDE_GFX_VERSION``, which makes an AMD card pose as one that torch knows.
 
 ROCm's libraries are built for some architectures of each family. A card of another one runs only
 where the variable makes it pose as a sibling with the same instructions:
@@ -39,15 +39,21 @@ class _Family:
     native: str | None = None
 
 
+_FAMILIES = {
+    "gfx101": _Family(name="RDNA1", override="10.1.0"),
+    "gfx103": _Family(name="RDNA2", override="10.3.0", native="gfx1030"),
+    "gfx110": _Family(name="RDNA3", override="11.0.0", native="gfx1100"),
+}
+"""By the beginning of their architectures' names."""
 _NO_OVERRIDE = _Family(name="this family", override=None)
 
 
-def judge_override(machine: Machine) -> list[Problem]:
-    """What is wrong with the override for the AMD card of this machine, if there is one.
+def check_override(machine: Machine) -> list[Problem]:
+    """The problem with the override for the AMD card of this machine, if there is one.
 
     Example:
         >>> card = Gpu(name="RX 6600", vendor="amd", architecture="gfx1032")
-        >>> for problem in judge_override(Machine(os="linux", torch_build="hip", gpus=(card,))):
+        >>> for problem in check_override(Machine(os="linux", torch_build="hip", gpus=(card,))):
         ...     print(problem.cure)
         export HSA_OVERRIDE_GFX_VERSION=10.3.0
     """
@@ -56,26 +62,16 @@ def judge_override(machine: Machine) -> list[Problem]:
         return []  # no other torch reads the variable
     discrete = [card for card in cards if card.architecture not in _INTEGRATED]
     card = (discrete or cards)[0]
-    family = _family_of(card.architecture or "")
+    family = _FAMILIES.get((card.architecture or "")[: len("gfx101")], _NO_OVERRIDE)
     found = machine.environment.get(VARIABLE, "").strip()
     if not found:
-        return _judge_unset(card, family, machine)
+        return _check_unset(card, family, machine)
     if found == family.override:
         return []
     return [_wrong(card, family, found)]
 
 
-def _family_of(architecture: str) -> _Family:
-    if architecture.startswith("gfx101"):
-        return _Family(name="RDNA1", override="10.1.0")
-    if architecture.startswith("gfx103"):
-        return _Family(name="RDNA2", override="10.3.0", native="gfx1030")
-    if architecture.startswith("gfx110"):
-        return _Family(name="RDNA3", override="11.0.0", native="gfx1100")
-    return _NO_OVERRIDE
-
-
-def _judge_unset(card: Gpu, family: _Family, machine: Machine) -> list[Problem]:
+def _check_unset(card: Gpu, family: _Family, machine: Machine) -> list[Problem]:
     if family.override is None or card.architecture == family.native:
         return []
     severity: Severity = "harm"

@@ -1,4 +1,4 @@
-"""What a plan starts from, besides the machine: what was asked for, and what the work is like."""
+"""Inputs of a plan besides the machine: what the user asked for, and what the work is like."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every automatic choice, with its value, its reason and where it came from."""
+"""Results of planning: choices with their reasons, and problems with their cures."""
 
 from __future__ import annotations
 

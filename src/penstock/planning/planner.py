@@ -32,7 +32,7 @@ def plan(
     pin_memory: bool | None = None,
     randomness: str = "sample",
 ) -> Plan:
-    """What would ``DataLoader`` with these arguments do on this machine, and why?
+    """What ``DataLoader`` with these arguments would do on this machine, and why.
 
     Args:
         dataset: A few of its samples are loaded here and timed, for about half a second. Without
@@ -94,9 +94,8 @@ def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
     """Every choice for one loader on one machine.
 
     Example:
-        >>> plan = make_plan(Machine(os="win32", num_cpus=8), LoaderRequest(num_workers=4),
-        Workload())
-        >>> print(plan.start_method)
+        >>> laptop, request = Machine(os="win32", num_cpus=8), LoaderRequest(num_workers=4)
+        >>> print(make_plan(laptop, request, Workload()).start_method)
         spawn (rule: win32 has no safe fork)
     """
     method = choose_start_method(machine, request)
@@ -117,7 +116,7 @@ def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
         slot_memory=_count_slots(request, work, pool.value, workers.value),
         randomness=_choose_randomness(request, work),
     )
-    return _with_warnings(plan, machine, request)
+    return replace(plan, warnings=tuple(_warnings(plan, machine, request)))
 
 
 def choose_pool(machine: Machine, request: LoaderRequest, num_workers: int) -> Choice:
@@ -135,6 +134,7 @@ def choose_pool(machine: Machine, request: LoaderRequest, num_workers: int) -> C
 
 
 def choose_start_method(machine: Machine, request: LoaderRequest) -> Choice:
+    """The fork server where there is one, else spawn, unless one was asked for."""
     asked = request.start_method
     if asked in ("fork", "spawn"):
         return Choice(asked, f"multiprocessing_context={asked!r} was given", "asked")
@@ -216,12 +216,8 @@ def _choose_randomness(request: LoaderRequest, work: Workload) -> Choice:
     return Choice("sample", "the same bits whatever the number of workers", "rule")
 
 
-def _with_warnings(plan: Plan, machine: Machine, request: LoaderRequest) -> Plan:
-    return replace(plan, warnings=tuple(_warnings(plan, machine, request)))
-
-
 def _warnings(plan: Plan, machine: Machine, request: LoaderRequest) -> list[str]:
-    """What was asked for and will hurt: one line each, with the way out."""
+    """What was asked for and causes trouble: one line each, with the way out."""
     found = []
     free = machine.available_bytes or machine.usable_memory_bytes
     slots = plan.slot_memory.value or 0

@@ -1,4 +1,4 @@
-"""How quick is this work, and so: how far ahead, in how many parts, and how often to look?"""
+"""Adapts to measured times: how many batches to load ahead, and into how many parts to cut one."""
 
 from __future__ import annotations
 

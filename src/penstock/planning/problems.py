@@ -1,7 +1,7 @@
-"""What is wrong with this machine for loading data? Pure: the same facts give the same problems.
+"""Finds what is wrong with a machine for loading data. Pure: same facts, same problems.
 
-Each judge looks at one thing and stays silent where all is well. A judge that cannot know is
-silent too: a false alarm costs more trust than a missed one.
+Each check looks at one thing and reports nothing where all is well, or where it cannot know: a
+false alarm costs more trust than a missed one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from penstock.machine.facts import Machine
 from penstock.machine.storage import Storage
-from penstock.planning.amd_override import judge_override
+from penstock.planning.amd_override import check_override
 from penstock.planning.plan import Plan, Problem, Severity, worst_first
 from penstock.planning.quantities import count, size
 
@@ -35,39 +35,39 @@ def find_problems(
         storage: What the data lies on, by its path.
 
     Example:
-        >>> from penstock.planning.inputs import Wish, Work
+        >>> from penstock.planning.inputs import LoaderRequest, Workload
         >>> from penstock.planning.planner import make_plan
         >>> box = Machine(os="linux", num_cpus=4, torch_build="cpu", shm_bytes=64 << 20)
-        >>> for problem in find_problems(box, make_plan(box, Wish(), Work())):
+        >>> for problem in find_problems(box, make_plan(box, LoaderRequest(), Workload())):
         ...     print(problem.severity, problem.code, problem.cure, sep=": ")
         note: shm-small: docker run --shm-size=8g ...
     """
-    judges: tuple[Callable[[Machine, Plan], Iterable[Problem]], ...] = (
-        _judge_torch,
-        _judge_gpu_driver,
-        lambda machine, plan: judge_override(machine),
-        _judge_start_method,
-        _judge_gpu_context,
-        _judge_plan,
-        _judge_windows,
-        _judge_memory,
-        _judge_cores,
-        _judge_threads,
-        _judge_files,
-        _judge_shm,
-        _judge_frozen,
-        _judge_pillow,
+    checks: tuple[Callable[[Machine, Plan], Iterable[Problem]], ...] = (
+        _check_torch,
+        _check_gpu_driver,
+        lambda machine, plan: check_override(machine),
+        _check_start_method,
+        _check_gpu_context,
+        _check_plan,
+        _check_windows,
+        _check_memory,
+        _check_cores,
+        _check_threads,
+        _check_files,
+        _check_shm,
+        _check_frozen,
+        _check_pillow,
     )
-    found = [problem for judge in judges for problem in judge(machine, plan)]
+    found = [problem for check in checks for problem in check(machine, plan)]
     for path, lies_on in (storage or {}).items():
-        found += judge_storage(path, lies_on)
+        found += check_storage(path, lies_on)
     return worst_first(found)
 
 
 # -- torch and GPUs ------------------------------------------------------------------------------
 
 
-def _judge_torch(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_torch(machine: Machine, plan: Plan) -> Iterable[Problem]:
     if machine.torch_build == "none":
         yield Problem(
             code="torch-missing",
@@ -90,7 +90,7 @@ def _judge_torch(machine: Machine, plan: Plan) -> Iterable[Problem]:
         )
 
 
-def _judge_gpu_driver(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_gpu_driver(machine: Machine, plan: Plan) -> Iterable[Problem]:
     if machine.gpu_trouble:
         is_needed = machine.torch_build in GPU_BUILDS
         yield Problem(
@@ -102,7 +102,7 @@ def _judge_gpu_driver(machine: Machine, plan: Plan) -> Iterable[Problem]:
         )
 
 
-def _judge_start_method(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_start_method(machine: Machine, plan: Plan) -> Iterable[Problem]:
     if not machine.is_start_method_set:
         return
     if machine.start_method == "fork":
@@ -127,7 +127,7 @@ def _judge_start_method(machine: Machine, plan: Plan) -> Iterable[Problem]:
     )
 
 
-def _judge_gpu_context(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_gpu_context(machine: Machine, plan: Plan) -> Iterable[Problem]:
     if machine.has_gpu_context and plan.start_method.value != "fork":  # else: a plan's warning
         yield Problem(
             code="gpu-context",
@@ -138,7 +138,7 @@ def _judge_gpu_context(machine: Machine, plan: Plan) -> Iterable[Problem]:
         )
 
 
-def _judge_plan(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_plan(machine: Machine, plan: Plan) -> Iterable[Problem]:
     for text in plan.warnings:
         what, _, cure = text.rstrip(".").rpartition(". ")
         yield Problem(
@@ -153,7 +153,7 @@ def _judge_plan(machine: Machine, plan: Plan) -> Iterable[Problem]:
 # -- processor and memory --------------------------------------------------------------------------
 
 
-def _judge_windows(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_windows(machine: Machine, plan: Plan) -> Iterable[Problem]:
     if machine.os == "win32" and machine.torch_build == "cuda":
         yield Problem(
             code="windows-commit",
@@ -165,7 +165,7 @@ def _judge_windows(machine: Machine, plan: Plan) -> Iterable[Problem]:
         )
 
 
-def _judge_memory(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_memory(machine: Machine, plan: Plan) -> Iterable[Problem]:
     known = [amount for amount in (machine.available_bytes, machine.usable_memory_bytes) if amount]
     free = min(known, default=None)
     if free is None or free >= LITTLE_MEMORY_BYTES:
@@ -183,7 +183,7 @@ def _judge_memory(machine: Machine, plan: Plan) -> Iterable[Problem]:
     )
 
 
-def _judge_cores(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_cores(machine: Machine, plan: Plan) -> Iterable[Problem]:
     if machine.usable_cores > 1:
         return
     if machine.num_cpus == 1:
@@ -204,7 +204,7 @@ def _judge_cores(machine: Machine, plan: Plan) -> Iterable[Problem]:
     )
 
 
-def _judge_threads(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_threads(machine: Machine, plan: Plan) -> Iterable[Problem]:
     cores = machine.usable_cores
     num_workers = plan.num_workers.value if plan.pool.value == "process" else 0
     settings = {name: machine.environment.get(name, "") for name in THREAD_VARIABLES}
@@ -238,7 +238,7 @@ def _judge_threads(machine: Machine, plan: Plan) -> Iterable[Problem]:
 # -- the system ----------------------------------------------------------------------------------
 
 
-def _judge_files(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_files(machine: Machine, plan: Plan) -> Iterable[Problem]:
     usual = FEW_FILES.get(machine.os)
     if machine.max_fds is not None and usual is not None and machine.max_fds < usual:
         yield Problem(
@@ -250,7 +250,7 @@ def _judge_files(machine: Machine, plan: Plan) -> Iterable[Problem]:
         )
 
 
-def _judge_shm(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_shm(machine: Machine, plan: Plan) -> Iterable[Problem]:
     shm = machine.shm_bytes
     if machine.os != "linux" or shm is None or shm >= SMALL_SHM_BYTES:
         return
@@ -266,7 +266,7 @@ def _judge_shm(machine: Machine, plan: Plan) -> Iterable[Problem]:
     )
 
 
-def _judge_frozen(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_frozen(machine: Machine, plan: Plan) -> Iterable[Problem]:
     if not machine.can_start_python:
         what = "a frozen application" if machine.is_frozen else "this program"
         yield Problem(
@@ -278,7 +278,7 @@ def _judge_frozen(machine: Machine, plan: Plan) -> Iterable[Problem]:
         )
 
 
-def _judge_pillow(machine: Machine, plan: Plan) -> Iterable[Problem]:
+def _check_pillow(machine: Machine, plan: Plan) -> Iterable[Problem]:
     if machine.has_turbo is False:
         yield Problem(
             code="pillow-without-turbo",
@@ -289,8 +289,8 @@ def _judge_pillow(machine: Machine, plan: Plan) -> Iterable[Problem]:
         )
 
 
-def judge_storage(path: str, storage: Storage, *, is_data: bool = True) -> list[Problem]:
-    """Is what ``path`` lies on too slow to feed training?
+def check_storage(path: str, storage: Storage, *, is_data: bool = True) -> list[Problem]:
+    """A problem if what ``path`` is stored on is too slow to feed training.
 
     Args:
         is_data: Is the data known to lie there? Else it is only worth a note.

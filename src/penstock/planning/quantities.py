@@ -1,4 +1,4 @@
-"""How are quantities said to a person?"""
+"""Quantities as text for a person: counts, durations, sizes."""
 
 from __future__ import annotations
 

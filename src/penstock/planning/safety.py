@@ -1,7 +1,7 @@
-"""What would hang or crash here, of what other people's code asks for? Changed, with the reason.
+"""Changes what other people's code asks for where it would hang or crash on this machine.
 
 The user of :class:`penstock.DataLoader` is obeyed and warned. Code that was written for another
-machine cannot read a warning, so for it these are changed.
+machine cannot read a warning, so patched loaders use this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ USUAL_REQUESTS = (0, 1, 2, 4, 8)
 
 
 def make_safe(machine: Machine, request: LoaderRequest) -> tuple[LoaderRequest, list[str]]:
-    """The wish as it can be granted here, and one line for each change.
+    """The request as it can be met here, and one line for each change.
 
     Example:
         >>> box = Machine(os="linux", num_cpus=2, has_gpu_context=True)

@@ -1,4 +1,4 @@
-"""How many workers are worth it? A small model of one epoch, with and without them.
+"""Chooses the number of workers by a small model of one epoch, with and without them.
 
 Inline, a batch and the step that uses it follow each other. With ``n`` workers one such round takes
 
@@ -80,13 +80,14 @@ def choose_num_workers(
 
 
 def should_measure(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> bool:
-    """Does the number of workers wait for a measured batch?
+    """Whether the number of workers waits for a measured batch.
 
     Example:
-        >>> should_measure(Machine(os="linux"), LoaderRequest(), Workload(), "forkserver")
+        >>> linux, two = Machine(os="linux"), LoaderRequest(num_workers=2)
+        >>> should_measure(linux, LoaderRequest(), Workload(), "forkserver")
         True
-        >>> should_measure(Machine(os="linux"), LoaderRequest(num_workers=2), Workload(),
-        "forkserver") False
+        >>> should_measure(linux, two, Workload(), "forkserver")
+        False
     """
     return work.sample_s is None and _settled(machine, request, work, method) is None
 
@@ -124,13 +125,12 @@ def _measured(machine: Machine, request: LoaderRequest, work: Workload, method: 
     if wall_s < GPU_BOUND_SHARE * step_s:
         reason = f"{shown}, {wall_s / step_s:.0%} of a step: the step limits, not loading"
         return Choice(least, reason, "measured")
-    rounds = {
-        n: _round_s(n, machine, work, batch_size)
-        for n in range(1, _ceiling(machine, request, work, method).num_workers + 1)
-    }
-    epochs = {
-        n: _epoch_s(n, round_s, machine, work, batch_size, method) for n, round_s in rounds.items()
-    }
+    most = _ceiling(machine, request, work, method).num_workers
+    rounds = {n: _round_s(n, machine, work, batch_size) for n in range(1, most + 1)}
+    epochs = rounds  # of one whose length is not known, a round
+    if work.num_samples is not None:
+        num_rounds = work.num_samples / batch_size
+        epochs = {n: num_rounds * rounds[n] + _start_s(n, machine, method) for n in rounds}
     chosen = min(n for n in epochs if epochs[n] <= NEAR_BEST * min(epochs.values()))
     inline_s, pooled_s = wall_s + step_s, rounds[chosen]
     with_step = f" and the step {duration(step_s)}" if step_s > 0.01 * wall_s else ""
@@ -138,7 +138,7 @@ def _measured(machine: Machine, request: LoaderRequest, work: Workload, method: 
         reason = f"{shown}{with_step}; with workers a round would take {duration(pooled_s)}"
         return Choice(least, reason, "measured")
     if work.num_samples is not None:
-        saved_s = work.num_samples / batch_size * (inline_s - pooled_s)
+        saved_s = num_rounds * (inline_s - pooled_s)
         start_s = _start_s(chosen, machine, method)
         if saved_s < WORTH_STARTS * start_s:
             reason = (
@@ -164,16 +164,6 @@ def _round_s(num_workers: int, machine: Machine, work: Workload, batch_size: int
     return max(PARENT_S, loaded_s, step_s, computed_s)
 
 
-def _epoch_s(
-    num_workers: int, round_s: float, machine: Machine, work: Workload, batch_size: int, method: str
-) -> float:
-    """A whole epoch and its start; of one whose length is not known, a round."""
-    if work.num_samples is None:
-        return round_s
-    num_rounds = work.num_samples / batch_size
-    return num_rounds * round_s + _start_s(num_workers, machine, method)
-
-
 def _start_s(num_workers: int, machine: Machine, method: str) -> float:
     return START_S[method] * max(1.0, num_workers / machine.usable_cores)
 
@@ -195,32 +185,33 @@ def _ceiling(machine: Machine, request: LoaderRequest, work: Workload, method: s
         waiting = min(MAX_WAITING_WORKERS, PER_CORE * cores, int(most.num_workers / share))
         reason = "samples wait more than they work"
         most = Ceiling(num_workers=max(most.num_workers, waiting), reason=reason)
-    limits = (memory_ceiling(machine, request, work, method), _file_ceiling(machine), _OWN_CEILING)
-    for limit in limits:
-        if limit is not None and limit.num_workers < most.num_workers:
-            most = limit
-    return most
+    memory = memory_ceiling(machine, request, work, method)
+    return _lowest(most, memory, _file_ceiling(machine), _OWN_CEILING)
 
 
 def most_workers(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> Ceiling:
     """The most that this machine bears at all, also of workers that mostly wait.
 
     Example:
-        >>> most_workers(Machine(os="linux", num_cpus=2), LoaderRequest(), Workload(),
-        "forkserver").num_workers 16
+        >>> linux = Machine(os="linux", num_cpus=2)
+        >>> most_workers(linux, LoaderRequest(), Workload(), "forkserver").num_workers
+        16
     """
     cores = machine.usable_cores
     reason = f"more than {PER_CORE} for each of {count(cores, 'usable core')} only take turns"
     most = Ceiling(num_workers=PER_CORE * cores, reason=reason)
-    for limit in (memory_ceiling(machine, request, work, method), _file_ceiling(machine)):
-        if limit is not None and limit.num_workers < most.num_workers:
-            most = limit
-    return most
+    return _lowest(most, memory_ceiling(machine, request, work, method), _file_ceiling(machine))
+
+
+def _lowest(*ceilings: Ceiling | None) -> Ceiling:
+    known = [ceiling for ceiling in ceilings if ceiling is not None]
+    return min(known, key=lambda ceiling: ceiling.num_workers)
 
 
 def memory_ceiling(
     machine: Machine, request: LoaderRequest, work: Workload, method: str
 ) -> Ceiling | None:
+    """The most workers that fit in half of the free memory; None where that is unknown."""
     available = min(
         machine.available_bytes or machine.usable_memory_bytes,
         machine.usable_memory_bytes or machine.available_bytes,

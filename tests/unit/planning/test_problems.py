@@ -9,7 +9,7 @@ from penstock.machine.storage import Storage
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Problem, worst_first
 from penstock.planning.planner import make_plan
-from penstock.planning.problems import find_problems, judge_storage
+from penstock.planning.problems import check_storage, find_problems
 
 pytestmark = pytest.mark.legacy
 
@@ -242,17 +242,17 @@ def test_the_override_is_nothing_to_a_torch_without_hip() -> None:
 @pytest.mark.parametrize("kind", ["spinning", "network"])
 def test_slow_storage_is_named_with_its_device(kind: str) -> None:
     storage = Storage(kind=kind, device="sda", advice="Pack the samples.")
-    (problem,) = judge_storage("data", storage)
+    (problem,) = check_storage("data", storage)
     assert (problem.code, problem.severity) == (f"storage-{kind}", "slow")
     assert "data" in problem.what
     assert "sda" in problem.what
-    (guess,) = judge_storage(".", storage, is_data=False)
+    (guess,) = check_storage(".", storage, is_data=False)
     assert guess.severity == "note"
 
 
 @pytest.mark.parametrize("kind", ["ram", "nvme", "ssd", "unknown"])
 def test_other_storage_is_no_problem(kind: str) -> None:
-    assert judge_storage("data", Storage(kind=kind)) == []
+    assert check_storage("data", Storage(kind=kind)) == []
 
 
 def test_the_worst_comes_first() -> None:

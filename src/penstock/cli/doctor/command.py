@@ -29,7 +29,7 @@ from penstock.machine.storage import Storage, storage_of
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Plan, Problem, worst_first
 from penstock.planning.planner import make_plan
-from penstock.planning.problems import find_problems, judge_storage
+from penstock.planning.problems import check_storage, find_problems
 
 HEALTHY, UNHEALTHY = 0, 1
 DEFAULT_BATCH_SIZE = 32
@@ -174,7 +174,7 @@ def _judge_data(
     problems = [
         problem
         for path, lies_on in storage.items()
-        for problem in judge_storage(path, lies_on, is_data=is_data)
+        for problem in check_storage(path, lies_on, is_data=is_data)
     ]
     return storage, problems
 
