@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.machine.collect import machine as machine
     from penstock.machine.facts import Gpu as Gpu
     from penstock.machine.facts import Machine as Machine
+    from penstock.options import Tracing as Tracing
     from penstock.order.bucketing import BucketedBatches as BucketedBatches
     from penstock.order.rng import rng as rng
     from penstock.order.samplers import BlockOrder as BlockOrder
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from penstock.sources.packed import Packed as Packed
     from penstock.sources.tensor_files import open_tensors as open_tensors
     from penstock.trace.record import span as span
-    from penstock.trace.recorder import Tracing as Tracing
     from penstock.trace.timeline import Timeline as Timeline
     from penstock.trace.what_if import simulate as simulate
     from penstock.verify.comparison import verify as verify
@@ -89,7 +89,7 @@ _HOMES = {
     "CenterCrop": "penstock.images.crops",
     "Compose": "penstock.images.crops",
     "span": "penstock.trace.record",
-    "Tracing": "penstock.trace.recorder",
+    "Tracing": "penstock.options",
     "Timeline": "penstock.trace.timeline",
     "simulate": "penstock.trace.what_if",
     "BadTrace": "penstock.errors",

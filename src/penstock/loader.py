@@ -1,65 +1,77 @@
-"""The DataLoader: torch's signature plus a few keywords. Only wires the rooms together."""
+"""The DataLoader, whole: torch's signature plus the options of :mod:`penstock.options`.
+
+A loader wires the layers together: it plans, makes iterators, keeps the epoch and the state. What
+loads and transports batches is :mod:`penstock.engine`.
+"""
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from penstock.device.placement import Placed
+from penstock.device.transfer import DeviceTransfer
+from penstock.engine.loading.bad_sample_file import BadSample
 from penstock.engine.loading.gather import is_sliced
-from penstock.engine.parent.auto_workers import AuditionIterator, Measured
+from penstock.engine.parent.auto_workers import Measured
+from penstock.engine.parent.context import EngineSettings, LoaderParts
 from penstock.engine.parent.dataset_changes import DatasetChanges
-from penstock.engine.parent.forgiving import Forgiving, weakly
+from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.fork_server import warm_up
-from penstock.engine.parent.inline_iterator import InlineIterator
-from penstock.engine.parent.iterator import Setup
-from penstock.engine.parent.worker_iterator import PooledIterator
+from penstock.engine.parent.iterator import LoaderIterator
 from penstock.errors import BadArgument, warn_user
 from penstock.machine.collect import quick_facts
-from penstock.options import check_num_workers, check_seed
-from penstock.order.epoch_state import EpochState
-from penstock.order.resume import Resumable, make_order
+from penstock.machine.host import memory_bytes, usable_cores
+from penstock.options import (
+    LoaderOptions,
+    Tracing,
+    check_count,
+    check_num_workers,
+    describe_options,
+    options_of,
+    read_options,
+    refuse_unknown,
+    takes_options,
+)
+from penstock.order.bucketing import BucketedBatches
+from penstock.order.epoch_state import EpochIndices, EpochPosition, EpochState, own_state_of
+from penstock.order.loader_state import LoaderState
+from penstock.order.samplers import Order, SeededOrder, make_order
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Plan
 from penstock.planning.planner import choose_start_method, make_plan
 from penstock.planning.worker_count import should_measure
-from penstock.trace.recorded import Recorded
+from penstock.trace.recorder import Recorder, make_recorder
+from penstock.trace.stats import Stats, make_stats
+from penstock.trace.transform_spans import trace_steps
 
-_POOLS = ("auto", "process", "thread", "inline")
-_RANDOMNESS = ("sample", "worker")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from penstock.trace.timeline import Timeline
+
 _HAS_IN_ORDER = "in_order" in TorchDataLoader.__init__.__code__.co_varnames
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co]):
+def _worker_entry(kind: str) -> Callable[..., Any]:
+    from penstock.engine.worker.entry import ENTRY_POINTS
+
+    return ENTRY_POINTS[kind]
+
+
+class DataLoader(TorchDataLoader[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` that needs no recipe.
 
-    All of torch's arguments keep their meaning. The ones of our own:
-
-    Args:
-        num_workers: As in torch; ``"auto"`` chooses (see :attr:`plan` for the reason).
-        pool: ``"process"``, ``"thread"``, ``"inline"``, or ``"auto"``.
-        randomness: ``"sample"``: the generators are set before each sample from its position, so
-            the number of workers changes nothing. ``"worker"``: torch's way, one seed per worker.
-        seed: Order and randomness are functions of (seed, epoch, position) and nothing else. None:
-            torch's sampler, and a seed drawn where torch draws its own.
-        shard: True: this rank's part, as torch.distributed numbers the ranks. Or give ``rank`` and
-            ``world_size``.
-        padding: With ranks: repeat samples from the start until all have equally many.
-        on_error: What becomes of a sample that raises: ``"raise"``; ``"skip"``: the batch is
-            shorter; ``"replace"``: another sample in its place; or a function of (index, error)
-            that returns a sample, or None to skip it.
-        max_bad: More bad samples than this in an epoch (a count, or a part below 1.0) are an error.
-        bad_samples_file: A file that gets a line of JSON for each; ``penstock doctor`` reads it.
-        max_restarts: Workers that died or hung and are replaced, within ten minutes.
-        sample_timeout_s: A sample that takes longer counts as hung; None: no limit.
-        device: Batches are brought there, ``device_prefetch`` of them ahead of the step, on a
-            stream of their own. None: they stay in CPU memory.
-        finish: Applied to each batch on the device: see :func:`penstock.finish`.
-        trace: A path that gets the timeline of the run; see :class:`penstock.Tracing`.
+    All of torch's arguments keep their meaning; ``num_workers="auto"`` chooses a number (see
+    :attr:`plan` for the reason).
 
     Example:
         >>> import torch
@@ -71,6 +83,24 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
         (3, 2) [3, 4, 5]
     """
 
+    on_error: Any
+    max_bad: float | None
+    bad_samples_file: Any
+    max_restarts: int
+    sample_timeout_s: float | None
+    pool: str
+    randomness: str
+    seed: int | None
+    shard: bool
+    rank: int | None
+    world_size: int | None
+    padding: bool
+    device: torch.device | None
+    device_prefetch: int
+    finish: Callable[[Any], Any] | None
+    trace: Any
+
+    @takes_options(LoaderOptions)
     def __init__(
         self,
         dataset: Any,
@@ -91,43 +121,19 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        pool: str = "auto",
-        randomness: str = "sample",
-        seed: int | None = None,
-        shard: bool = False,
-        rank: int | None = None,
-        world_size: int | None = None,
-        padding: bool = False,
-        on_error: Any = "raise",
-        max_bad: float | None = None,
-        bad_samples_file: Any = None,
-        max_restarts: int = 100,
-        sample_timeout_s: float | None = None,
-        device: Any = None,
-        device_prefetch: int = 2,
-        finish: Any = None,
-        trace: Any = None,
+        **options: Unpack[LoaderOptions],
     ) -> None:
-        BadArgument.unless_one_of("pool", pool, _POOLS)
-        BadArgument.unless_one_of("randomness", randomness, _RANDOMNESS)
-        self._settle_faults(on_error, max_bad, bad_samples_file, max_restarts, sample_timeout_s)
-        self._settle_device(device, device_prefetch, finish)
-        self._settle_trace(trace)
+        self._set_options(dataset, options, prefetch_factor)
         self._is_auto = check_num_workers("num_workers", num_workers) == "auto"
         if self._is_auto:
-            num_workers = (
-                quick_facts().usable_cores
-            )  # until the first batch shows how many are needed
-            persistent_workers = (
-                persistent_workers or quick_facts().os != "linux"
-            )  # spawning is slow
+            facts = quick_facts()
+            num_workers = facts.usable_cores  # until the first batch shows how many are needed
+            persistent_workers = persistent_workers or facts.os != "linux"  # spawning is slow
         keywords: dict[str, Any] = {"prefetch_factor": prefetch_factor, "in_order": in_order}
         if not _HAS_IN_ORDER:  # torch 1.13, which has no None as prefetch_factor either
             keywords = {} if prefetch_factor is None else {"prefetch_factor": prefetch_factor}
         self._auto_workers = num_workers if self._is_auto else None
-        self._begin(dataset, prefetch_factor, pool, randomness, seed)
-        self.shard, self.rank, self.world_size, self.padding = shard, rank, world_size, padding
-        order, ranks = None, (shard, rank, world_size)
+        order = None
         is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         if sampler is None and batch_sampler is None and not is_iterable:
             order = make_order(
@@ -136,10 +142,10 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
                 shuffle=bool(shuffle),
                 batch_size=batch_size,
                 drop_last=drop_last,
-                ranks=ranks,
-                padding=padding,
+                ranks=(self.shard, self.rank, self.world_size),
+                padding=self.padding,
             )
-        elif shard or rank is not None or world_size is not None:
+        elif self.shard or self.rank is not None or self.world_size is not None:
             raise BadArgument(
                 "ranks are shared out only where no sampler was given and samples have an index",
                 remedy="DataLoader(..., shard=True) without sampler and batch_sampler",
@@ -166,25 +172,41 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
         if self._is_auto:  # what needs no measuring is known now
             self.num_workers = self._auto_workers = self.plan.num_workers.value
         elif num_workers:
-            plan = make_plan(quick_facts(), self._request(), self._work_so_far())
+            plan = make_plan(quick_facts(), self._request(), self._workload())
             warm_up(plan.pool.value, plan.start_method.value)
 
-    def _begin(
-        self, dataset: Any, prefetch: int | None, pool: str, randomness: str, seed: int | None
+    def _set_options(
+        self, dataset: Any, options: Mapping[str, Any], prefetch_factor: int | None
     ) -> None:
-        """What a loader has beyond torch's, before anything is loaded."""
-        self._asked_prefetch, self._work = prefetch, Workload()
+        """Set what a loader has beyond torch's, before anything is loaded."""
+        refuse_unknown("DataLoader", options, _KNOWN_NAMES)
+        for name, value in read_options(LoaderOptions, options).items():
+            setattr(self, name, value)
+        if self.finish is not None and self.device is None:
+            raise BadArgument(
+                "finish= works where the batch is brought to, and no device= was given",
+                remedy="DataLoader(..., device='cuda', finish=...), or device='cpu'",
+            )
+        self._asked_prefetch, self._work = prefetch_factor, Workload()
         self._notes: dict[str, None] = {}
         self._warned: set[str] = set()
-        self._traces = DatasetChanges(dataset)
-        self.pool, self.randomness = pool, randomness
-        self.seed = None if seed is None else check_seed("seed", seed)
+        self._changes = DatasetChanges(dataset)
         self._epoch_state = EpochState(self.seed)
+        self._faults = self._make_faults()
+        self._recorder: Recorder | None = None
+
+    def _make_faults(self) -> Faults:
+        return Faults(self._fault_options(), self._epoch_state)
+
+    def _fault_options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in options_of(LoaderOptions)}
+
+    # -- the plan --------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
         """What this loader does here, each choice with its reason."""
-        plan = make_plan(quick_facts(), self._request(), self._work_so_far())
+        plan = make_plan(quick_facts(), self._request(), self._workload())
         return replace(plan, notes=(*self._notes, *getattr(self.dataset, "plan_notes", ())))
 
     def _request(self) -> LoaderRequest:
@@ -204,15 +226,21 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
             has_sample_limit=self.sample_timeout_s is not None,
         )
 
-    def _is_iterable(self) -> bool:
-        return isinstance(self.dataset, torch.utils.data.IterableDataset)
-
-    def _work_so_far(self) -> Workload:
+    def _workload(self) -> Workload:
+        """What is known of the work so far."""
         return replace(
             self._work,
             is_iterable=self._is_iterable(),
             is_in_memory=is_sliced(self.dataset, self.batch_sampler, self.collate_fn),
         )
+
+    def _warn(self, plan: Plan) -> None:
+        for text in plan.warnings:
+            if text not in self._warned:
+                self._warned.add(text)
+                warn_user(text)
+
+    # -- iterators -------------------------------------------------------------------------------
 
     def _get_iterator(self) -> Any:
         is_auto = self._request().num_workers == "auto"
@@ -221,61 +249,66 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
             # do not depend on how fast this machine is.
             self._iterator._reset(self)
             return self._iterator
-        self._turn()
+        self._begin_epoch()
         iterator = self._make_iterator()
-        self._replay(iterator)
+        self._skip_delivered(iterator)
         return iterator
 
-    def _make_iterator(self) -> Any:
-        request, work, facts = self._request(), self._work_so_far(), quick_facts()
+    def _make_iterator(self) -> LoaderIterator:
+        request, work, facts = self._request(), self._workload(), quick_facts()
         plan = make_plan(facts, request, work)
         self._warn(plan)
         if plan.pool.value == "process":
-            self._traces.undo()
+            self._changes.undo()
+        settings, parts = self._settings(plan), self._parts()
         if should_measure(facts, request, work, choose_start_method(facts, request).value):
-            inline = replace(self._setup(plan), pool="inline", num_workers=0)
-            return AuditionIterator(self, inline, self._traces, self._decide, self._settle)
-        setup = self._setup(plan)
-        if setup.pool == "inline":
-            return InlineIterator(self, setup)
-        if plan.num_workers.source == "asked":
+            settings = replace(settings, pool="inline", num_workers=0)
+            return LoaderIterator(self, settings, parts, is_auto=True)
+        if settings.pool != "inline" and plan.num_workers.source == "asked":
             self.check_worker_number_rationality()
-        return PooledIterator(self, setup)
+        return LoaderIterator(self, settings, parts)
 
-    def _setup(self, plan: Plan) -> Setup:
-        setup = Setup(
+    def _settings(self, plan: Plan) -> EngineSettings:
+        settings = EngineSettings(
             pool=plan.pool.value,
             start_method=plan.start_method.value,
             num_workers=plan.num_workers.value,
-            depth=self._asked_prefetch,
+            prefetch_factor=self._asked_prefetch,
             per_sample=plan.randomness.value == "sample",
             in_order=self.in_order,
-            epoch_state=self._epoch_state,
-            turn=weakly(self._turn),
-            tell=self._notes.setdefault,
-            learn=weakly(self._learn),
-            **self._fault_setup(),
-            **self._device_setup(),
-            **self._trace_setup(),
         )
-        self._note_facts(setup)
-        return setup
+        self._record_facts(settings)
+        return settings
 
-    def _warn(self, plan: Plan) -> None:
-        for text in plan.warnings:
-            if text not in self._warned:
-                self._warned.add(text)
-                warn_user(text)
+    def _parts(self) -> LoaderParts:
+        """What an iterator shares with this loader."""
+        is_tolerant = self.on_error != "raise"
+        self._faults.num_samples = self._num_expected() if is_tolerant else None
+        self._faults.num_indices = self._num_indices() if self.on_error == "replace" else None
+        return LoaderParts(
+            epoch_state=self._epoch_state,
+            faults=self._faults,
+            recorder=self._get_recorder(),
+            notes=self._notes,
+            transfer=DeviceTransfer(
+                self.device,
+                self.device_prefetch,
+                self.finish,
+                self.pin_memory_device if self.pin_memory else None,
+                self._notes.setdefault,
+            ),
+            worker_entry=_worker_entry,
+        )
 
-    def _learn(self, batch_bytes: int) -> None:
-        """A batch was seen: check what all of them together need. Called from: the iterator."""
+    def _learn_batch_bytes(self, batch_bytes: int) -> None:
+        """Check what all batches together need, now that one was seen."""
         if self._work.sample_bytes is None:
             sample_bytes = batch_bytes // (self._rows_per_batch() or 1)
             self._work = replace(self._work, sample_bytes=sample_bytes)
             self._warn(self.plan)
 
-    def _decide(self, measured: Measured) -> Setup:
-        """What the batches loaded so far say. Called from: the audition."""
+    def _decide(self, measured: Measured) -> EngineSettings:
+        """Plan anew from what the first batches showed. Called from: AutoProducer."""
         if measured.stays_because is not None:
             self._work = Workload(stays_because=measured.stays_because.what)
             warn_user(f"num_workers='auto' loads in this process. {measured.stays_because}")
@@ -288,14 +321,282 @@ class DataLoader(Placed, Forgiving, Recorded, Resumable, TorchDataLoader[_T_co])
                 step_busy_s=measured.step_busy_s,
                 num_samples=self._num_samples(),
             )
-        return self._setup(self.plan)
+        return self._settings(self.plan)
 
-    def _settle(self, setup: Setup) -> None:
-        self.num_workers = self._auto_workers = setup.num_workers
+    def _settle(self, settings: EngineSettings) -> None:
+        self.num_workers = self._auto_workers = settings.num_workers
 
     def close(self) -> None:
         """Stop persistent workers now; batches that were delivered stay valid."""
         if self._iterator is not None:
             self._iterator._shutdown_workers()  # type: ignore[attr-defined]
             self._iterator = None
-        self._close_trace()
+        if self._recorder is not None:
+            self._recorder.on_end()  # writes the trace, where one was asked for
+
+    # -- bad samples -----------------------------------------------------------------------------
+
+    @property
+    def bad_samples(self) -> list[BadSample]:
+        """The samples that were left out or replaced so far, in the order they were found.
+
+        Example:
+            >>> from penstock import DataLoader
+            >>> class Broken:
+            ...     def __len__(self):
+            ...         return 4
+            ...     def __getitem__(self, i):
+            ...         if i == 2:
+            ...             raise ValueError("truncated")
+            ...         return i
+            >>> loader = DataLoader(Broken(), batch_size=2, on_error="skip")
+            >>> [batch.tolist() for batch in loader]
+            [[0, 1], [3]]
+            >>> [(bad.index, bad.error) for bad in loader.bad_samples]
+            [(2, 'ValueError: truncated')]
+        """
+        return self._faults.samples
+
+    @property
+    def num_restarts(self) -> int:
+        """Workers that were lost and replaced so far."""
+        return self._faults.num_restarts
+
+    def _num_indices(self) -> int | None:
+        """Any sample may replace any other only where the sampler takes them all, evenly."""
+        from torch.utils.data import RandomSampler, SequentialSampler
+
+        takes_all = type(self.sampler) in (RandomSampler, SequentialSampler, SeededOrder)
+        if self.batch_size is None and self.batch_sampler is not None:
+            return None  # the user's own batches
+        return len(self.dataset) if takes_all else None  # type: ignore[arg-type]
+
+    def _num_expected(self) -> int | None:
+        if not self._is_iterable():
+            return self._num_samples()
+        try:  # not len(loader): from then on torch warns of iterable datasets that give more
+            return len(self.dataset)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+
+    # -- the timeline ----------------------------------------------------------------------------
+
+    def timeline(self) -> Timeline:
+        """Where the time went so far: of the whole run with ``trace=``, else of its last part.
+
+        Example:
+            >>> from penstock import DataLoader
+            >>> loader = DataLoader(range(8), batch_size=4, num_workers=1)
+            >>> for batch in loader:
+            ...     pass
+            >>> timeline = loader.timeline()
+            >>> timeline.num_batches, [lane.name for lane in timeline.lanes][:2]
+            (2, ['main', 'worker 0'])
+        """
+        from penstock.trace.timeline import Timeline
+
+        return Timeline((self._recorder or Recorder()).records())
+
+    def stats(self) -> Stats:
+        """Rates and waits just now; asking costs about a millisecond, being asked nothing.
+
+        Example:
+            >>> from penstock import DataLoader
+            >>> loader = DataLoader(range(8), batch_size=4)
+            >>> for batch in loader:
+            ...     pass
+            >>> loader.stats().num_batches
+            2
+        """
+        return make_stats(self._recorder)
+
+    def _get_recorder(self) -> Recorder:
+        if self._recorder is None:
+            self._recorder = make_recorder(self.trace)
+            if self._recorder.traces_steps:
+                trace_steps()  # for what is loaded in this process
+            if isinstance(self.trace, Tracing) and self.trace.file is not None:
+                from penstock.trace.writer import TraceWriter, claim_file
+
+                path = os.fspath(self.trace.file)
+                claim_file(path, self)
+                writer = TraceWriter(self._recorder, path)
+                self._recorder.on_end = writer.write_sometimes
+                # When the loader is gone, or at the end of the program.
+                weakref.finalize(self, writer.write)
+        return self._recorder
+
+    def _record_facts(self, settings: EngineSettings) -> None:
+        """Tell the timeline what this loader is."""
+        recorder, collate_fn = self._get_recorder(), getattr(self, "collate_fn", None)
+        is_default = collate_fn is None or collate_fn is torch.utils.data.default_collate
+        recorder.facts.update(
+            dataset=type(self.dataset).__name__,
+            batch_size=self.batch_size,
+            num_workers=settings.num_workers,
+            pool=settings.pool,
+            start_method=settings.start_method,
+            prefetch_factor=settings.prefetch_factor,
+            in_order=settings.in_order,
+            cores=usable_cores(),
+            memory_bytes=memory_bytes()[0],
+            persistent_workers=bool(getattr(self, "persistent_workers", False)),
+            collate_fn="default" if is_default else "own",
+            is_off=recorder.ring is None,
+            device=None if self.device is None else str(self.device),
+        )
+
+    # -- epochs and state ------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next epoch is this one. Not needed, because epochs are counted; but honoured."""
+        self._epoch_state.set_epoch(check_count("epoch", epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: what was delivered counts, not what was loaded ahead.
+
+        Plain data of a few hundred bytes, valid for another number of workers, another pool, and
+        another number of ranks with the same global batch.
+
+        Example:
+            >>> from penstock import DataLoader
+            >>> loader = DataLoader(list(range(8)), batch_size=2, shuffle=True, seed=0)
+            >>> batches = iter(loader)
+            >>> first = next(batches)
+            >>> state = loader.state_dict()
+            >>> other = DataLoader(list(range(8)), batch_size=2, shuffle=True, seed=0)
+            >>> other.load_state_dict(state)
+            >>> [b.tolist() for b in other] == [b.tolist() for b in batches]
+            True
+        """
+        position = self._epoch_state.mark(self._global_batch(), self._end())
+        if self._is_iterable() and not self.num_workers and not self._epoch_state.is_over:
+            own = own_state_of(self.dataset)
+            position = replace(position, streams={0: own} if own is not None else {})
+        return self._state(position).to_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state`` with the next epoch that is begun; nothing before it is loaded.
+
+        Raises:
+            BadState: It belongs to another loader, or is none; this one is left as it was.
+        """
+        saved = LoaderState.from_dict(state)
+        saved.refuse_unlike(self._state(EpochPosition(epoch=0, position=0)))
+        drawing = self._index_sampler.drawing
+        sampler = None if self._order() is not None else self._stateful_sampler()
+        saved.refuse_foreign(
+            has_seed=self.seed is not None,
+            drawing=drawing,
+            has_sampler_state=hasattr(sampler, "load_state_dict"),
+            is_iterable=self._is_iterable(),
+        )
+        saved.refuse_undrawn(has_seed=self.seed is not None, drawing=drawing)
+        saved.refuse_streams(self.num_workers)
+        bad = saved.bad or {}
+        self._faults.restore(saved.epoch, bad.get("positions", []), bad.get("poison", []))
+        self._epoch_state.resume(saved.epoch_position())
+
+    def _state(self, position: EpochPosition) -> LoaderState:
+        return LoaderState.at(
+            position,
+            num_workers=self.num_workers if self._is_iterable() else None,
+            seed=self.seed,
+            length=self._length(),
+            global_batch=self._global_batch(),
+            bad=self._bad_in(position.epoch, position.position) or None,
+        )
+
+    def _bad_in(self, epoch: int, end: int) -> dict[str, list[Any]]:
+        """What the state says about bad samples before position ``end``."""
+        positions = self._faults.positions(epoch)
+        if not self._is_iterable():  # copies to a device may be ahead of what was delivered
+            positions = [position for position in positions if position < end]
+        found: dict[str, list[Any]] = {"positions": positions, "poison": list(self._faults.poison)}
+        return {name: values for name, values in found.items() if values}
+
+    def _begin_epoch(self) -> None:
+        """Go on to the next epoch. Called once before each is iterated."""
+        self._epoch_state.turn(self._order(), self._stateful_sampler())
+        if isinstance(self.batch_sampler, BucketedBatches):
+            self.batch_sampler.set_epoch(self._epoch_state.epoch)
+
+    def _skip_delivered(self, batches: Any) -> None:
+        """Load and drop what was delivered before, where the dataset cannot skip it itself."""
+        state = self._epoch_state
+        if not self._is_iterable() or not state.start or state.streams:
+            return
+        num_batches, state.start = state.start // (self._rows_per_batch() or 1), 0
+        warn_user(
+            f"the dataset has no state_dict of its own: {num_batches} batches are loaded once more "
+            "and dropped, to go on where the state was saved"
+        )
+        for _ in itertools.islice(batches, num_batches):
+            pass
+
+    @property
+    def _index_sampler(self) -> Any:
+        return EpochIndices(
+            super()._index_sampler,
+            self._epoch_state,
+            self._rows_per_batch(),
+            is_batched=self.batch_sampler is not None,
+            is_endless=self._is_iterable(),
+        )
+
+    def _stateful_sampler(self) -> Any:
+        """What of the user's may have a state of its own: the batch sampler, or the sampler."""
+        has_state = hasattr(self.batch_sampler, "load_state_dict")
+        return self.batch_sampler if has_state else self.sampler
+
+    def _order(self) -> Order | None:
+        order: Order | None = self._index_sampler.order
+        return order
+
+    # -- lengths ---------------------------------------------------------------------------------
+
+    def _is_iterable(self) -> bool:
+        return isinstance(self.dataset, torch.utils.data.IterableDataset)
+
+    def _rows_per_batch(self) -> int | None:
+        sizes = (self.batch_size, getattr(self.batch_sampler, "batch_size", None))
+        return next((size for size in sizes if isinstance(size, int)), None)
+
+    def _global_batch(self) -> int | None:
+        rows, order = self._rows_per_batch(), self._order()
+        return rows * order.world_size if rows and order is not None else rows
+
+    def _num_samples(self) -> int | None:
+        """Samples of an epoch, where that is known: of the sampler, or of the dataset."""
+        try:
+            most = len(self) * (self._rows_per_batch() or 1)
+        except (TypeError, NotImplementedError):
+            return None  # a sampler without a length
+        length = None if self._rows_per_batch() is None else self._length()
+        return most if length is None else min(most, length)
+
+    def _length(self) -> int | None:
+        order = self._order()
+        if order is not None:
+            return order.length
+        if self._is_iterable():
+            return None
+        is_users = self.batch_size is None and self.batch_sampler is not None
+        try:
+            if is_users:  # the sampler says nothing about what a batch sampler does
+                return len(self.batch_sampler) * (self._rows_per_batch() or 1)  # type: ignore[arg-type]
+            return len(self.sampler)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _end(self) -> int | None:
+        """The position at which an epoch is over: before the length where a rest is dropped."""
+        length, rows, order = self._length(), self._global_batch(), self._order()
+        drops = self.drop_last or getattr(self.batch_sampler, "drop_last", False)
+        if order is not None:
+            drops = drops or order.drop_last
+        return length // rows * rows if length is not None and rows and drops else length
+
+
+_KNOWN_NAMES = inspect.signature(DataLoader).parameters
+DataLoader.__doc__ = f"{DataLoader.__doc__}\n    Args:\n{describe_options(LoaderOptions)}"

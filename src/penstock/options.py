@@ -16,10 +16,11 @@ import operator
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypedDict, get_type_hints
+from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from penstock.errors import BadArgument, NoSuchDevice
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 TRACE_SUFFIXES = (".json", ".json.gz", ".html")
 
 
@@ -134,13 +135,11 @@ def check_finish(name: str, finish: Any) -> Any:
 
 
 def check_device(name: str, device: Any) -> Any:
-    """``device`` as a ``torch.device``, or None.
+    """``device`` as a ``torch.device``.
 
     Raises:
         NoSuchDevice: torch does not know a device of that name.
     """
-    if device is None:
-        return None
     import torch
 
     try:
@@ -411,7 +410,7 @@ class LoaderOptions(SharedOptions, total=False):
         Any,
         Option(
             default=None,
-            check=check_device,
+            check=_check_optional(check_device),
             help="Batches are copied there, ``device_prefetch`` of them ahead of the step, on a "
             "stream of their own. None: they stay in CPU memory.",
         ),
@@ -522,10 +521,21 @@ def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, 
             raise TypeError(text)
 
 
-def takes_options(kind: type) -> Callable[[Any], Any]:
+def describe_options(kind: type) -> str:
+    """The options of ``kind`` as the arguments section of a docstring."""
+    import textwrap
+
+    lines = []
+    for name, option in options_of(kind).items():
+        text = f"{name}: {option.help}"
+        lines += textwrap.wrap(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    return "\n".join(lines) + "\n"
+
+
+def takes_options(kind: type) -> Callable[[_Function], _Function]:
     """Decorate a function of ``**options`` so that its signature names those of ``kind``."""
 
-    def decorate(function: Any) -> Any:
+    def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
         added = [
@@ -537,7 +547,7 @@ def takes_options(kind: type) -> Callable[[Any], Any]:
             )
             for option in options_of(kind).values()
         ]
-        function.__signature__ = signature.replace(parameters=[*own, *added])
+        function.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
         return function
 
     return decorate

@@ -156,7 +156,7 @@ def test_a_signal_handler_of_the_user_s_is_heard_while_a_worker_is_replaced(
 ) -> None:
     iterator = iter(DataLoader(Slow(20, sample_s=0.02), batch_size=2, num_workers=1))
     next(iterator)
-    pool = iterator._dispatcher._pool
+    pool = iterator._producer.dispatcher.pool
 
     def interrupted(worker: int) -> None:
         raise TimeoutError("my own alarm")

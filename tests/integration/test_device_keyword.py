@@ -24,7 +24,7 @@ from torch.utils.data._utils import pin_memory as torch_pinning
 import pretend_gpu
 from mishaps import Fateful, Log, ResumableStream
 from penstock import DataLoader, finish
-from penstock.device import pinning, placement
+from penstock.device import pinning, transfer
 from penstock.device import prefetcher as couriers
 from penstock.device.fences import WaitingFence
 from penstock.device.pinning import SlotPinner
@@ -63,7 +63,7 @@ class Ahead(couriers.DevicePrefetcher):
 
 @pytest.fixture
 def is_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ahead]]:
-    monkeypatch.setattr(placement, "Courier", Ahead)
+    monkeypatch.setattr(transfer, "DevicePrefetcher", Ahead)
     monkeypatch.setattr(Ahead, "made", [])
     yield Ahead.made
     Ahead.made.clear()
@@ -415,7 +415,7 @@ def test_a_slot_with_a_copy_under_way_is_not_given_to_a_worker(
     batch = next(batches)
     address, before = batch[0].data_ptr(), batch[0].clone()
     gpu.begin_copy()
-    slot = next(iter(batches._dispatcher.ring._held))
+    slot = next(iter(batches._producer.dispatcher.ring._held))
     del batch
     for _ in range(30):
         next(batches)

@@ -115,9 +115,7 @@ def test_when_the_user_holds_too_much_batches_become_copies(
 ) -> None:
     loader = DataLoader(Numbers(80, (2000,)), batch_size=2, num_workers=2)
     assert all(in_shared_memory(image) for image, _ in list(loader))  # control: none is a copy
-    monkeypatch.setattr(
-        "penstock.engine.parent.worker_iterator.max_held_bytes", lambda: 10 * 16_064
-    )
+    monkeypatch.setattr("penstock.engine.parent.context.max_held_bytes", lambda: 10 * 16_064)
     batches = list(loader)
     assert values(batches) == expected(80, 2)
     assert [in_shared_memory(image) for image, _ in batches] == [True] * 10 + [False] * 30
@@ -315,7 +313,7 @@ def test_batches_that_were_loaded_but_not_taken_give_their_memory_back(way: str)
         next(iterator)  # and this one hears of it; nobody takes the others
     # 8 batches are asked for at a time; a busy machine may still be at those of an epoch before.
     # Of 60 epochs, six each that nobody takes would be 360.
-    assert loader._iterator._dispatcher.ring.num_slots <= 64
+    assert loader._iterator._producer.dispatcher.ring.num_slots <= 64
     loader.close()
 
 

@@ -14,7 +14,7 @@ import torch
 
 import penstock
 from penstock import TooManyBad
-from penstock.engine.parent.worker_iterator import PooledIterator
+from penstock.engine.parent.iterator import LoaderIterator
 from penstock.integrations import patched_loader as shadow_module
 from penstock.machine.collect import quick_facts
 from specimens import Numbers, Samples, Shards, assert_same, collect
@@ -249,7 +249,7 @@ def test_options_reach_the_engine() -> None:
     with penstock.patched(on_error="skip", num_workers=1) as tally:
         loader = ImportedBefore(broken, batch_size=4)
         iterator = iter(loader)
-        assert isinstance(iterator, PooledIterator)
+        assert isinstance(iterator, LoaderIterator)
         assert len(iterator._workers) == 1
         assert [len(batch) for batch in iterator] == [3, 3]
         assert loader.num_workers == 0  # what the code says stays what it sees
@@ -299,7 +299,7 @@ def test_fork_after_a_gpu_context_becomes_the_fork_server_with_one_line(
         loader = make(num_workers=1, multiprocessing_context="fork")
         with pytest.warns(UserWarning, match="hangs or crashes"):
             iterator = iter(loader)
-        assert iterator._setup.start_method == "forkserver"
+        assert iterator._settings.start_method == "forkserver"
         assert len(list(iterator)) == 5
         assert len(list(loader)) == 5  # and no second line
     assert len(tally.changes) == 1
@@ -308,6 +308,6 @@ def test_fork_after_a_gpu_context_becomes_the_fork_server_with_one_line(
 def test_fork_without_a_gpu_context_is_obeyed() -> None:
     with penstock.patched() as tally:
         iterator = iter(make(num_workers=1, multiprocessing_context="fork"))
-        assert iterator._setup.start_method == "fork"
+        assert iterator._settings.start_method == "fork"
         assert len(list(iterator)) == 5
     assert tally.changes == []

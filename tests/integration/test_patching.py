@@ -191,7 +191,7 @@ def test_a_loader_that_was_iterated_can_be_copied_and_pickled(copied: Any) -> No
         other = copied(loader)
         seen = collect(other)
         assert [batch[0].tolist() for batch in seen] == [b[0].tolist() for b in collect(loader)]
-        assert vars(other)["_penstock_shadow"] is not vars(loader)["_penstock_shadow"]
+        assert vars(other)["_penstock_loader"] is not vars(loader)["_penstock_loader"]
         batches = iter(loader)
         next(batches)
         collect(other)  # does not disturb the first

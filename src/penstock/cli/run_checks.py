@@ -110,6 +110,6 @@ def check_options(options: RunOptions) -> None:
             remedy=f"mkdir -p {os.path.dirname(file)}",
         )
     if options.trace is not None:
-        from penstock.trace.recorded import checked_trace
+        from penstock.options import check_trace
 
-        checked_trace(options.trace)
+        check_trace("trace", options.trace)

@@ -23,9 +23,10 @@ import torch
 
 from penstock.device.background import WAIT_AT_EXIT_S
 from penstock.device.nested import change_tensors
-from penstock.device.placement import checked_depth, checked_device, checked_finish, resolve
 from penstock.device.prefetcher import DevicePrefetcher
+from penstock.device.transfer import resolve
 from penstock.errors import DeviceFailed
+from penstock.options import check_device, check_finish, check_prefetch
 
 _LOOK_EVERY_S = 1.0
 
@@ -55,8 +56,9 @@ def to_device(
         cpu [0.0, 0.0]
         cpu [1.0, 1.0]
     """
-    depth = checked_depth(prefetch, "prefetch")
-    return ToDevice(iterable, checked_device(device), depth, checked_finish(finish))
+    depth = check_prefetch("prefetch", prefetch)
+    checked_finish = check_finish("finish", finish)
+    return ToDevice(iterable, check_device("device", device), depth, checked_finish)
 
 
 class ToDevice:

@@ -173,16 +173,10 @@ class Prepared(DataLoader[Any]):
             self._leader = ours._adapter
             return
         self._kind, self._leader, self._told = type(ours), None, []
-        self._settle_faults(
-            ours.on_error,
-            ours.max_bad,
-            ours.bad_samples_file,
-            ours.max_restarts,
-            ours.sample_timeout_s,
-        )
         self._notes, self._warned = dict(ours._notes), set(ours._warned)
-        self._traces = DatasetChanges(self.dataset)
+        self._changes = DatasetChanges(self.dataset)
         self._epoch_state = EpochState(self.seed)
+        self._faults = self._make_faults()
         self._listen()
         self._epoch_state.resume(ours._epoch_state.upcoming())
 
@@ -228,14 +222,14 @@ class Prepared(DataLoader[Any]):
         own = self._chain().own
         return own if hasattr(own, "load_state_dict") else super()._stateful_sampler()
 
-    def _turn(self) -> None:
+    def _begin_epoch(self) -> None:
         chain, order = self._chain(), self._order()
         self._hear()
         if chain.num_skipped:
             position = chain.num_skipped * (self._global_batch() or 1)
             length = self._length()
             self._epoch_state.start_at(position if length is None else min(position, length))
-        super()._turn()
+        super()._begin_epoch()
         if order is not None:
             type(order).set_epoch(order, self._epoch_state.epoch)
         if isinstance(chain.own, BucketedBatches):

@@ -12,18 +12,23 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock.errors import BadArgument
-from penstock.integrations.patched_loader import Options, PatchedLoader, PatchLayer, PatchReport
+from penstock.integrations.patched_loader import PatchedLoader, PatchLayer, PatchReport
 from penstock.loader import DataLoader
+from penstock.options import PatchOptions, options_of, read_options, takes_options
 
-_SHADOW = "_penstock_shadow"
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_ATTRIBUTE = "_penstock_loader"
+"""Where a torch loader keeps the one of ours that loads for it."""
 _READ_BY_US = ("_index_sampler", "_auto_collation")
 """A class that has its own of these means something that only torch's iterators follow."""
 _ORIGINAL: Any = vars(TorchDataLoader).get("_get_iterator")
@@ -38,7 +43,7 @@ class _Patch:
     tally: PatchReport = field(default_factory=PatchReport)
     layers: list[PatchLayer] = field(default_factory=list)
 
-    def add(self, options: Options) -> None:
+    def add(self, options: dict[str, Any]) -> None:
         """Equal options go on with the same layer: epochs are counted on."""
         is_same = bool(self.layers) and self.layers[-1].options == options
         self.layers.append(self.layers[-1] if is_same else PatchLayer(options, self.tally))
@@ -47,19 +52,16 @@ class _Patch:
 _current: _Patch | None = None
 
 
-def patch(**options: Any) -> PatchReport:
+@takes_options(PatchOptions)
+def patch(**options: Unpack[PatchOptions]) -> PatchReport:
     """Let every ``torch.utils.data.DataLoader`` load with Penstock's engine from now on.
 
     Already patched: the options of this call count until it is taken back. Loaders whose class has
     a ``_get_iterator`` of its own are left alone, as are iterators that exist already.
 
     Args:
-        **options: ``seed``, ``num_workers`` and ``multiprocessing_context`` (in the place of what
-            the code says), ``persistent_workers`` (True: also where it does not say so), ``pool``,
-            ``randomness``, ``on_error``, ``max_bad``, ``bad_samples_file``, ``max_restarts``,
-            ``sample_timeout_s`` and ``trace``, as :class:`penstock.DataLoader` takes them. With
-            ``seed``, each loader draws from generators of its own; the order stays torch's:
-            ``torch.manual_seed`` repeats it.
+        **options: Those of :class:`penstock.options.PatchOptions`. With ``seed``, each loader draws
+            from generators of its own; the order stays torch's: ``torch.manual_seed`` repeats it.
 
     Returns what is counted while the patch stands. Pairs with :func:`unpatch`.
 
@@ -94,8 +96,9 @@ def unpatch() -> None:
             _current = None
 
 
+@takes_options(PatchOptions)
 @contextmanager
-def patched(**options: Any) -> Iterator[PatchReport]:
+def patched(**options: Unpack[PatchOptions]) -> Iterator[PatchReport]:
     """:func:`patch` for a while.
 
     Example:
@@ -125,19 +128,18 @@ def _replaceable() -> Any:
     return original
 
 
-def _checked(options: dict[str, Any]) -> Options:
-    try:
-        checked = Options(**options)
-    except TypeError:
-        known = ", ".join(vars(Options()))
-        unknown = ", ".join(sorted(set(options) - set(vars(Options()))))
-        raise BadArgument(f"patch() does not know {unknown}; it knows {known}") from None
-    values = {name: value for name, value in vars(checked).items() if value is not None}
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    known = options_of(PatchOptions)
+    unknown = ", ".join(sorted(set(given) - set(known)))
+    if unknown:
+        raise BadArgument(f"patch() does not know {unknown}; it knows {', '.join(known)}")
+    options = read_options(PatchOptions, given)
+    values = {name: value for name, value in options.items() if value is not None}
     is_for_workers = "multiprocessing_context" in values or values.get("persistent_workers")
     if is_for_workers and not values.get("num_workers"):
         values["num_workers"] = 1  # torch takes these only beside workers
-    DataLoader([0], **values)  # it says what is wrong with a value
-    return checked
+    DataLoader([0], **values)  # torch says what is wrong with a value of its own
+    return options
 
 
 def _get_iterator(loader: Any) -> Any:
@@ -149,10 +151,10 @@ def _get_iterator(loader: Any) -> Any:
         if any(getattr(type(loader), n) is not getattr(TorchDataLoader, n) for n in _READ_BY_US):
             return patch.original(loader)
         layer = patch.layers[-1]
-        shadow = vars(loader).get(_SHADOW)
-        if not isinstance(shadow, PatchedLoader) or not shadow.belongs_to(loader, layer):
-            shadow = PatchedLoader(loader, layer)
-            vars(loader)[_SHADOW] = shadow
+        ours = vars(loader).get(_ATTRIBUTE)
+        if not isinstance(ours, PatchedLoader) or not ours.belongs_to(loader, layer):
+            ours = PatchedLoader(loader, layer)
+            vars(loader)[_ATTRIBUTE] = ours
         else:
-            shadow.follow(loader)
-    return shadow._get_iterator()
+            ours.follow(loader)
+    return ours._get_iterator()

@@ -1,6 +1,6 @@
 """The loader that works for one of torch's: ours, with the other's attributes.
 
-torch's loader --_penstock_shadow--> PatchedLoader --> our engine
+torch's loader --_penstock_loader--> PatchedLoader --> our engine
    ^    |                              |
    |    +-- dataset, sampler, ... -----+   taken over each time an iterator is made
 the user's code
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,13 +26,16 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
-from penstock.engine.parent.iterator import Setup
+from penstock.engine.loading.bad_samples import BadSampleReport
+from penstock.engine.parent.context import EngineSettings
+from penstock.engine.parent.faults import Faults
 from penstock.errors import warn_user
 from penstock.integrations.tested_versions import untested_here
 from penstock.integrations.ultralytics import settle_mosaic
 from penstock.loader import DataLoader
 from penstock.machine.collect import quick_facts
-from penstock.options import check_seed
+from penstock.options import SharedOptions, options_of
+from penstock.order.epoch_state import EpochState
 from penstock.order.keys import PATCH_STREAM, make_key, mix64
 from penstock.planning.inputs import LoaderRequest
 from penstock.planning.plan import Plan
@@ -55,30 +58,6 @@ _QUIET_SAMPLERS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What patched loaders are told beyond what their code says; as in DataLoader.
-
-    Args:
-        num_workers: None: as the code says. A number or "auto" is used instead.
-        multiprocessing_context: None: as the code says. "spawn" or "fork" is used instead.
-        persistent_workers: True: kept between epochs, also where the code does not say so.
-    """
-
-    num_workers: int | str | None = None
-    multiprocessing_context: str | None = None
-    persistent_workers: bool = False
-    seed: int | None = None
-    pool: str = "auto"
-    randomness: str = "sample"
-    on_error: Any = "raise"
-    max_bad: float | None = None
-    bad_samples_file: Any = None
-    max_restarts: int = 100
-    sample_timeout_s: float | None = None
-    trace: Any = None
-
-
 @dataclass
 class PatchReport:
     """What patched loaders did since the patch."""
@@ -94,9 +73,13 @@ class PatchReport:
 
 @dataclass
 class PatchLayer:
-    """One patch: its options, where its loaders are counted, and how many it has had."""
+    """One patch: its options, where its loaders are counted, and how many it has had.
 
-    options: Options
+    Args:
+        options: All of :class:`penstock.options.PatchOptions`, checked.
+    """
+
+    options: dict[str, Any]
     tally: PatchReport
     num_loaders: int = 0
 
@@ -109,10 +92,10 @@ class PatchLayer:
         """
         number, self.num_loaders = self.num_loaders, self.num_loaders + 1
         self.tally.num_loaders += 1
-        if self.options.seed is None:
+        if self.options["seed"] is None:
             return None
         given = 0 if generator is None else mix64(generator.initial_seed())
-        return make_key(PATCH_STREAM, check_seed("seed", self.options.seed), number) ^ given
+        return make_key(PATCH_STREAM, self.options["seed"], number) ^ given
 
 
 class PatchedLoader(DataLoader[Any]):
@@ -123,26 +106,13 @@ class PatchedLoader(DataLoader[Any]):
 
     def __init__(self, loader: Any, layer: PatchLayer) -> None:
         # Not torch's __init__: everything that it would make is taken over in follow().
-        options = layer.options
         self._layer = layer
         self._owner = weakref.ref(loader)
         self._granted: dict[Any, tuple[str | None, int | str]] = {}
-        self._settle_faults(
-            options.on_error,
-            options.max_bad,
-            options.bad_samples_file,
-            options.max_restarts,
-            options.sample_timeout_s,
-        )
-        self._settle_trace(options.trace)
-        self._begin(
-            loader.dataset,
-            _asked_prefetch(loader),
-            options.pool,
-            options.randomness,
-            layer.next_seed(loader.generator),
-        )
-        self._is_auto = options.num_workers == "auto"
+        shared = {name: layer.options[name] for name in options_of(SharedOptions)}
+        shared["seed"] = layer.next_seed(loader.generator)
+        self._set_options(loader.dataset, shared, _asked_prefetch(loader))
+        self._is_auto = layer.options["num_workers"] == "auto"
         self._auto_workers = quick_facts().usable_cores if self._is_auto else None
         self._kept: Any = None
         for line in untested_here():
@@ -165,12 +135,12 @@ class PatchedLoader(DataLoader[Any]):
         self._asked_prefetch = _asked_prefetch(loader)
         self._rewind(loader)
         self.in_order = getattr(loader, "in_order", True)
-        workers = self._layer.options.num_workers
+        workers = self._layer.options["num_workers"]
         if isinstance(workers, int):
             self.num_workers = workers
         elif self._auto_workers is not None:
             self.num_workers = int(self._auto_workers)
-        if self._layer.options.persistent_workers and self.num_workers:
+        if self._layer.options["persistent_workers"] and self.num_workers:
             vars(self)["persistent_workers"] = True
         line = settle_mosaic(self.dataset) if self.seed is not None else None
         if line is not None:
@@ -215,8 +185,8 @@ class PatchedLoader(DataLoader[Any]):
     def _request(self) -> LoaderRequest:
         """What the code asks for, as far as it is safe here."""
         request, machine = super()._request(), quick_facts()
-        if self._layer.options.multiprocessing_context is not None:
-            request = replace(request, start_method=self._layer.options.multiprocessing_context)
+        if self._layer.options["multiprocessing_context"] is not None:
+            request = replace(request, start_method=self._layer.options["multiprocessing_context"])
         asked = (request.start_method, request.num_workers, machine.has_gpu_context)
         if asked not in self._granted:  # once: free memory is another number each time
             safe, lines = make_safe(machine, request)
@@ -243,32 +213,39 @@ class PatchedLoader(DataLoader[Any]):
                 self._warned.add(text)
                 _warn(text)
 
-    def _turn(self) -> None:
+    def _begin_epoch(self) -> None:
         self._layer.tally.num_epochs += 1
-        super()._turn()
+        super()._begin_epoch()
 
-    def _setup(self, plan: Plan) -> Setup:
+    def _settings(self, plan: Plan) -> EngineSettings:
         """With a seed, what worker_init_fn seeds does not count; code that cannot be changed has
         it often, Hugging Face's Trainer always."""
         is_spawned = plan.pool.value == "process" and plan.start_method.value == "spawn"
         if is_spawned and self._epoch_state.num_turns > 1 and not self.persistent_workers:
             self._tell_note(SPAWNED_ANEW)
-        return replace(super()._setup(plan), obeys_init_seed=self.seed is None)
+        return replace(super()._settings(plan), keeps_init_seed=self.seed is None)
 
-    def _fault_setup(self) -> dict[str, Any]:
-        setup, tally = super()._fault_setup(), self._layer.tally
-        take, restart = setup["on_bad"], setup["on_restart"]
+    def _make_faults(self) -> Faults:
+        return _CountedFaults(self._fault_options(), self._epoch_state, self._layer.tally)
 
-        def count_bad(found: list[Any]) -> None:
-            tally.num_bad += len(found)
-            take(found)
 
-        def count_restart() -> None:
-            tally.num_restarts += 1
-            restart()
+class _CountedFaults(Faults):
+    """Faults of a patched loader, counted for its patch, too."""
 
-        counted: dict[str, Callable[..., None]] = {"on_bad": count_bad, "on_restart": count_restart}
-        return {**setup, **counted}
+    def __init__(
+        self, options: dict[str, Any], epoch_state: EpochState, report: PatchReport
+    ) -> None:
+        super().__init__(options, epoch_state)
+        self._report = report
+
+    def record(self, found: Iterable[BadSampleReport]) -> None:
+        found = list(found)
+        self._report.num_bad += len(found)
+        super().record(found)
+
+    def count_restart(self) -> None:
+        self._report.num_restarts += 1
+        super().count_restart()
 
 
 def _warn(line: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from penstock.errors import BadState
+from penstock.order.epoch_state import EpochPosition, fits_generator
 
 VERSION = 1
 MOST = 1 << 62
@@ -114,6 +115,108 @@ class LoaderState:
                 remedy="the dataset, seed=, batch_size= and number of ranks it was saved with "
                 "(ranks may change if ranks x batch_size stays)",
             )
+
+    def refuse_foreign(
+        self, *, has_seed: bool, drawing: Any, has_sampler_state: bool, is_iterable: bool
+    ) -> None:
+        """Check that this loader can use every entry; what it cannot use would be lost silently.
+
+        Args:
+            drawing: torch's RandomSampler, if the indices come from one.
+
+        Raises:
+            BadState: It belongs to another kind of loader.
+        """
+        generator = None if drawing is None else drawing.generator
+        takes = {
+            "base_seed": not has_seed,
+            "base_epoch": not has_seed,
+            "shuffle_seed": drawing is not None and generator is None,
+            "generator_state": generator is not None,
+            "sampler": has_sampler_state,
+            "num_workers": is_iterable,
+            "dataset": is_iterable,
+        }
+        foreign = [name for name, takes_it in takes.items() if not takes_it]
+        foreign = [name for name in foreign if getattr(self, name) is not None]
+        if foreign:
+            raise BadState(
+                f"the state has {' and '.join(foreign)}, and this loader has no such thing: "
+                "it belongs to another loader, or was edited",
+                remedy="a loader with the arguments that the state was saved with",
+            )
+        known = self.generator_state
+        if known is not None and not fits_generator(generator, known):
+            raise BadState("the state's generator_state is not one: it was cut off or edited")
+
+    def refuse_undrawn(self, *, has_seed: bool, drawing: Any) -> None:
+        """Check that what was drawn is here: without ``seed=``, the middle of an epoch needs it."""
+        needed: dict[str, object] = {}
+        if not has_seed:
+            needed["base_seed"] = self.base_seed
+        if drawing is not None and drawing.generator is None:
+            needed["shuffle_seed"] = self.shuffle_seed
+        elif drawing is not None:
+            needed["generator_state"] = self.generator_state
+        missing = [name for name, value in needed.items() if value is None]
+        if self.position and missing:
+            raise BadState(f"the state has no {' and no '.join(missing)}: it was cut off or edited")
+
+    def refuse_streams(self, now: int) -> None:
+        """Check that ``now`` workers can go on: an iterable dataset is shared out by worker."""
+        before = self.num_workers
+        if before is not None and before != now and max(before, now) > 1:
+            raise BadState(
+                f"an iterable dataset is shared out by worker: {before} workers in the state, "
+                f"{now} here",
+                remedy=f"DataLoader(..., num_workers={before})",
+            )
+        if self.dataset is not None and not _are_streams(self.dataset, max(1, now)):
+            raise BadState(f"the state's dataset is {str(self.dataset)[:80]}: it was edited")
+
+    @classmethod
+    def at(cls, position: EpochPosition, **known: Any) -> LoaderState:
+        """The state of a loader that stands at ``position``."""
+        streams: dict[str, Any] | None = None
+        if position.streams:
+            own = {str(worker): state for worker, state in position.streams.items()}
+            streams = {"streams": own, "next": position.next_worker}
+        return cls(
+            epoch=position.epoch,
+            position=position.position,
+            base_seed=position.base_seed,
+            base_epoch=position.base_epoch or None,
+            shuffle_seed=position.shuffle_seed,
+            generator_state=position.generator_state,
+            sampler=position.own_state,
+            dataset=streams,
+            **known,
+        )
+
+    def epoch_position(self) -> EpochPosition:
+        """Where to go on; the reverse of :meth:`at`."""
+        streams = self.dataset or {}
+        return EpochPosition(
+            epoch=self.epoch,
+            position=self.position,
+            base_seed=self.base_seed,
+            base_epoch=self.base_epoch or 0,
+            shuffle_seed=self.shuffle_seed,
+            generator_state=self.generator_state,
+            own_state=self.sampler,
+            streams={int(worker): own for worker, own in streams.get("streams", {}).items()},
+            next_worker=streams.get("next", 0),
+        )
+
+
+def _are_streams(content: Any, num_workers: int) -> bool:
+    """Is this what the workers of an iterable dataset told, each under its number?"""
+    if not isinstance(content, dict) or set(content) != {"streams", "next"}:
+        return False
+    streams, workers = content["streams"], range(num_workers)
+    if not isinstance(streams, dict) or not set(streams) <= {str(worker) for worker in workers}:
+        return False
+    return type(content["next"]) is int and content["next"] in workers
 
 
 def _refuse_entries(content: dict[Any, Any]) -> None:

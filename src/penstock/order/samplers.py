@@ -35,7 +35,7 @@ from penstock.order.permutation import (
     check_index,
     check_indices,
 )
-from penstock.order.ranks import RankShard
+from penstock.order.ranks import RankShard, rank_here
 
 CHUNK = 4096
 """Indices computed at a time: 0.2 ms, and 160 KB while it lasts."""
@@ -389,3 +389,49 @@ def _accumulate(weights: npt.ArrayLike) -> npt.NDArray[np.float64]:
             f"the weights sum to {cumulative[-1]}", remedy="weights with a finite sum above 0"
         )
     return cumulative
+
+
+def make_order(
+    dataset: Any,
+    *,
+    seed: int | None,
+    shuffle: bool,
+    batch_size: int | None,
+    drop_last: bool,
+    ranks: tuple[bool, int | None, int | None],
+    padding: bool,
+) -> SeededOrder | None:
+    """The order of ours, where a seed or a rank asks for one.
+
+    Args:
+        ranks: The loader's ``shard``, ``rank`` and ``world_size``.
+    """
+    rank, world_size = _rank_and_size(*ranks)
+    if seed is None and world_size == 1:
+        return None
+    if seed is None and shuffle:
+        raise BadArgument(
+            "ranks that shuffle need the same seed, or samples are lost and doubled",
+            remedy="DataLoader(..., seed=0, shard=True)",
+        )
+    return SeededOrder(
+        dataset,
+        seed=seed or 0,
+        shuffle=shuffle,
+        batch_size=batch_size or 1,
+        rank=rank,
+        world_size=world_size,
+        drop_last=drop_last and world_size > 1,
+        padding=padding,
+    )
+
+
+def _rank_and_size(shard: bool, rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if rank is None and world_size is None:
+        return rank_here() if shard else (0, 1)
+    if rank is None or world_size is None:
+        raise BadArgument(
+            f"rank={rank} and world_size={world_size}: one does not work without the other",
+            remedy="DataLoader(..., rank=0, world_size=2), or shard=True under torch.distributed",
+        )
+    return rank, world_size

@@ -15,11 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
+from penstock.options import Tracing
 from penstock.trace.record import (
     ASKED_RING_BYTES,
     BATCH,
@@ -46,29 +46,6 @@ MAX_KEPT = 400_000
 MAX_KEPT_UNASKED = 40_000
 MAX_PENDING = 1000
 """A span that has not ended after this many others in its ring is not waited for any longer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tracing:
-    """What to trace, where a path alone does not say it: ``DataLoader(..., trace=Tracing(...))``.
-
-    Args:
-        file: Where the trace goes: ``.json``, ``.json.gz``, ``.html`` or ``.perfetto.json.gz``.
-        samples: Note each ``dataset[i]`` in workers, and not only the parts of batches.
-        steps: Note each transform of torchvision's ``Compose`` by its name.
-
-    Example:
-        >>> import penstock
-        >>> loader = penstock.DataLoader([1, 2, 3], trace=penstock.Tracing(samples=True))
-        >>> [batch.item() for batch in loader]
-        [1, 2, 3]
-        >>> loader.timeline().num_batches
-        3
-    """
-
-    file: str | os.PathLike[str] | None = None
-    samples: bool = False
-    steps: bool = False
 
 
 class ProcessRecords:

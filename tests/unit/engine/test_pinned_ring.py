@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from penstock.engine.memory import pinned_ring as pinned
-from penstock.engine.memory.pinned_ring import PinnedRing, make_ring
-from penstock.engine.memory.ring import FIRST_SLOTS, Ring, Slot
+from penstock.engine.memory.pinned_ring import PinnedRing
+from penstock.engine.memory.ring import FIRST_SLOTS, Slot
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.errors import DeviceFailed
 
@@ -211,14 +211,4 @@ def test_a_dropped_slot_is_unpinned_before_its_batch_is_handed_out() -> None:
         ring.drop(slot)
     assert pinner.pinned == {}
     assert ring.num_slots == 0
-    ring.close()
-
-
-def test_without_a_pinner_the_ring_is_an_ordinary_one() -> None:
-    class Setup:
-        pinner = None
-        tell = print
-
-    ring = make_ring(SharedFile.create(), Setup, 1 << 20)
-    assert type(ring) is Ring
     ring.close()

@@ -12,6 +12,7 @@ lies a ring for each worker, where it notes what it does (see
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ STACK_FD = 4
 """The descriptor, in the worker, of the file that its stack is written to when asked for."""
 IS_IDLE = 5
 """1 while it waits for leases."""
+STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
+"""Makes a worker write its stack. No real-time signal of libc, Python or torch."""
 
 
 class Lease(NamedTuple):

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -184,10 +184,3 @@ class _ReturnQueue(deque[SlotRef]):
             super().append(watch)
         else:
             self.heir(watch.slot)
-
-
-def make_ring(file: SharedFile, setup: Any, max_held_bytes: int) -> Ring:
-    """The ring that a loader's setup asks for."""
-    if setup.pinner is None:
-        return Ring(file, max_held_bytes=max_held_bytes, tell=setup.tell)
-    return PinnedRing(file, pinner=setup.pinner, max_held_bytes=max_held_bytes, tell=setup.tell)

@@ -1,6 +1,7 @@
-"""Are workers worth it? The first batches are loaded here, timed, and delivered like any other.
+"""Decides whether workers pay: loads the first batches inline, timed, and delivers them.
 
-    batch 0, 1, ... inline (timed) -- decide(measured) --> rest of the epoch: workers, or inline
+    batch 0, 1, ... inline (timed) -- loader._decide(measured) --> rest of the epoch: workers, or
+                                                                   inline
 
 Nothing is loaded twice and nothing changes in the batches: positions and seeds go on where the
 inline part stopped. The dataset is pickled before the first sample, so that handles which it
@@ -15,15 +16,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 from penstock.engine.loading.fetch import call_user, getter, takes_batches
-from penstock.engine.parent import fork_server as fork_servers
-from penstock.engine.parent.dataset_changes import DatasetChanges
-from penstock.engine.parent.inline_iterator import InlineIterator
-from penstock.engine.parent.iterator import LoaderIterator, Setup
-from penstock.engine.parent.worker_iterator import PooledIterator, travellers
+from penstock.engine.parent import fork_server
+from penstock.engine.parent.context import BatchProducer, EngineSettings, EpochPass, LoadContext
+from penstock.engine.parent.inline_producer import InlineProducer
+from penstock.engine.parent.worker_producer import WorkerProducer
 from penstock.engine.pickling.environment import import_path
 from penstock.engine.pickling.pickler import PickledObjects, pickle_objects
 from penstock.errors import CannotTravel
@@ -60,86 +59,75 @@ class Measured:
     stays_because: CannotTravel | None = None
 
 
-Decide = Callable[[Measured], Setup]
-"""What to do from here on, given what was measured."""
-
-
-class AuditionIterator(LoaderIterator):
+class AutoProducer:
     """Loads inline until it is known whether workers pay, then hands the epoch over.
 
     Args:
-        setup: How to load inline.
-        traces: Notes what loading here leaves in the dataset.
-        decide: Called with what was measured so far; the engine does what it answers.
-        settle: Called once with the last answer, when the question is closed.
+        loader: Asked what to do (``_decide``) and told the last answer (``_settle``). Held only
+            until then: a persistent loader holds us.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        setup: Setup,
-        traces: DatasetChanges,
-        decide: Decide,
-        settle: Callable[[Setup], None],
-    ) -> None:
-        # Not the loader itself: a persistent one holds us, and both would wait for the collector.
-        self._like_loader = SimpleNamespace(worker_init_fn=loader.worker_init_fn)
-        self._traces = traces
-        self._decide: Decide | None = decide
-        self._settle: Callable[[Setup], None] | None = settle
-        self._pooled: PooledIterator | None = None
+    def __init__(self, context: LoadContext, loader: Any) -> None:
+        self._context = context
+        self._loader: Any = loader
+        self._changes = loader._changes
+        self._inline = _TimedInlineProducer(context, self._see_first_samples)
+        self._worker_producer: WorkerProducer | None = None
         self._is_settled = False
-        self._fork_server: fork_servers.ForkServer | None = None
-        self._inline = _TimedInline(loader, setup, self._glance)
-        vars(self).update({**vars(self._inline), **vars(self)})
-        vars(self).pop("_glance_once")  # it is the inline part's, and would hold us
-        self._serialised = self._pickle()
+        self._fork_server: fork_server.ForkServer | None = None
         self._returned: tuple[float, float] | None = None
         self._steps: list[tuple[float, float]] = []
         self._quickest = Measured(sample_s=float("inf"))
         self._num_batches = self._num_questions = 0
         self._next_question = 1
         self._spent_s = 0.0
-        self._answer: Setup = setup
+        self._answer: EngineSettings = context.settings
+        self._pickled = self._pickle()
 
     @property
-    def _workers(self) -> list[Any]:
-        return self._pooled._workers if self._pooled is not None else []
+    def _producer(self) -> BatchProducer:
+        return self._worker_producer or self._inline
+
+    @property
+    def workers(self) -> list[Any]:
+        return self._producer.workers
 
     def _pickle(self) -> PickledObjects | None:
         try:
-            return pickle_objects(travellers(self._inline, self._like_loader))
+            return pickle_objects(self._context.worker_objects())
         except CannotTravel as error:
-            self._close(self._ask(Measured(stays_because=error)))
+            self._settle(self._ask(Measured(stays_because=error)))
             return None
 
-    def _next_batch(self) -> Any:
-        if self._pooled is None and not self._is_settled:
+    def start_epoch(self, epoch: EpochPass) -> None:
+        self._returned = None
+        self._epoch = epoch
+        self._producer.start_epoch(epoch)
+
+    def next_batch(self) -> tuple[Any, bool]:
+        if self._worker_producer is None and not self._is_settled:
             self._consider()
-        if self._pooled is not None:
-            return self._pooled._next_batch()
-        self._inline._num_yielded = self._num_yielded  # the batch's number in the timeline
-        if self._is_settled:
-            return self._inline._next_batch()
+        if self._worker_producer is not None or self._is_settled:
+            return self._producer.next_batch()
         is_close = self._num_batches < CLOSE_LOOKS
-        with self._traces.watching() if is_close else nullcontext():
+        with self._changes.watching() if is_close else nullcontext():
             return self._next_timed(is_close)
 
-    def _is_ready(self) -> bool:
-        if self._pooled is not None:
-            return self._pooled._is_ready()
-        return self._is_settled and self._inline._is_ready()  # till then steps are timed
+    def is_ready(self) -> bool:
+        # Until it is settled, steps are timed.
+        is_known = self._worker_producer is not None or self._is_settled
+        return is_known and self._producer.is_ready()
 
-    def _next_timed(self, is_close: bool) -> Any:
+    def _next_timed(self, is_close: bool) -> tuple[Any, bool]:
         busy_s = _busy_s() if is_close else 0.0
-        start_s, place = time.perf_counter(), self._inline._place
+        start_s, place = time.perf_counter(), self._inline.place
         try:
-            batch = self._inline._next_batch()
+            batch, is_pinned = self._inline.next_batch()
         except StopIteration:
             self._conclude()
             raise
         end_s = time.perf_counter()
-        num_samples = max(1, self._inline._place - place)
+        num_samples = max(1, self._inline.place - place)
         wall_s = max(end_s - start_s, 1e-9)
         self._num_batches += 1
         self._spent_s += wall_s
@@ -150,23 +138,23 @@ class AuditionIterator(LoaderIterator):
                 sample_bytes=_num_bytes(batch) // num_samples,
             )
         self._returned = time.perf_counter(), time.process_time()
-        return batch
+        return batch, is_pinned
 
     def _measured(self) -> Measured:
         """The quickest batch, and the quickest step after the first: first ones set things up."""
         step_s, step_busy_s = min(self._steps[1:], default=(None, 0.0))
         return replace(self._quickest, step_s=step_s, step_busy_s=step_busy_s)
 
-    def _glance(self, sample_s: float) -> None:
-        """Called from: the middle of the first batch, with the pace so far."""
+    def _see_first_samples(self, sample_s: float) -> None:
+        """Called from: the middle of the first batch, with the time for one sample so far."""
         if sample_s >= CLEARLY_SLOW_S and not self._is_settled:
             self._warm_up(self._ask(Measured(sample_s=sample_s)))
 
-    def _warm_up(self, setup: Setup) -> None:
-        if self._fork_server is None and setup.start_method == "forkserver":
-            assert self._serialised is not None
-            self._fork_server = fork_servers.current_fork_server()
-            self._fork_server.prepare(self._serialised.modules, import_path())
+    def _warm_up(self, settings: EngineSettings) -> None:
+        if self._fork_server is None and settings.start_method == "forkserver":
+            assert self._pickled is not None
+            self._fork_server = fork_server.current_fork_server()
+            self._fork_server.prepare(self._pickled.modules, import_path())
 
     def _consider(self) -> None:
         if self._returned is not None:
@@ -179,53 +167,44 @@ class AuditionIterator(LoaderIterator):
             self._warm_up(self._answer)
         if not self._answer.num_workers:
             if self._num_questions == MAX_QUESTIONS:
-                self._close(self._answer)
+                self._settle(self._answer)
         elif self._fork_server is None or self._fork_server.is_warm():
-            self._close(self._answer)
-            self._traces.undo()
-            self._pooled = PooledIterator.continuing(
-                self._inline, self._like_loader, self._answer, self._serialised
-            )
+            self._settle(self._answer)
+            self._changes.undo()
+            self._context.settings = self._answer
+            self._worker_producer = WorkerProducer(self._context, self._pickled)
+            self._worker_producer.start_epoch(self._epoch._replace(place=self._inline.place))
 
     def _conclude(self) -> None:
-        """The epoch ended before the question was closed: if the answer is no, it is final."""
+        """The epoch ended before the question was settled: if the answer is no, it is final."""
         if self._num_batches:
             answer = self._ask(self._measured())
             if not answer.num_workers:
-                self._close(answer)
+                self._settle(answer)
 
-    def _close(self, setup: Setup) -> None:
-        assert self._settle is not None
+    def _ask(self, measured: Measured) -> EngineSettings:
+        settings: EngineSettings = self._loader._decide(measured)
+        return settings
+
+    def _settle(self, settings: EngineSettings) -> None:
         self._is_settled = True
-        self._settle(setup)
-        self._decide = self._settle = None
+        self._loader._settle(settings)
+        self._loader = None
 
-    def _ask(self, measured: Measured) -> Setup:
-        assert self._decide is not None
-        return self._decide(measured)
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._num_yielded = 0
-        self._returned = None
-        self._returned_ns = 0
-        (self._pooled or self._inline)._reset(loader, first_iter)
-        self._turn_number = self._epoch_state.num_turns
-
-    def _shutdown_workers(self) -> None:
-        if self._pooled is not None:
-            self._pooled._shutdown_workers()
+    def stop(self) -> None:
+        self._producer.stop()
 
 
-class _TimedInline(InlineIterator):
+class _TimedInlineProducer(InlineProducer):
     """Inline, with a word after the first samples of the first batch."""
 
-    def __init__(self, loader: Any, setup: Setup, glance: Callable[[float], None]) -> None:
-        super().__init__(loader, setup)
-        self._glance_once: Callable[[float], None] | None = glance
+    def __init__(self, context: LoadContext, see_first_samples: Callable[[float], None]) -> None:
+        super().__init__(context)
+        self._see_once: Callable[[float], None] | None = see_first_samples
 
     def _fetch(self, index: Any) -> Any:
-        glance, self._glance_once = self._glance_once, None
-        if glance is None or not self._auto_collation or takes_batches(self._dataset):
+        see, self._see_once = self._see_once, None
+        if see is None or not self._auto_collation or takes_batches(self._dataset):
             return super()._fetch(index)
         position, start_s, samples = self._advance(len(index)), 0.0, []
         get = getter(self._dataset)
@@ -234,7 +213,7 @@ class _TimedInline(InlineIterator):
             if len(samples) == GLANCE_FROM:
                 start_s = time.perf_counter()
             elif len(samples) == GLANCE_AT:
-                glance((time.perf_counter() - start_s) / (GLANCE_AT - GLANCE_FROM))
+                see((time.perf_counter() - start_s) / (GLANCE_AT - GLANCE_FROM))
         return samples
 
 

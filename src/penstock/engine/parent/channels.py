@@ -7,6 +7,7 @@ not block on a write: a worker that is itself blocked on a reply would wait for 
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import struct
 import sys
@@ -15,9 +16,28 @@ from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
+import cloudpickle
+
+from penstock.engine.memory.messages import Lease, ParentMessage, ResumeStream
+
 _SHORT = struct.Struct("!i")
 _LONG = struct.Struct("!Q")
 _READ_BYTES = 1 << 18
+
+
+def dump_leases(leases: list[Any] | None) -> bytes:
+    """Leases as bytes (None: stop). Sampler items of the user's own classes travel by value."""
+    if leases is None or all(_is_plain(lease) for lease in leases):
+        return pickle.dumps(leases, protocol=5)
+    return cloudpickle.dumps(leases, protocol=5)  # type: ignore[no-any-return]
+
+
+def _is_plain(lease: ParentMessage) -> bool:
+    if isinstance(lease, ResumeStream):
+        return lease.state is None
+    index = lease.index if isinstance(lease, Lease) else None
+    first = index[0] if type(index) is list and index else index
+    return first is None or type(first) in (int, str)
 
 
 class Channel:

@@ -1,4 +1,4 @@
-"""What to say about a worker that died, hangs or is late: what it was at, why, what to do."""
+"""Errors and log lines about a worker that died, hangs or is late."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.parent.supervisor import RestartDecision, RestartPolicy
+from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
 from penstock.errors import PenstockError, SampleTimeout, Stuck, WorkerDied, WorkerTimeout
 
 _CAUSES = {
@@ -27,10 +27,11 @@ class WorkerFault:
         how: "died"; "hung": a sample took longer than allowed; "silent": it does not take its work.
         index: The sample that it was loading, a list of them, or None.
         position: Where that stands in the epoch.
-        suspect: What is to blame, as :class:`penstock.engine.parent.supervisor.RestartPolicy`
-            counts it. stack: Where it stood, if it was alive. oom: What the kernel's own count says
-            about kills for want of memory; empty: none. peak_kb: The most memory each worker has
-            held, as far as known.
+        suspect: What is to blame, as :class:`penstock.engine.parent.restart_decision.RestartPolicy`
+            counts it.
+        stack: Where it stood, if it was alive.
+        oom: What the kernel's own count says about kills for want of memory; empty: none.
+        peak_kb: The most memory each worker has held, as far as known.
     """
 
     worker: int
@@ -49,8 +50,8 @@ class WorkerFault:
 
 def describe_crash(
     fault: WorkerFault,
-    verdict: RestartDecision = RestartDecision.RETRY,
-    supervisor: RestartPolicy | None = None,
+    decision: RestartDecision = RestartDecision.RETRY,
+    policy: RestartPolicy | None = None,
 ) -> PenstockError:
     """The error for a lost worker, or what is logged when it is replaced."""
     sample, remedy = "", "DataLoader(..., num_workers=0), to see the error where it happens"
@@ -65,22 +66,22 @@ def describe_crash(
     elif fault.how == "hung" and fault.suspect is None:
         sample = " while it got ready (unpacking the dataset, or worker_init_fn)"
     end = {
-        RestartDecision.RETRY: "; another takes its place" if supervisor is not None else "",
+        RestartDecision.RETRY: "; another takes its place" if policy is not None else "",
         RestartDecision.POISON: "; it is the second that was lost there",
         RestartDecision.HELPLESS: "; a thread cannot be ended from outside",
         RestartDecision.HOPELESS: "; like those before it, it was not ready yet",
-        RestartDecision.LIMIT: _limit(supervisor),
-    }[verdict]
-    if verdict is RestartDecision.POISON and fault.index is not None:
+        RestartDecision.LIMIT: _limit(policy),
+    }[decision]
+    if decision is RestartDecision.POISON and fault.index is not None:
         remedy += '; DataLoader(..., on_error="skip") leaves such samples out'
     facts: dict[str, Any] = {
         "worker": fault.worker,
         "pid": fault.pid,
         "sample_index": fault.index,
-        "num_restarts": supervisor.num_restarts if supervisor is not None else 0,
+        "num_restarts": policy.num_restarts if policy is not None else 0,
     }
     if fault.how != "died":
-        return _write_hang(fault, sample, end, remedy, facts)
+        return _describe_hang(fault, sample, end, remedy, facts)
     how, cause = _how_it_ended(fault.exit_code)
     if fault.oom and fault.exit_code == -9:
         cause = f"{fault.oom}. {_memory(fault)}"
@@ -103,12 +104,12 @@ def _memory(fault: WorkerFault) -> str:
     return f"The most that each held up to its last batch: {each}."
 
 
-def _limit(supervisor: RestartPolicy | None) -> str:
-    if supervisor is None or not supervisor.max_restarts:
+def _limit(policy: RestartPolicy | None) -> str:
+    if policy is None or not policy.max_restarts:
         return ""
     return (
-        f"; {supervisor.max_restarts} workers were replaced within {supervisor.window_s:.0f} s, "
-        f"which is the limit (max_restarts={supervisor.max_restarts})"
+        f"; {policy.max_restarts} workers were replaced within {policy.window_s:.0f} s, "
+        f"which is the limit (max_restarts={policy.max_restarts})"
     )
 
 
@@ -126,7 +127,7 @@ def _how_it_ended(exit_code: int | None) -> tuple[str, str | None]:
     return how, "user code called os._exit or sys.exit, or the interpreter itself stopped."
 
 
-def _write_hang(
+def _describe_hang(
     fault: WorkerFault, sample: str, end: str, remedy: str, facts: dict[str, Any]
 ) -> SampleTimeout:
     what = "has stood still" if fault.how == "hung" else "has not taken its work"

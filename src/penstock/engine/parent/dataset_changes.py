@@ -1,4 +1,4 @@
-"""What did loading here leave in the dataset? A handle opened on first use, most often.
+"""Undoes what inline loading left in the dataset: most often a handle opened on first use.
 
 A worker's changes to the dataset never reach the user's process. The first batches of
 ``num_workers="auto"`` are loaded there all the same, and what they bound would travel to the

@@ -18,8 +18,8 @@ from typing import Any
 from penstock.engine.loading.bad_samples import poison_among
 from penstock.engine.memory.messages import EPOCH_CELL, Lease, NewEpoch, Reply, WorkerTask
 from penstock.engine.memory.ring import Ring, Slot
+from penstock.engine.parent.context import EpochPass, LoadContext
 from penstock.engine.parent.crash_report import WorkerFault
-from penstock.engine.parent.iterator import Setup
 from penstock.engine.parent.leases import LeaseQueue
 from penstock.engine.parent.pending_batch import PendingBatch
 from penstock.engine.parent.pools import Death, Pool
@@ -33,11 +33,8 @@ class Dispatcher:
     """Runs the epochs of one loader over one pool.
 
     Args:
-        setup: What the loader asks.
+        cells: The control page: see :mod:`penstock.engine.memory.messages`.
         can_split: May one batch be filled by several workers?
-        timeout_s: How long :meth:`next` may wait; 0: as long as it takes.
-        on_state: Told what a worker's iterable dataset says of itself with each batch, and whose
-            turn is next.
     """
 
     def __init__(
@@ -47,36 +44,35 @@ class Dispatcher:
         ring: Ring,
         cells: memoryview,
         task: WorkerTask,
-        setup: Setup,
+        context: LoadContext,
         can_split: bool,
-        timeout_s: float,
-        on_state: Callable[[int, Any, int], None],
     ) -> None:
-        self._pool = pool
+        self.pool = pool
         self.ring = ring
         self._cells = cells
         self._task = task
-        self._setup = setup
+        self._context = context
+        self._epoch_state, self._faults = context.parts.epoch_state, context.parts.faults
+        self._recorder, self._notes = context.parts.recorder, context.parts.notes
+        self._progress = context.progress
         self._can_split = can_split
         # The first batch is, so that it comes early; not while workers start up.
-        self._splits_first = setup.start_method != "spawn"
-        self._in_order = setup.in_order
-        self._timeout_s, self._on_state = timeout_s, on_state
+        self._splits_first = context.settings.start_method != "spawn"
+        self._in_order = context.settings.in_order
+        self._timeout_s = context.timeout_s
         self._num_workers = len(pool.processes)
-        self._worker_rings = setup.log.hire(cells, task.ring_bytes, self._num_workers)
-        self._pace = PrefetchDepth(setup.depth, self._num_workers)
+        self._worker_rings = self._recorder.hire(cells, task.ring_bytes, self._num_workers)
+        self._depth = PrefetchDepth(context.settings.prefetch_factor, self._num_workers)
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
         self._lease_queue = LeaseQueue(self._num_workers, in_turn=not task.per_sample)
         self.num_empty = 0
         """Batches of which nothing was left, since somebody last looked."""
-        self._recovery = WorkerRestarts(
+        self._restarts = WorkerRestarts(
             pool=pool,
-            turns=self._lease_queue,
+            lease_queue=self._lease_queue,
             cells=cells,
-            limits=setup.limits,
+            faults=self._faults,
             task=task,
-            poisoned=setup.on_poison,
-            restarted=setup.on_restart,
         )
         self._jobs: dict[tuple[int, int], PendingBatch] = {}
         self._failure: BaseException | None = None
@@ -94,41 +90,28 @@ class Dispatcher:
         self._sampler_error: BaseException | None = None
         self._lease_queue.begin()
 
-    def start_epoch(
-        self,
-        epoch: int,
-        indices: Iterator[Any],
-        *,
-        shared_seed: int | None = None,
-        place: int = 0,
-        first_worker: int = 0,
-        position_of: Callable[[int], int] | None = None,
-    ) -> None:
-        """Begin to load ``indices``; what an earlier epoch left under way is dropped.
+    def start_epoch(self, epoch: EpochPass) -> None:
+        """Begin to load an epoch; what an earlier one left under way is dropped.
 
-        Args:
-            epoch: The epoch that randomness is computed for. The engine's own count goes up by one
-                each time, also when an epoch is begun again.
-            place: Samples of this stream that are over.
-            first_worker: Who begins, where workers take turns.
-            position_of: From a place in the stream to the position in the epoch.
+        The dispatcher counts its own epochs, also when one is begun again; randomness is computed
+        for the loader's epoch.
         """
         self.epoch += 1
-        self._setup.log.begin_pass(self._worker_rings, self.epoch)
-        self._key_epoch, self._position_of = epoch, position_of
+        self._recorder.begin_pass(self._worker_rings, self.epoch)
+        self._key_epoch, self._position_of = self._epoch_state.key_epoch, epoch.position_of
         self._cells[EPOCH_CELL] = self.epoch
         for key in [key for key, job in self._jobs.items() if job.is_done]:
             self.ring.give_back(self._jobs.pop(key).slot)  # loaded, but nobody took it
-        fresh = None
+        fresh, shared_seed = None, self._context.shared_seed
         if shared_seed is not None and self.epoch > 0:
             fresh = NewEpoch(self.epoch, shared_seed)
             for worker in range(self._num_workers):
-                self._pool.send(worker, [fresh])
-        self._recovery.begin(self.epoch, fresh)
-        self._indices = indices
+                self.pool.send(worker, [fresh])
+        self._restarts.begin(self.epoch, fresh)
+        self._indices = epoch.indices
         self._begin()
-        self._lease_queue.begin(first_worker)
-        self._place = place
+        self._lease_queue.begin(self._epoch_state.next_worker)
+        self._place = epoch.place
         self._lease()
 
     def next(self) -> Any:
@@ -149,9 +132,9 @@ class Dispatcher:
                     self._lease()
                     self.num_empty += job.kind == "empty"
                     if job.bad:
-                        self._setup.on_bad(job.bad)
+                        self._faults.record(job.bad)
                     continue
-                self._setup.log.waited(started)
+                self._recorder.waited(started)
                 return self._deliver(job)
             if not self._num_open:
                 if self._sampler_error is not None:
@@ -177,7 +160,7 @@ class Dispatcher:
 
     def _lease(self, *, must: bool = False) -> None:
         """Keep the workers supplied, up to the depth; ``must``: raise if not even one can be."""
-        limit = self._pace.depth * self._num_workers
+        limit = self._depth.depth * self._num_workers
         room = limit - self._num_open
         if room < max(1, limit // 4) and self._num_open:
             return  # a few at a time: one message then carries several leases
@@ -185,7 +168,7 @@ class Dispatcher:
         while room > 0 and self._has_more and self._lease_queue.has_active:
             slot = self.ring.take_if_any()
             if slot is None:
-                self._setup.log.refuse(self.ring.num_slots)
+                self._recorder.refuse(self.ring.num_slots)
                 if must and not self._num_open:
                     self.ring.take()  # says what there is no room for
                 break  # slots of batches under way will come back
@@ -201,7 +184,7 @@ class Dispatcher:
                 outgoing.setdefault(worker, []).append(lease)
             room -= 1
         for worker, leases in outgoing.items():
-            self._pool.send(worker, leases)
+            self.pool.send(worker, leases)
 
     def _open_job(self, index: Any, slot: Slot) -> PendingBatch:
         if self._task.auto_collation and not hasattr(index, "__getitem__"):
@@ -213,13 +196,13 @@ class Dispatcher:
         self._sent += 1
         self._num_open += 1
         self._place += rows
-        self._pace.open_batch(rows)
+        self._depth.open_batch(rows)
         return job
 
     def _cut(self, job: PendingBatch) -> Iterator[tuple[int, Lease]]:
         num_parts = 1
         if self._can_split:
-            num_parts = self._pace.num_parts(
+            num_parts = self._depth.num_parts(
                 job.rows, is_first=job.number == 0 and self._splits_first
             )
         bounds = [job.rows * part // num_parts for part in range(num_parts + 1)]
@@ -231,7 +214,7 @@ class Dispatcher:
         first, last = job.parts[part]
         is_whole = len(job.parts) == 1
         part_of_it = job.index if is_whole else job.index[first:last]
-        limit = None if self._in_order else self._pace.depth * self._pace.rows_per_batch
+        limit = None if self._in_order else self._depth.depth * self._depth.rows_per_batch
         lease = Lease(
             job.epoch,
             job.number,
@@ -246,21 +229,21 @@ class Dispatcher:
             job.slot.capacity,
             self._key_epoch,
         )
-        if self._setup.poison:
+        if self._faults.poison:
             indices = part_of_it if self._task.auto_collation else [part_of_it]
-            lease = lease._replace(bad=poison_among(self._setup.poison, indices))
+            lease = lease._replace(bad=poison_among(self._faults.poison, indices))
         return self._lease_queue.give(lease, limit), lease
 
     # -- receiving -------------------------------------------------------------------------------
 
     def _wait(self, started: float) -> None:
-        timeout_s = self._recovery.patience_s
+        timeout_s = self._restarts.patience_s
         if self._timeout_s > 0:
             left = self._timeout_s - (time.monotonic() - started)
             if left <= 0:
-                raise self._recovery.timed_out(self._timeout_s, self._next)
+                raise self._restarts.timed_out(self._timeout_s, self._next)
             timeout_s = min(timeout_s, left)
-        nap_s = self._pace.nap_s(self._num_open)
+        nap_s = self._depth.nap_s(self._num_open)
         if nap_s:
             time.sleep(nap_s)
         events = self._hear(timeout_s)
@@ -269,26 +252,26 @@ class Dispatcher:
 
     def _hear(self, timeout_s: float) -> list[tuple[int, Any]]:
         """Take in what workers say."""
-        events = self._pool.receive(timeout_s)
+        events = self.pool.receive(timeout_s)
         for worker, event in events:
             if isinstance(event, Reply):
                 self._take(worker, event)
             elif isinstance(event, Death):
-                self._replace(self._recovery.fault_of(worker, event))
+                self._replace(self._restarts.fault_of(worker, event))
             elif event[0] == "note":
                 warn_user(event[1])
             elif event[0] == "tell":
-                self._setup.tell(event[1])
+                self._notes.setdefault(event[1])
             else:
                 report: ErrorReport = event[1]
                 self._fail(rebuild(report))
         if events:
-            self._recovery.has_news = True
+            self._restarts.has_news = True
         return events
 
     def _look(self, started: float) -> None:
         try:
-            faults = self._recovery.overdue(started)
+            faults = self._restarts.overdue(started)
         except PenstockError as error:
             self._fail(error)
         else:
@@ -299,7 +282,7 @@ class Dispatcher:
         """Another worker takes over what a lost one owed."""
         worker = fault.worker
         try:
-            preface = self._recovery.replace(fault)
+            preface = self._restarts.replace(fault)
         except (PenstockError, OSError) as error:
             self._fail(error)
         else:
@@ -307,7 +290,7 @@ class Dispatcher:
             for lease in self._lease_queue.owed(worker):
                 if lease.epoch != self.epoch:
                     self._take(worker, Reply(*lease.key, "dropped", None, 0, 0))
-            self._pool.send(worker, [*preface, *self._lease_queue.owed(worker)])
+            self.pool.send(worker, [*preface, *self._lease_queue.owed(worker)])
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
@@ -319,7 +302,7 @@ class Dispatcher:
         first, last = job.parts[reply.part]
         self._lease_queue.take_back(worker, reply.key)
         if self._task.is_iterable:
-            self._recovery.heard(worker, reply)
+            self._restarts.heard(worker, reply)
         self.ring.fit(reply.needed_bytes)
         layout = None
         if reply.kind == "fixed":
@@ -329,7 +312,7 @@ class Dispatcher:
             layout = self._layouts[worker][number]
         job.take(worker, reply, layout)
         if reply.kind in ("fixed", "payload") and last > first:
-            self._pace.note(reply.busy_ns, last - first)
+            self._depth.note(reply.busy_ns, last - first)
         if not job.is_complete:
             return
         if job.epoch != self.epoch:
@@ -341,7 +324,7 @@ class Dispatcher:
             job.is_done = True
             if reply.kind == "end":
                 self._lease_queue.retire(worker)
-            self._pace.adapt(reply.needed_bytes)
+            self._depth.adapt(reply.needed_bytes)
 
     def _redo(self, job: PendingBatch) -> None:
         if not self.ring.fits(job.slot):
@@ -349,7 +332,7 @@ class Dispatcher:
             job.slot = self.ring.take()
         job.make_whole()
         worker, lease = self._make_lease(job, 0)
-        self._pool.send(worker, [lease])
+        self.pool.send(worker, [lease])
 
     # -- delivering ------------------------------------------------------------------------------
 
@@ -373,27 +356,27 @@ class Dispatcher:
     def _deliver(self, job: PendingBatch) -> Any:
         try:
             if job.bad:
-                self._setup.on_bad(job.bad)
+                self._faults.record(job.bad)
             if job.error is not None:
                 raise rebuild(job.error)
         except BaseException:
             self._close_job(job)
             self._lease()
             raise
-        self._setup.log.deliver(job.epoch, job.number, job.rows, self._worker_rings, self._jobs)
+        self._recorder.deliver(job.epoch, job.number, job.rows, self._worker_rings, self._jobs)
         self.ring.has_lent_pinned = False
         batch, keep_slot = job.open(self.ring)
         state = job.replies[0].state
         if state is not None:
-            self._on_state(job.worker, state, (job.worker + 1) % self._num_workers)
+            self._progress.note_stream(job.worker, state, (job.worker + 1) % self._num_workers)
         self._close_job(job, keep_slot=keep_slot)
         self._lease()
         return batch
 
     def close(self) -> None:
         """Stop the workers and let go of the memory. Batches that the user holds stay valid."""
-        self._pool.stop()
-        self._setup.log.dismiss(self._worker_rings)
+        self.pool.stop()
+        self._recorder.dismiss(self._worker_rings)
         self._jobs.clear()
         self._num_open, self._has_more = 0, False
         self.ring.close()

@@ -111,7 +111,9 @@ class ForkServer:
         self.is_lost = self.was_killed = False
         self._owner = os.getpid()
         try:
-            self._process = start_child(f"fork_server_main({theirs.fileno()})", (theirs.fileno(),))
+            self._process = start_child(
+                f"fork_server_main.fork_server_main({theirs.fileno()})", (theirs.fileno(),)
+            )
         except BaseException:
             ours.close()
             raise
@@ -288,10 +290,11 @@ class ForkServer:
 
 
 def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """Start a Python that runs ``boot.<call>`` and never the user's main module."""
+    """Start a Python that runs ``call``, of a module in ``engine.worker``, not the user's main."""
+    module = call.partition(".")[0]
     code = (
         f"import sys; sys.path[:] = {import_path()!r}; "
-        f"from penstock.engine.worker import main; main.{call}"
+        f"from penstock.engine.worker import {module}; {call}"
     )
     environ = dict(os.environ, PYTHONHASHSEED=os.environ.get("PYTHONHASHSEED", "0"))
     environ.update(dict.fromkeys(THREAD_LIMITS, "1"))

@@ -1,157 +1,122 @@
-"""What an iterator over a loader is asked to do, and what all kinds of them share.
+"""The iterator that ``iter(loader)`` returns, in the training process.
 
-They derive from torch's own base iterator, which draws the base seed, holds the sampler's iterator
-and warns about wrong lengths exactly as PyTorch does. :mod:`penstock.engine.parent.inline_iterator`
-loads in the caller's own thread, :mod:`penstock.engine.parent.worker_iterator` with workers,
-:mod:`penstock.engine.parent.auto_workers` begins with the one and goes on with whichever is better.
+It derives from torch's own base iterator, which draws the base seed, holds the sampler's iterator
+and warns about wrong lengths exactly as PyTorch does. Batches come from a producer:
+:mod:`~penstock.engine.parent.inline_producer` loads in the caller's thread,
+:mod:`~penstock.engine.parent.worker_producer` with workers, and
+:mod:`~penstock.engine.parent.auto_workers` starts with the one and may go on with the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import weakref
+from typing import Any
 
-import psutil
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils.data import dataloader as torch_loader
 
-from penstock.engine.loading.bad_samples import OnError
-from penstock.engine.memory.pinned_ring import Pinner
-from penstock.engine.parent.restarts import RestartLimits
+from penstock.engine.parent.auto_workers import AutoProducer
+from penstock.engine.parent.context import (
+    BatchProducer,
+    Effect,
+    EngineSettings,
+    EpochPass,
+    LoadContext,
+    LoaderParts,
+    Progress,
+)
+from penstock.engine.parent.inline_producer import InlineProducer
+from penstock.engine.parent.worker_producer import WorkerProducer
 from penstock.errors import DeviceFailed
-from penstock.order.epoch_state import EpochIndices, EpochState
+from penstock.order.epoch_state import EpochIndices
 from penstock.trace.record import now_ns
-from penstock.trace.recorder import Recorder
-
-Effect = Callable[[], None]
-
-
-class Prefetcher(Protocol):
-    """Brings batches to where they are used, some of them ahead of time."""
-
-    def next(
-        self, take: Callable[[], tuple[Any, list[Effect]]], is_ready: Callable[[], bool]
-    ) -> Any:
-        """The next batch. ``take`` loads one; ``is_ready``: without waiting.
-
-        What taking a batch changed in the loader's counts comes with it, and is to be done when
-        that batch is handed out.
-        """
-
-    def reset(self) -> None:
-        """Another epoch begins: forget what is under way."""
-
-
-class GpuWatcher(Protocol):
-    """Notes what a device does while batches are handed out."""
-
-    def begin_step(self, batch: int) -> None:
-        """A batch is handed out."""
-
-    def end_step(self) -> None:
-        """Another one is asked for."""
-
-    def end_pass(self) -> None:
-        """The epoch is over."""
-
-    def reset(self) -> None:
-        """Another epoch begins."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What the loader asks of the engine, as plain values."""
-
-    pool: str
-    start_method: str | None
-    num_workers: int
-    depth: int | None
-    per_sample: bool
-    in_order: bool
-    tell: Callable[[str], None] = lambda note: None
-    """Takes notes about what was done where something is not as usual, for the user's plan."""
-    epoch_state: EpochState | None = None
-    """Epoch, seeds and progress, shared with the loader; None: this iterator counts for itself."""
-    turn: Callable[[], None] = lambda: None
-    """Turns the course to the next epoch."""
-    learn: Callable[[int], None] = lambda batch_bytes: None
-    """Told once how much memory a batch needs."""
-    obeys_init_seed: bool = True
-    """Is a seed that worker_init_fn gives to torch kept, though bits then depend on workers?"""
-    pinner: Pinner | None = None
-    """Pins the memory of batches; None: they lie in ordinary memory."""
-    make_prefetcher: Callable[[Any], Prefetcher] | None = None
-    """Makes what brings batches to a device; None: they are handed out as they are."""
-    make_watch: Callable[..., GpuWatcher] | None = None
-    """Makes what notes when a device copies and computes; None: no device is known here."""
-    log: Recorder = field(default_factory=Recorder)
-    """Takes notes of what is done when, for the timeline."""
-    limits: RestartLimits = field(default_factory=RestartLimits)
-    """When a worker that is lost ends the epoch."""
-    on_error: OnError = "raise"
-    num_indices: int | None = None
-    """Where substitutes come from: see
-    :class:`penstock.engine.loading.bad_samples.BadSamplePolicy`."""
-    poison: dict[Any, Exception] = field(default_factory=dict)
-    on_bad: Callable[[list[Any]], None] = lambda found: None
-    on_poison: Callable[[Any, Exception], None] = lambda index, error: None
-    on_restart: Callable[[], None] = lambda: None
-    on_end: Callable[[int], None] = lambda num_batches: None
-    """Told at the end of an epoch how many batches were delivered; may raise."""
-
-
-def max_held_bytes() -> int:
-    """How much of the machine's free memory batches that the user keeps may occupy in the ring."""
-    return int(psutil.virtual_memory().available) // 4
 
 
 class LoaderIterator(torch_loader._BaseDataLoaderIter):
-    """What both kinds share: pinning, and PyTorch's face."""
+    """Hands out the batches of one loader, epoch after epoch where workers are persistent.
+
+    Args:
+        loader: Ours, or the one that stands for a patched loader.
+        is_auto: Load inline first, and ask the loader whether workers pay.
+    """
 
     _pin_memory: bool
     _base_seed: int
     _index_sampler: Any
 
-    def _enter(self, setup: Setup) -> None:
-        """Take over what the loader asks, after torch's own beginning."""
-        self._setup = setup
-        self._epoch_state = setup.epoch_state or EpochState(None)
-        self._base_seed = self._epoch_state.settle_base(self._base_seed)
-        self._turn_number = self._epoch_state.num_turns
-        self._watch: GpuWatcher | None = None
-        if setup.make_watch is not None and setup.log.ring is not None:
-            self._watch = setup.make_watch(setup.log.on_device, is_asked=setup.log.keeps_all)
-        self._prefetcher = (
-            None if setup.make_prefetcher is None else setup.make_prefetcher(self._watch)
-        )
+    def __init__(
+        self, loader: Any, settings: EngineSettings, parts: LoaderParts, *, is_auto: bool = False
+    ) -> None:
+        super().__init__(loader)
+        self._loader = weakref.ref(loader)
+        self._parts = parts
+        self._base_seed = parts.epoch_state.settle_base(self._base_seed)
+        recorder, transfer = parts.recorder, parts.transfer
+        self._watch = transfer.make_watch(recorder)
+        self._prefetcher = transfer.make_prefetcher(self._watch)
         self._returned_ns = 0
-        self._effects: list[Effect] = []
-        """Of the batch that is being taken. One list, shared by those that take over from each
-        other."""
         self._lost: DeviceFailed | None = None
+        self._progress = Progress(parts.epoch_state, is_deferred=self._prefetcher is not None)
+        self._context = LoadContext(
+            loader=self._loader,
+            settings=settings,
+            parts=parts,
+            progress=self._progress,
+            pinner=transfer.pinner,
+            dataset=self._dataset,
+            collate_fn=self._collate_fn,
+            worker_init_fn=loader.worker_init_fn,
+            auto_collation=self._auto_collation,
+            drop_last=self._drop_last,
+            is_persistent=self._persistent_workers,
+            is_iterable=self._dataset_kind == torch_loader._DatasetKind.Iterable,
+            base_seed=self._base_seed,
+            shared_seed=self._shared_seed,
+            timeout_s=self._timeout,
+            ranks=(self._world_size, self._rank),
+        )
+        self._producer: BatchProducer
+        if is_auto:
+            self._producer = AutoProducer(self._context, loader)
+        elif settings.pool == "inline":
+            self._producer = InlineProducer(self._context)
+        else:
+            self._producer = WorkerProducer(self._context)
+            super()._reset(loader, True)  # as torch's does
+        self._start_epoch()
+
+    @property
+    def _settings(self) -> EngineSettings:
+        return self._context.settings
+
+    @property
+    def _workers(self) -> list[Any]:
+        return self._producer.workers
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        prefetcher: Prefetcher | None = getattr(
-            self, "_prefetcher", None
-        )  # torch resets before we enter
-        if prefetcher is not None:
-            prefetcher.reset()
-            self._effects.clear()
+        """Begin another epoch. Called from: torch's DataLoader, for persistent workers."""
+        if self._prefetcher is not None:
+            self._prefetcher.reset()
             self._lost = None
-        watch: GpuWatcher | None = getattr(self, "_watch", None)
-        if watch is not None:
-            watch.reset()
+        if self._watch is not None:
+            self._watch.reset()
         self._returned_ns = 0
+        ours = self._loader()
+        if ours is not None:
+            ours._begin_epoch()
         super()._reset(loader, first_iter)
+        self._progress.begin()
+        self._context.dataset, self._context.shared_seed = self._dataset, self._shared_seed
+        self._start_epoch()
 
-    def _position_of(self) -> Callable[[int], int] | None:
-        walk = self._index_sampler
-        return walk.positions() if isinstance(walk, EpochIndices) else None
+    def _start_epoch(self) -> None:
+        indices = self._index_sampler
+        position_of = indices.positions() if isinstance(indices, EpochIndices) else None
+        self._producer.start_epoch(EpochPass(self._sampler_iter, position_of))
 
     def __next__(self) -> Any:
-        log, watch = self._setup.log, self._watch
-        start_ns = log.begin_batch()
+        recorder, watch = self._parts.recorder, self._watch
+        start_ns = recorder.begin_batch()
         if watch is not None:
             watch.end_step()
         # torch's own __next__ marks the batch for its profiler and warns about
@@ -166,15 +131,15 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
                 batch = self._next_data()
                 self._num_yielded += 1
         except StopIteration:
-            if self._epoch_state.num_turns == self._turn_number:
-                self._epoch_state.is_over = True
+            if self._progress.is_current:
+                self._parts.epoch_state.is_over = True
             if watch is not None:
                 watch.end_pass()
-            self._setup.on_end(self._num_yielded)
-            log.end_pass()
+            self._parts.faults.end_epoch(self._num_yielded)
+            recorder.end_pass()
             raise
-        self._count(1)
-        self._returned_ns = log.end_batch(
+        self._progress.count(1)
+        self._returned_ns = recorder.end_batch(
             start_ns,
             self._returned_ns,
             self._num_yielded - 1,
@@ -190,66 +155,30 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         if self._lost is not None:
             raise self._lost
         try:
-            return self._prefetcher.next(self._take, self._is_ready)
+            return self._prefetcher.next(self._take, self._producer.is_ready)
         except DeviceFailed as error:
             self._lost = error  # or the next call would look like the end of the epoch
             self._shutdown_workers()
             raise
         except Exception:  # in its turn: nothing that was taken before it is left
-            for effect in self._effects:  # of what came after the last batch
+            for effect in self._progress.take_pending():  # of what came after the last batch
                 effect()
-            self._effects.clear()
             raise
 
     def _take(self) -> tuple[Any, list[Effect]]:
         start_ns = now_ns()
         batch = self._next_batch()
-        self._setup.log.taken(start_ns)
-        effects = self._effects.copy()
-        self._effects.clear()
-        return batch, effects
+        self._parts.recorder.taken(start_ns)
+        return batch, self._progress.take_pending()
 
     def _next_batch(self) -> Any:
-        raise AssertionError("each kind of iterator has its own")
-
-    def _is_ready(self) -> bool:
-        """Could another batch be taken now, without keeping the one before it waiting?"""
-        return False
-
-    def _shutdown_workers(self) -> None:
-        raise AssertionError("each kind of iterator has its own")
-
-    def _when_delivered(self, effect: Effect) -> None:
-        """Do this when the batch that is being taken is handed out."""
-        if self._prefetcher is None:
-            effect()
-        else:
-            self._effects.append(effect)
-
-    # What is done later holds the course and not us: we hold the courier, which holds it, and
-    # workers of an iterator that nobody keeps would wait for the garbage collector.
-
-    def _count_empty(self, num_batches: int = 1) -> None:
-        """Batches of which nothing is left take their place in the epoch all the same."""
-        epoch_state, turn_number = self._epoch_state, self._turn_number
-        self._when_delivered(lambda: _count(epoch_state, turn_number, num_batches))
-
-    def _count(self, num_batches: int) -> None:
-        _count(self._epoch_state, self._turn_number, num_batches)
-
-    def _note_stream(self, worker: int, state: Any, next_worker: int) -> None:
-        epoch_state = self._epoch_state
-        self._when_delivered(lambda: epoch_state.note_stream(worker, state, next_worker))
-
-    def _finished(self, batch: Any, *, is_pinned: bool = False) -> Any:
-        if not is_pinned and (self._pin_memory or self._setup.pinner is not None):
+        batch, is_pinned = self._producer.next_batch()
+        if not is_pinned and (self._pin_memory or self._context.pinner is not None):
             from torch.utils.data._utils.pin_memory import pin_memory
 
             return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
         return batch
 
-
-def _count(epoch_state: EpochState, turn_number: int, num_batches: int) -> None:
-    """Unless another epoch has begun."""
-    if epoch_state.num_turns == turn_number:
-        epoch_state.num_batches += num_batches
+    def _shutdown_workers(self) -> None:
+        """Stop the workers now. Others (Ultralytics among them) call this by name."""
+        self._producer.stop()

@@ -94,6 +94,7 @@ class Launcher:
 
     Args:
         method: "forkserver", "spawn" or "fork".
+        worker_entry: See :class:`penstock.engine.parent.context.LoaderParts`.
         objects: dataset, collate_fn, worker_init_fn by name; pickled once, except under fork.
         pickled: ``objects``, where that was done before.
     """
@@ -102,6 +103,7 @@ class Launcher:
         self,
         *,
         method: str,
+        worker_entry: Callable[[str], Callable[..., Any]],
         task: WorkerTask,
         num_workers: int,
         objects: dict[str, Any],
@@ -109,6 +111,7 @@ class Launcher:
         pickled: PickledObjects | None = None,
     ) -> None:
         self._method = method
+        self._worker_entry = worker_entry
         self._task = task
         self._num_workers = num_workers
         self._objects = objects
@@ -205,7 +208,7 @@ class Launcher:
         fds = [channel.fileno(), *self._pickle_file.fds]
         # What has a path is opened by it in the worker; the rest is inherited.
         fds += [file.fd for file in (self._memory, self._pickle_file.file) if not file.path]
-        call = f"spawned_main({channel.fileno()})"
+        call = f"main.spawned_main({channel.fileno()})"
         return SpawnedWorker(lambda: fork_servers.start_child(call, tuple(fds)), name)
 
     def _greeting(self, number: int) -> bytes:
@@ -218,45 +221,10 @@ class Launcher:
         context = multiprocessing.get_context("fork")
         assignment = (self._task, number, self._num_workers, os.getpid())
         process = context.Process(
-            target=_forked_main,
+            target=self._worker_entry("fork"),
             args=(channel, self._memory, self._objects, assignment),
             name=name,
             daemon=True,
         )
         process.start()
         return process
-
-
-def _forked_main(
-    channel: Any,
-    memory: SharedFile,
-    objects: dict[str, Any],
-    given: tuple[WorkerTask, int, int, int],
-) -> None:
-    """Entry of a worker that was forked from the user's process because the user asked for it."""
-    import torch
-
-    from penstock.engine.loading import slot_collate
-    from penstock.engine.memory import payload
-    from penstock.engine.memory.messages import STACK_FD, control_bytes, position_cell
-    from penstock.engine.parent.stacks import offer_stack
-    from penstock.engine.pickling import exceptions as remote_errors
-    from penstock.engine.worker import main as boot
-    from penstock.engine.worker.connection import PipeConnection
-    from penstock.engine.worker.loop import WorkerLoop
-
-    task, number, num_workers, parent = given
-    boot._quiet_signals()
-    boot.watch_parent(parent)
-    torch.set_num_threads(1)
-    cells = memoryview(memory.map(0, control_bytes(num_workers, task.ring_bytes))).cast("q")
-    cells[position_cell(number) + STACK_FD] = offer_stack()
-    slot_collate.install_slot_collate()
-    payload.prefer_references()
-    remote_errors.prefer_references()
-    objects = dict(objects)
-    boot.prepare_worker(number, num_workers, task, objects)
-    connection = PipeConnection(channel, memory)
-    boot.serve(
-        WorkerLoop(number=number, task=task, objects=objects, connection=connection, cells=cells)
-    )

@@ -1,4 +1,4 @@
-"""Whose turn is it? Chooses the worker for the next part, and knows what each one still owes."""
+"""Chooses the worker for the next part of a batch, and keeps what each one has not answered."""
 
 from __future__ import annotations
 

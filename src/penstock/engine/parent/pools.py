@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,10 +30,9 @@ from penstock.engine.memory.messages import (
     position_cell,
 )
 from penstock.engine.memory.shared_file import SharedFile
-from penstock.engine.parent.channels import ChannelPoller, make_channel
+from penstock.engine.parent.channels import ChannelPoller, dump_leases, make_channel
 from penstock.engine.parent.launcher import Launcher, Process
 from penstock.engine.parent.stacks import stack_of_thread, take_stack
-from penstock.engine.worker.connection import QueueConnection, dump_leases
 from penstock.errors import StartFailed
 
 GRACE_S = 0.5
@@ -204,6 +204,9 @@ class ThreadPool:
 
     With per-sample randomness, samples that draw from the global generators run one at a time, and
     leave them as they found them; samples that do not run at once.
+
+    Args:
+        make_worker: See :func:`penstock.engine.worker.entry.make_thread_worker`.
     """
 
     can_replace = False
@@ -211,6 +214,7 @@ class ThreadPool:
 
     def __init__(
         self,
+        make_worker: Callable[..., Callable[[], None]],
         *,
         num_workers: int,
         task: WorkerTask,
@@ -218,8 +222,6 @@ class ThreadPool:
         memory: SharedFile,
         cells: memoryview,
     ) -> None:
-        from penstock.engine.worker.loop import WorkerLoop
-
         self._cells = cells
         self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._leases: list[queue.SimpleQueue[list[ParentMessage] | None]] = []
@@ -228,17 +230,18 @@ class ThreadPool:
         objects = {**objects, "init_error": _call_init(objects.get("worker_init_fn"), num_workers)}
         for number in range(num_workers):
             leases: queue.SimpleQueue[list[ParentMessage] | None] = queue.SimpleQueue()
-            worker = WorkerLoop(
+            run = make_worker(
                 number=number,
                 task=task,
                 objects=objects,
-                connection=QueueConnection(number, memory, leases, self._replies),
+                memory=memory,
+                leases=leases,
+                replies=self._replies,
                 cells=cells,
                 generator_lock=generator_lock,
-                is_thread=True,
             )
             thread = WorkerThread(
-                target=worker.run,
+                target=run,
                 name=f"penstock-worker-{number}",
                 daemon=True,
             )

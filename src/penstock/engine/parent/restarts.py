@@ -1,6 +1,6 @@
 """When a worker is lost: who was it, what was it at, and who takes its place?
 
-    Death (its pipe ended), or overdue() (it hangs) -> WorkerFault -> Supervisor's verdict
+    Death (its pipe ended), or overdue() (it hangs) -> WorkerFault -> RestartPolicy's decision
         -> a new worker with the same number, which loads again what the old one owed
 
 What it owed goes into the same rows of the same slots with the same randomness, so the batches are
@@ -13,8 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable
 from typing import Any
 
 import psutil
@@ -37,10 +36,11 @@ from penstock.engine.parent.crash_report import (
     describe_stuck,
     describe_timeout,
 )
+from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.leases import LeaseQueue
 from penstock.engine.parent.pools import Death, Pool
+from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
 from penstock.engine.parent.stacks import all_stacks
-from penstock.engine.parent.supervisor import RestartDecision, RestartPolicy
 from penstock.errors import StartFailed, Stuck, WorkerTimeout
 from penstock.machine.oom import OomCount
 
@@ -61,50 +61,29 @@ START_PAUSES_S = (0.1, 0.5, 2.0)
 """A worker that does not start (no memory, no process to be had) is tried again after these."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestartLimits:
-    """What the user allows.
-
-    Args:
-        max_restarts: See :class:`penstock.engine.parent.supervisor.RestartPolicy`.
-        is_tolerant: May a sample that takes down workers be left out?
-        num_substitutes: How many others may take down workers in its place?
-    """
-
-    max_restarts: int = 100
-    sample_timeout_s: float | None = None
-    is_tolerant: bool = False
-    num_substitutes: int = 0
-
-
 class WorkerRestarts:
     """Replaces the workers of one pool.
 
     Args:
-        turns: Who owes what.
-        poisoned: Told of each sample that took down workers twice, where that is tolerated.
-        restarted: Told each time that another worker has taken a lost one's place.
+        lease_queue: What each worker has not answered yet.
+        faults: What the user allows; told of restarts, and of samples that take down workers.
     """
 
     def __init__(
         self,
         *,
         pool: Pool,
-        turns: LeaseQueue,
+        lease_queue: LeaseQueue,
         cells: memoryview,
-        limits: RestartLimits,
+        faults: Faults,
         task: WorkerTask,
-        poisoned: Callable[[Any, Exception], None] = lambda index, error: None,
-        restarted: Callable[[], None] = lambda: None,
     ) -> None:
         self._pool = pool
-        self._lease_queue = turns
+        self._lease_queue = lease_queue
         self._cells = cells
-        self._limits = limits
+        self._faults = faults
         self._task = task
-        self._poisoned = poisoned
-        self._restarted = restarted
-        self._supervisor = RestartPolicy(limits.max_restarts)
+        self._policy = RestartPolicy(faults.max_restarts)
         self._oom = OomCount.now()
         self._answers = [0] * len(pool.processes)
         self._states: list[Any] = [None] * len(pool.processes)
@@ -118,14 +97,14 @@ class WorkerRestarts:
     @property
     def patience_s(self) -> float:
         """How long may the parent sleep before it looks again?"""
-        return 1.0 if self._limits.sample_timeout_s is None else LOOK_S
+        return 1.0 if self._faults.sample_timeout_s is None else LOOK_S
 
     def begin(self, epoch: int, fresh: NewEpoch | None) -> None:
         """An epoch begins. ``fresh``: what its workers were told first."""
         self._epoch, self._fresh = epoch, fresh
         self._answers = [0] * len(self._answers)
         self._states = [None] * len(self._states)
-        self._supervisor.forget_strikes()
+        self._policy.forget_strikes()
 
     def heard(self, worker: int, reply: Reply) -> None:
         """A worker has answered."""
@@ -191,7 +170,7 @@ class WorkerRestarts:
         self._looked_ns = now_ns
         if self.has_news:
             self.has_news, self._heard_ns = False, now_ns
-        faults = self._late(self._limits.sample_timeout_s)
+        faults = self._late(self._faults.sample_timeout_s)
         if now_ns - self._heard_ns < OWN_LIMIT_S * 1e9 or faults:
             return faults
         self._heard_ns = now_ns
@@ -277,21 +256,21 @@ class WorkerRestarts:
         if not self._pool.can_replace:
             raise describe_crash(fault, RestartDecision.HELPLESS)
         was_ready = fault.is_orphaned or self._cells[position_cell(worker) + IS_IDLE] != NOTHING
-        verdict = self._supervisor.judge(worker, fault.suspect, was_ready=was_ready)
+        verdict = self._policy.judge(worker, fault.suspect, was_ready=was_ready)
         if verdict is RestartDecision.POISON and fault.how == "silent":
             raise self._stuck(f"worker {worker} has work and does not take it")
         is_left_out = verdict is RestartDecision.POISON and self._may_leave_out(worker, position)
         if verdict is not RestartDecision.RETRY and not is_left_out:
-            raise describe_crash(fault, verdict, self._supervisor)
+            raise describe_crash(fault, verdict, self._policy)
         if fault.is_orphaned:
             log.warning("worker %d (pid %s) ended with its fork server", worker, fault.pid)
         else:
-            said = describe_crash(fault, verdict, self._supervisor)
+            said = describe_crash(fault, verdict, self._policy)
             log.warning("%s%s", said.what, f"\n  Likely: {said.likely}" if said.likely else "")
         if position is not None and is_left_out:
             self._leave_out(worker, fault.index, position, describe_crash(fault, verdict, None))
         self._start(worker)
-        self._restarted()
+        self._faults.count_restart()
         return self._preface(worker)
 
     def _start(self, worker: int) -> None:
@@ -308,18 +287,18 @@ class WorkerRestarts:
 
     def _may_leave_out(self, worker: int, position: int | None) -> bool:
         """A place that is left out already and loses workers does so by what stands in for it."""
-        if position is None or not self._limits.is_tolerant:
+        if position is None or not self._faults.is_tolerant:
             return False
         lease = self._lease_queue.owed(worker)[0]
         num_before = sum(lease.position + row == position for row, _ in lease.bad)
-        return num_before <= self._limits.num_substitutes
+        return num_before <= self._faults.num_substitutes
 
     def _leave_out(self, worker: int, index: Any, position: int, error: Exception) -> None:
         lease = self._lease_queue.owed(worker)[0]
         if isinstance(index, list):  # of __getitems__: one of them, and nobody knows which
             lease = lease._replace(is_suspect=True)
         else:
-            self._poisoned(index, error)
+            self._faults.add_poison(index, error)
             lease = lease._replace(bad=(*lease.bad, (position - lease.position, error)))
         self._lease_queue.amend(worker, lease)
 

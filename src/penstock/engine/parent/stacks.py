@@ -1,6 +1,7 @@
-"""Where does a worker stand right now? Its Python stack, taken from outside while it hangs.
+"""Takes the Python stack of a worker from outside, also while it hangs.
 
     worker: offer_stack()   faulthandler writes to a file of its own when a signal comes
+            (engine/worker/status.py)
     parent: take_stack()    sends the signal, reads the file through /proc
 
 faulthandler needs neither the interpreter's lock nor the worker's help, so a decoder that hangs in
@@ -9,20 +10,16 @@ C is caught, too. Linux only: elsewhere a stack is not known, and everything els
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
 import os
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 
-from penstock.engine.memory.messages import NOTHING
+from penstock.engine.memory.messages import NOTHING, STACK_SIGNAL
 
-_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
-"""A real-time signal that neither libc nor Python nor torch uses."""
 ANSWER_S = 0.5
 """A process that runs answers within a millisecond; one that is stopped never does."""
 MAX_BYTES = 65_536
@@ -30,33 +27,18 @@ _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _SERVING = os.path.join(_OURS, "engine", "worker", "loop.py")
 
 
-def offer_stack() -> int:
-    """Let the parent ask for this process's stack; returns what :func:`take_stack` needs.
-
-    Called from: a worker process, once, when it starts.
-    """
-    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        return NOTHING
-    try:
-        fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC)
-        faulthandler.register(_SIGNAL, file=fd, all_threads=True)
-    except (AttributeError, OSError, ValueError, RuntimeError):
-        return NOTHING
-    return fd
-
-
 def take_stack(pid: int | None, fd: int) -> str:
     """The stack of a worker process as text, innermost call first; or why there is none.
 
     Args:
-        fd: What :func:`offer_stack` returned there.
+        fd: What ``offer_stack`` returned there.
     """
     if pid is None or fd == NOTHING:
         return "  (its stack cannot be taken on this system)"
     path = f"/proc/{pid}/fd/{fd}"
     try:
         before = os.stat(path).st_size
-        os.kill(pid, _SIGNAL)
+        os.kill(pid, STACK_SIGNAL)
         limit = time.monotonic() + ANSWER_S
         size = before
         while time.monotonic() < limit:

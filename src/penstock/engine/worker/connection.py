@@ -7,26 +7,9 @@ import pickle
 import queue
 from typing import Any, Protocol
 
-import cloudpickle
-
 from penstock.engine.memory import payload
-from penstock.engine.memory.messages import Lease, ParentMessage, Reply, ResumeStream
+from penstock.engine.memory.messages import ParentMessage, Reply
 from penstock.engine.memory.shared_file import SharedFile
-
-
-def dump_leases(leases: list[Any] | None) -> bytes:
-    """Leases as bytes (None: stop). Sampler items of the user's own classes travel by value."""
-    if leases is None or all(_is_plain(lease) for lease in leases):
-        return pickle.dumps(leases, protocol=5)
-    return cloudpickle.dumps(leases, protocol=5)  # type: ignore[no-any-return]
-
-
-def _is_plain(lease: ParentMessage) -> bool:
-    if isinstance(lease, ResumeStream):
-        return lease.state is None
-    index = lease.index if isinstance(lease, Lease) else None
-    first = index[0] if type(index) is list and index else index
-    return first is None or type(first) in (int, str)
 
 
 def dump_reply(reply: Any) -> bytes:

@@ -1,28 +1,23 @@
-"""The first code of our child processes: a fork server that forks workers, or one spawned worker.
+"""Turns a fresh or forked process into a worker, and runs it to its end.
 
-    parent ==control socket==> fork_server_main: import torch; wait
-        "import" modules       ->  import them ahead of the first fork
-        "fork" + descriptors   ->  fork -> worker_main(desk, assignment)
-        child exit             ->  ("exit", pid, status) to the parent
     parent ==pipe==> spawned_main: assignment -> worker_main
+    fork server ==fork==> worker_main
 
-Neither runs the user's main module. Both end when the parent does.
+The user's main module is never run. A worker ends when the parent does.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from penstock.engine.memory import control_socket as protocol
 from penstock.engine.memory.messages import (
     STACK_FD,
     WorkerAssignment,
@@ -31,11 +26,8 @@ from penstock.engine.memory.messages import (
     position_cell,
 )
 from penstock.engine.memory.shared_file import SharedFile
-from penstock.engine.parent.stacks import offer_stack
 from penstock.engine.pickling.environment import apply_environment
 
-_PR_SET_PDEATHSIG = 1
-_LOOK_S = 0.25
 _OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"
 
 
@@ -55,7 +47,7 @@ def worker_main(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> N
 
 
 def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> Any:
-    _quiet_signals()
+    quiet_signals()
     apply_environment(assignment.environment)
     import torch
 
@@ -64,6 +56,7 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
     from penstock.engine.pickling.pickler import unpickle_objects
     from penstock.engine.worker.connection import PipeConnection
     from penstock.engine.worker.loop import WorkerLoop
+    from penstock.engine.worker.status import offer_stack
 
     torch.set_num_threads(1)
     keep_opencv_single()
@@ -138,13 +131,13 @@ def prepare_worker(
         objects["init_error"] = error
 
 
-def _quiet_signals() -> None:
-    _leave_ctrl_c_to_parent()
+def quiet_signals() -> None:
+    leave_ctrl_c_to_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
 
 
-def _leave_ctrl_c_to_parent() -> None:
+def leave_ctrl_c_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):  # it was blocked from the start: see start_child
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -178,13 +171,13 @@ def spawned_main(handle: int) -> None:
         from multiprocessing import connection
 
         channel = connection.Connection(handle)
-    _leave_ctrl_c_to_parent()
+    leave_ctrl_c_to_parent()
     try:
         parent, assignment, fds = pickle.loads(channel.recv_bytes())
     except EOFError:
         os._exit(0)  # the parent hung up before we were ready
     watch_parent(parent)
-    end_process(_exit_code_of(lambda: worker_main(channel, assignment, fds)))
+    end_process(exit_code_of(lambda: worker_main(channel, assignment, fds)))
 
 
 def watch_parent(parent: int) -> None:
@@ -204,171 +197,7 @@ def watch_parent(parent: int) -> None:
     threading.Thread(target=watch, name="penstock-watch-parent", daemon=True).start()
 
 
-# -- fork server
-# ---------------------------------------------------------------------------------------
-
-
-def fork_server_main(control_fd: int) -> None:
-    """Entry of the fork server: import what workers need, then fork on request until hung up on."""
-    control = protocol.ControlSocket.from_fd(control_fd)
-    _leave_ctrl_c_to_parent()
-    with _ending_with_parent(control):
-        import torch  # noqa: F401
-
-        import penstock.engine.worker.connection
-        import penstock.engine.worker.loop
-        import penstock.order.sample_randomness  # noqa: F401
-
-    wake_read, wake_write = os.pipe()
-    os.set_blocking(wake_write, False)
-    os.set_blocking(wake_read, False)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    gc.collect()
-    gc.freeze()  # pages of what is loaded so far stay shared with every worker
-    parent = protocol.watch_process(os.getppid())
-    children: set[int] = set()
-    try:
-        control.send(("ready", os.getpid()))
-        while True:
-            is_request = protocol.wait_readable(control.fileno(), wake_read, parent)
-            _reap(children, control)
-            if is_request and not _serve_request(control, children, (wake_read, wake_write)):
-                break
-    except (OSError, EOFError, SystemExit):
-        pass  # the parent is gone
-    finally:
-        for pid in children:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        os._exit(0)
-
-
-@contextmanager
-def _ending_with_parent(control: Any) -> Iterator[None]:
-    """End while modules are imported, which takes seconds, if the parent does.
-
-    By a timer: a thread would have to be gone before the first fork, and the kernel's own way
-    (PR_SET_PDEATHSIG) takes the end of the thread that started us for the end of the parent.
-    """
-    parent = os.getppid()
-
-    def look(*_: Any) -> None:
-        if os.getppid() != parent or control.has_hung_up():
-            os._exit(1)
-
-    signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-
-def _reap(children: set[int], control: Any) -> None:
-    while children:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        if pid in children:
-            children.discard(pid)
-            control.send(("exit", pid, os.waitstatus_to_exitcode(status)))
-
-
-def _serve_request(control: Any, children: set[int], wake: tuple[int, int]) -> bool:
-    received = control.receive()
-    if received is None:
-        return False
-    (kind, body), fds = received
-    if kind == "import":
-        with _ending_with_parent(control):
-            _import_all(*body)
-        control.send(("imported", os.getpid()))
-        return True
-    modules, path, payload = body
-    with _ending_with_parent(control):
-        answer, pid = _import_all(modules, path), 0
-    if answer is None:
-        try:
-            pid = os.fork()
-        except OSError as error:
-            answer = ("refused", f"fork failed: {error}")
-    if answer is not None:
-        control.send(answer)
-        for fd in fds:
-            os.close(fd)
-        return True
-    if pid == 0:
-        for fd in wake:
-            os.close(fd)
-        signal.set_wakeup_fd(-1)
-        control.close()
-        _become_worker(payload, fds)
-    for fd in fds:
-        os.close(fd)
-    children.add(pid)
-    control.send(("forked", pid))
-    return True
-
-
-def _import_all(modules: Any, path: list[str]) -> tuple[str, str] | None:
-    """Import the user's modules once for all workers; says why this process is unfit to fork."""
-    for name, generation in modules:
-        if _generations.setdefault(name, generation) != generation:
-            return "stale", f"{name} was reloaded since it was imported here"
-    new = [name for name, _ in modules if name not in sys.modules]
-    if new:
-        sys.path[:] = path
-    import importlib
-
-    for name in new:
-        try:
-            importlib.import_module(name)
-        except BaseException:
-            continue  # the worker meets the same error, and reports it with its place
-    num_threads = len(os.listdir("/proc/self/task"))
-    if num_threads != 1:
-        reason = f"importing {', '.join(new) or 'torch'} started {num_threads - 1} thread(s)"
-        return "tainted", reason
-    torch = sys.modules["torch"]
-    if torch.cuda.is_initialized():
-        return "tainted", f"importing {', '.join(new)} initialised the GPU"
-    return None
-
-
-_generations: dict[str, int] = {}
-
-
-def _become_worker(body: bytes, fds: list[int]) -> None:
-    """The rest of a forked child's life."""
-
-    def become() -> None:
-        import atexit
-        import ctypes
-        from multiprocessing import connection, util
-
-        fork_server = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != fork_server:
-            os._exit(1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        atexit._clear()
-        util._finalizer_registry.clear()  # type: ignore[attr-defined]
-        util._run_after_forkers()  # type: ignore[attr-defined]
-        channel = connection.Connection(fds[0])
-        assignment = protocol.place_fds(pickle.loads(body), fds)
-        worker_main(channel, assignment, fds[3:])
-
-    end_process(_exit_code_of(become))
-
-
-def _exit_code_of(life: Callable[[], None]) -> int:
+def exit_code_of(life: Callable[[], None]) -> int:
     """Run a worker to its end; what the interpreter would have made of it as an exit code."""
     try:
         life()

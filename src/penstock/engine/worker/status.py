@@ -1,10 +1,13 @@
-"""What a worker is at, where the parent can see it: its cells on the control page.
+"""A worker's visible status: its cells on the control page, and its stack on request.
 
 No message is needed, so the parent also knows what a worker was doing when it died or hangs.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +19,7 @@ from penstock.engine.memory.messages import (
     NUM_SAMPLES,
     PEAK_KB,
     SINCE,
+    STACK_SIGNAL,
     position_cell,
 )
 from penstock.machine.host import peak_kb
@@ -92,3 +96,18 @@ class WorkerStatus:
                 cells[cell + SINCE] = time.monotonic_ns()
             self._index = index
             yield place, index
+
+
+def offer_stack() -> int:
+    """Let the parent ask for this process's stack; returns what ``take_stack`` needs.
+
+    Called from: a worker process, once, when it starts.
+    """
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return NOTHING
+    try:
+        fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC)
+        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
+    except (AttributeError, OSError, ValueError, RuntimeError):
+        return NOTHING
+    return fd

@@ -1,4 +1,4 @@
-"""What does a dead worker mean: a retry, a sample that kills, or the end?
+"""Decides what a lost worker means: a retry, a sample that kills workers, or the end.
 
 Judges only; :mod:`penstock.engine.parent.restarts` acts. A fault has a suspect, if the worker had
 begun something: the sample (or batch) it was at. The first fault of a suspect is bad luck, the
@@ -38,8 +38,8 @@ class RestartPolicy:
         max_restarts: Faults that are allowed within ``window_s``; the next one is the end.
 
     Example:
-        >>> supervisor = RestartPolicy(max_restarts=10)
-        >>> supervisor.judge(0, suspect="sample 7").name, supervisor.judge(1, "sample 7").name
+        >>> policy = RestartPolicy(max_restarts=10)
+        >>> policy.judge(0, suspect="sample 7").name, policy.judge(1, "sample 7").name
         ('RETRY', 'POISON')
     """
 

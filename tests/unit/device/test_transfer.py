@@ -9,8 +9,9 @@ import torch
 
 import pretend_gpu
 from penstock import DataLoader, to_device
-from penstock.device.placement import checked_depth, checked_device, resolve
+from penstock.device.transfer import resolve
 from penstock.errors import BadArgument, NoSuchDevice
+from penstock.options import check_device, check_prefetch
 
 pytestmark = pytest.mark.legacy
 
@@ -66,7 +67,7 @@ def test_a_depth_is_a_small_number_above_0(depth: Any) -> None:
         DataLoader(range(4), device="cpu", device_prefetch=depth)
     with pytest.raises(BadArgument, match=r"\bprefetch=.* is no number of batches"):
         to_device([], "cpu", prefetch=depth)
-    assert checked_depth(1000) == 1000
+    assert check_prefetch("prefetch", 1000) == 1000
 
 
 def test_finish_needs_a_device_and_to_be_a_function() -> None:
@@ -83,7 +84,7 @@ def test_arguments_are_attributes_so_that_others_can_rebuild_the_loader() -> Non
         3,
         print,
     )
-    assert DataLoader(range(4), device=loader.device).device == checked_device("cpu")
+    assert DataLoader(range(4), device=loader.device).device == check_device("device", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_who_pins_and_for_which_gpu(
     arguments: dict[str, Any], index: Any, is_fenced: bool | None
 ) -> None:
     with pretend_gpu.pretended("cuda") as gpu:
-        pinner = DataLoader(range(4), **arguments)._device_setup()["pinner"]
+        pinner = DataLoader(range(4), **arguments)._parts().transfer.pinner
         found = ("nobody", None) if pinner is None else (pinner._index, pinner._is_fenced)
         assert found == (index, is_fenced)
         assert gpu.calls == [], "no GPU is opened for that"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.parent.crash_report import WorkerFault, describe_crash
-from penstock.engine.parent.supervisor import RestartDecision, RestartPolicy
+from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
 
 pytestmark = pytest.mark.legacy
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES
 from penstock.engine.memory.messages import (
     CONTROL_BYTES,
     IS_IDLE,
@@ -19,9 +20,12 @@ from penstock.engine.memory.messages import (
     position_cell,
 )
 from penstock.engine.parent import restarts as recovery
+from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.leases import LeaseQueue
-from penstock.engine.parent.restarts import RestartLimits, WorkerRestarts
+from penstock.engine.parent.restarts import WorkerRestarts
 from penstock.errors import SampleTimeout, Stuck, WorkerDied
+from penstock.options import SharedOptions, options_of
+from penstock.order.epoch_state import EpochState
 
 pytestmark = pytest.mark.legacy
 
@@ -63,12 +67,13 @@ class Scene:
             self.cells[cell] = NOTHING
         self.pool = Pool()
         self.turns = LeaseQueue(2, in_turn=True)
-        self.poisoned: list[Any] = []
+        options = {name: option.default for name, option in options_of(SharedOptions).items()}
+        self.faults = Faults({**options, **limits}, EpochState(None))
         self.recovery = WorkerRestarts(
             pool=self.pool,  # type: ignore[arg-type]
-            turns=self.turns,
+            lease_queue=self.turns,
             cells=self.cells,
-            limits=RestartLimits(**limits),
+            faults=self.faults,
             task=WorkerTask(
                 is_iterable=False,
                 auto_collation=True,
@@ -77,7 +82,6 @@ class Scene:
                 base_seed=0,
                 shared_seed=None,
             ),
-            poisoned=lambda index, error: self.poisoned.append(index),
         )
         self.recovery.begin(EPOCH, None)
         self.turns.give(Lease(EPOCH, 5, 0, [70, 71, 72, 73], 20, 4, 0, True, (0, 0), 0, 0))
@@ -137,7 +141,7 @@ def test_the_second_time_is_the_end_although_the_worker_moved_on_since(clock: Cl
 
 
 def test_a_thread_is_named_the_first_time_and_never_replaced(clock: Clock) -> None:
-    scene = Scene(sample_timeout_s=2.0, is_tolerant=True)
+    scene = Scene(sample_timeout_s=2.0, on_error="skip")
     scene.pool.can_replace = False
     scene.load(22, clock.now_s)
     (fault,) = wait(scene, clock, 3)
@@ -190,19 +194,19 @@ def lose(scene: Scene, position: int) -> None:
 
 
 def test_what_is_left_out_once_and_still_loses_workers_is_the_end(clock: Clock) -> None:
-    scene = Scene(is_tolerant=True)
+    scene = Scene(on_error="skip")
     lose(scene, 22)
     lose(scene, 22)
     assert [row for row, _ in scene.turns.owed(0)[0].bad] == [2]
-    assert scene.poisoned == [72]
+    assert list(scene.faults.poison) == [72]
     with pytest.raises(WorkerDied):
         lose(scene, 22)  # a function for on_error that crashes, say
 
 
 def test_substitutes_that_lose_workers_are_passed_over_up_to_their_number(clock: Clock) -> None:
-    scene = Scene(is_tolerant=True, num_substitutes=3)
-    for _ in range(5):
+    scene = Scene(on_error="replace")
+    for _ in range(MAX_SUBSTITUTES + 2):
         lose(scene, 22)
-    assert [row for row, _ in scene.turns.owed(0)[0].bad] == [2] * 4
+    assert [row for row, _ in scene.turns.owed(0)[0].bad] == [2] * (MAX_SUBSTITUTES + 1)
     with pytest.raises(WorkerDied):
         lose(scene, 22)

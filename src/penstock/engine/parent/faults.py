@@ -1,15 +1,20 @@
-"""The parent's book of bad samples: which, how often, and when it is too many."""
+"""Fault-handling options and counters of a loader: bad samples found, workers replaced.
+
+One ``Faults`` belongs to a loader and is shared with its iterators. It holds neither of them.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.engine.loading.bad_sample_file import BadSample, append, plain_index
-from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES, BadSampleReport
-from penstock.errors import BadArgument, TooManyBad
+from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES, BadSampleReport, OnError
+from penstock.errors import TooManyBad
+from penstock.order.epoch_state import EpochState
 
 log = logging.getLogger("penstock")
 
@@ -19,23 +24,41 @@ SEEN_ENOUGH = 100
 """A fraction of an epoch of unknown length is judged from this many samples on."""
 
 
-class BadSampleLog:
-    """Counts bad samples of one loader over its epochs.
+class Faults:
+    """Counts faults of one loader over its epochs, against what its options allow.
 
     Args:
-        max_bad: More than this many (an int) or this part (a float below 1) of one epoch's samples
-            are an error; None: any number, as long as something is left.
-        path: A file that gets a line of JSON for each.
+        options: The loader's fault options, checked: see :mod:`penstock.options`.
+        epoch_state: Tells the present epoch.
     """
 
-    def __init__(self, max_bad: float | None = None, path: str | None = None) -> None:
-        self.max_bad = _checked_budget(max_bad)
-        self.path = path
+    def __init__(self, options: Mapping[str, Any], epoch_state: EpochState) -> None:
+        self.on_error: OnError = options["on_error"]
+        self.max_bad: float | None = options["max_bad"]
+        path = options["bad_samples_file"]
+        self.path = None if path is None else os.fspath(path)
+        self.max_restarts: int = options["max_restarts"]
+        self.sample_timeout_s: float | None = options["sample_timeout_s"]
+        self.num_restarts = 0
+        self.num_samples: int | None = None
+        """Samples of an epoch, where that is known; set before an epoch begins."""
+        self.num_indices: int | None = None
+        """Any index below this may replace a bad sample; None: only those of its batch."""
         self.poison: dict[int | str, Exception] = {}
         """Samples that took down workers, by index: they are not tried again."""
+        self._epoch_state = epoch_state
         self._samples: dict[int | str, BadSample] = {}
         self._epoch = -1
         self._positions: list[int] = []
+
+    @property
+    def is_tolerant(self) -> bool:
+        return self.on_error != "raise"
+
+    @property
+    def num_substitutes(self) -> int:
+        """How many other samples may take down workers in the place of one."""
+        return MAX_SUBSTITUTES if self.on_error == "replace" else 0
 
     @property
     def samples(self) -> list[BadSample]:
@@ -52,33 +75,35 @@ class BadSampleLog:
         for index in poison:
             self.poison.setdefault(index, RuntimeError("it took down workers in an earlier run"))
 
-    def poisoned(self, index: Any, error: Exception) -> None:
+    def add_poison(self, index: Any, error: Exception) -> None:
         """A sample took down workers twice."""
         self.poison[plain_index(index)] = error
 
-    def take(self, found: Iterable[BadSampleReport], epoch: int, num_samples: int | None) -> None:
-        """Bad samples of a batch that is about to be delivered.
+    def count_restart(self) -> None:
+        """A worker was replaced."""
+        self.num_restarts += 1
 
-        Args:
-            num_samples: The epoch's, where that is known.
+    def record(self, found: Iterable[BadSampleReport]) -> None:
+        """Count the bad samples of a batch that is about to be delivered.
 
         Raises:
             TooManyBad: The budget is spent.
         """
+        epoch = self._epoch_state.epoch
         if epoch != self._epoch:
             self._epoch, self._positions = epoch, []
         before = list(self._positions)
         try:
             for one in found:
-                self._note(one, epoch)
+                self._add(one, epoch)
                 if one.position not in self._positions[-MAX_SUBSTITUTES:]:  # a substitute's: known
                     self._positions.append(one.position)
-                self._check(one, num_samples)
+                self._check(one)
         except TooManyBad:
             self._positions = before  # the batch is not delivered
             raise
 
-    def _note(self, one: BadSampleReport, epoch: int) -> None:
+    def _add(self, one: BadSampleReport, epoch: int) -> None:
         key = plain_index(one.index)
         if one.index is None:  # of an iterable dataset
             key = f"the one at {one.position}"
@@ -106,12 +131,12 @@ class BadSampleLog:
                 log.warning("bad samples are not written to %s any more: %s", self.path, error)
                 self.path = None
 
-    def _check(self, last: BadSampleReport, num_samples: int | None) -> None:
+    def _check(self, last: BadSampleReport) -> None:
         if self.max_bad is None:
             return
         most: float = self.max_bad
         if isinstance(self.max_bad, float):
-            whole = num_samples or max(SEEN_ENOUGH, last.position + 1)
+            whole = self.num_samples or max(SEEN_ENOUGH, last.position + 1)
             most = math.floor(self.max_bad * whole)
         if len(self._positions) > most:
             raise self._too_many(
@@ -119,14 +144,15 @@ class BadSampleLog:
                 f"max_bad={self.max_bad} allows {most:.0f}"
             ) from None
 
-    def end_epoch(self, epoch: int, num_batches: int) -> None:
-        """An epoch is over.
+    def end_epoch(self, num_batches: int) -> None:
+        """An epoch is over; of one that was resumed, a part was delivered before.
 
         Raises:
             TooManyBad: Nothing of it was left.
         """
-        if not num_batches and self.positions(epoch):
-            raise self._too_many(f"all samples of epoch {epoch} were bad")
+        state = self._epoch_state
+        if not num_batches and not state.start and self.positions(state.epoch):
+            raise self._too_many(f"all samples of epoch {state.epoch} were bad")
 
     def _too_many(self, what: str) -> TooManyBad:
         worst = self.samples[-3:]
@@ -143,14 +169,3 @@ class BadSampleLog:
             num_bad=len(self._positions),
             bad_samples=self.samples,
         )
-
-
-def _checked_budget(max_bad: Any) -> float | None:
-    is_count = isinstance(max_bad, int) and not isinstance(max_bad, bool) and max_bad >= 0
-    is_part = isinstance(max_bad, float) and 0.0 <= max_bad < 1.0
-    if max_bad is None or is_count or is_part:
-        return max_bad  # type: ignore[no-any-return]
-    raise BadArgument(
-        f"max_bad={max_bad!r} is neither a count from 0 up nor a part from 0.0 to below 1.0",
-        remedy="DataLoader(..., max_bad=100) or max_bad=0.01",
-    )

@@ -1,0 +1,123 @@
+"""Where the batches of a loader go: pinned slots, copies ahead of the step, and what notes them.
+
+Used in the training process, by the loader's iterators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from penstock.device.pinning import SlotPinner
+from penstock.device.prefetcher import DevicePrefetcher
+from penstock.errors import NoSuchDevice
+from penstock.trace.gpu_events import GpuWatch
+from penstock.trace.recorder import Recorder
+
+
+class DeviceTransfer:
+    """What one iterator of a loader needs to bring batches to a device.
+
+    Args:
+        device: Where batches are copied to; None: they stay in CPU memory.
+        depth: How many batches are copied ahead.
+        finish: Applied to each batch on the device.
+        pin_memory_device: The device that ``pin_memory=True`` pins for; None: nothing is pinned.
+        note: Takes notes for the user's plan.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None,
+        depth: int,
+        finish: Callable[[Any], Any] | None,
+        pin_memory_device: str | None,
+        note: Callable[[str], Any],
+    ) -> None:
+        self.device = None if device is None else resolve(device)
+        self._depth, self._finish = depth, finish
+        self.pinner = self._make_pinner(pin_memory_device, note)
+        """Pins the memory of batches; None: they lie in ordinary memory."""
+
+    def _make_pinner(
+        self, pin_memory_device: str | None, note: Callable[[str], Any]
+    ) -> SlotPinner | None:
+        if self.device is not None and self.device.type == "cuda":  # copies keep their source
+            return SlotPinner(self.device.index, note, is_fenced=False)
+        stays = self.device is None or self.device.type == "cpu"
+        if stays and pin_memory_device is not None and torch.cuda.is_available():
+            asked = torch.device(pin_memory_device or "cuda")
+            return SlotPinner(asked.index, note) if asked.type == "cuda" else None
+        return None
+
+    def make_prefetcher(self, watch: GpuWatch | None) -> DevicePrefetcher | None:
+        """What copies batches to the device ahead of the step; None: they stay where they are."""
+        if self.device is None:
+            return None
+        keep = (lambda: None) if self.pinner is None else self.pinner.insist
+        return DevicePrefetcher(self.device, self._depth, self._finish, keep, watch)
+
+    def make_watch(self, recorder: Recorder) -> GpuWatch | None:
+        """What notes when a GPU copies and computes; None: there is none, or nothing is noted."""
+        if recorder.ring is None or not (torch.version.cuda or torch.version.hip):
+            return None
+        return GpuWatch(recorder.on_device, is_asked=recorder.keeps_all)
+
+
+def resolve(device: torch.device) -> torch.device:
+    """The device as it is now: a GPU without a number is the current one, as in torch.
+
+    Raises:
+        NoSuchDevice: This machine, or this build of torch, has none like it.
+
+    Example:
+        >>> resolve(torch.device("cpu"))
+        device(type='cpu')
+    """
+    if device.type == "cuda":
+        _check_cuda(device)
+        index = cast("int | None", device.index)
+        return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise NoSuchDevice(
+            "device='mps': torch finds no Apple GPU here",
+            remedy="DataLoader(..., device='cpu')",
+            device="mps",
+        )
+    if device.type not in ("cpu", "mps", "meta"):
+        _try_out(device)
+    return device
+
+
+def _try_out(device: torch.device) -> None:
+    """Of a kind that we know nothing about: does it take a tensor?"""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise NoSuchDevice(
+            f"device='{device}' takes no tensors here",
+            likely=str(error).strip().partition("\n")[0],
+            remedy="DataLoader(..., device='cpu')",
+            device=str(device),
+        ) from None
+
+
+def _check_cuda(device: torch.device) -> None:
+    count, index = torch.cuda.device_count(), cast("int | None", device.index)
+    if count and (index is None or index < count):
+        return
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        likely = "this torch was built without GPU support"
+    elif not count:
+        likely = "no driver or no card, or CUDA_VISIBLE_DEVICES hides it"
+    else:
+        numbers = ", ".join(f"cuda:{index}" for index in range(count))
+        likely = f"torch sees {numbers} and no other"
+    raise NoSuchDevice(
+        f"device='{device}' does not exist here",
+        likely=likely,
+        remedy="penstock doctor --gpu, or DataLoader(..., device='cpu')",
+        device=str(device),
+    )

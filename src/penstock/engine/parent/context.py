@@ -1,0 +1,216 @@
+"""Records that connect a loader, its iterators and what produces their batches.
+
+    DataLoader --LoaderParts, EngineSettings--> LoaderIterator --LoadContext--> BatchProducer
+
+None of them holds a loader or an iterator, so dropping the last reference to an iterator ends its
+workers at once, without the garbage collector.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import psutil
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import dataloader as torch_loader
+
+from penstock.device.transfer import DeviceTransfer
+from penstock.engine.loading.collate import custom_collators
+from penstock.engine.memory.pinned_ring import PinnedRing, Pinner
+from penstock.engine.memory.ring import Ring
+from penstock.engine.parent.faults import Faults
+from penstock.order.epoch_state import EpochState
+from penstock.trace.recorder import Recorder
+
+Effect = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """How batches are loaded: the plan's choices as the engine uses them."""
+
+    pool: str
+    start_method: str | None
+    num_workers: int
+    prefetch_factor: int | None
+    per_sample: bool
+    """Does randomness belong to the sample, and not to the worker?"""
+    in_order: bool
+    keeps_init_seed: bool = True
+    """Is a seed that worker_init_fn gives to torch kept, though bits then depend on workers?"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderParts:
+    """What a loader and its iterators share.
+
+    Args:
+        notes: What the user's plan shows about this run.
+        worker_entry: ``worker_entry("thread")`` and ``worker_entry("fork")`` return the entry point
+            of a worker that is started without a new interpreter. Handed in, because the two sides
+            of the engine do not import each other.
+    """
+
+    epoch_state: EpochState
+    faults: Faults
+    recorder: Recorder
+    notes: dict[str, None]
+    transfer: DeviceTransfer
+    worker_entry: Callable[[str], Callable[..., Any]]
+
+
+class Progress:
+    """Counts what was delivered of an epoch.
+
+    Where batches are copied to a device ahead of time, a change waits until the batch that it
+    belongs to is handed out.
+    """
+
+    def __init__(self, epoch_state: EpochState, *, is_deferred: bool) -> None:
+        self._epoch_state = epoch_state
+        self._is_deferred = is_deferred
+        self._pending: list[Effect] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """The loader has begun another epoch."""
+        self._epoch_number = self._epoch_state.num_turns
+        self._pending.clear()
+
+    @property
+    def is_current(self) -> bool:
+        """Is this still the epoch that the loader began last?"""
+        return self._epoch_state.num_turns == self._epoch_number
+
+    def count(self, num_batches: int) -> None:
+        """Batches were handed out."""
+        if self.is_current:
+            self._epoch_state.num_batches += num_batches
+
+    def count_empty(self, num_batches: int = 1) -> None:
+        """Batches of which nothing is left take their place in the epoch all the same."""
+        state, number = self._epoch_state, self._epoch_number
+
+        def count() -> None:
+            if state.num_turns == number:
+                state.num_batches += num_batches
+
+        self._when_delivered(count)
+
+    def note_stream(self, worker: int, state: Any, next_worker: int) -> None:
+        """An iterable dataset told its state with the batch that is being taken."""
+        note = self._epoch_state.note_stream
+        self._when_delivered(lambda: note(worker, state, next_worker))
+
+    def take_pending(self) -> list[Effect]:
+        """The changes that belong to the batch that was taken last."""
+        pending = self._pending.copy()
+        self._pending.clear()
+        return pending
+
+    def _when_delivered(self, effect: Effect) -> None:
+        if self._is_deferred:
+            self._pending.append(effect)
+        else:
+            effect()
+
+
+@dataclass(kw_only=True)
+class LoadContext:
+    """What is loaded, and how; producers are made from it.
+
+    Args:
+        loader: A weak reference to the loader.
+        shared_seed: The seed that torch's DataPipes share.
+        settings: Replaced when ``num_workers="auto"`` has decided.
+    """
+
+    loader: Callable[[], Any]
+    settings: EngineSettings
+    parts: LoaderParts
+    progress: Progress
+    pinner: Pinner | None
+    dataset: Any
+    collate_fn: Any
+    worker_init_fn: Any
+    auto_collation: bool
+    drop_last: bool
+    is_iterable: bool
+    is_persistent: bool
+    base_seed: int
+    shared_seed: int | None
+    timeout_s: float
+    ranks: tuple[int, int]
+    """``world_size`` and ``rank`` as torch's iterator found them."""
+
+    def note(self, text: str) -> None:
+        """Add a note to the user's plan."""
+        self.parts.notes.setdefault(text)
+
+    def worker_objects(self) -> dict[str, Any]:
+        """What workers need of the user's objects, by the names that error messages use."""
+        init_fn = self.worker_init_fn
+        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
+            sharding: Any = torch_loader._sharding_worker_init_fn
+            init_fn = functools.partial(sharding, init_fn, *self.ranks)
+        return {
+            "dataset": self.dataset,
+            "collate_fn": self.collate_fn,
+            "worker_init_fn": init_fn,
+            "on_error": self.parts.faults.on_error,
+            "collators": custom_collators(),
+            "streams": dict(self.parts.epoch_state.streams),
+        }
+
+    def make_ring(self, file: Any) -> Ring:
+        """A ring of slots over ``file``, pinned where the loader asks for it."""
+        held, note = max_held_bytes(), self.parts.notes.setdefault
+        if self.pinner is None:
+            return Ring(file, max_held_bytes=held, tell=note)
+        return PinnedRing(file, pinner=self.pinner, max_held_bytes=held, tell=note)
+
+
+class EpochPass(NamedTuple):
+    """What a producer loads of one epoch.
+
+    Args:
+        indices: Batches of indices, or single ones without batching.
+        position_of: From a place in this stream to the position in the epoch; None: the same.
+        place: Samples of the stream that are over.
+    """
+
+    indices: Iterator[Any]
+    position_of: Callable[[int], int] | None
+    place: int = 0
+
+
+class BatchProducer(Protocol):
+    """Loads batches for an iterator: inline, with workers, or first one and then the other."""
+
+    @property
+    def workers(self) -> list[Any]:
+        """The worker processes or threads; others read them as ``iterator._workers``."""
+
+    def start_epoch(self, epoch: EpochPass) -> None:
+        """Begin to load an epoch; what an earlier one left under way is dropped."""
+
+    def next_batch(self) -> tuple[Any, bool]:
+        """The next batch, and whether its memory is pinned.
+
+        Raises:
+            StopIteration: The epoch is complete.
+        """
+
+    def is_ready(self) -> bool:
+        """Could a batch be taken now, without keeping the one before it waiting?"""
+
+    def stop(self) -> None:
+        """End the workers, if there are any."""
+
+
+def max_held_bytes() -> int:
+    """How much of the machine's free memory batches that the user keeps may occupy in the ring."""
+    return int(psutil.virtual_memory().available) // 4

@@ -1,0 +1,168 @@
+"""Loads batches with workers, processes or threads: they load ahead, this side keeps the order."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from penstock.engine.loading import collate
+from penstock.engine.loading.fetch import takes_batches
+from penstock.engine.memory.messages import WorkerTask
+from penstock.engine.memory.shared_file import SharedFile
+from penstock.engine.parent.context import EpochPass, LoadContext
+from penstock.engine.parent.dispatch import Dispatcher
+from penstock.engine.parent.launcher import Launcher
+from penstock.engine.parent.pools import Pool, ProcessPool, ThreadPool, control_cells
+from penstock.engine.pickling.pickler import PickledObjects
+from penstock.errors import StartFailed
+from penstock.trace.record import now_ns
+
+
+class WorkerProducer:
+    """Starts workers, and takes batches from the dispatcher that keeps them supplied.
+
+    Args:
+        pickled: The user's objects, where they were pickled before.
+    """
+
+    def __init__(self, context: LoadContext, pickled: PickledObjects | None = None) -> None:
+        self._context = context
+        self._lock = threading.Lock()
+        """Several threads may share one iterator."""
+        self._owner = os.getpid()
+        self._has_told_size = False
+        self.dispatcher: Dispatcher | None = None
+        self._start(pickled)
+
+    @property
+    def workers(self) -> list[Any]:
+        return [] if self.dispatcher is None else self.dispatcher.pool.processes
+
+    def _start(self, pickled: PickledObjects | None = None) -> None:
+        context = self._context
+        settings, recorder = context.settings, context.parts.recorder
+        per_sample = settings.per_sample and not context.is_iterable
+        seed = context.base_seed
+        start_ns = now_ns()
+        memory = SharedFile.create()
+        if memory.note:
+            context.note(memory.note)
+        cells, ring_bytes = control_cells(memory, settings.num_workers, recorder.ring_bytes)
+        task = WorkerTask(
+            is_iterable=context.is_iterable,
+            auto_collation=context.auto_collation,
+            drop_last=context.drop_last,
+            per_sample=per_sample,
+            base_seed=seed if per_sample else context.parts.epoch_state.worker_seed(seed),
+            shared_seed=context.shared_seed,
+            has_limit=context.parts.faults.sample_timeout_s is not None,
+            num_indices=context.parts.faults.num_indices,
+            obeys_init_seed=settings.keeps_init_seed,
+            ring_bytes=ring_bytes,
+            traces_samples=recorder.traces_samples,
+            traces_steps=recorder.traces_steps,
+        )
+        self.dispatcher = Dispatcher(
+            pool=self._make_pool(task, memory, cells, pickled),
+            ring=context.make_ring(memory),
+            cells=cells,
+            task=task,
+            context=context,
+            can_split=self._can_split(task),
+        )
+        recorder.launched(start_ns, settings.num_workers)
+
+    def _can_split(self, task: WorkerTask) -> bool:
+        """May one batch be filled by several workers?"""
+        return (
+            task.per_sample
+            and task.auto_collation
+            and collate.is_default_collate(self._context.collate_fn)
+            and not takes_batches(self._context.dataset)
+        )
+
+    def _make_pool(
+        self,
+        task: WorkerTask,
+        memory: SharedFile,
+        cells: memoryview,
+        pickled: PickledObjects | None,
+    ) -> Pool:
+        context, settings = self._context, self._context.settings
+        objects, worker_entry = context.worker_objects(), context.parts.worker_entry
+        if settings.pool == "thread":
+            return ThreadPool(
+                worker_entry("thread"),
+                num_workers=settings.num_workers,
+                task=task,
+                objects=objects,
+                memory=memory,
+                cells=cells,
+            )
+        assert settings.start_method is not None
+        launcher = Launcher(
+            method=settings.start_method,
+            worker_entry=worker_entry,
+            task=task,
+            num_workers=settings.num_workers,
+            objects=objects,
+            memory=memory,
+            pickled=pickled,
+        )
+        for note in launcher.notes:
+            context.note(note)
+        return ProcessPool(launcher, settings.num_workers, cells)
+
+    def start_epoch(self, epoch: EpochPass) -> None:
+        if self.dispatcher is None or self.dispatcher.is_closed:
+            self._start()  # persistent workers after a failure: new ones
+        assert self.dispatcher is not None
+        self.dispatcher.start_epoch(epoch)
+
+    def next_batch(self) -> tuple[Any, bool]:
+        dispatcher = self.dispatcher
+        assert dispatcher is not None
+        if os.getpid() != self._owner:
+            raise StartFailed(
+                f"this iterator belongs to process {self._owner}, which forked us (pid "
+                f"{os.getpid()}): its workers answer to that process alone",
+                remedy="iter(loader) in the forked process",
+            )
+        with self._lock:
+            try:
+                batch = dispatcher.next()
+                is_pinned = dispatcher.ring.has_lent_pinned
+                if not self._has_told_size:
+                    self._tell_size(dispatcher.ring.needed_bytes)
+            except StopIteration:
+                if not self._context.is_persistent:
+                    self.stop()
+                raise
+            finally:
+                if dispatcher.num_empty:
+                    self._context.progress.count_empty(dispatcher.num_empty)
+                    dispatcher.num_empty = 0
+        return batch, is_pinned
+
+    def _tell_size(self, batch_bytes: int) -> None:
+        self._has_told_size = True
+        loader = self._context.loader()
+        if loader is not None:
+            loader._learn_batch_bytes(batch_bytes)
+
+    def is_ready(self) -> bool:
+        with self._lock:
+            return self.dispatcher is not None and self.dispatcher.is_ready()
+
+    def stop(self) -> None:
+        if self.dispatcher is not None:
+            self.dispatcher.close()
+
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # By then the exit handlers have stopped the workers, and of this module nothing may be left
+        # but what is bound here.
+        if not is_ending() and getattr(self, "dispatcher", None) is not None:
+            self.stop()

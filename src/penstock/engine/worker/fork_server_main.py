@@ -1,0 +1,192 @@
+"""The fork server's own process: clean, with one thread, it forks workers on request.
+
+    parent ==control socket==> fork_server_main: import torch; wait
+        "import" modules       ->  import them ahead of the first fork
+        "fork" + descriptors   ->  fork -> worker_main(channel, assignment)
+        child exit             ->  ("exit", pid, status) to the parent
+
+The parent's side is :mod:`penstock.engine.parent.fork_server`. The user's main module is never run.
+The fork server and its workers end when the parent does.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from penstock.engine.memory import control_socket
+from penstock.engine.worker.main import (
+    end_process,
+    exit_code_of,
+    leave_ctrl_c_to_parent,
+    worker_main,
+)
+
+_PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.25
+
+
+def fork_server_main(control_fd: int) -> None:
+    """Entry of the fork server: import what workers need, then fork on request until hung up on."""
+    control = control_socket.ControlSocket.from_fd(control_fd)
+    leave_ctrl_c_to_parent()
+    with _ending_with_parent(control):
+        import torch  # noqa: F401
+
+        import penstock.engine.worker.connection
+        import penstock.engine.worker.loop
+        import penstock.order.sample_randomness  # noqa: F401
+
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    os.set_blocking(wake_read, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    gc.collect()
+    gc.freeze()  # pages of what is loaded so far stay shared with every worker
+    parent = control_socket.watch_process(os.getppid())
+    children: set[int] = set()
+    try:
+        control.send(("ready", os.getpid()))
+        while True:
+            is_request = control_socket.wait_readable(control.fileno(), wake_read, parent)
+            _reap(children, control)
+            if is_request and not _serve_request(control, children, (wake_read, wake_write)):
+                break
+    except (OSError, EOFError, SystemExit):
+        pass  # the parent is gone
+    finally:
+        for pid in children:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        os._exit(0)
+
+
+@contextmanager
+def _ending_with_parent(control: Any) -> Iterator[None]:
+    """End while modules are imported, which takes seconds, if the parent does.
+
+    By a timer: a thread would have to be gone before the first fork, and the kernel's own way
+    (PR_SET_PDEATHSIG) takes the end of the thread that started us for the end of the parent.
+    """
+    parent = os.getppid()
+
+    def look(*_: Any) -> None:
+        if os.getppid() != parent or control.has_hung_up():
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _reap(children: set[int], control: Any) -> None:
+    while children:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        if pid in children:
+            children.discard(pid)
+            control.send(("exit", pid, os.waitstatus_to_exitcode(status)))
+
+
+def _serve_request(control: Any, children: set[int], wake: tuple[int, int]) -> bool:
+    received = control.receive()
+    if received is None:
+        return False
+    (kind, body), fds = received
+    if kind == "import":
+        with _ending_with_parent(control):
+            _import_all(*body)
+        control.send(("imported", os.getpid()))
+        return True
+    modules, path, payload = body
+    with _ending_with_parent(control):
+        answer, pid = _import_all(modules, path), 0
+    if answer is None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            answer = ("refused", f"fork failed: {error}")
+    if answer is not None:
+        control.send(answer)
+        for fd in fds:
+            os.close(fd)
+        return True
+    if pid == 0:
+        for fd in wake:
+            os.close(fd)
+        signal.set_wakeup_fd(-1)
+        control.close()
+        _become_worker(payload, fds)
+    for fd in fds:
+        os.close(fd)
+    children.add(pid)
+    control.send(("forked", pid))
+    return True
+
+
+def _import_all(modules: Any, path: list[str]) -> tuple[str, str] | None:
+    """Import the user's modules once for all workers; says why this process is unfit to fork."""
+    for name, generation in modules:
+        if _generations.setdefault(name, generation) != generation:
+            return "stale", f"{name} was reloaded since it was imported here"
+    new = [name for name, _ in modules if name not in sys.modules]
+    if new:
+        sys.path[:] = path
+    import importlib
+
+    for name in new:
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            continue  # the worker meets the same error, and reports it with its place
+    num_threads = len(os.listdir("/proc/self/task"))
+    if num_threads != 1:
+        reason = f"importing {', '.join(new) or 'torch'} started {num_threads - 1} thread(s)"
+        return "tainted", reason
+    torch = sys.modules["torch"]
+    if torch.cuda.is_initialized():
+        return "tainted", f"importing {', '.join(new)} initialised the GPU"
+    return None
+
+
+_generations: dict[str, int] = {}
+
+
+def _become_worker(body: bytes, fds: list[int]) -> None:
+    """The rest of a forked child's life."""
+
+    def become() -> None:
+        import atexit
+        import ctypes
+        from multiprocessing import connection, util
+
+        fork_server = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != fork_server:
+            os._exit(1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        atexit._clear()
+        util._finalizer_registry.clear()  # type: ignore[attr-defined]
+        util._run_after_forkers()  # type: ignore[attr-defined]
+        channel = connection.Connection(fds[0])
+        assignment = control_socket.place_fds(pickle.loads(body), fds)
+        worker_main(channel, assignment, fds[3:])
+
+    end_process(exit_code_of(become))

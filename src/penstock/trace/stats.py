@@ -1,0 +1,64 @@
+"""How a loader does just now: rates and waits, from the recent records of its process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.trace.record import BATCH, LEASE
+from penstock.trace.recorder import Recorder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """How a loader does just now: over the last few thousand batches of its present epoch.
+
+    Args:
+        stall_share: Of the time, the part in which the training loop waited for a batch.
+        step_share: The part that it worked with the batches.
+        num_ready: Batches that were loaded and waited to be taken, at the last look.
+    """
+
+    num_batches: int = 0
+    batches_per_s: float = 0.0
+    samples_per_s: float = 0.0
+    stall_share: float = 0.0
+    step_share: float = 0.0
+    num_ready: int = 0
+    is_off: bool = False
+    """Nothing is known: the loader was told to note nothing."""
+
+    def __str__(self) -> str:
+        if self.is_off:
+            return "nothing is known: tracing is off (trace=False, or PENSTOCK_TRACE=0)"
+        return (
+            f"{self.num_batches} batches, {self.samples_per_s:,.0f} samples/s; "
+            f"waiting {self.stall_share:.0%}, step {self.step_share:.0%}, {self.num_ready} ready"
+        )
+
+
+def make_stats(recorder: Recorder | None) -> Stats:
+    """What a loader's recorder knows just now; None: nothing was loaded yet."""
+    if recorder is None:
+        return Stats()
+    if recorder.ring is None:
+        return Stats(is_off=True)
+    spans = recorder.recent()
+    batches = [span for span in spans if span.kind == BATCH]
+    batches = [span for span in batches if span.pass_ == batches[-1].pass_]
+    if not batches:
+        return Stats()
+    first_ns = batches[0].b or batches[0].start_ns
+    total_ns = max(1, batches[-1].end_ns - first_ns)
+    inline = {(span.pass_, span.batch): span for span in spans if span.kind == LEASE}
+    stall_ns = 0
+    for span in batches:
+        load = inline.get((span.pass_, span.batch))
+        stall_ns += span.a if load is None else load.end_ns - load.start_ns
+    return Stats(
+        num_batches=len(batches),
+        batches_per_s=len(batches) * 1e9 / total_ns,
+        samples_per_s=sum(span.rows for span in batches) * 1e9 / total_ns,
+        stall_share=min(1.0, stall_ns / total_ns),
+        step_share=sum(span.start_ns - span.b for span in batches if span.b) / total_ns,
+        num_ready=batches[-1].part,
+    )
