@@ -8,7 +8,7 @@ import pytest
 
 import traces
 from penstock import Timeline
-from penstock.trace.accounting import Account, WorkerAccount, compare
+from penstock.trace.accounting import Account, WorkerAccount
 from penstock.trace.diagnosis import CAUSES, diagnose
 from penstock.trace.record import BATCH, COLLATE, COPY, GPU, MEMORY, Record
 from penstock.trace.recorder import merge_records
@@ -211,14 +211,3 @@ def test_a_verdict_has_numbers_evidence_and_a_line_to_paste() -> None:
     assert "8 workers instead of 2 would bring" in verdict.sentence
     assert verdict.remedy == "DataLoader(..., num_workers=8)"
     assert str(verdict).splitlines()[-1] == f"  Try: {verdict.remedy}"
-
-
-def test_two_runs_side_by_side_say_which_is_better() -> None:
-    slow, fast = (
-        Timeline(traces.make_records(num_batches=60, num_workers=n)).account for n in (1, 4)
-    )
-    lines = {line.what: line for line in compare(slow, fast)}
-    assert lines["samples a second"].is_better is True
-    assert lines["waiting for batches"].is_better is True
-    assert lines["workers"].change == "4.00x"
-    assert all(line.is_better is None for line in compare(slow, slow))

@@ -20,7 +20,6 @@ from penstock.trace.record import (
     USER,
     Record,
 )
-from penstock.trace.recorder import merge_records
 
 pytestmark = pytest.mark.legacy
 
@@ -153,17 +152,6 @@ def test_spans_that_overlap_are_drawn_apart() -> None:
         for other in spans:
             if one is not other and one.depth == other.depth:
                 assert one.end_ns <= other.start_ns or other.end_ns <= one.start_ns
-
-
-def test_loaders_of_one_program_are_counted_on() -> None:
-    def records(number: int) -> dict[str, Any]:
-        batch = Record(BATCH, "", 10 + number, 20 + number, 0, 0, 0, 0, 4)
-        worker = lane("worker", Record(LEASE, "", 5 + number, 9 + number, 0, 0, 0))
-        return {"facts": {"number": number}, "lanes": [lane("main", batch), worker]}
-
-    model = make_model(merge_records([records(0), records(1)]))
-    assert [one.name for one in model.lanes] == ["main 0", "worker 0", "loader 2: worker 0"]
-    assert {batch.pass_ for batch in model.batches()} == {0, 1}
 
 
 def test_spans_whose_names_had_no_room_are_counted() -> None:

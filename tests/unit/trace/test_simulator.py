@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
 
-import penstock
 import traces
-from penstock import BadTrace, Timeline
-from penstock.errors import BadArgument
+from penstock import BadTrace
+from penstock.trace.model import make_model
 from penstock.trace.record import BATCH, Record
 from penstock.trace.simulator import (
     Cost,
@@ -121,77 +119,7 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert imagine(rows) != imagine(rows, seed=1)
 
 
-# -- from a trace ----------------------------------------------------------------------------------
-
-
-def trace(**changes: Any) -> Timeline:
-    return Timeline(traces.make_records(**{"num_batches": 80, "step_ms": 1.0, **changes}))
-
-
-def test_a_run_imagined_as_it_was_comes_out_as_it_was() -> None:
-    real = trace()
-    assert penstock.simulate(real).account.rate == pytest.approx(real.account.rate, rel=0.1)
-
-
-@pytest.mark.parametrize("num_workers", [1, 4])
-def test_other_numbers_of_workers_come_out_as_runs_with_them(num_workers: int) -> None:
-    real = trace(num_workers=num_workers)
-    imagined = penstock.simulate(trace(num_workers=2), workers=num_workers)
-    assert imagined.account.rate == pytest.approx(real.account.rate, rel=0.1)
-    assert len([lane for lane in imagined.lanes if lane.role == "worker"]) == num_workers
-
-
-def test_cores_that_others_held_are_not_counted_on() -> None:
-    def with_queueing(share: float) -> float:
-        records = traces.make_records(num_batches=80, cores=4, cpu_share=1.0 - share)
-        for lane in records["lanes"][1:]:
-            lane["spans"] = [
-                span._replace(b=int((span.end_ns - span.start_ns) * share)) if span.rows else span
-                for span in lane["spans"]
-            ]
-        return penstock.simulate(Timeline(records), workers=8).account.rate
-
-    assert with_queueing(0.6) < 0.7 * with_queueing(0.0)
-
-
-def test_wishes_work_in_the_right_direction() -> None:
-    real = trace()
-    rate = penstock.simulate(real).account.rate
-    assert penstock.simulate(real, faster_decode=2.0).account.rate > 1.5 * rate
-    assert penstock.simulate(real, packed=True).account.rate > 3 * rate
-    assert penstock.simulate(real, step_ms=100.0).account.rate < 0.5 * rate
-    assert penstock.simulate(real, workers=0).account.rate < 0.6 * rate
-    assert penstock.simulate(real, workers=8, cores=2).account.rate < 1.2 * rate
-
-
-def test_an_imagined_run_is_a_timeline_like_any_other() -> None:
-    imagined = penstock.simulate(trace(), workers=3)
-    assert imagined.facts["imagined"] is True
-    assert "worker 2" in imagined.draw(80)
-    assert imagined.verdict.cause == "decode"
-    assert "imagined" in imagined.to_html()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({"workers": -1}, {"prefetch": 0}, {"batch_size": 1.5}, {"cores": 0}, {"num_batches": 0}),
-        *({"workers": 10**6}, {"batch_size": 10**9}, {"device_prefetch": -1}, {"step_ms": -1}),
-        *({"step_ms": math.nan}, {"step_ms": math.inf}, {"faster_decode": "2"}),
-        *({"faster_decode": 0}, {"faster_decode": math.nan}),
-    ],
-)
-def test_wishes_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(BadArgument, match=r"is no (whole number|factor|time)"):
-        penstock.simulate(trace(), **settings)
-
-
 @pytest.mark.parametrize("count", [0, 2])
 def test_too_short_a_run_is_said_to_be_one(count: int) -> None:
     with pytest.raises(BadTrace, match="too few"):
-        measure_costs(trace(num_batches=count).model, 10)
-
-
-def test_what_is_no_run_is_refused() -> None:
-    with pytest.raises(BadArgument, match="no loader"):
-        penstock.simulate([1, 2])
+        measure_costs(make_model(traces.make_records(num_batches=count)), 10)
