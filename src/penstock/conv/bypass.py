@@ -1,4 +1,4 @@
-"""Convolutions without a convolution library, switched on and off as a whole.
+"""Switches the convolution bypass on and off.
 
 ``bypass_convolutions()`` is a call and a context manager; ``PENSTOCK_CONV=auto`` in the environment
 and ``penstock run --conv auto`` do the same from outside.
@@ -6,7 +6,6 @@ and ``penstock run --conv auto`` do the same from outside.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
@@ -14,9 +13,14 @@ from typing import Literal
 
 import torch
 
-from penstock.conv.convolution import CAP_VARIABLE, Plan, Worker
-from penstock.conv.dispatcher_hook import KEYS, Hook
+from penstock.conv.convolution import (
+    ConvolutionPlan,
+    ConvolutionRunner,
+    memory_cap_from_environment,
+)
+from penstock.conv.dispatcher_hook import KEYS, DispatcherHook, default_devices
 from penstock.conv.geometry import Pass
+from penstock.conv.probing.probe import probe
 from penstock.errors import BadArgument
 
 Mode = Literal["auto", "on"]
@@ -27,11 +31,11 @@ Broken = frozenset[tuple[str, str, str, str]]
 
 
 class OverrideTaken(UserWarning):
-    """Another library has put its own kernel in our place; some convolutions do not reach us."""
+    """Another library has overridden our kernels; some convolutions do not reach them."""
 
 
 class Bypass:
-    """A switch that is on; :func:`bypass_convolutions` makes it.
+    """The bypass, switched on by :func:`bypass_convolutions`.
 
     Attributes:
         mode: ``"auto"`` or ``"on"``.
@@ -52,22 +56,24 @@ class Bypass:
         self.broken = broken
         self.memory_cap_bytes = memory_cap_bytes
         self._before: Bypass | None = None
-        self._hook = Hook(Worker(memory_cap_bytes), self._is_ours, _warn_of_loss)
+        self._hook = DispatcherHook(
+            ConvolutionRunner(memory_cap_bytes), self._is_ours, _warn_of_loss
+        )
 
     @property
     def is_on(self) -> bool:
-        """Do convolutions come here?"""
+        """Whether convolutions are caught."""
         return self._hook.is_installed
 
     @property
     def counts(self) -> dict[str, int]:
         """How many passes each algorithm has computed."""
-        return dict(sorted(self._hook.worker.counts.items()))
+        return dict(sorted(self._hook.runner.counts.items()))
 
     @property
     def num_caught(self) -> int:
         """Passes that were computed here."""
-        return sum(self._hook.worker.counts.values())
+        return sum(self._hook.runner.counts.values())
 
     @property
     def num_native(self) -> int:
@@ -75,14 +81,14 @@ class Bypass:
         return self._hook.num_native
 
     def check(self) -> list[str]:
-        """Which operators has somebody else taken over? Warns if there are any."""
+        """The operators that another library has taken over. Warns if there are any."""
         lost = self._hook.missing()
         if lost:
             _warn_of_loss(lost)
         return lost
 
     def undo(self) -> None:
-        """Take everything back, whoever switched it on. Twice is as good as once."""
+        """Switch the bypass off, whoever switched it on. A second call does nothing."""
         _switch(None)
 
     def __enter__(self) -> Bypass:
@@ -107,20 +113,16 @@ class Bypass:
             f"; handed on to torch: {self.num_native}" if self.num_native else ""
         )
 
-    def _is_ours(self, plan: Plan, dtype: torch.dtype, passes: Sequence[Pass]) -> bool:
+    def _is_ours(self, plan: ConvolutionPlan, dtype: torch.dtype, passes: Sequence[Pass]) -> bool:
         if self.broken is None:
             return True
         layout = "channels_last" if plan.geometry.is_channels_last else "contiguous"
         name = str(dtype).rpartition(".")[2]
         return any((plan.kind, name, layout, which) in self.broken for which in passes)
 
-    def _matches(self, other: Bypass) -> bool:
-        return (self.mode, self.devices, self.broken, self.memory_cap_bytes) == (
-            other.mode,
-            other.devices,
-            other.broken,
-            other.memory_cap_bytes,
-        )
+    @property
+    def _options(self) -> tuple[object, ...]:
+        return self.mode, self.devices, self.broken, self.memory_cap_bytes
 
 
 _current: Bypass | None = None
@@ -173,16 +175,13 @@ def bypass_convolutions(
         )
     broken = None
     if mode == "auto":
-        from penstock.conv.probing.probe import probe
-
         all_broken = {device: probe(device).broken for device in found}
         found = tuple(device for device in found if all_broken[device])
         broken = frozenset(key for keys in all_broken.values() for key in keys)
-    bypass = Bypass(
-        mode=mode, devices=found, memory_cap_bytes=memory_cap_bytes or _told_cap(), broken=broken
-    )
+    cap = memory_cap_bytes or memory_cap_from_environment()
+    bypass = Bypass(mode=mode, devices=found, memory_cap_bytes=cap, broken=broken)
     bypass._before = _current
-    if _current is not None and _current.is_on and _current._matches(bypass):
+    if _current is not None and _current.is_on and _current._options == bypass._options:
         return _nested(_current)
     _switch(bypass)
     return bypass
@@ -212,21 +211,6 @@ def _switch(to: Bypass | None) -> None:
 def current() -> Bypass | None:
     """The switch that is on, if one is."""
     return _current
-
-
-def default_devices() -> tuple[str, ...]:
-    """The GPU if this torch is built for one that is here, else the CPU. Opens none."""
-    if torch.version.cuda or getattr(torch.version, "hip", None):
-        from penstock.machine.collect import machine
-
-        if any(gpu.vendor in ("nvidia", "amd") for gpu in machine().gpus):
-            return ("cuda",)
-    return ("cpu",)
-
-
-def _told_cap() -> int | None:
-    text = os.environ.get(CAP_VARIABLE, "")
-    return int(text) << 20 if text.isdecimal() and int(text) else None
 
 
 def _warn_of_loss(names: list[str]) -> None:

@@ -1,21 +1,26 @@
 """A convolution as torch's dispatcher asks for it, computed by one of the algorithms.
 
-Everything that depends on shapes alone is worked out once and kept as a :class:`Plan`: whether it
-is ours at all, the geometry, the layout of the results. What torch computes without a convolution
-library, or refuses, is no plan (None) and left to torch: its results and its errors are then the
-same because they are torch's own.
+Everything that depends on shapes alone is worked out once and kept as a :class:`ConvolutionPlan`:
+the geometry, and the layout of the results. What torch computes without a convolution library, or
+refuses, has no plan (None) and is left to torch: its results and its errors are then the same
+because they are torch's own.
+
+Results lie in memory as torch predicts it, because compiled code is made for those strides:
+``_select_conv_backend`` names the library that would have run, and
+``_conv_determine_backend_memory_format`` how its results lie. The first also checks shapes, with
+torch's own errors.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from penstock.conv import memory_format as layout
 from penstock.conv import tuning
-from penstock.conv.algorithms import triton_launch as launching
+from penstock.conv.algorithms import triton_launch
 from penstock.conv.algorithms.candidates import Candidate
 from penstock.conv.geometry import (
     FORWARD,
@@ -36,6 +41,12 @@ _TYPES = frozenset(
 Arguments = tuple[Any, ...]
 """Stride, padding, dilation, transposed, output padding and groups, as the dispatcher has them."""
 
+_select_backend: Any = torch._C._select_conv_backend
+_format_of: Any = getattr(torch._C, "_conv_determine_backend_memory_format", None)
+"""Not there before torch 2; nothing is compiled there either."""
+EMPTY_BACKENDS = frozenset({"Empty", "MkldnnEmpty"})
+"""Of convolutions of nothing, which no library computes."""
+
 _OUT_OF_MEMORY: type[Exception] = getattr(torch.cuda, "OutOfMemoryError", MemoryError)
 
 CAP_VARIABLE = "PENSTOCK_CONV_MEMORY_MB"
@@ -44,19 +55,25 @@ DEFAULT_CAPS = {"cpu": 32 << 20, "cuda": 512 << 20}
 the curve of benchmarks/convolution.py checks."""
 
 
+def memory_cap_from_environment() -> int | None:
+    """The cap in bytes that ``PENSTOCK_CONV_MEMORY_MB`` sets."""
+    text = os.environ.get(CAP_VARIABLE, "")
+    return int(text) << 20 if text.isdecimal() and int(text) else None
+
+
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What was worked out for calls of one kind.
+class ConvolutionPlan:
+    """What was worked out for calls with the same shapes and settings.
 
     Args:
         kind: The probe's word for such convolutions.
-        ways: The chosen ways, once they are settled.
+        chosen: The algorithms, once they are settled.
     """
 
     geometry: Geometry
     is_transposed: bool
     kind: str
-    ways: dict[Any, Candidate] = field(default_factory=dict, repr=False, compare=False)
+    chosen: dict[Any, Candidate] = field(default_factory=dict, repr=False, compare=False)
 
 
 def make_plan(
@@ -65,7 +82,7 @@ def make_plan(
     b: torch.Tensor | None,
     arguments: Arguments,
     sizes: Any = None,
-) -> Plan | None:
+) -> ConvolutionPlan | None:
     """The plan of a call, or None if it is torch's to compute or to refuse.
 
     Raises:
@@ -77,20 +94,21 @@ def make_plan(
         return None
     if arguments[5] <= 0 or any(d <= 0 for d in arguments[2]):
         return None
-    backend = layout.backend_of(x, w, b, sizes, arguments)
-    if layout.is_empty(backend) or not w.numel():
+    backend = _backend_of(x, w, b, sizes, arguments)
+    if str(backend).rpartition(".")[2] in EMPTY_BACKENDS or not w.numel():
         return None
-    geometry = _geometry(x, w, arguments)
+    geometry = geometry_of(x, w, arguments)
     if geometry is None:
         return None
-    last = layout.is_channels_last(x, w, backend)
+    last = _is_channels_last(x, w, backend)
     kind = "transposed" if arguments[3] else geometry.kind
-    return Plan(
+    return ConvolutionPlan(
         geometry=replace(geometry, is_channels_last=last), is_transposed=arguments[3], kind=kind
     )
 
 
-def _geometry(x: torch.Tensor, w: torch.Tensor, arguments: Arguments) -> Geometry | None:
+def geometry_of(x: torch.Tensor, w: torch.Tensor, arguments: Arguments) -> Geometry | None:
+    """The sizes of a call, or None if torch refuses them."""
     num = w.dim() - 2
     if num not in (1, 2, 3) or x.dim() != w.dim():
         return None
@@ -127,8 +145,42 @@ def _geometry(x: torch.Tensor, w: torch.Tensor, arguments: Arguments) -> Geometr
     )
 
 
-class Worker:
-    """Computes planned convolutions, and counts what it used.
+def _backend_of(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, sizes: Any, arguments: Arguments
+) -> Any:
+    """The library that torch would call. Raises what torch raises for shapes that do not fit.
+
+    Args:
+        sizes: Those of the bias in a backward call, or None.
+        arguments: Stride, padding, dilation, transposed, output padding and groups.
+    """
+    if b is None and sizes is not None and _format_of is not None:
+        return _select_backend(x, w, None, *arguments, sizes)
+    return _select_backend(x, w, b, *arguments)
+
+
+def _is_channels_last(x: torch.Tensor, w: torch.Tensor, backend: Any) -> bool:
+    """Whether the results have their channels innermost."""
+    if w.dim() == 3:
+        x, w = x.contiguous().unsqueeze(2), w.unsqueeze(2)
+    if _format_of is None:
+        kind = torch.channels_last if w.dim() == 4 else torch.channels_last_3d
+        return any(not t.is_contiguous() and t.is_contiguous(memory_format=kind) for t in (x, w))
+    return _format_of(x, w, backend) in (torch.channels_last, torch.channels_last_3d)
+
+
+def _settle(t: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
+    """``t`` in exactly that layout; itself where it lies so already."""
+    if not channels_last:
+        return t.contiguous()
+    if t.dim() == 3:
+        return t.unsqueeze(2).contiguous(memory_format=torch.channels_last).squeeze(2)
+    kind = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+    return t.contiguous(memory_format=kind)
+
+
+class ConvolutionRunner:
+    """Computes planned convolutions, and counts the algorithms used.
 
     Args:
         cap_bytes: For buffers of a call; None: the default of the device.
@@ -139,7 +191,7 @@ class Worker:
         self.counts: dict[str, int] = {}
 
     def forward(
-        self, plan: Plan, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
+        self, plan: ConvolutionPlan, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
     ) -> torch.Tensor:
         """What ``aten::convolution`` gives."""
         which = INPUT_GRADIENT if plan.is_transposed else FORWARD
@@ -148,7 +200,7 @@ class Worker:
 
     def backward(
         self,
-        plan: Plan,
+        plan: ConvolutionPlan,
         dy: torch.Tensor,
         x: torch.Tensor,
         w: torch.Tensor,
@@ -167,30 +219,30 @@ class Worker:
             db = dy.sum((0, *range(2, dy.dim())))
         return dx, dw, db
 
-    def _run(self, plan: Plan, which: Pass, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def _run(self, plan: ConvolutionPlan, which: Pass, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if a.is_cuda and a.device.index != torch.cuda.current_device():
             with torch.cuda.device(a.device):  # Triton starts kernels on the current one
                 return self._run(plan, which, a, b)
         last = plan.geometry.is_channels_last
-        a = layout.settle(a.resolve_conj(), channels_last=last)
+        a = _settle(a.resolve_conj(), channels_last=last)
         if which == WEIGHT_GRADIENT:
-            b = layout.settle(b.resolve_conj(), channels_last=last)
+            b = _settle(b.resolve_conj(), channels_last=last)
         else:
             b = b.resolve_conj()
         cap = self.cap_bytes or DEFAULT_CAPS.get(a.device.type, DEFAULT_CAPS["cpu"])
-        settled = (which, cap, torch.are_deterministic_algorithms_enabled())
-        way = plan.ways.get(settled)
-        if way is None:
-            way, is_final = tuning.choose(plan.geometry, which, a, b, cap)
+        key = (which, cap, torch.are_deterministic_algorithms_enabled())
+        algorithm = plan.chosen.get(key)
+        if algorithm is None:
+            algorithm, is_final = tuning.choose(plan.geometry, which, a, b, cap)
             if is_final:
-                plan.ways[settled] = way
+                plan.chosen[key] = algorithm
         try:
-            result = way.run(plan.geometry, a, b, cap)
+            result = algorithm.run(plan.geometry, a, b, cap)
         except Exception as error:
-            if not way.needs_triton or isinstance(error, _OUT_OF_MEMORY):
+            if not algorithm.needs_triton or isinstance(error, _OUT_OF_MEMORY):
                 raise
-            launching.give_up(error)
-            plan.ways.clear()
+            triton_launch.disable(error)
+            plan.chosen.clear()
             return self._run(plan, which, a, b)
-        self.counts[way.name] = self.counts.get(way.name, 0) + 1
-        return layout.settle(result, channels_last=last)
+        self.counts[algorithm.name] = self.counts.get(algorithm.name, 0) + 1
+        return _settle(result, channels_last=last)

@@ -1,4 +1,4 @@
-"""Where does torch let us in? At the dispatcher, below autograd and autocast, above every library.
+"""Overrides convolution in torch's dispatcher, below autograd and autocast, above every library.
 
 ::
 
@@ -22,17 +22,18 @@ from typing import Any
 
 import torch
 
-from penstock.conv.convolution import Plan, Worker, make_plan
+from penstock.conv.convolution import ConvolutionPlan, ConvolutionRunner, make_plan
 from penstock.conv.geometry import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Pass
+from penstock.machine.collect import machine
 
 OPERATORS = ("convolution", "_convolution", "convolution_backward")
 KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 MAX_PLANS = 4096
-"""Plans of so many different calls are kept; then all are made anew."""
+"""The number of plans kept; beyond it all are made anew."""
 CHECK_EVERY = 64
-"""After so many calls of one operator the others are looked at; see :meth:`Hook.missing`."""
+"""The number of calls of one operator after which the others are checked; see :meth:`DispatcherHook.missing`."""
 
-IsOurs = Callable[[Plan, torch.dtype, Sequence[Pass]], bool]
+IsOurs = Callable[[ConvolutionPlan, torch.dtype, Sequence[Pass]], bool]
 
 _aten: Any = torch.ops.aten
 _c: Any = torch._C
@@ -42,7 +43,15 @@ _tracing_state: Any = _c._get_tracing_state
 _NATIVE = object()
 
 
-class Hook:
+def default_devices() -> tuple[str, ...]:
+    """The GPU if this torch is built for one that is here, else the CPU. Opens no GPU."""
+    if torch.version.cuda or getattr(torch.version, "hip", None):
+        if any(gpu.vendor in ("nvidia", "amd") for gpu in machine().gpus):
+            return ("cuda",)
+    return ("cpu",)
+
+
+class DispatcherHook:
     """Our kernels at the keys of some devices, from :meth:`install` to :meth:`remove`.
 
     Args:
@@ -51,16 +60,16 @@ class Hook:
     """
 
     def __init__(
-        self, worker: Worker, is_ours: IsOurs, on_loss: Callable[[list[str]], None]
+        self, runner: ConvolutionRunner, is_ours: IsOurs, on_loss: Callable[[list[str]], None]
     ) -> None:
-        self.worker = worker
+        self.runner = runner
         self.num_native = 0
         self._is_ours = is_ours
         self._on_loss = on_loss
         self._plans: dict[Any, Any] = {}
         self._library: Any = None
         self._devices: tuple[str, ...] = ()
-        self._canary: set[str] | None = None
+        self._canary: set[str] | None = None  # operators that a canary call reached, while it runs
         self._canary_thread = 0
         self._canary_lock = threading.Lock()
         self._num_calls = 0
@@ -105,12 +114,12 @@ class Hook:
         if _tracing_state() is not None:
             # A traced module must hold torch's operator, not our inside.
             return _aten._convolution(x, w, b, *arguments, *_flags())
-        if self._canary is not None and self._sings("convolution"):
+        if self._canary is not None and self._is_canary("convolution"):
             return x.new_empty(0)
         return self._forward(x, w, b, arguments)
 
     def _convolution_flagged(self, x: Any, w: Any, b: Any, *arguments: Any) -> Any:
-        if self._canary is not None and self._sings("_convolution"):
+        if self._canary is not None and self._is_canary("_convolution"):
             return x.new_empty(0)
         return self._forward(x, w, b, arguments[:6], arguments[6:])
 
@@ -126,14 +135,14 @@ class Hook:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._new_plan(key, make_plan(x, w, b, arguments), x.dtype, (FORWARD,))
-        self._look_around("convolution_backward", x)
+        self._check_other("convolution_backward", x)
         if plan is _NATIVE:
             self.num_native += 1
             return _native(_aten._convolution.default, x, w, b, *arguments, *(flags or _flags()))
-        return self.worker.forward(plan, x, w, b)
+        return self.runner.forward(plan, x, w, b)
 
     def _backward(self, dy: Any, x: Any, w: Any, sizes: Any, *rest: Any) -> Any:
-        if self._canary is not None and self._sings("convolution_backward"):
+        if self._canary is not None and self._is_canary("convolution_backward"):
             return x.new_empty(0), x.new_empty(0), x.new_empty(0)
         arguments, mask = rest[:6], rest[6]
         key = (
@@ -148,14 +157,14 @@ class Hook:
                 made = None
             passes = [p for p, is_on in zip((INPUT_GRADIENT, WEIGHT_GRADIENT), mask) if is_on]  # noqa: B905 (the mask also has the bias)
             plan = self._new_plan(key, made, x.dtype, passes)
-        self._look_around("convolution", x)
+        self._check_other("convolution", x)
         if plan is _NATIVE:
             self.num_native += 1
             return _native(_aten.convolution_backward.default, dy, x, w, sizes, *arguments, mask)
-        return self.worker.backward(plan, dy, x, w, mask)
+        return self.runner.backward(plan, dy, x, w, mask)
 
     def _new_plan(
-        self, key: Any, plan: Plan | None, dtype: torch.dtype, passes: Sequence[Pass]
+        self, key: Any, plan: ConvolutionPlan | None, dtype: torch.dtype, passes: Sequence[Pass]
     ) -> Any:
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
@@ -163,72 +172,68 @@ class Hook:
         self._plans[key] = found = plan if is_ours else _NATIVE
         return found
 
-    # -- is it still us? ---------------------------------------------------------------------------
+    # -- canary calls ------------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
-        """Which operators did somebody else take over? A tiny call of each shows who answers."""
+        """The operators that another library has overridden; a tiny call of each shows it."""
         if self._library is None:
             return []
-        return [f"aten::{name} ({device})" for device in self._devices for name in OPERATORS
-                if not self._answers(name, device)]  # fmt: skip
+        pairs = [(name, device) for device in self._devices for name in OPERATORS]
+        return [f"aten::{name} ({device})" for name, device in pairs
+                if not self._is_reached(name, device)]  # fmt: skip
 
-    def _sings(self, name: str) -> bool:
-        """Is this call the canary's? Other threads compute convolutions meanwhile."""
+    def _is_canary(self, name: str) -> bool:
+        """Whether this is a canary call; other threads compute convolutions meanwhile."""
         canary = self._canary
         if canary is None or self._canary_thread != threading.get_ident():
             return False
         canary.add(name)
         return True
 
-    def _answers(self, name: str, device: str) -> bool:
-        with self._canary_lock:
-            return self._ask(name, device)
-
-    def _ask(self, name: str, device: str) -> bool:
+    def _is_reached(self, name: str, device: str) -> bool:
+        """Whether a tiny call of the operator comes here."""
         if device == "cuda" and not _cuda.is_initialized():
             return True  # nothing has run there, and we do not open a GPU to look
         tiny = torch.zeros((1, 1, 1, 1), device=device)
         arguments = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-        self._canary_thread = threading.get_ident()
-        self._canary = canary = set[str]()
-        try:
-            with torch.no_grad():
+        canary = set[str]()
+        with self._canary_lock, torch.no_grad():
+            self._canary_thread = threading.get_ident()
+            self._canary = canary
+            try:
                 if name == "convolution":
                     _aten.convolution(tiny, tiny, None, *arguments)
                 elif name == "_convolution":
                     _aten._convolution(tiny, tiny, None, *arguments, *_flags())
                 else:
                     _aten.convolution_backward(tiny, tiny, tiny, None, *arguments, [True] * 3)
-            return name in canary
-        except Exception:
-            return name in canary  # who took it over may fail on such a call
-        finally:
-            self._canary = None
+            except Exception:
+                pass  # whoever took it over may fail on such a call
+            finally:
+                self._canary = None
+        return name in canary
 
-    def _look_around(self, name: str, x: torch.Tensor) -> None:
-        """Now and then: does the other operator still come to us?"""
+    def _check_other(self, name: str, x: torch.Tensor) -> None:
+        """Check now and then that the other operator still comes here."""
         self._num_calls += 1
-        if self._num_calls % CHECK_EVERY or name in self._lost or _is_special(x):
+        if self._num_calls % CHECK_EVERY or name in self._lost:
             return
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # the graph would record the tiny call
         if self._canary_lock.locked():
-            return  # another thread is looking
-        if not self._answers(name, x.device.type):
+            return  # another thread is checking
+        if not self._is_reached(name, x.device.type):
             self._lost.add(name)
             self._on_loss([f"aten::{name} ({x.device.type})"])
 
 
-def _fits(plan: Plan, dy: torch.Tensor, x: torch.Tensor) -> bool:
-    """Is this error one of the output? Otherwise the error is torch's to raise."""
+def _fits(plan: ConvolutionPlan, dy: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether ``dy`` is like the output. If not, torch raises its error."""
     g = plan.geometry
     shape = (g.batch, g.in_channels, *g.in_size)
     if not plan.is_transposed:
         shape = (g.batch, g.out_channels, *g.out_size)
     return tuple(dy.shape) == shape and dy.dtype == x.dtype and dy.device == x.device
-
-
-def _is_special(x: torch.Tensor) -> bool:
-    """No looking around where a tiny call could be recorded: a graph is being captured."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _hashable(value: Any) -> Any:

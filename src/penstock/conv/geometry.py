@@ -1,4 +1,4 @@
-"""Which convolution is this? Its sizes, as plain numbers, apart from any tensor.
+"""Sizes of a convolution, and the slices, strides and tensors that follow from them.
 
 A transposed convolution is the input gradient of an ordinary one, so every algorithm knows only the
 ordinary kind and its three passes:
@@ -10,9 +10,13 @@ ordinary kind and its three passes:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Literal
+
+import torch
 
 Pass = Literal["forward", "input gradient", "weight gradient"]
 FORWARD: Pass = "forward"
@@ -21,6 +25,10 @@ WEIGHT_GRADIENT: Pass = "weight gradient"
 PASSES: tuple[Pass, ...] = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 Sizes = tuple[int, ...]
+Run = Callable[["Geometry", torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""An algorithm's pass: geometry, the two tensors (x, w; dy, w; or x, dy), memory cap in bytes."""
+MakeResult = Callable[[torch.Tensor], torch.Tensor]
+"""Allocates a result on the device of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +36,7 @@ class Geometry:
     """An ordinary convolution of ``[batch, in_channels, *in_size]`` to ``[..., *out_size]``.
 
     Args:
-        is_channels_last: Do the results lie in memory with the channels innermost?
+        is_channels_last: Whether the results lie in memory with the channels innermost.
 
     Example:
         >>> Geometry(batch=2, in_channels=8, out_channels=16, groups=1, in_size=(9, 9),
@@ -108,6 +116,54 @@ class Geometry:
         if not self.is_undilated:
             return "dilated"
         return "plain" if self.is_unit_stride else "strided"
+
+    def strides(self, channels: int, size: Sizes) -> Sizes:
+        """Strides of a result ``[batch, channels, *size]`` in the layout of this convolution.
+
+        Example:
+            >>> Geometry(batch=2, in_channels=8, out_channels=16, groups=1, in_size=(9, 9),
+            ...          out_size=(9, 9), kernel=(1, 1), stride=(1, 1), padding=(0, 0),
+            ...          dilation=(1, 1), is_channels_last=True).strides(8, (9, 9))
+            (648, 1, 72, 8)
+        """
+        spatial = [prod(size[axis + 1 :]) for axis in range(len(size))]
+        if self.is_channels_last:
+            return (channels * prod(size), 1, *(channels * step for step in spatial))
+        return (channels * prod(size), prod(size), *spatial)
+
+    def taps(self) -> Iterator[Sizes]:
+        """The places of the kernel, as indices along each axis."""
+        return product(*(range(k) for k in self.kernel))
+
+    def tap_slices(self, tap: Sizes, out_size: Sizes | None = None) -> tuple[slice, ...]:
+        """The part of the padded input that one tap sees, along each axis."""
+        axes = zip(tap, self.dilation, out_size or self.out_size, self.stride, strict=True)
+        return tuple(slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in axes)
+
+    @property
+    def unpadded_slices(self) -> tuple[slice, ...]:
+        """The part of the padded input that is not padding, along each axis."""
+        return tuple(slice(p, p + n) for p, n in zip(self.padding, self.in_size, strict=True))
+
+
+def empty(g: Geometry, channels: int, size: Sizes, dtype: torch.dtype) -> MakeResult:
+    """Prepare to allocate results ``[batch, channels, *size]``, laid out as the geometry says."""
+    shape, strides = (g.batch, channels, *size), g.strides(channels, size)
+
+    def make(like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+
+    return make
+
+
+def sum_dtype(t: torch.Tensor) -> torch.dtype:
+    """The type in which products are summed: float32 for half types, else that of the tensor."""
+    return torch.float32 if t.element_size() == 2 else t.dtype
+
+
+def samples_under(cap_bytes: int, sample_bytes: int, batch: int) -> int:
+    """How many samples of a batch are computed at a time under the memory cap; at least one."""
+    return max(1, min(batch, cap_bytes // max(1, sample_bytes)))
 
 
 def output_size(

@@ -1,4 +1,4 @@
-"""The bypass by module, for those who want to see which layers change: no dispatcher involved.
+"""The bypass for the layers of one model, without the dispatcher.
 
 :func:`patch_modules` changes the layers of one model and nothing else. What is not a convolution
 layer of torch (a call of ``torch.nn.functional``, a layer with a ``forward`` of its own) is left as
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.conv.convolution import Worker, make_plan
+from penstock.conv.bypass import bypass_convolutions
+from penstock.conv.convolution import ConvolutionRunner, make_plan
 from penstock.errors import BadArgument
 
 LAYERS: tuple[type[nn.Module], ...] = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-_worker = Worker()
+_runner = ConvolutionRunner()
 
 
 class _Convolution(torch.autograd.Function):
@@ -34,7 +35,7 @@ class _Convolution(torch.autograd.Function):
         plan = make_plan(x, w, b, arguments)
         if plan is None:  # nothing to compute, or nothing that we know
             return torch.convolution(x, w, b, *arguments)
-        return _worker.forward(plan, x, w, b)
+        return _runner.forward(plan, x, w, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -55,7 +56,7 @@ class _Backward(torch.autograd.Function):
             aten: Any = torch.ops.aten
             dx, dw, db = aten.convolution_backward(dy, x, w, bias, *arguments, mask)
             return dx, dw, db
-        return _worker.backward(plan, dy, x, w, mask)
+        return _runner.backward(plan, dy, x, w, mask)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -233,8 +234,6 @@ def apply_full_patch(
         1
         >>> current().undo()
     """
-    from penstock.conv.bypass import bypass_convolutions
-
     if model is not None:
         _check_model(model, "apply_full_patch")
     bypass_convolutions("on", devices=("cuda", "cpu"))

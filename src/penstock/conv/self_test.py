@@ -1,15 +1,16 @@
-"""Does the bypass compute what it should, on this device? A grid of layers, shown as it goes."""
+"""Compares a grid of layers, computed by the bypass on one device, with float64 on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.conv.bypass import bypass_convolutions, default_devices
+from penstock.conv.bypass import bypass_convolutions
+from penstock.conv.dispatcher_hook import default_devices
 
 GRID: tuple[tuple[str, int, tuple[int, ...], dict[str, Any]], ...] = (
     ("Conv2d", 3, (32, 32), {"out": 16, "kernel_size": 3, "padding": 1}),
@@ -30,18 +31,18 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What the grid gave; true if all of it is right."""
+class SelfTestReport:
+    """Result of :func:`selftest`; true if every layer is right."""
 
     device: str
     lines: tuple[str, ...]
-    failures: tuple[str, ...] = field(default=())
+    failures: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return not self.failures
 
 
-def selftest(device: str | None = None, say: Callable[[str], None] = print) -> Report:
+def selftest(device: str | None = None, say: Callable[[str], None] = print) -> SelfTestReport:
     """Compute a grid of layers through the bypass and compare with float64 on the CPU.
 
     Args:
@@ -71,7 +72,7 @@ def selftest(device: str | None = None, say: Callable[[str], None] = print) -> R
             if not line.startswith("ok"):
                 failures.append(f"{number}. {kind}: {line}")
     tell(f"{len(failures)} failed" if failures else f"all {len(GRID)} are right")
-    return Report(device=device, lines=tuple(lines), failures=tuple(failures))
+    return SelfTestReport(device=device, lines=tuple(lines), failures=tuple(failures))
 
 
 def _check(

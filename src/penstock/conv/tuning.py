@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from penstock.conv import cache_folder as folder
-from penstock.conv.algorithms import triton_launch as launching
+from penstock.conv.algorithms import triton_launch
 from penstock.conv.algorithms.candidates import Candidate, candidates
 from penstock.conv.geometry import Geometry, Pass
 
@@ -133,7 +133,7 @@ def _file_name(device: torch.device) -> str:
             torch.__version__,
             torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             str(getattr(torch.version, "hip", None) or torch.version.cuda),
-            "triton" if launching.is_there() else "no triton",
+            "triton" if triton_launch.is_available() else "no triton",
         )
     )
     return f"conv-choices-{hashlib.sha256(about.encode()).hexdigest()[:12]}.json"

@@ -1,4 +1,4 @@
-"""One input channel for each group: shifted multiply-adds, or ATen's own kernel.
+"""Depthwise convolutions: shifted multiply-adds, ATen's own kernel, or Triton.
 
 *Shifts*: each tap of the kernel is one shifted view of the padded input times a number for each
 channel, added up (in float32 for half types). Error: one rounding for each tap, and one at the end.
@@ -7,30 +7,41 @@ Memory in elements, beside inputs and results: the padded input; for half types 
 *ATen*: ``aten::_conv_depthwise2d`` on a GPU is torch's own kernel and calls no vendor library. It
 has no backward of its own; with stride 1 the input gradient is the same kernel with the taps in
 reverse. Error and memory as ATen's: sums in float32, nothing beside the result.
+
+*Triton*: a lane for each element. Error: sums in float32, rounded once. Memory beside inputs and
+results: none, but for the weight gradient, which takes ``parts * C * taps`` sums in float32.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from itertools import product
+from math import prod
 from typing import Any
 
 import torch
 
-from penstock.conv.geometry import Geometry
+from penstock.conv.algorithms.implicit_gemm import MAX_PARTIAL_BYTES, Prepared, Split, Strides
+from penstock.conv.algorithms.implicit_gemm import can as can_gather
+from penstock.conv.algorithms.triton_launch import Launch, four, power, two
+from penstock.conv.geometry import Geometry, Sizes, empty, sum_dtype
+
+BLOCK = 256
+TILE = 2048
+"""Elements of a tile of places and channels."""
+CELLS = 4096
+"""Sums that a program of a weight gradient holds."""
 
 _aten: Any = torch.ops.aten
 
+# -- shifts ----------------------------------------------------------------------------------------
 
-def _taps(g: Geometry, padded: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+
+def _taps(g: Geometry, padded: torch.Tensor) -> Iterator[tuple[Sizes, torch.Tensor]]:
     """Each tap with what it sees of the padded input, as a view like the output."""
-    for place in product(*(range(k) for k in g.kernel)):
-        spans = (
-            slice(k * d, k * d + (n - 1) * s + 1, s)
-            for k, d, n, s in zip(place, g.dilation, g.out_size, g.stride, strict=True)
-        )
-        whole = (slice(None), slice(None), *spans)
-        yield place, padded[whole]
+    for tap in g.taps():
+        whole = (slice(None), slice(None), *g.tap_slices(tap))
+        yield tap, padded[whole]
 
 
 def _pad(g: Geometry, x: torch.Tensor) -> torch.Tensor:
@@ -43,47 +54,42 @@ def _by_channel(g: Geometry, dy: torch.Tensor) -> torch.Tensor:
     return dy.reshape(dy.shape[0], g.in_channels, g.group_out, *dy.shape[2:])
 
 
-def _sums(x: torch.Tensor) -> torch.dtype:
-    return torch.float32 if x.element_size() == 2 else x.dtype
-
-
-def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """``y``; a group may have several outputs."""
     many = g.group_out
     padded = _pad(g, x)
     # axes: batch, channel, output of the channel, places
     y = _zeros(g, x, (g.in_channels, many), g.out_size)
-    kernels = w.reshape(1, g.in_channels, many, *g.kernel, *(1,) * g.num_dims).to(_sums(x))
+    kernels = w.reshape(1, g.in_channels, many, *g.kernel, *(1,) * g.num_dims).to(sum_dtype(x))
     for place, seen in _taps(g, padded):
         y.addcmul_(seen.unsqueeze(2), kernels[(slice(None),) * 3 + place])
     return y.flatten(1, 2).to(x.dtype)
 
 
-def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """``dx``: each tap adds its share to the places it saw."""
     many = g.group_out
     padded = _zeros(g, dy, (g.in_channels,), g.padded_size)
     errors = _by_channel(g, dy)
-    kernels = w.reshape(1, g.in_channels, many, *g.kernel, *(1,) * g.num_dims).to(_sums(dy))
+    kernels = w.reshape(1, g.in_channels, many, *g.kernel, *(1,) * g.num_dims).to(sum_dtype(dy))
     for place, seen in _taps(g, padded):
         kernel = kernels[(slice(None),) * 3 + place]
         if many == 1:
             seen.addcmul_(errors.squeeze(2), kernel.squeeze(2))
         else:
             seen.add_((errors * kernel).sum(2))
-    spans = (slice(p, p + n) for p, n in zip(g.padding, g.in_size, strict=True))
-    whole = (slice(None), slice(None), *spans)
+    whole = (slice(None), slice(None), *g.unpadded_slices)
     return padded[whole].to(dy.dtype)
 
 
-def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """``dw``: for each tap, what it saw times what came of it."""
     padded = _pad(g, x)
     errors = _by_channel(g, dy)
-    dw = x.new_empty((g.in_channels, g.group_out, *g.kernel), dtype=_sums(x))
+    dw = x.new_empty((g.in_channels, g.group_out, *g.kernel), dtype=sum_dtype(x))
     axes = (0, *range(3, g.num_dims + 3))
     for place, seen in _taps(g, padded):
-        dw[(slice(None),) * 2 + place] = (seen.unsqueeze(2) * errors).sum(axes, dtype=_sums(x))
+        dw[(slice(None),) * 2 + place] = (seen.unsqueeze(2) * errors).sum(axes, dtype=sum_dtype(x))
     return dw.to(x.dtype).view(g.out_channels, 1, *g.kernel)
 
 
@@ -91,8 +97,8 @@ def _zeros(
     g: Geometry, like: torch.Tensor, channels: tuple[int, ...], size: tuple[int, ...]
 ) -> torch.Tensor:
     if not g.is_channels_last:
-        return like.new_zeros((g.batch, *channels, *size), dtype=_sums(like))
-    last = like.new_zeros((g.batch, *size, *channels), dtype=_sums(like))
+        return like.new_zeros((g.batch, *channels, *size), dtype=sum_dtype(like))
+    last = like.new_zeros((g.batch, *size, *channels), dtype=sum_dtype(like))
     num = len(size)
     return last.permute(0, *range(num + 1, num + 1 + len(channels)), *range(1, num + 1))
 
@@ -100,14 +106,16 @@ def _zeros(
 # -- ATen's kernel ---------------------------------------------------------------------------------
 
 
-def aten_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def aten_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """``y`` by ``aten::_conv_depthwise2d`` (CUDA and ROCm, two axes)."""
     return _aten._conv_depthwise2d(  # type: ignore[no-any-return]
         x, w, list(g.kernel), None, list(g.stride), list(g.padding), list(g.dilation)
     )
 
 
-def aten_input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def aten_input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> torch.Tensor:
     """``dx`` by the same kernel; stride 1, one output for each group."""
     padding = [d * (k - 1) - p for d, k, p in zip(g.dilation, g.kernel, g.padding, strict=True)]
     return _aten._conv_depthwise2d(  # type: ignore[no-any-return]
@@ -116,6 +124,121 @@ def aten_input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor) -> torch
 
 
 def can_aten_input_gradient(g: Geometry) -> bool:
-    """May the kernel with reversed taps compute ``dx`` here?"""
+    """Whether the kernel with reversed taps can compute ``dx``."""
     reach = zip(g.dilation, g.kernel, g.padding, strict=True)
     return g.is_unit_stride and g.group_out == 1 and all(d * (k - 1) >= p for d, k, p in reach)
+
+
+# -- Triton ----------------------------------------------------------------------------------------
+
+
+def can_triton(g: Geometry, dtype: torch.dtype) -> bool:
+    """One output for each channel, and a kernel small enough to be unrolled."""
+    return can_gather(g, dtype) and g.is_depthwise and g.group_out == 1 and g.num_taps <= 64
+
+
+def _steps(g: Geometry) -> tuple[int, ...]:
+    return (*two(g.stride, 1), *two(g.dilation, 1), *two(g.padding, 0))
+
+
+def _fitting(channels: int) -> int:
+    """Channels of a tile: many, and few beyond the last."""
+    return min((64, 32, 16), key=lambda block: (-(-channels // block) * block, -block))
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_lanes(
+    g: Geometry, dtype: torch.dtype, device: torch.device, seen: Strides, is_forward: bool
+) -> Prepared:
+    from penstock.conv.algorithms import depthwise_kernels
+
+    size, other = (g.out_size, g.in_size) if is_forward else (g.in_size, g.out_size)
+    make = empty(g, g.in_channels, size, dtype)
+    num = g.batch * g.in_channels * prod(size)
+    high, wide = two(g.kernel, 1)
+    shapes = (g.in_channels, *two(size, 1), *two(other, 1), *_steps(g))
+    strides = (*four(seen), *four(g.strides(g.in_channels, size)))
+    taps = {"R": high, "S": wide}
+    if g.is_channels_last:
+        rows, block_c = num // g.in_channels, _fitting(g.in_channels)
+        block_m = TILE // block_c
+        launch = Launch(
+            depthwise_kernels.depthwise_tile,
+            (-(-rows // block_m), -(-g.in_channels // block_c)),
+            (rows, *shapes, *strides),
+            {**taps, "IS_FORWARD": is_forward, "BLOCK_M": block_m, "BLOCK_C": block_c},
+        )
+    else:
+        launch = Launch(
+            depthwise_kernels.depthwise_lanes,
+            (-(-num // BLOCK),),
+            (num, *shapes, *strides),
+            {**taps, "IS_FORWARD": is_forward, "BLOCK": BLOCK},
+        )
+
+    def run(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        result = make(a)
+        launch(a, w.contiguous(), result)
+        return result
+
+    return run
+
+
+def triton_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+    """``y``, each element by one lane."""
+    return _prepare_lanes(g, x.dtype, x.device, x.stride(), is_forward=True)(x, w)
+
+
+def triton_input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> torch.Tensor:
+    """``dx``, each element by one lane."""
+    return _prepare_lanes(g, dy.dtype, dy.device, dy.stride(), is_forward=False)(dy, w)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_weight_gradient(
+    g: Geometry, dtype: torch.dtype, device: torch.device, x: Strides, dy: Strides
+) -> Prepared:
+    from penstock.conv.algorithms import depthwise_kernels
+
+    high, wide = two(g.kernel, 1)
+    rows, taps = g.batch * g.num_positions, power(wide)
+    cells = max(64, CELLS // taps)
+    block_c = min(32, _fitting(g.in_channels)) if g.is_channels_last else 1
+    block_m = max(1, cells // block_c)
+    blocks = -(-g.in_channels // block_c)
+    split = Split.of(
+        rows, blocks * high, block_m, 4 * g.in_channels * g.num_taps, MAX_PARTIAL_BYTES
+    )
+    launch = Launch(
+        depthwise_kernels.depthwise_weight_gradient,
+        (blocks, split.num, high),
+        (
+            *(rows, split.size, g.in_channels, *two(g.out_size, 1), *two(g.in_size, 1)),
+            *(*_steps(g), *four(x), *four(dy)),
+        ),
+        {
+            "S": wide,
+            "NUM_TAPS": g.num_taps,
+            "TAPS": taps,
+            "BLOCK_M": block_m,
+            "BLOCK_C": block_c,
+        },
+        num_warps=4,
+    )
+    add_parts = split.prepare_sum(g, dtype)
+
+    def run(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        partial = split.allocate(g.in_channels * g.num_taps, x.device)
+        launch(x, dy, partial)
+        return add_parts(partial)
+
+    return run
+
+
+def triton_weight_gradient(
+    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
+) -> torch.Tensor:
+    """``dw``: some parts of the places, all taps at once, then their sum."""
+    return _prepare_weight_gradient(g, x.dtype, x.device, x.stride(), dy.stride())(x, dy)

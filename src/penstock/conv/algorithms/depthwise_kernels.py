@@ -1,7 +1,7 @@
-"""Triton's side of convolutions with one channel for each group: a lane for each element.
+"""Triton kernels of depthwise convolutions: a lane for each element.
 
-Imported only where Triton is there; :mod:`penstock.conv.algorithms.implicit_gemm` calls these. They
-sum in float32 and use no atomic operation.
+Imported only where Triton is installed; :mod:`penstock.conv.algorithms.depthwise` launches them.
+They sum in float32 and use no atomic operation.
 """
 
 # Triton reads these functions as source of another language: Python's types do not apply.
@@ -9,76 +9,43 @@ sum in float32 and use no atomic operation.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from penstock.conv.algorithms.implicit_kernels import kernel
-
-
-@triton.jit
-def place_of(index, size_h, size_w, channels, IS_LAST: tl.constexpr):
-    """Sample, channel, row and column of an element, in the order of memory."""
-    if IS_LAST:
-        channel = index % channels
-        rest = index // channels
-        w = rest % size_w
-        rest = rest // size_w
-        h = rest % size_h
-        sample = rest // size_h
-    else:
-        w = index % size_w
-        rest = index // size_w
-        h = rest % size_h
-        rest = rest // size_h
-        channel = rest % channels
-        sample = rest // channels
-    return sample.to(tl.int64), channel, h, w
+from penstock.conv.algorithms.gemm_kernels import kernel, place_of
 
 
 @kernel
-def depthwise_forward(
-    x,
-    w,
-    y,
-    num,
-    channels,
-    out_h,
-    out_w,
-    in_h,
-    in_w,
-    stride_h,
-    stride_w,
-    step_h,
-    step_w,
-    pad_h,
-    pad_w,
-    x_n,
-    x_c,
-    x_h,
-    x_w,
-    y_n,
-    y_c,
-    y_h,
-    y_w,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    IS_LAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Every program computes ``BLOCK`` elements of ``y``, in the order of its memory."""
+def depthwise_lanes(
+    x, w, y,
+    num, channels, out_h, out_w, in_h, in_w,
+    stride_h, stride_w, step_h, step_w, pad_h, pad_w,
+    x_n, x_c, x_h, x_w,
+    y_n, y_c, y_h, y_w,
+    R: tl.constexpr, S: tl.constexpr, IS_FORWARD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every program computes ``BLOCK`` elements of ``y``, the channels outermost.
+
+    Not IS_FORWARD: ``y`` is the input gradient, and ``x`` the error.
+    """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
-    sample, channel, h, v = place_of(index, out_h, out_w, channels, IS_LAST)
+    sample, channel, h, v = place_of(index, out_h, out_w, channels, False)
     x_at = x + sample * x_n + channel * x_c
-    from_h = h * stride_h - pad_h
-    from_w = v * stride_w - pad_w
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for r in tl.static_range(R):
         for s in tl.static_range(S):
-            at_h = from_h + r * step_h
-            at_w = from_w + s * step_w
-            is_inside = is_here & (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
-            seen = tl.load(x_at + at_h * x_h + at_w * x_w, mask=is_inside, other=0.0)
+            if IS_FORWARD:
+                at_h = h * stride_h - pad_h + r * step_h
+                at_w = v * stride_w - pad_w + s * step_w
+                is_inside = (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
+            else:
+                far_h = h + pad_h - r * step_h
+                far_w = v + pad_w - s * step_w
+                at_h = far_h // stride_h
+                at_w = far_w // stride_w
+                is_hit = (at_h * stride_h == far_h) & (at_w * stride_w == far_w)
+                is_inside = is_hit & (far_h >= 0) & (at_h < in_h) & (far_w >= 0) & (at_w < in_w)
+            seen = tl.load(x_at + at_h * x_h + at_w * x_w, mask=is_here & is_inside, other=0.0)
             tap = tl.load(w + channel * (R * S) + r * S + s, mask=is_here, other=0.0)
             sums += seen.to(tl.float32) * tap.to(tl.float32)
     y_at = y + sample * y_n + channel * y_c + h * y_h + v * y_w
@@ -86,87 +53,15 @@ def depthwise_forward(
 
 
 @kernel
-def depthwise_input_gradient(
-    dy,
-    w,
-    dx,
-    num,
-    channels,
-    in_h,
-    in_w,
-    out_h,
-    out_w,
-    stride_h,
-    stride_w,
-    step_h,
-    step_w,
-    pad_h,
-    pad_w,
-    y_n,
-    y_c,
-    y_h,
-    y_w,
-    x_n,
-    x_c,
-    x_h,
-    x_w,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    IS_LAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Every program computes ``BLOCK`` elements of ``dx``."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_here = index < num
-    sample, channel, h, v = place_of(index, in_h, in_w, channels, IS_LAST)
-    y_at = dy + sample * y_n + channel * y_c
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for r in tl.static_range(R):
-        for s in tl.static_range(S):
-            at_h = h + pad_h - r * step_h
-            at_w = v + pad_w - s * step_w
-            o_h = at_h // stride_h
-            o_w = at_w // stride_w
-            is_hit = (o_h * stride_h == at_h) & (o_w * stride_w == at_w)
-            is_inside = (at_h >= 0) & (o_h < out_h) & (at_w >= 0) & (o_w < out_w)
-            seen = tl.load(y_at + o_h * y_h + o_w * y_w, mask=is_here & is_hit & is_inside, other=0)
-            tap = tl.load(w + channel * (R * S) + r * S + s, mask=is_here, other=0.0)
-            sums += seen.to(tl.float32) * tap.to(tl.float32)
-    x_at = dx + sample * x_n + channel * x_c + h * x_h + v * x_w
-    tl.store(x_at, sums.to(dx.dtype.element_ty), mask=is_here)
-
-
-@kernel
 def depthwise_tile(
-    x,
-    w,
-    y,
-    num_rows,
-    channels,
-    out_h,
-    out_w,
-    in_h,
-    in_w,
-    stride_h,
-    stride_w,
-    step_h,
-    step_w,
-    pad_h,
-    pad_w,
-    x_n,
-    x_c,
-    x_h,
-    x_w,
-    y_n,
-    y_c,
-    y_h,
-    y_w,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    IS_FORWARD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    x, w, y,
+    num_rows, channels, out_h, out_w, in_h, in_w,
+    stride_h, stride_w, step_h, step_w, pad_h, pad_w,
+    x_n, x_c, x_h, x_w,
+    y_n, y_c, y_h, y_w,
+    R: tl.constexpr, S: tl.constexpr, IS_FORWARD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
-):
+):  # fmt: skip
     """Places and channels of ``y``, the channels innermost: read and written many at a time.
 
     Not IS_FORWARD: ``y`` is the input gradient, and ``x`` the error.
@@ -210,36 +105,14 @@ def depthwise_tile(
 
 @kernel
 def depthwise_weight_gradient(
-    x,
-    dy,
-    partial,
-    num_rows,
-    rows_per_split,
-    channels,
-    out_h,
-    out_w,
-    in_h,
-    in_w,
-    stride_h,
-    stride_w,
-    step_h,
-    step_w,
-    pad_h,
-    pad_w,
-    x_n,
-    x_c,
-    x_h,
-    x_w,
-    y_n,
-    y_c,
-    y_h,
-    y_w,
-    S: tl.constexpr,
-    NUM_TAPS: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    x, dy, partial,
+    num_rows, rows_per_split, channels, out_h, out_w, in_h, in_w,
+    stride_h, stride_w, step_h, step_w, pad_h, pad_w,
+    x_n, x_c, x_h, x_w,
+    y_n, y_c, y_h, y_w,
+    S: tl.constexpr, NUM_TAPS: tl.constexpr, TAPS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
-):
+):  # fmt: skip
     """``partial[split, channel, tap]``, the taps of one row of the kernel at once."""
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split = tl.program_id(1)

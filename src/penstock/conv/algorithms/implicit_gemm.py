@@ -1,27 +1,35 @@
-"""Convolution as a matrix product whose columns are only pointed at (Triton), where Triton runs.
+"""Convolution as a matrix product whose columns are only pointed at (implicit GEMM, by Triton).
 
 The columns of im2col are never written: each program computes where its part of them lies. So there
 is no copy and no memory for it, in either layout, and groups are one more axis of programs. Two
 axes; one axis is the same with a height of 1.
 
+Weight gradients sum the places in some parts, and then the parts: many programs have work although
+``dw`` is small, and the same call gives the same bits.
+
+Merged groups (``merged_*``): some groups of few channels are computed as one, because matrix units
+want more channels. The weights of the merged group are those of its groups along the diagonal, and
+zero elsewhere; of a weight gradient the diagonal is kept. The added zeros change no sum.
+
 Error: products and sums in float32 (without TF32), rounded once to the type of the result.
-Memory beside inputs and results: a transposed copy of the weights, where they do not lie well.
-Weight gradients: :mod:`penstock.conv.algorithms.split_reduction`.
+Memory beside inputs and results: a transposed copy of the weights, where they do not lie well, and
+the weights as many times as groups are merged. Weight gradients: ``parts * O * C/groups * taps``
+sums in float32, of at most the cap and :data:`MAX_PARTIAL_BYTES`, or those of one part.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
 from penstock.conv.algorithms.phases import Axis, phases
-from penstock.conv.algorithms.triton_launch import Launch, empty, four, kernels, power, two
-from penstock.conv.geometry import Geometry
+from penstock.conv.algorithms.triton_launch import Launch, four, kernels, power, two
+from penstock.conv.geometry import Geometry, empty
 
 MAX_ELEMENTS = 1 << 31
 """The kernels count places of one sample and rows of all in 32 bits."""
@@ -38,8 +46,7 @@ class Block:
     stages: int = 3
 
 
-# Which tiles are tried, the best two of seven on an H200; measured choices are kept by
-# penstock.conv.tuning.
+# Which tiles are tried, the best two of seven on an H200; penstock.conv.tuning keeps the choices.
 WIDE = {
     torch.float32: Block(128, 64, 16, 4, 3),
     torch.float16: Block(128, 128, 32, 4, 4),
@@ -53,7 +60,7 @@ NARROW = {
 
 
 def can(g: Geometry, dtype: torch.dtype) -> bool:
-    """Do the kernels know this convolution?"""
+    """Whether the kernels can compute this convolution."""
     largest = g.batch * max(g.in_channels * prod(g.in_size), g.out_channels * prod(g.out_size))
     return g.num_dims <= 2 and dtype in WIDE and largest < MAX_ELEMENTS
 
@@ -70,7 +77,7 @@ def _block(outputs: int, channels: int, depth: int, dtype: torch.dtype, *, is_wi
 # -- forward and input gradient --------------------------------------------------------------------
 
 Strides = tuple[int, ...]
-Ready = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Prepared = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +163,7 @@ def _settle_weights(
 @functools.lru_cache(maxsize=4096)
 def _prepare_forward(
     g: Geometry, dtype: torch.dtype, device: torch.device, x: Strides, w: Strides, is_wide: bool
-) -> Ready:
+) -> Prepared:
     make = empty(g, g.out_channels, g.out_size, dtype)
     weights, settle = _settle_weights(g, w, dtype, is_forward=True)
     block = _block(g.group_out, g.group_in, g.num_taps * g.group_in, dtype, is_wide=is_wide)
@@ -169,7 +176,7 @@ def _prepare_forward(
         offset=two(tuple(-p for p in g.padding), 0),
         weights=weights,
         x=four(x),
-        y=four(make(torch.empty(0, device="meta")).stride()),
+        y=four(g.strides(g.out_channels, g.out_size)),
     ).launch(g, g.group_in, g.group_out, block)
 
     def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -180,7 +187,9 @@ def _prepare_forward(
     return run
 
 
-def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, *, is_wide: bool = True) -> torch.Tensor:
+def forward(
+    g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, is_wide: bool = True
+) -> torch.Tensor:
     """``y`` as ``[batch, O, *out_size]``, laid out as the geometry says."""
     return _prepare_forward(g, x.dtype, x.device, x.stride(), w.stride(), is_wide)(x, w)
 
@@ -216,11 +225,11 @@ def _phase(
 @functools.lru_cache(maxsize=4096)
 def _prepare_input_gradient(
     g: Geometry, dtype: torch.dtype, device: torch.device, dy: Strides, w: Strides, is_wide: bool
-) -> Ready:
+) -> Prepared:
     make = empty(g, g.in_channels, g.in_size, dtype)
     weights, settle = _settle_weights(g, w, dtype, is_forward=False)
     group, row, column, channel, output = weights
-    strides = four(make(torch.empty(0, device="meta")).stride())
+    strides = four(g.strides(g.in_channels, g.in_size))
     launches, empties = [], []
     if g.is_undilated and not g.is_unit_stride:
         taps = -(-g.num_taps // prod(g.stride))
@@ -262,7 +271,226 @@ def _prepare_input_gradient(
 
 
 def input_gradient(
-    g: Geometry, dy: torch.Tensor, w: torch.Tensor, *, is_wide: bool = True
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, is_wide: bool = True
 ) -> torch.Tensor:
     """``dx``: the phases of the stride at once, each straight into its places."""
     return _prepare_input_gradient(g, dy.dtype, dy.device, dy.stride(), w.stride(), is_wide)(dy, w)
+
+
+# -- weight gradient -------------------------------------------------------------------------------
+
+MAX_PARTIAL_BYTES = 64 << 20
+TARGET_PROGRAMS = 132 * 4
+"""A weight gradient is split until so many programs run: some for each of an H200's processors."""
+
+# Which tiles are tried: outputs, columns, places at a time. The best two of six on an H200.
+WEIGHT_WIDE = {
+    torch.float32: Block(64, 128, 16, 8, 3),
+    torch.float16: Block(128, 64, 64, 4, 3),
+    torch.bfloat16: Block(128, 64, 64, 4, 3),
+}
+WEIGHT_NARROW = {
+    torch.float32: Block(64, 64, 16, 4, 3),
+    torch.float16: Block(64, 64, 32, 4, 4),
+    torch.bfloat16: Block(64, 64, 32, 4, 4),
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_weight_gradient(
+    g: Geometry,
+    dtype: torch.dtype,
+    device: torch.device,
+    x: Strides,
+    dy: Strides,
+    is_wide: bool,
+    merged: int,
+    limit_bytes: int,
+) -> Prepared:
+    unmerged, g = g, replace(g, groups=g.groups // merged)
+    depth, rows = g.num_taps * g.group_in, g.batch * g.num_positions
+    base = (WEIGHT_WIDE if is_wide else WEIGHT_NARROW)[dtype]
+    block_m = max(16, min(base.m, power(g.group_out)))
+    block_n = max(16, min(base.n, power(depth)))
+    block_k = base.k
+    tiles = -(-g.group_out // block_m) * -(-depth // block_n)
+    split = Split.of(rows, tiles * g.groups, block_k, 4 * g.out_channels * depth, limit_bytes)
+    launch = Launch(
+        kernels().weight_gemm,
+        (tiles, g.groups, split.num),
+        (
+            *(rows, split.size, *two(g.out_size, 1), *two(g.in_size, 1)),
+            *(g.group_in, g.group_out, two(g.kernel, 1)[1], depth),
+            *(*two(g.stride, 1), *two(g.dilation, 1), *two(tuple(-p for p in g.padding), 0)),
+            *(*four(x), *four(dy), g.groups),
+        ),
+        {
+            "EVEN": g.group_in % block_n == 0,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+        },
+        num_warps=base.warps,
+        num_stages=base.stages,
+    )
+    add_parts = split.prepare_sum(unmerged, dtype, merged)
+
+    def run(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        partial = split.allocate(g.out_channels * depth, x.device)
+        launch(x, dy, partial)
+        return add_parts(partial)
+
+    return run
+
+
+def weight_gradient(
+    g: Geometry,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    cap_bytes: int,
+    *,
+    is_wide: bool = True,
+    merged: int = 1,
+) -> torch.Tensor:
+    """``dw`` as ``[O, C/groups, *kernel]``: some splits of the places, then their sum.
+
+    Args:
+        merged: How many groups are computed as one.
+    """
+    key = (x.dtype, x.device, x.stride(), dy.stride())
+    limit = min(cap_bytes, MAX_PARTIAL_BYTES)
+    return _prepare_weight_gradient(g, *key, is_wide, merged, limit)(x, dy)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows of a weight gradient, in ``num`` parts of ``size``, summed one by one."""
+
+    num: int
+    size: int
+
+    @classmethod
+    def of(cls, rows: int, tiles: int, block: int, bytes_each: int, limit: int) -> Split:
+        """So many that the GPU is busy, and no more than their sums are worth.
+
+        Args:
+            tiles: Programs of one part.
+            block: Rows that a program takes at a time.
+            bytes_each: What the sums of one part take.
+            limit: What those of all may take, in bytes; one part's are needed.
+        """
+        longest = max(1, rows // (8 * block))
+        wanted = min(-(-TARGET_PROGRAMS // tiles), longest, limit // bytes_each, 1024)
+        each = -(-rows // max(1, wanted))
+        size = -(-each // block) * block
+        return cls(-(-rows // size), size)
+
+    def allocate(self, num_sums: int, device: torch.device) -> torch.Tensor:
+        """Memory for the sums of all parts."""
+        return torch.empty(self.num * num_sums, dtype=torch.float32, device=device)
+
+    def prepare_sum(
+        self, g: Geometry, dtype: torch.dtype, merged: int = 1
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Adds the parts, each as ``[O, *kernel, merged * C/groups]``, to ``dw``."""
+        num, block = g.out_channels * g.num_taps * g.group_in, 64
+        launch = Launch(
+            kernels().sum_splits,
+            (-(-num // block),),
+            (num, self.num, g.group_in, g.num_taps, g.group_out, merged),
+            {"IS_LAST": g.is_channels_last, "BLOCK": block, "BLOCK_S": 16 if self.num > 8 else 8},
+        )
+        make = empty(replace(g, batch=g.out_channels), g.group_in, g.kernel, dtype)
+
+        def run(partial: torch.Tensor) -> torch.Tensor:
+            dw = make(partial)
+            launch(partial, dw)
+            return dw
+
+        return run
+
+
+# -- merged groups ---------------------------------------------------------------------------------
+
+MERGE_BLOCK = 256
+MAX_MERGED_CHANNELS = {torch.float32: 16, torch.float16: 64, torch.bfloat16: 64}
+"""Of one merged group: the quickest of 16 to 128 for ResNeXt's on an H200."""
+
+
+@functools.lru_cache(maxsize=4096)
+def num_merged(g: Geometry, dtype: torch.dtype) -> int:
+    """How many groups are taken as one.
+
+    Example:
+        >>> g = Geometry(batch=1, in_channels=64, out_channels=64, groups=16, in_size=(4, 4),
+        ...              out_size=(4, 4), kernel=(3, 3), stride=(1, 1), padding=(1, 1),
+        ...              dilation=(1, 1))
+        >>> num_merged(g, torch.float32), num_merged(g, torch.bfloat16)
+        (4, 16)
+    """
+    most = MAX_MERGED_CHANNELS.get(dtype, 0) // max(g.group_in, g.group_out)
+    return max((num for num in range(1, most + 1) if g.groups % num == 0), default=1)
+
+
+def can_merge(g: Geometry, dtype: torch.dtype) -> bool:
+    """Whether there are groups to merge."""
+    return can(g, dtype) and num_merged(g, dtype) > 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_merge(
+    g: Geometry, dtype: torch.dtype, device: torch.device, w: Strides, num: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """To ``[O, num * C/groups, *kernel]``, the channels innermost."""
+    shape = (g.out_channels, *g.kernel, num * g.group_in)
+    cells = prod(shape)
+    strides = four(w)
+    launch = Launch(
+        kernels().merge_groups,
+        (-(-cells // MERGE_BLOCK),),
+        (cells, g.group_in, g.num_taps, two(g.kernel, 1)[1], g.group_out, num, *strides),
+        {"BLOCK": MERGE_BLOCK},
+    )
+
+    def run(w: torch.Tensor) -> torch.Tensor:
+        wide = torch.empty(shape, dtype=dtype, device=device)
+        launch(w, wide)
+        return wide.movedim(-1, 1)
+
+    return run
+
+
+def _merge(
+    g: Geometry, a: torch.Tensor, w: torch.Tensor
+) -> tuple[Geometry, torch.Tensor, torch.Tensor]:
+    """Geometry, input or error, and weights of the convolution with merged groups."""
+    num = num_merged(g, a.dtype)
+    return (
+        _with_groups(g, g.groups // num),
+        a,
+        _prepare_merge(g, w.dtype, w.device, w.stride(), num)(w),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_groups(g: Geometry, groups: int) -> Geometry:
+    return replace(g, groups=groups)
+
+
+def merged_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+    """``y``."""
+    return forward(*_merge(g, x, w), cap_bytes)
+
+
+def merged_input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> torch.Tensor:
+    """``dx``."""
+    return input_gradient(*_merge(g, dy, w), cap_bytes)
+
+
+def merged_weight_gradient(
+    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
+) -> torch.Tensor:
+    """``dw``."""
+    return weight_gradient(g, x, dy, cap_bytes, merged=num_merged(g, x.dtype))

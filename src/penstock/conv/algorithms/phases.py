@@ -18,7 +18,7 @@ from math import gcd
 
 import torch
 
-from penstock.conv.geometry import Geometry
+from penstock.conv.geometry import Geometry, empty
 
 Forward = Callable[[Geometry, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -86,7 +86,7 @@ def input_gradient(
     parts = list(phases(g))
     if len(parts) == 1 and all(axis.num_taps for axis in parts[0]):
         return _phase(g, dy, turned, parts[0], forward)
-    dx = _empty(g, dy)
+    dx = empty(g, g.in_channels, g.in_size, dy.dtype)(dy)
     for phase in parts:
         spans = (slice(a.start, None, s) for a, s in zip(phase, g.stride, strict=True))
         place = (slice(None), slice(None), *spans)
@@ -113,10 +113,8 @@ def _phase(
         lows.append(reach - axis.offset)  # places missing before dy, or too many where negative
         highs.append(axis.offset + axis.num - size)
     taps = (slice(None), slice(None), *(slice(a.taps[0], None, a.taps[1]) for a in phase))
-    kernel = w[taps]
-    kernel = kernel.flip(tuple(range(2, g.num_dims + 2)))
-    source, padding = _fit(dy, lows, highs, is_channels_last=g.is_channels_last)
-    one = (1,) * g.num_dims
+    kernel = w[taps].flip(tuple(range(2, g.num_dims + 2)))
+    source, padding = _fit(dy, lows, highs)
     turned = replace(
         g,
         in_channels=g.out_channels,
@@ -124,7 +122,7 @@ def _phase(
         in_size=tuple(source.shape[2:]),
         out_size=tuple(axis.num for axis in phase),
         kernel=tuple(axis.num_taps for axis in phase),
-        stride=one,
+        stride=(1,) * g.num_dims,
         padding=padding,
         dilation=tuple(max(1, axis.step) for axis in phase),
     )
@@ -132,7 +130,7 @@ def _phase(
 
 
 def _fit(
-    dy: torch.Tensor, lows: list[int], highs: list[int], *, is_channels_last: bool
+    dy: torch.Tensor, lows: list[int], highs: list[int]
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """``dy`` cut where a phase does not look, and how far it looks over the edges.
 
@@ -150,10 +148,3 @@ def _fit(
         flat = [amount for pair in reversed(pads) for amount in pair]
         cut = torch.nn.functional.pad(cut, flat)
     return cut, tuple(padding)
-
-
-def _empty(g: Geometry, dy: torch.Tensor) -> torch.Tensor:
-    if not g.is_channels_last:
-        return dy.new_empty((g.batch, g.in_channels, *g.in_size))
-    last = dy.new_empty((g.batch, *g.in_size, g.in_channels))
-    return last.permute(0, g.num_dims + 1, *range(1, g.num_dims + 1))

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from penstock.conv.geometry import Geometry
+from penstock.conv.geometry import Geometry, empty, samples_under, sum_dtype
 
 
-def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """``y``: every place of ``x`` times the same matrix."""
     matrix = w.reshape(g.out_channels, g.in_channels)
     seen = _seen(g, x)
@@ -26,7 +26,7 @@ def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y.view(g.batch, g.out_channels, *g.out_size)
 
 
-def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """``dx``: the transposed matrix; places that a stride leaves out get zero."""
     matrix = w.reshape(g.out_channels, g.in_channels)
     if g.is_channels_last:
@@ -38,10 +38,7 @@ def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor) -> torch.Tens
         seen = seen.view(g.batch, g.in_channels, *g.out_size)
     if g.in_size == g.out_size:
         return seen
-    if g.is_channels_last:
-        dx = dy.new_zeros((g.batch, *g.in_size, g.in_channels)).movedim(-1, 1)
-    else:
-        dx = dy.new_zeros((g.batch, g.in_channels, *g.in_size))
+    dx = empty(g, g.in_channels, g.in_size, dy.dtype)(dy).zero_()
     _seen(g, dx).copy_(seen)
     return dx
 
@@ -52,7 +49,7 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
     if not g.is_channels_last:
         places = (g.in_channels + g.out_channels) * g.num_positions
         each = g.in_channels * g.out_channels if _by_sample(g) else places
-        step = max(1, min(g.batch, cap_bytes // (each * x.element_size())))
+        step = samples_under(cap_bytes, each * x.element_size(), g.batch)
     total = _summed(g, x[:step], dy[:step])
     for start in range(step, g.batch, step):
         total += _summed(g, x[start : start + step], dy[start : start + step])
@@ -60,13 +57,13 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
 
 
 def _by_sample(g: Geometry) -> bool:
-    """Are the products of each sample smaller than copies of the samples?"""
+    """Whether the products of each sample are smaller than copies of the samples."""
     return max(g.in_channels, g.out_channels) <= g.num_positions
 
 
 def _summed(g: Geometry, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """``dw`` of some samples as a matrix, in float32 for half types."""
-    seen, sums = _seen(g, x), torch.float32 if x.element_size() == 2 else x.dtype
+    seen, sums = _seen(g, x), sum_dtype(x)
     if not g.is_channels_last and _by_sample(g):
         columns = seen.reshape(len(x), g.in_channels, g.num_positions)
         errors = dy.reshape(len(x), g.out_channels, g.num_positions)
@@ -78,6 +75,5 @@ def _summed(g: Geometry, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
 
 def _seen(g: Geometry, x: torch.Tensor) -> torch.Tensor:
     """The places that the stride leads to, as a view."""
-    spans = (slice(0, (n - 1) * s + 1, s) for n, s in zip(g.out_size, g.stride, strict=True))
-    whole = (slice(None), slice(None), *spans)
+    whole = (slice(None), slice(None), *g.tap_slices((0,) * g.num_dims))
     return x[whole]

@@ -1,4 +1,4 @@
-"""Is Triton there, and how are its kernels started at little cost?
+"""Launches Triton kernels at little cost, and tells whether Triton can be used.
 
 Triton looks at every argument of every call to find the compiled kernel, 40 numbers for a
 convolution, which takes longer than many of them take on a fast GPU. Those numbers depend on shapes
@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-from penstock.conv.geometry import Geometry
 
 ALIGNMENT = 16
 """Bytes; Triton compiles for pointers that are multiples of it, and anew for others."""
@@ -96,7 +94,7 @@ def _start_of(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any] | None
 
 
 def _is_idle(hook: Any) -> bool:
-    """Would a profiler's hook do nothing? It is a chain of calls since Triton 3.5."""
+    """Whether a profiler's hook does nothing. It is a chain of calls since Triton 3.5."""
     return hook is None or not getattr(hook, "calls", True)
 
 
@@ -104,47 +102,42 @@ _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
+@functools.lru_cache(maxsize=1)
 def _takes_constants() -> bool:
-    """Are constants among the arguments of a compiled kernel? Since Triton 3.3."""
-    global _is_recent
-    if _is_recent is None:
-        import triton
+    """Whether a compiled kernel takes the constants among its arguments: since Triton 3.3."""
+    import triton
 
-        numbers = triton.__version__.split(".")[:2]
-        _is_recent = all(n.isdecimal() for n in numbers) and tuple(map(int, numbers)) >= (3, 3)
-    return _is_recent
+    numbers = triton.__version__.split(".")[:2]
+    return all(n.isdecimal() for n in numbers) and tuple(map(int, numbers)) >= (3, 3)
 
 
-_is_recent: bool | None = None
-
-
-# -- is it there? ----------------------------------------------------------------------------------
+# -- availability ----------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1)
 def kernels() -> Any:
-    """The module with the kernels, or None without Triton."""
+    """The module with the matrix-product kernels, or None without Triton."""
     try:
-        from penstock.conv.algorithms import implicit_kernels as triton_kernels
+        from penstock.conv.algorithms import gemm_kernels
     except Exception:  # absent, or of a version that cannot be imported beside this torch
         return None
-    return triton_kernels
+    return gemm_kernels
 
 
-_trouble = ""
+_failure = ""
 
 
-def is_there() -> bool:
-    """Can Triton's kernels be used?"""
-    return not _trouble and kernels() is not None
+def is_available() -> bool:
+    """Whether Triton is installed, and no kernel has failed."""
+    return not _failure and kernels() is not None
 
 
-def give_up(error: Exception) -> None:
-    """A kernel failed on this card: none of Triton's is offered any more."""
-    global _trouble
-    _trouble = f"{type(error).__name__}: {error}"
+def disable(error: Exception) -> None:
+    """Offer no Triton kernel any more, because one failed on this card."""
+    global _failure
+    _failure = f"{type(error).__name__}: {error}"
     warnings.warn(
-        f"Triton's kernels do not run here and are left out ({_trouble[:200]}); convolutions go on "
+        f"Triton's kernels do not run here and are left out ({_failure[:200]}); convolutions go on "
         "with matrix products alone.",
         RuntimeWarning,
         stacklevel=2,
@@ -152,7 +145,7 @@ def give_up(error: Exception) -> None:
 
 
 def is_interpreted() -> bool:
-    """Are kernels run by Triton's interpreter, on the CPU (``TRITON_INTERPRET=1``)?"""
+    """Whether Triton's interpreter runs the kernels, on the CPU (``TRITON_INTERPRET=1``)."""
     module = kernels()
     return module is not None and type(module.gather_gemm).__name__ == "InterpretedFunction"
 
@@ -174,22 +167,3 @@ def four(strides: tuple[int, ...]) -> tuple[int, int, int, int]:
     """The strides of a tensor of one axis or two, as those of two."""
     n, c, *rest = strides
     return (n, c, 0, rest[0]) if len(rest) == 1 else (n, c, rest[0], rest[1])
-
-
-Make = Callable[[torch.Tensor], torch.Tensor]
-
-
-def empty(g: Geometry, channels: int, size: tuple[int, ...], dtype: torch.dtype) -> Make:
-    """Makes results ``[batch, channels, *size]`` beside a tensor, laid out as the geometry says."""
-    shape = (g.batch, channels, *size)
-    high, wide = two(size, 1)
-    if g.is_channels_last:
-        strides = (high * wide * channels, 1, wide * channels, channels)
-    else:
-        strides = (channels * high * wide, high * wide, wide, 1)
-    fitting = strides if len(size) == 2 else (*strides[:2], strides[3])
-
-    def make(like: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(shape, fitting, dtype=dtype, device=like.device)
-
-    return make

@@ -17,16 +17,25 @@ seen was 81 eps, for a weight gradient over 20 places).
 Memory beside inputs and results, in elements: ``t*t * P * (2C + O)`` for the ``P`` tiles of a chunk
 of samples, with ``t*t/(m*m)`` = 2.25 or 4 times as many elements as places; the chunk is chosen so
 that this stays under the cap, or is one sample. The weights take ``t*t * C * O``.
+
+The ``triton_*`` passes are F(4x4) in float32 with the same mathematics, error bound and products.
+Their transforms read once and write once: a tile is never written before it is transformed. Memory:
+``36 * P * (C + O)`` for the tiles of a chunk, ``36 * C * O`` for the weights.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from typing import Any
 
 import torch
 
-from penstock.conv.geometry import Geometry
+from penstock.conv.algorithms.implicit_gemm import Prepared, Strides
+from penstock.conv.algorithms.implicit_gemm import can as can_gather
+from penstock.conv.algorithms.triton_launch import Launch
+from penstock.conv.geometry import Geometry, empty, samples_under, sum_dtype
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ def scheme_for(dtype: torch.dtype) -> Scheme:
 
 
 def can(g: Geometry) -> bool:
-    """Is this a convolution that Winograd's way is for?
+    """Whether Winograd can compute this convolution.
 
     Example:
         >>> from penstock.conv.geometry import Geometry
@@ -88,7 +97,7 @@ def can(g: Geometry) -> bool:
     return g.kernel == (3, 3) and g.groups == 1 and g.is_unit_stride and g.is_undilated
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def _matrix(
     rows: tuple[tuple[float, ...], ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -99,7 +108,7 @@ def _matrix(
 
 def transform_weights(scheme: Scheme, w: torch.Tensor) -> torch.Tensor:
     """``U`` as ``[t*t, O, C]``, in the type of ``w``."""
-    sums = w.dtype if w.element_size() > 2 else torch.float32
+    sums = sum_dtype(w)
     matrix = _matrix(scheme.g, sums, w.device)
     flat = w.reshape(-1, 9).t().to(sums)
     u = torch.mm(matrix, flat).to(w.dtype)
@@ -112,8 +121,8 @@ def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> to
     u = transform_weights(scheme, w)
     high, wide = (-(-n // scheme.m) for n in g.out_size)
     cells = scheme.t**2 * high * wide * (2 * g.in_channels + g.out_channels)
-    step = max(1, min(g.batch, cap_bytes // (cells * max(4, x.element_size()))))
-    y = _empty(g, x)
+    step = samples_under(cap_bytes, cells * max(4, x.element_size()), g.batch)
+    y = empty(g, g.out_channels, g.out_size, x.dtype)(x)
     for start in range(0, g.batch, step):
         part = x[start : start + step]
         y[start : start + step] = _chunk(g, scheme, part, u, (high, wide))
@@ -124,7 +133,7 @@ def _chunk(
     g: Geometry, scheme: Scheme, x: torch.Tensor, u: torch.Tensor, tiles: tuple[int, int]
 ) -> torch.Tensor:
     num, (high, wide), t, m = x.shape[0], tiles, scheme.t, scheme.m
-    sums = x.dtype if x.element_size() > 2 else torch.float32
+    sums = sum_dtype(x)
     transformed = _transform_input(g, scheme, x, tiles)
     places = num * high * wide
     if g.is_channels_last:
@@ -156,7 +165,7 @@ def _transform_input(
     else:
         size = (t, t, g.in_channels, x.shape[0], high, wide)
         seen = padded.as_strided(size, (h, v, c, n, m * h, m * v))
-    sums = x.dtype if x.element_size() > 2 else torch.float32
+    sums = sum_dtype(x)
     matrix = _matrix(scheme.b, sums, x.device)
     return torch.mm(matrix, seen.reshape(t * t, -1).to(sums)).to(x.dtype)
 
@@ -169,9 +178,9 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
     scheme = scheme_for(x.dtype)
     t, m = scheme.t, scheme.m
     high, wide = (-(-n // m) for n in g.out_size)
-    sums = x.dtype if x.element_size() > 2 else torch.float32
+    sums = sum_dtype(x)
     cells = t**2 * high * wide * 2 * (g.in_channels + g.out_channels)
-    step = max(1, min(g.batch, cap_bytes // (cells * max(4, x.element_size()))))
+    step = samples_under(cap_bytes, cells * max(4, x.element_size()), g.batch)
     total = x.new_zeros((t * t, g.in_channels, g.out_channels), dtype=sums)
     spread = _matrix(tuple(zip(*scheme.a, strict=True)), sums, x.device)
     for start in range(0, g.batch, step):
@@ -233,7 +242,164 @@ def can_input_gradient(g: Geometry) -> bool:
     return can(g) and all(p <= 2 for p in g.padding)
 
 
-def _empty(g: Geometry, x: torch.Tensor) -> torch.Tensor:
-    if g.is_channels_last:
-        return x.new_empty((g.batch, *g.out_size, g.out_channels)).permute(0, 3, 1, 2)
-    return x.new_empty((g.batch, g.out_channels, *g.out_size))
+# -- Triton ----------------------------------------------------------------------------------------
+
+BLOCK = 128
+Stage = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _kernels() -> Any:
+    from penstock.conv.algorithms import winograd_kernels
+
+    return winograd_kernels
+
+
+def can_triton(g: Geometry, dtype: torch.dtype) -> bool:
+    """3x3, stride 1, float32, and padding that the input gradient can mirror."""
+    return can_input_gradient(g) and dtype == torch.float32 and can_gather(g, dtype)
+
+
+def _tiles(g: Geometry) -> tuple[int, int]:
+    return -(-g.out_size[0] // 4), -(-g.out_size[1] // 4)
+
+
+def _step(g: Geometry, cap_bytes: int) -> int:
+    high, wide = _tiles(g)
+    sample_bytes = 36 * high * wide * (g.in_channels + g.out_channels) * 4
+    most = (1 << 31) // (high * wide * max(g.in_channels, g.out_channels))
+    return max(1, min(g.batch, cap_bytes // sample_bytes, most))
+
+
+def _launch(kernel: Any, num: int, *numbers: int, **constants: bool) -> Launch:
+    """A lane for each of ``num`` tiles and channels."""
+    return Launch(kernel, (-(-num // BLOCK),), (num, *numbers), {**constants, "BLOCK": BLOCK})
+
+
+def _prepare_tiles(g: Geometry, channels: int, strides: Strides, *, is_error: bool) -> Stage:
+    """To ``[36, channels, tiles]``, or ``[36, tiles, channels]`` with the channels innermost."""
+    high, wide = _tiles(g)
+    tiles = g.batch * high * wide
+    shape = (36, tiles, channels) if g.is_channels_last else (36, channels, tiles)
+    kernel = _kernels().transform_error if is_error else _kernels().transform_input
+    size = g.out_size if is_error else (*g.in_size, *g.padding)
+    numbers = (channels, tiles, high, wide, *size, *strides)
+    launch = _launch(kernel, tiles * channels, *numbers, IS_LAST=g.is_channels_last)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        v = x.new_empty(shape)
+        launch(x, v)
+        return v
+
+    return run
+
+
+def _prepare_weights(g: Geometry, strides: Strides, *, is_turned: bool) -> Stage:
+    """To ``[36, O, C]`` of ``g``. Turned: from the weights of the one whose gradient ``g`` is."""
+    output, channel, row, column = strides
+    first = 0
+    if is_turned:
+        output, channel, row, column = channel, output, -row, -column
+        first = -2 * (row + column)
+    shape = (36, g.out_channels, g.in_channels)
+    num = g.out_channels * g.in_channels
+    numbers = (g.in_channels, first, output, channel, row, column)
+    launch = _launch(_kernels().transform_weights, num, *numbers)
+
+    def run(w: torch.Tensor) -> torch.Tensor:
+        u = w.new_empty(shape)
+        launch(w, u)
+        return u
+
+    return run
+
+
+def _prepare_output(g: Geometry) -> Launch:
+    """Takes the products of a chunk, and its part of ``y`` that they are transformed into."""
+    high, wide = _tiles(g)
+    tiles = g.batch * high * wide
+    strides = g.strides(g.out_channels, g.out_size)
+    numbers = (g.out_channels, tiles, high, wide, *g.out_size, *strides)
+    num = tiles * g.out_channels
+    return _launch(_kernels().transform_output, num, *numbers, IS_LAST=g.is_channels_last)
+
+
+def _chunks(g: Geometry, step: int) -> Iterator[tuple[slice, Geometry]]:
+    """Some samples at a time, with the geometry of their convolution."""
+    for start in range(0, g.batch, step):
+        stop = min(start + step, g.batch)
+        yield slice(start, stop), replace(g, batch=stop - start)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(
+    g: Geometry, device: torch.device, x: Strides, w: Strides, step: int, is_turned: bool
+) -> Prepared:
+    weights = _prepare_weights(g, w, is_turned=is_turned)
+    make = empty(g, g.out_channels, g.out_size, torch.float32)
+    chunks = [
+        (samples, _prepare_tiles(part, g.in_channels, x, is_error=False), _prepare_output(part))
+        for samples, part in _chunks(g, step)
+    ]
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        u = weights(w).transpose(1, 2) if g.is_channels_last else weights(w)
+        y = make(x)
+        for samples, transform, transform_back in chunks:
+            v = transform(x if len(chunks) == 1 else x[samples])
+            m = torch.bmm(v, u) if g.is_channels_last else torch.bmm(u, v)
+            transform_back(m, y if len(chunks) == 1 else y[samples])
+        return y
+
+    return run
+
+
+def triton_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+    """``y`` as ``[batch, O, *out_size]``, laid out as the geometry says."""
+    return _prepare(g, x.device, x.stride(), w.stride(), _step(g, cap_bytes), False)(x, w)
+
+
+def triton_input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> torch.Tensor:
+    """``dx``: the same with the taps in reverse and the channels exchanged."""
+    g = turned(g)
+    return _prepare(g, dy.device, dy.stride(), w.stride(), _step(g, cap_bytes), True)(dy, w)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_weight_gradient(
+    g: Geometry, device: torch.device, x: Strides, dy: Strides, step: int
+) -> Prepared:
+    chunks = [
+        (
+            samples,
+            _prepare_tiles(part, g.in_channels, x, is_error=False),
+            _prepare_tiles(part, g.out_channels, dy, is_error=True),
+        )
+        for samples, part in _chunks(g, step)
+    ]
+    make = empty(replace(g, batch=g.out_channels), g.in_channels, g.kernel, torch.float32)
+    strides = g.strides(g.in_channels, g.kernel)
+    num = g.in_channels * g.out_channels
+    gather = _launch(_kernels().gather_weights, num, g.out_channels, *strides)
+
+    def run(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor | None = None
+        for samples, transform, transform_error in chunks:
+            v, e = transform(x[samples]), transform_error(dy[samples])
+            pair = (v.transpose(1, 2), e) if g.is_channels_last else (v, e.transpose(1, 2))
+            total = torch.bmm(*pair) if total is None else total.baddbmm_(*pair)
+        assert total is not None
+        dw = make(total)
+        gather(total, dw)
+        return dw
+
+    return run
+
+
+def triton_weight_gradient(
+    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
+) -> torch.Tensor:
+    """``dw``: both transforms, the product over the tiles, and back."""
+    step = _step(g, cap_bytes)
+    return _prepare_weight_gradient(g, x.device, x.stride(), dy.stride(), step)(x, dy)

@@ -1,6 +1,6 @@
-"""Triton's side of Winograd F(4x4): each transform reads its tiles once and writes once.
+"""Triton kernels of Winograd F(4x4): each transform reads its tiles once and writes once.
 
-Imported only where Triton is there; :mod:`penstock.conv.algorithms.winograd_triton` calls these.
+Imported only where Triton is installed; :mod:`penstock.conv.algorithms.winograd` launches them.
 A lane holds one tile of one channel: all 36 places of it in registers.
 """
 
@@ -88,24 +88,12 @@ def _store6(at, step, v0, v1, v2, v3, v4, v5, is_here):
 
 @triton.jit(do_not_specialize=[*_PLAIN, "pad_h", "pad_w"])
 def transform_input(
-    x,
-    v,
-    num,
-    channels,
-    num_tiles,
-    tiles_h,
-    tiles_w,
-    size_h,
-    size_w,
-    pad_h,
-    pad_w,
-    x_n,
-    x_c,
-    x_h,
-    x_w,
-    IS_LAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, v,
+    num, channels, num_tiles, tiles_h, tiles_w, size_h, size_w,
+    pad_h, pad_w,
+    x_n, x_c, x_h, x_w,
+    IS_LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """``v[36, channels and tiles]``, in the order of the layout."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
@@ -153,22 +141,11 @@ def _load4(at, h, w, size_h, size_w, y_w, is_here):
 
 @triton.jit(do_not_specialize=_PLAIN)
 def transform_error(
-    dy,
-    v,
-    num,
-    channels,
-    num_tiles,
-    tiles_h,
-    tiles_w,
-    size_h,
-    size_w,
-    y_n,
-    y_c,
-    y_h,
-    y_w,
-    IS_LAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy, v,
+    num, channels, num_tiles, tiles_h, tiles_w, size_h, size_w,
+    y_n, y_c, y_h, y_w,
+    IS_LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """``v[36, channels and tiles]`` of an error: tiles of 4x4 places, spread over 6x6."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
@@ -221,22 +198,11 @@ def _store4(at, h, w, size_h, size_w, y_w, y0, y1, y2, y3, is_here):
 
 @triton.jit(do_not_specialize=_PLAIN)
 def transform_output(
-    m,
-    y,
-    num,
-    channels,
-    num_tiles,
-    tiles_h,
-    tiles_w,
-    size_h,
-    size_w,
-    y_n,
-    y_c,
-    y_h,
-    y_w,
-    IS_LAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    m, y,
+    num, channels, num_tiles, tiles_h, tiles_w, size_h, size_w,
+    y_n, y_c, y_h, y_w,
+    IS_LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """``m[36, channels and tiles]`` back to ``y``."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num

@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any
 
 import torch
 
-from penstock.conv.geometry import Geometry
+from penstock.conv.geometry import Geometry, sum_dtype
 
 TAPS_FROM_CHANNELS = 16
 """From so many channels in a group on, a weight gradient goes tap by tap: the product of one tap is
@@ -47,7 +46,7 @@ class _Chunk:
 
 
 def columns_bytes(g: Geometry, num_bytes: int) -> int:
-    """What all columns would take.
+    """The memory that all columns would take.
 
     Example:
         >>> from penstock.conv.geometry import Geometry
@@ -86,8 +85,7 @@ class _Window:
 
     def __init__(self, g: Geometry, x: torch.Tensor) -> None:
         self.g = g
-        order = (0, *range(2, g.num_dims + 2), 1)
-        self.x = x.permute(order)
+        self.x = x.movedim(1, -1)
         self.buffer: torch.Tensor | None = None
 
     def padded(self, chunk: _Chunk) -> torch.Tensor:
@@ -101,28 +99,22 @@ class _Window:
         buffer = self.take(shape)
         low = first - g.padding[0]  # in rows of the unpadded input
         top, bottom = max(low, 0), min(low + seen, g.in_size[0])
-        inner = (slice(p, p + n) for p, n in zip(g.padding[1:], g.in_size[1:], strict=True))
         if top > low or bottom < low + seen:
             buffer.zero_()
         if bottom > top:
-            place = (slice(None), slice(top - low, bottom - low), *inner)
+            place = (slice(None), slice(top - low, bottom - low), *g.unpadded_slices[1:])
             buffer[place] = self.x[chunk.samples, top:bottom]
         return buffer
 
     def take(self, shape: tuple[int, ...]) -> torch.Tensor:
-        num = prod(shape)
-        if self.buffer is None or self.buffer.numel() < num:
-            self.buffer = self._allocate(shape)
-        if tuple(self.buffer.shape) != shape:
-            self.buffer = self._allocate(shape)
+        """The buffer, allocated anew if the shape is another."""
+        if self.buffer is None or tuple(self.buffer.shape) != shape:
+            if self.g.is_channels_last:
+                self.buffer = self.x.new_zeros(shape)
+            else:
+                first = (shape[0], shape[-1], *shape[1:-1])
+                self.buffer = self.x.new_zeros(first).movedim(1, -1)
         return self.buffer
-
-    def _allocate(self, shape: tuple[int, ...]) -> torch.Tensor:
-        if self.g.is_channels_last:
-            return self.x.new_zeros(shape)
-        order = (0, *range(2, self.g.num_dims + 2), 1)
-        first = (shape[0], shape[-1], *shape[1:-1])
-        return self.x.new_zeros(first).permute(order)
 
     def columns(self, chunk: _Chunk) -> torch.Tensor:
         """A view of ``[samples, *out, *kernel, channels]``; nothing is copied here."""
@@ -137,13 +129,8 @@ class _Window:
 
     def tap(self, seen: torch.Tensor, chunk: _Chunk, place: tuple[int, ...]) -> torch.Tensor:
         """What one tap of the kernel sees: ``[samples, *out, channels]``, a view."""
-        g = self.g
-        rows = (chunk.num_rows, *g.out_size[1:])
-        spans = (
-            slice(k * d, k * d + (n - 1) * s + 1, s)
-            for k, d, n, s in zip(place, g.dilation, rows, g.stride, strict=True)
-        )
-        whole = (slice(None), *spans)
+        rows = (chunk.num_rows, *self.g.out_size[1:])
+        whole = (slice(None), *self.g.tap_slices(place, rows))
         return seen[whole]
 
 
@@ -176,7 +163,7 @@ def _forward_last(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int)
         else:
             products = torch.bmm(cells.view(g.groups, num, depth), kernels)
             part.view(num, g.groups, g.group_out).copy_(products.transpose(0, 1))
-    return y.permute(0, g.num_dims + 1, *range(1, g.num_dims + 1))
+    return y.movedim(-1, 1)
 
 
 def _fill_last(g: Geometry, cells: torch.Tensor, columns: torch.Tensor) -> None:
@@ -238,8 +225,7 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
     With many channels tap by tap, in a buffer of what one tap sees; else with the columns of a
     chunk. Copies follow the memory: runs of channels where they are innermost, else of places.
     """
-    sums = x.dtype if x.element_size() > 2 else torch.float32
-    dw = x.new_zeros((g.groups, g.num_taps * g.group_in, g.group_out), dtype=sums)
+    dw = x.new_zeros((g.groups, g.num_taps * g.group_in, g.group_out), dtype=sum_dtype(x))
     by_taps = g.group_in >= TAPS_FROM_CHANNELS or g.num_taps == 1
     is_last = g.is_channels_last and g.groups == 1
     row_bytes = _row_bytes(g, x.element_size()) // (g.num_taps if by_taps else 1)
@@ -255,7 +241,7 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
             continue
         seen = window.padded(chunk)
         parts = dw.view(g.groups, g.num_taps, g.group_in, g.group_out)
-        for number, place in enumerate(product(*(range(k) for k in g.kernel))):
+        for number, place in enumerate(g.taps()):
             view = window.tap(seen, chunk, place)
             one = view.reshape(*view.shape[:-1], *(1,) * g.num_dims, view.shape[-1])
             parts[:, number] += _product(g, cells, one, errors, is_last=is_last)
@@ -292,42 +278,3 @@ def _shape_weights(g: Geometry, dw: torch.Tensor, *, is_last: bool) -> torch.Ten
     else:
         parts = dw.view(g.groups, g.group_in, g.num_taps, g.group_out).permute(0, 3, 1, 2)
     return parts.reshape(g.out_channels, g.group_in, *g.kernel)
-
-
-# -- input gradient with few channels --------------------------------------------------------------
-
-
-def folded_input_gradient(
-    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
-) -> torch.Tensor:
-    """``dx`` for few input channels: the columns' gradients, added to their places tap by tap.
-
-    Takes ``C * taps`` products for each place of ``dy``, where the phases copy
-    ``O * taps / stride^2``: better for the first layer of a network.
-    """
-    depth = g.group_in * g.num_taps
-    kernels = w.reshape(g.groups, g.group_out, depth).transpose(1, 2)
-    sums = dy.dtype if dy.element_size() > 2 else torch.float32
-    spans = (slice(p, p + n) for p, n in zip(g.padding, g.in_size, strict=True))
-    inner = (slice(None), slice(None), *spans)
-    dx = dy.new_empty((g.batch, g.in_channels, *g.in_size))
-    sample_bytes = _row_bytes(g, dy.element_size()) * g.out_size[0]
-    step = max(1, min(g.batch, cap_bytes // max(1, sample_bytes)))
-    for start in range(0, g.batch, step):
-        part = dy[start : start + step]
-        num = part.shape[0]
-        padded = dy.new_zeros((num, g.in_channels, *g.padded_size), dtype=sums)
-        errors = part.reshape(num, g.groups, g.group_out, g.num_positions).transpose(0, 1)
-        errors = errors.transpose(1, 2).reshape(g.groups, g.group_out, -1)
-        cells = torch.bmm(kernels, errors)
-        cells = cells.view(g.in_channels, *g.kernel, num, *g.out_size)
-        for place in product(*(range(k) for k in g.kernel)):
-            spans = (
-                slice(k * d, k * d + (n - 1) * s + 1, s)
-                for k, d, n, s in zip(place, g.dilation, g.out_size, g.stride, strict=True)
-            )
-            seen = (slice(None), slice(None), *spans)
-            here: tuple[Any, ...] = (slice(None), *place)
-            padded[seen] += cells[here].transpose(0, 1)
-        dx[start : start + step] = padded[inner]
-    return dx

@@ -1,8 +1,9 @@
-"""Triton's side of implicit matrix products: columns are never written, only pointed at.
+"""Triton kernels around matrix products: implicit GEMM, sums of partial results, col2im.
 
-Imported only where Triton is there; :mod:`penstock.conv.algorithms.implicit_gemm` calls these. All
-of them address tensors by strides, so one kernel serves both memory layouts; all sum in float32 (no
-TF32) and use no atomic operation, so that the same call gives the same bits.
+Imported only where Triton is installed; :mod:`penstock.conv.algorithms.implicit_gemm` and
+:mod:`penstock.conv.algorithms.col2im` launch them. All of them address tensors by strides, so one
+kernel serves both memory layouts; all sum in float32 (no TF32) and use no atomic operation, so that
+the same call gives the same bits.
 """
 
 # Triton reads these functions as source of another language: Python's types do not apply.
@@ -43,46 +44,16 @@ def kernel(function):
 
 @kernel
 def gather_gemm(
-    x,
-    w,
-    y,
-    batch,
-    out_h,
-    out_w,
-    in_h,
-    in_w,
-    channels,
-    outputs,
-    taps_h,
-    taps_w,
-    stride_h,
-    stride_w,
-    step_h,
-    step_w,
-    offset_h,
-    offset_w,
-    w_first,
-    y_first,
-    x_n,
-    x_c,
-    x_h,
-    x_w,
-    w_g,
-    w_r,
-    w_s,
-    w_c,
-    w_k,
-    y_n,
-    y_c,
-    y_h,
-    y_w,
-    IS_PHASED: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
+    x, w, y,
+    batch, out_h, out_w, in_h, in_w, channels, outputs, taps_h, taps_w,
+    stride_h, stride_w, step_h, step_w, offset_h, offset_w,
+    w_first, y_first,
+    x_n, x_c, x_h, x_w,
+    w_g, w_r, w_s, w_c, w_k,
+    y_n, y_c, y_h, y_w,
+    IS_PHASED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
     """``y[n, o, h, w]`` sums ``x[n, c, h * stride + r * step + offset, ...] * w[r, s, c, o]``.
 
     Forward: step is the dilation, offset minus the padding. A phase of an input gradient: stride 1,
@@ -182,39 +153,14 @@ def gather_gemm(
 
 @kernel
 def weight_gemm(
-    x,
-    dy,
-    partial,
-    num_rows,
-    rows_per_split,
-    out_h,
-    out_w,
-    in_h,
-    in_w,
-    channels,
-    outputs,
-    taps_w,
-    depth,
-    stride_h,
-    stride_w,
-    step_h,
-    step_w,
-    offset_h,
-    offset_w,
-    x_n,
-    x_c,
-    x_h,
-    x_w,
-    y_n,
-    y_c,
-    y_h,
-    y_w,
+    x, dy, partial,
+    num_rows, rows_per_split, out_h, out_w, in_h, in_w, channels, outputs, taps_w, depth,
+    stride_h, stride_w, step_h, step_w, offset_h, offset_w,
+    x_n, x_c, x_h, x_w,
+    y_n, y_c, y_h, y_w,
     num_groups,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """``partial[split, group, o, (r, s, c)]``: the places of one split, summed.
 
     The sums over splits are left to torch, in float32 and always in the same order. EVEN: a block
@@ -282,18 +228,10 @@ def weight_gemm(
 
 @kernel
 def sum_splits(
-    partial,
-    out,
-    num,
-    splits,
-    channels,
-    taps,
-    outputs,
-    merged,
-    IS_LAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    partial, out,
+    num, splits, channels, taps, outputs, merged,
+    IS_LAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """``out[o, c, tap]`` is the sum of ``partial[split, o, tap, c]``, always in the same order.
 
     Of merged groups of ``outputs``, only the channels of an output's own group are taken. IS_LAST:
@@ -331,3 +269,52 @@ def merge_groups(
     is_own = wide // channels == o // outputs % merged
     at = w + o * w_o + wide % channels * w_c + tap // taps_w * w_r + tap % taps_w * w_s
     tl.store(out + index, tl.load(at, mask=is_here & is_own, other=0.0), mask=is_here)
+
+
+@triton.jit
+def place_of(index, size_h, size_w, channels, IS_LAST: tl.constexpr):
+    """Sample, channel, row and column of an element, in the order of memory."""
+    if IS_LAST:
+        channel = index % channels
+        rest = index // channels
+        w = rest % size_w
+        rest = rest // size_w
+        h = rest % size_h
+        sample = rest // size_h
+    else:
+        w = index % size_w
+        rest = index // size_w
+        h = rest % size_h
+        rest = rest // size_h
+        channel = rest % channels
+        sample = rest // channels
+    return sample.to(tl.int64), channel, h, w
+
+
+@kernel
+def fold(
+    cells, dx,
+    num, channels, in_h, in_w, out_h, out_w,
+    stride_h, stride_w, step_h, step_w, pad_h, pad_w,
+    cell_n, cell_depth, cell_place,
+    x_n, x_c, x_h, x_w,
+    R: tl.constexpr, S: tl.constexpr, IS_LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``dx`` from ``cells[n, (c, r, s), place]``: each element collects what its taps gave."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_here = index < num
+    sample, channel, h, v = place_of(index, in_h, in_w, channels, IS_LAST)
+    at = cells + sample * cell_n + channel * (R * S) * cell_depth
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for r in tl.static_range(R):
+        at_h = h + pad_h - r * step_h
+        o_h = at_h // stride_h
+        is_row = is_here & (o_h * stride_h == at_h) & (at_h >= 0) & (o_h < out_h)
+        for s in tl.static_range(S):
+            at_w = v + pad_w - s * step_w
+            o_w = at_w // stride_w
+            is_hit = is_row & (o_w * stride_w == at_w) & (at_w >= 0) & (o_w < out_w)
+            where = at + (r * S + s) * cell_depth + (o_h * out_w + o_w) * cell_place
+            sums += tl.load(where, mask=is_hit, other=0.0).to(tl.float32)
+    x_at = dx + sample * x_n + channel * x_c + h * x_h + v * x_w
+    tl.store(x_at, sums.to(dx.dtype.element_ty), mask=is_here)
