@@ -5,7 +5,7 @@ whatever reaches torch's convolution meets the fault, and what the bypass catche
 exactly as with a library that is broken.
 
 In this process: ``with breaking("all:raises") as native: ...``; ``native.num_calls`` counts what
-got through. In child processes: :func:`surroundings` is an environment in which every Python that
+got through. In child processes: :func:`environment` is an environment in which every Python that
 imports torch has the fault.
 """
 
@@ -67,33 +67,33 @@ class Native:
             self.library._op_impls = set()
 
     def forward(self, x: Any, w: Any, b: Any, *rest: Any) -> Any:
-        from penstock.conv.algorithms import columns, phases
+        from penstock.conv.algorithms import im2col, phases
 
         g, is_transposed, factor = self.meet(x, w, rest)
         if is_transposed:
-            y = phases.input_gradient(g, x, w, lambda g, a, b: columns.forward(g, a, b, 1 << 26))
+            y = phases.input_gradient(g, x, w, lambda g, a, b: im2col.forward(g, a, b, 1 << 26))
         else:
-            y = columns.forward(g, x, w, 1 << 26)
+            y = im2col.forward(g, x, w, 1 << 26)
         return (y if b is None else y + b.view(-1, *(1,) * g.num_dims)) * factor
 
     def backward(self, dy: Any, x: Any, w: Any, sizes: Any, *rest: Any) -> Any:
-        from penstock.conv.algorithms import columns, phases
+        from penstock.conv.algorithms import im2col, phases
 
         g, is_transposed, factor = self.meet(x, w, rest)
         if is_transposed:
-            dx = columns.forward(g, dy, w, 1 << 26)
-            dw = columns.weight_gradient(g, dy, x, 1 << 26)
+            dx = im2col.forward(g, dy, w, 1 << 26)
+            dw = im2col.weight_gradient(g, dy, x, 1 << 26)
         else:
-            dx = phases.input_gradient(g, dy, w, lambda g, a, b: columns.forward(g, a, b, 1 << 26))
-            dw = columns.weight_gradient(g, x, dy, 1 << 26)
+            dx = phases.input_gradient(g, dy, w, lambda g, a, b: im2col.forward(g, a, b, 1 << 26))
+            dw = im2col.weight_gradient(g, x, dy, 1 << 26)
         return dx * factor, dw * factor, dy.sum((0, *range(2, dy.dim())))
 
     def meet(self, x: Any, w: Any, rest: Any) -> tuple[Any, bool, float]:
         """The fault of this kind of convolution; a factor for the result if it is no error."""
-        from penstock.conv.convolution import _geometry
+        from penstock.conv.convolution import geometry_of
 
         self.num_calls += 1
-        g = _geometry(x, w, rest[:6])
+        g = geometry_of(x, w, rest[:6])
         assert g is not None
         kind = "transposed" if rest[3] else g.kind
         fault = self.faults.get(kind, self.faults.get("all"))
@@ -117,7 +117,7 @@ def breaking(spec: str) -> Iterator[Native]:
         native.remove()
 
 
-def surroundings(spec: str, folder: Path) -> dict[str, str]:
+def environment(spec: str, folder: Path) -> dict[str, str]:
     """Environment variables for a child process in which convolutions are broken."""
     site = folder / "site"
     site.mkdir(exist_ok=True)

@@ -106,7 +106,7 @@ def yolo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         spec, conv = RUNS[name]
         folder = tmp_path_factory.mktemp("yolo")
         (folder / "train.py").write_text(YOLO)
-        environ = broken_convolution.surroundings(spec, folder)
+        environ = broken_convolution.environment(spec, folder)
         options = ["--seed", "0", "--conv", conv, "train.py"]
         return subprocess.run(
             [sys.executable, "-m", "penstock", "run", *options],

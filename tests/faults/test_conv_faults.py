@@ -12,8 +12,8 @@ from torch import nn
 
 import broken_convolution
 import scripting
-from penstock.conv import Findings, bypass_convolutions, probe, reset
-from penstock.conv.probing.runner import run_steps
+from penstock.conv import ProbeResult, bypass_convolutions, probe, reset
+from penstock.conv.probing.probe import run_steps
 from penstock.conv.probing.steps import Step
 
 pytestmark = [pytest.mark.fault, pytest.mark.legacy]
@@ -134,7 +134,7 @@ def test_auto_bypasses_what_is_broken_and_nothing_else(tmp_path: Path) -> None:
     result = scripting.run(source, tmp_path, folder, PENSTOCK_CONV="auto", **environ)
     assert result.returncode == 0, result.stderr
     assert "handed on to torch" in result.stdout
-    assert "bypass_convolutions" in result.stdout  # the rung with ATen's kernels is broken as well
+    assert "bypass_convolutions" in result.stdout  # ATen's kernels are broken as well
     kept = list((tmp_path / "cache").glob("conv-probe-*.json"))
     assert len(kept) == 1
 
@@ -154,4 +154,4 @@ def test_a_kept_result_is_used_again_and_forgotten_by_reset(
     assert len(calls) == 4
     assert reset() == 2
     assert list(tmp_path.iterdir()) == []
-    assert isinstance(first, Findings)
+    assert isinstance(first, ProbeResult)

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from penstock import BadArgument, MissingExtra
-from penstock.conv import load_engine, optimize
-from penstock.conv.optimization import chain
+from penstock.conv import inference, load_engine, optimize
 
 needs_torch_2 = pytest.mark.skipif(
     torch.__version__.startswith("1."), reason="torch 1.13 has no torch.compile"
@@ -33,7 +32,7 @@ X = torch.linspace(0, 1, 3 * 64).reshape(1, 3, 8, 8)
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speed is not the question here, and nobody's machine is quiet."""
-    monkeypatch.setattr(chain, "_time_ms", lambda run, device: 1.0)
+    monkeypatch.setattr(inference, "_time_ms", lambda run, device: 1.0)
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def tensorrt() -> Iterator[dict[str, Any]]:
 def test_tensorrt_comes_first_where_it_is(tensorrt: dict[str, Any], patient: None) -> None:
     model = small_net()
     module, report = optimize(model, X)
-    assert (report.rung, report.fell_from, tensorrt["num_graphs"]) == ("tensorrt", (), 1)
+    assert (report.backend, report.rejected, tensorrt["num_graphs"]) == ("tensorrt", (), 1)
     assert report.largest_error < 1e-5
     assert "1 graph" in report.ran_on
     torch.testing.assert_close(module(X), model(X))
@@ -70,14 +69,14 @@ def test_tensorrt_comes_first_where_it_is(tensorrt: dict[str, Any], patient: Non
 
 @needs_torch_2
 @pytest.mark.parametrize(("fault", "reason"), [("fails", "no converter"), ("factor", "off by")])
-def test_a_rung_that_fails_or_lies_is_left_with_its_reason(
+def test_a_backend_that_fails_or_lies_is_rejected_with_its_reason(
     tensorrt: dict[str, Any], patient: None, fault: str, reason: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setitem(tensorrt, fault, True if fault == "fails" else 1.5)
-    monkeypatch.delitem(chain.RUNGS, "inductor")  # its C++ compiler takes a minute here
+    monkeypatch.delitem(inference.BACKENDS, "inductor")  # its C++ compiler takes a minute here
     module, report = optimize(small_net(), X)
-    assert report.rung == "autocast"
-    ((name, why),) = report.fell_from
+    assert report.backend == "autocast"
+    ((name, why),) = report.rejected
     assert name == "tensorrt"
     assert reason in why
     torch.testing.assert_close(module(X).float(), small_net()(X), rtol=5e-2, atol=5e-2)
@@ -88,28 +87,28 @@ def test_a_rung_that_fails_or_lies_is_left_with_its_reason(
 def test_without_tensorrt_the_line_that_installs_it_is_named(
     patient: None, monkeypatch: Any
 ) -> None:
-    monkeypatch.delitem(chain.RUNGS, "inductor")
+    monkeypatch.delitem(inference.BACKENDS, "inductor")
     _, report = optimize(small_net(), X)
     assert ("tensorrt", "torch_tensorrt is not installed: pip install torch-tensorrt") in (
-        report.fell_from
+        report.rejected
     )
 
 
 def test_what_is_slower_than_eager_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 2.0])
-    monkeypatch.setattr(chain, "_time_ms", lambda run, device: next(times))
+    monkeypatch.setattr(inference, "_time_ms", lambda run, device: next(times))
     model = small_net()
     module, report = optimize(model, X, target="autocast")
     assert module is model
-    assert report.rung == "eager"
-    assert "takes 2.00 ms" in report.fell_from[0][1]
+    assert report.backend == "eager"
+    assert "takes 2.00 ms" in report.rejected[0][1]
 
 
 def test_the_model_itself_is_not_changed(patient: None) -> None:
     model = small_net()
     before = [parameter.stride() for parameter in model.parameters()]
     _, report = optimize(model, X, target="autocast")
-    assert report.rung == "autocast"
+    assert report.backend == "autocast"
     assert [parameter.stride() for parameter in model.parameters()] == before
 
 

@@ -24,9 +24,9 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 import convolving
-from penstock.conv.algorithms import launching
+from penstock.conv.algorithms import triton_launch
 from penstock.conv.algorithms.candidates import candidates
-assert launching.is_interpreted()
+assert triton_launch.is_interpreted()
 CASES = (
     convolving.Case(name="strided", stride=2, channels=5, outputs=3, size=(5, 6)),
     convolving.Case(name="grouped", groups=2, channels=32, outputs=4, size=(4, 5), batch=1),

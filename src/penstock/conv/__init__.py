@@ -1,8 +1,8 @@
-"""Can the model itself run here, and run faster?
+"""Convolutions where the GPU's own library fails, and faster models for inference.
 
-Where a GPU's own convolution library fails, :func:`bypass_convolutions` computes convolutions from
-matrix products instead; :func:`probe` finds out whether it does fail; :func:`optimize` makes a
-model faster for inference. Nothing here touches the data; importing this room imports no torch.
+:func:`bypass_convolutions` computes convolutions from matrix products, without the vendor's
+library; :func:`probe` finds out whether that library fails; :func:`optimize` makes a model faster
+for inference. Nothing here touches the data; importing this package imports no torch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.conv.bypass import Bypass as Bypass
     from penstock.conv.bypass import bypass_convolutions as bypass_convolutions
+    from penstock.conv.inference import load_engine as load_engine
+    from penstock.conv.inference import optimize as optimize
     from penstock.conv.modules import FallbackConv2d as FallbackConv2d
     from penstock.conv.modules import apply_full_patch as apply_full_patch
     from penstock.conv.modules import patch_modules as patch_modules
     from penstock.conv.modules import unpatch_modules as unpatch_modules
-    from penstock.conv.optimization.chain import optimize as optimize
-    from penstock.conv.optimization.tensorrt_engine import load_engine as load_engine
-    from penstock.conv.probing.probe import Findings as Findings
+    from penstock.conv.probing.probe import ProbeResult as ProbeResult
     from penstock.conv.probing.probe import probe as probe
     from penstock.conv.probing.probe import reset as reset
     from penstock.conv.self_test import selftest as selftest
@@ -29,14 +29,14 @@ _HOMES = {
     "Bypass": "bypass",
     "probe": "probing.probe",
     "reset": "probing.probe",
-    "Findings": "probing.probe",
+    "ProbeResult": "probing.probe",
     "patch_modules": "modules",
     "unpatch_modules": "modules",
     "FallbackConv2d": "modules",
     "apply_full_patch": "modules",
     "selftest": "self_test",
-    "optimize": "optimization.chain",
-    "load_engine": "optimization.tensorrt_engine",
+    "optimize": "inference",
+    "load_engine": "inference",
 }
 
 __all__ = [*_HOMES]

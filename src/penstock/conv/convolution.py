@@ -219,7 +219,9 @@ class ConvolutionRunner:
             db = dy.sum((0, *range(2, dy.dim())))
         return dx, dw, db
 
-    def _run(self, plan: ConvolutionPlan, which: Pass, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def _run(
+        self, plan: ConvolutionPlan, which: Pass, a: torch.Tensor, b: torch.Tensor
+    ) -> torch.Tensor:
         if a.is_cuda and a.device.index != torch.cuda.current_device():
             with torch.cuda.device(a.device):  # Triton starts kernels on the current one
                 return self._run(plan, which, a, b)

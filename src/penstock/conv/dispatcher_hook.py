@@ -31,7 +31,7 @@ KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 MAX_PLANS = 4096
 """The number of plans kept; beyond it all are made anew."""
 CHECK_EVERY = 64
-"""The number of calls of one operator after which the others are checked; see :meth:`DispatcherHook.missing`."""
+"""The number of calls after which another operator is checked; see :class:`DispatcherHook`."""
 
 IsOurs = Callable[[ConvolutionPlan, torch.dtype, Sequence[Pass]], bool]
 
@@ -45,10 +45,9 @@ _NATIVE = object()
 
 def default_devices() -> tuple[str, ...]:
     """The GPU if this torch is built for one that is here, else the CPU. Opens no GPU."""
-    if torch.version.cuda or getattr(torch.version, "hip", None):
-        if any(gpu.vendor in ("nvidia", "amd") for gpu in machine().gpus):
-            return ("cuda",)
-    return ("cpu",)
+    is_gpu_build = torch.version.cuda or getattr(torch.version, "hip", None)
+    has_gpu = is_gpu_build and any(gpu.vendor in ("nvidia", "amd") for gpu in machine().gpus)
+    return ("cuda",) if has_gpu else ("cpu",)
 
 
 class DispatcherHook:

@@ -1,60 +1,80 @@
-"""A faster module for inference: TensorRT, else Inductor, else channels_last with autocast.
+"""Makes a model faster for inference: by TensorRT, else Inductor, else channels_last with autocast.
 
-The first rung that builds, gives eager mode's outputs within its tolerance and is not slower is
-handed out; what was left on the way is in the report, with the reason.
+The first backend that builds, gives eager mode's outputs within its tolerance and is not slower is
+handed out; the report names the others, with the reason.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.conv.optimization.compilers import RUNGS, CannotHere, Inputs, Rung, device_of
-from penstock.errors import BadArgument
+from penstock.errors import BadArgument, MissingExtra
 
 NUM_WARM, NUM_TIMED = 3, 10
+Inputs = tuple[Any, ...]
+
+
+class BackendUnavailable(Exception):
+    """This backend is not for this machine or model; the text says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What was done.
+class InferenceBackend:
+    """One way to make a model faster.
+
+    Args:
+        make: Makes a faster module of a model and its inputs, or raises.
+        tolerance: The largest error allowed, relative to the largest output of eager mode.
+    """
+
+    name: str
+    make: Callable[[nn.Module, Inputs], nn.Module]
+    tolerance: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizeReport:
+    """Result of :func:`optimize`.
 
     Attributes:
-        rung: What runs: ``"tensorrt"``, ``"inductor"``, ``"autocast"``, or ``"eager"`` if nothing
+        backend: What runs: ``"tensorrt"``, ``"inductor"``, ``"autocast"``, or ``"eager"`` if none
             was better.
         ran_on: Device, type, and how many graphs were compiled, with breaks between them.
         build_s: Seconds for building it, the first call included.
         ms_before: Milliseconds of a call in eager mode; ``ms_after`` of the module handed out.
         largest_error: Relative to the largest output of eager mode.
-        fell_from: Rungs that were left, with the reason.
+        rejected: Backends that were tried before, with the reason.
     """
 
-    rung: str
+    backend: str
     ran_on: str
     build_s: float
     ms_before: float
     ms_after: float
     largest_error: float
-    fell_from: tuple[tuple[str, str], ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         lines = [
-            f"{self.rung} on {self.ran_on}: {self.ms_before:.2f} -> {self.ms_after:.2f} ms, "
+            f"{self.backend} on {self.ran_on}: {self.ms_before:.2f} -> {self.ms_after:.2f} ms, "
             f"built in {self.build_s:.1f} s, largest error {self.largest_error:.1e}"
         ]
-        lines += [f"  not {name}: {reason}" for name, reason in self.fell_from]
+        lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
         return "\n".join(lines)
 
 
 def optimize(
     model: nn.Module, example_inputs: Any, target: str = "auto"
-) -> tuple[nn.Module, Report]:
+) -> tuple[nn.Module, OptimizeReport]:
     """Make a model faster for inference, and say what was done.
 
     Args:
@@ -73,11 +93,11 @@ def optimize(
         >>> module, report = optimize(nn.Linear(2, 2).eval(), torch.ones(1, 2), target="autocast")
         >>> module(torch.ones(1, 2)).shape
         torch.Size([1, 2])
-        >>> report.rung in ("autocast", "eager")
+        >>> report.backend in ("autocast", "eager")
         True
     """
-    if target != "auto" and target not in RUNGS:
-        known = ", ".join(map(repr, ("auto", *RUNGS)))
+    if target != "auto" and target not in BACKENDS:
+        known = ", ".join(map(repr, ("auto", *BACKENDS)))
         raise BadArgument(
             f"target={target!r} is not known; it is one of {known}",
             remedy='penstock.conv.optimize(model, inputs, target="auto")',
@@ -88,66 +108,64 @@ def optimize(
             remedy="penstock.conv.optimize(model.eval(), inputs)",
         )
     inputs: Inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    names = [*RUNGS] if target == "auto" else [*RUNGS][[*RUNGS].index(target) :]
-    device = device_of(model, inputs)
+    names = [*BACKENDS] if target == "auto" else [*BACKENDS][[*BACKENDS].index(target) :]
+    rejected: list[tuple[str, str]] = []
     with torch.no_grad():
         expected = model(*inputs)
-        ms_before = _time_ms(lambda: model(*inputs), device)
-        fell: list[tuple[str, str]] = []
+        ms_before = _time_ms(lambda: model(*inputs), device_of(model, inputs))
         for name in names:
             try:
-                return _climb(RUNGS[name], model, inputs, expected, ms_before, tuple(fell))
-            except CannotHere as reason:
-                fell.append((name, str(reason)))
+                module, found = _try(BACKENDS[name], model, inputs, expected, ms_before)
+            except BackendUnavailable as reason:
+                rejected.append((name, str(reason)))
             except Exception as error:  # a compiler's own, of any kind
                 text = " ".join(str(error).split())
-                fell.append((name, f"{type(error).__name__}: {text[:200]}"))
-    report = Report(
-        rung="eager",
-        ran_on=_describe(device, expected),
+                rejected.append((name, f"{type(error).__name__}: {text[:200]}"))
+            else:
+                return module, replace(found, rejected=tuple(rejected))
+    report = OptimizeReport(
+        backend="eager",
+        ran_on=_describe(device_of(model, inputs), expected),
         build_s=0.0,
         ms_before=ms_before,
         ms_after=ms_before,
         largest_error=0.0,
-        fell_from=tuple(fell),
+        rejected=tuple(rejected),
     )
     return model, report
 
 
-def _climb(
-    rung: Rung,
-    model: nn.Module,
-    inputs: Inputs,
-    expected: Any,
-    ms_before: float,
-    fell: tuple[tuple[str, str], ...],
-) -> tuple[nn.Module, Report]:
-    """Build, check and time one rung; raises CannotHere if it is wrong or slower."""
+def _try(
+    backend: InferenceBackend, model: nn.Module, inputs: Inputs, expected: Any, ms_before: float
+) -> tuple[nn.Module, OptimizeReport]:
+    """Build, check and time one backend; raises BackendUnavailable if it is wrong or slower."""
     device = device_of(model, inputs)
     counted = _graphs()
     started_s = time.perf_counter()
-    module = rung.make(model, inputs)
-    found = _copied(module(*inputs))
+    module = backend.make(model, inputs)
+    # Copies: replayed graphs write the next outputs over these.
+    found = [t.detach().clone() for t in _tensors(module(*inputs))]
     _wait(device)
     build_s = time.perf_counter() - started_s
     error = _largest_error(found, expected)
-    if not error <= rung.tolerance:
-        raise CannotHere(f"its outputs are off by {error:.1e}, and {rung.tolerance:g} is allowed")
+    if not error <= backend.tolerance:
+        raise BackendUnavailable(
+            f"its outputs are off by {error:.1e}, and {backend.tolerance:g} is allowed"
+        )
     ms_after = _time_ms(lambda: module(*inputs), device)
     if ms_after > ms_before:
-        raise CannotHere(f"it takes {ms_after:.2f} ms, and eager mode {ms_before:.2f} ms")
+        raise BackendUnavailable(f"it takes {ms_after:.2f} ms, and eager mode {ms_before:.2f} ms")
     graphs, breaks = (after - before for after, before in zip(_graphs(), counted, strict=True))
     ran_on = _describe(device, found)
     if graphs:
         ran_on += f", {graphs} graph{'s' if graphs > 1 else ''}, {breaks} breaks"
-    report = Report(
-        rung=rung.name,
+    report = OptimizeReport(
+        backend=backend.name,
         ran_on=ran_on,
         build_s=build_s,
         ms_before=ms_before,
         ms_after=ms_after,
         largest_error=error,
-        fell_from=fell,
     )
     return module, report
 
@@ -160,11 +178,6 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
     if isinstance(outputs, (list, tuple)):
         return [t for item in outputs for t in _tensors(item)]
     return []
-
-
-def _copied(outputs: Any) -> list[torch.Tensor]:
-    """Replayed graphs write the next outputs over these."""
-    return [t.detach().clone() for t in _tensors(outputs)]
 
 
 def _largest_error(found: Any, expected: Any) -> float:
@@ -211,3 +224,159 @@ def _graphs() -> tuple[int, int]:
 def _describe(device: torch.device, outputs: Any) -> str:
     types = dict.fromkeys(str(t.dtype).rpartition(".")[2] for t in _tensors(outputs))
     return f"{device.type} ({', '.join(types) or 'no tensors'})"
+
+
+# -- backends --------------------------------------------------------------------------------------
+
+
+class InferenceModule(nn.Module):
+    """A module that calls another in given surroundings; the other's weights are its own."""
+
+    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._call = call
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's answer."""
+        with torch.no_grad():
+            return self._call(*inputs, **named)
+
+
+def device_of(model: nn.Module, inputs: Inputs) -> torch.device:
+    """Where the model runs: where its weights are, or else its inputs."""
+    tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, inputs)]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _compiler(backend: str | None = None, mode: str | None = None) -> Any:
+    compile_model = getattr(torch, "compile", None)
+    if compile_model is None:
+        raise BackendUnavailable(
+            f"torch {torch.__version__} has no torch.compile; it came with torch 2.0"
+        )
+    options = {name: value for name, value in (("backend", backend), ("mode", mode)) if value}
+    return lambda model: compile_model(model, **options)
+
+
+def with_tensorrt(model: nn.Module, inputs: Inputs) -> nn.Module:
+    """TensorRT through torch_tensorrt's dynamo backend, where it is registered."""
+    compile_model = _compiler(backend="tensorrt")
+    try:
+        import torch_tensorrt  # noqa: F401 (registers the backend)
+    except ImportError:
+        pass
+    import torch._dynamo as dynamo
+
+    listed: Sequence[str] = dynamo.list_backends(exclude_tags=())
+    if "tensorrt" not in listed:
+        raise BackendUnavailable("torch_tensorrt is not installed: pip install torch-tensorrt")
+    return InferenceModule(model, compile_model(model))
+
+
+def with_inductor(model: nn.Module, inputs: Inputs) -> nn.Module:
+    """Inductor; with CUDA graphs where every tensor is on one GPU."""
+    mode = "reduce-overhead" if graphs_are_safe(model, inputs) else None
+    return InferenceModule(model, _compiler(mode=mode)(model))
+
+
+def graphs_are_safe(model: nn.Module, inputs: Inputs) -> bool:
+    """Whether launches can be recorded once and replayed: on one GPU, with fixed shapes.
+
+    Example:
+        >>> graphs_are_safe(nn.Linear(2, 2), (torch.zeros(1, 2),))
+        False
+    """
+    tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, inputs)]
+    return bool(tensors) and all(
+        t.is_cuda and t.device == tensors[0].device for t in tensors
+    ) and all(torch.is_tensor(item) for item in inputs)  # fmt: skip
+
+
+def with_autocast(model: nn.Module, inputs: Inputs) -> nn.Module:
+    """A copy with its channels innermost, run in half precision."""
+    device = device_of(model, inputs)
+    turned = copy.deepcopy(model)
+    for parameter in (*turned.parameters(), *turned.buffers()):
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    dtype = torch.bfloat16
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        dtype = torch.float16
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        moved = [
+            item.contiguous(memory_format=torch.channels_last)
+            if torch.is_tensor(item) and item.dim() == 4
+            else item
+            for item in inputs
+        ]
+        with torch.autocast(device.type, dtype):
+            return turned(*moved, **named)
+
+    return InferenceModule(turned, call)
+
+
+BACKENDS: dict[str, InferenceBackend] = {
+    "tensorrt": InferenceBackend(name="tensorrt", make=with_tensorrt, tolerance=1e-2),
+    "inductor": InferenceBackend(name="inductor", make=with_inductor, tolerance=1e-3),
+    "autocast": InferenceBackend(name="autocast", make=with_autocast, tolerance=5e-2),
+}
+"""In the order in which they are tried. The tolerances are for what each may change: TensorRT may
+use TF32, Inductor fuses, autocast rounds to half types."""
+
+
+# -- TensorRT engines ------------------------------------------------------------------------------
+
+
+def load_engine(path: str | Path) -> nn.Module:
+    """Wrap a TensorRT engine file (``.engine``, ``.plan``) as a module.
+
+    Inputs and outputs are in the engine's own order. Written after torch_tensorrt's interface; not
+    run here: none of our machines has TensorRT.
+
+    Raises:
+        BadArgument: There is no such file.
+        MissingExtra: tensorrt or torch_tensorrt is not installed.
+
+    Example:
+        >>> load_engine("nowhere.engine")
+        Traceback (most recent call last):
+        ...
+        penstock.errors.BadArgument: BadArgument [A01]: there is no engine at 'nowhere.engine' ...
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise BadArgument(
+            f"there is no engine at {str(path)!r} ({Path.cwd()})",
+            remedy='penstock.conv.load_engine("model.engine")',
+        )
+    try:
+        import tensorrt
+        from torch_tensorrt.dynamo.runtime import TorchTensorRTModule
+    except ImportError as error:
+        raise MissingExtra(
+            f"{error.name or 'torch_tensorrt'} is not installed, and runs TensorRT's engines",
+            remedy="pip install torch-tensorrt",
+        ) from error
+    content = file.read_bytes()
+    inputs, outputs = _engine_names(tensorrt, content)
+    module: nn.Module = TorchTensorRTModule(
+        serialized_engine=content, input_binding_names=inputs, output_binding_names=outputs
+    )
+    return module
+
+
+def _engine_names(tensorrt: Any, content: bytes) -> tuple[list[str], list[str]]:
+    """The names of an engine's inputs and outputs, in its order."""
+    runtime = tensorrt.Runtime(tensorrt.Logger(tensorrt.Logger.WARNING))
+    engine = runtime.deserialize_cuda_engine(content)
+    if engine is None:
+        raise BadArgument(
+            "TensorRT cannot read this engine",
+            likely="it was built by another version of TensorRT, or for another GPU",
+            remedy="build it again on this machine",
+        )
+    names = [engine.get_tensor_name(number) for number in range(engine.num_io_tensors)]
+    is_input = {name: engine.get_tensor_mode(name) == tensorrt.TensorIOMode.INPUT for name in names}
+    return [n for n in names if is_input[n]], [n for n in names if not is_input[n]]

@@ -7,34 +7,34 @@ from penstock.cli.doctor.convolutions import (
     judge_convolutions,
     probe_convolutions,
 )
-from penstock.conv.probing.probe import Findings
-from penstock.conv.probing.remedies import Rung, Trial, best_of, rungs_for
-from penstock.conv.probing.steps import Verdict, all_steps
+from penstock.conv.probing.probe import ProbeResult
+from penstock.conv.probing.remedies import Remedy, RemedyTrial, best_of, remedies_for
+from penstock.conv.probing.steps import StepVerdict, all_steps
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.gpu import FoundGpus
 
-NATIVE = Rung(name="torch's own kernels", line="torch.backends.cudnn.enabled = False")
-OURS = Rung(name="Penstock's bypass", line='penstock.conv.bypass_convolutions("auto")')
+NATIVE = Remedy(name="torch's own kernels", line="torch.backends.cudnn.enabled = False")
+OURS = Remedy(name="Penstock's bypass", line='penstock.conv.bypass_convolutions("auto")')
 
 
-def findings(word: str, *trials: Trial) -> Findings:
+def result(word: str, *trials: RemedyTrial) -> ProbeResult:
     verdicts = tuple(
-        Verdict(
+        StepVerdict(
             step=step,
             word=word if step.kind == "strided" else "right",
             note="miopenStatusUnknownError" if step.kind == "strided" else "",
         )
         for step in all_steps()
     )
-    return Findings(device="cuda", verdicts=verdicts, trials=trials, about=("torch 1.13.1",))
+    return ProbeResult(device="cuda", verdicts=verdicts, trials=trials, about=("torch 1.13.1",))
 
 
-def trial(rung: Rung, num_right: int, ms: float) -> Trial:
-    return Trial(rung=rung, num_right=num_right, num_steps=18, ms=ms)
+def trial(remedy: Remedy, num_right: int, ms: float) -> RemedyTrial:
+    return RemedyTrial(remedy=remedy, num_right=num_right, num_steps=18, ms=ms)
 
 
-def test_broken_convolutions_are_harm_with_the_fastest_rung_that_holds() -> None:
-    found = findings("raises", trial(NATIVE, 18, 90.0), trial(OURS, 18, 9.0))
+def test_broken_convolutions_are_harm_with_the_fastest_remedy_that_gets_all_right() -> None:
+    found = result("raises", trial(NATIVE, 18, 90.0), trial(OURS, 18, 9.0))
     (problem,) = judge_convolutions(found)
     assert problem.severity == "harm"
     assert "18 of 153" in problem.what
@@ -42,25 +42,25 @@ def test_broken_convolutions_are_harm_with_the_fastest_rung_that_holds() -> None
     assert problem.cure.startswith(OURS.line)
 
 
-def test_a_rung_that_gets_only_some_right_is_no_advice_however_fast() -> None:
+def test_a_remedy_that_gets_only_some_right_is_no_advice_however_fast() -> None:
     assert best_of([trial(NATIVE, 17, 1.0), trial(OURS, 18, 9.0)]) == trial(OURS, 18, 9.0)
-    assert "no rung" in findings("raises", trial(NATIVE, 17, 1.0)).advice
+    assert "no remedy" in result("raises", trial(NATIVE, 17, 1.0)).advice
 
 
 def test_a_healthy_card_is_no_problem() -> None:
-    assert judge_convolutions(findings("right")) == []
+    assert judge_convolutions(result("right")) == []
     assert judge_convolutions(None) == []
 
 
 def test_the_table_has_a_row_for_each_kind_and_pass() -> None:
-    rows = [text for _, text in convolution_rows(findings("crashes"))]
+    rows = [text for _, text in convolution_rows(result("crashes"))]
     assert sum("forward" in row for row in rows) == 9
     assert sum("CRASH" in row for row in rows) == 3
 
 
-def test_findings_survive_being_written_down() -> None:
-    found = findings("wrong", trial(OURS, 18, 9.0))
-    assert Findings.from_dict(found.to_dict()) == found
+def test_a_result_survives_being_written_down() -> None:
+    found = result("wrong", trial(OURS, 18, 9.0))
+    assert ProbeResult.from_dict(found.to_dict()) == found
 
 
 def test_without_a_gpu_nothing_is_probed() -> None:
@@ -76,7 +76,7 @@ def test_an_rx_5600_xt_is_advised_settings_first_and_the_bypass_last() -> None:
         gpus=(card,),
         environment={"HSA_OVERRIDE_GFX_VERSION": "10.3.0"},
     )
-    names = [rung.name for rung in rungs_for(machine, "cuda")]
+    names = [remedy.name for remedy in remedies_for(machine, "cuda")]
     assert names == [
         "MIOpen searches anew",
         "HSA_OVERRIDE_GFX_VERSION=10.1.0",

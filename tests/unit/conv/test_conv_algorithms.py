@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import convolving
 from penstock.conv import algorithms
-from penstock.conv.algorithms import columns, phases, pointwise, winograd
+from penstock.conv.algorithms import im2col, phases, pointwise, winograd
 from penstock.conv.algorithms.candidates import candidates
 from penstock.conv.geometry import PASSES, Geometry
 
@@ -46,7 +46,7 @@ def test_a_wrong_result_would_be_noticed() -> None:
     assert convolving.distance(shifted, truth, scale) > convolving.bound("columns", torch.float32)
 
 
-ONE_DTYPE = {"winograd_fused._prepare", "winograd_fused._prepare_weight_gradient"}
+ONE_DTYPE = {"winograd._prepare", "winograd._prepare_weight_gradient"}
 """They are for float32 alone."""
 
 
@@ -60,7 +60,7 @@ def test_what_is_kept_for_a_device_is_kept_for_a_dtype() -> None:
             ):
                 kept[f"{module.stem}.{node.name}"] = {one.arg for one in node.args.args}
     on_device = {name for name, given in kept.items() if "device" in given}
-    assert {"merging._merge", "implicit._prepare_forward"} <= on_device
+    assert {"implicit_gemm._prepare_merge", "implicit_gemm._prepare_forward"} <= on_device
     assert {name for name in on_device if "dtype" not in kept[name]} == ONE_DTYPE
 
 
@@ -78,14 +78,14 @@ def test_columns_stay_under_the_cap() -> None:
     case = convolving.Case(name="", channels=16, outputs=4, size=(32, 32), batch=4)
     geometry = case.geometry(is_channels_last=True)
     exact = convolving.exact(case, torch.float32)
-    whole = columns.columns_bytes(geometry, 4)
+    whole = im2col.columns_bytes(geometry, 4)
     for cap in (whole // 2, whole // 8, whole // 128):
         largest = largest_allocation(
-            lambda cap=cap: columns.forward(geometry, exact.x, exact.w, cap)
+            lambda cap=cap: im2col.forward(geometry, exact.x, exact.w, cap)
         )  # type: ignore[misc]
         assert largest <= max(cap, exact.results["forward"].numel() * 4)
     seen = [  # torch 1.13's profiler loses an event now and then
-        largest_allocation(lambda: columns.forward(geometry, exact.x, exact.w, whole))
+        largest_allocation(lambda: im2col.forward(geometry, exact.x, exact.w, whole))
         for _ in range(3)
     ]
     assert max(seen) == whole
@@ -144,7 +144,7 @@ def test_phases_multiply_nothing_by_zero() -> None:
 
     def counted(g: Geometry, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         used.append(g.num_multiplications)
-        return columns.forward(g, a, b, 1 << 20)
+        return im2col.forward(g, a, b, 1 << 20)
 
     exact = convolving.exact(case, torch.float32)
     phases.input_gradient(geometry, exact.dy, exact.w, counted)

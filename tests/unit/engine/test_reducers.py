@@ -59,7 +59,7 @@ def test_weak_dictionaries_keep_what_somebody_holds() -> None:
 
 
 def test_a_cached_function_of_a_module_goes_by_name() -> None:
-    from penstock.conv.algorithms.merged_groups import num_merged
+    from penstock.conv.algorithms.implicit_gemm import num_merged
 
     assert sent(num_merged) is num_merged
 

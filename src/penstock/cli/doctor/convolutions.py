@@ -1,4 +1,4 @@
-"""``penstock doctor --gpu``: do this machine's convolutions work, and what to do if not?"""
+"""``penstock doctor --gpu``: whether this machine's convolutions work, and a remedy if not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from penstock.machine.gpu import FoundGpus
 from penstock.planning.plan import Problem
 
 if TYPE_CHECKING:
-    from penstock.conv.probing.probe import Findings
+    from penstock.conv.probing.probe import ProbeResult
 
 
-def probe_convolutions(sighting: FoundGpus | None) -> Findings | None:
+def probe_convolutions(sighting: FoundGpus | None) -> ProbeResult | None:
     """The probe's findings, where torch can use a GPU; kept from an earlier time if they are."""
     if sighting is None or not any(gpu.vendor in ("nvidia", "amd") for gpu in sighting.gpus):
         return None
@@ -22,7 +22,7 @@ def probe_convolutions(sighting: FoundGpus | None) -> Findings | None:
     return probe("cuda")
 
 
-def judge_convolutions(found: Findings | None) -> list[Problem]:
+def judge_convolutions(found: ProbeResult | None) -> list[Problem]:
     """Broken convolutions as a problem, with the line that gets around them."""
     broken = [] if found is None else [v for v in found.verdicts if v.is_broken]
     if found is None or not broken:
@@ -40,7 +40,7 @@ def judge_convolutions(found: Findings | None) -> list[Problem]:
     ]
 
 
-def convolution_rows(found: Findings) -> Iterable[tuple[str, str]]:
+def convolution_rows(found: ProbeResult) -> Iterable[tuple[str, str]]:
     """The probe's table, for a section of the report."""
     head, *lines = str(found).splitlines()
     yield "tried", head

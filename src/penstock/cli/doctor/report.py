@@ -43,7 +43,7 @@ class Findings:
     seen_by_torch: tuple[Gpu, ...] | None = None
     gpu_copies: Mapping[str, Any] | None = None
     dataset: Mapping[str, Any] | None = None
-    convolutions: probe.Findings | None = None
+    convolutions: probe.ProbeResult | None = None
 
 
 def print_report(console: Console, findings: Findings) -> None:

@@ -1,13 +1,13 @@
-"""Tries steps, one after the other, and says before each what it is at: the child's side.
+"""Runs steps of the probe one after the other, in a child process, and reports each.
 
 ::
 
-    parent                                  this process
+    probe.run_steps, in the parent          this process
     steps  --stdin, JSON-->                 torch, the GPU
            <--stdout, a line each--         begin 4 / done 4 {...} / begin 5 / (dies, or nothing)
 
-What is right is decided here, against float64 on the CPU by Penstock's own columns, so that a
-broken library is never asked about itself.
+Results are compared with float64 on the CPU by Penstock's own im2col, so that a broken library is
+never its own reference.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
-from penstock.conv.algorithms import columns, phases
-from penstock.conv.geometry import Geometry, output_size
+from penstock.conv.algorithms import im2col, phases
+from penstock.conv.convolution import ConvolutionRunner, memory_cap_from_environment
+from penstock.conv.dispatcher_hook import DispatcherHook
+from penstock.conv.geometry import Geometry, output_size, transposed_size
 from penstock.conv.probing.steps import KINDS, TOLERANCES, Step
 
 MARK = "penstock-probe:"
@@ -32,33 +34,32 @@ ABSENT = "not implemented for"
 
 
 def main() -> None:
-    """Read what to do from stdin, and do it."""
+    """Read the steps from stdin, and try them."""
     told = json.loads(sys.stdin.read())
-    _prepare(told["device"], told["rung"])
-    say("ready", 0)
+    _prepare(told["device"], told["setup"])
+    report("ready", 0)
     for number, key in told["steps"]:
-        step = Step(kind=key[0], dtype=key[1], layout=key[2], which=key[3])
-        say("begin", number)
-        say("done", number, attempt(step, told["device"]))
-    say("end", 0)
+        report("begin", number)
+        report("done", number, attempt(Step.from_key(key), told["device"]))
+    report("end", 0)
 
 
-def say(word: str, number: int, more: Any = None) -> None:
-    """A line for the parent; libraries may print lines of their own between ours."""
+def report(word: str, number: int, more: Any = None) -> None:
+    """Print a line for the parent; libraries may print other lines between these."""
     sys.stdout.write(f"\n{MARK}{json.dumps([word, number, more])}\n")
     sys.stdout.flush()
 
 
-def _prepare(device: str, rung: str) -> None:
+def _prepare(device: str, setup: str) -> None:
     torch.set_num_threads(1)  # the shapes are tiny; threads would only wait for each other
-    if rung == "library off":
+    if setup == "library off":
         torch.backends.cudnn.enabled = False
         if device == "cpu":
             torch._C._set_mkldnn_enabled(False)
-    elif rung == "bypass":
-        from penstock.conv.bypass import bypass_convolutions
-
-        bypass_convolutions("on", devices=(device,))
+    elif setup == "bypass":
+        runner = ConvolutionRunner(memory_cap_from_environment())
+        hook = DispatcherHook(runner, lambda *call: True, on_loss=lambda names: None)
+        hook.install((device,))
     torch.zeros(1, device=device)
 
 
@@ -132,10 +133,12 @@ def _convolution(step: Step, device: str) -> Any:
         for change in (lambda t: t, torch.abs)
     )
     x, w, y = (_place(t, device, step.layout) for t in (x, w, y))
-    extra = [n - e for n, e in zip(g.in_size, _least(g), strict=True)] if is_transposed else None
+    zeros = (0,) * g.num_dims
+    least = transposed_size(g.out_size, g.kernel, g.stride, g.padding, g.dilation, zeros)
+    output_padding = [n - e for n, e in zip(g.in_size, least, strict=True)]
     arguments = (
         *(list(g.stride), list(g.padding), list(g.dilation), is_transposed),
-        *(extra or [0] * g.num_dims, g.groups),
+        *(output_padding if is_transposed else list(zeros), g.groups),
     )
     source, error = (y, x) if is_transposed else (x, y)
     if step.which == "forward":
@@ -150,11 +153,6 @@ def _convolution(step: Step, device: str) -> Any:
     return run, truth, scale
 
 
-def _least(g: Geometry) -> tuple[int, ...]:
-    sizes = zip(g.out_size, g.kernel, g.stride, g.padding, g.dilation, strict=True)
-    return tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 for n, k, s, p, d in sizes)
-
-
 def _reference(
     g: Geometry,
     step: Step,
@@ -164,10 +162,10 @@ def _reference(
     y: torch.Tensor,
 ) -> torch.Tensor:
     if step.which == "weight gradient":
-        return columns.weight_gradient(g, x, y, CAP_BYTES)
+        return im2col.weight_gradient(g, x, y, CAP_BYTES)
     if (step.which == "forward") != is_transposed:
-        return columns.forward(g, x, w, CAP_BYTES)
-    return phases.input_gradient(g, y, w, lambda g, a, b: columns.forward(g, a, b, CAP_BYTES))
+        return im2col.forward(g, x, w, CAP_BYTES)
+    return phases.input_gradient(g, y, w, lambda g, a, b: im2col.forward(g, a, b, CAP_BYTES))
 
 
 def _place(t: torch.Tensor, device: str, layout: str) -> torch.Tensor:
@@ -206,14 +204,13 @@ def _norm(step: Step, device: str) -> Any:
 def _norm_reference(
     which: str, x: torch.Tensor, error: torch.Tensor, gain: torch.Tensor
 ) -> torch.Tensor:
+    """Batch norm from elementary operations, which call no library, and its derivatives."""
+    x, gain = x.requires_grad_(), gain.requires_grad_()
     axes = (0, 2, 3)
     centred = x - x.mean(axes, keepdim=True)
     spread = (centred.square().mean(axes, keepdim=True) + 1e-5).rsqrt()
-    unit = centred * spread
+    y = centred * spread * gain.view(1, -1, 1, 1)
     if which == "forward":
-        return unit * gain.view(1, -1, 1, 1)
-    if which == "weight gradient":
-        return (error * unit).sum(axes)
-    flow = error * gain.view(1, -1, 1, 1)
-    along = (flow * unit).mean(axes, keepdim=True)
-    return spread * (flow - flow.mean(axes, keepdim=True) - unit * along)
+        return y.detach()
+    (found,) = torch.autograd.grad(y, x if which == "input gradient" else gain, error)
+    return found

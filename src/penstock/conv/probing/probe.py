@@ -1,4 +1,8 @@
-"""Does the convolution library work here? Found out once, in child processes, and kept."""
+"""Finds out whether the convolution library of this machine works, and keeps the result.
+
+This process opens no GPU: steps run in child processes (:mod:`penstock.conv.probing.child`) that
+may die or hang.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,35 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.conv import cache_folder as folder
+from penstock.conv import cache_folder, tuning
+from penstock.conv.dispatcher_hook import default_devices
+from penstock.conv.geometry import PASSES
+from penstock.conv.probing.child import MARK
 from penstock.conv.probing.remedies import (
-    Rung,
-    Trial,
+    Remedy,
+    RemedyTrial,
     best_of,
-    climb,
-    rungs_for,
+    remedies_for,
+    try_remedy,
     wheels_hint,
 )
-from penstock.conv.probing.runner import run_steps
-from penstock.conv.probing.steps import KINDS, PASSES, TYPES, Verdict, all_steps
+from penstock.conv.probing.steps import KINDS, TYPES, Step, StepVerdict, all_steps
 from penstock.errors import BadArgument
+from penstock.machine.child_process import ChildProcess, python_command, signal_name
 from penstock.machine.collect import machine
 from penstock.machine.facts import Machine
 
+MAX_LOST = 8
+"""So many children may die or hang; what was not tried by then counts as broken, too."""
+START_LIMIT_S = 120.0
+"""For importing torch and opening the GPU."""
 LIMITS_S = {"cpu": 20.0, "cuda": 90.0}
 """For one step. Long on a GPU: MIOpen may compile a kernel the first time."""
 _RELEVANT = ("HSA_", "MIOPEN_", "HIP_", "ROCR_", "CUDA_VISIBLE", "PYTORCH_", "DNNL_", "ONEDNN_")
@@ -43,20 +54,20 @@ _MARKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class ProbeResult:
     """What the probe found on one device.
 
     Attributes:
         verdicts: One for each step.
-        trials: What became of each rung of the ladder, where something was broken.
+        trials: What each remedy gave, where something is broken.
         about: What the result holds for: torch, runtime, driver, card and settings.
         vendor_caches: Where the vendor's library keeps compiled kernels; deleting them makes it
             compile anew.
     """
 
     device: str
-    verdicts: tuple[Verdict, ...]
-    trials: tuple[Trial, ...] = ()
+    verdicts: tuple[StepVerdict, ...]
+    trials: tuple[RemedyTrial, ...] = ()
     about: tuple[str, ...] = ()
     took_s: float = 0.0
     vendor_caches: tuple[str, ...] = ()
@@ -73,15 +84,15 @@ class Findings:
 
     @property
     def advice(self) -> str:
-        """The fastest rung that gets right what is broken, as a line to write."""
+        """The fastest remedy that gets right what is broken, as a line to write."""
         if not any(verdict.is_broken for verdict in self.verdicts):
             return "nothing is broken: leave convolutions to torch"
         best = best_of(self.trials)
         if best is None:
-            return "no rung that was tried gets everything right; " + (
+            return "no remedy that was tried gets everything right; " + (
                 self.hint or "train on the CPU"
             )
-        return f"{best.rung.line}   ({best})"
+        return f"{best.remedy.line}   ({best})"
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -92,16 +103,11 @@ class Findings:
         return values
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Findings:
-        trials = tuple(
-            Trial(**{**trial, "rung": Rung(**{**trial["rung"], "environ": tuple(
-                (name, value) for name, value in trial["rung"]["environ"])})})
-            for trial in values["trials"]
-        )  # fmt: skip
+    def from_dict(cls, values: dict[str, Any]) -> ProbeResult:
         return cls(
             device=values["device"],
-            verdicts=tuple(Verdict.from_dict(verdict) for verdict in values["verdicts"]),
-            trials=trials,
+            verdicts=tuple(StepVerdict.from_dict(verdict) for verdict in values["verdicts"]),
+            trials=tuple(RemedyTrial.from_dict(trial) for trial in values["trials"]),
             about=tuple(values["about"]),
             took_s=values["took_s"],
             vendor_caches=tuple(values["vendor_caches"]),
@@ -114,8 +120,8 @@ def probe(
     *,
     refresh: bool = False,
     limit_s: float | None = None,
-    on_verdict: Callable[[Verdict], None] = lambda verdict: None,
-) -> Findings:
+    on_verdict: Callable[[StepVerdict], None] = lambda verdict: None,
+) -> ProbeResult:
     """Try convolutions and batch norm of this machine in child processes.
 
     Forward, input gradient and weight gradient of plain, strided, dilated, grouped, depthwise,
@@ -137,10 +143,7 @@ def probe(
         ...
         penstock.errors.BadArgument: BadArgument [A01]: device='abacus' is not known; ...
     """
-    if device is None:
-        from penstock.conv.bypass import default_devices
-
-        device = default_devices()[0]
+    device = device or default_devices()[0]
     if device not in LIMITS_S:
         raise BadArgument(
             f"device={device!r} is not known; there are 'cuda' and 'cpu'",
@@ -149,15 +152,15 @@ def probe(
     here = machine()
     about = describe(here, device)
     name = f"conv-probe-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
-    kept = None if refresh else folder.read_json(name)
+    kept = None if refresh else cache_folder.read_json(name)
     if kept is not None:
         try:
-            return Findings.from_dict(kept)
+            return ProbeResult.from_dict(kept)
         except (KeyError, TypeError, ValueError):
             pass  # written by another version: try again
-    findings = _try(device, here, about, limit_s or LIMITS_S[device], on_verdict)
-    folder.write_json(name, findings.to_dict())
-    return findings
+    result = _try(device, here, about, limit_s or LIMITS_S[device], on_verdict)
+    cache_folder.write_json(name, result.to_dict())
+    return result
 
 
 def _try(
@@ -165,24 +168,22 @@ def _try(
     here: Machine,
     about: tuple[str, ...],
     limit_s: float,
-    on_verdict: Callable[[Verdict], None],
-) -> Findings:
+    on_verdict: Callable[[StepVerdict], None],
+) -> ProbeResult:
     started_s = time.monotonic()
     verdicts = run_steps(device, all_steps(), limit_s=limit_s, on_verdict=on_verdict)
     broken = [verdict.step for verdict in verdicts if verdict.is_broken]
-    trials: list[Trial] = []
-    if broken:
 
-        def run(rung: Rung) -> list[Verdict]:
-            return run_steps(
-                device, broken, limit_s=limit_s, rung=rung.setup, environ=dict(rung.environ)
-            )
+    def run(remedy: Remedy) -> list[StepVerdict]:
+        return run_steps(
+            device, broken, limit_s=limit_s, setup=remedy.setup, environ=dict(remedy.environ)
+        )
 
-        trials = climb(rungs_for(here, device), broken, run)
-    return Findings(
+    remedies = remedies_for(here, device) if broken else []
+    return ProbeResult(
         device=device,
         verdicts=tuple(verdicts),
-        trials=tuple(trials),
+        trials=tuple(try_remedy(remedy, broken, run) for remedy in remedies),
         about=about,
         took_s=time.monotonic() - started_s,
         vendor_caches=vendor_caches(here) if device == "cuda" else (),
@@ -197,10 +198,8 @@ def reset() -> int:
         >>> isinstance(reset(), int)  # doctest: +SKIP
         True
     """
-    from penstock.conv import tuning
-
     tuning.forget()
-    return folder.remove("conv-*.json")
+    return cache_folder.remove("conv-*.json")
 
 
 def describe(here: Machine, device: str) -> tuple[str, ...]:
@@ -227,13 +226,81 @@ def vendor_caches(here: Machine) -> tuple[str, ...]:
     return tuple(name for name in (*told, *usual) if name)
 
 
+# -- child processes -------------------------------------------------------------------------------
+
+
+def run_steps(
+    device: str,
+    steps: Sequence[Step],
+    *,
+    limit_s: float,
+    setup: str = "",
+    environ: Mapping[str, str] | None = None,
+    on_verdict: Callable[[StepVerdict], None] = lambda verdict: None,
+) -> list[StepVerdict]:
+    """Try all steps; a child that is lost at one is followed by another for the rest.
+
+    Args:
+        limit_s: For one step; a child that takes longer hangs, and is killed.
+        setup: What the child does before: ``"library off"``, ``"bypass"``, or nothing.
+        environ: Added to the child's environment.
+    """
+    verdicts: list[StepVerdict] = []
+    num_lost = 0
+    while len(verdicts) < len(steps):
+        rest = steps[len(verdicts) :]
+        if num_lost >= MAX_LOST:
+            note = f"not tried: {MAX_LOST} processes were lost before"
+            verdicts += [StepVerdict(step=step, word="crashes", note=note) for step in rest]
+            break
+        for verdict in _run_child(device, rest, limit_s, setup, environ or {}):
+            verdicts.append(verdict)
+            on_verdict(verdict)
+            num_lost += verdict.word in ("crashes", "hangs")
+    return verdicts
+
+
+def _run_child(
+    device: str, steps: Sequence[Step], limit_s: float, setup: str, environ: Mapping[str, str]
+) -> list[StepVerdict]:
+    """Verdicts on as many steps as one child lived for; at least one."""
+    told = {"device": device, "setup": setup, "steps": [(n, s.key) for n, s in enumerate(steps)]}
+    verdicts: list[StepVerdict] = []
+    with ChildProcess(
+        python_command("penstock.conv.probing.child:main"),
+        send=json.dumps(told).encode(),
+        environ={"PENSTOCK_CONV": "off", **environ},
+    ) as child:
+        deadline_s = time.monotonic() + START_LIMIT_S
+        while len(verdicts) < len(steps):
+            step = steps[len(verdicts)]
+            try:
+                line = child.read_line(deadline_s - time.monotonic())
+                exit_code = child.wait(START_LIMIT_S) if line is None else 0
+            except TimeoutError:
+                note = f"no result within {limit_s:g} s"
+                return [*verdicts, StepVerdict(step=step, word="hangs", note=note)]
+            if line is None:
+                note = f"the process ended with exit code {exit_code}"
+                if exit_code < 0:
+                    note = f"killed by {signal_name(exit_code)}"
+                return [*verdicts, StepVerdict(step=step, word="crashes", note=note)]
+            if not line.startswith(MARK):
+                continue
+            word, number, values = json.loads(line[len(MARK) :])
+            deadline_s = time.monotonic() + limit_s
+            if word == "done":
+                verdicts.append(StepVerdict(step=steps[number], **values))
+    return verdicts
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 
-def _lines(findings: Findings) -> list[str]:
+def _lines(result: ProbeResult) -> list[str]:
     """A row for each kind and pass, a column for each type; layouts that differ are named."""
-    words = {verdict.step.key: verdict for verdict in findings.verdicts}
-    lines = [f"convolutions on {findings.device} ({', '.join(findings.about)})"]
+    words = {verdict.step.key: verdict for verdict in result.verdicts}
+    lines = [f"convolutions on {result.device} ({', '.join(result.about)})"]
     lines.append(f"  {'':28}" + "".join(f"{name:>24}" for name in TYPES))
     for kind in KINDS:
         for which in PASSES:
@@ -241,18 +308,18 @@ def _lines(findings: Findings) -> list[str]:
             lines.append(f"  {kind + ', ' + which:28}" + "".join(f"{cell:>24}" for cell in cells))
     notes = Counter(
         f"{v.word}: {v.note.splitlines()[0][:110]}"
-        for v in findings.verdicts
+        for v in result.verdicts
         if v.note and v.is_broken
     )
     lines += [f"  {count} x {note}" for note, count in notes.most_common(5)]
-    lines += [f"  tried: {trial}" for trial in findings.trials]
-    lines += [f"  kernels of the vendor are kept in {path}" for path in findings.vendor_caches]
-    lines += [f"  {findings.hint}"] if findings.hint else []
-    lines.append(f"  advice: {findings.advice}")
+    lines += [f"  tried: {trial}" for trial in result.trials]
+    lines += [f"  kernels of the vendor are kept in {path}" for path in result.vendor_caches]
+    lines += [f"  {result.hint}"] if result.hint else []
+    lines.append(f"  advice: {result.advice}")
     return lines
 
 
-def _cell(words: dict[Any, Verdict], kind: str, dtype: str, which: str) -> str:
+def _cell(words: dict[Any, StepVerdict], kind: str, dtype: str, which: str) -> str:
     first = words[kind, dtype, "contiguous", which]
     last = words.get((kind, dtype, "channels_last", which), first)
     marks = _MARKS[first.word], _MARKS[last.word]

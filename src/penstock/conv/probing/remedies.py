@@ -1,7 +1,7 @@
-"""What to do about broken convolutions: the rungs of a ladder, and which of them hold.
+"""Remedies for broken convolutions.
 
-First settings of the vendor's library, then torch's own kernels, then our bypass. Each rung that
-can be tried here is tried on exactly what is broken, in child processes; the fastest that gets all
+First settings of the vendor's library, then torch's own kernels, then our bypass. Each one that is
+for this machine is tried on exactly what is broken, in child processes; the fastest that gets all
 of it right is the advice.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from penstock.conv.probing.steps import Step, Verdict
+from penstock.conv.probing.steps import Step, StepVerdict
 from penstock.machine.facts import Machine
 
 OVERRIDES = {"gfx101": "10.1.0", "gfx103": "10.3.0", "gfx110": "11.0.0"}
@@ -18,12 +19,12 @@ OVERRIDES = {"gfx101": "10.1.0", "gfx103": "10.3.0", "gfx110": "11.0.0"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rung:
-    """One thing to try.
+class Remedy:
+    """Something that may repair convolutions.
 
     Args:
-        setup: What a child does before its steps; see :func:`~.running.run_steps`.
-        line: What a person writes to have it.
+        setup: What a child does before its steps; see ``run_steps`` in the module ``probe``.
+        line: What a user writes to have it.
     """
 
     name: str
@@ -33,101 +34,102 @@ class Rung:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """What became of a rung."""
+class RemedyTrial:
+    """What a remedy gave on the steps that are broken."""
 
-    rung: Rung
+    remedy: Remedy
     num_right: int
     num_steps: int
     ms: float
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RemedyTrial:
+        told = values["remedy"]
+        environ = tuple((name, value) for name, value in told["environ"])
+        return cls(**{**values, "remedy": Remedy(**{**told, "environ": environ})})
+
     @property
-    def holds(self) -> bool:
+    def is_right(self) -> bool:
         return self.num_right == self.num_steps
 
     def __str__(self) -> str:
-        if self.holds:
-            return f"{self.rung.name}: all {self.num_steps} right, {self.ms:.1f} ms"
-        return f"{self.rung.name}: {self.num_right} of {self.num_steps} right"
+        if self.is_right:
+            return f"{self.remedy.name}: all {self.num_steps} right, {self.ms:.1f} ms"
+        return f"{self.remedy.name}: {self.num_right} of {self.num_steps} right"
 
 
-def rungs_for(machine: Machine, device: str) -> list[Rung]:
-    """What can be tried on this machine, the least change first.
+def remedies_for(machine: Machine, device: str) -> list[Remedy]:
+    """The remedies for this machine, the least change first.
 
     Example:
-        >>> [rung.name for rung in rungs_for(Machine(os="linux"), "cpu")]
+        >>> [remedy.name for remedy in remedies_for(Machine(os="linux"), "cpu")]
         ["torch's own kernels", "Penstock's bypass"]
     """
-    found: list[Rung] = []
+    found: list[Remedy] = []
     if device == "cuda" and machine.torch_build == "hip":
         find = (("MIOPEN_FIND_MODE", "NORMAL"), ("MIOPEN_FIND_ENFORCE", "SEARCH"))
         found.append(
-            Rung(
+            Remedy(
                 name="MIOpen searches anew",
                 line="export MIOPEN_FIND_MODE=NORMAL MIOPEN_FIND_ENFORCE=SEARCH",
                 environ=find,
             )
         )
-        found += _override_rungs(machine)
+        found += _override_remedies(machine)
     off = "torch.backends.cudnn.enabled = False"
     if device == "cpu":
         off = "torch.backends.mkldnn.set_flags(False)"
-    found.append(Rung(name="torch's own kernels", line=off, setup="library off"))
+    found.append(Remedy(name="torch's own kernels", line=off, setup="library off"))
     line = 'penstock.conv.bypass_convolutions("auto")'
-    found.append(Rung(name="Penstock's bypass", line=line, setup="bypass"))
+    found.append(Remedy(name="Penstock's bypass", line=line, setup="bypass"))
     return found
 
 
-def _override_rungs(machine: Machine) -> list[Rung]:
+def _override_remedies(machine: Machine) -> list[Remedy]:
     name = "HSA_OVERRIDE_GFX_VERSION"
     for gpu in machine.gpus:
         wanted = OVERRIDES.get((gpu.architecture or "")[:6])
         if wanted and machine.environment.get(name) != wanted:
-            rung = Rung(name=f"{name}={wanted}", line=f"export {name}={wanted}",
+            remedy = Remedy(name=f"{name}={wanted}", line=f"export {name}={wanted}",
                         environ=((name, wanted),))  # fmt: skip
-            return [rung]
+            return [remedy]
     return []
 
 
-def climb(
-    rungs: Sequence[Rung], broken: Sequence[Step], run: Callable[[Rung], list[Verdict]]
-) -> list[Trial]:
-    """Try each rung on what is broken.
+def try_remedy(
+    remedy: Remedy, broken: Sequence[Step], run: Callable[[Remedy], list[StepVerdict]]
+) -> RemedyTrial:
+    """Try a remedy on the steps that are broken.
 
     Args:
-        run: Tries the broken steps on a rung.
+        run: Runs the broken steps with a remedy.
     """
-    trials = []
-    for rung in rungs:
-        verdicts = run(rung)
-        right = [verdict for verdict in verdicts if verdict.word == "right"]
-        num_absent = sum(verdict.word == "absent" for verdict in verdicts)  # no rung can have it
-        trials.append(
-            Trial(
-                rung=rung,
-                num_right=len(right),
-                num_steps=len(broken) - num_absent,
-                ms=sum(verdict.ms for verdict in right),
-            )
-        )
-    return trials
+    verdicts = run(remedy)
+    right = [verdict for verdict in verdicts if verdict.word == "right"]
+    num_absent = sum(verdict.word == "absent" for verdict in verdicts)  # no remedy can have it
+    return RemedyTrial(
+        remedy=remedy,
+        num_right=len(right),
+        num_steps=len(broken) - num_absent,
+        ms=sum(verdict.ms for verdict in right),
+    )
 
 
-def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest rung that holds.
+def best_of(trials: Sequence[RemedyTrial]) -> RemedyTrial | None:
+    """The fastest remedy that gets everything right.
 
     Example:
-        >>> one = Rung(name="one", line="a")
-        >>> two = Rung(name="two", line="b")
-        >>> best_of([Trial(rung=one, num_right=1, num_steps=2, ms=1.0),
-        ...          Trial(rung=two, num_right=2, num_steps=2, ms=9.0)]).rung.name
+        >>> one = Remedy(name="one", line="a")
+        >>> two = Remedy(name="two", line="b")
+        >>> best_of([RemedyTrial(remedy=one, num_right=1, num_steps=2, ms=1.0),
+        ...          RemedyTrial(remedy=two, num_right=2, num_steps=2, ms=9.0)]).remedy.name
         'two'
     """
-    return min((trial for trial in trials if trial.holds), key=lambda t: t.ms, default=None)
+    return min((trial for trial in trials if trial.is_right), key=lambda t: t.ms, default=None)
 
 
 def wheels_hint(machine: Machine) -> str:
-    """A word on newer builds, where they may help."""
+    """Advice on newer builds of torch, where they may help."""
     if machine.torch_build != "hip":
         return ""
     return (

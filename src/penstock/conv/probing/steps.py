@@ -1,12 +1,15 @@
-"""What is tried: each kind of convolution, type, layout and pass is one step.
+"""Steps of the probe: one for each kind of convolution, type, layout and pass.
 
-A step is data: the parent sends a list of them to a child and reads back what became of each.
+A step is data: the parent sends a list of them to a child and reads back a verdict on each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from penstock.conv.geometry import PASSES
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"kernel": 3, "padding": 1},
@@ -21,7 +24,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 TYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("contiguous", "channels_last")
-PASSES = ("forward", "input gradient", "weight gradient")
 TOLERANCES = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 5e-2}
 """In units of the sum of absolute products. float32 may be TF32, whose eps is 1e-3; what is broken
 is off by its own size."""
@@ -29,7 +31,7 @@ is off by its own size."""
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One thing to try."""
+    """One kind of convolution in one type, layout and pass."""
 
     kind: str
     dtype: str
@@ -40,17 +42,22 @@ class Step:
     def key(self) -> tuple[str, str, str, str]:
         return self.kind, self.dtype, self.layout, self.which
 
+    @classmethod
+    def from_key(cls, key: Sequence[str]) -> Step:
+        kind, dtype, layout, which = key
+        return cls(kind=kind, dtype=dtype, layout=layout, which=which)
+
     def __str__(self) -> str:
         return ", ".join(self.key)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What became of a step.
+class StepVerdict:
+    """The result of a step.
 
     Args:
         word: ``"right"``, ``"raises"``, ``"wrong"``, ``"crashes"`` or ``"hangs"``; or ``"absent"``
-            where torch has no kernel for the type, which is nobody's fault.
+            where torch has no kernel for the type, which counts as not broken.
         note: The exception's text, how far off, or the signal.
         ms: How long it took once warm, where it was right.
     """
@@ -68,9 +75,8 @@ class Verdict:
         return {"step": list(self.step.key), "word": self.word, "note": self.note, "ms": self.ms}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Verdict:
-        kind, dtype, layout, which = values["step"]
-        step = Step(kind=kind, dtype=dtype, layout=layout, which=which)
+    def from_dict(cls, values: dict[str, Any]) -> StepVerdict:
+        step = Step.from_key(values["step"])
         return cls(step=step, word=values["word"], note=values["note"], ms=values["ms"])
 
 
