@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from penstock import BadArgument, BadState, DataLoader
+from penstock import DataLoader
+from penstock.errors import BadArgument, BadState
 from specimens import Draws, Numbers, Samples, Shards
 
 pytestmark = pytest.mark.vision

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock import BadState, DataLoader
+from penstock import DataLoader
+from penstock.errors import BadState
 from specimens import Draws, collect, differences
 
 checkpoint: Any = pytest.importorskip("torch.distributed.checkpoint")

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import fuzzed
-from penstock import DataLoader, TooManyBad
+from penstock import DataLoader
 from penstock.engine.loading.bad_sample_file import read
+from penstock.errors import TooManyBad
 from specimens import WAYS
 
 pytest.importorskip("PIL")

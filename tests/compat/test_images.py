@@ -447,10 +447,10 @@ def test_a_library_that_replaced_pillow_s_open_is_not_quoted(
 
 
 def test_a_decoder_that_does_not_exist_is_not_blamed_on_the_file() -> None:
-    with pytest.raises(penstock.BadArgument, match="decoder='magic' is not known"):
+    with pytest.raises(penstock.errors.BadArgument, match="decoder='magic' is not known"):
         penstock.decode(encode(make_pixels(60, 80)), decoder="magic")
     if not find_decoders(("simplejpeg",)):
-        with pytest.raises(penstock.MissingExtra, match="pip install simplejpeg"):
+        with pytest.raises(penstock.errors.MissingExtra, match="pip install simplejpeg"):
             penstock.decode(encode(make_pixels(60, 80)), decoder="simplejpeg")
 
 
@@ -468,7 +468,7 @@ def test_a_folder_uses_the_decoder_that_it_was_told(
     for name in ("PIL", "torchvision", "cv2"):
         ImageFolder(tmp_path, decoder=name)[0]
     assert used == ["PIL", "torchvision", "cv2"]
-    with pytest.raises(penstock.BadArgument, match=r"ImageFolder\(\.\.\., decoder="):
+    with pytest.raises(penstock.errors.BadArgument, match=r"ImageFolder\(\.\.\., decoder="):
         ImageFolder(tmp_path, decoder="magic")
-    with pytest.raises(penstock.BadArgument, match="cannot be called"):
+    with pytest.raises(penstock.errors.BadArgument, match="cannot be called"):
         ImageFolder(tmp_path, 224)  # type: ignore[arg-type]

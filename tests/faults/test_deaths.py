@@ -19,7 +19,8 @@ from torch.utils.data import Subset
 
 import leftovers
 from mishaps import abort, kill, leave, segfault
-from penstock import DataLoader, WorkerDied
+from penstock import DataLoader
+from penstock.errors import WorkerDied
 from specimens import PROCESS_WAYS, WAYS, Numbers, Shards, Slow, collect
 
 pytestmark = pytest.mark.fault

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import Subset
 
 import leftovers
-from penstock import DataLoader, WorkerTimeout
+from penstock import DataLoader
+from penstock.errors import WorkerTimeout
 from specimens import PROCESS_WAYS, QUICK_WAYS, WAYS, WORKER_WAYS, Numbers, Samples, Slow, collect
 
 pytestmark = pytest.mark.fault

@@ -20,10 +20,11 @@ from torch.utils.data import TensorDataset
 
 import leftovers
 import scripting
-from penstock import DataLoader, StartFailed, WorkerDied
+from penstock import DataLoader
 from penstock.engine.memory.ring import Ring
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent import fork_server as fork_servers
+from penstock.errors import StartFailed, WorkerDied
 from specimens import Numbers, collect
 
 pytestmark = pytest.mark.fault

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock import DataLoader, TooManyBad
+from penstock import DataLoader
+from penstock.errors import TooManyBad
 from specimens import QUICK_WAYS, WAYS, Samples
 
 pytestmark = [pytest.mark.fault, pytest.mark.legacy]

@@ -38,7 +38,8 @@ while True:
 LOADER = """
 import os, sys
 import numpy, torch
-from penstock import DataLoader, WorkerDied
+from penstock import DataLoader
+from penstock.errors import WorkerDied
 
 with open(sys.argv[1], "w") as procs:
     procs.write(str(os.getpid()))

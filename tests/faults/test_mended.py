@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 import leftovers
-from penstock import DataLoader, NoSubstitute, SampleTimeout, TooManyBad
+from penstock import DataLoader
 from penstock.engine.parent import fork_server as fork_servers
 from penstock.engine.parent import restarts as recovery
+from penstock.errors import NoSubstitute, SampleTimeout, TooManyBad
 from specimens import Numbers, Slow, collect
 
 pytestmark = [pytest.mark.fault, pytest.mark.legacy]

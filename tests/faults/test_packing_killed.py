@@ -15,7 +15,8 @@ import pytest
 
 import scripting
 from packed import Mixed, PackServer, digest, pack_server
-from penstock import AlreadyThere, BadStore, Packed, pack
+from penstock import Packed, pack
+from penstock.errors import AlreadyThere, BadStore
 
 pytestmark = pytest.mark.fault
 
@@ -126,7 +127,7 @@ class Growing:
 resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, resource.RLIM_INFINITY))
 try:
     penstock.pack(Growing(), folder, workers=0, shard_bytes=1000)
-except penstock.CannotWrite as error:
+except penstock.errors.CannotWrite as error:
     print(error)
 finished = {p.name: p.read_bytes() for p in folder.glob("*.npy")}
 assert len(finished) >= 4, finished.keys()

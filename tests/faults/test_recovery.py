@@ -20,7 +20,8 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import leftovers
 from mishaps import DEATHS, Fateful, FatefulBatches, FatefulStream, Log, ResumableStream, leave
-from penstock import DataLoader, WorkerDied
+from penstock import DataLoader
+from penstock.errors import WorkerDied
 from specimens import PROCESS_WAYS, WAYS, Unequal, assert_same, collect, differences
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]

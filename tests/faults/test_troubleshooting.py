@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import scripting
-from penstock import DataLoader, WorkerTimeout
+from penstock import DataLoader
+from penstock.errors import WorkerTimeout
 from specimens import PROCESS_WAYS, WAYS, Draws, Numbers, assert_same, collect
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]

@@ -16,8 +16,9 @@ import torch
 
 import mishaps
 from mishaps import HANGS, Fateful, FatefulBatches, FatefulStream, Log
-from penstock import DataLoader, SampleTimeout, WorkerTimeout
+from penstock import DataLoader
 from penstock.engine.parent import restarts as recovery
+from penstock.errors import SampleTimeout, WorkerTimeout
 from specimens import PROCESS_WAYS, WAYS, Slow, assert_same, collect, differences
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]

@@ -29,7 +29,8 @@ print("all right")
 """
 HELD = """
 import torch
-from penstock import CannotTravel, DataLoader
+from penstock import DataLoader
+from penstock.errors import CannotTravel
 
 class Holding(torch.utils.data.Dataset):
     def __init__(self):

@@ -193,7 +193,7 @@ try:
     for batch in loader:
         kept.append(batch)
 except torch.cuda.OutOfMemoryError as error:
-    print(type(error).__name__, isinstance(error, penstock.PenstockError))
+    print(type(error).__name__, isinstance(error, penstock.errors.PenstockError))
     print(str(error).splitlines()[-1].strip())
 kept.clear()
 deadline = time.monotonic() + 20

@@ -12,7 +12,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import leftovers
-from penstock import BadArgument, DataLoader
+from penstock import DataLoader
+from penstock.errors import BadArgument
 from specimens import Numbers, Shards, collect, differences
 
 legacy = pytest.mark.legacy

@@ -14,16 +14,10 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from mishaps import drawn
-from penstock import (
-    BadArgument,
-    DataLoader,
-    MismatchedSamples,
-    NoSubstitute,
-    SampleTimeout,
-    TooManyBad,
-)
+from penstock import DataLoader
 from penstock.engine.loading.bad_sample_file import read
 from penstock.engine.loading.bad_samples import MAX_IN_A_ROW
+from penstock.errors import BadArgument, MismatchedSamples, NoSubstitute, SampleTimeout, TooManyBad
 from specimens import WAYS, assert_same, collect, differences
 
 legacy = pytest.mark.legacy

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import broken_convolution
 import scripting
-from penstock import BadArgument
 from penstock.conv import bypass_convolutions
 from penstock.conv.bypass import Bypass, OverrideTaken, current
+from penstock.errors import BadArgument
 from small_network import NUM_LAYERS, X, assert_close, gradients, net
 
 pytestmark = pytest.mark.legacy

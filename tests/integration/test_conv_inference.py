@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import BadArgument, MissingExtra
 from penstock.conv import inference, load_engine, optimize
+from penstock.errors import BadArgument, MissingExtra
 
 needs_torch_2 = pytest.mark.skipif(
     torch.__version__.startswith("1."), reason="torch 1.13 has no torch.compile"

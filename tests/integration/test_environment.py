@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import CannotTravel, DataLoader
+from penstock import DataLoader
+from penstock.errors import CannotTravel
 from specimens import PROCESS_WAYS, WAYS, Numbers, Samples, Whereabouts, collect
 
 legacy = pytest.mark.legacy

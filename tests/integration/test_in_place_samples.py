@@ -89,7 +89,7 @@ def test_a_sample_that_fails_in_its_row_leaves_nothing_there(on_error: str) -> N
 
 
 def test_samples_of_another_form_are_refused_by_name_as_ever() -> None:
-    with pytest.raises(penstock.MismatchedSamples, match="sample 13"):
+    with pytest.raises(penstock.errors.MismatchedSamples, match="sample 13"):
         load(Drawn(wide=13), 2, shuffle=False)
 
 

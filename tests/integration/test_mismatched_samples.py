@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock import DataLoader, MismatchedSamples
+from penstock import DataLoader
+from penstock.errors import MismatchedSamples
 from specimens import QUICK_WAYS, WAYS, Samples, collect
 
 pytestmark = pytest.mark.legacy

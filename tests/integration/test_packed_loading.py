@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from packed import Mixed, Pixels, digest, flip
-from penstock import BadStore, CannotPack, Damaged, DataLoader, Packed, cached, pack
+from penstock import DataLoader, Packed, cached, pack
+from penstock.errors import BadStore, CannotPack, Damaged
 
 MAX_PRIVATE_BYTES = 50 << 20
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import penstock
-from penstock import TooManyBad
 from penstock.engine.parent.iterator import LoaderIterator
+from penstock.errors import TooManyBad
 from penstock.integrations import patched_loader as shadow_module
 from penstock.machine.collect import quick_facts
 from specimens import Numbers, Samples, Shards, assert_same, collect

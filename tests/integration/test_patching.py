@@ -12,7 +12,7 @@ import pytest
 import torch.utils.data as torch_data
 
 import penstock
-from penstock import BadArgument
+from penstock.errors import BadArgument
 from specimens import Numbers, Samples, assert_same, collect
 from their_loaders import (
     ImportedBefore,

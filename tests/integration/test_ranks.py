@@ -14,7 +14,8 @@ import torch.distributed
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from penstock import BadArgument, DataLoader
+from penstock import DataLoader
+from penstock.errors import BadArgument
 from specimens import Draws, Numbers, snapshot
 
 pytestmark = pytest.mark.skipif(

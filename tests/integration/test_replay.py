@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Subset, default_collate
 
 import penstock
-from penstock import BadArgument, BucketedBatches, DataLoader, SeededOrder
+from penstock import BucketedBatches, DataLoader, SeededOrder
+from penstock.errors import BadArgument
 from specimens import Draws, Numbers, Shards, assert_same, draw
 
 legacy = pytest.mark.legacy

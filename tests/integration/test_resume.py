@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from penstock import BadState, DataLoader, SeededOrder, WeightedOrder
+from penstock import DataLoader, SeededOrder, WeightedOrder
+from penstock.errors import BadState
 from specimens import Draws, Numbers, Samples, assert_same, collect, differences, snapshot
 
 legacy = pytest.mark.legacy

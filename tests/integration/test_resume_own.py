@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, RandomSampler, get_worker_info
 
-from penstock import BadState, BucketedBatches, DataLoader, replay
+from penstock import BucketedBatches, DataLoader, replay
+from penstock.errors import BadState
 from specimens import Draws, Numbers, assert_same, collect
 
 pytestmark = pytest.mark.legacy

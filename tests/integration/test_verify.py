@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
 import penstock
-from penstock import BadArgument, DataLoader, Verdict
+from penstock import DataLoader, Verdict
+from penstock.errors import BadArgument
 from penstock.verify.settings import list_settings, taken_by
 from specimens import Draws, Numbers, Samples, Shards
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from packed import digest
-from penstock import AlreadyThere, CannotPack, cached, pack
+from penstock import cached, pack
+from penstock.errors import AlreadyThere, CannotPack
 
 SAMPLES = [{"x": float(index)} for index in range(5)]
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import BadArgument, BadImage, CenterCrop, Compose, RandomResizedCrop, Resize
+from penstock import CenterCrop, Compose, RandomResizedCrop, Resize
+from penstock.errors import BadArgument, BadImage
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (12, 20, 3), dtype=np.uint8)
 

@@ -10,16 +10,8 @@ import pytest
 import torch
 
 from packed import Mixed, Pixels, digest
-from penstock import (
-    AlreadyThere,
-    BadArgument,
-    CannotPack,
-    CannotWrite,
-    Field,
-    Packed,
-    TooManyBad,
-    pack,
-)
+from penstock import Field, Packed, pack
+from penstock.errors import AlreadyThere, BadArgument, CannotPack, CannotWrite, TooManyBad
 from penstock.sources.file_locks import packing_lock
 
 

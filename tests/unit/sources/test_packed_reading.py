@@ -17,18 +17,9 @@ import pytest
 import torch
 
 from packed import Mixed, Pixels, digest, flip
-from penstock import (
-    BadArgument,
-    BadStore,
-    BlockOrder,
-    CannotPack,
-    Damaged,
-    DataLoader,
-    Packed,
-    open_tensors,
-    pack,
-)
+from penstock import BlockOrder, DataLoader, Packed, open_tensors, pack
 from penstock.engine.loading.gather import RowGatherer, find_gatherer
+from penstock.errors import BadArgument, BadStore, CannotPack, Damaged
 from penstock.sources.columns import TRY_OTHER_EVERY, RowTable
 
 pytestmark = pytest.mark.legacy

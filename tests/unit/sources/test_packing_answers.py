@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import (
-    AlreadyThere,
-    BadArgument,
-    CannotPack,
-    CannotWrite,
-    DataLoader,
-    Field,
-    cached,
-    pack,
-)
+from penstock import DataLoader, Field, cached, pack
+from penstock.errors import AlreadyThere, BadArgument, CannotPack, CannotWrite
 
 FLOATS = "Field(dtype='float64')"
 REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from packed import Mixed
-from penstock import BadArgument, BadStore, CenterCrop, Field, Packed, Resize, open_tensors, pack
+from penstock import CenterCrop, Field, Packed, Resize, open_tensors, pack
+from penstock.errors import BadArgument, BadStore
 
 
 def make(tmp_path: Path) -> Packed:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import traces
-from penstock import BadTrace, Timeline
+from penstock import Timeline
+from penstock.errors import BadTrace
 from penstock.trace.files import dump_records, read_records, write_records
 from penstock.trace.record import BATCH, LEASE, USER, Record
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import traces
-from penstock import BadTrace
+from penstock.errors import BadTrace
 from penstock.trace.model import make_model
 from penstock.trace.record import BATCH, Record
 from penstock.trace.simulator import (
