@@ -98,8 +98,6 @@ _HOMES = {
     "legacy": "penstock.legacy",
     "conv": "penstock.conv",
     "errors": "penstock.errors",
-    "errors": "penstock.errors",
-    "errors": "penstock.errors",
     "verify": "penstock.verify",
     "Verdict": "penstock.verify.verdict",
     "BadSample": "penstock.engine.loading.bad_sample_file",
