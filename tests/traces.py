@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.trace.record import BATCH, LAUNCH, LEASE, MEMORY, START, USER, Record
+from penstock.trace.record import Kind, Record
 
 MS = 1_000_000
 
@@ -45,27 +45,28 @@ def make_records(
         start = free[worker]
         cpu = int(took * cpu_share)
         workers[worker].append(
-            Record(LEASE, "", start, start + took, 0, 0, batch, 0, rows, cpu, 0, took // 50000)
+            Record(Kind.LEASE, "", start, start + took, 0, 0, batch, 0, rows, cpu, 0, took // 50000)
         )
         for place in range(spans_per_part):
             first = start + took * place // spans_per_part
             last = start + took * (place + 1) // spans_per_part
-            workers[worker].append(Record(USER, name, first, last, 0, 0, batch, 0))
+            workers[worker].append(Record(Kind.USER, name, first, last, 0, 0, batch, 0))
         ends.append(start + took)
         free[worker] = start + took + MS // 10
-    main = [Record(LAUNCH, "", origin, origin + int(start_ms * MS), 0, 0, a=num_workers)]
+    main = [Record(Kind.LAUNCH, "", origin, origin + int(start_ms * MS), 0, 0, a=num_workers)]
     now, before = origin + int(start_ms * MS), 0
     for batch, end in enumerate(ends):
         waited = max(0, end - now)
         last = now + waited + int((deliver_ms + transfer_ms) * MS)
         ready = sum(other <= now for other in ends[batch:])
         moved = int(transfer_ms * 1000)
-        main.append(Record(BATCH, "", now, last, 0, 0, batch, ready, rows, waited, before, moved))
-        main.append(Record(MEMORY, "", last, last, a=(200 + batch) << 10, extra=8000))
+        place = (0, 0, batch, ready, rows)
+        main.append(Record(Kind.BATCH, "", now, last, *place, waited, before, moved))
+        main.append(Record(Kind.MEMORY, "", last, last, a=(200 + batch) << 10, extra=8000))
         before, now = last, last + int(step_ms * MS)
     lanes: list[dict[str, Any]] = [{"name": "main", "role": "main", "pid": 100, "spans": main}]
     for number, spans in enumerate(workers):
-        born = Record(START, "", origin + MS, origin + MS, a=101 + number)
+        born = Record(Kind.START, "", origin + MS, origin + MS, a=101 + number)
         lane = {"name": f"worker {number}", "role": "worker", "number": number}
         lanes.append({**lane, "pid": 101 + number, "spans": [born, *spans]})
     known = {"num_workers": num_workers, "batch_size": rows, "pool": "process", "cores": 8}

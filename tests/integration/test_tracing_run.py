@@ -19,7 +19,6 @@ import torch
 import penstock
 from penstock import DataLoader, Timeline, Tracing
 from penstock.errors import BadArgument, BadTrace
-from penstock.trace.record import KINDS
 
 pytestmark = pytest.mark.legacy
 
@@ -312,7 +311,3 @@ def test_a_notebook_gets_the_page_in_a_frame() -> None:
     assert shown.startswith('<iframe srcdoc="')
     assert "<script" not in shown.split(">")[0]
     assert shown.count("<") == 2
-
-
-def test_every_kind_that_is_noted_has_a_name() -> None:
-    assert len(set(KINDS)) == len(KINDS)

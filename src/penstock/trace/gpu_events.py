@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from penstock.trace.record import COPY, GPU, now_ns
+from penstock.trace.record import Kind, now_ns
 
 MIN_INTERVAL_NS = 3_000_000
 """Unasked, only batches that are at least this far apart are watched: about a dozen driver calls
@@ -70,7 +70,7 @@ class GpuWatch:
 
     def begin_copy(self, stream: Any, batch: int) -> GpuOperation | None:
         """A copy is about to be queued on this stream; None: it is not watched."""
-        return self._begin(COPY, stream, batch) if self._is_on else None
+        return self._begin(Kind.COPY, stream, batch) if self._is_on else None
 
     def end_copy(self, copy: GpuOperation, stream: Any, num_bytes: int) -> Any:
         """The copy was queued; returns its last event, for which others may wait."""
@@ -81,7 +81,7 @@ class GpuWatch:
         """The batch is handed out: what comes now on the user's stream is the step."""
         try:
             if self._is_on and _can_record():
-                self._step = self._begin(GPU, torch.cuda.current_stream(), batch)
+                self._step = self._begin(Kind.GPU, torch.cuda.current_stream(), batch)
         except RuntimeError:  # the GPU is lost; whoever uses it next says so
             self._is_on = False
 

@@ -16,22 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.trace.record import (
-    BATCH,
-    COLLATE,
-    COPY,
-    GPU,
-    KINDS,
-    LAUNCH,
-    LEASE,
-    MEMORY,
-    REFUSED,
-    SAMPLE,
-    START,
-    STEP,
-    USER,
-    Record,
-)
+from penstock.trace.record import Kind, Record
 
 WORDS = {
     "fetch": "loading samples",
@@ -48,10 +33,13 @@ WORDS = {
     "user": "your own span",
 }
 """Every kind of span that is drawn, in words."""
-_INNER = {USER: "user", SAMPLE: "sample", STEP: "transform"}
+_INNER: dict[int, str] = {Kind.USER: "user", Kind.SAMPLE: "sample", Kind.TRANSFORM: "transform"}
 INNER_KINDS = frozenset(_INNER.values())
 """Kinds of spans that lie within others."""
-_OWN_LANES = {COPY: ("copy", "to device"), GPU: ("gpu", "GPU")}
+_OWN_LANES: dict[int, tuple[str, str]] = {
+    Kind.COPY: ("copy", "to device"),
+    Kind.GPU: ("gpu", "GPU"),
+}
 MAX_YEARS_NS = 10**18
 """Times beyond this (32 years of uptime) are nonsense."""
 
@@ -148,7 +136,7 @@ def make_model(records: Mapping[str, Any]) -> TraceModel:
     """Make lanes from records, as :meth:`penstock.DataLoader.timeline` and trace files have them.
 
     Example:
-        >>> batch = Record(BATCH, "", 1_000, 1_500, batch=0, rows=4, a=300)
+        >>> batch = Record(Kind.BATCH, "", 1_000, 1_500, batch=0, rows=4, a=300)
         >>> model = make_model({"lanes": [{"name": "main", "role": "main", "spans": [batch]}]})
         >>> [(span.kind, span.took_ns) for span in model.lanes[0].spans]
         [('stall', 300), ('deliver', 200)]
@@ -193,7 +181,7 @@ class _ModelBuilder:
         """Records that can be drawn, in the order of their beginnings."""
         found = []
         for record in records:
-            if not 0 <= record.kind < len(KINDS) or not 0 < record.start_ns < MAX_YEARS_NS:
+            if not 0 <= record.kind < len(Kind) or not 0 < record.start_ns < MAX_YEARS_NS:
                 self._odd["spans made no sense and were left out"] += 1
                 continue
             if record.end_ns and not record.start_ns <= record.end_ns < MAX_YEARS_NS:
@@ -211,11 +199,12 @@ class _ModelBuilder:
         lane = self._lane(role, number, str(raw.get("name", role)))
         lane.num_lost += int(raw.get("num_lost") or 0)
         _add_pid(lane, int(raw.get("pid") or 0))
-        starts_ns = [record.start_ns for record in records if record.kind == START]
+        starts_ns = [record.start_ns for record in records if record.kind == Kind.START]
         last_ns = max((max(r.start_ns, r.end_ns) for r in records), default=0)
         if role == "main":
-            self._loaded_ns = {(r.pass_, r.batch): r.end_ns for r in records if r.kind == LEASE}
-        collates = {_place(r): r for r in records if r.kind == COLLATE and r.end_ns}
+            leases = [record for record in records if record.kind == Kind.LEASE]
+            self._loaded_ns = {(lease.pass_, lease.batch): lease.end_ns for lease in leases}
+        collates = {_place(r): r for r in records if r.kind == Kind.COLLATE and r.end_ns}
         for record in records:
             if record.end_ns:
                 self._draw(lane, record, collates)
@@ -236,7 +225,7 @@ class _ModelBuilder:
         start, end = record.start_ns - self._origin_ns, record.end_ns - self._origin_ns
         place = (*_place(record), record.rows)
         kind = record.kind
-        if kind == LEASE:
+        if kind == Kind.LEASE:
             collate = collates.get(_place(record))
             if (
                 collate
@@ -249,24 +238,24 @@ class _ModelBuilder:
             lane.spans.append(Span("fetch", "", start, middle, 0, *place, is_open, *measured))
             if collate:
                 lane.spans.append(Span("collate", "", middle, end, 0, *place))
-        elif kind == BATCH:
+        elif kind == Kind.BATCH:
             self._draw_batch(lane, record, start, end)
         elif kind in _INNER:
-            if kind == USER and not record.name:
+            if kind == Kind.USER and not record.name:
                 self._odd["spans have no name: a process keeps the first 128 names"] += 1
             lane.spans.append(Span(_INNER[kind], record.name, start, end, 0, *place, is_open))
         elif kind in _OWN_LANES:
             role, name = _OWN_LANES[kind]
             span = Span(role, record.name, start, end, 0, *place, is_open)
             self._lane(role, 0, name).spans.append(span)
-        elif kind == LAUNCH:
+        elif kind == Kind.LAUNCH:
             name = f"{record.a} workers"
             lane.spans.append(Span("launch", name, start, end, 0, *place, is_open))
-        elif kind == REFUSED:
+        elif kind == Kind.REFUSED:
             self._model.num_refused += 1
-        elif kind == START:
+        elif kind == Kind.START:
             _add_pid(lane, record.a)
-        elif kind == MEMORY:
+        elif kind == Kind.MEMORY:
             self._add_readings(lane, record, start)
 
     def _add_readings(self, lane: Lane, record: Record, at_ns: int) -> None:

@@ -26,32 +26,45 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import BadArgument
 
 now_ns = time.perf_counter_ns
 
-KINDS = (
-    "user",  # penstock.span(): the user's own
-    "start",  # a worker process begins to serve; a: its pid
-    "lease",  # a worker loads a part of a batch; a: CPU ns, b: ns waited for a core, extra:
-    #           microseconds that copying into the slot took; each -1: not measured this time
-    "collate",  # the user's collate_fn, within a lease
-    "sample",  # one dataset[i], within a lease; only when asked for
-    "step",  # one transform of a Compose; only when asked for
-    "batch",  # the parent hands out a batch; a: ns waited for it, b: when the one before it was
-    #           handed out, extra: microseconds spent bringing batches to the device, part: ready
-    "launch",  # the parent starts workers
-    "memory",  # a: kB held, b: major page faults so far; of the parent, too, extra: MiB that the
-    #            machine has left, rows: milliseconds of CPU that the process has used
-    "refused",  # no slot was to be had for another batch; a: slots held by the user
-    "copy",  # a batch goes to the device, as the device's own clock has it
-    "gpu",  # the device computes, as its own clock has it
-)
-USER, START, LEASE, COLLATE, SAMPLE, STEP, BATCH, LAUNCH, MEMORY, REFUSED, COPY, GPU = range(
-    len(KINDS)
-)
+
+class Kind(IntEnum):
+    """What a record is about, and what its fields ``a``, ``b`` and ``extra`` hold."""
+
+    USER = 0
+    """``penstock.span()``: the user's own."""
+    START = 1
+    """A worker process begins to serve; a: its pid."""
+    LEASE = 2
+    """A worker loads a part of a batch; a: CPU ns, b: ns waited for a core, extra: microseconds
+    that copying into the slot took; each -1: not measured this time."""
+    COLLATE = 3
+    """The user's collate_fn, within a lease."""
+    SAMPLE = 4
+    """One ``dataset[i]``, within a lease; only when asked for."""
+    TRANSFORM = 5
+    """One transform of a ``Compose``; only when asked for."""
+    BATCH = 6
+    """The parent hands out a batch; a: ns waited for it, b: when the one before it was handed out,
+    extra: microseconds spent bringing batches to the device, part: batches ready."""
+    LAUNCH = 7
+    """The parent starts workers; a: how many."""
+    MEMORY = 8
+    """a: kB held, b: major page faults so far. Of the parent, too, extra: MiB that the machine has
+    left, rows: milliseconds of CPU that the process has used."""
+    REFUSED = 9
+    """There was no slot for another batch; a: slots held by the user."""
+    COPY = 10
+    """A batch goes to the device, on the device's own clock; a: bytes."""
+    GPU = 11
+    """The device computes, on its own clock."""
+
 
 RECORD = struct.Struct("<qqqqqHHHHiiii")
 """Number, start, end, a, b; kind, name, thread, part; pass, batch, rows, extra."""
@@ -74,7 +87,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Record(NamedTuple):
-    """One record, read. ``end_ns`` 0: it had not ended. See :data:`KINDS` for a, b and extra."""
+    """One record, read. ``end_ns`` 0: it had not ended. See :class:`Kind` for a, b and extra."""
 
     kind: int
     name: str
@@ -100,7 +113,7 @@ class RecordRing:
 
     Example:
         >>> ring = RecordRing(bytearray(RING_BYTES))
-        >>> number = ring.add(BATCH, 100, 250, batch=3, rows=8)
+        >>> number = ring.add(Kind.BATCH, 100, 250, batch=3, rows=8)
         >>> spans, head = read_ring(ring.buffer, 0)
         >>> spans[0].batch, spans[0].end_ns - spans[0].start_ns, head
         (3, 150, 1)
@@ -191,7 +204,7 @@ def read_ring(buffer: Any, since: int) -> tuple[list[Record], int]:
     for number in range(max(since, head - capacity, 0), head):
         at = _RECORDS_AT + number % capacity * RECORD.size
         fields = RECORD.unpack_from(view, at)
-        is_whole = fields[0] == number and fields[5] < len(KINDS) and fields[1] > 0
+        is_whole = fields[0] == number and fields[5] < len(Kind) and fields[1] > 0
         if not is_whole:  # overwritten while we read, or never written
             continue
         _, start_ns, end_ns, a, b, kind, name, thread, part, pass_, batch, rows, extra = fields
@@ -297,7 +310,7 @@ class span:
 
     __slots__ = ("_kind", "_name", "_number", "_ring")
 
-    def __init__(self, name: str, *, kind: int = USER) -> None:
+    def __init__(self, name: str, *, kind: int = Kind.USER) -> None:
         self._name = name if type(name) is str else _as_name(name)
         self._kind = kind
 

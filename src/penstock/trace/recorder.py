@@ -22,14 +22,9 @@ import psutil
 from penstock.options import Tracing
 from penstock.trace.record import (
     ASKED_RING_BYTES,
-    BATCH,
-    LAUNCH,
-    LEASE,
-    MEMORY,
     NO_PLACE,
-    REFUSED,
     RING_BYTES,
-    START,
+    Kind,
     Record,
     RecordRing,
     is_on,
@@ -71,7 +66,7 @@ class ProcessRecords:
         records, head = read_ring(self._buffer, self._head)
         self.num_lost += max(0, head - self._head - len(records))
         for place, record in enumerate(records):
-            if record.kind == START:
+            if record.kind == Kind.START:
                 self.pid = record.a
             if record.pass_ >= 0 and pass_offset:
                 records[place] = record._replace(pass_=record.pass_ + pass_offset)
@@ -177,7 +172,7 @@ class Recorder:
     def launched(self, start_ns: int, num_workers: int) -> None:
         """Workers were asked for; they come up meanwhile."""
         if self.ring is not None:
-            self.ring.add(LAUNCH, start_ns, now_ns(), self._num_passes, a=num_workers)
+            self.ring.add(Kind.LAUNCH, start_ns, now_ns(), self._num_passes, a=num_workers)
 
     def begin_pass(self, worker_rings: WorkerRings | None, epoch: int) -> None:
         """An epoch begins; ``epoch``: its number since this pool began."""
@@ -225,7 +220,7 @@ class Recorder:
         if has_prefetcher or number < 0:
             number = batch
         place = (pass_, number, self._num_ready, rows)
-        ring.add(BATCH, start_ns, end_ns, *place, self._waited_ns, returned_ns, transfer_us)
+        ring.add(Kind.BATCH, start_ns, end_ns, *place, self._waited_ns, returned_ns, transfer_us)
         if self._is_close:
             self._look(ring, end_ns)
         return end_ns
@@ -240,7 +235,7 @@ class Recorder:
             pass_ = self._place[0]
             cpu_ns = time.thread_time_ns() - cpu_ns
             self._place = (pass_, batch, rows)
-            self.ring.add(LEASE, start_ns, now_ns(), pass_, batch, 0, rows, cpu_ns, -1, -1)
+            self.ring.add(Kind.LEASE, start_ns, now_ns(), pass_, batch, 0, rows, cpu_ns, -1, -1)
 
     def on_device(
         self, kind: int, start_ns: int, end_ns: int, *, batch: int = -1, num_bytes: int = 0
@@ -258,7 +253,7 @@ class Recorder:
         """There was no slot for another batch."""
         if self.ring is not None:
             at_ns = now_ns()
-            self.ring.add(REFUSED, at_ns, at_ns, self._place[0], a=num_held)
+            self.ring.add(Kind.REFUSED, at_ns, at_ns, self._place[0], a=num_held)
 
     def _look(self, ring: RecordRing, at_ns: int) -> None:
         self._num_looks += 1
@@ -270,7 +265,7 @@ class Recorder:
         except OSError:
             left = 0
         cpu_ms = int(time.process_time() * 1000)
-        ring.add(MEMORY, at_ns, at_ns, rows=cpu_ms, a=num_bytes >> 10, b=faults, extra=left)
+        ring.add(Kind.MEMORY, at_ns, at_ns, rows=cpu_ms, a=num_bytes >> 10, b=faults, extra=left)
         if self.keeps_all and at_ns - self._read_ns > LOOK_NS:
             self._read_ns = at_ns
             self._read()
@@ -385,7 +380,7 @@ def merge_records(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 if place:
                     moved["name"] = f"loader {place + 1}: {lane['name']}"
             new_passes = max([new_passes, *(span.pass_ + 1 for span in moved["spans"])])
-            num_batches += sum(span.kind == BATCH for span in lane["spans"])
+            num_batches += sum(span.kind == Kind.BATCH for span in lane["spans"])
             lanes.append(moved)
         num_workers, num_passes = new_workers, new_passes
         if num_batches > most:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from penstock.errors import BadTrace
 from penstock.planning.prefetch_depth import DEPTH_TARGET_S, MAX_DEPTH, MIN_DEPTH, SPLIT_FROM_S
 from penstock.trace.model import Lane, Span, TraceModel
-from penstock.trace.record import BATCH, LEASE, Record
+from penstock.trace.record import Kind, Record
 
 NUM_BATCHES = 200
 MAX_WORKERS = 1024
@@ -106,7 +106,7 @@ class SimulatedRun:
     @property
     def rate(self) -> float:
         """Samples a second, from the first batch to the last."""
-        first, *later = (record for record in self.main if record.kind == BATCH)
+        first, *later = (record for record in self.main if record.kind == Kind.BATCH)
         if not later:
             return 0.0
         took_ns = max(1, later[-1].end_ns - first.end_ns)
@@ -278,8 +278,8 @@ class _Simulation:
     def _lease_record(self, batch: int, part: int, rows: int, start_s: float, cost: Cost) -> Record:
         start_ns, end_ns = _ns(start_s), _ns(self._now_s)
         queued_ns = max(0, end_ns - start_ns - round((cost.cpu_s + cost.wait_s) * 1e9))
-        times = (start_ns, end_ns, 0, 0)
-        return Record(LEASE, "", *times, batch, part, rows, round(cost.cpu_s * 1e9), queued_ns, -1)
+        measured = (round(cost.cpu_s * 1e9), queued_ns, -1)
+        return Record(Kind.LEASE, "", start_ns, end_ns, 0, 0, batch, part, rows, *measured)
 
     # -- the training process --------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class _Simulation:
         end_ns, rows = _ns(self._now_s), self._settings.batch_rows
         measured = (rows, stall_ns, self._delivered_ns, transfer_us)
         self._main.append(
-            Record(BATCH, "", _ns(start_s), end_ns, 0, 0, batch, num_ready, *measured)
+            Record(Kind.BATCH, "", _ns(start_s), end_ns, 0, 0, batch, num_ready, *measured)
         )
         self._delivered_ns = end_ns
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.trace.record import BATCH, LEASE
+from penstock.trace.record import Kind
 from penstock.trace.recorder import Recorder
 
 
@@ -43,13 +43,13 @@ def make_stats(recorder: Recorder | None) -> Stats:
     if recorder.ring is None:
         return Stats(is_off=True)
     spans = recorder.recent()
-    batches = [span for span in spans if span.kind == BATCH]
+    batches = [span for span in spans if span.kind == Kind.BATCH]
     batches = [span for span in batches if span.pass_ == batches[-1].pass_]
     if not batches:
         return Stats()
     first_ns = batches[0].b or batches[0].start_ns
     total_ns = max(1, batches[-1].end_ns - first_ns)
-    inline = {(span.pass_, span.batch): span for span in spans if span.kind == LEASE}
+    inline = {(span.pass_, span.batch): span for span in spans if span.kind == Kind.LEASE}
     stall_ns = 0
     for span in batches:
         load = inline.get((span.pass_, span.batch))

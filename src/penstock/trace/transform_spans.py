@@ -12,7 +12,7 @@ import functools
 import sys
 from typing import Any
 
-from penstock.trace.record import STEP, span
+from penstock.trace.record import Kind, span
 
 _COMPOSE_METHODS = (
     ("torchvision.transforms.v2._container", "forward"),
@@ -55,7 +55,7 @@ def _timed(transform: Any) -> Any:
     name = getattr(transform, "__name__", None) or type(transform).__name__
 
     def call(*inputs: Any) -> Any:
-        with span(name, kind=STEP):
+        with span(name, kind=Kind.TRANSFORM):
             return transform(*inputs)
 
     return call

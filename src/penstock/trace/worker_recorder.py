@@ -17,18 +17,7 @@ import psutil
 
 from penstock.engine.memory.messages import CONTROL_BYTES, Lease, WorkerTask
 from penstock.machine.host import queued_s
-from penstock.trace.record import (
-    COLLATE,
-    LEASE,
-    MEMORY,
-    NO_PLACE,
-    SAMPLE,
-    START,
-    RecordRing,
-    enter_process,
-    enter_thread,
-    now_ns,
-)
+from penstock.trace.record import NO_PLACE, Kind, RecordRing, enter_process, enter_thread, now_ns
 from penstock.trace.transform_spans import trace_steps
 
 CLOSE_LOOK_NS, EARLY_LOOKS, LATER_LOOK_NS = 50_000_000, 10, 250_000_000
@@ -70,7 +59,7 @@ class WorkerRecorder:
         self._process = psutil.Process() if not is_thread else None
         if task.ring_bytes:
             self._ring = RecordRing(ring_of(cells, worker, task.ring_bytes))
-            self._ring.add(START, now_ns(), now_ns(), a=os.getpid())
+            self._ring.add(Kind.START, now_ns(), now_ns(), a=os.getpid())
 
     def enter(self) -> None:
         """From now on the user's spans are recorded here. Called from: the worker, once."""
@@ -89,7 +78,7 @@ class WorkerRecorder:
             return
         pass_, batch, part = ring.place = lease[:3]
         rows = lease.rows if lease.is_whole else len(lease.index)
-        self._number = ring.add(LEASE, start_ns, 0, pass_, batch, part, rows, -1, -1, -1)
+        self._number = ring.add(Kind.LEASE, start_ns, 0, pass_, batch, part, rows, -1, -1, -1)
         if start_ns > self._next_look_ns:
             self._is_close, self._inside_ns = True, 0
             self._queued_s = queued_s()
@@ -117,7 +106,7 @@ class WorkerRecorder:
     def collated(self, start_ns: int) -> None:
         """The user's collate_fn has run since ``start_ns``."""
         if self._ring is not None:
-            self._ring.add(COLLATE, start_ns, now_ns(), *self._ring.place)
+            self._ring.add(Kind.COLLATE, start_ns, now_ns(), *self._ring.place)
 
     def watch(self, samples: Iterator[Any]) -> Iterator[Any]:
         """Yield the same samples; where that was asked for, time each."""
@@ -131,7 +120,7 @@ class WorkerRecorder:
             end_ns = now_ns()
             self._inside_ns += end_ns - start_ns
             if self._per_sample:
-                ring.add(SAMPLE, start_ns, end_ns, *ring.place, 1, self._position)
+                ring.add(Kind.SAMPLE, start_ns, end_ns, *ring.place, 1, self._position)
                 self._position += 1
             yield sample
             start_ns = now_ns()
@@ -148,7 +137,7 @@ class WorkerRecorder:
         self._next_look_ns = next_look_ns(end_ns, self._num_looks)
         if self._process is not None:
             num_bytes, faults = memory_and_faults(self._process)
-            ring.add(MEMORY, end_ns, end_ns, a=num_bytes >> 10, b=faults)
+            ring.add(Kind.MEMORY, end_ns, end_ns, a=num_bytes >> 10, b=faults)
 
 
 def memory_and_faults(process: psutil.Process) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import traces
 from penstock import Timeline
 from penstock.trace.accounting import Account, WorkerAccount
 from penstock.trace.diagnosis import CAUSES, diagnose
-from penstock.trace.record import BATCH, COLLATE, COPY, GPU, MEMORY, Record
+from penstock.trace.record import Kind, Record
 from penstock.trace.recorder import merge_records
 
 pytestmark = pytest.mark.legacy
@@ -39,11 +39,13 @@ def test_copies_that_only_the_device_sees() -> None:
     def with_device(copy_share: float, gpu_share: float) -> Timeline:
         records = traces.make_records(num_batches=60, fetch_ms=1.0, step_ms=20.0)
         main = records["lanes"][0]["spans"]
-        for span in [span for span in main if span.kind == BATCH]:
+        for span in [span for span in main if span.kind == Kind.BATCH]:
             start, step = span.end_ns, 20 * traces.MS
             copied = start + int(step * copy_share)
-            main.append(Record(COPY, "", start, copied, batch=span.batch))
-            main.append(Record(GPU, "", copied, copied + int(step * gpu_share), batch=span.batch))
+            main.append(Record(Kind.COPY, "", start, copied, batch=span.batch))
+            main.append(
+                Record(Kind.GPU, "", copied, copied + int(step * gpu_share), batch=span.batch)
+            )
         return Timeline(records)
 
     slow = with_device(0.7, 0.3).verdict
@@ -159,7 +161,7 @@ def with_collating(share: float) -> dict[str, Any]:
     for lane in records["lanes"][1:]:
         for span in list(lane["spans"])[1:]:
             start = int(span.end_ns - (span.end_ns - span.start_ns) * share)
-            lane["spans"].append(Record(COLLATE, "", start, span.end_ns, 0, 0, span.batch))
+            lane["spans"].append(Record(Kind.COLLATE, "", start, span.end_ns, 0, 0, span.batch))
     return records
 
 
@@ -171,9 +173,9 @@ def test_collating_that_takes_most_of_the_time() -> None:
 def test_pages_that_come_back_from_the_disk() -> None:
     records = traces.make_records(num_batches=60)
     last = records["lanes"][1]["spans"][-1].end_ns
-    records["lanes"][1]["spans"].append(Record(MEMORY, "", last, last, a=1000, b=100))
+    records["lanes"][1]["spans"].append(Record(Kind.MEMORY, "", last, last, a=1000, b=100))
     assert Timeline(records).verdict.cause == "decode"
-    records["lanes"][1]["spans"].append(Record(MEMORY, "", last, last, a=1000, b=90_000))
+    records["lanes"][1]["spans"].append(Record(Kind.MEMORY, "", last, last, a=1000, b=90_000))
     assert Timeline(records).verdict.cause == "memory"
 
 

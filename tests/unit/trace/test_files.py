@@ -16,7 +16,7 @@ import traces
 from penstock import Timeline
 from penstock.errors import BadTrace
 from penstock.trace.files import dump_records, read_records, write_records
-from penstock.trace.record import BATCH, LEASE, USER, Record
+from penstock.trace.record import Kind, Record
 
 pytestmark = pytest.mark.legacy
 
@@ -27,14 +27,14 @@ RECORDS: dict[str, Any] = {
             "name": "main",
             "role": "main",
             "pid": 3,
-            "spans": [Record(BATCH, "", 10, 20, 0, 0, 1, 2, 8, 3, 4, 5)],
+            "spans": [Record(Kind.BATCH, "", 10, 20, 0, 0, 1, 2, 8, 3, 4, 5)],
         },
         {
             "name": "worker 0",
             "role": "worker",
             "number": 0,
             "num_lost": 6,
-            "spans": [Record(LEASE, "", 1, 9), Record(USER, "</script><b>", 2, 0)],
+            "spans": [Record(Kind.LEASE, "", 1, 9), Record(Kind.USER, "</script><b>", 2, 0)],
         },
     ],
 }

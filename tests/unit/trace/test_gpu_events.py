@@ -11,7 +11,7 @@ import torch
 
 from penstock.trace import gpu_events as watching
 from penstock.trace.gpu_events import GpuWatch
-from penstock.trace.record import COPY, GPU
+from penstock.trace.record import Kind
 
 pytestmark = pytest.mark.legacy
 
@@ -136,15 +136,15 @@ def test_copies_and_steps_lie_where_they_were_through_minutes_of_drift(
     noted = Noted()
     watch = GpuWatch(noted, is_asked=True)
     true_copies, true_steps = run(clockwork, watch, 10_000, gap_ns=10 * MS, step_ns=8 * MS)
-    assert furthest(noted.of(COPY), true_copies) < MS // 4
-    assert furthest(noted.of(GPU), true_steps) < MS // 4
+    assert furthest(noted.of(Kind.COPY), true_copies) < MS // 4
+    assert furthest(noted.of(Kind.GPU), true_steps) < MS // 4
     assert noted.spans[0][4] == 1000
     # The control: compared only once, the clocks are 20 ms apart in the end, and copies lie
     # anywhere between being asked for and being seen.
     monkeypatch.setattr(watching, "ANCHOR_NS", 10**18)
     adrift = Noted()
     true_copies, _ = run(clockwork, GpuWatch(adrift, is_asked=True), 10_000, 10 * MS, 1 * MS)
-    assert furthest(adrift.of(COPY), true_copies) > 5 * MS
+    assert furthest(adrift.of(Kind.COPY), true_copies) > 5 * MS
 
 
 def test_steps_that_pile_up_on_the_gpu_are_in_turn_and_waited_for_in_the_end(
@@ -153,8 +153,8 @@ def test_steps_that_pile_up_on_the_gpu_are_in_turn_and_waited_for_in_the_end(
     noted = Noted()
     watch = GpuWatch(noted, is_asked=True)
     _, true_steps = run(clockwork, watch, 50, gap_ns=1 * MS, step_ns=10 * MS)
-    assert furthest(noted.of(GPU), true_steps) < MS // 4
-    spans = noted.of(GPU)
+    assert furthest(noted.of(Kind.GPU), true_steps) < MS // 4
+    spans = noted.of(Kind.GPU)
     assert all(after[0] >= before[1] - 1000 for before, after in itertools.pairwise(spans))
 
 
@@ -166,7 +166,7 @@ def test_fast_batches_are_watched_only_when_a_trace_was_asked_for(clockwork: Clo
     ):
         noted = Noted()
         run(clockwork, GpuWatch(noted, is_asked=is_asked), 200, gap_ns, step_ns=MS // 4)
-        assert len(noted.of(GPU)) >= count
+        assert len(noted.of(Kind.GPU)) >= count
         assert bool(noted.spans) == bool(count)
 
 
@@ -178,7 +178,7 @@ def test_nothing_is_recorded_into_a_graph(clockwork: Clockwork) -> None:
     assert not noted.spans
     clockwork.is_capturing = False
     run(clockwork, watch, 10, gap_ns=5 * MS, step_ns=MS)
-    assert len(noted.of(GPU)) == 10
+    assert len(noted.of(Kind.GPU)) == 10
 
 
 def test_a_gpu_that_is_lost_is_not_told_by_the_watch(clockwork: Clockwork) -> None:
@@ -190,7 +190,7 @@ def test_a_gpu_that_is_lost_is_not_told_by_the_watch(clockwork: Clockwork) -> No
         watch.end_step()
         watch.begin_step(batch)
     watch.end_pass()
-    assert len(noted.of(GPU)) == 3
+    assert len(noted.of(Kind.GPU)) == 3
 
 
 def test_a_hanging_step_is_not_waited_for_longer_than_a_second(clockwork: Clockwork) -> None:

@@ -8,18 +8,7 @@ import pytest
 
 from penstock.trace.accounting import make_account
 from penstock.trace.model import Span, make_model, nest
-from penstock.trace.record import (
-    BATCH,
-    COLLATE,
-    COPY,
-    GPU,
-    LEASE,
-    MEMORY,
-    SAMPLE,
-    START,
-    USER,
-    Record,
-)
+from penstock.trace.record import Kind, Record
 
 pytestmark = pytest.mark.legacy
 
@@ -35,23 +24,23 @@ def make(*lanes: dict[str, Any], **facts: Any) -> Any:
 
 
 def test_a_batch_is_step_wait_transfer_and_the_rest() -> None:
-    batch = Record(BATCH, "", 100, 200, 0, 0, 3, 2, 8, a=40, b=60)
-    model = make(lane("main", batch._replace(extra=0), Record(USER, "x", 50, 55)))
+    batch = Record(Kind.BATCH, "", 100, 200, 0, 0, 3, 2, 8, a=40, b=60)
+    model = make(lane("main", batch._replace(extra=0), Record(Kind.USER, "x", 50, 55)))
     kinds = {span.kind: span.took_ns for span in model.lanes[0].spans}
     assert kinds == {"user": 5, "step": 40, "stall": 40, "deliver": 60}
     assert model.ready[0].value == 2
 
 
 def test_the_way_to_the_device_is_cut_from_a_batch() -> None:
-    model = make(lane("main", Record(BATCH, "", MS, 3 * MS, 0, 0, 0, 0, 8, a=MS, extra=500)))
+    model = make(lane("main", Record(Kind.BATCH, "", MS, 3 * MS, 0, 0, 0, 0, 8, a=MS, extra=500)))
     kinds = {span.kind: span.took_ns for span in model.lanes[0].spans}
     assert kinds == {"stall": MS, "transfer": MS // 2, "deliver": MS // 2}
 
 
 def test_collating_is_cut_from_its_part() -> None:
     part, collate = (
-        Record(LEASE, "", 100, 200, 0, 0, 0, 0, 4),
-        Record(COLLATE, "", 160, 190, 0, 0, 0),
+        Record(Kind.LEASE, "", 100, 200, 0, 0, 0, 0, 4),
+        Record(Kind.COLLATE, "", 160, 190, 0, 0, 0),
     )
     spans = make(lane("worker", part, collate)).lanes[0].spans
     assert [(span.kind, span.took_ns) for span in spans] == [("fetch", 60), ("collate", 40)]
@@ -62,10 +51,10 @@ def test_samples_and_spans_of_the_user_lie_within_their_part() -> None:
         make(
             lane(
                 "worker",
-                Record(LEASE, "", 100, 200, 0, 0, 0),
-                Record(SAMPLE, "", 100, 150),
-                Record(USER, "decode", 110, 140),
-                Record(SAMPLE, "", 150, 200),
+                Record(Kind.LEASE, "", 100, 200, 0, 0, 0),
+                Record(Kind.SAMPLE, "", 100, 150),
+                Record(Kind.USER, "decode", 110, 140),
+                Record(Kind.SAMPLE, "", 150, 200),
             )
         )
         .lanes[0]
@@ -80,7 +69,8 @@ def test_samples_and_spans_of_the_user_lie_within_their_part() -> None:
 
 
 def test_copies_and_the_gpu_get_lanes_of_their_own() -> None:
-    main = lane("main", Record(COPY, "", 10, 20), Record(GPU, "", 20, 40), Record(BATCH, "", 1, 5))
+    kinds = (Kind.COPY, Kind.GPU, Kind.BATCH)
+    main = lane("main", *(Record(kind, "", 10, 20) for kind in kinds))
     assert [found.role for found in make(main).lanes] == ["main", "copy", "gpu"]
 
 
@@ -88,10 +78,10 @@ def test_a_span_that_never_ended_lasts_until_its_worker_was_replaced() -> None:
     model = make(
         lane(
             "worker",
-            Record(START, "", 5, 5, a=11),
-            Record(LEASE, "", 10, 0, 0, 0, 0, 0, 4),
-            Record(START, "", 60, 60, a=12),
-            Record(LEASE, "", 70, 90, 0, 0, 0, 0, 4),
+            Record(Kind.START, "", 5, 5, a=11),
+            Record(Kind.LEASE, "", 10, 0, 0, 0, 0, 0, 4),
+            Record(Kind.START, "", 60, 60, a=12),
+            Record(Kind.LEASE, "", 70, 90, 0, 0, 0, 0, 4),
             pid=12,
         )
     )
@@ -105,11 +95,11 @@ def test_a_clock_that_jumps_back_and_nonsense_are_told_apart_and_counted() -> No
     model = make(
         lane(
             "worker",
-            Record(LEASE, "", 100, 40, 0, 0, 0),
-            Record(LEASE, "", 100, 140, 0, 0, 1),
-            Record(LEASE, "", -5, 10),
+            Record(Kind.LEASE, "", 100, 40, 0, 0, 0),
+            Record(Kind.LEASE, "", 100, 140, 0, 0, 1),
+            Record(Kind.LEASE, "", -5, 10),
             Record(99, "", 5, 10),
-            Record(LEASE, "", 10**19, 10**19),
+            Record(Kind.LEASE, "", 10**19, 10**19),
         )
     )
     assert sorted(span.took_ns for span in model.lanes[0].spans) == [0, 40]
@@ -125,21 +115,21 @@ def test_nothing_at_all_is_a_model_without_lanes(records: dict[str, Any]) -> Non
 
 
 def test_a_hundred_workers_have_a_hundred_lanes_in_order() -> None:
-    lanes = [lane("worker", Record(LEASE, "", 10, 20), number=number) for number in range(100)]
+    lanes = [lane("worker", Record(Kind.LEASE, "", 10, 20), number=number) for number in range(100)]
     found = make(*reversed(lanes)).lanes
     assert [one.number for one in found] == list(range(100))
 
 
 def test_crews_of_several_epochs_share_the_lanes_of_their_workers() -> None:
-    one = lane("worker", Record(LEASE, "", 10, 20, 0, 0), pid=7)
-    other = lane("worker", Record(LEASE, "", 50, 60, 0, 1), pid=8)
+    one = lane("worker", Record(Kind.LEASE, "", 10, 20, 0, 0), pid=7)
+    other = lane("worker", Record(Kind.LEASE, "", 50, 60, 0, 1), pid=8)
     (found,) = make(one, other).lanes
     assert (len(found.spans), found.pids) == (2, [7, 8])
 
 
 def test_memory_and_page_faults_are_read() -> None:
-    worker = lane("worker", Record(MEMORY, "", 10, 10, a=2048, b=30))
-    model = make(worker, lane("main", Record(MEMORY, "", 12, 12, a=1024, b=4, extra=100)))
+    worker = lane("worker", Record(Kind.MEMORY, "", 10, 10, a=2048, b=30))
+    model = make(worker, lane("main", Record(Kind.MEMORY, "", 12, 12, a=1024, b=4, extra=100)))
     assert [r.value for r in model.lanes[1].memory] == [2048 * 1024]
     assert make_account(model).num_faults == 0  # no batch: nothing is accounted for
     assert model.free_memory[0].value == 100 * 2**20
@@ -155,6 +145,6 @@ def test_spans_that_overlap_are_drawn_apart() -> None:
 
 
 def test_spans_whose_names_had_no_room_are_counted() -> None:
-    unnamed, named = Record(USER, "", 10, 20), Record(USER, "part", 20, 30)
+    unnamed, named = Record(Kind.USER, "", 10, 20), Record(Kind.USER, "part", 20, 30)
     (note,) = make(lane("main", unnamed, named)).notes
     assert note.startswith("1 spans have no name")

@@ -12,7 +12,7 @@ import pytest
 
 import traces
 from penstock import Timeline
-from penstock.trace.record import USER, Record
+from penstock.trace.record import Kind, Record
 from penstock.trace.recorder import merge_records
 
 pytestmark = pytest.mark.legacy
@@ -146,8 +146,8 @@ def test_spans_that_overlap_their_neighbours_get_a_line_of_their_own() -> None:
     records = traces.make_records(num_batches=8, num_workers=1)
     first, *_, last = records["lanes"][1]["spans"][1:]
     middle = (first.start_ns + first.end_ns) // 2
-    around = Record(USER, "around a yield", middle, last.end_ns - 5)
-    never = Record(USER, "never ended", middle + 7, 0)
+    around = Record(Kind.USER, "around a yield", middle, last.end_ns - 5)
+    never = Record(Kind.USER, "never ended", middle + 7, 0)
     records["lanes"][1]["spans"] += [around, never]
     trace = Timeline(records).to_perfetto()
     assert faults_of(trace) == []

@@ -12,7 +12,7 @@ import pytest
 import penstock
 from penstock.errors import BadArgument
 from penstock.trace import record as tracing
-from penstock.trace.record import BATCH, LEASE, MAX_NAMES, RING_BYTES, USER, RecordRing, read_ring
+from penstock.trace.record import MAX_NAMES, RING_BYTES, Kind, RecordRing, read_ring
 
 pytestmark = pytest.mark.legacy
 
@@ -23,15 +23,15 @@ def make_ring(num_bytes: int = RING_BYTES) -> RecordRing:
 
 def test_a_record_is_read_as_it_was_written() -> None:
     ring = make_ring()
-    ring.add(LEASE, 10, 90, 2, 7, 3, 16, 55, -1, -1, ring.name("cafés"), 4)
+    ring.add(Kind.LEASE, 10, 90, 2, 7, 3, 16, 55, -1, -1, ring.name("cafés"), 4)
     (span,), head = read_ring(ring.buffer, 0)
-    assert span == tracing.Record(LEASE, "cafés", 10, 90, 4, 2, 7, 3, 16, 55, -1, -1)
+    assert span == tracing.Record(Kind.LEASE, "cafés", 10, 90, 4, 2, 7, 3, 16, 55, -1, -1)
     assert head == 1
 
 
 def test_a_span_that_has_not_ended_says_so_and_can_end_later() -> None:
     ring = make_ring()
-    number = ring.add(USER, 10, 0)
+    number = ring.add(Kind.USER, 10, 0)
     assert read_ring(ring.buffer, 0)[0][0].end_ns == 0
     ring.end(number, 70, 5, 6)
     assert read_ring(ring.buffer, 0)[0][0][2:4] == (10, 70)
@@ -41,7 +41,7 @@ def test_a_span_that_has_not_ended_says_so_and_can_end_later() -> None:
 def test_a_full_ring_goes_on_at_its_beginning_and_the_reader_sees_how_many_it_missed() -> None:
     ring = make_ring(16 << 10)
     for number in range(1000):
-        ring.add(BATCH, number + 1, number + 2, batch=number)
+        ring.add(Kind.BATCH, number + 1, number + 2, batch=number)
     spans, head = read_ring(ring.buffer, 0)
     assert head == 1000
     assert [span.batch for span in spans] == list(range(1000 - len(spans), 1000))
@@ -51,9 +51,9 @@ def test_a_full_ring_goes_on_at_its_beginning_and_the_reader_sees_how_many_it_mi
 
 def test_a_span_that_the_ring_has_forgotten_is_not_ended_in_another_one_s_record() -> None:
     ring = make_ring(16 << 10)
-    first = ring.add(USER, 1, 0)
+    first = ring.add(Kind.USER, 1, 0)
     for number in range(1000):
-        ring.add(BATCH, number + 1, 5000, batch=number)
+        ring.add(Kind.BATCH, number + 1, 5000, batch=number)
     ring.end(first, 9999)
     assert all(span.end_ns == 5000 for span in read_ring(ring.buffer, 0)[0])
 
@@ -61,19 +61,19 @@ def test_a_span_that_the_ring_has_forgotten_is_not_ended_in_another_one_s_record
 def test_a_worker_that_takes_over_a_ring_goes_on_where_the_other_stopped() -> None:
     memory = bytearray(RING_BYTES)
     one = RecordRing(memory)
-    one.add(USER, 5, 6, name=one.name("decode"))
+    one.add(Kind.USER, 5, 6, name=one.name("decode"))
     other = RecordRing(memory)
-    other.add(USER, 7, 8, name=other.name("decode"))
-    other.add(USER, 8, 9, name=other.name("flip"))
+    other.add(Kind.USER, 7, 8, name=other.name("decode"))
+    other.add(Kind.USER, 8, 9, name=other.name("flip"))
     assert [span.name for span in read_ring(memory, 0)[0]] == ["decode", "decode", "flip"]
 
 
 def test_names_beyond_the_table_and_very_long_ones_do_no_harm() -> None:
     ring = make_ring()
     long = "ä" * 500
-    ring.add(USER, 1, 2, name=ring.name(long))
+    ring.add(Kind.USER, 1, 2, name=ring.name(long))
     for number in range(MAX_NAMES + 10):
-        ring.add(USER, 1, 2, name=ring.name(f"name {number}"))
+        ring.add(Kind.USER, 1, 2, name=ring.name(f"name {number}"))
     names = [span.name for span in read_ring(ring.buffer, 0)[0]]
     assert long.startswith(names[0].rstrip("\ufffd"))
     assert names[1] == "name 0"
@@ -93,7 +93,7 @@ def test_threads_share_a_ring_without_losing_a_record() -> None:
 
     def work(number: int) -> None:
         for turn in range(2000):
-            ring.add(BATCH, 1, 2, batch=turn, part=number)
+            ring.add(Kind.BATCH, 1, 2, batch=turn, part=number)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:

@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.memory.messages import CONTROL_BYTES
 from penstock.trace import recorder as recorder_module
 from penstock.trace.model import make_model
-from penstock.trace.record import BATCH, LEASE, RING_BYTES, START, Record, RecordRing
+from penstock.trace.record import RING_BYTES, Kind, Record, RecordRing
 from penstock.trace.recorder import ProcessRecords, Recorder, merge_records
 from penstock.trace.worker_recorder import ring_of
 
@@ -32,11 +32,11 @@ def lane_of(recorder: Recorder, role: str) -> Any:
 def test_a_part_that_has_not_ended_is_shown_and_read_again_when_it_has() -> None:
     recorder = Recorder(ring_bytes=RING_BYTES)
     _, (ring,) = make_pool(recorder)
-    ring.add(START, 5, 5, a=77)
-    number = ring.add(LEASE, 10, 0, batch=0)
+    ring.add(Kind.START, 5, 5, a=77)
+    number = ring.add(Kind.LEASE, 10, 0, batch=0)
     assert [span.end_ns for span in lane_of(recorder, "worker").spans] == [5, 0]
     ring.end(number, 90)
-    ring.add(LEASE, 95, 99, batch=1)
+    ring.add(Kind.LEASE, 95, 99, batch=1)
     worker = lane_of(recorder, "worker")
     assert [span.end_ns for span in worker.spans] == [5, 90, 99]
     assert (worker.pid, worker.num_lost) == (77, 0)
@@ -45,19 +45,19 @@ def test_a_part_that_has_not_ended_is_shown_and_read_again_when_it_has() -> None
 def test_a_part_that_never_ends_holds_up_the_others_for_a_while_only() -> None:
     recorder = Recorder(ring_bytes=RING_BYTES)
     _, (ring,) = make_pool(recorder)
-    ring.add(LEASE, 10, 0)
+    ring.add(Kind.LEASE, 10, 0)
     for number in range(recorder_module.MAX_PENDING + 10):
-        ring.add(LEASE, 20 + number, 21 + number)
+        ring.add(Kind.LEASE, 20 + number, 21 + number)
     assert len(lane_of(recorder, "worker").spans) == recorder_module.MAX_PENDING + 11
-    ring.add(LEASE, 9000, 9001)
+    ring.add(Kind.LEASE, 9000, 9001)
     assert len(lane_of(recorder, "worker").spans) == recorder_module.MAX_PENDING + 12
 
 
 def test_a_pool_that_has_ended_leaves_its_records_ended_or_not() -> None:
     recorder = Recorder(ring_bytes=RING_BYTES)
     pool, (ring,) = make_pool(recorder)
-    ring.add(LEASE, 10, 20)
-    ring.add(LEASE, 30, 0)
+    ring.add(Kind.LEASE, 10, 20)
+    ring.add(Kind.LEASE, 30, 0)
     recorder.dismiss(pool)
     recorder.dismiss(pool)
     assert [span.end_ns for span in lane_of(recorder, "worker").spans] == [20, 0]
@@ -68,7 +68,7 @@ def test_epochs_are_counted_on_from_pool_to_pool() -> None:
     for _ in range(2):
         pool, (ring,) = make_pool(recorder)
         recorder.begin_pass(pool, 0)
-        ring.add(LEASE, 10, 20, pass_=0)
+        ring.add(Kind.LEASE, 10, 20, pass_=0)
         recorder.dismiss(pool)
     lanes = [lane for lane in recorder.records()["lanes"] if lane["role"] == "worker"]
     assert [span.pass_ for lane in lanes for span in lane["spans"]] == [0, 1]
@@ -80,7 +80,7 @@ def test_a_batch_is_recorded_with_what_was_waited_for_and_brought_to_the_device(
     start_ns = recorder.begin_batch()
     recorder.deliver(0, 3, 8, None, {1: SimpleNamespace(is_done=True)})
     end_ns = recorder.end_batch(start_ns, 7, 3, has_prefetcher=True)
-    batch = next(span for span in recorder.recent() if span.kind == BATCH)
+    batch = next(span for span in recorder.recent() if span.kind == Kind.BATCH)
     assert (batch.start_ns, batch.end_ns, batch.b) == (start_ns, end_ns, 7)
     assert (batch.pass_, batch.batch, batch.rows, batch.a) == (0, 3, 8, 0)
     assert batch.extra == (end_ns - start_ns) // 1000
@@ -104,7 +104,7 @@ def test_one_that_is_off_takes_all_calls_and_records_nothing() -> None:
 def test_the_oldest_records_go_and_are_counted() -> None:
     ring = RecordRing(bytearray(RING_BYTES))
     for number in range(10):
-        ring.add(BATCH, 1 + number, 2 + number)
+        ring.add(Kind.BATCH, 1 + number, 2 + number)
     process = ProcessRecords("main", "main", ring.buffer)
     process.read()
     process.drop_oldest(4)
@@ -115,9 +115,9 @@ def test_the_oldest_records_go_and_are_counted() -> None:
 def test_what_was_recorded_before_it_was_cleared_is_forgotten() -> None:
     recorder = Recorder(ring_bytes=RING_BYTES)
     _, (ring,) = make_pool(recorder)
-    ring.add(LEASE, 10, 20)
+    ring.add(Kind.LEASE, 10, 20)
     recorder.clear()
-    ring.add(LEASE, 30, 40)
+    ring.add(Kind.LEASE, 30, 40)
     assert [span.start_ns for span in lane_of(recorder, "worker").spans] == [30]
 
 
@@ -127,8 +127,8 @@ def lane(role: str, *spans: Record) -> dict[str, Any]:
 
 def test_loaders_of_one_program_are_counted_on() -> None:
     def records(number: int) -> dict[str, Any]:
-        batch = Record(BATCH, "", 10 + number, 20 + number, 0, 0, 0, 0, 4)
-        worker = lane("worker", Record(LEASE, "", 5 + number, 9 + number, 0, 0, 0))
+        batch = Record(Kind.BATCH, "", 10 + number, 20 + number, 0, 0, 0, 0, 4)
+        worker = lane("worker", Record(Kind.LEASE, "", 5 + number, 9 + number, 0, 0, 0))
         return {"facts": {"number": number}, "lanes": [lane("main", batch), worker]}
 
     model = make_model(merge_records([records(0), records(1)]))

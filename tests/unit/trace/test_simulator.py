@@ -10,7 +10,7 @@ import pytest
 import traces
 from penstock.errors import BadTrace
 from penstock.trace.model import make_model
-from penstock.trace.record import BATCH, Record
+from penstock.trace.record import Kind, Record
 from penstock.trace.simulator import (
     Cost,
     MeasuredCosts,
@@ -37,7 +37,7 @@ def parts_of(run: SimulatedRun) -> list[Record]:
 
 def deliveries_of(run: SimulatedRun) -> list[Record]:
     """What the training process did, without what it loaded itself."""
-    return [record for record in run.main if record.kind == BATCH]
+    return [record for record in run.main if record.kind == Kind.BATCH]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4, 8])
@@ -80,7 +80,7 @@ def test_batches_are_delivered_in_order_and_all_of_them() -> None:
 def test_without_workers_each_batch_is_loaded_when_it_is_asked_for() -> None:
     run = imagine((Cost(0.004, 0.006),), num_workers=0, step_s=0.01)
     assert run.rate == pytest.approx(4 / 0.05, rel=0.01)
-    loads = [record for record in run.main if record.kind != BATCH]
+    loads = [record for record in run.main if record.kind != Kind.BATCH]
     assert [load.batch for load in loads] == [batch.batch for batch in deliveries_of(run)]
     for load, batch in zip(loads, deliveries_of(run), strict=True):
         assert batch.start_ns == load.start_ns < load.end_ns <= batch.end_ns
