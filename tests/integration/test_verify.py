@@ -18,7 +18,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 import penstock
 from penstock import DataLoader, Verdict
 from penstock.errors import BadArgument
-from penstock.verify.settings import list_settings, taken_by
+from penstock.verify.factory import taken_by
+from penstock.verify.settings import list_settings
 from specimens import Draws, Numbers, Samples, Shards
 
 # Each verdict starts a dozen loaders and programs: minutes in all.

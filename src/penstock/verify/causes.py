@@ -1,4 +1,4 @@
-"""Why do two runs differ? Concluded from further runs, each of which changes one thing.
+"""Finds the likely cause of a difference by further runs, each of which changes one thing.
 
 the reference once more      differs: no setting is to blame (time, id(), nobody's generator)
 the other setting once more  differs: chance decides, the order of arrival
@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from penstock.verify.differences import first_place
+from penstock.verify.differences import first_difference
 from penstock.verify.fresh_process import HASH_SEEDS
 from penstock.verify.hashing import as_array
-from penstock.verify.runs import CannotDelay, Record
+from penstock.verify.runs import CannotDelay, HashedRun
 from penstock.verify.settings import Setting
 from penstock.verify.verdict import Cause
 
-_TAKES_DATA = "from penstock import DataLoader  # DataLoader(..., seed=0)"
+_SEEDED_LOADER = "from penstock import DataLoader  # DataLoader(..., seed=0)"
 _CLOCKS: tuple[Callable[[], float], ...] = (time.time, time.monotonic, time.perf_counter)
 _CLOCK_SCALES = (1.0, 1e3, 1e6, 1e9)
 _RECENT_S = 3600.0
@@ -40,18 +40,18 @@ class Case:
         values: The two values of the field that differs, if it could be found.
         has_own_seed: The loader was given a seed, so the caller's generators do not matter.
         run: Runs a setting again; with another seed of the caller's generators, if given.
-        run_afresh: Runs a setting in a new process with a hash seed.
+        run_in_new_process: Runs a setting in a new process with a hash seed.
     """
 
     reference: Setting
     setting: Setting
-    one: Record
-    other: Record
+    one: HashedRun
+    other: HashedRun
     place: tuple[int, int]
     values: tuple[Any, Any] | None
     has_own_seed: bool = False
-    run: Callable[..., Record]
-    run_afresh: Callable[[Setting, str], Record]
+    run: Callable[..., HashedRun]
+    run_in_new_process: Callable[[Setting, str], HashedRun]
 
 
 def find_cause(case: Case) -> Cause:
@@ -66,7 +66,7 @@ def find_cause(case: Case) -> Cause:
     if case.setting.is_fresh:
         return _cause_in_process(case, look)
     again = case.run(case.reference)
-    if first_place(case.one, again) is not None:
+    if first_difference(case.one, again) is not None:
         return look or _cause_without_seed(case)
     if case.setting.resumed_with is not None:
         return _cause_in_resuming(case)
@@ -77,7 +77,7 @@ def find_cause(case: Case) -> Cause:
 
 
 def _look_at_values(values: tuple[Any, Any] | None) -> Cause | None:
-    """Do the values look like the time, or like addresses?"""
+    """The cause, if the values look like the time, or like addresses."""
     numbers = [_number(value) for value in values or ()]
     if len(numbers) < 2:
         return None
@@ -108,7 +108,7 @@ def _number(value: Any) -> float | None:
 
 
 def _is_fraction(values: tuple[Any, Any] | None) -> bool:
-    """Is this the kind of number that is drawn, and not counted?"""
+    """Whether this is the kind of number that is drawn, and not counted."""
     numbers = [_number(value) for value in values or ()]
     return any(number is not None and number % 1 != 0 for number in numbers)
 
@@ -132,26 +132,22 @@ def _is_address(number: float) -> bool:
 
 
 def _is_repeated(case: Case) -> bool:
-    ours, theirs = (Counter(_rows(record, case.place[0])) for record in (case.one, case.other))
+    ours, theirs = (Counter(run.samples(case.place[0])) for run in (case.one, case.other))
     num_workers = case.setting.arguments.get("num_workers", 0)
     is_more = bool(ours) and sum(theirs.values()) > sum(ours.values())
     return is_more and theirs == Counter({row: num * num_workers for row, num in ours.items()})
 
 
-def _rows(record: Record, epoch: int) -> list[bytes]:
-    return record.rows(epoch) if epoch < len(record.epochs) else []
-
-
 def _cause_in_hashes(case: Case) -> Cause | None:
-    """Do processes differ by their hash seed alone?"""
+    """The cause, if processes differ by their hash seed alone."""
     try:
-        first, second = (case.run_afresh(case.reference, hash_seed) for hash_seed in HASH_SEEDS)
-        if first_place(first, second) is None:
+        first, second = (case.run_in_new_process(case.reference, seed) for seed in HASH_SEEDS)
+        if first_difference(first, second) is None:
             return None
-        again = case.run_afresh(case.reference, HASH_SEEDS[0])
+        again = case.run_in_new_process(case.reference, HASH_SEEDS[0])
     except Exception:
         return None  # the factory cannot be run elsewhere
-    if first_place(first, again) is not None:
+    if first_difference(first, again) is not None:
         return None
     seeds = " and ".join(HASH_SEEDS)
     return Cause(
@@ -183,10 +179,10 @@ def _cause_without_seed(case: Case) -> Cause:
 
 def _are_new_processes_alike(case: Case) -> bool:
     try:
-        first, second = (case.run_afresh(case.reference, HASH_SEEDS[0]) for _ in range(2))
+        first, second = (case.run_in_new_process(case.reference, HASH_SEEDS[0]) for _ in range(2))
     except Exception:
         return False  # the factory cannot be run elsewhere
-    return first_place(first, second) is None
+    return first_difference(first, second) is None
 
 
 def _cause_in_process(case: Case, look: Cause | None) -> Cause:
@@ -204,13 +200,13 @@ def _cause_in_process(case: Case, look: Cause | None) -> Cause:
 
 def _cause_in_resuming(case: Case) -> Cause:
     epoch = case.place[0]
-    ours, theirs = (Counter(_rows(record, epoch)) for record in (case.one, case.other))
+    ours, theirs = (Counter(run.samples(epoch)) for run in (case.one, case.other))
     num_lost, num_doubled = sum((ours - theirs).values()), sum((theirs - ours).values())
     said = f"of {sum(ours.values())} samples, {num_lost} are missing and {num_doubled} are others"
     return Cause(
         code="resume",
         text="state_dict() does not bring back the place, the order or the randomness",
-        cure=_TAKES_DATA,
+        cure=_SEEDED_LOADER,
         evidence=(said,),
     )
 
@@ -221,7 +217,7 @@ def _cause_in_workers(case: Case, look: Cause | None) -> Cause:
     said = f"{case.setting.name}, run once more, " + (
         "is equal to itself" if is_stable else "differs from itself"
     )
-    if Counter(_rows(case.one, epoch)) == Counter(_rows(case.other, epoch)):
+    if Counter(case.one.samples(epoch)) == Counter(case.other.samples(epoch)):
         same = "the epoch has the same samples, in another order"
         if is_stable:
             return Cause(
@@ -250,26 +246,26 @@ def _cause_in_workers(case: Case, look: Cause | None) -> Cause:
 
 
 def _is_stable(case: Case) -> bool:
-    """Is the other setting equal to itself, also when samples take unequal times?"""
+    """Whether the other setting is equal to itself, also when samples take unequal times."""
     for delays in (None, "samples", "consumer", "samples"):
         try:
             again = case.run(replace(case.setting, delays=delays or case.setting.delays))
         except CannotDelay:
             continue
-        if first_place(case.other, again) is not None:
+        if first_difference(case.other, again) is not None:
             return False
     return True
 
 
 def _seeds_or_state(case: Case, said: str) -> Cause:
     reseeded = case.run(case.setting, seed=1)
-    follows_seed = first_place(case.other, reseeded) is not None
+    follows_seed = first_difference(case.other, reseeded) is not None
     if follows_seed or (case.has_own_seed and _is_fraction(case.values)):
         seen = "another seed gives other values" if follows_seed else "they are no whole numbers"
         return Cause(
             code="worker-seeds",
             text="random numbers are drawn from generators that each worker seeds for itself",
-            cure=_TAKES_DATA,
+            cure=_SEEDED_LOADER,
             evidence=(said, seen),
         )
     return Cause(

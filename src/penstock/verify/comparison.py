@@ -1,11 +1,13 @@
-"""Runs a loader under one setting after the other, and says whether its stream is the same."""
+"""Runs a loader under one setting after the other, and compares what it gives.
+
+:func:`verify` is the public ``penstock.verify``.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from penstock.errors import BadArgument
@@ -15,24 +17,21 @@ from penstock.verify.causes import Case, find_cause
 from penstock.verify.differences import (
     describe,
     describe_move,
+    first_difference,
     first_leaf,
-    first_place,
-    first_row,
+    first_sample,
 )
-from penstock.verify.factory import factory_of
-from penstock.verify.fresh_process import CannotLeave, record_afresh
-from penstock.verify.runs import CannotDelay, Extent, Record, capture, record
-from penstock.verify.settings import (
-    Factory,
-    Setting,
-    is_not_taken,
-    list_settings,
-    reason_not_to_spawn,
-    taken_by,
-)
-from penstock.verify.verdict import Cause, Difference, Row, Verdict
+from penstock.verify.factory import Factory, factory_of, is_not_taken, taken_by
+from penstock.verify.fresh_process import NotPicklable, run_in_new_process
+from penstock.verify.runs import CannotDelay, Extent, HashedRun, capture_batch, run_and_hash
+from penstock.verify.settings import Setting, list_settings, reason_not_to_spawn
+from penstock.verify.verdict import Cause, Difference, Row, Verdict, describe_error
 
 WORKERS = (0, 1, 2, 5)
+_NO_WORKERS = (
+    "make_loader does not take num_workers: the loader was run as it is. "
+    "def make_loader(num_workers=0) shows more."
+)
 
 
 def verify(
@@ -45,7 +44,7 @@ def verify(
     new_process: bool = True,
     tell: Callable[[str], None] = lambda setting: None,
 ) -> Verdict:
-    """Does a loader give the same bits whatever loads them? Any loader: ours, torch's, an iterable.
+    """Whether a loader gives the same bits whatever loads them: ours, torch's, or any iterable.
 
     Each run seeds Python's, NumPy's and torch's generators anew, makes a loader, and hashes every
     sample and every batch. The runs differ in the number of workers, pool, start method, prefetch,
@@ -90,10 +89,10 @@ def verify(
     )
     settings = [setting for setting in settings if new_process or not setting.is_fresh]
     extent = Extent(num_epochs=epochs, max_batches=max_batches)
-    return _Trial(factory, takes, settings, extent, tell).run()
+    return _Comparison(factory, takes, settings, extent, tell).run()
 
 
-class _Trial:
+class _Comparison:
     def __init__(
         self,
         factory: Factory,
@@ -110,47 +109,45 @@ class _Trial:
     def run(self) -> Verdict:
         """Run all settings; explain the first that differs."""
         self._tell(self._reference.name)
-        whole = self._run(self._reference)
-        if not whole.num_batches:
+        expected = self._run(self._reference)
+        if not expected.num_batches:
             raise BadArgument(
                 "the loader gave no batch: there is nothing to compare",
                 remedy="a factory whose loader has some samples",
             )
-        self._extent = replace(self._extent, stops=_stops(whole))
-        rows, first = [_row(self._reference, whole, whole)], None
+        self._extent = replace(self._extent, stops=_stops(expected))
+        rows, first = [_row(self._reference, expected, expected)], None
         for setting in self._others:
             self._tell(setting.name)
-            row, found = self._try(setting, whole)
+            row, found = self._try(setting, expected)
             rows.append(row)
             if first is None and found is not None and row.outcome == "differs":
                 first = (setting, found)
         difference = None
         if first is not None:
             self._tell("the cause")
-            difference = self._explain(whole, *first)
+            difference = self._explain(expected, *first)
         notes = () if self._takes("num_workers") else (_NO_WORKERS,)
         return Verdict(rows=tuple(rows), difference=difference, notes=notes)
 
-    def _run(self, setting: Setting, seed: int = 0) -> Record:
+    def _run(self, setting: Setting, seed: int = 0) -> HashedRun:
         extent = replace(self._extent, seed=seed)
         if setting.is_fresh:
-            return record_afresh(self._factory, setting, extent)
-        return record(self._factory, setting, extent)
+            return run_in_new_process(self._factory, setting, extent)
+        return run_and_hash(self._factory, setting, extent)
 
-    def _try(self, setting: Setting, whole: Record) -> tuple[Row, Record | None]:
-        reason = self._not_offered(setting)
-        if reason:
-            return Row(setting=setting.name, outcome="skipped", note=reason), None
-        try:
-            found = self._run(setting)
-        except (CannotLeave, CannotDelay) as error:
-            return Row(setting=setting.name, outcome="skipped", note=str(error)), None
-        except Exception as error:
-            outcome = "skipped" if is_not_taken(error) else "failed"
-            text = (str(error).strip().splitlines() or [""])[0]
-            note = f"{type(error).__name__}: {text}"
-            return Row(setting=setting.name, outcome=outcome, note=note), None
-        return _row(setting, found, whole), found
+    def _try(self, setting: Setting, expected: HashedRun) -> tuple[Row, HashedRun | None]:
+        outcome, note = "skipped", self._not_offered(setting)
+        if not note:
+            try:
+                found = self._run(setting)
+                return _row(setting, found, expected), found
+            except (NotPicklable, CannotDelay) as error:
+                note = str(error)
+            except Exception as error:
+                outcome = "skipped" if is_not_taken(error) else "failed"
+                note = describe_error(error)
+        return Row(setting=setting.name, outcome=outcome, note=note), None
 
     def _not_offered(self, setting: Setting) -> str:
         missing = sorted(name for name in setting.needed if not self._takes(name))
@@ -166,22 +163,22 @@ class _Trial:
                 return "the epoch has one batch"
         return ""
 
-    def _explain(self, whole: Record, setting: Setting, other: Record) -> Difference:
-        place = first_place(whole, other)
-        assert place is not None, "only records that differ are explained"
-        row = first_row(whole, other, place)
-        field, values = self._values(setting, place, row)
-        how, left, right = self._describe(whole, other, place, row, values)
+    def _explain(self, expected: HashedRun, setting: Setting, other: HashedRun) -> Difference:
+        place = first_difference(expected, other)
+        assert place is not None, "only runs that differ are explained"
+        sample = first_sample(expected, other, place)
+        field, values = self._find_field(setting, place, sample)
+        how, left, right = _describe(expected, other, place, sample, values)
         case = Case(
             reference=self._reference,
             setting=setting,
-            one=whole,
+            one=expected,
             other=other,
             place=place,
             values=values,
             has_own_seed=getattr(self._loader, "seed", None) is not None,
             run=self._run,
-            run_afresh=lambda again, hash_seed: record_afresh(
+            run_in_new_process=lambda again, hash_seed: run_in_new_process(
                 self._factory, again, self._extent, hash_seed
             ),
         )
@@ -195,7 +192,7 @@ class _Trial:
             other=setting.name,
             epoch=epoch,
             batch=batch,
-            row=row,
+            row=sample,
             field=field,
             left=left,
             right=right,
@@ -203,56 +200,48 @@ class _Trial:
             cause=cause,
         )
 
-    def _values(
-        self, setting: Setting, place: tuple[int, int], row: int | None
+    def _find_field(
+        self, setting: Setting, place: tuple[int, int], sample: int | None
     ) -> tuple[str, tuple[Any, Any] | None]:
         """The field that differs and its values, from one more run of each."""
-        catch = partial(capture, self._factory, extent=self._extent, place=place)
         # A new process cannot hand its values back; this one shows the field all the same.
+        settings = (self._reference, setting)
         try:
-            found = [catch(self._reference), catch(setting)]
+            found = [capture_batch(self._factory, each, self._extent, place) for each in settings]
         except Exception:
             return "", None
         if any(batch is None for batch in found):
             return "", None
-        if row is not None and all(isinstance(b, list) and row < len(b) for b in found):
-            found = [batch[row] for batch in found]
+        if sample is not None and all(isinstance(b, list) and sample < len(b) for b in found):
+            found = [batch[sample] for batch in found]
         leaf = first_leaf(*found)
         return ("", None) if leaf is None else (leaf[0], (leaf[1], leaf[2]))
 
-    def _describe(
-        self,
-        whole: Record,
-        other: Record,
-        place: tuple[int, int],
-        row: int | None,
-        values: tuple[Any, Any] | None,
-    ) -> tuple[str, str, str]:
-        epoch, number = place
-        counts = [
-            len(record.epochs[epoch]) if epoch < len(record.epochs) else 0
-            for record in (whole, other)
-        ]
-        if number >= min(counts):
-            return "the epoch ends", f"{counts[0]} batches", f"{counts[1]} batches"
-        moved = describe_move(whole, other, place, row)
-        if moved:
-            return moved, "", ""
-        if values is None:
-            return "other bits, which were not seen again", "", ""
-        return describe(*values)
+
+def _describe(
+    expected: HashedRun,
+    other: HashedRun,
+    place: tuple[int, int],
+    sample: int | None,
+    values: tuple[Any, Any] | None,
+) -> tuple[str, str, str]:
+    """(How two runs differ, the one and the other in short)."""
+    epoch, number = place
+    counts = [len(run.batches(epoch)) for run in (expected, other)]
+    if number >= min(counts):
+        return "the epoch ends", f"{counts[0]} batches", f"{counts[1]} batches"
+    moved = describe_move(expected, other, place, sample)
+    if moved:
+        return moved, "", ""
+    if values is None:
+        return "other bits, which were not seen again", "", ""
+    return describe(*values)
 
 
-_NO_WORKERS = (
-    "make_loader does not take num_workers: the loader was run as it is. "
-    "def make_loader(num_workers=0) shows more."
-)
-
-
-def _row(setting: Setting, found: Record, whole: Record) -> Row:
+def _row(setting: Setting, found: HashedRun, expected: HashedRun) -> Row:
     return Row(
         setting=setting.name,
-        outcome="same" if first_place(whole, found) is None else "differs",
+        outcome="same" if first_difference(expected, found) is None else "differs",
         digest=found.digest,
         num_batches=found.num_batches,
         num_samples=found.num_samples,
@@ -260,7 +249,8 @@ def _row(setting: Setting, found: Record, whole: Record) -> Row:
     )
 
 
-def _stops(whole: Record) -> tuple[int, ...]:
+def _stops(expected: HashedRun) -> tuple[int, ...]:
     """After how many batches of each epoch an interrupted run dies: somewhere in the middle."""
     draw = random.Random(0)
-    return tuple(draw.randrange(1, len(epoch)) if len(epoch) > 1 else 0 for epoch in whole.epochs)
+    lengths = [len(epoch) for epoch in expected.epochs]
+    return tuple(draw.randrange(1, length) if length > 1 else 0 for length in lengths)

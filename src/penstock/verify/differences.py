@@ -1,56 +1,53 @@
-"""Where do two runs part, and in what? The first batch, sample and field, and both values."""
+"""Finds the first difference of two runs: batch, sample and field, and both values."""
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from penstock.verify.hashing import as_array, digest, leaves_of
-from penstock.verify.runs import Record
+from penstock.verify.runs import HashedRun
 
 _MAX_SHOWN = 100
 
 
-def first_place(one: Record, other: Record) -> tuple[int, int] | None:
+def first_difference(one: HashedRun, other: HashedRun) -> tuple[int, int] | None:
     """(Epoch, batch) of the first difference; None: the runs are the same."""
     for epoch in range(max(len(one.epochs), len(other.epochs))):
-        ours, theirs = (
-            record.epochs[epoch] if epoch < len(record.epochs) else [] for record in (one, other)
-        )
-        for number in range(max(len(ours), len(theirs))):
-            if number >= min(len(ours), len(theirs)) or ours[number] != theirs[number]:
+        pairs = zip_longest(one.batches(epoch), other.batches(epoch))
+        for number, (mine, theirs) in enumerate(pairs):
+            if mine != theirs:
                 return epoch, number
     return None
 
 
-def first_row(one: Record, other: Record, place: tuple[int, int]) -> int | None:
-    """The sample within the batch at which two runs part; None: not to be told apart."""
+def first_sample(one: HashedRun, other: HashedRun, place: tuple[int, int]) -> int | None:
+    """The first sample within the batch in which two runs differ; None: not to be told apart."""
     epoch, number = place
-    batches = [
-        record.epochs[epoch][number].rows
-        for record in (one, other)
-        if epoch < len(record.epochs) and number < len(record.epochs[epoch])
-    ]
-    if len(batches) < 2 or batches[0] is None or batches[1] is None:
+    batches = [run.batches(epoch)[number : number + 1] for run in (one, other)]
+    if not all(batches):
         return None
-    pairs = zip(*batches, strict=False)  # one batch may be longer
-    found = next((row for row, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
-    shorter = min(len(batches[0]), len(batches[1]))
-    return shorter if found is None and len(batches[0]) != len(batches[1]) else found
+    mine, theirs = (batch.samples for (batch,) in batches)
+    if mine is None or theirs is None:
+        return None
+    pairs = enumerate(zip_longest(mine, theirs))  # one batch may be longer
+    return next((index for index, (left, right) in pairs if left != right), None)
 
 
-def describe_move(one: Record, other: Record, place: tuple[int, int], row: int | None) -> str:
+def describe_move(
+    one: HashedRun, other: HashedRun, place: tuple[int, int], sample: int | None
+) -> str:
     """Where a sample went, if the epoch has the same samples in another order; else nothing."""
     epoch, number = place
-    if row is None or Counter(one.rows(epoch)) != Counter(other.rows(epoch)):
+    if sample is None or Counter(one.samples(epoch)) != Counter(other.samples(epoch)):
         return ""
-    rows = one.epochs[epoch][number].rows
-    sought = rows[row] if rows is not None and row < len(rows) else None
-    for batch_number, batch in enumerate(other.epochs[epoch]):
-        if sought is not None and batch.rows is not None and sought in batch.rows:
-            found = batch.rows.index(sought)
+    samples = one.epochs[epoch][number].samples or ()
+    for batch_number, batch in enumerate(other.batches(epoch)):
+        if sample < len(samples) and samples[sample] in (batch.samples or ()):
+            found = (batch.samples or ()).index(samples[sample])
             return (
                 "the same samples in another order; the one that comes here first comes there in "
                 f"batch {batch_number} as sample {found}"

@@ -1,4 +1,7 @@
-"""A loader as a factory of loaders like it: torch's class and its heirs keep their arguments."""
+"""Factories of the loaders that are compared: which arguments they take, how to make one.
+
+torch's DataLoader and its subclasses keep their arguments, so one of them can be made again.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from penstock.errors import BadArgument
 from penstock.order.samplers import SeededOrder
+
+Factory = Callable[..., Any]
 
 _ORDERING = ("shuffle", "sampler", "batch_sampler", "batch_size", "drop_last")
 
 
-def factory_of(maker: Any) -> Callable[..., Any]:
+def factory_of(maker: Any) -> Factory:
     """``maker`` itself, or, if it is a DataLoader, a function that makes loaders like it.
 
     Example:
@@ -75,3 +81,38 @@ def _generators(loader: Any) -> Callable[[], None]:
             generator.set_state(state)
 
     return restore
+
+
+def taken_by(factory: Factory) -> Callable[[str], bool]:
+    """Whether the factory takes a keyword argument. It takes everything if it has ``**settings``.
+
+    Raises:
+        BadArgument: It is no function, or needs something that nobody gives it.
+    """
+    if not callable(factory):
+        raise BadArgument(
+            f"make_loader is a {type(factory).__name__}: it must be a function that makes a loader",
+            remedy="penstock.verify(lambda **settings: DataLoader(dataset, **settings))",
+        )
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # written in C
+        return lambda name: False
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {name: item for name, item in parameters.items() if item.kind not in variable}
+    needed = [
+        name for name, item in named.items() if item.default is item.empty and name != "num_workers"
+    ]
+    if needed:
+        raise BadArgument(
+            f"make_loader needs {', '.join(needed)}, which nobody gives it",
+            remedy="def make_loader(num_workers=0): ...",
+        )
+    takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+    by_name = {name for name, item in named.items() if item.kind is not item.POSITIONAL_ONLY}
+    return lambda name: takes_all or name in by_name
+
+
+def is_not_taken(error: BaseException) -> bool:
+    """Whether a factory with ``**settings`` handed one on to a loader that does not know it."""
+    return isinstance(error, TypeError) and "unexpected keyword argument" in str(error)

@@ -134,11 +134,11 @@ def as_array(value: Any) -> tuple[str, np.ndarray] | None:
 # -- samples ---------------------------------------------------------------------------------------
 
 
-def rows_of(batch: Any) -> list[Any] | None:
+def samples_of(batch: Any) -> list[Any] | None:
     """The samples of a collated batch; of a list that is none, its items; None: it is one thing.
 
     Example:
-        >>> rows_of({"x": np.array([[1, 2], [3, 4]]), "name": ["a", "b"]})[1]
+        >>> samples_of({"x": np.array([[1, 2], [3, 4]]), "name": ["a", "b"]})[1]
         {'x': array([3, 4]), 'name': 'b'}
     """
     heights = {

@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from penstock.order.global_generators import preserved_generators
-from penstock.verify.hashing import digest, rows_of
-from penstock.verify.settings import Factory, Setting
+from penstock.verify.factory import Factory
+from penstock.verify.hashing import digest, samples_of
+from penstock.verify.settings import Setting
 
 MAX_DELAY_S = 0.004
 NUM_DELAYS = 200
@@ -33,18 +34,18 @@ NUM_DELAYS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    """A batch that was seen: its hash, and those of its samples if it has any."""
+class HashedBatch:
+    """The hash of a batch, and those of its samples; None: it cannot be taken apart."""
 
     whole: bytes
-    rows: tuple[bytes, ...] | None
+    samples: tuple[bytes, ...] | None
 
 
 @dataclass
-class Record:
-    """What a run gave."""
+class HashedRun:
+    """The hashes of all batches of a run, by epoch."""
 
-    epochs: list[list[Batch]] = field(default_factory=list)
+    epochs: list[list[HashedBatch]] = field(default_factory=list)
     took_s: float = 0.0
 
     @property
@@ -58,15 +59,18 @@ class Record:
 
     @property
     def num_samples(self) -> int:
-        return sum(len(rows) for epoch in self.epochs for rows in map(_rows, epoch))
+        return sum(len(self.samples(epoch)) for epoch in range(len(self.epochs)))
 
-    def rows(self, epoch: int) -> list[bytes]:
-        """The hashes of an epoch's samples, in order."""
-        return [row for batch in self.epochs[epoch] for row in _rows(batch)]
+    def batches(self, epoch: int) -> list[HashedBatch]:
+        """The batches of an epoch; none if the run did not come to it."""
+        return self.epochs[epoch] if epoch < len(self.epochs) else []
 
-
-def _rows(batch: Batch) -> tuple[bytes, ...]:
-    return batch.rows if batch.rows is not None else (batch.whole,)
+    def samples(self, epoch: int) -> list[bytes]:
+        """The hashes of an epoch's samples, in order; a batch that is one thing counts as one."""
+        found: list[bytes] = []
+        for batch in self.batches(epoch):
+            found += (batch.whole,) if batch.samples is None else batch.samples
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,40 +89,38 @@ class Extent:
     seed: int = 0
 
 
-def record(factory: Factory, setting: Setting, extent: Extent) -> Record:
+def run_and_hash(factory: Factory, setting: Setting, extent: Extent) -> HashedRun:
     """Run a loader and hash all that it gives."""
-    found, start_s = Record(), time.perf_counter()
-    for epoch, _, batch in walk(factory, setting, extent):
+    found, start_s = HashedRun(), time.perf_counter()
+    for epoch, _, batch in iterate(factory, setting, extent):
         while len(found.epochs) <= epoch:
             found.epochs.append([])
-        rows = rows_of(batch)
-        hashes = None if rows is None else tuple(digest(row) for row in rows)
-        found.epochs[epoch].append(Batch(whole=digest(batch), rows=hashes))
+        samples = samples_of(batch)
+        hashes = None if samples is None else tuple(digest(sample) for sample in samples)
+        found.epochs[epoch].append(HashedBatch(whole=digest(batch), samples=hashes))
     found.took_s = time.perf_counter() - start_s
     return found
 
 
-def capture(factory: Factory, setting: Setting, extent: Extent, place: tuple[int, int]) -> Any:
+def capture_batch(
+    factory: Factory, setting: Setting, extent: Extent, place: tuple[int, int]
+) -> Any:
     """The batch at ``place`` (epoch, number) of a new run, or None if it has none there."""
-    for epoch, number, batch in walk(factory, setting, extent):
+    for epoch, number, batch in iterate(factory, setting, extent):
         if (epoch, number) == place:
-            return pickle.loads(pickle.dumps(_plain(batch)))  # shares nothing with the loader
+            samples = samples_of(batch)  # plain lists: the batch's classes may not be picklable
+            plain = batch if samples is None else samples
+            return pickle.loads(pickle.dumps(plain))  # shares nothing with the loader
     return None
 
 
-def _plain(batch: Any) -> Any:
-    """Lists and arrays instead of classes that may not be picklable."""
-    rows = rows_of(batch)
-    return batch if rows is None else rows
-
-
-def walk(factory: Factory, setting: Setting, extent: Extent) -> Iterator[tuple[int, int, Any]]:
-    """(Epoch, number, batch) of a run. What it started is over when the walk is."""
+def iterate(factory: Factory, setting: Setting, extent: Extent) -> Iterator[tuple[int, int, Any]]:
+    """(Epoch, number, batch) of a run. All that it started has ended when the iterator has."""
     with _generators_at(extent.seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the same ones with each setting, and not the question
         run = _Run(factory, setting, extent)
         try:
-            yield from run.walk()
+            yield from run.iterate()
         finally:
             run.close()
 
@@ -131,7 +133,7 @@ class _Run:
         if setting.delays == "samples":
             _delay_samples(self._loader)
 
-    def walk(self) -> Iterator[tuple[int, int, Any]]:
+    def iterate(self) -> Iterator[tuple[int, int, Any]]:
         for epoch in range(self._extent.num_epochs):
             self._batches, number = iter(self._loader), 0
             stop = self._stop_in(epoch)

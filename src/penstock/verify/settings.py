@@ -1,17 +1,12 @@
-"""Under which settings is a loader run, and which of them does its factory take?"""
+"""The settings under which a loader is run and compared."""
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from penstock.errors import BadArgument
-
-Factory = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +94,7 @@ def _start_methods() -> list[str]:
 
 
 def reason_not_to_spawn(loader: Any) -> str:
-    """Would a spawned worker run the user's script once more, with whatever it trains?
+    """Why spawned workers would run the user's script once more, with whatever it trains.
 
     Penstock's own workers never do; torch's do, and rely on a guard in the script.
     """
@@ -112,45 +107,3 @@ def reason_not_to_spawn(loader: Any) -> str:
     except OSError:
         return ""  # nothing that could be run
     return "" if is_guarded else f"each worker would run {path} again: it has no main guard"
-
-
-def taken_by(factory: Factory) -> Callable[[str], bool]:
-    """Which keyword arguments does the factory take? Everything, if it has ``**settings``.
-
-    Raises:
-        BadArgument: It is no function, or needs something that nobody gives it.
-    """
-    if not callable(factory):
-        raise BadArgument(
-            f"make_loader is a {type(factory).__name__}: it must be a function that makes a loader",
-            remedy="penstock.verify(lambda **settings: DataLoader(dataset, **settings))",
-        )
-    try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # written in C
-        return lambda name: False
-    kinds = inspect.Parameter
-    by_name = {
-        name
-        for name, item in parameters.items()
-        if item.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-    }
-    needed = [
-        name
-        for name, item in parameters.items()
-        if item.default is item.empty
-        and item.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
-        and name != "num_workers"
-    ]
-    if needed:
-        raise BadArgument(
-            f"make_loader needs {', '.join(needed)}, which nobody gives it",
-            remedy="def make_loader(num_workers=0): ...",
-        )
-    takes_all = any(item.kind is kinds.VAR_KEYWORD for item in parameters.values())
-    return lambda name: takes_all or name in by_name
-
-
-def is_not_taken(error: BaseException) -> bool:
-    """Did a factory with ``**settings`` hand one on to a loader that does not know it?"""
-    return isinstance(error, TypeError) and "unexpected keyword argument" in str(error)

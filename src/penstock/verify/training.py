@@ -1,4 +1,4 @@
-"""Is the same small training twice equal to the last bit on this machine, and if not, where not?
+"""Checks that the same small training twice is equal to the last bit on this machine.
 
     seeds -> model and data -> forward, backward, step, forward, ...    every tensor hashed
     seeds -> model and data -> forward, backward, step, forward, ...    again; compared in order
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 
 from penstock.order.seeding import seeded
 from penstock.verify.hashing import digest
-from penstock.verify.verdict import Row, Verdict
+from penstock.verify.verdict import Row, Verdict, describe_error
 
 NUM_STEPS = 8
 NUM_SAMPLES = 16
@@ -80,8 +81,7 @@ def _compare(device: Device, mode: str, is_deterministic: bool) -> Row:
     try:
         first, second = (train(device.kind, is_deterministic) for _ in range(2))
     except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0]
-        return Row(setting=setting, outcome="failed", note=f"{type(error).__name__}: {text}")
+        return Row(setting=setting, outcome="failed", note=describe_error(error))
     where = first_difference(first, second)
     return Row(
         setting=setting,
@@ -125,67 +125,42 @@ def train(kind: str, is_deterministic: bool) -> Trace:
     from torch.nn import functional
 
     trace: Trace = []
+    step = 0
+
+    def note(name: str, value: Any) -> None:
+        trace.append((f"step {step}, {name}", digest(value)))
+
+    def note_outputs(name: str, layer: Any) -> None:
+        layer.register_forward_hook(
+            lambda _layer, _inputs, output: note(f"the output of {name}", output)
+        )
+
     # Some torch versions warn that an operation has no repeatable form before they raise.
     with seeded(0, deterministic=is_deterministic), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = _make_model().to(kind)
-        _watch(model, trace)
+        for name, layer in model.named_children():
+            note_outputs(name, layer)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         numbers = np.random.RandomState(0)  # the data is no matter of torch's
-        for step in range(NUM_STEPS):
+        for step in range(NUM_STEPS):  # noqa: B007 - note() reads it
             images = numbers.standard_normal((NUM_SAMPLES, 3, 32, 32)).astype(np.float32)
             labels = numbers.randint(0, NUM_CLASSES, NUM_SAMPLES)
-            _STEP[0] = step
             optimizer.zero_grad()
             output = model(torch.from_numpy(images).to(kind))
             loss = functional.cross_entropy(output, torch.from_numpy(labels).to(kind))
-            trace.append((f"step {step}, the loss", digest(loss)))
+            note("the loss", loss)
             loss.backward()  # type: ignore[no-untyped-call]
             parameters = list(model.named_parameters())
             for name, weight in reversed(parameters):  # backward comes to the last layer first
-                trace.append((f"step {step}, the gradient of {name}", digest(weight.grad)))
+                note(f"the gradient of {name}", weight.grad)
             optimizer.step()
             for name, weight in parameters:
-                trace.append((f"step {step}, the new {name}", digest(weight)))
+                note(f"the new {name}", weight)
     return trace
 
 
-_STEP = [0]
-"""The step that the hooks are in."""
-
-
-def _watch(model: Any, trace: Trace) -> None:
-    for name, layer in model.named_children():
-
-        def note(_layer: Any, _inputs: Any, output: Any, name: str = name) -> None:
-            trace.append((f"step {_STEP[0]}, the output of {name}", digest(output)))
-
-        layer.register_forward_hook(note)
-
-
 def _make_model() -> Any:
-    from collections import OrderedDict
-
-    from torch import nn
-
-    return nn.Sequential(
-        OrderedDict(
-            [
-                ("convolution", nn.Conv2d(3, 16, 3, padding=1)),
-                ("normalisation", nn.BatchNorm2d(16)),
-                ("activation", nn.ReLU()),
-                ("pooling", nn.MaxPool2d(2)),
-                ("depthwise", nn.Conv2d(16, 16, 3, padding=1, groups=16)),
-                ("resize", nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False)),
-                ("second_convolution", nn.Conv2d(16, 32, 3, stride=2)),
-                ("index_add", _make_index_add()),
-                ("linear", nn.Linear(64, NUM_CLASSES)),
-            ]
-        )
-    )
-
-
-def _make_index_add() -> Any:
     import torch
     from torch import nn
 
@@ -197,4 +172,15 @@ def _make_index_add() -> Any:
             bins = torch.arange(flat.shape[1], device=flat.device) * 7919 % 64
             return torch.zeros(len(flat), 64, device=flat.device).index_add(1, bins, flat) / 50
 
-    return IndexAdd()
+    layers = {
+        "convolution": nn.Conv2d(3, 16, 3, padding=1),
+        "normalisation": nn.BatchNorm2d(16),
+        "activation": nn.ReLU(),
+        "pooling": nn.MaxPool2d(2),
+        "depthwise": nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        "resize": nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False),
+        "second_convolution": nn.Conv2d(16, 32, 3, stride=2),
+        "index_add": IndexAdd(),
+        "linear": nn.Linear(64, NUM_CLASSES),
+    }
+    return nn.Sequential(OrderedDict(layers))

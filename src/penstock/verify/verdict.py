@@ -1,4 +1,4 @@
-"""The answer: one row for each setting, and the first difference with its likely cause."""
+"""The result of a check: one row for each setting, and the first difference with its cause."""
 
 from __future__ import annotations
 
@@ -141,6 +141,17 @@ class Verdict:
         else:
             lines.append("No difference was found, but not every setting could be run.")
         return "\n".join(lines)
+
+
+def describe_error(error: Exception) -> str:
+    """The class and the first line of an exception, for a row's note.
+
+    Example:
+        >>> describe_error(ValueError("no such file"))
+        'ValueError: no such file'
+    """
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}"
 
 
 def _table(rows: tuple[Row, ...]) -> list[str]:

@@ -12,22 +12,22 @@ import torch
 from penstock.verify.differences import (
     describe,
     describe_move,
+    first_difference,
     first_leaf,
-    first_place,
-    first_row,
+    first_sample,
 )
-from penstock.verify.runs import Batch, Record
+from penstock.verify.runs import HashedBatch, HashedRun
 from penstock.verify.verdict import Cause, Difference, Row, Verdict
 
 pytestmark = pytest.mark.legacy
 
 
-def run_of(*epochs: list[str]) -> Record:
+def run_of(*epochs: list[str]) -> HashedRun:
     """A record whose batches are words and whose samples are letters."""
-    return Record(
+    return HashedRun(
         epochs=[
             [
-                Batch(whole=word.encode(), rows=tuple(letter.encode() for letter in word))
+                HashedBatch(whole=word.encode(), samples=tuple(letter.encode() for letter in word))
                 for word in epoch
             ]
             for epoch in epochs
@@ -46,18 +46,18 @@ def run_of(*epochs: list[str]) -> Record:
     ],
 )
 def test_the_first_batch_that_differs(one: Any, other: Any, place: Any) -> None:
-    assert first_place(run_of(*one), run_of(*other)) == place
+    assert first_difference(run_of(*one), run_of(*other)) == place
 
 
 @pytest.mark.parametrize(
     ("one", "other", "row"), [("abc", "axc", 1), ("abc", "ab", 2), ("abc", "abc", None)]
 )
 def test_the_first_sample_that_differs(one: str, other: str, row: int | None) -> None:
-    assert first_row(run_of([one]), run_of([other]), (0, 0)) == row
+    assert first_sample(run_of([one]), run_of([other]), (0, 0)) == row
 
 
 def test_a_batch_that_only_one_run_has_is_not_taken_apart() -> None:
-    assert first_row(run_of(["ab"]), run_of(["ab", "cd"]), (0, 1)) is None
+    assert first_sample(run_of(["ab"]), run_of(["ab", "cd"]), (0, 1)) is None
 
 
 def test_a_move_says_where_the_sample_went() -> None:

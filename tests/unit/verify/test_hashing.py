@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.verify.hashing import digest, leaves_of, rows_of
+from penstock.verify.hashing import digest, leaves_of, samples_of
 
 pytestmark = pytest.mark.legacy
 
@@ -19,7 +19,7 @@ Pair = collections.namedtuple("Pair", "x y")
 
 
 @dataclasses.dataclass
-class Record:
+class HashedRun:
     x: Any
     y: Any
 
@@ -56,7 +56,7 @@ DIFFERENT: list[Any] = [
     {"b": 2, "a": 1},
     {1, 2},
     Pair(1, 2),
-    Record(1, 2),
+    HashedRun(1, 2),
     Plain(1),
     Plain(2),
     torch.tensor(1),
@@ -129,7 +129,7 @@ def test_the_hash_is_the_same_everywhere() -> None:
 
 def test_a_collated_batch_is_taken_apart() -> None:
     batch = [torch.arange(6).reshape(3, 2), {"y": torch.arange(3), "name": ["a", "b", "c"]}]
-    rows = rows_of(batch)
+    rows = samples_of(batch)
     assert rows is not None
     assert len(rows) == 3
     assert digest(rows[1]) == digest([torch.tensor([2, 3]), {"y": torch.tensor(1), "name": "b"}])
@@ -146,17 +146,17 @@ def test_a_collated_batch_is_taken_apart() -> None:
         ("text", None),
         (5, None),
         (Pair(torch.zeros(2), torch.zeros(2, 3)), 2),
-        (Record(torch.zeros(2), ["a", "b"]), 2),
+        (HashedRun(torch.zeros(2), ["a", "b"]), 2),
         ({"x": 1}, None),
     ],
 )
 def test_how_many_samples_a_batch_has(batch: Any, count: int | None) -> None:
-    rows = rows_of(batch)
+    rows = samples_of(batch)
     assert (None if rows is None else len(rows)) == count
 
 
 def test_paths_are_written_as_one_would() -> None:
-    value = {"a": [1, Pair(2, Record(3, 4))]}
+    value = {"a": [1, Pair(2, HashedRun(3, 4))]}
     assert [path for path, _ in leaves_of(value)] == [
         "['a'][0]",
         "['a'][1].x",
