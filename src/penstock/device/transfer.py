@@ -63,7 +63,7 @@ class DeviceTransfer:
         """What notes when a GPU copies and computes; None: there is none, or nothing is noted."""
         if recorder.ring is None or not (torch.version.cuda or torch.version.hip):
             return None
-        return GpuWatch(recorder.on_device, is_asked=recorder.keeps_all)
+        return GpuWatch(recorder.record_device, is_asked=recorder.keeps_all)
 
 
 def resolve(device: torch.device) -> torch.device:

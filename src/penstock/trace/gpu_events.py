@@ -55,7 +55,7 @@ class GpuWatch:
     """Records copies and steps of one loader.
 
     Args:
-        note: Takes what was seen; see :meth:`penstock.trace.recorder.Recorder.on_device`.
+        note: Takes what was seen; see :meth:`penstock.trace.recorder.Recorder.record_device`.
         is_asked: A trace was asked for: every batch is watched, however fast they come.
     """
 

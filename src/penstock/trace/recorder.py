@@ -32,7 +32,7 @@ from penstock.trace.record import (
     process_ring,
     read_ring,
 )
-from penstock.trace.worker_recorder import memory_and_faults, next_look_ns, ring_of
+from penstock.trace.worker_recorder import memory_and_faults, next_look_ns
 
 LOOK_NS = 200_000_000
 """How often rings are read where a trace was asked for."""
@@ -98,13 +98,11 @@ class ProcessRecords:
 class WorkerRings:
     """The rings of the workers of one pool."""
 
-    def __init__(self, cells: memoryview, ring_bytes: int, num_workers: int) -> None:
+    def __init__(self, rings: list[memoryview]) -> None:
         self.pass_offset = 0
         self.workers = [
-            ProcessRecords(
-                f"worker {worker}", "worker", ring_of(cells, worker, ring_bytes), number=worker
-            )
-            for worker in range(num_workers)
+            ProcessRecords(f"worker {worker}", "worker", ring, number=worker)
+            for worker, ring in enumerate(rings)
         ]
 
     def read(self, *, is_last: bool = False) -> None:
@@ -149,16 +147,16 @@ class Recorder:
 
     # -- from the engine -------------------------------------------------------------------------
 
-    def hire(self, cells: memoryview, ring_bytes: int, num_workers: int) -> WorkerRings | None:
-        """A pool of workers begins. Pairs with :meth:`dismiss`."""
-        if not ring_bytes:
+    def add_pool(self, rings: list[memoryview]) -> WorkerRings | None:
+        """Read the rings of a pool of workers from now on. Pairs with :meth:`remove_pool`."""
+        if not rings:
             return None
-        worker_rings = WorkerRings(cells, ring_bytes, num_workers)
+        worker_rings = WorkerRings(rings)
         with self._lock:
             self._pools.append(worker_rings)
         return worker_rings
 
-    def dismiss(self, worker_rings: WorkerRings | None) -> None:
+    def remove_pool(self, worker_rings: WorkerRings | None) -> None:
         """A pool has ended: keep what its workers noted, and let go of its memory."""
         with self._lock:
             if worker_rings is None or worker_rings not in self._pools:
@@ -169,30 +167,30 @@ class Recorder:
             while sum(len(worker.records) for worker in self._ended) > self._max_kept:
                 self._ended.pop(0)
 
-    def launched(self, start_ns: int, num_workers: int) -> None:
+    def record_launch(self, start_ns: int, num_workers: int) -> None:
         """Workers were asked for; they come up meanwhile."""
         if self.ring is not None:
             self.ring.add(Kind.LAUNCH, start_ns, now_ns(), self._num_passes, a=num_workers)
 
-    def begin_pass(self, worker_rings: WorkerRings | None, epoch: int) -> None:
+    def begin_epoch(self, worker_rings: WorkerRings | None, epoch: int) -> None:
         """An epoch begins; ``epoch``: its number since this pool began."""
         if worker_rings is not None and epoch == 0:
             worker_rings.pass_offset = self._num_passes
         self._place = (self._num_passes, -1, 0)
         self._num_passes += 1
 
-    def begin_batch(self) -> int:
+    def record_request(self) -> int:
         """Record a request for a batch; returns its time."""
         self._waited_ns = self._taken_ns = 0
         start_ns = now_ns()
         self._is_close = start_ns > self._next_look_ns
         return start_ns
 
-    def waited(self, started: float) -> None:
+    def add_wait(self, started: float) -> None:
         """A batch was waited for since ``started`` (time.monotonic)."""
         self._waited_ns += int((time.monotonic() - started) * 1e9)
 
-    def deliver(
+    def record_delivery(
         self, epoch: int, batch: int, rows: int, worker_rings: WorkerRings | None, jobs: Any
     ) -> None:
         """A batch is about to be handed out; ``jobs``: those under way."""
@@ -202,11 +200,11 @@ class Recorder:
             others = sum(job.is_done for job in jobs.values()) - 1  # beside this one
             self._num_ready = min(max(0, others), 65535)
 
-    def taken(self, started_ns: int) -> None:
+    def add_prefetch(self, started_ns: int) -> None:
         """A device prefetcher has been given a batch, which was loaded since ``started_ns``."""
         self._taken_ns += now_ns() - started_ns
 
-    def end_batch(
+    def record_batch(
         self, start_ns: int, returned_ns: int, batch: int, *, has_prefetcher: bool
     ) -> int:
         """A batch is handed out; returns the time. ``returned_ns``: when the one before it was."""
@@ -225,11 +223,11 @@ class Recorder:
             self._look(ring, end_ns)
         return end_ns
 
-    def end_pass(self) -> None:
+    def end_epoch(self) -> None:
         """The epoch is over."""
         self.on_end()
 
-    def load_inline(self, start_ns: int, cpu_ns: int, rows: int, batch: int) -> None:
+    def record_inline_load(self, start_ns: int, cpu_ns: int, rows: int, batch: int) -> None:
         """This process itself has loaded a batch."""
         if self.ring is not None:
             pass_ = self._place[0]
@@ -237,7 +235,7 @@ class Recorder:
             self._place = (pass_, batch, rows)
             self.ring.add(Kind.LEASE, start_ns, now_ns(), pass_, batch, 0, rows, cpu_ns, -1, -1)
 
-    def on_device(
+    def record_device(
         self, kind: int, start_ns: int, end_ns: int, *, batch: int = -1, num_bytes: int = 0
     ) -> None:
         """The device copied a batch (``COPY``) or computed (``GPU``) from then to then.
@@ -249,7 +247,7 @@ class Recorder:
         if self.ring is not None:
             self.ring.add(kind, start_ns, end_ns, self._place[0], batch, a=num_bytes)
 
-    def refuse(self, num_held: int) -> None:
+    def record_no_slot(self, num_held: int) -> None:
         """There was no slot for another batch."""
         if self.ring is not None:
             at_ns = now_ns()

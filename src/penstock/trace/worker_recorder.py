@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 
-from penstock.engine.memory.messages import CONTROL_BYTES, Lease, WorkerTask
 from penstock.machine.host import queued_s
 from penstock.trace.record import NO_PLACE, Kind, RecordRing, enter_process, enter_thread, now_ns
 from penstock.trace.transform_spans import trace_steps
@@ -30,26 +29,27 @@ def next_look_ns(at_ns: int, num_looks: int) -> int:
     return at_ns + (CLOSE_LOOK_NS if num_looks < EARLY_LOOKS else LATER_LOOK_NS)
 
 
-def ring_of(cells: memoryview, worker: int, ring_bytes: int) -> memoryview:
-    """A worker's ring: the rings lie behind the control page, one after the other."""
-    first = (CONTROL_BYTES + worker * ring_bytes) // 8
-    return cells[first : first + ring_bytes // 8].cast("B")
-
-
 class WorkerRecorder:
     """Notes what one worker does.
 
     Args:
-        cells: The control page and what lies behind it.
+        ring: Its part of the shared file; None: nothing is recorded.
+        traces_samples: Record each sample, too.
+        traces_steps: Record each transform of torchvision's ``Compose``.
         is_thread: Of the user's process, and not a process of its own.
     """
 
     def __init__(
-        self, cells: memoryview, worker: int, task: WorkerTask, *, is_thread: bool
+        self,
+        ring: memoryview | None,
+        *,
+        traces_samples: bool,
+        traces_steps: bool,
+        is_thread: bool,
     ) -> None:
         self._ring: RecordRing | None = None
-        self._per_sample = task.traces_samples
-        self._traces_steps = task.traces_steps
+        self._per_sample = traces_samples
+        self._traces_steps = traces_steps
         self._is_thread = is_thread
         self._next_look_ns = self._start_ns = self._cpu_ns = self._inside_ns = 0
         self._number = self._num_looks = 0
@@ -57,8 +57,8 @@ class WorkerRecorder:
         self._is_close = False
         self._position = 0
         self._process = psutil.Process() if not is_thread else None
-        if task.ring_bytes:
-            self._ring = RecordRing(ring_of(cells, worker, task.ring_bytes))
+        if ring is not None:
+            self._ring = RecordRing(ring)
             self._ring.add(Kind.START, now_ns(), now_ns(), a=os.getpid())
 
     def enter(self) -> None:
@@ -70,7 +70,7 @@ class WorkerRecorder:
         else:
             enter_process(self._ring)
 
-    def begin(self, lease: Lease) -> None:
+    def begin(self, lease: Any) -> None:
         """A lease is about to be served. Small parts take 40 microseconds: this must be quick."""
         self._start_ns = start_ns = now_ns()
         ring = self._ring

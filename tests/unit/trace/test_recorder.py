@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.memory.messages import CONTROL_BYTES
+from penstock.engine.memory.messages import CONTROL_BYTES, trace_rings
 from penstock.trace import recorder as recorder_module
 from penstock.trace.model import make_model
 from penstock.trace.record import RING_BYTES, Kind, Record, RecordRing
 from penstock.trace.recorder import ProcessRecords, Recorder, merge_records
-from penstock.trace.worker_recorder import ring_of
 
 pytestmark = pytest.mark.legacy
 
@@ -20,8 +19,8 @@ pytestmark = pytest.mark.legacy
 def make_pool(recorder: Recorder, num_workers: int = 1) -> tuple[Any, list[RecordRing]]:
     """A pool of workers in memory of this process, and the rings that they write."""
     cells = memoryview(bytearray(CONTROL_BYTES + num_workers * RING_BYTES)).cast("q")
-    rings = [RecordRing(ring_of(cells, worker, RING_BYTES)) for worker in range(num_workers)]
-    return recorder.hire(cells, RING_BYTES, num_workers), rings
+    rings = trace_rings(cells, num_workers, RING_BYTES)
+    return recorder.add_pool(rings), [RecordRing(ring) for ring in rings]
 
 
 def lane_of(recorder: Recorder, role: str) -> Any:
@@ -58,8 +57,8 @@ def test_a_pool_that_has_ended_leaves_its_records_ended_or_not() -> None:
     pool, (ring,) = make_pool(recorder)
     ring.add(Kind.LEASE, 10, 20)
     ring.add(Kind.LEASE, 30, 0)
-    recorder.dismiss(pool)
-    recorder.dismiss(pool)
+    recorder.remove_pool(pool)
+    recorder.remove_pool(pool)
     assert [span.end_ns for span in lane_of(recorder, "worker").spans] == [20, 0]
 
 
@@ -69,7 +68,7 @@ def test_epochs_are_counted_on_from_pool_to_pool() -> None:
         pool, (ring,) = make_pool(recorder)
         recorder.begin_pass(pool, 0)
         ring.add(Kind.LEASE, 10, 20, pass_=0)
-        recorder.dismiss(pool)
+        recorder.remove_pool(pool)
     lanes = [lane for lane in recorder.records()["lanes"] if lane["role"] == "worker"]
     assert [span.pass_ for lane in lanes for span in lane["spans"]] == [0, 1]
 
@@ -88,15 +87,15 @@ def test_a_batch_is_recorded_with_what_was_waited_for_and_brought_to_the_device(
 
 def test_one_that_is_off_takes_all_calls_and_records_nothing() -> None:
     recorder = Recorder()
-    assert recorder.hire(memoryview(b""), 0, 2) is None
-    recorder.begin_pass(None, 0)
-    recorder.launched(1, 2)
-    start_ns = recorder.begin_batch()
-    recorder.deliver(0, 0, 4, None, {})
-    recorder.end_batch(start_ns, 0, 0, has_prefetcher=False)
-    recorder.refuse(1)
-    recorder.end_pass()
-    recorder.dismiss(None)
+    assert recorder.add_pool([]) is None
+    recorder.begin_epoch(None, 0)
+    recorder.record_launch(1, 2)
+    start_ns = recorder.record_request()
+    recorder.record_delivery(0, 0, 4, None, {})
+    recorder.record_batch(start_ns, 0, 0, has_prefetcher=False)
+    recorder.record_no_slot(1)
+    recorder.end_epoch()
+    recorder.remove_pool(None)
     assert recorder.recent() == []
     assert [lane["spans"] for lane in recorder.records()["lanes"]] == [[]]
 

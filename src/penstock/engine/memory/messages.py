@@ -31,6 +31,13 @@ def control_bytes(num_workers: int, ring_bytes: int) -> int:
     return CONTROL_BYTES + num_workers * ring_bytes
 
 
+def trace_rings(cells: memoryview, num_workers: int, ring_bytes: int) -> list[memoryview]:
+    """The memory where each worker records what it does; none where nothing is recorded."""
+    first, size = CONTROL_BYTES // 8, ring_bytes // 8
+    starts = range(first, first + num_workers * size, size) if size else ()
+    return [cells[start : start + size].cast("B") for start in starts]
+
+
 def position_cell(worker: int) -> int:
     """The control cell where a worker notes the position that it is loading (or NOTHING).
 

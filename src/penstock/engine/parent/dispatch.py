@@ -16,7 +16,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.engine.loading.bad_samples import poison_among
-from penstock.engine.memory.messages import EPOCH_CELL, Lease, NewEpoch, Reply, WorkerTask
+from penstock.engine.memory.messages import (
+    EPOCH_CELL,
+    Lease,
+    NewEpoch,
+    Reply,
+    WorkerTask,
+    trace_rings,
+)
 from penstock.engine.memory.ring import Ring, Slot
 from penstock.engine.parent.context import EpochPass, LoadContext
 from penstock.engine.parent.crash_report import WorkerFault
@@ -61,7 +68,9 @@ class Dispatcher:
         self._in_order = context.settings.in_order
         self._timeout_s = context.timeout_s
         self._num_workers = len(pool.processes)
-        self._worker_rings = self._recorder.hire(cells, task.ring_bytes, self._num_workers)
+        self._worker_rings = self._recorder.add_pool(
+            trace_rings(cells, self._num_workers, task.ring_bytes)
+        )
         self._depth = PrefetchDepth(context.settings.prefetch_factor, self._num_workers)
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
         self._lease_queue = LeaseQueue(self._num_workers, in_turn=not task.per_sample)
@@ -97,7 +106,7 @@ class Dispatcher:
         for the loader's epoch.
         """
         self.epoch += 1
-        self._recorder.begin_pass(self._worker_rings, self.epoch)
+        self._recorder.begin_epoch(self._worker_rings, self.epoch)
         self._key_epoch, self._position_of = self._epoch_state.key_epoch, epoch.position_of
         self._cells[EPOCH_CELL] = self.epoch
         for key in [key for key, job in self._jobs.items() if job.is_done]:
@@ -134,7 +143,7 @@ class Dispatcher:
                     if job.bad:
                         self._faults.record(job.bad)
                     continue
-                self._recorder.waited(started)
+                self._recorder.add_wait(started)
                 return self._deliver(job)
             if not self._num_open:
                 if self._sampler_error is not None:
@@ -168,7 +177,7 @@ class Dispatcher:
         while room > 0 and self._has_more and self._lease_queue.has_active:
             slot = self.ring.take_if_any()
             if slot is None:
-                self._recorder.refuse(self.ring.num_slots)
+                self._recorder.record_no_slot(self.ring.num_slots)
                 if must and not self._num_open:
                     self.ring.take()  # says what there is no room for
                 break  # slots of batches under way will come back
@@ -363,7 +372,9 @@ class Dispatcher:
             self._close_job(job)
             self._lease()
             raise
-        self._recorder.deliver(job.epoch, job.number, job.rows, self._worker_rings, self._jobs)
+        self._recorder.record_delivery(
+            job.epoch, job.number, job.rows, self._worker_rings, self._jobs
+        )
         self.ring.has_lent_pinned = False
         batch, keep_slot = job.open(self.ring)
         state = job.replies[0].state
@@ -376,7 +387,7 @@ class Dispatcher:
     def close(self) -> None:
         """Stop the workers and let go of the memory. Batches that the user holds stay valid."""
         self.pool.stop()
-        self._recorder.dismiss(self._worker_rings)
+        self._recorder.remove_pool(self._worker_rings)
         self._jobs.clear()
         self._num_open, self._has_more = 0, False
         self.ring.close()

@@ -105,7 +105,7 @@ class InlineProducer:
         self.place = epoch.place
         """Samples of the epoch that were loaded."""
         self._num_batches = 0
-        self._context.parts.recorder.begin_pass(None, 0)
+        self._context.parts.recorder.begin_epoch(None, 0)
         if self._randomness is not None:
             assert self._collate_randomness is not None
             self._randomness.begin(self._epoch_state.key_epoch)
@@ -153,7 +153,7 @@ class InlineProducer:
                 raise
             num_loaded, number = self.place - place, self._num_batches
             self._num_batches += 1
-            self._context.parts.recorder.load_inline(start_ns, cpu_ns, num_loaded, number)
+            self._context.parts.recorder.record_inline_load(start_ns, cpu_ns, num_loaded, number)
             self._record_bad()
             return batch, self._ring is not None and self._ring.has_lent_pinned
 

@@ -116,7 +116,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         recorder, watch = self._parts.recorder, self._watch
-        start_ns = recorder.begin_batch()
+        start_ns = recorder.record_request()
         if watch is not None:
             watch.end_step()
         # torch's own __next__ marks the batch for its profiler and warns about
@@ -136,10 +136,10 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             if watch is not None:
                 watch.end_pass()
             self._parts.faults.end_epoch(self._num_yielded)
-            recorder.end_pass()
+            recorder.end_epoch()
             raise
         self._progress.count(1)
-        self._returned_ns = recorder.end_batch(
+        self._returned_ns = recorder.record_batch(
             start_ns,
             self._returned_ns,
             self._num_yielded - 1,
@@ -168,7 +168,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
     def _take(self) -> tuple[Any, list[Effect]]:
         start_ns = now_ns()
         batch = self._next_batch()
-        self._parts.recorder.taken(start_ns)
+        self._parts.recorder.add_prefetch(start_ns)
         return batch, self._progress.take_pending()
 
     def _next_batch(self) -> Any:

@@ -73,7 +73,7 @@ class WorkerProducer:
             context=context,
             can_split=self._can_split(task),
         )
-        recorder.launched(start_ns, settings.num_workers)
+        recorder.record_launch(start_ns, settings.num_workers)
 
     def _can_split(self, task: WorkerTask) -> bool:
         """May one batch be filled by several workers?"""

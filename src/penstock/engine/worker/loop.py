@@ -41,6 +41,7 @@ from penstock.engine.memory.messages import (
     Reply,
     ResumeStream,
     WorkerTask,
+    trace_rings,
 )
 from penstock.engine.pickling.exceptions import describe
 from penstock.engine.worker.connection import Connection
@@ -86,7 +87,13 @@ class WorkerLoop:
         self._collate = objects["collate_fn"]
         self._connection = connection
         self._status = WorkerStatus(cells, number, has_limit=task.has_limit)
-        self._recorder = WorkerRecorder(cells, number, task, is_thread=is_thread)
+        rings = trace_rings(cells, number + 1, task.ring_bytes)
+        self._recorder = WorkerRecorder(
+            rings[number] if rings else None,
+            traces_samples=task.traces_samples,
+            traces_steps=task.traces_steps,
+            is_thread=is_thread,
+        )
         self._generator_lock = generator_lock
         self._guard: Callable[[], Any] = nullcontext if generator_lock is None else self._alone
         # sys.exit ends a worker process, which is seen; a thread must say so itself.
