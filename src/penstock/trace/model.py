@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.trace.record import Kind, Record
+from penstock.trace.record import NUM_KINDS, Kind, Record
 
 WORDS = {
     "fetch": "loading samples",
@@ -33,10 +33,10 @@ WORDS = {
     "user": "your own span",
 }
 """Every kind of span that is drawn, in words."""
-_INNER: dict[int, str] = {Kind.USER: "user", Kind.SAMPLE: "sample", Kind.TRANSFORM: "transform"}
+_INNER = {Kind.USER: "user", Kind.SAMPLE: "sample", Kind.TRANSFORM: "transform"}
 INNER_KINDS = frozenset(_INNER.values())
 """Kinds of spans that lie within others."""
-_OWN_LANES: dict[int, tuple[str, str]] = {
+_OWN_LANES = {
     Kind.COPY: ("copy", "to device"),
     Kind.GPU: ("gpu", "GPU"),
 }
@@ -181,7 +181,7 @@ class _ModelBuilder:
         """Records that can be drawn, in the order of their beginnings."""
         found = []
         for record in records:
-            if not 0 <= record.kind < len(Kind) or not 0 < record.start_ns < MAX_YEARS_NS:
+            if not 0 <= record.kind < NUM_KINDS or not 0 < record.start_ns < MAX_YEARS_NS:
                 self._odd["spans made no sense and were left out"] += 1
                 continue
             if record.end_ns and not record.start_ns <= record.end_ns < MAX_YEARS_NS:
