@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from penstock.engine.loading.collate import BatchWriter, read_leaf, view_batch
+from penstock.engine.loading.collate import BatchWriter, view_batch
 from penstock.engine.memory import payload
 from penstock.engine.memory.batch_layout import compile_flatten, read_layout, restore
 from specimens import Pair, Record, assert_same, differences
@@ -111,7 +111,7 @@ def test_a_batch_through_a_slot_is_default_collate_s(form: Any, length: int, dat
 @given(form=FORMS)
 def test_taken_apart_and_put_together_a_sample_is_what_it_was(form: Any) -> None:
     sample = make(form, 3)
-    layout = read_layout(sample, read_leaf)
+    layout = read_layout(sample)
     assert_same(restore(layout.tree, compile_flatten(layout.tree)(sample)), sample)
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.loading.collate import read_leaf
 from penstock.engine.memory.batch_layout import (
     LayoutError,
     assemble,
@@ -36,7 +35,7 @@ NESTED: dict[str, Any] = {
 
 
 def take_apart(sample: Any) -> tuple[Any, list[Any]]:
-    layout = read_layout(sample, read_leaf)
+    layout = read_layout(sample)
     return layout.tree, compile_flatten(layout.tree)(sample)
 
 
@@ -54,7 +53,7 @@ def test_a_restored_sample_with_one_value_changed_is_noticed() -> None:
 
 def test_flatten_lists_the_leaves_in_the_order_of_the_layout() -> None:
     sample = {"b": (1, 2.0), "a": Pair(True, [3])}
-    layout = read_layout(sample, read_leaf)
+    layout = read_layout(sample)
     assert compile_flatten(layout.tree)(sample) == [1, 2.0, True, 3]
     assert [leaf.kind for leaf in layout.leaves] == ["int", "float", "bool", "int"]
 
@@ -79,14 +78,14 @@ def test_assemble_turns_tuples_into_lists_as_default_collate_does() -> None:
     ids=repr,
 )
 def test_a_sample_of_another_form_is_odd(first: Any, other: Any) -> None:
-    flatten = compile_flatten(read_layout(first, read_leaf).tree)
+    flatten = compile_flatten(read_layout(first).tree)
     flatten(first)  # control: its own form is not
     with pytest.raises(LayoutError):
         flatten(other)
 
 
 def test_dict_keys_in_another_order_are_the_same_form() -> None:
-    flatten = compile_flatten(read_layout({"a": 1, "b": 2}, read_leaf).tree)
+    flatten = compile_flatten(read_layout({"a": 1, "b": 2}).tree)
     assert flatten({"b": 2, "a": 1}) == [1, 2]
 
 
@@ -108,11 +107,11 @@ ODD: dict[str, Any] = {
 @pytest.mark.parametrize("name", ODD)
 def test_what_no_layout_can_hold_is_odd(name: str) -> None:
     with pytest.raises(LayoutError):
-        read_layout((1, ODD[name]), read_leaf)
+        read_layout((1, ODD[name]))
 
 
 def test_fields_start_on_cache_lines_and_do_not_overlap() -> None:
-    layout = read_layout((torch.zeros(3), 1, torch.zeros(5, dtype=torch.uint8)), read_leaf)
+    layout = read_layout((torch.zeros(3), 1, torch.zeros(5, dtype=torch.uint8)))
     offsets, end = layout.places(7)
     assert offsets == [0, 128, 192]
     assert end == 256
@@ -121,9 +120,9 @@ def test_fields_start_on_cache_lines_and_do_not_overlap() -> None:
 
 def test_layouts_of_equal_samples_are_equal_and_of_other_shapes_are_not() -> None:
     def layout(*shape: int) -> Any:
-        return read_layout({"x": torch.zeros(shape), "y": 1}, read_leaf)
+        return read_layout({"x": torch.zeros(shape), "y": 1})
 
     assert layout(3) == layout(3)
     assert hash(layout(3)) == hash(layout(3))
     assert layout(3) != layout(4)
-    assert layout(3) != read_layout({"x": torch.zeros(3), "y": 1.0}, read_leaf)
+    assert layout(3) != read_layout({"x": torch.zeros(3), "y": 1.0})

@@ -12,7 +12,7 @@ whatever the layout cannot hold is left to torch's own ``default_collate``.
 from __future__ import annotations
 
 import ctypes
-import functools
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,14 +20,18 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
+from penstock.engine.loading.mismatch import find_mismatch
 from penstock.engine.memory.batch_layout import (
     Layout,
     LayoutError,
     LeafSpec,
     assemble,
     compile_flatten,
-    numpy_leaf,
+    field_view,
+    make_dataclass,
+    plain_tensor,
     read_layout,
+    read_leaf,
     restore,
     split_columns,
 )
@@ -37,14 +41,6 @@ STREAM_BYTES = 4096
 a measurement: small samples are cheaper in one ``torch.stack``, large ones are copied out of the
 cache."""
 
-_DTYPE_NAMES = (
-    "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
-    "complex64 complex128"
-)
-_DTYPES: dict[str, torch.dtype] = {
-    f"torch.{name}": getattr(torch, name) for name in _DTYPE_NAMES.split() if hasattr(torch, name)
-}
-_ITEM_SIZES = {name: torch.empty((), dtype=dtype).element_size() for name, dtype in _DTYPES.items()}
 STANDARD_COLLATORS: dict[Any, Any] = dict(torch_collate.default_collate_fn_map)
 
 
@@ -73,53 +69,6 @@ def custom_collators() -> dict[Any, Any]:
 def register_collators(collators: dict[Any, Any]) -> None:
     """Register in a worker what :func:`custom_collators` found in the parent."""
     torch_collate.default_collate_fn_map.update(collators)
-
-
-def read_leaf(value: Any) -> LeafSpec:
-    """What a leaf is and how default_collate would store it; LayoutError when only torch knows."""
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        value = _plain(value)
-        if (
-            value.device.type != "cpu"
-            or value.layout is not torch.strided
-            or value.requires_grad
-            or value.is_quantized
-            or value.is_nested
-            or value.is_conj()
-            or value.is_neg()
-            or str(value.dtype) not in _DTYPES
-        ):
-            raise LayoutError
-        num_bytes = value.numel() * value.element_size()
-        return LeafSpec("tensor", str(value.dtype), tuple(value.shape), num_bytes)
-    if kind is bool:
-        return LeafSpec("bool", "torch.bool", (), 1)
-    if kind is int:
-        return LeafSpec("int", "torch.int64", (), 8)
-    if kind is float:
-        return LeafSpec("float", "torch.float64", (), 8)
-    if kind is str or kind is bytes:
-        return LeafSpec("object", "", (), 0)
-    leaf = numpy_leaf(value)
-    if leaf is None:
-        raise LayoutError
-    try:
-        dtype = torch.as_tensor(np.empty(0, dtype=leaf.dtype)).dtype
-    except TypeError:
-        raise LayoutError from None
-    return leaf._replace(dtype=str(dtype))
-
-
-def field_view(buffer: Any, leaf: LeafSpec, offset: int, rows: int) -> torch.Tensor:
-    """One field of a slot, as a tensor over ``buffer``."""
-    shape = (rows, *leaf.shape)
-    if leaf.item_bytes == 0 or rows == 0:
-        return torch.empty(shape, dtype=_DTYPES[leaf.dtype])
-    dtype = _DTYPES[leaf.dtype]
-    count = rows * (leaf.item_bytes // _ITEM_SIZES[leaf.dtype])
-    flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
-    return flat.view(shape) if leaf.shape else flat
 
 
 class BatchWriter:
@@ -185,7 +134,7 @@ class BatchWriter:
         return [None if table is None else table[row] for table in self._tables]
 
     def _begin(self, sample: Any) -> None:
-        layout = read_layout(sample, read_leaf)
+        layout = read_layout(sample)
         offsets, num_bytes = layout.places(self._rows)
         if num_bytes > self._buffer.nbytes:
             raise TooSmall(num_bytes)
@@ -268,25 +217,6 @@ def _read_row(leaf: LeafSpec, field: torch.Tensor | None, row: int) -> Any:
     return value.numpy() if leaf.kind == "array" else value
 
 
-@functools.lru_cache(maxsize=256)
-def _stacks_to_plain(kind: type) -> bool:
-    """Do tensors of this subclass (torchvision's images, say) collate to plain tensors?"""
-    try:
-        example: torch.Tensor = torch.zeros(1).as_subclass(kind)
-        return type(torch.stack([example, example])) is torch.Tensor
-    except Exception:
-        return False
-
-
-def _plain(value: Any) -> torch.Tensor:
-    """The value as a plain tensor; LayoutError when default_collate would keep its class."""
-    if type(value) is torch.Tensor:
-        return value
-    if isinstance(value, torch.Tensor) and _stacks_to_plain(type(value)):
-        return value.as_subclass(torch.Tensor)
-    raise LayoutError
-
-
 def _row_writer(
     leaf: LeafSpec, field: torch.Tensor | None, first_row: int
 ) -> Callable[[int, Any], None] | None:
@@ -307,7 +237,7 @@ def _row_writer(
     memmove = ctypes.memmove
 
     def write_tensor(row: int, value: Any) -> None:
-        value = _plain(value)
+        value = plain_tensor(value)
         if value.dtype is not dtype or value.shape != shape or value.requires_grad:
             raise LayoutError
         if value.is_contiguous() and value.device.type == "cpu":
@@ -326,7 +256,7 @@ def _stack(leaf: LeafSpec, column: Sequence[Any], out: torch.Tensor) -> None:
     kinds = set(map(type, column))
     if leaf.kind == "tensor":
         if kinds != {torch.Tensor}:
-            column = [_plain(value) for value in column]
+            column = [plain_tensor(value) for value in column]
         if {value.dtype for value in column} != {out.dtype}:
             raise LayoutError
         try:
@@ -372,9 +302,7 @@ def default_collate(samples: list[Any], indices: list[Any], path: str = "") -> A
     try:
         return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
     except (RuntimeError, TypeError, KeyError, ValueError, IndexError) as error:
-        from penstock.engine.loading.mismatch import find_mismatch
-
-        if all(_is_dataclass_like(sample) for sample in samples):
+        if all(map(dataclasses.is_dataclass, samples)):
             return _collate_dataclasses(samples, indices, path)
         named = find_mismatch(samples, indices, error, path)
         if named is None:
@@ -382,14 +310,13 @@ def default_collate(samples: list[Any], indices: list[Any], path: str = "") -> A
         raise named from error
 
 
-def _is_dataclass_like(sample: Any) -> bool:
-    return hasattr(type(sample), "__dataclass_fields__")
-
-
 def _collate_dataclasses(samples: list[Any], indices: list[Any], path: str) -> Any:
-    kind = type(samples[0])
-    made = object.__new__(kind)
-    for name in kind.__dataclass_fields__:
-        column = [getattr(sample, name) for sample in samples]
-        object.__setattr__(made, name, default_collate(column, indices, f"{path}.{name}"))
-    return made
+    """Field by field, which torch's own collate does not do."""
+    columns = {
+        field.name: [getattr(sample, field.name) for sample in samples]
+        for field in dataclasses.fields(samples[0])
+    }
+    fields = {
+        name: default_collate(column, indices, f"{path}.{name}") for name, column in columns.items()
+    }
+    return make_dataclass(type(samples[0]), fields)

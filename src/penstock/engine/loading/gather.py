@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from penstock.engine.loading.collate import is_default_collate, read_leaf, view_batch
+from penstock.engine.loading.collate import is_default_collate, view_batch
 from penstock.engine.loading.in_place import offers
 from penstock.engine.memory.batch_layout import Layout, LayoutError, read_layout
 from penstock.engine.memory.ring import Ring
@@ -186,7 +186,7 @@ def find_gatherer(dataset: Any) -> Gatherer | None:
     if not (is_sliced or reads_rows) or not len(dataset):
         return None
     try:
-        layout = read_layout(dataset[0], read_leaf)
+        layout = read_layout(dataset[0])
     except Exception:  # odd, or it cannot be read: the usual way shows it for what it is
         return None
     if reads_rows:

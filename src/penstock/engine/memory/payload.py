@@ -37,14 +37,11 @@ class PayloadLocation:
     inline: bytes | None = None
 
 
-def reduce_tensor(tensor: Any) -> Any:
-    """How a plain CPU tensor is pickled: dtype, shape, and its bytes as a buffer.
-
-    Returns None for tensors that only torch's own pickling understands.
-    """
+def is_plain_tensor(tensor: Any) -> bool:
+    """Is it a CPU tensor whose bytes, dtype and strides are all there is to it?"""
     import torch
 
-    is_plain = (
+    return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
         and not tensor.requires_grad
@@ -52,9 +49,17 @@ def reduce_tensor(tensor: Any) -> Any:
         and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and type(tensor) is not torch.nn.Parameter
     )
-    if not is_plain:
+
+
+def reduce_tensor(tensor: Any) -> Any:
+    """How a plain CPU tensor is pickled: dtype, shape, and its bytes as a buffer.
+
+    Returns None for tensors that only torch's own pickling understands.
+    """
+    import torch
+
+    if not is_plain_tensor(tensor) or type(tensor) is torch.nn.Parameter:
         return None
     kind = None if type(tensor) is torch.Tensor else type(tensor)
     state = dict(vars(tensor)) or None
