@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from multiprocessing import context as mp_context
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import cloudpickle
 
@@ -36,8 +36,32 @@ _CODES: dict[type, int] = {str: TEXT, bytes: BYTES, int: INT, float: FLOAT}
 _ARRAYS = {INT: "q", FLOAT: "d"}
 _WIDTH = 8
 _MAX_CHUNK = 4096
+_NUM_SHOWN = 3
 _CHUNK_BYTES = 1 << 20
 """A chunk of elements is encoded at once: about this many bytes, so that building holds no more."""
+
+
+def _encode_text(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _decode_text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")  # half of a pair, as file names may have
+
+
+_ENCODERS: tuple[Callable[[Any], bytes], ...] = (
+    _encode_text,
+    bytes,
+    lambda number: number.to_bytes(_WIDTH, sys.byteorder, signed=True),
+    struct.Struct("d").pack,
+)
+_DECODERS: tuple[Callable[[bytes], Any], ...] = (
+    _decode_text,
+    bytes,
+    lambda raw: int.from_bytes(raw, sys.byteorder, signed=True),
+    lambda raw: struct.unpack("d", raw)[0],
+    pickle.loads,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +72,7 @@ class ColumnLayout:
     count: int
     offsets_at: int
     tags_at: int
-    parts_at: int
+    definitions_at: int
     index_at: int
     num_bytes: int
     token: int
@@ -57,43 +81,50 @@ class ColumnLayout:
 class SharedColumn:
     """Objects in shared memory, read by place; it never changes.
 
-    Travels by its descriptor to worker processes, as a copy of its bytes everywhere else.
+    Sent to worker processes as a descriptor, and as a copy of its bytes everywhere else.
     """
 
     def __init__(
-        self, file: SharedFile, layout: ColumnLayout, parts: Definitions | None = None
+        self, file: SharedFile, layout: ColumnLayout, definitions: Definitions | None = None
     ) -> None:
         self.file = file
         self.map = layout
         self._mapping = file.map_readonly(layout.num_bytes)
         self._bytes = memoryview(self._mapping)
-        blob = self._bytes[layout.parts_at : layout.index_at]
-        self._parts = _remembered(layout.token, parts or Definitions(layout.token, blob))
-        self.read: Callable[[int], Any] = _READERS[layout.kind](self)
-
-    @property
-    def data(self) -> Any:
-        """The mapping itself: slicing it gives bytes faster than slicing a memoryview."""
-        return self._mapping
-
-    @property
-    def offsets(self) -> memoryview:
-        end = self.map.offsets_at + _WIDTH * (self.map.count + 1)
-        return self._bytes[self.map.offsets_at : end].cast("q")
-
-    @property
-    def tags(self) -> memoryview:
-        return self._bytes[self.map.tags_at : self.map.tags_at + self.map.count]
+        if definitions is None:
+            blob = self._bytes[layout.definitions_at : layout.index_at]
+            definitions = Definitions(layout.token, blob)
+        self._definitions = _living.setdefault(layout.token, definitions)  # copies share them
+        self.read = self._make_reader()
 
     @property
     def index(self) -> memoryview:
         """What :meth:`ColumnWriter.finish` was given beside the elements, as 64-bit numbers."""
         return self._bytes[self.map.index_at : self.map.num_bytes].cast("q")
 
-    @property
-    def numbers(self) -> memoryview:
-        """The bytes of all elements, of a column whose elements are eight bytes each."""
-        return self._bytes[: _WIDTH * self.map.count]
+    def _make_reader(self) -> Callable[[int], Any]:
+        """``read(place)``: one element, as a new object."""
+        kind, count = self.map.kind, self.map.count
+        if kind in _ARRAYS:
+            return self._bytes[: _WIDTH * count].cast(_ARRAYS[kind]).__getitem__  # type: ignore[call-overload, no-any-return]
+        data = self._mapping  # slicing it gives bytes faster than slicing a memoryview
+        start = self.map.offsets_at
+        offsets = self._bytes[start : start + _WIDTH * (count + 1)].cast("q")
+        tags = self._bytes[self.map.tags_at : self.map.tags_at + count]
+
+        def read_text(place: int) -> str:
+            raw = data[offsets[place] : offsets[place + 1]]
+            try:
+                return raw.decode()
+            except UnicodeDecodeError:
+                return _decode_text(raw)
+
+        if kind == TEXT:
+            return read_text
+        if kind == MIXED:
+            return lambda place: _DECODERS[tags[place]](data[offsets[place] : offsets[place + 1]])
+        decode = _DECODERS[kind]
+        return lambda place: decode(data[offsets[place] : offsets[place + 1]])
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         spawning = mp_context.get_spawning_popen()
@@ -128,97 +159,89 @@ def _copied(content: Any, layout: ColumnLayout) -> SharedColumn:
     return SharedColumn(file, layout)
 
 
-# -- reading ---------------------------------------------------------------------------------------
+class ReadOnlyCollection:
+    """What SharedList and SharedDict have in common: nothing in them can be changed."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+    _plain_name: ClassVar[str]
+    _mutators: ClassVar[frozenset[str]]
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self  # nothing of it can change, and each read gives new objects
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise TypeError(self._refusal("item assignment"))
+
+    def __delitem__(self, key: Any) -> NoReturn:
+        raise TypeError(self._refusal("item deletion"))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in self._mutators:
+            message = self._refusal(f"{name}()")
+        raise AttributeError(message, name=name, obj=self)
+
+    def _refusal(self, what: str) -> str:
+        kind, plain = type(self).__name__, self._plain_name
+        return (
+            f"{kind} has no {what}: workers read the same memory, so it never changes. Change a "
+            f"plain {plain} (shared.copy()) before the loader is made, and make {kind}(changed) "
+            "of it."
+        )
 
 
-def _decode(raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:  # half of a surrogate pair, as file names may have
-        return raw.decode("utf-8", "surrogatepass")
-
-
-def _text_reader(column: SharedColumn) -> Callable[[int], Any]:
-    data, offsets = column.data, column.offsets
-
-    def read(place: int) -> str:
-        raw: bytes = data[offsets[place] : offsets[place + 1]]
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return _decode(raw)
-
-    return read
-
-
-def _slice_reader(column: SharedColumn, decode: Callable[[bytes], Any]) -> Callable[[int], Any]:
-    data, offsets = column.data, column.offsets
-    return lambda place: decode(data[offsets[place] : offsets[place + 1]])
-
-
-def _mixed_reader(column: SharedColumn) -> Callable[[int], Any]:
-    data, offsets, tags = column.data, column.offsets, column.tags
-    decoders: list[Callable[[bytes], Any]] = [
-        _decode,
-        bytes,
-        lambda raw: int.from_bytes(raw, sys.byteorder, signed=True),
-        lambda raw: struct.unpack("d", raw)[0],
-        pickle.loads,
-    ]
-    return lambda place: decoders[tags[place]](data[offsets[place] : offsets[place + 1]])
-
-
-_READERS: list[Callable[[SharedColumn], Callable[[int], Any]]] = [
-    _text_reader,
-    lambda column: _slice_reader(column, bytes),
-    lambda column: column.numbers.cast("q").__getitem__,
-    lambda column: column.numbers.cast("d").__getitem__,
-    lambda column: _slice_reader(column, pickle.loads),
-    _mixed_reader,
-]
+def abbreviated(items: Iterable[str], num_items: int) -> str:
+    """The first items of a ``repr``, and how many more there are."""
+    shown = list(islice(items, _NUM_SHOWN))
+    if num_items > len(shown):
+        shown.append(f"... {num_items - len(shown):,} more")
+    return ", ".join(shown)
 
 
 # -- classes and functions that elements share -----------------------------------------------------
 
 
 class Definitions:
-    """Classes and functions that would travel by value: stored once, named in each element.
+    """Classes and functions that are pickled by value: stored once, named in each element.
 
     A class of ``__main__`` takes about a kilobyte and 0.7 ms by value.
     """
 
     def __init__(self, token: int, blob: memoryview | None = None) -> None:
         self.token = token
-        self._blob = blob
-        self._parts: list[Any] | None = None if blob is not None and blob.nbytes else []
+        self._blob = blob if blob is not None and blob.nbytes else None
+        self._objects: list[Any] = []
         self._places: dict[int, int] = {}
 
-    def find(self, part: Any) -> int | None:
-        return self._places.get(id(part))
+    def find(self, definition: Any) -> int | None:
+        return self._places.get(id(definition))
 
-    def add(self, part: Any) -> int:
-        assert self._parts is not None
-        self._parts.append(part)
-        return self._places.setdefault(id(part), len(self._parts) - 1)
+    def add(self, definition: Any) -> int:
+        self._objects.append(definition)
+        return self._places.setdefault(id(definition), len(self._objects) - 1)
 
     def __getitem__(self, place: int) -> Any:
-        if self._parts is None:
-            assert self._blob is not None
+        if self._blob is not None:
             names, by_value = pickle.loads(self._blob)
-            known = [name and _find(*name) for name in names]
-            if any(part is None for part in known):
+            found = [name and _find(*name) for name in names]
+            if None in found:
                 made = pickle.loads(by_value)
-                known = [made[at] if part is None else part for at, part in enumerate(known)]
-            self._parts = known
-        return self._parts[place]
+                found = [made[at] if one is None else one for at, one in enumerate(found)]
+            self._objects, self._blob = found, None
+        return self._objects[place]
 
     def dump(self) -> bytes:
         """By value, and by name: where the script itself runs, its own class is meant."""
-        if not self._parts:
+        if not self._objects:
             return b""
-        names = [(part.__module__, part.__qualname__) for part in self._parts]
-        own = [n if _find(*n) is part else None for n, part in zip(names, self._parts, strict=True)]
-        return pickle.dumps((own, cloudpickle.dumps(self._parts, protocol=5)), protocol=5)
+        names = [(one.__module__, one.__qualname__) for one in self._objects]
+        pairs = zip(names, self._objects, strict=True)
+        own = [name if _find(*name) is one else None for name, one in pairs]
+        return pickle.dumps((own, cloudpickle.dumps(self._objects, protocol=5)), protocol=5)
 
 
 def _find(module: str, qualname: str) -> Any:
@@ -232,24 +255,19 @@ def _find(module: str, qualname: str) -> Any:
 _living: weakref.WeakValueDictionary[int, Definitions] = weakref.WeakValueDictionary()
 
 
-def _remembered(token: int, parts: Definitions) -> Definitions:
-    """The parts of this token: copies of one column share them."""
-    return _living.setdefault(token, parts)
-
-
-def _part(token: int, place: int) -> Any:
+def _definition(token: int, place: int) -> Any:
     return _living[token][place]
 
 
 class _ElementPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: Any, parts: Definitions) -> None:
+    def __init__(self, file: Any, definitions: Definitions) -> None:
         super().__init__(file, protocol=5)
-        self._parts = parts
+        self._definitions = definitions
 
     def reducer_override(self, obj: Any) -> Any:
-        place = self._parts.find(obj)
+        place = self._definitions.find(obj)
         if place is not None:
-            return _part, (self._parts.token, place)
+            return _definition, (self._definitions.token, place)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
             reduced = reduce_tensor(obj)
@@ -257,7 +275,7 @@ class _ElementPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduced
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented and isinstance(obj, (type, FunctionType)):
-            return _part, (self._parts.token, self._parts.add(obj))
+            return _definition, (self._definitions.token, self._definitions.add(obj))
         return reduced
 
 
@@ -282,9 +300,9 @@ class ColumnWriter:
         self._tags = bytearray()
         self._end = 0
         # Not from `random`: the user's generators must not move.
-        self._parts = Definitions(int.from_bytes(os.urandom(7), "little"))
+        self._definitions = Definitions(int.from_bytes(os.urandom(7), "little"))
         self._stream = io.BytesIO()
-        self._pickler = _ElementPickler(self._stream, self._parts)
+        self._pickler = _ElementPickler(self._stream, self._definitions)
 
     def chunk_size(self) -> int:
         """How many elements the next chunk may have: fewer when they are large."""
@@ -299,61 +317,47 @@ class ColumnWriter:
         """Encode some elements and write them."""
         types = set(map(type, chunk))
         code = _CODES.get(types.pop(), PICKLE) if len(types) == 1 else MIXED
-        body: bytes | None = None
+        encoded: list[bytes] = []
         if code in _ARRAYS:
             try:
-                body = array(_ARRAYS[code], chunk).tobytes()
+                encoded = [array(_ARRAYS[code], chunk).tobytes()]
             except OverflowError:  # an integer of more than 64 bits
                 code = MIXED
         if self._kind is None:
             self._kind = code
+        encoders = (*_ENCODERS, self._pickle)
         if code != self._kind or code == MIXED:
-            self._add_mixed(chunk)
-        elif body is not None:
-            self._write(body, len(chunk))
-        else:
-            encode = self._encoder(code)
-            self._write_all([encode(item) for item in chunk])
+            self._become_mixed()
+            codes = bytes(map(_code_of, chunk))
+            self._tags += codes
+            encoded = [encoders[code](item) for code, item in zip(codes, chunk, strict=True)]
+        elif code not in _ARRAYS:
+            encoded = list(map(encoders[code], chunk))
+        if self._kind not in _ARRAYS:
+            ends = accumulate(map(len, encoded), initial=self._end)
+            next(ends)
+            self._offsets.extend(ends)
+        body = b"".join(encoded)
+        self._file.append(body)
+        self._end += len(body)
+        self.count += len(chunk)
 
-    def _add_mixed(self, chunk: list[Any]) -> None:
-        if self._kind != MIXED:
-            assert self._kind is not None
-            self._tags = bytearray([self._kind]) * self.count
-            if self._kind in _ARRAYS:
-                self._offsets = array("q", range(0, self._end + 1, _WIDTH))
-            self._kind = MIXED
-        codes = bytes(map(_code_of, chunk))
-        encoders = [self._encoder(code) for code in range(MIXED)]
-        self._tags += codes
-        self._write_all([encoders[code](item) for code, item in zip(codes, chunk, strict=True)])
+    def _become_mixed(self) -> None:
+        """From now on a tag says what each element is."""
+        assert self._kind is not None
+        if self._kind == MIXED:
+            return
+        self._tags = bytearray([self._kind]) * self.count
+        if self._kind in _ARRAYS:
+            self._offsets = array("q", range(0, self._end + 1, _WIDTH))
+        self._kind = MIXED
 
-    def _encoder(self, code: int) -> Callable[[Any], bytes]:
-        encoders: list[Callable[[Any], bytes]] = [
-            lambda item: item.encode("utf-8", "surrogatepass"),
-            lambda item: item,
-            lambda item: item.to_bytes(_WIDTH, sys.byteorder, signed=True),
-            lambda item: struct.pack("d", item),
-            self._pickled,
-        ]
-        return encoders[code]
-
-    def _pickled(self, item: Any) -> bytes:
+    def _pickle(self, item: Any) -> bytes:
         self._stream.seek(0)
         self._stream.truncate()
         self._pickler.clear_memo()
         self._pickler.dump(item)
         return self._stream.getvalue()
-
-    def _write_all(self, encoded: list[bytes]) -> None:
-        ends = accumulate(map(len, encoded), initial=self._end)
-        next(ends)
-        self._offsets.extend(ends)
-        self._write(b"".join(encoded), len(encoded))
-
-    def _write(self, body: bytes, count: int) -> None:
-        self._file.append(body)
-        self._end += len(body)
-        self.count += count
 
     def finish(self, index: Iterable[Any] = ()) -> SharedColumn:
         """Write what finds the elements and close the column.
@@ -362,13 +366,10 @@ class ColumnWriter:
             index: Arrays of 64-bit numbers to keep beside the elements, one after the other.
         """
         kind = TEXT if self._kind is None else self._kind
-        offsets_at = self._append(b"")
-        if kind not in _ARRAYS:
-            self._append(self._offsets)
-        tags_at = self._append(bytes(self._tags))
-        parts_at = self._append(self._parts.dump())
-        self._append(b"")
-        index_at = self._file.num_bytes
+        offsets_at = self._append(self._offsets if kind not in _ARRAYS else b"")
+        tags_at = self._append(self._tags)
+        definitions_at = self._append(self._definitions.dump())
+        index_at = self._append(b"")
         for numbers in index:
             self._append(numbers)
         layout = ColumnLayout(
@@ -376,13 +377,13 @@ class ColumnWriter:
             count=self.count,
             offsets_at=offsets_at,
             tags_at=tags_at,
-            parts_at=parts_at,
+            definitions_at=definitions_at,
             index_at=index_at,
             num_bytes=self._file.num_bytes,
-            token=self._parts.token,
+            token=self._definitions.token,
         )
         self._file.settle()
-        return SharedColumn(self._file, layout, self._parts)
+        return SharedColumn(self._file, layout, self._definitions)
 
     def _append(self, content: Any) -> int:
         """Write at the next multiple of eight bytes; returns where."""

@@ -14,19 +14,23 @@ import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.engine.memory.shared_column import ColumnWriter, SharedColumn, chunks_of
+from penstock.engine.memory.shared_column import (
+    ColumnWriter,
+    ReadOnlyCollection,
+    SharedColumn,
+    abbreviated,
+    chunks_of,
+)
 
 K = TypeVar("K")
 V = TypeVar("V")
-_SHOWN = 3
-_CHANGING = frozenset(("clear", "pop", "popitem", "setdefault", "update"))
 
 
-class SharedDict(Mapping[K, V]):
+class SharedDict(ReadOnlyCollection, Mapping[K, V]):
     """A dict that never changes, in flat memory that every worker process shares.
 
     See :class:`penstock.SharedList` for why. It offers what a dict offers for reading, in the order
@@ -48,7 +52,8 @@ class SharedDict(Mapping[K, V]):
     """
 
     __slots__ = ("__weakref__", "_hashes", "_keys", "_order", "_values")
-    __hash__ = None  # type: ignore[assignment]
+    _plain_name = "dict"
+    _mutators = frozenset(("clear", "pop", "popitem", "setdefault", "update"))
 
     def __init__(self, items: Mapping[K, V] | Iterable[tuple[K, V]] = ()) -> None:
         pairs: Iterable[Any] = items.items() if isinstance(items, Mapping) else items
@@ -118,10 +123,6 @@ class SharedDict(Mapping[K, V]):
         value: V = self._values.read(place)
         return value
 
-    @overload
-    def get(self, key: K, /) -> V | None: ...
-    @overload
-    def get(self, key: K, /, default: Any = None) -> Any: ...
     def get(self, key: Any, /, default: Any = None) -> Any:
         """The value of ``key``, or ``default``."""
         place = self._find(key)
@@ -152,38 +153,11 @@ class SharedDict(Mapping[K, V]):
         )
 
     def __repr__(self) -> str:
-        places = range(min(_SHOWN, len(self)))
-        read, value = self._keys.read, self._values.read
-        shown = ", ".join(f"{read(place)!r}: {value(place)!r}" for place in places)
-        more = len(self) - _SHOWN
-        return f"SharedDict({{{shown}{f', ... {more:,} more' if more > 0 else ''}}})"
-
-    def __copy__(self) -> SharedDict[K, V]:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> SharedDict[K, V]:
-        return self  # nothing of it can change, and each read gives new objects
+        pairs = (f"{key!r}: {value!r}" for key, value in self.items())
+        return f"SharedDict({{{abbreviated(pairs, len(self))}}})"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _over, (self._keys, self._values)
-
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        raise TypeError(_refusal("item assignment"))
-
-    def __delitem__(self, key: Any) -> NoReturn:
-        raise TypeError(_refusal("item deletion"))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in _CHANGING:
-            raise AttributeError(_refusal(f"{name}()"), name=name, obj=self)
-        raise AttributeError(f"'SharedDict' object has no attribute {name!r}", name=name, obj=self)
-
-
-def _refusal(what: str) -> str:
-    return (
-        f"SharedDict has no {what}: workers read the same memory, so it never changes. Change a "
-        "plain dict (shared.copy()) before the loader is made, and make SharedDict(changed) of it."
-    )
 
 
 def _over(keys: SharedColumn, values: SharedColumn) -> SharedDict[Any, Any]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar, overload
+from multiprocessing import context
+from typing import Any, TypeVar, overload
 
-from penstock.engine.memory.shared_column import ColumnWriter, SharedColumn
+from penstock.engine.memory.shared_column import (
+    ColumnWriter,
+    ReadOnlyCollection,
+    SharedColumn,
+    abbreviated,
+)
 
 T = TypeVar("T")
-_SHOWN = 3
-_CHANGING = frozenset(("append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"))
 
 
-class SharedList(Sequence[T]):
+class SharedList(ReadOnlyCollection, Sequence[T]):
     """A list that never changes, in flat memory that every worker process shares.
 
     A plain list of five million strings costs each worker a copy of its own: a forked one because
@@ -37,7 +41,10 @@ class SharedList(Sequence[T]):
     """
 
     __slots__ = ("__weakref__", "_column", "_places", "_read")
-    __hash__ = None  # type: ignore[assignment]
+    _plain_name = "list"
+    _mutators = frozenset(
+        ("append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort")
+    )
 
     def __init__(self, items: Iterable[T] = ()) -> None:
         writer = ColumnWriter()
@@ -81,24 +88,13 @@ class SharedList(Sequence[T]):
     def __iter__(self) -> Iterator[T]:
         return map(self._read, self._places)
 
-    def __reversed__(self) -> Iterator[T]:
-        return map(self._read, reversed(self._places))
-
-    def __contains__(self, value: object) -> bool:
-        return any(item is value or item == value for item in self)
-
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
         """The first place of ``value``, as ``list.index`` counts it."""
-        places = range(len(self))[start:stop]
-        for place in places:
+        for place in range(len(self))[start:stop]:
             item = self[place]
             if item is value or item == value:
                 return place
         raise ValueError(f"{value!r} is not in list")
-
-    def count(self, value: Any) -> int:
-        """How often ``value`` occurs."""
-        return sum(1 for item in self if item is value or item == value)
 
     def copy(self) -> list[T]:
         """A plain list of this process alone."""
@@ -122,42 +118,14 @@ class SharedList(Sequence[T]):
         return SharedList(itertools.chain(other, self))
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(repr, self[:_SHOWN]))
-        more = len(self) - _SHOWN
-        return f"SharedList([{shown}{f', ... {more:,} more' if more > 0 else ''}])"
-
-    def __copy__(self) -> SharedList[T]:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> SharedList[T]:
-        return self  # nothing of it can change, and each read gives new objects
+        return f"SharedList([{abbreviated(map(repr, self), len(self))}])"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        from multiprocessing import context
-
         is_part = len(self._places) < self._column.map.count
         if is_part and context.get_spawning_popen() is None:
             whole: SharedList[T] = SharedList(self)  # not the megabytes that the view leaves out
             return _view, (whole._column, whole._places)
         return _view, (self._column, self._places)
-
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        raise TypeError(_refusal("item assignment"))
-
-    def __delitem__(self, index: Any) -> NoReturn:
-        raise TypeError(_refusal("item deletion"))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in _CHANGING:
-            raise AttributeError(_refusal(f"{name}()"), name=name, obj=self)
-        raise AttributeError(f"'SharedList' object has no attribute {name!r}", name=name, obj=self)
-
-
-def _refusal(what: str) -> str:
-    return (
-        f"SharedList has no {what}: workers read the same memory, so it never changes. Change a "
-        "plain list (shared.copy()) before the loader is made, and make SharedList(changed) of it."
-    )
 
 
 def _view(column: SharedColumn, places: range) -> SharedList[Any]:
