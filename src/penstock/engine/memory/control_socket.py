@@ -1,4 +1,4 @@
-"""What parent and fork server say to each other, with descriptors beside the words.
+"""Messages between the parent and the fork server, with descriptors.
 
 parent -> fork server   ("fork", (modules, path, assignment)) + [channel, memory, objects, extra...]
 parent -> fork server   ("import", (modules, path))
@@ -8,19 +8,19 @@ fork server -> parent   ("forked", pid), or ("tainted" | "stale" | "refused", wh
 
 from __future__ import annotations
 
-import array
 import os
 import pickle
 import select
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from penstock.engine.memory.messages import WorkerAssignment
 from penstock.engine.memory.shared_file import FileHandle
 
-_HEADER = struct.Struct("!II")
+_BODY_BYTES = struct.Struct("!I")
 _MAX_FDS = 250
 _MAX_WAIT_MS = 60_000
 
@@ -38,36 +38,28 @@ class ControlSocket:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: tuple[Any, ...], fds: list[int] | None = None) -> None:
+    def send(self, message: tuple[Any, ...], fds: Sequence[int] = ()) -> None:
         body = pickle.dumps(message, protocol=5)
-        fds = fds or []
         if len(fds) > _MAX_FDS:
             raise OSError(f"{len(fds)} descriptors do not fit one message ({_MAX_FDS} do)")
-        header = _HEADER.pack(len(body), len(fds))
+        header = _BODY_BYTES.pack(len(body))
         if fds:
             # Descriptors ride on the header, so that one recvmsg takes both.
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
-            self._socket.sendmsg([header], [rights])
+            socket.send_fds(self._socket, [header], list(fds))
         else:
             self._socket.sendall(header)
         self._socket.sendall(body)
 
     def receive(self) -> tuple[Any, list[int]] | None:
         """The next message and its descriptors; None when the other side hung up."""
-        room = socket.CMSG_SPACE(_MAX_FDS * struct.calcsize("i"))
         try:
-            header, ancillary, _, _ = self._socket.recvmsg(_HEADER.size, room)
+            header, fds, _, _ = socket.recv_fds(self._socket, _BODY_BYTES.size, _MAX_FDS)
         except ConnectionResetError:
             return None
         if not header:
             return None
-        header += self._read(_HEADER.size - len(header))
-        fds = array.array("i")
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-        num_bytes, _ = _HEADER.unpack(header)
-        return pickle.loads(self._read(num_bytes)), list(fds)
+        header += self._read(_BODY_BYTES.size - len(header))
+        return pickle.loads(self._read(*_BODY_BYTES.unpack(header))), fds
 
     def _read(self, num_bytes: int) -> bytes:
         parts = []
@@ -80,15 +72,16 @@ class ControlSocket:
         return b"".join(parts)
 
     def is_readable(self, timeout_s: float) -> bool:
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        return bool(poller.poll(max(0.0, timeout_s) * 1000))
+        return self._poll(select.POLLIN, timeout_s)
 
     def has_hung_up(self) -> bool:
         """Has the other side closed its end? What it said before may still be read."""
+        return self._poll(0, 0.0)
+
+    def _poll(self, events: int, timeout_s: float) -> bool:
         poller = select.poll()
-        poller.register(self._socket, 0)
-        return bool(poller.poll(0))
+        poller.register(self._socket, events)
+        return bool(poller.poll(max(0.0, timeout_s) * 1000))
 
     def close(self) -> None:
         self._socket.close()

@@ -1,4 +1,4 @@
-"""How are HDF5 files, LMDB environments and SQLite connections opened again in a worker?
+"""Opens HDF5 files, LMDB environments and SQLite connections again in a worker.
 
 Each by its path, for reading only, with the options that it can tell. The parent's handle stays as
 it is. Nothing here imports a library in the parent: the handle's own module is loaded already.
@@ -39,24 +39,27 @@ class Hdf5File:
         return {"path": self.path, "options": self.options, "handle": None}
 
 
-def reduce_hdf5(obj: Any, opened: dict[int, Hdf5File]) -> tuple[Any, ...]:
-    """A file by its path; a group or dataset by its name in the file.
+class Hdf5Reducer:
+    """Reduces the HDF5 handles of one pickle."""
 
-    Args:
-        opened: The files of this pickle by their identifier in the library: ``dataset.file`` makes
-            a new Python object each time, and all of them are one file.
-    """
-    if not obj:
-        raise TypeError("an HDF5 handle that is closed")
-    owner, h5py = obj.file, sys.modules["h5py"]
-    number = owner.id.id
-    if number not in opened:
-        opened[number] = _describe_hdf5(owner)
-    if isinstance(obj, h5py.File):
-        return Hdf5File.open, (opened[number],)
-    if obj.name is None:
-        raise TypeError(f"an HDF5 {type(obj).__name__.lower()} without a name in its file")
-    return _hdf5_member, (opened[number], obj.name)
+    def __init__(self) -> None:
+        self._files: dict[int, Hdf5File] = {}
+        """By their identifier in the library: ``dataset.file`` makes a new Python object each
+        time, and all of them are one file."""
+
+    def reduce(self, obj: Any) -> tuple[Any, ...]:
+        """A file by its path; a group or dataset by its name in the file."""
+        if not obj:
+            raise TypeError("an HDF5 handle that is closed")
+        owner = obj.file
+        if owner.id.id not in self._files:
+            self._files[owner.id.id] = _describe_hdf5(owner)
+        file = self._files[owner.id.id]
+        if isinstance(obj, sys.modules["h5py"].File):
+            return Hdf5File.open, (file,)
+        if obj.name is None:
+            raise TypeError(f"an HDF5 {type(obj).__name__.lower()} without a name in its file")
+        return _hdf5_member, (file, obj.name)
 
 
 def _hdf5_member(file: Hdf5File, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Can what a dataset holds open be opened again in a worker? Files, archives, databases.
+"""Opens in each worker what a dataset holds open: files, archives, databases, mapped arrays.
 
     parent: HandleReducer.reduce(handle) -> "open that file, like this, at this place"
     worker: opens it, for reading
@@ -16,64 +16,66 @@ import mmap
 import os
 import stat
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from penstock.engine.pickling import databases
-from penstock.engine.pickling.memmaps import reduce_memmap
-from penstock.engine.pickling.process_maps import ProcessMaps
+from penstock.engine.pickling.memmaps import MemmapReducer
 
 _MAX_TEXT_BYTES = 64 << 20
 """How much of a text file is searched for carriage returns; a quarter of a second, uncached."""
+_MODULES = {
+    "ZipFile": "zipfile",
+    "TarFile": "tarfile",
+    "Connection": "sqlite3",
+    "File": "h5py",
+    "Group": "h5py",
+    "Dataset": "h5py",
+    "Environment": "lmdb",
+}
+"""Classes of things that are open, and the modules that have them."""
 
 
 class HandleReducer:
-    """Decides for each object of one pickle. ``notes``: what the user should know about it."""
+    """Reduces the open handles of one pickle. ``notes``: what the user should know about it."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self._maps = ProcessMaps()
-        self._hdf5: dict[int, databases.Hdf5File] = {}
+        self._memmaps = MemmapReducer(self.notes)
+        hdf5 = databases.Hdf5Reducer()
+        self._reducers: dict[str | None, Callable[[Any], tuple[Any, ...]]] = {
+            "zipfile": _reduce_zip,
+            "tarfile": _reduce_tar,
+            "sqlite3": lambda connection: databases.reduce_sqlite(connection, self.notes),
+            "h5py": hdf5.reduce,
+            "lmdb": databases.reduce_lmdb,
+        }
 
     def reduce(self, obj: Any) -> tuple[Any, ...] | None:
-        """How to open it again; None when it is no handle, or travels as anything else does.
+        """How to open it again; None when it is no handle, or is pickled as anything else is.
 
         Raises:
             TypeError: It is one, and cannot be opened again.
         """
         if isinstance(obj, io.IOBase):
             return _reduce_file(obj) if _is_open_file(obj) else None
-        module = type(obj).__module__.partition(".")[0]
-        if module == "numpy":
-            return reduce_memmap(obj, self._maps, self.notes)
-        if module == "zipfile" and type(obj).__name__ == "ZipFile":
-            return _reduce_zip(obj)
-        if module == "tarfile" and type(obj).__name__ == "TarFile":
-            return _reduce_tar(obj)
-        if module == "sqlite3" and type(obj).__name__ == "Connection":
-            return databases.reduce_sqlite(obj, self.notes)
-        if module == "h5py" and is_handle(obj):
-            return databases.reduce_hdf5(obj, self._hdf5)
-        if type(obj).__name__ == "Environment" and is_handle(obj):
-            return databases.reduce_lmdb(obj)
-        return None
+        module = _module_of(obj)
+        if module is not None:
+            return self._reducers[module](obj)
+        return self._memmaps.reduce(obj)
 
 
 def is_handle(obj: Any) -> bool:
     """Is this something that is open, at fault as such and not some inner part of it?"""
-    if isinstance(obj, io.IOBase):
-        return _is_open_file(obj)
-    names = {
-        "zipfile": ("ZipFile",),
-        "tarfile": ("TarFile",),
-        "sqlite3": ("Connection",),
-        "h5py": ("File", "Group", "Dataset"),
-        "lmdb": ("Environment",),
-    }
-    for module_name, kinds in names.items():
-        module = sys.modules.get(module_name)
-        if module is not None and type(obj) in (getattr(module, kind) for kind in kinds):
-            return True
-    return False
+    return _is_open_file(obj) if isinstance(obj, io.IOBase) else _module_of(obj) is not None
+
+
+def _module_of(obj: Any) -> str | None:
+    """The library of an archive or a database; None for anything else."""
+    name = type(obj).__name__
+    module = _MODULES.get(name)
+    is_of_it = module is not None and type(obj) is getattr(sys.modules.get(module), name, None)
+    return module if is_of_it else None
 
 
 def _is_open_file(obj: io.IOBase) -> bool:
@@ -100,9 +102,11 @@ def _reduce_file(file: Any) -> tuple[Any, ...]:
     except OSError as error:
         raise TypeError(f"an open file whose position is not known ({error})") from error
     if type(file) is not io.TextIOWrapper:
-        return _reopen_binary, (path, 0 if file is raw else -1, position)
-    _refuse_carriage_returns(path)
-    return _reopen_text, (path, file.encoding, file.errors, position)
+        options: dict[str, Any] = {"mode": "rb", "buffering": 0 if file is raw else -1}
+    else:
+        _refuse_carriage_returns(path)
+        options = {"encoding": file.encoding, "errors": file.errors}
+    return _reopen_file, (path, options, position)
 
 
 def _path_of(opened: Any, name: Any) -> str:
@@ -137,14 +141,8 @@ def _refuse_carriage_returns(path: str) -> None:
     )
 
 
-def _reopen_binary(path: str, buffering: int, position: int) -> Any:
-    file = open(path, "rb", buffering)  # noqa: SIM115
-    file.seek(position)
-    return file
-
-
-def _reopen_text(path: str, encoding: str, errors: str, position: int) -> Any:
-    file = open(path, encoding=encoding, errors=errors)  # noqa: SIM115
+def _reopen_file(path: str, options: dict[str, Any], position: int) -> Any:
+    file = open(path, **options)  # noqa: SIM115
     file.seek(position)
     return file
 
@@ -153,15 +151,19 @@ def _reopen_text(path: str, encoding: str, errors: str, position: int) -> Any:
 
 
 def _reduce_zip(archive: Any) -> tuple[Any, ...]:
-    if archive.fp is None:
+    _check_archive(archive, is_closed=archive.fp is None)
+    options = {"metadata_encoding": getattr(archive, "metadata_encoding", None)}
+    options = {name: value for name, value in options.items() if value is not None}
+    # Made over a file object: that object is sent, by its own rules.
+    source = archive.fp if archive._filePassed else _path_of(archive.fp, archive.filename)
+    return _reopen_zip, (source, archive.pwd, options)
+
+
+def _check_archive(archive: Any, *, is_closed: bool) -> None:
+    if is_closed:
         raise TypeError("an open archive was expected here; this one is closed")
     if archive.mode != "r":
         raise TypeError(f"an open archive that is written to (mode {archive.mode!r})")
-    options = {"metadata_encoding": getattr(archive, "metadata_encoding", None)}
-    options = {name: value for name, value in options.items() if value is not None}
-    # Made over a file object: that object travels, by its own rules.
-    source = archive.fp if archive._filePassed else _path_of(archive.fp, archive.filename)
-    return _reopen_zip, (source, archive.pwd, options)
 
 
 def _reopen_zip(source: Any, password: bytes | None, options: dict[str, Any]) -> Any:
@@ -173,10 +175,7 @@ def _reopen_zip(source: Any, password: bytes | None, options: dict[str, Any]) ->
 
 
 def _reduce_tar(archive: Any) -> tuple[Any, ...]:
-    if archive.closed:
-        raise TypeError("an open archive was expected here; this one is closed")
-    if archive.mode != "r":
-        raise TypeError(f"an open archive that is written to (mode {archive.mode!r})")
+    _check_archive(archive, is_closed=archive.closed)
     if archive._extfileobj or not hasattr(archive.fileobj, "fileno"):
         raise TypeError("an open archive that was made over another file object or a stream")
     path = _path_of(archive.fileobj, archive.name)

@@ -1,23 +1,25 @@
-"""How does an array that is mapped from a file reach a worker? The worker maps the file again.
+"""Sends arrays that are mapped from a file by the file's name: a worker maps the file again.
 
 A ``np.memmap`` is pickled by its bytes: a hundred gigabytes on disk would become a hundred
-gigabytes of memory. Here it travels as the file's name and the place in it. The worker's mapping is
-private whatever the mode was: a worker that writes changes its own view only. An array travels by
-value, as before, when its file is gone or changed its place, or when it holds writes that are not
-in the file.
+gigabytes of memory. Here it is sent as the file's name and the place in it. The worker's mapping is
+private whatever the mode was: a worker that writes changes its own view only. An array is sent by
+value, as before, when its file is gone or replaced, or when it holds writes that are not in the
+file.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
+import sys
+from bisect import bisect_right
 from typing import Any
 
 import numpy as np
 
 from penstock.engine.pickling.process_maps import (
     MemoryMapping,
-    ProcessMaps,
     address_of,
     is_unwritten,
     list_mappings,
@@ -27,29 +29,58 @@ _MIN_BYTES = 1 << 16
 """A smaller array is cheaper in the pickle than as a mapping of its own."""
 
 
-def reduce_memmap(array: Any, maps: ProcessMaps, notes: list[str]) -> tuple[Any, ...] | None:
-    """How to map it again; None: it is no mapped array, or must travel by value.
+class MemmapReducer:
+    """Reduces the mapped arrays of one pickle.
 
     Args:
-        maps: One for all arrays: a dataset may map thousands of files.
-        notes: Gets a line where the array travels by value.
+        notes: Gets a line for each array that is sent by value.
     """
-    root = _memmap_behind(array)
-    if root is None or array.nbytes < _MIN_BYTES or array.dtype.hasobject:
-        return None
-    reason = _why_not(root, array, maps)
-    if reason:
-        notes.append(f"an array of {root.filename} travels by value: {reason}")
-        return None
-    low, high = _bounds(array)
-    begin = address_of(root._mmap)
-    offset = root.offset - root.offset % mmap.ALLOCATIONGRANULARITY + low - begin
-    place = int(array.ctypes.data) - low
-    form = (array.dtype, array.shape, array.strides, bool(array.flags.writeable))
-    return map_again, (type(array), str(root.filename), offset, high - low, place, *form)
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    def reduce(self, array: Any) -> tuple[Any, ...] | None:
+        """How to map it again; None: it is not a mapped array, or must be sent by value."""
+        root = _memmap_behind(array)
+        if root is None or array.nbytes < _MIN_BYTES or array.dtype.hasobject:
+            return None
+        low, high = _bounds(array)
+        begin = address_of(root._mmap)
+        reason = self._why_by_value(root, low, high, begin)
+        if reason:
+            self._notes.append(f"an array of {root.filename} travels by value: {reason}")
+            return None
+        offset = root.offset - root.offset % mmap.ALLOCATIONGRANULARITY + low - begin
+        place = int(array.ctypes.data) - low
+        form = (array.dtype, array.shape, array.strides, bool(array.flags.writeable))
+        return _map_again, (type(array), str(root.filename), offset, high - low, place, *form)
+
+    def _why_by_value(self, root: Any, low: int, high: int, begin: int) -> str:
+        if not begin <= low <= high <= begin + len(root._mmap):
+            return "it does not lie inside the mapping"
+        try:
+            if not _is_still_there(root.filename, self._mapping_at(begin)):
+                return "another file has that name now"
+        except (OSError, ValueError) as error:
+            return f"the file cannot be mapped again ({error})"
+        if root.mode == "c" and not is_unwritten(low, high):
+            return (
+                "mode 'c', and it holds writes that are not in the file (or may: nobody can tell)"
+            )
+        return ""
+
+    @functools.cached_property
+    def _mappings(self) -> list[MemoryMapping]:
+        return list_mappings(0, sys.maxsize)  # once: a dataset may map thousands of files
+
+    def _mapping_at(self, address: int) -> MemoryMapping | None:
+        place = bisect_right(self._mappings, address, key=lambda mapping: mapping.start) - 1
+        if place < 0 or self._mappings[place].end <= address:
+            return None
+        return self._mappings[place]
 
 
-def map_again(
+def _map_again(
     kind: Any,
     filename: str,
     offset: int,
@@ -91,31 +122,16 @@ def _bounds(array: Any) -> tuple[int, int]:
     return low, high + array.itemsize
 
 
-def _why_not(root: Any, array: Any, maps: ProcessMaps) -> str:
-    low, high = _bounds(array)
-    begin = address_of(root._mmap)
-    if not begin <= low <= high <= begin + len(root._mmap):
-        return "it does not lie inside the mapping"
-    try:
-        if not _is_still_there(root.filename, maps.at(begin)):
-            return "another file has that name now"
-    except (OSError, ValueError) as error:
-        return f"the file cannot be mapped again ({error})"
-    if root.mode == "c" and not is_unwritten(low, high):
-        return "mode 'c', and it holds writes that are not in the file (or may: nobody can tell)"
-    return ""
-
-
-def _is_still_there(filename: Any, area: MemoryMapping | None) -> bool:
-    """Does the name still lead to the file that is mapped here? True where nobody can tell."""
+def _is_still_there(filename: Any, mapping: MemoryMapping | None) -> bool:
+    """Does the name still lead to the file that is mapped? True where the system does not tell."""
     found = os.stat(filename)
-    if area is None:
+    if mapping is None:
         return True
     device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
-    if area.file == (device, str(found.st_ino)):
+    if mapping.file == (device, str(found.st_ino)):
         return True
     # Overlays and btrfs list other numbers than stat gives: compare like with like.
     with open(filename, "rb") as file:
         fresh = mmap.mmap(file.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ)
     place = address_of(fresh)
-    return [each.file for each in list_mappings(place, place + 1)] == [area.file]
+    return [each.file for each in list_mappings(place, place + 1)] == [mapping.file]
