@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.engine.memory.messages import PickleLocation
-from penstock.engine.pickling.pickler import PickleFile, pickle_objects, unpickle_objects
+from penstock.engine.pickling.pickler import PickledObjects, PickleFile, unpickle_objects
 
 
 def worker_side(pickle_file: PickleFile) -> PickleLocation:
@@ -24,5 +24,5 @@ def arrive(pickle_file: PickleFile) -> Any:
 
 def round_trip(value: Any) -> tuple[Any, PickleFile]:
     """The object as it arrives, and the pickle file it came in. Close the latter."""
-    pickle_file = pickle_objects({"value": value}).to_shared_file()
+    pickle_file = PickledObjects({"value": value}).to_shared_file()
     return arrive(pickle_file), pickle_file

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.pickling.pickler import pickle_objects
+from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import CannotTravel
 
 pytestmark = pytest.mark.legacy
@@ -35,7 +35,7 @@ class Slotted:
 
 def blame(dataset: Any, name: str = "dataset") -> CannotTravel:
     with pytest.raises(CannotTravel) as info:
-        pickle_objects({name: dataset}).to_shared_file().close()
+        PickledObjects({name: dataset}).to_shared_file().close()
     return info.value
 
 
@@ -91,7 +91,7 @@ def test_the_path_leads_to_the_part_at_fault(place: str) -> None:
 @pytest.mark.parametrize("place", MAKERS)
 def test_the_same_object_without_the_part_travels(place: str) -> None:
     make, _ = MAKERS[place]
-    pickle_objects({"dataset": make("harmless")}).to_shared_file().close()
+    PickledObjects({"dataset": make("harmless")}).to_shared_file().close()
 
 
 def test_a_part_that_refers_back_to_the_whole_does_not_go_on_for_ever() -> None:
@@ -113,7 +113,7 @@ def test_a_file_that_is_written_to_is_named_with_the_way_out(tmp_path: Path, mod
 
 
 def test_a_file_in_memory_travels() -> None:
-    pickle_objects(
+    PickledObjects(
         {"dataset": Thing(a=io.BytesIO(b"x"), b=io.StringIO("x"))}
     ).to_shared_file().close()
 
@@ -127,7 +127,7 @@ def test_a_lock_of_the_fork_context_is_named_with_the_way_out() -> None:
 
 
 def test_a_lock_of_the_spawn_context_travels() -> None:
-    pickle_objects(
+    PickledObjects(
         {"dataset": Thing(lock=multiprocessing.get_context("spawn").Lock())}
     ).to_shared_file().close()
 

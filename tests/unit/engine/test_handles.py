@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.pickling.pickler import pickle_objects
+from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import CannotTravel
 from pickled import round_trip
 from specimens import assert_same
@@ -40,7 +40,7 @@ def arrived(value: Any) -> Any:
 
 def refusal(value: Any) -> str:
     with pytest.raises(CannotTravel) as info:
-        pickle_objects({"dataset": Holder(deep=[Holder(handle=value)])})
+        PickledObjects({"dataset": Holder(deep=[Holder(handle=value)])})
     assert info.value.path == "dataset.deep[0].handle"  # type: ignore[attr-defined]
     return str(info.value)
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.pickling.pickler import PickleFile, pickle_objects, unpickle_objects
+from penstock.engine.pickling.pickler import PickledObjects, PickleFile, unpickle_objects
 from pickled import arrive, worker_side
 from specimens import Numbers, assert_same, draw
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.legacy
 
 @contextmanager
 def packing(**objects: Any) -> Iterator[PickleFile]:
-    pickle_file = pickle_objects(objects).to_shared_file()
+    pickle_file = PickledObjects(objects).to_shared_file()
     yield pickle_file
     pickle_file.close()
 
@@ -131,7 +131,7 @@ def test_a_module_that_no_import_finds_travels_by_value(name: str, tmp_path: Pat
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        pickle_file = pickle_objects({"value": module.Plugged()}).to_shared_file()
+        pickle_file = PickledObjects({"value": module.Plugged()}).to_shared_file()
         assert name not in cloudpickle.list_registry_pickle_by_value()  # that was for us alone
     finally:
         del sys.modules[name]
@@ -148,7 +148,7 @@ def test_a_module_of_a_package_that_was_made_by_hand_travels_by_value(tmp_path: 
     sys.modules["by_hand"] = package
     try:
         module = importlib.import_module("by_hand.deep")
-        pickle_file = pickle_objects({"value": module.Plugged()}).to_shared_file()
+        pickle_file = PickledObjects({"value": module.Plugged()}).to_shared_file()
     finally:
         del sys.modules["by_hand"]
         sys.modules.pop("by_hand.deep", None)

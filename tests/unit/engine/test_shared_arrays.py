@@ -18,7 +18,7 @@ import torch
 
 from penstock.device.background import Background
 from penstock.engine.pickling import shared_arrays
-from penstock.engine.pickling.pickler import PickleFile, pickle_objects
+from penstock.engine.pickling.pickler import PickledObjects, PickleFile
 from penstock.engine.pickling.process_maps import is_unwritten, list_mappings
 from pickled import arrive
 
@@ -43,7 +43,7 @@ def numbers(num_bytes: int = NUM_BYTES) -> np.ndarray:
 
 
 def pack(value: Any) -> PickleFile:
-    return pickle_objects({"value": value}).to_shared_file()
+    return PickledObjects({"value": value}).to_shared_file()
 
 
 def own_bytes() -> int:

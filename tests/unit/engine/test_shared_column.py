@@ -17,7 +17,7 @@ import torch
 
 from penstock import SharedDict, SharedList
 from penstock.engine.memory import shared_column as flat
-from penstock.engine.pickling.pickler import pickle_objects
+from penstock.engine.pickling.pickler import PickledObjects
 from pickled import arrive, round_trip
 from specimens import Pair, assert_same
 
@@ -277,7 +277,7 @@ def test_a_plain_list_does_not_travel_by_descriptor() -> None:
 
 def test_the_descriptor_stays_open_as_long_as_the_parcel() -> None:
     shared = SharedList(["a"])
-    pickle_file = pickle_objects({"value": shared}).to_shared_file()
+    pickle_file = PickledObjects({"value": shared}).to_shared_file()
     del shared  # a worker may be started later, in the place of one that died
     assert arrive(pickle_file) == ["a"]
     pickle_file.close()

@@ -21,7 +21,7 @@ from penstock.cli.doctor.target import Target
 from penstock.cli.doctor.user_code import describe_error, place_of
 from penstock.engine.loading.collate import is_default_collate
 from penstock.engine.loading.gather import is_sliced
-from penstock.engine.pickling.pickler import pickle_objects
+from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import CannotTravel
 from penstock.loader import DataLoader
 from penstock.machine.collect import machine
@@ -150,7 +150,7 @@ class Stages:
             objects["collate_fn"] = self.loader.collate_fn
         start_s = time.perf_counter()
         try:
-            sent = pickle_objects(objects)
+            sent = PickledObjects(objects)
         except CannotTravel as error:
             lines = [line.strip() for line in str(error).splitlines()]
             cure = next((line for line in lines if line.startswith("Try: ")), "")
@@ -170,7 +170,7 @@ class Stages:
                 "took_s": time.perf_counter() - start_s,
                 "private_bytes": sent.stream.getbuffer().nbytes,
                 "shared_bytes": sum(buffer.raw().nbytes for buffer in sent.buffers),
-                "notes": list(getattr(sent, "notes", ())),
+                "notes": list(sent.notes),
             }
         )
         return True

@@ -13,10 +13,11 @@ import json
 import operator
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
+_T = TypeVar("_T")
 _MAX_LINE_BYTES = 1 << 16
 _MAX_TEXT = 2000
 """Of an error's text this much is kept, so that a line stays far below the limit above."""
@@ -43,13 +44,13 @@ class BadSample:
     end: str | None = None
 
 
-@dataclass(kw_only=True)
-class BadSamples:
+@dataclass(frozen=True, kw_only=True)
+class BadSampleFile:
     """What :func:`read` found, in the order in which samples failed first."""
 
-    samples: list[BadSample] = field(default_factory=list)
-    num_lines: int = 0
-    num_unreadable: int = 0
+    samples: list[BadSample]
+    num_lines: int
+    num_unreadable: int
 
     @property
     def indices(self) -> list[int]:
@@ -91,25 +92,26 @@ def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
             rest = rest[file.write(rest) :]
 
 
-def read(path: str | os.PathLike[str]) -> BadSamples:
+def read(path: str | os.PathLike[str]) -> BadSampleFile:
     """What the file says, sample by sample. It is never held whole.
 
     Raises:
         OSError: There is no such file, or it cannot be read.
     """
-    found = BadSamples()
-    by_index: dict[int | str, BadSample] = {}
+    found: dict[int | str, BadSample] = {}
+    num_lines = num_unreadable = 0
     with open(path, "rb") as file:
         for line in _lines(file):
-            found.num_lines += 1
-            sample = None if line is None else _parsed(line)
+            num_lines += 1
+            sample = None if line is None else _parse(line)
             if sample is None:
-                found.num_unreadable += 1
-            else:
-                earlier = by_index.get(sample.index)
-                by_index[sample.index] = sample if earlier is None else _merged(earlier, sample)
-    found.samples = list(by_index.values())
-    return found
+                num_unreadable += 1
+                continue
+            earlier = found.get(sample.index)
+            found[sample.index] = sample if earlier is None else _merge(earlier, sample)
+    return BadSampleFile(
+        samples=list(found.values()), num_lines=num_lines, num_unreadable=num_unreadable
+    )
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
@@ -126,38 +128,40 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
             yield line
 
 
-def _parsed(line: bytes) -> BadSample | None:
+def _parse(line: bytes) -> BadSample | None:
     try:
         fields = json.loads(line.decode("utf-8"))
         index = fields["index"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    if isinstance(index, bool) or not isinstance(index, (int, str)):
+    if type(index) not in (int, str):
         return None
     return BadSample(
         index=index,
-        error=_text(fields.get("error")) or "",
-        path=_text(fields.get("path")),
-        count=max(1, _whole(fields.get("count")) or 1),
-        epoch=_whole(fields.get("epoch")),
-        position=_whole(fields.get("position")),
-        time=_text(fields.get("time")),
-        end=_text(fields.get("end")),
+        error=_if_type(str, fields.get("error")) or "",
+        path=_if_type(str, fields.get("path")),
+        count=max(1, _if_type(int, fields.get("count")) or 1),
+        epoch=_if_type(int, fields.get("epoch")),
+        position=_if_type(int, fields.get("position")),
+        time=_if_type(str, fields.get("time")),
+        end=_if_type(str, fields.get("end")),
     )
 
 
-def _merged(earlier: BadSample, later: BadSample) -> BadSample:
-    """The later line speaks; what it leaves out, the earlier ones say.
+def _if_type(kind: type[_T], value: Any) -> _T | None:
+    return value if type(value) is kind else None
+
+
+def _merge(earlier: BadSample, later: BadSample) -> BadSample:
+    """The later line counts; what it leaves out is taken from the earlier one.
 
     A line has the count of its run. Where runs share a file, the lines themselves are counted.
     """
-    return BadSample(
-        index=later.index,
+    return replace(
+        later,
         error=later.error or earlier.error,
         path=later.path if later.path is not None else earlier.path,
         count=max(later.count, earlier.count + 1),
-        epoch=later.epoch,
-        position=later.position,
         time=later.time or earlier.time,
         end=later.end or earlier.end,
     )
@@ -171,11 +175,3 @@ def plain_index(index: Any) -> int | str:
         return operator.index(index)
     except TypeError:
         return repr(index)[:_MAX_TEXT]
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

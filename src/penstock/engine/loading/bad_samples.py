@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from penstock.engine.loading.bad_sample_file import plain_index
 from penstock.engine.loading.sample_path import find_path
+from penstock.engine.pickling.exceptions import safe_text
 from penstock.errors import NoSubstitute, PenstockError
 from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix64
 
@@ -242,9 +243,4 @@ def _is_same(left: Any, right: Any) -> bool:
 
 
 def _text_of(error: Exception) -> str:
-    try:
-        if isinstance(error, PenstockError):
-            return error.what.partition("\n")[0]
-        return str(error)
-    except Exception:
-        return "<the exception's own text raised>"
+    return error.what.partition("\n")[0] if isinstance(error, PenstockError) else safe_text(error)

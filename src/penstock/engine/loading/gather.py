@@ -1,4 +1,4 @@
-"""Data that is in memory already: a batch is one gather, not a loop over samples.
+"""Gathers batches of datasets that are in memory already, without a loop over samples.
 
 Finds the tensors behind a ``TensorDataset`` (also through ``Subset``) and copies the rows of a
 batch into a slot in one call; or has a dataset do that which can (:class:`RowReader`). No user
@@ -12,13 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from penstock.engine.loading.collate import is_default_collate, view_batch
-from penstock.engine.loading.in_place import offers
+from penstock.engine.loading.in_place import offers, unwrap_subsets
 from penstock.engine.memory.batch_layout import Layout, LayoutError, read_layout
 from penstock.engine.memory.ring import Ring
-from penstock.order.split import PermutedSubset
 
 TRY_OTHER_EVERY = 64
 """Copies after which both ways are timed once more."""
@@ -44,13 +43,13 @@ class Gatherer:
 
     Args:
         length: Of the dataset behind the subsets.
-        rows: The index lists of the subsets around it, outermost first.
+        subsets: The index lists of the subsets around it, outermost first.
         layout: The form of one sample.
     """
 
-    def __init__(self, length: int, rows: list[Any], layout: Layout) -> None:
+    def __init__(self, length: int, subsets: list[Any], layout: Layout) -> None:
         self._length = length
-        self._rows = rows
+        self._subsets = subsets
         self.layout = layout
 
     def fill(self, index: list[int], slot: np.ndarray, rows: int, first_row: int) -> None:
@@ -76,9 +75,9 @@ class Gatherer:
         return view_batch(self.layout, root, len(index), len(index), [])
 
     def _resolve(self, index: list[int]) -> np.ndarray:
-        for rows in self._rows:
-            many = getattr(rows, "at", None)  # a part of penstock.split
-            index = many(index) if many is not None else [rows[place] for place in index]
+        for indices in self._subsets:
+            many = getattr(indices, "at", None)  # a part of penstock.split
+            index = many(index) if many is not None else [indices[place] for place in index]
         chosen = np.asarray(index, dtype=None if len(index) else np.int64)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
             raise LayoutError
@@ -94,8 +93,8 @@ class Gatherer:
 class TensorGatherer(Gatherer):
     """Rows of CPU tensors. ``tensors``: what the dataset slices."""
 
-    def __init__(self, tensors: list[torch.Tensor], rows: list[Any], layout: Layout) -> None:
-        super().__init__(len(tensors[0]), rows, layout)
+    def __init__(self, tensors: list[torch.Tensor], subsets: list[Any], layout: Layout) -> None:
+        super().__init__(len(tensors[0]), subsets, layout)
         self._tables = [_widened(tensor) for tensor in tensors]
         self._copiers = [_Copier() for _ in tensors]
 
@@ -113,8 +112,8 @@ class TensorGatherer(Gatherer):
 class RowGatherer(Gatherer):
     """Rows that the dataset copies itself."""
 
-    def __init__(self, reader: RowReader, rows: list[Any], layout: Layout) -> None:
-        super().__init__(len(reader), rows, layout)
+    def __init__(self, reader: RowReader, subsets: list[Any], layout: Layout) -> None:
+        super().__init__(len(reader), subsets, layout)
         self._read_rows = reader.read_rows
 
     def _copy(self, chosen: np.ndarray, slot: np.ndarray, rows: int, first_row: int) -> None:
@@ -169,28 +168,27 @@ class _Copier:
 
 def is_sliced(dataset: Any, batch_sampler: Any, collate_fn: Any) -> bool:
     """Are batches of this dataset gathered in one call? Cheap: looks at types only."""
-    while type(dataset) in (Subset, PermutedSubset):
-        dataset = dataset.dataset
-    is_plain = type(dataset) is TensorDataset and bool(dataset.tensors) and len(dataset) > 0
+    dataset, _ = unwrap_subsets(dataset)
+    is_plain = _is_tensor_dataset(dataset) and len(dataset) > 0
     return is_plain and batch_sampler is not None and is_default_collate(collate_fn)
+
+
+def _is_tensor_dataset(dataset: Any) -> bool:
+    return type(dataset) is TensorDataset and bool(dataset.tensors)
 
 
 def find_gatherer(dataset: Any) -> Gatherer | None:
     """The gatherer for a dataset that only slices tensors; None for any other."""
-    rows = []
-    while type(dataset) in (Subset, PermutedSubset):
-        rows.append(dataset.indices)
-        dataset = dataset.dataset
-    is_sliced = type(dataset) is TensorDataset and bool(dataset.tensors)
+    dataset, subsets = unwrap_subsets(dataset)
     reads_rows = offers(dataset, "read_rows")
-    if not (is_sliced or reads_rows) or not len(dataset):
+    if not (_is_tensor_dataset(dataset) or reads_rows) or not len(dataset):
         return None
     try:
         layout = read_layout(dataset[0])
-    except Exception:  # odd, or it cannot be read: the usual way shows it for what it is
+    except Exception:  # no layout, or it cannot be read: the usual way shows it for what it is
         return None
     if reads_rows:
-        return None if layout.has_objects else RowGatherer(dataset, rows, layout)
+        return None if layout.has_objects else RowGatherer(dataset, subsets, layout)
     if any(type(tensor) is not torch.Tensor for tensor in dataset.tensors):
         return None
-    return TensorGatherer(list(dataset.tensors), rows, layout)
+    return TensorGatherer(list(dataset.tensors), subsets, layout)

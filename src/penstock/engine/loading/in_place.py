@@ -41,7 +41,7 @@ class InPlaceReader(Protocol):
 
 
 class InPlaceFetcher:
-    """Loads samples into the rows that a writer has next. Pairs with :meth:`Placer.begin`.
+    """Loads samples into the rows that a writer has next. Pairs with :class:`BatchWriter`.
 
     Called from: a worker process, which adds each sample before it asks for the next one.
     """
@@ -63,18 +63,24 @@ class InPlaceFetcher:
 
 
 def find_in_place_fetcher(dataset: Any) -> InPlaceFetcher | None:
-    """The placer for a dataset that writes samples itself (also in a subset); None for others."""
+    """The fetcher for a dataset that writes samples itself (also in a subset); None for others."""
+    dataset, indices = unwrap_subsets(dataset)
+    return InPlaceFetcher(dataset.read_into, indices) if offers(dataset, "read_into") else None
+
+
+def unwrap_subsets(dataset: Any) -> tuple[Any, list[Any]]:
+    """The dataset inside all subsets, and the index lists of these, outermost first."""
     indices = []
     while type(dataset) in (Subset, PermutedSubset):
         indices.append(dataset.indices)
         dataset = dataset.dataset
-    return InPlaceFetcher(dataset.read_into, indices) if offers(dataset, "read_into") else None
+    return dataset, indices
 
 
 def offers(dataset: Any, name: str) -> bool:
     """Has it this method, and from the class that its ``__getitem__`` is from (or a later one)?
 
-    Who inherits the method and overrides ``__getitem__`` means the latter.
+    A class that inherits the method and overrides ``__getitem__`` means the latter.
     """
     for kind in type(dataset).__mro__:
         if name in vars(kind):

@@ -154,8 +154,13 @@ def remember_parent_classes() -> None:
 
 
 def prefer_references() -> None:
-    """Called from: a worker that was forked from the parent itself."""
+    """Pickle classes by name. Called from: a worker that was forked from the parent itself."""
     _ResultPickler.is_forked = True
+
+
+def is_forked() -> bool:
+    """Was this worker forked from the parent itself, so that it has the parent's modules?"""
+    return _ResultPickler.is_forked
 
 
 def dump(value: Any, buffer_callback: Any = None, on_retry: Any = None) -> memoryview:

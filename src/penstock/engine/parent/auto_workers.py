@@ -24,7 +24,7 @@ from penstock.engine.parent.context import BatchProducer, EngineSettings, EpochP
 from penstock.engine.parent.inline_producer import InlineProducer
 from penstock.engine.parent.worker_producer import WorkerProducer
 from penstock.engine.pickling.environment import import_path
-from penstock.engine.pickling.pickler import PickledObjects, pickle_objects
+from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import CannotTravel
 from penstock.machine.host import queued_s
 
@@ -94,7 +94,7 @@ class AutoProducer:
 
     def _pickle(self) -> PickledObjects | None:
         try:
-            return pickle_objects(self._context.worker_objects())
+            return PickledObjects(self._context.worker_objects())
         except CannotTravel as error:
             self._settle(self._ask(Measured(stays_because=error)))
             return None

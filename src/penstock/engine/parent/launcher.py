@@ -23,7 +23,7 @@ from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent import fork_server as fork_servers
 from penstock.engine.parent.channels import HAS_POLL
 from penstock.engine.pickling.environment import describe_environment
-from penstock.engine.pickling.pickler import PickledObjects, PickleFile, pickle_objects
+from penstock.engine.pickling.pickler import PickledObjects, PickleFile
 from penstock.errors import StartFailed
 from penstock.machine.host import usable_cores
 
@@ -118,7 +118,7 @@ class Launcher:
         self._memory = memory
         self._pickle_file: PickleFile | None = None
         if method != "fork":
-            self._pickle_file = (pickled or pickle_objects(objects)).to_shared_file()
+            self._pickle_file = (pickled or PickledObjects(objects)).to_shared_file()
         self._environment = describe_environment()
         self._waiting: deque[tuple[SpawnedWorker, Any]] = deque()
         self._num_at_once = usable_cores() if HAS_POLL else num_workers

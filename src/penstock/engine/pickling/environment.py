@@ -1,4 +1,4 @@
-"""What a worker must find around it: environment, folder, import path, torch's settings.
+"""The parent's environment variables, folder, import path and torch settings, for a worker.
 
     parent: describe_environment() -> plain values --> worker: apply_environment(environment)
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import warnings
+from contextlib import suppress
 from typing import Any
 
 THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -29,18 +31,12 @@ def describe_environment() -> dict[str, Any]:
         "authkey": bytes(multiprocessing.current_process().authkey),
         "parent_pid": os.getpid(),
         "default_dtype": str(torch.get_default_dtype()) if torch else None,
-        "warn_filters": _warn_filters(),
+        "warn_filters": [
+            (action, category, lineno)
+            for action, message, category, module, lineno in warnings.filters
+            if message is None and module is None and category.__module__ == "builtins"
+        ],
     }
-
-
-def _warn_filters() -> list[Any]:
-    import warnings
-
-    return [
-        (action, category, lineno)
-        for action, message, category, module, lineno in warnings.filters
-        if message is None and module is None and category.__module__ == "builtins"
-    ]
 
 
 def _folder() -> str | None:
@@ -57,19 +53,15 @@ def import_path() -> list[str]:
 
 
 def apply_environment(environment: dict[str, Any]) -> None:
-    """Make this process look like the parent. Called from: a worker, before it unpacks."""
+    """Make this process look like the parent. Called from: a worker, before it unpickles."""
     os.environ.clear()
     os.environ.update(environment["environ"])
     if environment["folder"]:
-        try:
+        with suppress(OSError):  # gone meanwhile: the user's relative paths fail, by name
             os.chdir(environment["folder"])
-        except OSError:
-            pass  # gone meanwhile: relative paths fail where the user's code uses them, by name
     sys.path[:] = environment["path"]
     sys.argv[:] = environment["argv"]
     multiprocessing.current_process().authkey = environment["authkey"]
-    import warnings
-
     import torch
 
     for action, category, lineno in reversed(environment["warn_filters"]):

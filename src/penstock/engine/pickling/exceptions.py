@@ -1,4 +1,4 @@
-"""An exception of a worker, raised again in the parent with its own type.
+"""Sends an exception of a worker to the parent, which raises it again with its own type.
 
     worker: describe(error) -- plain values, always picklable --> parent: rebuild(report)
 
@@ -20,6 +20,7 @@ from typing import Any
 
 import cloudpickle
 
+from penstock.engine.memory import payload
 from penstock.errors import PenstockError
 
 
@@ -28,7 +29,6 @@ class ErrorReport:
     """What a worker says about an exception; holds bytes and text only."""
 
     kind: str
-    text: str
     trace: str
     where: str
     worker: int
@@ -36,14 +36,6 @@ class ErrorReport:
     ours: bytes | None = None
     whole: bytes | None = None
     bare: bytes | None = None
-
-
-_by_reference: list[bool] = []
-
-
-def prefer_references() -> None:
-    """Called from: a worker that was forked from the parent itself and has its modules."""
-    _by_reference[:] = [True]
 
 
 class WorkerTraceback(Exception):
@@ -66,14 +58,13 @@ def describe(error: BaseException, *, worker: int, where: str, index: Any = None
         index = own
     return ErrorReport(
         kind=type(error).__name__,
-        text=_safe_text(error),
         trace=trace,
         where=where,
         worker=worker,
         index=_dump(index),
         ours=_dump(error) if isinstance(error, PenstockError) else None,
         whole=_dump((type(error), error.args, _native_state(error), _own_state(error))),
-        bare=_dump((type(error), (_safe_text(error),), {}, {})),
+        bare=_dump((type(error), (safe_text(error),), {}, {})),
     )
 
 
@@ -90,11 +81,9 @@ def rebuild(report: ErrorReport) -> BaseException:
         content = _load(packed)
         if content is None or not issubclass(content[0], Exception):
             continue  # SystemExit and its like are not ours to raise in the user's program
-        try:
-            error = _speaking(message, *content)
-        except Exception:
-            continue
-        break
+        with suppress(Exception):
+            error = _with_message(message, *content)
+            break
     else:
         error = RuntimeError(message)
     error.__dict__.update(sample_index=index, worker_id=report.worker)
@@ -106,7 +95,7 @@ def _name(index: Any) -> str:
     return f"samples {index!r}" if isinstance(index, list) else f"sample {index!r}"
 
 
-def _speaking(
+def _with_message(
     message: str,
     kind: type[Exception],
     args: tuple[Any, ...],
@@ -163,7 +152,7 @@ def _own_state(error: BaseException) -> dict[str, Any]:
 
 def _advice_on(error: BaseException) -> str:
     """A pool that user code starts in a worker sends functions by name, ours sends them whole."""
-    if isinstance(error, pickle.PicklingError) and "__main__" in _safe_text(error):
+    if isinstance(error, pickle.PicklingError) and "__main__" in safe_text(error):
         return (
             "  Likely: a process pool inside a worker sends what stands in the script by its name, "
             "and the script is not run in workers.\n"
@@ -172,7 +161,8 @@ def _advice_on(error: BaseException) -> str:
     return ""
 
 
-def _safe_text(error: BaseException) -> str:
+def safe_text(error: BaseException) -> str:
+    """``str(error)``, whatever the class of the user's own does."""
     try:
         return str(error)
     except Exception:
@@ -182,18 +172,14 @@ def _safe_text(error: BaseException) -> str:
 def _dump(value: Any) -> bytes | None:
     if value is None:
         return None
-    for dumps in (pickle.dumps, cloudpickle.dumps) if _by_reference else (cloudpickle.dumps,):
-        try:
-            return bytes(dumps(value))
-        except Exception:
-            continue  # by value, or the plainer form beside it, which always works
+    dumps = (pickle.dumps, cloudpickle.dumps) if payload.is_forked() else (cloudpickle.dumps,)
+    for dump in dumps:
+        with suppress(Exception):  # by value, or the plainer form beside it, which always works
+            return bytes(dump(value))
     return None
 
 
 def _load(data: bytes | None) -> Any:
-    if data is None:
-        return None
-    try:
-        return pickle.loads(data)
-    except Exception:
-        return None
+    with suppress(Exception):
+        return None if data is None else pickle.loads(data)
+    return None

@@ -1,6 +1,6 @@
 """Pickles the dataset and functions for the workers: once, with large buffers beside the stream.
 
-    parent: pickle_objects(objects).to_shared_file() -> PickleFile
+    parent: PickledObjects(objects).to_shared_file() -> PickleFile
     worker: unpickle_objects(PickleFile.location) -> objects
 
 Lambdas, closures, local classes and everything from ``__main__``, a notebook or a module that a
@@ -187,8 +187,10 @@ def _refuse_fork_primitive(lock: Any) -> None:
         raise TypeError(f"a {type(lock).__name__} made in the fork context exists in forks only")
 
 
-def pickle_objects(objects: dict[str, Any]) -> PickledObjects:
-    """Turn named objects into a stream, once for all workers.
+class PickledObjects:
+    """Objects as a pickle stream, made once for all workers.
+
+    Their large buffers are still the user's own memory.
 
     Args:
         objects: By the names used in error messages, as in ``{"dataset": dataset}``.
@@ -196,44 +198,25 @@ def pickle_objects(objects: dict[str, Any]) -> PickledObjects:
     Raises:
         CannotTravel: Something inside cannot be pickled; the message names the attribute.
     """
-    main = sys.modules.get("__mp_main__")
-    if main is not None:  # we are in a spawned child, where the user's script has this name
-        cloudpickle.register_pickle_by_value(main)
-    stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    pickler = DatasetPickler(stream, buffers.append)
-    try:
-        pickler.dump(objects)
-    except Exception as error:
-        raise explain(objects, error, _dump_and_discard) from error
-    return PickledObjects(
-        stream=stream,
-        buffers=buffers,
-        fds=pickler.process.fds,
-        kept=pickler.process.kept,
-        notes=pickler.handles.notes,
-        large_tensors=pickler.large_tensors,
-        modules=tuple(
+
+    def __init__(self, objects: dict[str, Any]) -> None:
+        main = sys.modules.get("__mp_main__")
+        if main is not None:  # we are in a spawned child, where the user's script has this name
+            cloudpickle.register_pickle_by_value(main)
+        self.stream = io.BytesIO()
+        self.buffers: list[pickle.PickleBuffer] = []
+        pickler = DatasetPickler(self.stream, self.buffers.append)
+        try:
+            pickler.dump(objects)
+        except Exception as error:
+            raise explain(objects, error, _dump_and_discard) from error
+        self._process = pickler.process
+        self.notes = pickler.handles.notes
+        self._large_tensors = pickler.large_tensors
+        self.modules = tuple(
             (name, _generation(name))
             for name in sorted(_importable(pickler.modules - pickler.by_value.names))
-        ),
-    )
-
-
-def _dump_and_discard(value: Any) -> None:
-    DatasetPickler(io.BytesIO(), lambda buffer: None).dump(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PickledObjects:
-    """Objects as a pickle stream; their large buffers are still the user's own memory."""
-
-    stream: io.BytesIO
-    buffers: list[pickle.PickleBuffer]
-    fds: list[int]
-    kept: list[Any]
-    notes: list[str]
-    large_tensors: list[Any]
-    modules: tuple[tuple[str, int], ...]
+        )
 
     def to_shared_file(self) -> PickleFile:
         """Copy stream and buffers into shared memory. Pairs with :meth:`PickleFile.close`.
@@ -241,7 +224,7 @@ class PickledObjects:
         A large buffer that can be shared with this process is not copied: see
         :mod:`penstock.engine.pickling.shared_arrays`.
         """
-        content = self.stream.getbuffer()
+        content, fds = self.stream.getbuffer(), self._process.fds
         views = [buffer.raw() for buffer in self.buffers]
         shared, notes = self._share(views)
         end = round_up(content.nbytes, _BUFFER_GRAIN)
@@ -265,13 +248,13 @@ class PickledObjects:
             spans=tuple(spans),
             num_bytes=end,
             modules=self.modules,
-            separate=tuple((place, len(self.fds) + order) for order, place in enumerate(shared)),
+            separate=tuple((place, len(fds) + order) for order, place in enumerate(shared)),
         )
         return PickleFile(
             file=file,
             location=location,
-            fds=[*self.fds, *(buffer.file.fd for buffer in shared.values())],
-            kept=[*self.kept, *shared.values()],
+            fds=[*fds, *(buffer.file.fd for buffer in shared.values())],
+            kept=[*self._process.kept, *shared.values()],
             notes=tuple(notes),
         )
 
@@ -286,14 +269,18 @@ class PickledObjects:
                 continue
             size = f"{view.nbytes / 1e9:.2f} GB"
             outcome: shared_arrays.SharedBuffer | str = "too many descriptors"
-            if len(self.fds) + len(shared) < _MAX_FDS:
-                outcome = shared_arrays.share_buffer(view, self.large_tensors)
+            if len(self._process.fds) + len(shared) < _MAX_FDS:
+                outcome = shared_arrays.share_buffer(view, self._large_tensors)
             if isinstance(outcome, str):
                 notes.append(f"a buffer of {size} is copied once for all workers: {outcome}")
             else:
                 shared[place] = outcome
                 notes.append(f"a buffer of {size} is shared with this process: no copy")
         return shared, notes
+
+
+def _dump_and_discard(value: Any) -> None:
+    DatasetPickler(io.BytesIO(), lambda buffer: None).dump(value)
 
 
 def _importable(names: set[str]) -> set[str]:

@@ -56,7 +56,6 @@ def run_forked_worker(
     from penstock.engine.loading import slot_collate
     from penstock.engine.memory import payload
     from penstock.engine.memory.messages import STACK_FD, control_bytes, position_cell
-    from penstock.engine.pickling import exceptions
     from penstock.engine.worker import main
     from penstock.engine.worker.connection import PipeConnection
     from penstock.engine.worker.loop import WorkerLoop
@@ -70,7 +69,6 @@ def run_forked_worker(
     cells[position_cell(number) + STACK_FD] = offer_stack()
     slot_collate.install_slot_collate()
     payload.prefer_references()
-    exceptions.prefer_references()
     objects = dict(objects)
     main.prepare_worker(number, num_workers, task, objects)
     connection = PipeConnection(channel, memory)
