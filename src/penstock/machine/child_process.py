@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from types import TracebackType
 from typing import IO, Any, Literal
 
 _PIECE_BYTES = 1 << 16
@@ -182,12 +181,7 @@ class ChildProcess:
     def __enter__(self) -> ChildProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILLED_S)

@@ -21,7 +21,7 @@ Fact = TypeVar("Fact")
 
 
 def machine() -> Machine:
-    """What is this computer? Cheap; opens no GPU, imports no torch, and never raises.
+    """Describe this computer. Cheap; opens no GPU, imports no torch, and never raises.
 
     Example:
         >>> import penstock

@@ -64,12 +64,12 @@ class Machine:
         gpus_seen_by: Who described the GPUs: ``"nvml"``, ``"nvidia-smi"``, ``"kfd"``,
             ``"platform"`` (an Apple chip), ``"torch"`` or ``"nobody"``.
         gpu_trouble: What went wrong when the GPUs were looked for; ``""`` if nothing did.
-        has_gpu_context: Has this process opened a GPU already?
+        has_gpu_context: Whether this process has opened a GPU already.
         environment: The variables that matter to loading and to GPUs, where they are set.
-        is_start_method_set: Is multiprocessing's start method settled: by ``set_start_method``, or
-            by a first use? (multiprocessing does not keep which.)
+        is_start_method_set: Whether multiprocessing's start method is settled, by
+            ``set_start_method`` or by a first use (multiprocessing does not keep which).
         decoders: Libraries here that decode JPEG, by import name.
-        has_turbo: Was Pillow built with libjpeg-turbo?
+        has_turbo: Whether Pillow was built with libjpeg-turbo.
 
     Example:
         >>> from penstock import machine

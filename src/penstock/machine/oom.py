@@ -105,7 +105,7 @@ class OomCount:
             the kernel's OOM killer ended it: 1 kill in this control group, which may use 2.0 GiB
         """
         in_group = self._kills_in_group_since(before)
-        if in_group is None:  # nobody counts for us alone
+        if in_group is None:  # nothing counts for us alone
             num_kills = _growth(self.num_host_kills, before.num_host_kills) or 0
         else:
             num_kills = in_group

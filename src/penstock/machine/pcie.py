@@ -28,7 +28,7 @@ _SMI_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PcieLink:
-    """A PCIe link. None means: nobody says."""
+    """A PCIe link. None means: not known."""
 
     generation: int | None = None
     width: int | None = None
@@ -61,7 +61,7 @@ class PcieLink:
 
 
 def pcie_link(bus_id: str, root: Path = SYSFS) -> PcieLink | None:
-    """The link of the device at a PCI address such as ``0000:3b:00.0``; None where nobody knows.
+    """The link of the device at a PCI address such as ``0000:3b:00.0``; None where it is not known.
 
     Example:
         >>> pcie_link("ffff:ff:1f.7") is None

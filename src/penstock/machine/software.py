@@ -122,7 +122,7 @@ def has_gpu_context() -> bool:
 def is_notebook() -> bool:
     """Whether this code runs in a notebook: Jupyter, VS Code, Colab, Kaggle, Databricks.
 
-    Somebody may import ipykernel without being in a notebook: there must be a kernel.
+    A program may import ipykernel without being in a notebook: there must be a kernel.
     """
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if callable(get_ipython) else None

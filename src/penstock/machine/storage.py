@@ -247,7 +247,7 @@ def _disk(folder: Path, depth: int) -> _Disk:
 def _kind(folder: Path, is_virtual: bool) -> str:
     rotational = read_text(folder / "queue" / "rotational")
     if is_virtual:
-        # Hypervisors leave the flag at 1 for whatever they lend; a 0 was set by somebody.
+        # Hypervisors leave the flag at 1 for whatever they lend; a 0 was set on purpose.
         return "ssd" if rotational == "0" else "unknown"
     if folder.name.startswith("nvme"):
         return "nvme"

@@ -13,8 +13,8 @@ class LoaderRequest:
         start_method: ``"fork"``, ``"spawn"``, ``"forkserver"`` or None.
         persistent_workers, pin_memory: None leaves it to the plan.
         device: Where batches are brought to; None: they stay in CPU memory.
-        has_init_fn: Was a ``worker_init_fn`` given?
-        has_sample_limit: Was a ``sample_timeout_s`` given?
+        has_init_fn: Whether a ``worker_init_fn`` was given.
+        has_sample_limit: Whether a ``sample_timeout_s`` was given.
     """
 
     num_workers: int | str = "auto"

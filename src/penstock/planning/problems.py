@@ -17,7 +17,7 @@ from penstock.planning.quantities import count, size
 SMALL_SHM_BYTES = 1 << 30
 """A container has 64 MiB unless told otherwise; a machine of its own has half its memory."""
 FEW_FILES = {"linux": 1024, "darwin": 256}
-"""Less than what the system gives to everybody: somebody lowered it."""
+"""The default; a lower number was set on purpose."""
 LITTLE_MEMORY_BYTES, HARDLY_ANY_MEMORY_BYTES = 1 << 30, 256 << 20
 """Guessed: a worker takes 50 MB and its batches; torch with the training step takes more."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -255,7 +255,7 @@ def _check_shm(machine: Machine, plan: Plan) -> Iterable[Problem]:
     if machine.os != "linux" or shm is None or shm >= SMALL_SHM_BYTES:
         return
     if machine.memory_bytes and shm >= machine.memory_bytes // 4:
-        return  # small because the machine is: nobody forgot anything
+        return  # small because the machine is
     yield Problem(
         code="shm-small",
         severity="note",
@@ -293,7 +293,7 @@ def check_storage(path: str, storage: Storage, *, is_data: bool = True) -> list[
     """A problem if what ``path`` is stored on is too slow to feed training.
 
     Args:
-        is_data: Is the data known to lie there? Else it is only worth a note.
+        is_data: Whether the data is known to be there. If not, it is only worth a note.
     """
     if storage.kind not in ("spinning", "network"):
         return []

@@ -163,7 +163,7 @@ def num_bytes(sample: Any) -> int:
 
 
 def is_iterable_only(dataset: Any) -> bool:
-    """Is it read from front to back, as torch's IterableDataset, rather than by index?"""
+    """Whether it is read from front to back, as torch's IterableDataset, not by index."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(dataset, torch.utils.data.IterableDataset):
         return True
@@ -171,10 +171,10 @@ def is_iterable_only(dataset: Any) -> bool:
 
 
 def is_sliced_in_memory(dataset: Any) -> bool:
-    """Is it a TensorDataset, or a part of one, of which a batch is a single copy?"""
+    """Whether it is a TensorDataset, or a part of one, of which a batch is a single copy."""
     torch = sys.modules.get("torch")
     if torch is None:
-        return False  # then nobody has made one
+        return False  # then none was made
     while type(dataset) is torch.utils.data.Subset:
         dataset = dataset.dataset
     return type(dataset) is torch.utils.data.TensorDataset
@@ -209,14 +209,16 @@ def measure_workload(dataset: Any, limit_s: float = LIMIT_S) -> Workload:
         return Workload(is_in_memory=True, num_samples=length)
     if length is None:
         return Workload()
-    samples = []
-    with preserved_generators():
-        indices = spread_indices(length, MAX_SAMPLES)
+    indices = spread_indices(length, MAX_SAMPLES)
+
+    def samples() -> Iterator[TimedSample]:
         for timed in time_samples(lambda i: dataset[i], indices, limit_s):
             if timed.error is not None:
                 raise timed.error
-            samples.append(timed)
-    timing = summarize_timings(samples)
+            yield timed
+
+    with preserved_generators():
+        timing = summarize_timings(samples())
     if timing is None:
         return Workload(num_samples=length)
     return Workload(

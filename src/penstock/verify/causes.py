@@ -1,6 +1,6 @@
 """Finds the likely cause of a difference by further runs, each of which changes one thing.
 
-the reference once more      differs: no setting is to blame (time, id(), nobody's generator)
+the reference once more      differs: no setting is to blame (time, id(), an unseeded generator)
 the other setting once more  differs: chance decides, the order of arrival
 all samples of the epoch     the same ones in another order; or the whole stream several times
 another hash seed            differs: the order of a set

@@ -87,7 +87,7 @@ def taken_by(factory: Factory) -> Callable[[str], bool]:
     """Whether the factory takes a keyword argument. It takes everything if it has ``**settings``.
 
     Raises:
-        BadArgument: It is no function, or needs something that nobody gives it.
+        BadArgument: It is no function, or needs an argument that it is not given.
     """
     if not callable(factory):
         raise BadArgument(

@@ -206,7 +206,7 @@ def kill_workers(batches: Any) -> None:
 
 
 def _random_s() -> float:
-    """Not from a generator: the delays must not be the same twice, and must move nobody's."""
+    """Not from a generator: the delays must differ each time, and must move no generator."""
     return int.from_bytes(os.urandom(2), "little") / 65536 * MAX_DELAY_S
 
 

@@ -83,7 +83,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Is a loader's stream the same under every setting? True and False as a condition.
+    """Whether a loader's stream is the same under every setting. A condition in itself.
 
     Example:
         >>> verdict = Verdict(rows=(Row(setting="0 workers", outcome="same", digest="ab12"),))
