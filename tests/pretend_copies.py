@@ -1,14 +1,13 @@
-"""Stands in for the doctor's trial of copies, in its child: as ``PRETEND_COPIES`` says."""
+"""Stands in for the doctor's check of copies, in its child: as ``PRETEND_COPIES`` says."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from typing import Any
 
-from penstock.cli.doctor.trial import Notes, conduct
+from penstock.cli.child_check import CheckResults
 
 GPU = {
     "index": 0,
@@ -22,14 +21,10 @@ GPU = {
 }
 
 
-def main(folder: str, options_text: str) -> None:
-    conduct(folder, json.loads(options_text), _pretend)
-
-
-def _pretend(notes: Notes, options: dict[str, Any], deadline: float) -> None:
-    notes.save(gpus=[GPU])
+def pretend(results: CheckResults, options: dict[str, Any], deadline: float) -> None:
+    results.save(gpus=[GPU])
     fate = os.environ["PRETEND_COPIES"]
-    notes.doing("copying pinned memory to GPU 1")
+    results.doing("copying pinned memory to GPU 1")
     if fate == "hang":
         time.sleep(3600)
     if fate == "die":

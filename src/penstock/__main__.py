@@ -1,4 +1,4 @@
-"""``python -m penstock``: alone, this platform at a glance; with arguments, the command."""
+"""``python -m penstock``: the command line; without arguments, an overview of this platform."""
 
 import sys
 

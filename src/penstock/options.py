@@ -274,6 +274,8 @@ class Option:
 
 
 def _parse_count_or_auto(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise ValueError(text)
     return text if text == "auto" else int(text)
 
 

@@ -18,7 +18,7 @@ import penstock
 
 REPO = Path(__file__).resolve().parents[2]
 SOURCE = REPO / "src" / "penstock"
-NEEDS = {"cloudpickle", "numpy", "psutil", "rich", "torch", "typer"}
+NEEDS = {"cloudpickle", "numpy", "psutil", "rich", "torch"}
 SCRIPT = """
 import sys
 import penstock

@@ -15,10 +15,9 @@ from specimens import Numbers
 
 SHORT = """
 import sys
-from pathlib import Path
-from penstock.cli import demo
+from penstock.cli import demo, main
 demo.NUM_TURNS, demo.WARM_UP_S, demo.WINDOW_S = 1, 0.05, 0.1
-demo.run_demo(demo.DemoOptions(train_s=1.0, num_workers=1, num_images=32, page=Path(sys.argv[1])))
+main(["demo", "--seconds", "1", "--workers", "1", "--images", "32", "--page", sys.argv[1]])
 """
 
 

@@ -7,15 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+import command_line
 import traces
 from penstock import Timeline
 from penstock.cli import trace as trace_module
-from penstock.cli.commands import app
 
 
 @pytest.fixture
@@ -29,8 +27,8 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return paths[0], paths[1]
 
 
-def penstock(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["trace", *arguments])
+def penstock(*arguments: str) -> command_line.Done:
+    return command_line.invoke("trace", *arguments)
 
 
 def test_show_draws_and_judges(files: tuple[str, str]) -> None:
@@ -50,7 +48,7 @@ def test_a_part_that_the_trace_does_not_have_is_named(
 ) -> None:
     done = penstock("show", files[0], *part)
     assert done.exit_code == 2
-    assert "the trace goes from 0 to" in done.output + (done.stderr or "")
+    assert "the trace goes from 0 to" in done.output
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
@@ -99,7 +97,7 @@ def test_open_hands_a_page_to_the_browser(
     monkeypatch.setattr(trace_module.webbrowser, "open", lambda url: bool(opened.append(url)))
     done = penstock("open", files[0])
     assert opened[0].endswith("slow.html")
-    assert "No browser could be started" in done.output + done.stderr
+    assert "No browser could be started" in done.output
     monkeypatch.setattr(trace_module.tempfile, "tempdir", None)
 
 
@@ -109,7 +107,7 @@ def test_open_hands_a_page_to_the_browser(
 def test_what_is_no_trace_is_an_error_of_two_lines(arguments: tuple[str, ...]) -> None:
     done = penstock(*arguments)
     assert done.exit_code == 2
-    assert "BadTrace [L01]" in done.output + (done.stderr or "")
+    assert "BadTrace [L01]" in done.output
 
 
 TRAIN = """

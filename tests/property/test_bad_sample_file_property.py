@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cli.doctor.bad_samples import examine_bad_samples
+from penstock.cli.doctor.bad_sample_report import examine_bad_samples
 from penstock.engine.loading.bad_sample_file import append, read
 from penstock.errors import BadTarget
 

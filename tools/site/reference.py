@@ -1,4 +1,4 @@
-"""What is in the reference? Signatures and docstrings, read from the sources without running them.
+"""Makes the reference pages: signatures and docstrings, read from the sources without running them.
 
 src/penstock/__init__.py  which names there are, and where each lives
 that module               its signature and docstring, turned into Markdown
@@ -6,6 +6,7 @@ that module               its signature and docstring, turned into Markdown
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import re
@@ -29,7 +30,7 @@ GROUPS = {
     "Machine and plan": ("machine", "planning"),
     "Errors": ("errors",),
 }
-"""Which rooms stand under which heading."""
+"""The packages under each heading."""
 _ROLE = re.compile(r":\w+:`~?([^`]+)`")
 _SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Yields|Examples?|Called from|Pairs with):")
 
@@ -203,10 +204,10 @@ def api_page() -> str:
     homes = homes_of("penstock")
     out = ["# API\n", "Made from the sources. Every name is on `penstock` itself.\n"]
     left = {name: home for name, home in homes.items() if name not in ("conv", "legacy")}
-    for title, rooms in GROUPS.items():
+    for title, packages in GROUPS.items():
         out.append(f"## {title}\n")
         for name, home in list(left.items()):
-            if any(f"{home}.".startswith(f"penstock.{room}.") for room in rooms):
+            if any(f"{home}.".startswith(f"penstock.{package}.") for package in packages):
                 del left[name]
                 node = definition_of(name, CALLABLE_PACKAGES.get(name, home))
                 if node is None:
@@ -233,58 +234,32 @@ CALLABLE_PACKAGES = {"machine": "penstock.machine.collect", "verify": "penstock.
 
 
 def command_page() -> str:
-    """The page of the command line, asked of the program itself."""
-    import typer.main
-
-    from penstock.cli.commands import app
+    """The page of the command line, asked of the parser itself."""
+    from penstock.cli.parser import make_parser
 
     out = ["# Command line\n", "Made from the program. `penstock COMMAND --help` says the same.\n"]
-    group = typer.main.get_command(app)
-    for name, command in _commands(group, "penstock"):  # type: ignore[arg-type]
-        out.append(f"## {name}\n\n{_plain(textwrap.dedent(command.help or '').strip())}\n")
-        usage = [name]
-        rows = []
-        for parameter in command.params:
-            if getattr(parameter, "hidden", False):
-                continue
-            told = (getattr(parameter, "help", "") or "").replace("|", "\\|")
-            shown = parameter.metavar or parameter.name.upper()
-            if parameter.param_type_name == "argument":
-                usage.append(shown if parameter.required or shown.startswith("[") else f"[{shown}]")
-                rows.append((shown, told, ""))
-            else:
-                rows.append((_option(parameter), told, _default(parameter)))
-        usage.insert(1, "[OPTIONS]")
-        out.append(f"```text\n{' '.join(usage)}\n```\n")
-        if rows:
-            out.append("| | | default |\n|---|---|---|")
-            out += [f"| `{a.replace('|', chr(92) + '|')}` | {b} | {c} |" for a, b, c in rows]
-            out.append("")
+    for name, parser in make_parser().subcommands():
+        told = "\n\n".join(filter(None, (parser.description, parser.epilog)))
+        usage = parser.format_usage().removeprefix("Usage: ").strip()
+        out.append(f"## {name}\n\n{_plain(told)}\n\n```text\n{usage}\n```\n")
+        out.append("| | | default |\n|---|---|---|")
+        for action in parser._actions:
+            if "--help" not in action.option_strings:
+                cells = (f"`{_written(action)}`", action.help or "", _default(action))
+                out.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        out.append("")
     return "\n".join(out)
 
 
-def _commands(group: object, path: str) -> Iterator[tuple[str, object]]:
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
-        if hasattr(command, "commands"):
-            yield from _commands(command, f"{path} {name}")
-        else:
-            yield f"{path} {name}", command
+def _written(action: argparse.Action) -> str:
+    """An argument as it is typed."""
+    shown = str(action.metavar or action.dest.upper())
+    if not action.option_strings:
+        return shown
+    names = ", ".join(action.option_strings)
+    return names if action.nargs == 0 else f"{names} {shown}"
 
 
-def _option(parameter: object) -> str:
-    names = ", ".join(parameter.opts)  # type: ignore[attr-defined]
-    if parameter.is_flag:  # type: ignore[attr-defined]
-        return names
-    return f"{names} {parameter.metavar or _kind(parameter)}"  # type: ignore[attr-defined]
-
-
-def _kind(parameter: object) -> str:
-    """TEXT or NUMBER: typers keep the type in different places."""
-    kept = getattr(parameter, "type", None) or getattr(parameter, "type_descriptor", "")
-    told = f"{getattr(kept, 'name', '')} {getattr(kept, 'annotation', '')}".lower()
-    return "NUMBER" if "int" in told or "float" in told else "TEXT"
-
-
-def _default(parameter: object) -> str:
-    value = parameter.default  # type: ignore[attr-defined]
-    return "" if value in (None, "", False, ()) or callable(value) else f"`{value}`"
+def _default(action: argparse.Action) -> str:
+    is_told = action.option_strings and action.default not in (None, False, [])
+    return f"`{action.default}`" if is_told else ""

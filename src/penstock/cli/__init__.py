@@ -1,38 +1,43 @@
-"""What does a person type?
+"""The command line: ``penstock`` and ``python -m penstock``.
 
-    main --> early: must Python start again? --> commands: typer, one module for each command
-                                             --> run, where typer need not be asked
-
-The commands are imported last: typer takes 0.2 s, and a Python that starts again pays them twice.
+``parser`` reads the line and imports the module of the command, which does the work.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
+FAILED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
 
-def main() -> NoReturn:
-    """Run the command line and exit.
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit. This is the one place where exceptions become exit codes.
 
     Called from: the ``penstock`` script and ``python -m penstock``.
+
+    Args:
+        arguments: What was typed behind ``penstock``; None: ``sys.argv``.
     """
-    from penstock.cli.early import settle_hash_seed
+    from penstock.cli.parser import make_parser
+    from penstock.errors import PenstockError
 
-    settle_hash_seed(sys.argv[1:])
-    if sys.argv[1:2] == ["run"]:
-        from penstock.cli.run_line import read_line
-
-        found = read_line(sys.argv[2:])
-        if found is not None:
-            from penstock.cli.run import run_to_end
-            from penstock.cli.run_checks import make_options
-
-            run_to_end(make_options(**found))
-
-    from penstock.cli.commands import run_command
-
-    run_command()
+    options = None
+    try:
+        options = make_parser().parse_args(arguments)
+        sys.exit(options.execute(options))
+    except PenstockError as error:
+        print(error, file=sys.stderr)
+        sys.exit(USAGE_ERROR)
+    except KeyboardInterrupt:
+        if getattr(options, "command", None) == "run":
+            raise  # the script's: the interpreter ends as it does without us
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # as in `penstock doctor | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)

@@ -1,4 +1,4 @@
-"""``penstock demo``: what does this loader do here, and is it faster than PyTorch's?
+"""``penstock demo``: a small training through the loader, and a race against PyTorch's loader.
 
 Makes pictures, shows the plan, trains a small model, races the two loaders, and ends with the
 timeline of the training: what limited it, and a page to look at. Nothing is downloaded. Numbers
@@ -7,6 +7,7 @@ that speak for PyTorch are printed like the others.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
 from collections import deque
@@ -22,7 +23,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from penstock.cli.demo_images import KINDS, GeneratedImages
-from penstock.cli.race_report import Race, describe_race
+from penstock.cli.loader_race import Race, describe_race
+from penstock.cli.parser import CommandParser, add_loader_options, number
 from penstock.cli.stopwatch import Lap, take_turns, time_loader
 from penstock.errors import BadTrace
 from penstock.machine.collect import machine
@@ -41,14 +43,36 @@ WARM_UP_S, WINDOW_S = 0.4, 1.0
 minute on 2 cores."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """What the person asked for."""
+def add_arguments(parser: CommandParser) -> None:
+    """Called from: :mod:`penstock.cli.parser`."""
+    parser.add_argument(
+        "--seconds",
+        type=number(float, 1, 600),
+        default=12.0,
+        metavar="S",
+        help="How long to train, in seconds.",
+    )
+    add_loader_options(parser, "num_workers")
+    parser.add_argument(
+        "--images",
+        type=number(int, 1, 100_000),
+        default=600,
+        metavar="N",
+        help="How many images to make.",
+    )
+    parser.add_argument(
+        "--page",
+        type=Path,
+        default=Path("penstock-demo.html"),
+        metavar="FILE",
+        help="Where the page with the timeline goes.",
+    )
 
-    train_s: float
-    num_workers: int | str
-    num_images: int
-    page: Path
+
+def execute(options: argparse.Namespace) -> None:
+    """Do all of it, printing as it goes."""
+    with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
+        _show(Console(), GeneratedImages(Path(folder), options.images), options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,30 +88,23 @@ class Training:
     accuracy: float
 
 
-def run_demo(options: DemoOptions) -> None:
-    """Do all of it, printing as it goes."""
-    with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
-        _show(Console(), GeneratedImages(Path(folder), options.num_images), options)
-
-
-def _show(console: Console, images: GeneratedImages, options: DemoOptions) -> None:
+def _show(console: Console, images: GeneratedImages, options: argparse.Namespace) -> None:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console.print(f"Penstock, with torch {torch.__version__}, training on: {device}\n")
-    loader = _make_loader("penstock", images, options.num_workers, trace=True)
+    asked = "auto" if options.num_workers is None else options.num_workers
+    loader = _make_loader("penstock", images, asked, trace=True)
     _show_plan(console, loader.plan)
     console.print(
         "\nTraining a small CNN to tell flat and upright ellipses, discs and rings apart, "
-        f"for {options.train_s:g} s"
+        f"for {options.seconds:g} s"
     )
-    training = _train(console, loader, device, options.train_s)
+    training = _train(console, loader, device, options.seconds)
     _show_training(console, training)
-    if options.num_workers == "auto":
+    if asked == "auto":
         console.print(f"  num_workers='auto' became {loader.plan.num_workers}")
-    num_workers = loader.num_workers or machine().usable_cores
-    if options.num_workers == 0:
-        num_workers = 0
+    num_workers = 0 if asked == 0 else loader.num_workers or machine().usable_cores
     console.print(
         f"\nLoading alone: the same images in batches of {BATCH_SIZE}, {num_workers} workers each; "
         f"{NUM_TURNS} turns each, in alternation"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import os
@@ -9,44 +10,41 @@ import runpy
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from penstock.cli.parser import CommandParser, add_loader_options, number, one_of
+from penstock.cli.script_object import find_script_object
+from penstock.errors import BadTarget
 
-from penstock.cli.doctor.target import find_target
-from penstock.errors import BadTarget, PenstockError
-from penstock.packing import pack
-from penstock.sources.fields import Field
-from penstock.sources.packed import Packed
-
-FAILED = 1
+if TYPE_CHECKING:
+    from penstock.sources.packed import Packed
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackOptions:
-    """What the person asked for.
+def add_arguments(parser: CommandParser) -> None:
+    """Called from: :mod:`penstock.cli.parser`."""
+    parser.add_argument("source", metavar="SRC", help="A folder of images, or SCRIPT.py:DATASET.")
+    parser.add_argument("target", metavar="DST", help="A new folder.")
+    add_loader_options(parser, "num_workers", "on_error")
+    parser.add_argument("--encoding", metavar="keep|jpeg|raw", help="How images are stored.")
+    parser.add_argument(
+        "--longer-side", type=number(int, 1), metavar="N", help="Shrink images to this."
+    )
+    parser.add_argument("--quality", type=number(int, 1, 100), metavar="N", help="Of JPEG.")
+    parser.add_argument(
+        "--on",
+        type=one_of("here", "ray"),
+        default="here",
+        metavar="here|ray",
+        help="Who does the work.",
+    )
 
-    Args:
-        source: A folder of images, ``script.py:name``, or ``package.module:name``.
-        encoding, longer_side, quality: Of images.
-        on: "here", or "ray".
-    """
 
-    source: str
-    target: str
-    workers: str = "auto"
-    on_error: str = "raise"
-    encoding: str | None = None
-    longer_side: int | None = None
-    quality: int | None = None
-    on: str = "here"
+def execute(options: argparse.Namespace) -> None:
+    """Pack, and say what was packed."""
+    from penstock.packing import pack
 
-
-def run_pack(options: PackOptions) -> int:
-    """Pack, say what was packed, and give the exit code."""
     dataset = _find_dataset(options.source)
-    fields = _image_wishes(dataset, options)
+    fields = _image_fields(dataset, options)
     keywords: dict[str, Any] = {}
     if options.on == "ray":
         from penstock.integrations.ray_packing import ray_map
@@ -58,17 +56,15 @@ def run_pack(options: PackOptions) -> int:
                 dataset,
                 options.target,
                 fields=fields,
-                workers="auto" if options.workers == "auto" else int(options.workers),
+                workers="auto" if options.num_workers is None else options.num_workers,
                 on_error=options.on_error,
                 **keywords,
             )
-    except PenstockError:
-        raise
     except KeyboardInterrupt:
-        typer.echo(f"Stopped. The same line again goes on: {_again()}", err=True)
+        again = " ".join(["penstock", *sys.argv[1:]])
+        print(f"Stopped. The same line again goes on: {again}", file=sys.stderr)
         raise
-    _print(packed, options)
-    return 0
+    _print(packed, options.target)
 
 
 @contextlib.contextmanager
@@ -85,10 +81,6 @@ def _as_note(message: Any, *_: Any, **__: Any) -> str:
     return f"Note: {message}\n"
 
 
-def _again() -> str:
-    return " ".join(["penstock", *sys.argv[1:]])
-
-
 def _find_dataset(source: str) -> Any:
     if os.path.isdir(source):
         from penstock.sources.image_folder import ImageFolder
@@ -96,7 +88,7 @@ def _find_dataset(source: str) -> Any:
         return ImageFolder(source)
     file, _, name = source.rpartition(":")
     if file.endswith(".py") or source.endswith(".py"):  # the latter is told which names it has
-        find_target(source, "pack")
+        find_script_object(source, "pack")
         sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
         found = runpy.run_path(file, run_name="__penstock__").get(name)
         if found is None:
@@ -122,24 +114,23 @@ def _import(module: str, name: str, source: str) -> Any:
         raise BadTarget(f"{source!r} cannot be found: {error}") from None
 
 
-def _image_wishes(dataset: Any, options: PackOptions) -> Any:
-    wishes = (options.encoding, options.longer_side, options.quality)
-    if wishes == (None, None, None):
+def _image_fields(dataset: Any, options: argparse.Namespace) -> Any:
+    asked = {name: getattr(options, name) for name in ("encoding", "longer_side", "quality")}
+    if not any(asked.values()):
         return None
     names = getattr(dataset, "packed_names", None)
     if names is None:
         raise BadTarget("--encoding, --longer-side and --quality are for folders of images")
-    field = Field(
-        encoding=options.encoding, longer_side=options.longer_side, quality=options.quality
-    )
-    return {names[0]: field, **dict.fromkeys(names[1:])}
+    from penstock.sources.fields import Field
+
+    return {names[0]: Field(**asked), **dict.fromkeys(names[1:])}
 
 
-def _print(packed: Packed, options: PackOptions) -> None:
+def _print(packed: Packed, folder: str) -> None:
     num_bytes = packed._files[0].num_bytes
-    typer.echo(f"{len(packed)} samples of {', '.join(packed.fields)}: {num_bytes / 1e6:.1f} MB")
+    print(f"{len(packed)} samples of {', '.join(packed.fields)}: {num_bytes / 1e6:.1f} MB")
     for index, text in packed.bad_samples[:5]:
-        typer.echo(f"  sample {index} is bad: {text}")
+        print(f"  sample {index} is bad: {text}")
     if len(packed.bad_samples) > 5:
-        typer.echo(f"  and {len(packed.bad_samples) - 5} more: Packed(...).bad_samples has them")
-    typer.echo(f"penstock.Packed({options.target!r}) reads it.")
+        print(f"  and {len(packed.bad_samples) - 5} more: Packed(...).bad_samples has them")
+    print(f"penstock.Packed({folder!r}) reads it.")

@@ -1,17 +1,22 @@
-"""``penstock run train.py``: somebody's script, unchanged, with our loader under it."""
+"""``penstock run train.py``: runs a script, unchanged, with Penstock under its DataLoaders.
+
+The options before the script are ours, everything from its name on is the script's. Nothing here
+imports torch: the script does, or nobody. As soon as it has, torch's DataLoader is patched.
+"""
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from penstock.cli import USAGE_ERROR
-from penstock.cli.run_checks import RunOptions, check_options
-from penstock.cli.run_seeds import hash_notes, seed_early, seed_torch
-from penstock.errors import BadTrace, PenstockError
-from penstock.integrations import script_runner as running
+from penstock.cli.parser import CommandParser, add_loader_options, one_of
+from penstock.cli.run_seeds import hash_notes, restart_with_hash_seed, seed_early, seed_torch
+from penstock.errors import BadArgument, BadTrace, PenstockError
+from penstock.integrations import script_runner
+from penstock.options import PatchOptions, options_of
 
 if TYPE_CHECKING:
     from penstock.conv.bypass import Bypass
@@ -20,37 +25,73 @@ if TYPE_CHECKING:
 _ENGINE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "engine", "")
 NESTED = "PENSTOCK_RUN"
 """Set in the environment of a run: programs that it starts report only what they changed."""
+_OPTIONS = [option.name for option in options_of(PatchOptions).values() if option.flag]
 
 
-def run_to_end(options: RunOptions) -> NoReturn:
-    """Run it and exit as it does, or say why it cannot be run."""
-    try:
-        run(options)
-    except PenstockError as error:
-        print(error, file=sys.stderr)
-        sys.exit(USAGE_ERROR)
+def add_arguments(parser: CommandParser) -> None:
+    """Called from: :mod:`penstock.cli.parser`."""
+    parser.epilog = "Exit status: the script's."
+    parser.unknown_option_hint = ". The script's own stand behind it"
+    parser.add_argument(
+        "script",
+        nargs=argparse.PARSER,  # one argument, and whatever follows it
+        metavar="SCRIPT [ARGUMENTS]...",
+        help="A script, or with -m a module, and its own arguments.",
+    )
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="Run a module, as python -m."
+    )
+    add_loader_options(parser, *_OPTIONS)
+    parser.add_argument(
+        "--conv",
+        metavar="auto|on|off",
+        type=one_of("auto", "on", "off"),
+        help="Convolutions without the GPU's library: where it is broken, or all.",
+    )
 
 
-def run(options: RunOptions) -> NoReturn:
-    """Run it and exit as it does."""
-    check_options(options)
-    report = _Report()
+def execute(options: argparse.Namespace) -> NoReturn:
+    """Run the script and exit as it does."""
+    if options.seed is not None:
+        restart_with_hash_seed(options.seed)
+        seed_early(options.seed)
+    patch_options = {name: getattr(options, name) for name in _OPTIONS}
+    if options.bad_samples_file is not None:
+        patch_options["bad_samples_file"] = _writable(options.bad_samples_file)
+    trace = None
+    if options.trace is not None:
+        trace = os.path.abspath(options.trace.file)
+        patch_options["trace"] = True  # all loaders are written to one file, at the end
     if options.conv is not None:
         os.environ["PENSTOCK_CONV"] = options.conv  # programs that the script starts, too
-    if options.seed is not None:
-        seed_early(options.seed)
-    running.when_imported("torch", lambda: report.begin(options), needs=running.ROOMS_WITH_TORCH)
+    report = _RunReport()
+    script_runner.when_imported(
+        "torch",
+        lambda: report.begin(patch_options, conv=options.conv, trace=trace),
+        needs=script_runner.PACKAGES_WITH_TORCH,
+    )
+    script, *arguments = options.script[options.script[0] == "--" :]
     if options.is_module:
-        running.run_module(options.target, options.arguments)
-    running.run_file(options.target, options.arguments)
+        script_runner.run_module(script, arguments)
+    script_runner.run_file(script, arguments)
 
 
-class _Report:
-    """What is said at the end."""
+def _writable(file: str) -> str:
+    """The file as seen from where the command was typed: the script may go elsewhere."""
+    folder = os.path.dirname(os.path.abspath(file))
+    if not os.path.isdir(folder):
+        raise BadArgument(
+            f"--bad-samples-file: there is no folder {folder!r}", remedy=f"mkdir -p {folder}"
+        )
+    return os.path.abspath(file)
+
+
+class _RunReport:
+    """Patches torch when the script has imported it, and says at the end what came of it."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        self._tally: PatchReport | None = None
+        self._counts: PatchReport | None = None
         self._is_nested = False
         self._num_forks = 0
         self._seeded = ""
@@ -58,26 +99,32 @@ class _Report:
         self._bypass: Bypass | None = None
         self._trace: _RunTrace | None = None
 
-    def begin(self, options: RunOptions) -> None:
-        """torch is there: patch it, and seed."""
+    def begin(self, patch_options: dict[str, Any], *, conv: str | None, trace: str | None) -> None:
+        """Patch torch, which was imported just now, and seed it.
+
+        Args:
+            patch_options: For :func:`penstock.patch`.
+            conv: For :func:`penstock.conv.bypass_convolutions`; None: as ``PENSTOCK_CONV`` says.
+            trace: A file that gets the timeline of all loaders.
+        """
         from penstock.integrations.patch import patch
 
-        if options.conv in ("auto", "on"):
+        if conv in ("auto", "on"):
             from penstock.conv.bypass import bypass_convolutions
 
-            self._bypass = bypass_convolutions(options.conv)  # type: ignore[arg-type]
+            self._bypass = bypass_convolutions(conv)  # type: ignore[arg-type]
         try:
-            if options.trace is not None:
-                self._trace = _RunTrace(options.trace)
-                options.patch["trace"] = True
-            self._tally = patch(seed=options.seed, **options.patch)
+            if trace is not None:
+                self._trace = _RunTrace(trace)
+            self._counts = patch(**patch_options)
         except PenstockError as error:
             print(f"penstock: the script runs without it. {error}", file=sys.stderr)
             return
-        if options.seed is not None:
-            seed_torch(options.seed)
-            self._seeded = f"; seed {options.seed}"
-            self._notes = hash_notes(options.seed)
+        seed = patch_options["seed"]
+        if seed is not None:
+            seed_torch(seed)
+            self._seeded = f"; seed {seed}"
+            self._notes = hash_notes(seed)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_parent=self._count_fork)
         self._is_nested = NESTED in os.environ
@@ -111,26 +158,26 @@ class _Report:
 
     def print(self) -> None:
         """One paragraph on stderr, at the very end."""
-        tally = self._tally
-        if tally is None or os.getpid() != self._owner:
+        counts = self._counts
+        if counts is None or os.getpid() != self._owner:
             return
-        if self._is_nested and not tally.num_loaders and self._bypass is None:
+        if self._is_nested and not counts.num_loaders and self._bypass is None:
             return
-        if not tally.num_loaders:
+        if not counts.num_loaders:
             lines = [f"no DataLoader of torch's was iterated: no loader was changed{self._seeded}"]
             lines += [] if self._trace is None else self._trace.write()
         else:
-            loaders = f"{tally.num_loaders} loader{'s' if tally.num_loaders > 1 else ''}"
+            loaders = f"{counts.num_loaders} loader{'s' if counts.num_loaders > 1 else ''}"
             lines = [f"{loaders} ran on Penstock's engine{self._seeded}"]
-            lines += [f"changed: {line}" for line in dict.fromkeys(tally.changes)]
-            if tally.num_restarts:
-                lines.append(f"saved: {tally.num_restarts} lost worker(s) were replaced")
+            lines += [f"changed: {line}" for line in dict.fromkeys(counts.changes)]
+            if counts.num_restarts:
+                lines.append(f"saved: {counts.num_restarts} lost worker(s) were replaced")
             if self._trace is not None:
                 lines += self._trace.write()
-            if tally.num_bad:
-                lines.append(f"saved: {tally.num_bad} bad sample(s) were left out or replaced")
+            if counts.num_bad:
+                lines.append(f"saved: {counts.num_bad} bad sample(s) were left out or replaced")
             lines += [
-                f"note: {line}" for line in (*tally.notes, *self._notes, *self._own_processes())
+                f"note: {line}" for line in (*counts.notes, *self._notes, *self._own_processes())
             ]
         if self._bypass is not None:
             lines.append(str(self._bypass))

@@ -1,5 +1,6 @@
 """``penstock run --seed``: each generator is seeded as early as it exists, and only once.
 
+    Python's hashes   before anything: Python starts again with PYTHONHASHSEED
     Python's random   before the script begins
     NumPy's           when NumPy is imported
     torch's           when torch is imported, with the switches for repeatable algorithms
@@ -13,16 +14,27 @@ import os
 import random
 import sys
 
-from penstock.cli.early import HASH_SEED
-from penstock.integrations import script_runner as running
+from penstock.integrations.script_runner import when_imported
 
+HASH_SEED = "PYTHONHASHSEED"
 _MASK = (1 << 64) - 1
 
 
+def restart_with_hash_seed(seed: int) -> None:
+    """Start Python again with a hash seed, which decides the order of sets of strings.
+
+    Returns where a hash seed is set already, and on Windows, which cannot replace a process.
+    """
+    if HASH_SEED in os.environ or sys.platform == "win32" or not sys.orig_argv:
+        return
+    environ = dict(os.environ, **{HASH_SEED: str(seed % (1 << 32))})
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+
+
 def seed_early(seed: int) -> None:
-    """Before the script begins."""
+    """Seed what exists before the script begins, and NumPy when it is imported."""
     random.seed(seed & _MASK)
-    running.when_imported("numpy", lambda: _seed_numpy(seed & _MASK))
+    when_imported("numpy", lambda: _seed_numpy(seed & _MASK))
 
 
 def _seed_numpy(bits: int) -> None:
@@ -32,7 +44,7 @@ def _seed_numpy(bits: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """torch is there. What was drawn from the other generators so far is not drawn again."""
+    """Seed torch, which was imported just now. Python's and NumPy's generators keep their state."""
     import numpy as np
 
     from penstock.order.seeding import seed_all
@@ -44,7 +56,7 @@ def seed_torch(seed: int) -> None:
 
 
 def hash_notes(seed: int) -> list[str]:
-    """Is Python's hash seed another one than was asked for?"""
+    """What to say where Python's hash seed is not the one that was asked for."""
     given = os.environ.get(HASH_SEED)
     if given == str(seed % (1 << 32)) and not sys.flags.ignore_environment:
         return []

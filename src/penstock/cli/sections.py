@@ -1,4 +1,4 @@
-"""Facts as a person reads them: rows under a title, and the rows that say what a machine is."""
+"""Prints reports of commands: rows under a title, and the rows that describe a machine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from penstock.machine.facts import Machine
 from penstock.planning.quantities import count, size
 
 
-def make_console() -> Console:
-    """Where a report goes. A path that a terminal cannot show must not end it."""
+def escape_unprintable() -> None:
+    """Escape what the terminal cannot show: a strange path must not end a report."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
+
+
+def make_console() -> Console:
+    """The console that a report is printed on."""
+    escape_unprintable()
     return Console(highlight=False, emoji=False)
 
 

@@ -2,59 +2,79 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from penstock.cli.parser import CommandParser, number
 from penstock.errors import BadArgument
 
-app = typer.Typer(help="Look at traces, as DataLoader(trace=...) and run --trace write them.")
+if TYPE_CHECKING:
+    from penstock.trace.timeline import Timeline
 
-_File = Annotated[str, typer.Argument(metavar="TRACE", help="A .json or .json.gz of ours.")]
-_Json = Annotated[bool, typer.Option("--json", help="For a program.")]
+_TRACE: dict[str, Any] = {"metavar": "TRACE", "help": "A .json or .json.gz of ours."}
 
 
-@app.command()
-def show(
-    file: _File,
-    first: Annotated[float, typer.Option("--from", min=0.0, help="Seconds.")] = 0.0,
-    last: Annotated[float | None, typer.Option("--to", help="Seconds.")] = None,
-    width: Annotated[
-        int | None, typer.Option(min=40, max=1000, help="Columns; the window's.")
-    ] = None,
-    as_json: _Json = False,
-) -> None:
-    """Draw it here, as wide as the window, with the verdict."""
+def add_arguments(parser: CommandParser) -> None:
+    """Called from: :mod:`penstock.cli.parser`."""
+    commands = parser.add_commands()
+
+    def add(name: str, execute: Any, summary: str) -> CommandParser:
+        command: CommandParser = commands.add_parser(name, help=summary, description=summary)
+        command.set_defaults(execute=execute)
+        return command
+
+    show = add("show", _show, "Draw it here, as wide as the window, with the verdict.")
+    show.add_argument("file", **_TRACE)
+    show.add_argument(
+        "--from", dest="first", type=number(float, 0), default=0.0, metavar="S", help="Seconds."
+    )
+    show.add_argument("--to", dest="last", type=float, metavar="S", help="Seconds.")
+    show.add_argument(
+        "--width", type=number(int, 40, 1000), metavar="N", help="Columns; the window's."
+    )
+    show.add_argument("--json", action="store_true", help="For a program.")
+    add("open", _open, "Open it in the browser, as a page that needs no network.").add_argument(
+        "file", **_TRACE
+    )
+    export = add("export", _export, "Write it in another form.")
+    export.add_argument("file", **_TRACE)
+    export.add_argument("out", metavar="OUT", help=".html, .perfetto.json.gz, .json or .json.gz")
+    compare = add("compare", _compare, "Set two runs side by side.")
+    compare.add_argument("before", metavar="BEFORE", help="A trace.")
+    compare.add_argument("after", metavar="AFTER", help="Another.")
+    compare.add_argument("--json", action="store_true", help="For a program.")
+
+
+def _show(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from penstock.trace.terminal import print_run, render
     from penstock.trace.timeline import Timeline
 
-    timeline = Timeline.load(file)
-    if as_json:
+    timeline = Timeline.load(options.file)
+    if options.json:
         sys.stdout.write(json.dumps(_as_dict(timeline), indent=2, default=str) + "\n")
         return
-    console = Console(width=width)
+    console = Console(width=options.width)
     total_s = timeline.model.total_ns * 1e-9
-    end_s = total_s if last is None else min(last, total_s)
+    first, end_s = options.first, total_s
+    if options.last is not None:
+        end_s = min(options.last, total_s)
     if total_s and not first < end_s:
         raise BadArgument(
             f"--from {first:g} --to {end_s:g}: the trace goes from 0 to {total_s:.4g} s",
-            remedy=f"penstock trace show {file} --from 0 --to {total_s:.4g}",
+            remedy=f"penstock trace show {options.file} --from 0 --to {total_s:.4g}",
         )
     drawing = render(timeline.model, console.width, first_s=first, last_s=end_s)
     print_run(console, drawing, timeline.say(), soft_wrap=True)
 
 
-def _as_dict(timeline: object) -> dict[str, object]:
-    from penstock.trace.timeline import Timeline
-
-    assert isinstance(timeline, Timeline)
+def _as_dict(timeline: Timeline) -> dict[str, object]:
     account = {key: value for key, value in vars(timeline.account).items() if key != "slowest"}
     account["workers"] = [vars(worker) for worker in timeline.account.workers]
     return {
@@ -65,57 +85,43 @@ def _as_dict(timeline: object) -> dict[str, object]:
     }
 
 
-@app.command("open")
-def open_(file: _File) -> None:
-    """Open it in the browser, as a page that needs no network."""
+def _open(options: argparse.Namespace) -> None:
     from penstock.trace.timeline import Timeline
 
-    timeline = Timeline.load(file)
+    timeline = Timeline.load(options.file)
     folder = Path(tempfile.mkdtemp(prefix="penstock-trace-"))
-    page = folder / f"{Path(file).name.split('.')[0] or 'trace'}.html"
+    page = folder / f"{Path(options.file).name.split('.')[0] or 'trace'}.html"
     timeline.save(page)
-    typer.echo(str(page))
+    print(page)
     if not webbrowser.open(page.as_uri()):
-        typer.echo("No browser could be started: open that file in one.", err=True)
+        print("No browser could be started: open that file in one.", file=sys.stderr)
 
 
-@app.command()
-def export(
-    file: _File,
-    out: Annotated[
-        str, typer.Argument(metavar="OUT", help=".html, .perfetto.json.gz, .json or .json.gz")
-    ],
-) -> None:
-    """Write it in another form."""
+def _export(options: argparse.Namespace) -> None:
     from penstock.trace.timeline import Timeline
 
-    timeline = Timeline.load(file)
-    timeline.save(out)
-    typer.echo(f"{out}: {Path(out).stat().st_size:,} bytes, {timeline.model.num_spans:,} spans")
+    timeline = Timeline.load(options.file)
+    timeline.save(options.out)
+    num_bytes = Path(options.out).stat().st_size
+    print(f"{options.out}: {num_bytes:,} bytes, {timeline.model.num_spans:,} spans")
 
 
-@app.command()
-def compare(
-    one: Annotated[str, typer.Argument(metavar="BEFORE", help="A trace.")],
-    other: Annotated[str, typer.Argument(metavar="AFTER", help="Another.")],
-    as_json: _Json = False,
-) -> None:
-    """Set two runs side by side."""
+def _compare(options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.trace.accounting import compare as compare_accounts
+    from penstock.trace.accounting import compare
     from penstock.trace.timeline import Timeline
 
-    before, after = Timeline.load(one), Timeline.load(other)
-    lines = compare_accounts(before.account, after.account)
-    if as_json:
+    before, after = Timeline.load(options.before), Timeline.load(options.after)
+    lines = compare(before.account, after.account)
+    if options.json:
         content = {line.what: [line.one, line.other] for line in lines}
         causes = [before.verdict.cause, after.verdict.cause]
         sys.stdout.write(json.dumps({**content, "cause": causes}, indent=2) + "\n")
         return
     table = Table(box=None, pad_edge=False)
-    for column in ("", Path(one).name, Path(other).name, ""):
+    for column in ("", Path(options.before).name, Path(options.after).name, ""):
         table.add_column(column, justify="right" if column else "left")
     marks = {True: "[green]better[/]", False: "[red]worse[/]", None: ""}
     for line in lines:
@@ -123,5 +129,5 @@ def compare(
         table.add_row(*row[:3], f"{row[3]} {marks[line.is_better]}".strip())
     console = Console()
     console.print(table)
-    for name, timeline in ((one, before), (other, after)):
+    for name, timeline in ((options.before, before), (options.after, after)):
         console.print(f"{Path(name).name}: {timeline.verdict.sentence}", markup=False)

@@ -1,87 +1,170 @@
-"""``penstock verify``: is a loader's stream the same under every setting? Or a training?
+"""``penstock verify``: compares a loader's batches under several settings.
 
-penstock verify train.py:make_loader -- start -->   child: runs the script up to the name, then
-table, difference            <-- one JSON file --   penstock.verify() (cli/verify_trial.py)
+Without a loader, it compares two trainings on this machine.
+
+The command starts a child, which runs the script up to the name and calls :func:`penstock.verify`;
+the command prints the verdict that the child saved.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import sys
-from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.cli.doctor.child import run_trial
-from penstock.cli.doctor.target import find_target
-from penstock.errors import BadTarget
+from penstock.cli.child_check import CheckResults, run_check
+from penstock.cli.parser import CommandParser, number, worker_counts
+from penstock.cli.script_loading import ScriptFailed, load_object
+from penstock.cli.script_object import ScriptObject, find_script_object
+from penstock.cli.sections import escape_unprintable
+from penstock.errors import BadArgument, BadTarget
 from penstock.verify.verdict import Verdict
 
 SAME, DIFFERENT = 0, 1
-_TRIAL = "penstock.cli.verify_trial"
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """What the person asked for.
+def add_arguments(parser: CommandParser) -> None:
+    """Called from: :mod:`penstock.cli.parser`."""
+    parser.epilog = "Exit status: 0 the same, 1 different, 2 usage."
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="[SCRIPT:NAME]",
+        help="A function that makes a loader (num_workers=... if it takes it), or a loader.",
+    )
+    parser.add_script_arguments()
+    parser.add_argument(
+        "--epochs", type=number(int, 1, 1000), default=2, metavar="N", help="Epochs to compare."
+    )
+    parser.add_argument(
+        "--max-batches",
+        type=number(int, 1),
+        metavar="N",
+        help="Compare only so many of each epoch.",
+    )
+    parser.add_argument(
+        "--workers",
+        type=worker_counts,
+        default="0,1,2,5",
+        metavar="N,N,...",
+        help="Workers; the first is the reference.",
+    )
+    parser.add_argument("--json", action="store_true", help="For a program.")
+    parser.add_argument(
+        "--timeout",
+        type=number(float, 1, 86_400),
+        default=600.0,
+        metavar="SECONDS",
+        help="Seconds for it all.",
+    )
 
-    Args:
-        target: ``script.py:make_loader``, or None to look at the machine itself.
-        arguments: The script's own.
-        max_batches: Of each epoch; None: all.
-    """
 
-    target: str | None = None
-    arguments: tuple[str, ...] = ()
-    epochs: int = 2
-    max_batches: int | None = None
-    workers: tuple[int, ...] = (0, 1, 2, 5)
-    as_json: bool = False
-    limit_s: float = 600.0
-
-
-def run_verify(options: VerifyOptions) -> int:
+def execute(options: argparse.Namespace) -> int:
     """Verify, print, and give the exit code: 1 where something differs or fails.
 
     Raises:
         BadTarget: There is no loader at ``options.target``.
     """
+    check = "check_machine"
     if options.target is not None:
-        find_target(options.target, "verify")
-    notes = run_trial(_TRIAL, {**asdict(options), "command": "verify", "target": _named(options)})
-    failure = notes["failure"]
+        find_script_object(options.target, "verify")
+        check = "check_loader"
+    asked = {
+        name: getattr(options, name)
+        for name in ("arguments", "epochs", "max_batches", "workers", "timeout")
+    }
+    results = run_check(
+        f"{__name__}:{check}", {**asked, "command": "verify", "target": options.target or ""}
+    )
+    failure = results["failure"]
     if failure and failure["kind"] == "name":
         raise BadTarget(failure["what"], where=failure["where"], remedy=failure["cure"] or None)
-    verdict = Verdict.from_dict(notes["verdict"]) if notes.get("verdict") else None
-    if options.as_json:
-        sys.stdout.write(json.dumps(_as_dict(options, notes, verdict), indent=2) + "\n")
+    verdict = Verdict.from_dict(results["verdict"]) if results.get("verdict") else None
+    if options.json:
+        content = {
+            "target": options.target,
+            "verdict": None if verdict is None else verdict.to_dict(),
+            "failure": failure,
+            "printed": results["printed"],
+        }
+        sys.stdout.write(json.dumps(content, indent=2) + "\n")
     else:
-        _print(notes, verdict)
+        _print(verdict, failure)
     return SAME if verdict is not None and verdict.is_same and not failure else DIFFERENT
 
 
-def _named(options: VerifyOptions) -> str:
-    return options.target or ""
-
-
-def _as_dict(
-    options: VerifyOptions, notes: dict[str, Any], verdict: Verdict | None
-) -> dict[str, Any]:
-    return {
-        "target": options.target,
-        "verdict": None if verdict is None else verdict.to_dict(),
-        "failure": notes["failure"],
-        "printed": notes["printed"],
-    }
-
-
-def _print(notes: dict[str, Any], verdict: Verdict | None) -> None:
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")  # a value that the terminal cannot show
+def _print(verdict: Verdict | None, failure: dict[str, Any] | None) -> None:
+    escape_unprintable()
     if verdict is not None:
         sys.stdout.write(f"{verdict}\n")
-    failure = notes["failure"]
     if failure:
         where = f"\n  In: {failure['where']}" if failure["where"] else ""
         cure = f"\n  Try: {failure['cure']}" if failure["cure"] else ""
         sys.stdout.write(f"Not verified: {failure['what']}{where}{cure}\n")
+
+
+# -- in the child ----------------------------------------------------------------------------------
+
+
+def check_loader(results: CheckResults, options: dict[str, Any], deadline: float) -> None:
+    """Verify the loader that a script makes."""
+    target = find_script_object(options["target"], "verify")
+    value = load_object(target, options["arguments"], results.doing)
+    from penstock.verify.comparison import (
+        verify,  # late: it imports torch, the script may set it up
+    )
+
+    try:
+        verdict = verify(
+            _as_factory(value, target),
+            epochs=options["epochs"],
+            workers=options["workers"],
+            max_batches=options["max_batches"],
+            tell=lambda setting: results.doing(f"running {target.name}: {setting}"),
+        )
+    except BadArgument as error:
+        raise ScriptFailed("name", f"{target.name}: {error.what}") from error
+    results.save(verdict=verdict.to_dict())
+
+
+def _as_factory(value: Any, target: ScriptObject) -> Any:
+    """A factory, or a loader that is made again; any other iterable is run as it is."""
+    from torch.utils.data import DataLoader
+
+    _refuse_dataset(value, target.name, target)
+    if isinstance(value, DataLoader):
+        return value
+    if hasattr(value, "__iter__"):
+        return lambda: value
+
+    @functools.wraps(value)
+    def make(*arguments: Any, **keywords: Any) -> Any:
+        made = value(*arguments, **keywords)
+        _refuse_dataset(made, f"what {target.name}() returns", target)
+        return made
+
+    return make
+
+
+def _refuse_dataset(value: Any, name: str, target: ScriptObject) -> None:
+    from torch.utils.data import Dataset
+
+    kind = value if isinstance(value, type) else type(value)
+    is_indexed = hasattr(kind, "__getitem__") and not hasattr(kind, "__iter__")
+    if issubclass(kind, Dataset) or is_indexed:
+        raise ScriptFailed(
+            "name",
+            f"{name} is a dataset: verify runs a loader",
+            cure=f"def make_loader(num_workers=0): ...  # then: penstock verify "
+            f"{target.script}:make_loader",
+        )
+
+
+def check_machine(results: CheckResults, options: dict[str, Any], deadline: float) -> None:
+    """Verify that a training on this machine repeats itself."""
+    from penstock.verify.training import verify_training
+
+    verdict = verify_training(tell=lambda device: results.doing(f"training on {device}"))
+    results.save(verdict=verdict.to_dict())

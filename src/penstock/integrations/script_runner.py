@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import importlib
-import importlib.abc
 import importlib.util
 import io
 import os
@@ -18,14 +17,13 @@ import sys
 import threading
 import traceback
 import types
-import zipfile
 from collections.abc import Callable, Sequence
 from importlib import machinery
 from typing import Any, NoReturn
 
 from penstock.errors import BadTarget
 
-ROOMS_WITH_TORCH = ("loader", "packing", "engine", "sources", "device", "conv", "verify")
+PACKAGES_WITH_TORCH = ("loader", "packing", "engine", "sources", "device", "conv", "verify")
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
@@ -43,7 +41,7 @@ def run_file(script: str, arguments: Sequence[str]) -> NoReturn:
         )
     path = os.path.abspath(script)
     module = types.ModuleType("__main__")
-    if os.path.isdir(path) or zipfile.is_zipfile(path):
+    if os.path.isdir(path) or _is_archive(path):
         folder, loader = path, _main_of(path, module)
     else:
         folder = os.path.dirname(os.path.realpath(script))
@@ -64,6 +62,20 @@ def run_file(script: str, arguments: Sequence[str]) -> NoReturn:
         exec(code, vars(module))
 
     _finish(run)
+
+
+def _is_archive(path: str) -> bool:
+    """Is it a zip archive? Looks for the mark at its end first: zipfile is slow to import."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16) - 22))
+            if b"PK\5\6" not in file.read():
+                return False
+    except OSError:
+        return False
+    import zipfile
+
+    return zipfile.is_zipfile(path)
 
 
 def _run_stdin(arguments: Sequence[str]) -> NoReturn:
@@ -114,7 +126,7 @@ def when_imported(name: str, then: Callable[[], None], needs: Sequence[str] = ()
     """Call ``then`` as soon as a module is there: now, or when somebody has imported it.
 
     Args:
-        needs: Our rooms that ``then`` uses and that import the module themselves.
+        needs: Our packages that ``then`` uses and that import the module themselves.
     """
     if name in sys.modules:
         then()
@@ -122,7 +134,7 @@ def when_imported(name: str, then: Callable[[], None], needs: Sequence[str] = ()
         sys.meta_path[:0] = [_First(name, needs), _Watch(name, then)]
 
 
-class _Watch(importlib.abc.MetaPathFinder):
+class _Watch:
     """Sees a module being imported, once, and steps aside.
 
     Libraries ask where it is long before they import it, and an import may fail and be tried again.
@@ -155,19 +167,19 @@ class _Watch(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _First(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the watched module before the first of some rooms that import it.
+class _First:
+    """Imports the watched module before the first of some packages that import it.
 
-    What is called then uses these rooms, which must not be half imported.
+    What is called then uses these packages, which must not be half imported.
     """
 
-    def __init__(self, name: str, rooms: Sequence[str]) -> None:
-        self._name, self._rooms = name, rooms
+    def __init__(self, name: str, packages: Sequence[str]) -> None:
+        self._name, self._packages = name, packages
         self._spec: Any = None
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         package, _, rest = fullname.partition(".")
-        if package != "penstock" or rest.partition(".")[0] not in self._rooms:
+        if package != "penstock" or rest.partition(".")[0] not in self._packages:
             return None
         importlib.import_module(self._name)
         if self in sys.meta_path:
@@ -175,7 +187,7 @@ class _First(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname not in sys.modules:
             return None
         self._spec = sys.modules[fullname].__spec__  # it was imported just now
-        return importlib.util.spec_from_loader(fullname, self)
+        return importlib.util.spec_from_loader(fullname, self)  # type: ignore[arg-type]
 
     def create_module(self, spec: Any) -> types.ModuleType:
         return sys.modules[spec.name]

@@ -1,4 +1,4 @@
-"""The doctor's copies to GPUs: what its child noted, as rows and problems."""
+"""The doctor's copies to GPUs: what its child measured, as rows and problems."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import torch
 
 import pretend_copies
 import pretend_gpu
-from penstock.cli.doctor import gpu_trial
+from penstock.cli.doctor import gpu_copies
 from penstock.cli.doctor.gpu_copies import copy_rows, judge_copies, measure_copies
 from penstock.machine.facts import Gpu
 
 H200 = Gpu(name="NVIDIA H200", vendor="nvidia")
 
 
-def noted(**changes: Any) -> dict[str, Any]:
+def measured(**changes: Any) -> dict[str, Any]:
     return {"gpus": [{**pretend_copies.GPU, **changes}], "failure": None}
 
 
 def test_everything_is_said_of_a_gpu_that_is_well() -> None:
-    assert dict(copy_rows(noted())) == {
+    assert dict(copy_rows(measured())) == {
         "cuda:0": "NVIDIA H200; link: PCIe 5 x16, 63 GB/s at most",
         "copies": "14.4 GB/s from ordinary memory, 55.1 GB/s from pinned memory, "
         "55.1 GB/s from our slots",
         "slots": "can be pinned; before one is used again: an event of the whole GPU context",
         "feeds": "366,045 images/s of 224 x 224 as bytes, 91,511 as float32",
     }
-    assert judge_copies(noted()) == []
+    assert judge_copies(measured()) == []
 
 
 def test_slots_that_cannot_be_pinned_are_a_problem_with_its_reason() -> None:
-    copies = noted(
+    copies = measured(
         bytes_per_s={"pageable": 10e9, "pinned": None, "registered": None},
         trouble="cudaHostRegister answered 2 (out of memory)",
     )
@@ -48,11 +48,11 @@ def test_slots_that_cannot_be_pinned_are_a_problem_with_its_reason() -> None:
 
 def test_a_link_with_fewer_lanes_than_the_card_has_is_a_problem() -> None:
     (problem,) = judge_copies(
-        noted(link={"generation": 4, "width": 4, "max_generation": 4, "max_width": 16})
+        measured(link={"generation": 4, "width": 4, "max_generation": 4, "max_width": 16})
     )
     assert "4 of its 16 PCIe lanes" in problem.what
-    assert judge_copies(noted(link=None)) == []
-    assert "link: unknown" in dict(copy_rows(noted(link=None)))["cuda:0"]
+    assert judge_copies(measured(link=None)) == []
+    assert "link: unknown" in dict(copy_rows(measured(link=None)))["cuda:0"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_link_with_fewer_lanes_than_the_card_has_is_a_problem() -> None:
     [((), "torch can use none"), ((Gpu(name="M2", vendor="apple"),), "Apple's shares its memory")],
 )
 def test_without_a_gpu_it_is_one_line_and_no_child(gpus: Any, why: str) -> None:
-    copies = measure_copies(gpus, 60.0, trial="no such module")
+    copies = measure_copies(gpus, 60.0, check="no such module:check")
     ((name, text),) = copy_rows(copies)
     assert (name, text.startswith(f"no GPU to copy to: {why}")) == ("not measured", True)
     assert judge_copies(copies) == []
@@ -68,8 +68,8 @@ def test_without_a_gpu_it_is_one_line_and_no_child(gpus: Any, why: str) -> None:
 
 def test_a_child_that_comes_to_its_end_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRETEND_COPIES", "work")
-    copies = measure_copies((H200,), 60.0, trial="pretend_copies")
-    assert copies == noted()
+    copies = measure_copies((H200,), 60.0, check="pretend_copies:pretend")
+    assert copies == measured()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_child_that_is_lost_is_told_with_what_it_was_doing(
 ) -> None:
     monkeypatch.setenv("PRETEND_COPIES", fate)
     start_s = time.monotonic()
-    copies = measure_copies((replace(H200, vendor="amd"),), limit_s, trial="pretend_copies")
+    copies = measure_copies((replace(H200, vendor="amd"),), limit_s, check="pretend_copies:pretend")
     assert time.monotonic() - start_s < 30
     assert words in copies["failure"]
     assert [gpu["name"] for gpu in copies["gpus"]] == ["NVIDIA H200"], "what was measured is kept"
@@ -98,7 +98,7 @@ def test_a_child_that_is_lost_is_told_with_what_it_was_doing(
 def test_measuring_registers_shared_memory_and_undoes_it(
     refusal: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_trial, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(gpu_copies, "COPY_BYTES", 1 << 20)
     stages: list[str] = []
     with pretend_gpu.pretended("cuda") as gpu, pytest.MonkeyPatch.context() as patch:
         gpu.refusal = refusal
@@ -109,7 +109,7 @@ def test_measuring_registers_shared_memory_and_undoes_it(
             pci_domain_id, pci_bus_id, pci_device_id = 0, 0xFE, 0
 
         patch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
-        found = gpu_trial.measure_gpu(1, torch.device("cpu"), stages.append)
+        found = gpu_copies.measure_gpu(1, torch.device("cpu"), stages.append)
         assert gpu.registered == {}
         assert gpu.devices_of("register") == {1}
     assert found["bus_id"] == "0000:fe:00.0"

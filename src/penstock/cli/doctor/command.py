@@ -1,29 +1,48 @@
-"""The doctor's round: facts, plan, problems, and a dataset if one was named."""
+"""``penstock doctor``: describes this machine, the plan for it, and what is wrong.
+
+::
+
+    command           facts, plan and problems; then a report or JSON
+      child_check       with SCRIPT:NAME, checks the dataset in a child process
+        - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - the child
+        dataset_check     length, pickling, contents, samples, one batch, the plan
+        sample_check      time, form, exceptions, randomness, the ends
+        - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - what it saved
+      dataset_problems  what in that is a problem
+      gpu_copies        with --gpu, how fast batches get to the GPUs; convolutions: do they work
+      report            all of it for a person
+    watch             --watch: the GPUs, once a second
+    bad_sample_report BAD.JSONL: the samples that failed, and how to get rid of them
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.doctor.bad_samples import (
+from penstock.cli.child_check import CheckResults, run_check
+from penstock.cli.doctor.bad_sample_report import (
     examine_bad_samples,
     names_bad_samples,
     print_bad_samples,
 )
-from penstock.cli.doctor.child import TrialOptions, try_dataset
 from penstock.cli.doctor.convolutions import judge_convolutions, probe_convolutions
-from penstock.cli.doctor.findings import find_dataset_problems
+from penstock.cli.doctor.dataset_problems import find_dataset_problems
 from penstock.cli.doctor.gpu_copies import judge_copies, measure_copies
-from penstock.cli.doctor.report import Findings, print_report
-from penstock.cli.doctor.target import find_target
+from penstock.cli.doctor.report import DoctorFindings, print_report
+from penstock.cli.doctor.watch import run_watch
+from penstock.cli.parser import CommandParser, add_loader_options, number
+from penstock.cli.script_loading import load_object, make_dataset
+from penstock.cli.script_object import find_script_object
 from penstock.cli.sections import make_console
 from penstock.errors import BadTarget
 from penstock.machine.collect import machine
-from penstock.machine.facts import Gpu, Machine
+from penstock.machine.facts import Machine
 from penstock.machine.gpu import FoundGpus, find_torch_gpus
 from penstock.machine.storage import Storage, storage_of
 from penstock.planning.inputs import LoaderRequest, Workload
@@ -35,37 +54,57 @@ HEALTHY, UNHEALTHY = 0, 1
 DEFAULT_BATCH_SIZE = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """What the person asked for.
+def add_arguments(parser: CommandParser) -> None:
+    """Called from: :mod:`penstock.cli.parser`."""
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="[SCRIPT:NAME | BAD.JSONL]",
+        help="A dataset or loader to try, or a list of bad samples.",
+    )
+    parser.add_script_arguments()
+    parser.add_argument("--json", action="store_true", help="For a program.")
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="Ask torch which GPUs it can use, and time copies to them.",
+    )
+    parser.add_argument("--watch", action="store_true", help="Show what the GPUs are doing.")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="Where the data lies; several times.",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=number(int, 1),
+        metavar="N",
+        help="Samples in a batch; the loader's, or 32.",
+    )
+    add_loader_options(parser, "num_workers")
+    parser.add_argument(
+        "--timeout",
+        type=number(float, 1, 86_400),
+        default=60.0,
+        metavar="SECONDS",
+        help="Seconds for a trial.",
+    )
 
-    Args:
-        target: ``script.py:name``, a file of bad samples, or None to look at the machine alone.
-        arguments: The script's own.
-        folders: Where the data lies.
-        asks_torch: May a child process open the GPUs, to see what torch can use?
-    """
 
-    target: str | None = None
-    arguments: tuple[str, ...] = ()
-    folders: tuple[str, ...] = ()
-    as_json: bool = False
-    asks_torch: bool = False
-    batch_size: int | None = None
-    num_workers: int | None = None
-    limit_s: float = 60.0
-
-
-def run_doctor(options: DoctorOptions) -> int:
+def execute(options: argparse.Namespace) -> int:
     """Look, print, and give the exit code: 1 where something harms or the dataset fails.
 
     Raises:
         BadTarget: There is nothing to try at ``options.target``.
     """
+    if options.watch:
+        return run_watch(as_json=options.json)
     if options.target is not None and names_bad_samples(options.target):
-        return _show_bad_samples(options.target, as_json=options.as_json)
+        return _report_bad_samples(options.target, as_json=options.json)
     findings = examine(options)
-    if options.as_json:
+    if options.json:
         sys.stdout.write(json.dumps(as_dict(findings), indent=2, default=str) + "\n")
     else:
         print_report(make_console(), findings)
@@ -74,41 +113,50 @@ def run_doctor(options: DoctorOptions) -> int:
     return UNHEALTHY if failure or is_harmed else HEALTHY
 
 
-def examine(options: DoctorOptions) -> Findings:
+def _report_bad_samples(target: str, *, as_json: bool) -> int:
+    report = examine_bad_samples(target)
+    if as_json:
+        sys.stdout.write(json.dumps({"bad_samples": report.to_dict()}, indent=2) + "\n")
+    else:
+        print_bad_samples(make_console(), report)
+    return UNHEALTHY if report.samples else HEALTHY
+
+
+def examine(options: argparse.Namespace) -> DoctorFindings:
     """Everything there is to find."""
-    target = find_target(options.target) if options.target is not None else None
-    notes = None if target is None else _try(options)
-    here = _machine_in(notes) or machine()
-    plan = _plan_in(notes) or make_plan(here, _request(options), Workload())
-    storage, problems = _judge_data(options, notes)
+    target = find_script_object(options.target) if options.target is not None else None
+    dataset = None if target is None else _check_in_child(options)
+    here = _machine_in(dataset) or machine()
+    plan = _plan_in(dataset) or make_plan(here, _request(options), Workload())
+    storage, problems = _judge_data(options.data, dataset)
     problems += find_problems(here, plan)
-    sighting = find_torch_gpus(options.limit_s) if options.asks_torch else None
+    found_gpus = find_torch_gpus(options.timeout) if options.gpu else None
     copies = None
-    if sighting is not None:
-        problems += _judge_torch_gpus(here, sighting)
-        copies = measure_copies(sighting.gpus, options.limit_s)
+    if found_gpus is not None:
+        problems += _judge_torch_gpus(here, found_gpus)
+        copies = measure_copies(found_gpus.gpus, options.timeout)
         problems += judge_copies(copies)
-    convolutions = probe_convolutions(sighting)
+    convolutions = probe_convolutions(found_gpus)
     problems += judge_convolutions(convolutions)
-    if notes is not None:
-        problems += find_dataset_problems(notes)
+    if dataset is not None:
+        problems += find_dataset_problems(dataset)
     if target is not None:
         problems = [_with_line(problem, target.tree, str(target.script)) for problem in problems]
-    return Findings(
+    return DoctorFindings(
         machine=here,
         plan=plan.to_dict(),
         problems=worst_first(problems),
         storage=storage,
-        seen_by_torch=None if sighting is None else sighting.gpus,
+        seen_by_torch=None if found_gpus is None else found_gpus.gpus,
         gpu_copies=copies,
-        dataset=notes,
+        dataset=dataset,
         convolutions=convolutions,
     )
 
 
-def as_dict(findings: Findings) -> dict[str, Any]:
+def as_dict(findings: DoctorFindings) -> dict[str, Any]:
     """The findings as a program reads them."""
-    notes = findings.dataset
+    dataset = findings.dataset
     return {
         "machine": asdict(findings.machine),
         "plan": dict(findings.plan),
@@ -120,83 +168,98 @@ def as_dict(findings: Findings) -> dict[str, Any]:
         "convolutions": None if findings.convolutions is None else findings.convolutions.to_dict(),
         "gpu_copies": findings.gpu_copies,
         "dataset": None
-        if notes is None
-        else {name: value for name, value in notes.items() if name not in ("machine", "plan")},
+        if dataset is None
+        else {name: value for name, value in dataset.items() if name not in ("machine", "plan")},
     }
 
 
-def _request(options: DoctorOptions) -> LoaderRequest:
+def _request(options: argparse.Namespace) -> LoaderRequest:
     return LoaderRequest(
         num_workers="auto" if options.num_workers is None else options.num_workers,
         batch_size=options.batch_size or DEFAULT_BATCH_SIZE,
     )
 
 
-def _try(options: DoctorOptions) -> dict[str, Any]:
-    assert options.target is not None
-    notes = try_dataset(
-        TrialOptions(
-            target=options.target,
-            arguments=options.arguments,
-            limit_s=options.limit_s,
-            batch_size=options.batch_size,
-            num_workers=options.num_workers,
-        )
-    )
-    failure = notes["failure"]
+def _check_in_child(options: argparse.Namespace) -> dict[str, Any]:
+    """What :func:`check_dataset` saved."""
+    asked = {
+        name: getattr(options, name)
+        for name in ("target", "arguments", "timeout", "batch_size", "num_workers")
+    }
+    results = run_check(f"{__name__}:check_dataset", {**asked, "command": "doctor"})
+    failure = results["failure"]
     if failure and failure["kind"] == "name":
         raise BadTarget(failure["what"], where=failure["where"], remedy=failure["cure"] or None)
-    return notes
+    return results
 
 
-def _machine_in(notes: dict[str, Any] | None) -> Machine | None:
+def check_dataset(results: CheckResults, options: dict[str, Any], deadline: float) -> None:
+    """Check the dataset of a script, in the child."""
+    target = find_script_object(options["target"])
+    value = load_object(target, options["arguments"], results.doing)
+    results.doing(f"making {target.name}()")
+    made = make_dataset(value, target)
+    import torch
+
+    torch.set_num_threads(1)  # as in a worker: samples are timed
+    # Late: it imports torch, which the script may set up.
+    from penstock.cli.doctor.dataset_check import DatasetCheck
+
+    is_loader = isinstance(made, torch.utils.data.DataLoader)
+    DatasetCheck(
+        results=results,
+        target=target,
+        dataset=made.dataset if is_loader else made,
+        loader=made if is_loader else None,
+        options=options,
+        deadline=deadline,
+    ).run()
+
+
+def _machine_in(dataset: dict[str, Any] | None) -> Machine | None:
     """The machine as the script left it: start method, environment, an open GPU."""
-    if notes is None or not notes.get("machine"):
+    if dataset is None or not dataset.get("machine"):
         return None
-    return Machine.from_json(json.dumps(notes["machine"]))
+    return Machine.from_json(json.dumps(dataset["machine"]))
 
 
-def _plan_in(notes: dict[str, Any] | None) -> Plan | None:
-    values = (notes or {}).get("plan")
+def _plan_in(dataset: dict[str, Any] | None) -> Plan | None:
+    values = (dataset or {}).get("plan")
     return Plan.from_dict(values) if values else None
 
 
 def _judge_data(
-    options: DoctorOptions, notes: dict[str, Any] | None
+    folders: list[str], dataset: dict[str, Any] | None
 ) -> tuple[dict[str, Storage], list[Problem]]:
     """What the data lies on: as told, as found in the dataset, or else this folder as a guess."""
-    for folder in options.folders:
+    for folder in folders:
         if not Path(folder).exists():
             raise BadTarget(f"--data {folder}: there is no such file or folder")
-    folders = options.folders or tuple((notes or {}).get("folders", ()))
-    is_data = bool(folders)
+    folders = folders or (dataset or {}).get("folders", [])
     storage = {folder: storage_of(folder) for folder in folders or (".",)}
     problems = [
         problem
         for path, lies_on in storage.items()
-        for problem in check_storage(path, lies_on, is_data=is_data)
+        for problem in check_storage(path, lies_on, is_data=bool(folders))
     ]
     return storage, problems
 
 
-def _judge_torch_gpus(here: Machine, sighting: FoundGpus) -> list[Problem]:
-    """Can torch use what the drivers list?"""
-    listed = [gpu for gpu in here.gpus if gpu.vendor in ("nvidia", "amd")]
-    if sighting.trouble or (listed and not sighting.gpus and here.torch_build in ("cuda", "hip")):
-        return [
-            Problem(
-                code="torch-sees-no-gpu",
-                severity="harm",
-                what=sighting.trouble or f"torch can use none of: {_names(listed)}",
-                why="training runs on the processor, or fails",
-                cure='python -c "import torch; torch.zeros(1).cuda()"',
-            )
-        ]
-    return []
-
-
-def _names(gpus: list[Gpu]) -> str:
-    return ", ".join(gpu.name for gpu in gpus)
+def _judge_torch_gpus(here: Machine, found_gpus: FoundGpus) -> list[Problem]:
+    """GPUs that the drivers list and torch cannot use."""
+    listed = [gpu.name for gpu in here.gpus if gpu.vendor in ("nvidia", "amd")]
+    is_blind = listed and not found_gpus.gpus and here.torch_build in ("cuda", "hip")
+    if not found_gpus.trouble and not is_blind:
+        return []
+    return [
+        Problem(
+            code="torch-sees-no-gpu",
+            severity="harm",
+            what=found_gpus.trouble or f"torch can use none of: {', '.join(listed)}",
+            why="training runs on the processor, or fails",
+            cure='python -c "import torch; torch.zeros(1).cuda()"',
+        )
+    ]
 
 
 def _with_line(problem: Problem, tree: ast.Module, script: str) -> Problem:
@@ -207,12 +270,3 @@ def _with_line(problem: Problem, tree: ast.Module, script: str) -> Problem:
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("set_start_method"):
             return replace(problem, where=f"{script}:{node.lineno}", cure=f"# {ast.unparse(node)}")
     return problem
-
-
-def _show_bad_samples(target: str, *, as_json: bool) -> int:
-    report = examine_bad_samples(target)
-    if as_json:
-        sys.stdout.write(json.dumps({"bad_samples": report.to_dict()}, indent=2) + "\n")
-    else:
-        print_bad_samples(make_console(), report)
-    return UNHEALTHY if report.samples else HEALTHY

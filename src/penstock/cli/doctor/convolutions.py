@@ -1,4 +1,4 @@
-"""``penstock doctor --gpu``: whether this machine's convolutions work, and a remedy if not."""
+"""``penstock doctor --gpu``: probes this machine's convolutions, and reports broken ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from penstock.conv.probing.probe import ProbeResult
 
 
-def probe_convolutions(sighting: FoundGpus | None) -> ProbeResult | None:
+def probe_convolutions(found_gpus: FoundGpus | None) -> ProbeResult | None:
     """The probe's findings, where torch can use a GPU; kept from an earlier time if they are."""
-    if sighting is None or not any(gpu.vendor in ("nvidia", "amd") for gpu in sighting.gpus):
+    if found_gpus is None or not any(gpu.vendor in ("nvidia", "amd") for gpu in found_gpus.gpus):
         return None
     from penstock.conv.probing.probe import probe
 

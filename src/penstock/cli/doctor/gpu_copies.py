@@ -1,20 +1,30 @@
-"""How fast do batches get to the GPUs, and what could a model be fed with? Measured, then told.
+"""``penstock doctor --gpu``: times copies to each GPU from three kinds of memory.
 
-The copies run in a child process with a limit (:mod:`penstock.cli.doctor.gpu_trial`); here is what
-becomes of its notes.
+    pageable    ordinary memory: the driver copies it to a buffer of its own first
+    pinned      torch's pinned memory
+    registered  shared memory as our slots are, page-locked after it was made
+
+The copies run in a child process: a driver that hangs or crashes takes it along and no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
-from penstock.cli.doctor.child import run_trial
+from penstock.cli.child_check import CheckResults, run_check
 from penstock.machine.facts import Gpu
-from penstock.machine.pcie import PcieLink
+from penstock.machine.pcie import PcieLink, pcie_link
 from penstock.planning.plan import Problem
 
-_TRIAL = "penstock.cli.doctor.gpu_trial"
+COPY_BYTES = 64 << 20
+WARM_UPS, MAX_COPIES, MAX_S = 3, 20, 0.3
+"""Per kind of memory. On an H200 machine a copy takes 1 to 5 ms."""
+MAX_GPUS = 16
 IMAGE_VALUES = 3 * 224 * 224
 _KINDS = {
     "pageable": "from ordinary memory",
@@ -23,20 +33,22 @@ _KINDS = {
 }
 
 
-def measure_copies(gpus: tuple[Gpu, ...], limit_s: float, *, trial: str = _TRIAL) -> dict[str, Any]:
-    """The notes of a trial of all GPUs, or why there was none: ``gpus`` and ``failure``.
+def measure_copies(
+    gpus: tuple[Gpu, ...], limit_s: float, *, check: str = f"{__name__}:check_copies"
+) -> dict[str, Any]:
+    """What a child measured on all GPUs, or why there was none: ``gpus`` and ``failure``.
 
     Args:
         gpus: Those that torch can use.
-        trial: The module whose ``main`` runs in the child.
+        check: What is called in the child.
     """
     if not any(gpu.vendor in ("nvidia", "amd") for gpu in gpus):
         apple = any(gpu.vendor == "apple" for gpu in gpus)
         why = "Apple's shares its memory with the processor" if apple else "torch can use none"
         return {"gpus": [], "failure": f"no GPU to copy to: {why}"}
-    notes = run_trial(trial, {"command": "doctor", "target": "--gpu", "limit_s": limit_s})
-    failure = notes["failure"]
-    return {"gpus": notes.get("gpus", []), "failure": failure and failure["what"]}
+    results = run_check(check, {"command": "doctor", "target": "--gpu", "timeout": limit_s})
+    failure = results["failure"]
+    return {"gpus": results.get("gpus", []), "failure": failure and failure["what"]}
 
 
 def copy_rows(copies: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -75,7 +87,7 @@ def _best(gpu: Mapping[str, Any]) -> float | None:
 
 
 def judge_copies(copies: Mapping[str, Any]) -> list[Problem]:
-    """What in the notes is a problem."""
+    """What in the measurements is a problem."""
     problems = []
     for gpu in copies["gpus"]:
         name = f"cuda:{gpu['index']} ({gpu['name']})"
@@ -111,3 +123,127 @@ def judge_copies(copies: Mapping[str, Any]) -> list[Problem]:
             )
         )
     return problems
+
+
+# -- in the child ----------------------------------------------------------------------------------
+
+
+def check_copies(results: CheckResults, options: dict[str, Any], deadline: float) -> None:
+    """Measure all GPUs."""
+    results.doing("importing torch")
+    import torch
+
+    gpus: list[dict[str, Any]] = []
+    for index in range(min(MAX_GPUS, torch.cuda.device_count())):
+        gpus.append(measure_gpu(index, torch.device("cuda", index), results.doing))
+        results.save(gpus=gpus)
+
+
+def measure_gpu(index: int, target: Any, doing: Callable[[str], None]) -> dict[str, Any]:
+    """What one GPU takes, as plain values; a kind of memory that is not to be had is None.
+
+    Args:
+        target: The device that is copied to.
+        doing: Told what is about to be done, for the report of a child that is lost.
+    """
+    import torch
+
+    from penstock.device.cuda_runtime import Runtime
+    from penstock.device.fences import choose_fence
+
+    runtime = Runtime(index)
+    rates: dict[str, float | None] = {"pageable": None, "pinned": None, "registered": None}
+    with torch.cuda.device(index):
+        doing(f"opening GPU {index}")
+        properties = torch.cuda.get_device_properties(index)
+        there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=target)
+        source = torch.ones(COPY_BYTES, dtype=torch.uint8)
+        doing(f"copying ordinary memory to GPU {index}")
+        rates["pageable"] = _bytes_per_s(source, there)
+        doing(f"copying pinned memory to GPU {index}")
+        with suppress(RuntimeError):  # of limits on locked memory
+            rates["pinned"] = _bytes_per_s(source.pin_memory(), there)
+        doing(f"copying registered shared memory to GPU {index}")
+        rates["registered"], is_pinned = _registered_rate(runtime, there)
+        bus_id = bus_id_of(properties, index)
+        link = None if bus_id is None else pcie_link(bus_id)  # now: it is still awake
+    return {
+        "index": index,
+        "name": properties.name,
+        "bus_id": bus_id,
+        "link": None if link is None else asdict(link),
+        "bytes_per_s": rates,
+        "is_pinned": is_pinned,
+        "trouble": runtime.trouble,
+        "fence": choose_fence(runtime).name,
+    }
+
+
+def _registered_rate(runtime: Any, there: Any) -> tuple[float | None, bool]:
+    """As :mod:`penstock.device.pinning` does it with slots."""
+    import numpy as np
+    import torch
+
+    from penstock.engine.memory.shared_file import SharedFile
+
+    file = SharedFile.create()
+    memory = np.frombuffer(file.map(file.grow(COPY_BYTES), COPY_BYTES), dtype=np.uint8)
+    memory[:] = 1  # or its pages are made while it is registered
+    if not runtime.register(memory.ctypes.data, memory.nbytes):
+        return None, False
+    try:
+        source = torch.from_numpy(memory)
+        return _bytes_per_s(source, there), _is_pinned(source)
+    finally:
+        runtime.unregister(memory.ctypes.data)
+
+
+def _is_pinned(tensor: Any) -> bool:
+    try:
+        return bool(tensor.is_pinned())
+    except RuntimeError:
+        return False
+
+
+def _bytes_per_s(source: Any, there: Any) -> float:
+    """The median over a few copies, each waited for."""
+    import torch
+
+    def copy_s() -> float:
+        start_s = time.perf_counter()
+        there.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start_s
+
+    torch.cuda.synchronize()
+    for _ in range(WARM_UPS):
+        copy_s()
+    times_s: list[float] = []
+    while len(times_s) < MAX_COPIES and sum(times_s) < MAX_S:
+        times_s.append(copy_s())
+    return float(source.numel() / max(statistics.median(times_s), 1e-9))
+
+
+def bus_id_of(properties: Any, index: int) -> str | None:
+    """The PCI address of a GPU as torch numbers them; None where nobody says."""
+    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None not in numbers:
+        domain, bus, device = numbers
+        return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+    return _bus_id_by_driver(index)
+
+
+def _bus_id_by_driver(index: int) -> str | None:
+    """Before torch told it, the driver did."""
+    import ctypes
+
+    for library, question in (
+        ("libcuda.so.1", "cuDeviceGetPCIBusId"),
+        ("libamdhip64.so", "hipDeviceGetPCIBusId"),
+        ("nvcuda.dll", "cuDeviceGetPCIBusId"),
+    ):
+        text = ctypes.create_string_buffer(32)
+        with suppress(OSError, AttributeError):
+            if getattr(ctypes.CDLL(library), question)(text, 32, index) == 0:
+                return text.value.decode("ascii").lower()
+    return None

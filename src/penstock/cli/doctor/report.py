@@ -1,4 +1,4 @@
-"""What the doctor found, for a person: facts, plan, dataset, problems. Built from plain records."""
+"""Prints what the doctor found: facts, plan, dataset, problems. Built from plain records."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _GENERATORS = {"python": "random", "numpy": "numpy.random", "torch": "torch"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class DoctorFindings:
     """All that the doctor found.
 
     Args:
         plan: As :meth:`penstock.planning.plan.Plan.to_dict` gives it.
         seen_by_torch: The GPUs that torch can use, where it was asked.
         gpu_copies: What :func:`penstock.cli.doctor.gpu_copies.measure_copies` gave.
-        dataset: The notes of a trial.
+        dataset: What the check of a dataset saved.
         convolutions: What became of convolutions on the GPU, where torch was asked.
     """
 
@@ -46,7 +46,7 @@ class Findings:
     convolutions: probe.ProbeResult | None = None
 
 
-def print_report(console: Console, findings: Findings) -> None:
+def print_report(console: Console, findings: DoctorFindings) -> None:
     """Print all of it. In a pipe there is no colour, and no line is broken to paste wrong."""
     print_section(console, "Machine", _machine_rows(findings))
     if findings.gpu_copies is not None:
@@ -86,7 +86,7 @@ def _print_problems(console: Console, problems: list[Problem]) -> None:
 # -- the machine -----------------------------------------------------------------------------------
 
 
-def _machine_rows(findings: Findings) -> Iterable[tuple[str, str]]:
+def _machine_rows(findings: DoctorFindings) -> Iterable[tuple[str, str]]:
     machine = findings.machine
     yield from main_facts(machine)
     if findings.seen_by_torch is not None:
@@ -108,23 +108,23 @@ def _machine_rows(findings: Findings) -> Iterable[tuple[str, str]]:
 # -- the dataset -----------------------------------------------------------------------------------
 
 
-def _dataset_rows(notes: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    if not notes.get("type"):
+def _dataset_rows(dataset: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    if not dataset.get("type"):
         yield "is", "not known: see the problems below"
-    if notes.get("type"):
-        length = notes.get("length")
+    if dataset.get("type"):
+        length = dataset.get("length")
         shown = "no length" if length is None else f"{length:,} samples"
-        loader = notes.get("loader")
+        loader = dataset.get("loader")
         through = f", from a {loader['made_by']} DataLoader" if loader else ""
-        yield "is", f"{notes['type']} ({notes['kind']}), {shown}{through}"
-    if notes.get("forms"):
-        yield "a sample", notes["forms"][0]["form"]
-    yield from _pace_rows(notes.get("samples"))
-    yield from _travel_rows(notes)
-    if notes.get("draws"):
-        drawn = ", ".join(_GENERATORS[name] for name in notes["draws"])
+        yield "is", f"{dataset['type']} ({dataset['kind']}), {shown}{through}"
+    if dataset.get("forms"):
+        yield "a sample", dataset["forms"][0]["form"]
+    yield from _pace_rows(dataset.get("samples"))
+    yield from _travel_rows(dataset)
+    if dataset.get("draws"):
+        drawn = ", ".join(_GENERATORS[name] for name in dataset["draws"])
         yield "randomness", f"samples draw from {drawn}: set for each sample"
-    elif "draws" in notes:
+    elif "draws" in dataset:
         yield "randomness", "no global generator moved"
 
 
@@ -142,8 +142,8 @@ def _pace_rows(pace: Mapping[str, Any] | None) -> Iterable[tuple[str, str]]:
     yield "", f"{size(pace['sample_bytes'])} each; {waiting:.0%} of the time is waiting"
 
 
-def _travel_rows(notes: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    travel = notes.get("travel")
+def _travel_rows(dataset: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    travel = dataset.get("travel")
     if travel and travel["is_ok"]:
         yield (
             "travels",
@@ -153,7 +153,7 @@ def _travel_rows(notes: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield from (("", note) for note in travel["notes"])
     elif travel:
         yield "travels", f"no: {travel['what']}"
-    batch = notes.get("batch")
+    batch = dataset.get("batch")
     if batch and batch["is_ok"]:
         held = batch["worker_bytes"]
         worker = f"; the worker holds {size(held)} of its own" if held else ""

@@ -1,4 +1,4 @@
-"""What does a sample look like? A line for people, and a skeleton to compare two samples by."""
+"""Describes a sample in one line, and gives a skeleton to compare two samples by."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.cli.doctor.parts import device_of, is_array
+from penstock.cli.doctor.contents import device_of, is_array
 
 _SHOWN_ITEMS = 6
 _MAX_DEPTH = 6
@@ -80,31 +80,3 @@ def devices_in(sample: Any) -> set[str]:
         return set().union(*map(devices_in, sample))
     device = device_of(sample)
     return set() if device is None else {device}
-
-
-def are_equal(one: Any, other: Any) -> bool:
-    """Do two samples hold the same values?
-
-    Example:
-        >>> are_equal((1, [2.0]), (1, [2.0])), are_equal([1], [2])
-        (True, False)
-    """
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(are_equal, one, other))
-    if is_array(one):
-        if tuple(one.shape) != tuple(other.shape) or one.dtype != other.dtype:
-            return False
-        same: Any = (one == other) | ((one != one) & (other != other))  # NaN equals NaN here
-        return bool(same.all())
-    if dataclasses.is_dataclass(one) and not isinstance(one, type):
-        return are_equal(vars(one), vars(other))
-    if getattr(type(one), "__eq__", None) is object.__eq__:
-        return True  # it compares by identity, which says nothing of its contents
-    try:
-        return bool(one == other) or one != one
-    except Exception:  # an object that does not compare says nothing
-        return True

@@ -1,4 +1,4 @@
-"""``penstock doctor --watch``: what are the GPUs doing, once a second?
+"""``penstock doctor --watch``: shows what the GPUs are doing, once a second.
 
 A table that renews itself for a person, a line for each GPU and second in a pipe.
 """
@@ -6,11 +6,11 @@ A table that renews itself for a person, a line for each GPU and second in a pip
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -33,7 +33,7 @@ def run_watch(*, as_json: bool, ask: Callable[[float], GpuUsage] = read_gpu_usag
     """
     first = ask(LIMIT_S)
     if not first.readings:
-        typer.echo(f"Nothing to watch: {first.trouble}.", err=True)
+        print(f"Nothing to watch: {first.trouble}.", file=sys.stderr)
         return 1
     console = Console()
     try:
@@ -54,7 +54,7 @@ def _follow(
         show(seen)
         silence = 0 if seen.readings else silence + 1
         if silence >= MAX_SILENCE:
-            typer.echo(f"No reading for {MAX_SILENCE} times: {seen.trouble}.", err=True)
+            print(f"No reading for {MAX_SILENCE} times: {seen.trouble}.", file=sys.stderr)
             return 1
         time.sleep(max(0.0, INTERVAL_S - (time.monotonic() - start_s)))
         seen = ask(LIMIT_S)
@@ -85,10 +85,10 @@ def _print_lines(seen: GpuUsage) -> None:
     now = time.strftime("%H:%M:%S")
     for reading in seen.readings:
         use, temperature, memory, power = _cells(reading)
-        typer.echo(f"{now}  GPU {reading.index}  {use}  {temperature}  {memory}  {power}")
+        print(f"{now}  GPU {reading.index}  {use}  {temperature}  {memory}  {power}", flush=True)
     if not seen.readings:
-        typer.echo(f"{now}  {seen.trouble}")
+        print(f"{now}  {seen.trouble}", flush=True)
 
 
 def _print_json(seen: GpuUsage) -> None:
-    typer.echo(json.dumps({"time_s": round(time.time(), 3), **asdict(seen)}))
+    print(json.dumps({"time_s": round(time.time(), 3), **asdict(seen)}), flush=True)

@@ -1,4 +1,4 @@
-"""``script.py:name``: which script is meant, and which name in it? Looked at, not run."""
+"""Finds what ``SCRIPT:NAME`` means on the command line. The script is parsed, not run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """A script, its statements, and the name in it that is to be tried, by which command."""
+class ScriptObject:
+    """A name in a script, the script's statements, and the command that asks for it."""
 
     script: Path
     name: str
@@ -34,14 +34,14 @@ class Target:
         return f"{self.script}:{self.name}"
 
 
-def find_target(text: str, command: str = "doctor") -> Target:
+def find_script_object(text: str, command: str = "doctor") -> ScriptObject:
     """What ``text`` means, as far as that can be said without running the script.
 
     Raises:
         BadTarget: There is no such script, it is no Python, or it never binds such a name.
 
     Example:
-        >>> find_target("train.py")
+        >>> find_script_object("train.py")
         Traceback (most recent call last):
         penstock.errors.BadTarget: BadTarget [D01]: 'train.py' is not SCRIPT:NAME
           Try: penstock doctor train.py:dataset
@@ -53,7 +53,7 @@ def find_target(text: str, command: str = "doctor") -> Target:
     if not script_text or (not name and not script.exists()):
         raise BadTarget(f"{text!r} is not SCRIPT:NAME", remedy=_USAGES[command])
     tree = _parse(script, command)
-    target = Target(script=script, name=name, tree=tree, command=command)
+    target = ScriptObject(script=script, name=name, tree=tree, command=command)
     if not name.isidentifier():
         what = f"{name!r} is not a name" if name else f"{text!r} names nothing in the script"
         raise BadTarget(what, remedy=_suggest(target))
@@ -139,7 +139,7 @@ def _binds_unseen_names(tree: ast.Module) -> bool:
     return False
 
 
-def _local_place(target: Target) -> str | None:
+def _local_place(target: ScriptObject) -> str | None:
     """The function that has a local variable of this name, if one has."""
     for node in ast.walk(target.tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -156,7 +156,7 @@ def _local_place(target: Target) -> str | None:
     return None
 
 
-def _suggest(target: Target) -> str:
+def _suggest(target: ScriptObject) -> str:
     """A line with the names that may have been meant."""
     imported = {
         alias.asname or alias.name.partition(".")[0]

@@ -1,4 +1,4 @@
-"""What was measured: as a table, as JSON, and as a page with plots."""
+"""The result of ``penstock bench`` as a table, as JSON, and as a page with plots."""
 
 from __future__ import annotations
 
@@ -10,74 +10,71 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.bench.measuring import Findings, Trial
+from penstock.cli.bench_measurement import BenchResult, WorkersRate
 
 
-def print_findings(console: Console, findings: Findings) -> None:
+def print_result(console: Console, result: BenchResult) -> None:
     """The table and the line to paste."""
-    for stage in findings.stages:
+    for stage in result.stages:
         line = f"{stage.name}: {stage.sample_ms:.3g} ms a sample. {stage.note}".rstrip()
         console.print(line, markup=False, highlight=False)
     table = Table(box=None, pad_edge=False)
     for column in ("workers", "samples/s", "predicted", "of the ceiling", "waiting"):
         table.add_column(column, justify="right")
-    chosen = findings.recommended
-    for trial in findings.trials:
+    chosen = result.recommended
+    for trial in result.trials:
         predicted = "" if trial.predicted is None else f"{trial.predicted:,.0f}"
-        share = trial.rate / findings.ceiling if findings.ceiling else 0.0
+        share = trial.rate / result.ceiling if result.ceiling else 0.0
         row = (str(trial.workers), f"{trial.rate:,.0f}", predicted, f"{share:.0%}")
         style = "bold green" if trial is chosen else ""
         table.add_row(*row, f"{trial.stall_share:.0%}", style=style)
     console.print(table)
-    console.print(f"The ceiling, with samples that lie ready: {findings.ceiling:,.0f} samples/s")
-    console.print(f"Recommended: {findings.line}", markup=False, highlight=False)
+    console.print(f"The ceiling, with samples that lie ready: {result.ceiling:,.0f} samples/s")
+    console.print(f"Recommended: {result.line}", markup=False, highlight=False)
 
 
-def as_dict(findings: Findings, machine: dict[str, Any]) -> dict[str, Any]:
-    """For JSON."""
-    return {
-        "name": findings.name,
-        "batch_size": findings.batch_size,
+def dump(result: BenchResult, machine: dict[str, Any]) -> str:
+    """The result as JSON."""
+    content = {
+        "name": result.name,
+        "batch_size": result.batch_size,
         "machine": machine,
-        "stages": [asdict(stage) for stage in findings.stages],
-        "ceiling": findings.ceiling,
-        "trials": [asdict(trial) for trial in findings.trials],
-        "recommended": findings.line,
+        "stages": [asdict(stage) for stage in result.stages],
+        "ceiling": result.ceiling,
+        "trials": [asdict(trial) for trial in result.trials],
+        "recommended": result.line,
     }
+    return json.dumps(content, indent=2) + "\n"
 
 
-def dump(findings: Findings, machine: dict[str, Any]) -> str:
-    return json.dumps(as_dict(findings, machine), indent=2) + "\n"
-
-
-def make_page(findings: Findings, machine: dict[str, Any]) -> str:
+def make_page(result: BenchResult, machine: dict[str, Any]) -> str:
     """A page that needs no network: the plot, the table, and the best run's timeline."""
     from penstock.trace import html as render_html
 
     facts = ", ".join(f"{key} {value}" for key, value in machine.items())
-    timeline = "" if findings.best is None else render_html.frame(findings.best.to_html())
+    timeline = "" if result.best is None else render_html.frame(result.best.to_html())
     stages = "".join(
         f"<li>{html.escape(stage.name)}: {stage.sample_ms:.3g} ms a sample. "
         f"{html.escape(stage.note)}</li>"
-        for stage in findings.stages
+        for stage in result.stages
     )
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
 <title>Penstock bench</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em}}
 text{{font:12px system-ui,sans-serif;fill:currentColor}}code{{font-size:14px}}</style>
-<h1>{html.escape(findings.name)}</h1>
-<p>{html.escape(facts)}. Batches of {findings.batch_size}.</p>
-<p>Recommended: <code>{html.escape(findings.line)}</code></p>
+<h1>{html.escape(result.name)}</h1>
+<p>{html.escape(facts)}. Batches of {result.batch_size}.</p>
+<p>Recommended: <code>{html.escape(result.line)}</code></p>
 <ul>{stages}</ul>
-{plot(findings.trials, findings.ceiling)}
+{_plot(result.trials, result.ceiling)}
 <h2>The fastest run</h2>
 {timeline}
 </html>
 """
 
 
-def plot(trials: list[Trial], ceiling: float) -> str:
+def _plot(trials: list[WorkersRate], ceiling: float) -> str:
     """Rates over workers as SVG: bars measured, marks predicted, a line for the ceiling."""
     most = max([ceiling, *(trial.rate for trial in trials), 1e-9])
     wide, high, left = 90 * len(trials) + 60, 260, 50

@@ -1,7 +1,6 @@
-"""What lies inside a dataset? Large containers, tensors on a GPU, generators, paths.
+"""Walks over the objects inside a dataset: large containers, tensors on a GPU, generators, paths.
 
-Only looks: nothing is called, loaded or changed. Of a long list the first few elements speak for
-the rest.
+Nothing is called, loaded or changed. Of a long list, the first few elements stand for the rest.
 """
 
 from __future__ import annotations
@@ -14,87 +13,57 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 MANY_ITEMS = 100_000
 """More small Python objects than this cost each worker tens of megabytes and seconds to send."""
-_MAX_PARTS = 20_000
+_MAX_OBJECTS = 20_000
 _MAX_DEPTH = 8
 _LOOK_AT = 32
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type, types.ModuleType, PurePath)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Something inside the dataset.
-
-    Args:
-        path: How to get there, as in ``dataset.table['names']``.
-        owner, attribute: The object that holds it, or holds what holds it, and by which name.
-    """
-
-    path: str
-    value: Any
-    owner: Any
-    attribute: str
-
-
-def parts_of(dataset: Any) -> Iterator[Part]:
-    """Everything inside a dataset, nearest first.
+def walk_contents(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Everything inside a dataset with its path, nearest first.
 
     Example:
         >>> class Data:
         ...     def __init__(self):
         ...         self.table = {"names": ["a", "b"]}
-        >>> [part.path for part in parts_of(Data())][:3]
+        >>> [path for path, _ in walk_contents(Data())][:3]
         ['dataset', 'dataset.table', "dataset.table['names']"]
     """
-    queue = deque([(Part(path="dataset", value=dataset, owner=None, attribute=""), 0)])
+    queue = deque([("dataset", dataset, 0)])
     seen: set[int] = set()
     keep: list[Any] = []  # an id is only good while its object lives
-    for _ in range(_MAX_PARTS):
+    for _ in range(_MAX_OBJECTS):
         if not queue:
             return
-        part, depth = queue.popleft()
-        if id(part.value) in seen:
+        path, value, depth = queue.popleft()
+        if id(value) in seen:
             continue
-        seen.add(id(part.value))
-        keep.append(part.value)
-        yield part
+        seen.add(id(value))
+        keep.append(value)
+        yield path, value
         if depth < _MAX_DEPTH:
-            queue.extend((child, depth + 1) for child in _known_children(part))
+            try:
+                queue.extend((path + name, child, depth + 1) for name, child in _children(value))
+            except Exception:  # an object whose attributes raise when they are looked at
+                continue
 
 
-def _known_children(part: Part) -> list[Part]:
-    try:
-        return list(_children(part))
-    except Exception:  # an object whose attributes raise when they are looked at
-        return []
-
-
-def _children(part: Part) -> Iterator[Part]:
-    value = part.value
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, _LEAVES) or is_array(value):
         return
     if isinstance(value, _CONTAINERS):
-        yield from _elements(part)
-        return
-    for name, child in _attributes(value):
-        yield Part(path=f"{part.path}.{name}", value=child, owner=value, attribute=name)
-
-
-def _elements(part: Part) -> Iterator[Part]:
-    value = part.value
-    if isinstance(value, dict):
-        pairs: Iterator[tuple[Any, Any]] = iter(value.items())
+        items: Any = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, child in itertools.islice(items, _LOOK_AT):
+            yield f"[{key!r:.40}]", child
     else:
-        pairs = enumerate(value)
-    for key, child in itertools.islice(pairs, _LOOK_AT):
-        path = f"{part.path}[{key!r:.40}]"
-        yield Part(path=path, value=child, owner=part.owner, attribute=part.attribute)
+        for name, child in _attributes(value):
+            yield f".{name}", child
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
@@ -130,7 +99,7 @@ def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue  # a cell that was never filled
 
 
-# -- what is worth knowing of a part ------------------------------------------------------------
+# -- what is worth knowing about an object ---------------------------------------------------------
 
 
 def is_large(value: Any) -> bool:
@@ -196,7 +165,7 @@ def generator_state(value: Any) -> Any:
     return None
 
 
-def path_in(value: Any) -> str | None:
+def folder_of(value: Any) -> str | None:
     """The folder of a file or folder that a text or path names and that exists."""
     if not isinstance(value, (str, PurePath)):
         return None

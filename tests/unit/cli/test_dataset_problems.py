@@ -1,4 +1,4 @@
-"""Notes of a trial become problems; a trial without fault gives none."""
+"""What the check of a dataset saved becomes problems; a dataset without fault gives none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.doctor.findings import find_dataset_problems
+from penstock.cli.doctor.dataset_problems import find_dataset_problems
 
 pytestmark = pytest.mark.legacy
 
@@ -44,8 +44,8 @@ GOOD: dict[str, Any] = {
 }
 
 
-def found(**notes: Any) -> dict[str, Any]:
-    return {problem.code: problem for problem in find_dataset_problems({**GOOD, **notes})}
+def found(**results: Any) -> dict[str, Any]:
+    return {problem.code: problem for problem in find_dataset_problems({**GOOD, **results})}
 
 
 def test_a_dataset_in_order_has_no_problem() -> None:
@@ -53,7 +53,7 @@ def test_a_dataset_in_order_has_no_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "severity", "said", "notes"),
+    ("code", "severity", "said", "results"),
     [
         ("empty", "harm", "is 0", {"length": 0}),
         ("length-lies", "harm", "1,000, but the dataset has 60", {"num_reachable": 60}),
@@ -136,28 +136,25 @@ def test_a_dataset_in_order_has_no_problem() -> None:
     ],
 )
 def test_each_fault_is_one_problem(
-    code: str, severity: str, said: str, notes: dict[str, Any]
+    code: str, severity: str, said: str, results: dict[str, Any]
 ) -> None:
-    problems = found(**notes)
+    problems = found(**results)
     assert set(problems) == {code}
     assert problems[code].severity == severity
     assert said in problems[code].what
     assert problems[code].cure
 
 
-def test_a_large_container_comes_with_the_line_to_change() -> None:
+def test_a_large_container_comes_with_a_line_to_paste() -> None:
     item = {
         "path": "dataset.samples",
         "kind": "list",
         "num_items": 200_000,
         "num_bytes": 20 << 20,
-        "where": "data.py:57",
-        "now": "self.samples = [...]",
-        "instead": "self.samples = penstock.SharedList([...])",
+        "shared_as": "SharedList",
     }
     problem = found(containers=[item])["large-container"]
-    assert problem.where == "data.py:57"
-    assert problem.cure == "self.samples = penstock.SharedList([...])"
+    assert problem.cure == "dataset.samples = penstock.SharedList(dataset.samples)"
     assert "200,000" in problem.what
 
 

@@ -1,6 +1,6 @@
-"""What do samples do when they are loaded? Time, form, exceptions, randomness, the ends.
+"""Loads samples of a dataset: their time, form, exceptions and randomness, and the ends.
 
-Called from: the trial's process.
+Called from: the child of ``penstock doctor``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.cli.doctor.sample_form import are_equal, devices_in, form_of, skeleton_of
-from penstock.cli.doctor.user_code import describe_error, place_of
+from penstock.cli.doctor.sample_form import devices_in, form_of, skeleton_of
+from penstock.cli.user_code import describe_error, place_of
 from penstock.planning.sample_timing import (
     SampleTiming,
     TimedSample,
     summarize_timings,
     time_samples,
 )
+from penstock.verify.hashing import digest
 
 SAMPLES_S = 2.0
 AT_LEAST = 3
@@ -32,8 +33,8 @@ WATCHED = 64
 
 
 @dataclass(kw_only=True)
-class SampleTrial:
-    """Loads samples of one dataset and notes what happens.
+class SampleCheck:
+    """Loads samples of one dataset and records what happens.
 
     Args:
         length: What the dataset says of itself, if it says something.
@@ -47,18 +48,18 @@ class SampleTrial:
     indices: Iterable[Any]
     doing: Callable[[str], None]
     good: list[Any] = field(default_factory=list)
-    pace: SampleTiming | None = None
+    timing: SampleTiming | None = None
     num_yielded: int | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
     forms: dict[str, dict[str, Any]] = field(default_factory=dict)
     devices: set[str] = field(default_factory=set)
 
     def run(self) -> dict[str, Any]:
-        """Load samples for about two seconds; the notes of it."""
-        watch = _Watch()
-        self.pace = summarize_timings(self._noted(watch))
+        """Load samples for about two seconds; what was found."""
+        watch = _GeneratorWatch()
+        self.timing = summarize_timings(self._recorded(watch))
         return {
-            "samples": asdict(self.pace) if self.pace is not None else None,
+            "samples": asdict(self.timing) if self.timing is not None else None,
             "errors": self.errors,
             "forms": list(self.forms.values()),
             "devices": sorted(self.devices),
@@ -66,7 +67,7 @@ class SampleTrial:
             "num_yielded": self.num_yielded,
         }
 
-    def _noted(self, watch: _Watch) -> Iterator[TimedSample]:
+    def _recorded(self, watch: _GeneratorWatch) -> Iterator[TimedSample]:
         loaded = time_samples(
             self._loader(), watch.before_each(self.indices), SAMPLES_S, at_least=AT_LEAST
         )
@@ -77,9 +78,9 @@ class SampleTrial:
                 return
             if timed.error is None:
                 self.good.append(timed.index)
-                self._note_form(timed)
+                self._record_form(timed)
             elif len(self.errors) < MAX_ERRORS:
-                self.errors.append(_error_note(timed))
+                self.errors.append(_describe_failure(timed))
             yield timed
             if timed.error is not None and self.is_iterable:
                 return  # a stream does not go on after an exception
@@ -96,7 +97,7 @@ class SampleTrial:
     def name_of(self, index: Any) -> str:
         return f"sample {index} of the stream" if self.is_iterable else f"dataset[{index!r}]"
 
-    def _note_form(self, timed: TimedSample) -> None:
+    def _record_form(self, timed: TimedSample) -> None:
         skeleton = repr(skeleton_of(timed.sample))
         if skeleton not in self.forms and len(self.forms) < MAX_FORMS:
             self.forms[skeleton] = {"index": timed.index, "form": form_of(timed.sample)}
@@ -105,14 +106,14 @@ class SampleTrial:
     # -- the ends ----------------------------------------------------------------------------------
 
     def try_ends(self) -> dict[str, Any]:
-        """Does the length lie? The last sample must be there, and none after it."""
+        """Compare the length with what is there: the last sample, and none after it."""
         if self.is_iterable or not self.length:
             return {}
-        notes: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         if not self._is_there(self.length - 1):
-            notes["num_reachable"] = self._count_reachable(self.length)
-        notes["goes_on_after_end"] = self._is_there(self.length, is_surely=True)
-        return notes
+            found["num_reachable"] = self._count_reachable(self.length)
+        found["goes_on_after_end"] = self._is_there(self.length, is_surely=True)
+        return found
 
     def _is_there(self, index: int, *, is_surely: bool = False) -> bool:
         """Is there a sample? One that fails for another reason than its index is there, but bad."""
@@ -141,25 +142,25 @@ class SampleTrial:
     # -- randomness --------------------------------------------------------------------------------
 
     def try_twice(self) -> dict[str, Any]:
-        """Is a sample the same when all three global generators are?"""
+        """Load a sample twice with the same state of all three global generators."""
         if self.is_iterable or not self.good:
             return {}
         index = self.good[0]
         self.doing(f"loading {self.name_of(index)} twice")
-        twins = []
+        hashes = set()
         for _ in range(2):
             random.seed(0)
             np.random.seed(0)
             torch.default_generator.manual_seed(0)
             try:
-                twins.append(self.dataset[index])
-            except Exception:  # it loaded before: it keeps a count of its own, say
+                hashes.add(digest(self.dataset[index]))
+            except Exception:  # it keeps a count of its own, say, or cannot be compared
                 return {}
-        return {"repeats": are_equal(*twins)}
+        return {"repeats": len(hashes) == 1}
 
 
-class _Watch:
-    """Which global generators do samples draw from? Compared around each of the first samples."""
+class _GeneratorWatch:
+    """The global generators that samples draw from, compared around each of the first samples."""
 
     def __init__(self) -> None:
         self.moved: set[str] = set()
@@ -185,7 +186,7 @@ def _states() -> dict[str, Any]:
     }
 
 
-def _error_note(timed: TimedSample) -> dict[str, Any]:
+def _describe_failure(timed: TimedSample) -> dict[str, Any]:
     assert timed.error is not None
     return {
         "index": timed.index,

@@ -1,4 +1,4 @@
-"""Which line of the user's own is to blame? Frames of libraries and of ours are passed over."""
+"""Finds the user's own line behind an error: frames of libraries and of ours are passed over."""
 
 from __future__ import annotations
 

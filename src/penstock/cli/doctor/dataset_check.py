@@ -1,6 +1,7 @@
-"""The stages of a trial: length, travel, parts, samples, one batch through a worker, the plan.
+"""Checks a dataset: length, pickling, contents, samples, one batch through a worker, the plan.
 
-Called from: the trial's process. Each stage notes plain values; none decides what is a problem.
+Called from: the child of ``penstock doctor``. Each step saves plain values; none decides what is a
+problem.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from penstock.cli.doctor import parts
-from penstock.cli.doctor.container_lines import find_line
+from penstock.cli.child_check import CheckResults
+from penstock.cli.doctor import contents
+from penstock.cli.doctor.sample_check import AT_LEAST, MAX_SAMPLES, SampleCheck
 from penstock.cli.doctor.sample_form import form_of
-from penstock.cli.doctor.samples import AT_LEAST, MAX_SAMPLES, SampleTrial
-from penstock.cli.doctor.target import Target
-from penstock.cli.doctor.user_code import describe_error, place_of
+from penstock.cli.script_object import ScriptObject
+from penstock.cli.user_code import describe_error, place_of
 from penstock.engine.loading.collate import is_default_collate
 from penstock.engine.loading.gather import is_sliced
 from penstock.engine.pickling.pickler import PickledObjects
@@ -29,49 +30,46 @@ from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.planner import make_plan
 from penstock.planning.sample_timing import is_iterable_only, spread_indices
 
-if TYPE_CHECKING:
-    from penstock.cli.doctor.trial import Notes
-
 DEFAULT_BATCH_SIZE = 32
 BATCH_LIMIT_S = 30.0
 MAX_PATHS = 3
 
 
 @dataclass(kw_only=True)
-class Stages:
-    """One dataset, tried from the outside in.
+class DatasetCheck:
+    """One dataset, checked from the outside in.
 
     Args:
         loader: What the script made of it, if it did; its arguments are tried too.
         options: ``batch_size`` and ``num_workers``, None where they are not asked for.
-        deadline: When the parent will lose patience, on the monotonic clock.
+        deadline: When the command will end this process, on the monotonic clock.
     """
 
-    notes: Notes
-    target: Target
+    results: CheckResults
+    target: ScriptObject
     dataset: Any
     loader: Any
     options: dict[str, Any]
     deadline: float
 
     def run(self) -> None:
-        self._note_kind()
+        self._save_kind()
         length = self._try_length()
         travels = self._try_travel()
         generators = self._look_inside()
-        samples = SampleTrial(
+        samples = SampleCheck(
             dataset=self.dataset,
             is_iterable=self.is_iterable,
             length=length,
             indices=self._indices(length),
-            doing=self.notes.doing,
+            doing=self.results.doing,
         )
-        self.notes.save(**samples.run())
-        self.notes.save(held_generators=[_held(*generator) for generator in generators])
-        self.notes.save(**samples.try_ends())
-        self.notes.save(**samples.try_twice())
+        self.results.save(**samples.run())
+        self.results.save(held_generators=[_held(*generator) for generator in generators])
+        self.results.save(**samples.try_ends())
+        self.results.save(**samples.try_twice())
         self._try_batch(samples.good if travels else [])
-        self._note_plan(samples, length)
+        self._save_plan(samples, length)
 
     # -- what it is --------------------------------------------------------------------------------
 
@@ -94,7 +92,7 @@ class Stages:
             return True
         return self.batch_size is not None and is_default_collate(self.loader.collate_fn)
 
-    def _note_kind(self) -> None:
+    def _save_kind(self) -> None:
         kind = type(self.dataset)
         loader = None
         if self.loader is not None:
@@ -104,7 +102,7 @@ class Stages:
                 "num_workers": self.loader.num_workers,
                 "start_method": context.get_start_method() if context is not None else None,
             }
-        self.notes.save(
+        self.results.save(
             target=str(self.target),
             type=kind.__qualname__,
             module=kind.__module__,
@@ -116,7 +114,7 @@ class Stages:
         )
 
     def _try_length(self) -> int | None:
-        self.notes.doing("len(dataset)")
+        self.results.doing("len(dataset)")
         length, error = None, None
         try:
             length = len(self.dataset)
@@ -126,7 +124,7 @@ class Stages:
                 "where": place_of(raised),
                 "is_absent": not hasattr(type(self.dataset), "__len__"),
             }
-        self.notes.save(length=length, length_error=error)
+        self.results.save(length=length, length_error=error)
         return length
 
     def _indices(self, length: int | None) -> Iterable[Any]:
@@ -144,7 +142,7 @@ class Stages:
 
     def _try_travel(self) -> bool:
         """Before the first sample, as a loader does: what is opened on first use is not sent."""
-        self.notes.doing("sending the dataset to a worker (pickling it)")
+        self.results.doing("sending the dataset to a worker (pickling it)")
         objects = {"dataset": self.dataset}
         if self.loader is not None:
             objects["collate_fn"] = self.loader.collate_fn
@@ -155,7 +153,7 @@ class Stages:
             lines = [line.strip() for line in str(error).splitlines()]
             cure = next((line for line in lines if line.startswith("Try: ")), "")
             path = error.facts.get("path")
-            self.notes.save(
+            self.results.save(
                 travel={
                     "is_ok": False,
                     "what": error.what,
@@ -164,7 +162,7 @@ class Stages:
                 }
             )
             return False
-        self.notes.save(
+        self.results.save(
             travel={
                 "is_ok": True,
                 "took_s": time.perf_counter() - start_s,
@@ -176,51 +174,52 @@ class Stages:
         return True
 
     def _look_inside(self) -> list[tuple[str, Any, Any]]:
-        """Note what is found; the generators are given back, to see whether samples move them."""
-        self.notes.doing("looking inside the dataset")
+        """Large containers, tensors on a GPU, paths; returns generators with their states."""
+        self.results.doing("looking inside the dataset")
         found: dict[str, list[Any]] = {"containers": [], "tensors_on_gpu": [], "folders": []}
         generators: list[tuple[str, Any, Any]] = []
-        for part in parts.parts_of(self.dataset):
+        for path, value in contents.walk_contents(self.dataset):
             try:
-                self._judge_part(part, found, generators)
+                self._judge_content(path, value, found, generators)
             except Exception:  # an object that cannot even be asked what it is
                 continue
-        self.notes.save(**found)
+        self.results.save(**found)
         return generators
 
-    def _judge_part(
-        self, part: parts.Part, found: dict[str, list[Any]], generators: list[tuple[str, Any, Any]]
+    def _judge_content(
+        self,
+        path: str,
+        value: Any,
+        found: dict[str, list[Any]],
+        generators: list[tuple[str, Any, Any]],
     ) -> None:
-        if parts.is_large(part.value):
-            found["containers"].append(self._describe_container(part))
-        device = parts.device_of(part.value)
+        if contents.is_large(value):
+            container = {
+                "path": path,
+                "kind": type(value).__name__,
+                "num_items": len(value),
+                "num_bytes": contents.estimate_bytes(value),
+                "shared_as": "SharedDict" if isinstance(value, dict) else "SharedList",
+            }
+            found["containers"].append(container)
+        device = contents.device_of(value)
         if device is not None:
-            found["tensors_on_gpu"].append({"path": part.path, "device": device})
-        state = parts.generator_state(part.value)
+            found["tensors_on_gpu"].append({"path": path, "device": device})
+        state = contents.generator_state(value)
         if state is not None:
-            generators.append((part.path, part.value, state))
-        folder = parts.path_in(part.value) if len(found["folders"]) < MAX_PATHS else None
+            generators.append((path, value, state))
+        folder = contents.folder_of(value) if len(found["folders"]) < MAX_PATHS else None
         if folder is not None and folder not in found["folders"]:
             found["folders"].append(folder)
-
-    def _describe_container(self, part: parts.Part) -> dict[str, Any]:
-        line = find_line(part, self.target.script, self.target.name)
-        return {
-            "path": part.path,
-            "kind": type(part.value).__name__,
-            "num_items": len(part.value),
-            "num_bytes": parts.estimate_bytes(part.value),
-            **asdict(line),
-        }
 
     # -- a batch, and the plan ---------------------------------------------------------------------
 
     def _try_batch(self, good: list[Any]) -> None:
         """One real batch through one real worker, of samples that loaded here."""
         if not good or not machine().can_start_python:
-            self.notes.save(batch=None)
+            self.results.save(batch=None)
             return
-        self.notes.doing("loading a batch through one worker process")
+        self.results.doing("loading a batch through one worker process")
         limit_s = max(1.0, min(BATCH_LIMIT_S, self.deadline - time.monotonic() - 2.0))
         arguments: dict[str, Any] = {"batch_size": self.batch_size, "timeout": limit_s}
         if not self.is_iterable:
@@ -234,9 +233,9 @@ class Stages:
             batch = next(iterator)
         except Exception as error:
             note = {"is_ok": False, "what": _first_lines(error), "where": place_of(error)}
-            self.notes.save(batch=note)
+            self.results.save(batch=note)
             return
-        self.notes.save(
+        self.results.save(
             batch={
                 "is_ok": True,
                 "first_s": time.perf_counter() - start_s,
@@ -246,21 +245,21 @@ class Stages:
         )
         iterator._shutdown_workers()
 
-    def _note_plan(self, samples: SampleTrial, length: int | None) -> None:
-        self.notes.doing("making the plan")
-        asked, loader = self.options["num_workers"], self.notes.values["loader"]
+    def _save_plan(self, samples: SampleCheck, length: int | None) -> None:
+        self.results.doing("making the plan")
+        asked, loader = self.options["num_workers"], self.results.values["loader"]
         if asked is None and loader and loader["num_workers"] > 0:
             asked = loader["num_workers"]  # 0 is torch's default: nobody asked for it
-        travel, pace = self.notes.values["travel"], samples.pace
+        travel, timing = self.results.values["travel"], samples.timing
         request = LoaderRequest(
             num_workers="auto" if asked is None else asked,
             start_method=loader["start_method"] if loader else None,
             batch_size=self.batch_size,
         )
         work = Workload(
-            sample_s=pace.mean_s if pace else None,
-            busy_share=pace.busy_share if pace else None,
-            sample_bytes=pace.sample_bytes if pace else None,
+            sample_s=timing.mean_s if timing else None,
+            busy_share=timing.busy_share if timing else None,
+            sample_bytes=timing.sample_bytes if timing else None,
             num_samples=length,
             is_iterable=self.is_iterable,
             is_in_memory=is_sliced(
@@ -270,11 +269,11 @@ class Stages:
             ),
             stays_because=None if travel["is_ok"] else travel["what"],
         )
-        self.notes.save(plan=make_plan(machine(), request, work).to_dict())
+        self.results.save(plan=make_plan(machine(), request, work).to_dict())
 
 
 def _held(path: str, generator: Any, before: Any) -> dict[str, Any]:
-    has_moved = parts.generator_state(generator) != before
+    has_moved = contents.generator_state(generator) != before
     return {"path": path, "type": type(generator).__name__, "has_moved": has_moved}
 
 

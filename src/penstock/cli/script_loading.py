@@ -1,6 +1,5 @@
 """Runs a script up to the name that is wanted, and no further.
 
-    child process of the doctor:
     statement, statement, ... the one that binds the name | a training loop: never run
                                                           | def, class, import: still run
 
@@ -15,17 +14,17 @@ import ast
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from penstock.cli.doctor.target import Target, bound_names
-from penstock.cli.doctor.user_code import describe_error, place_of
+from penstock.cli.script_object import ScriptObject, bound_names
+from penstock.cli.user_code import describe_error, place_of
 
 _PLAIN = (str, bytes, int, float, complex, types.ModuleType)
 
 
-class TrialFailed(Exception):
-    """The trial cannot go on; the text says why.
+class ScriptFailed(Exception):
+    """The object in the script cannot be had; the text says why.
 
     Args:
         kind: ``"script"``, ``"name"`` or ``"making"``.
@@ -36,11 +35,19 @@ class TrialFailed(Exception):
         self.kind, self.what, self.where, self.cure = kind, what, where, cure
 
 
-def run_script(target: Target, arguments: list[str], note: Callable[[str], None]) -> Any:
+def load_object(
+    target: ScriptObject,
+    arguments: Sequence[str] = (),
+    doing: Callable[[str], None] = lambda activity: None,
+) -> Any:
     """The value of the target's name; this process's ``__main__`` is the script from then on.
 
+    Args:
+        arguments: The script's own, as it sees them in ``sys.argv``.
+        doing: Told which line is about to be run.
+
     Raises:
-        TrialFailed: The script raised before that, or ended, or bound nothing usable.
+        ScriptFailed: The script raised before that, or ended, or bound nothing usable.
     """
     main = types.ModuleType("__main__")
     path = target.script.absolute()
@@ -51,7 +58,7 @@ def run_script(target: Target, arguments: list[str], note: Callable[[str], None]
     namespace = vars(main)
     statements = _with_flags(list(_flattened(target.tree.body)))
     for statement, flags in statements:
-        note(f"running {target.script}:{statement.lineno}")
+        doing(f"running {target.script}:{statement.lineno}")
         _execute(statement, flags, namespace, target)
         if _is_usable(namespace.get(target.name)):
             break
@@ -92,19 +99,21 @@ def _with_flags(statements: list[ast.stmt]) -> Iterator[tuple[ast.stmt, int]]:
         yield statement, flags
 
 
-def _compiled(statement: ast.stmt, flags: int, target: Target) -> types.CodeType:
+def _compiled(statement: ast.stmt, flags: int, target: ScriptObject) -> types.CodeType:
     module = ast.Module(body=[statement], type_ignores=[])
     path = str(target.script.absolute())
     code: types.CodeType = compile(module, path, "exec", flags=flags, dont_inherit=True)
     return code
 
 
-def _execute(statement: ast.stmt, flags: int, namespace: dict[str, Any], target: Target) -> None:
+def _execute(
+    statement: ast.stmt, flags: int, namespace: dict[str, Any], target: ScriptObject
+) -> None:
     line = f"{target.script}:{statement.lineno}"
     try:
         exec(_compiled(statement, flags, target), namespace)
     except SystemExit as ended:
-        raise TrialFailed(
+        raise ScriptFailed(
             "script",
             f"the script ended with exit code {ended.code} before {target.name!r} was there",
             where=line,
@@ -113,7 +122,7 @@ def _execute(statement: ast.stmt, flags: int, namespace: dict[str, Any], target:
     except Exception as error:
         place = place_of(error)
         inside = f" in {place}" if place and not place.startswith(str(target.script)) else ""
-        raise TrialFailed(
+        raise ScriptFailed(
             "script",
             f"the script raised {describe_error(error)}{inside}",
             where=place if place and not inside else line,
@@ -130,11 +139,11 @@ def _is_usable(value: Any) -> bool:
     return callable(value) or hasattr(value, "__getitem__") or hasattr(value, "__iter__")
 
 
-def _unusable(target: Target, namespace: dict[str, Any]) -> TrialFailed:
+def _unusable(target: ScriptObject, namespace: dict[str, Any]) -> ScriptFailed:
     if target.name not in namespace:
-        return TrialFailed("name", f"{target.script} ran to its end without a {target.name!r}")
+        return ScriptFailed("name", f"{target.script} ran to its end without a {target.name!r}")
     kind = type(namespace[target.name]).__name__
-    return TrialFailed(
+    return ScriptFailed(
         "name",
         f"{target.name} is {'None' if kind == 'NoneType' else f'of type {kind}'}: no dataset, no "
         "loader, and nothing that makes one",
@@ -159,11 +168,11 @@ def _binds(statement: ast.stmt, name: str) -> bool:
     return name in bound_names(ast.Module(body=[statement], type_ignores=[]))
 
 
-def make_dataset(value: Any, target: Target) -> Any:
+def make_dataset(value: Any, target: ScriptObject) -> Any:
     """The dataset or loader itself: a class or function is called.
 
     Raises:
-        TrialFailed: It needs arguments, raises, or makes something else.
+        ScriptFailed: It needs arguments, raises, or makes something else.
     """
     is_maker = isinstance(value, type) or not (
         hasattr(value, "__getitem__") or hasattr(value, "__iter__")
@@ -172,7 +181,7 @@ def make_dataset(value: Any, target: Target) -> Any:
         return value
     missing = _required(value)
     if missing:
-        raise TrialFailed(
+        raise ScriptFailed(
             "making",
             f"{target.name}() needs arguments: {', '.join(missing)}",
             cure=f"dataset = {target.name}(...)  # in the script, then: penstock doctor "
@@ -182,9 +191,9 @@ def make_dataset(value: Any, target: Target) -> Any:
         made = value()
     except Exception as error:
         what = f"{target.name}() raised {describe_error(error)}"
-        raise TrialFailed("making", what, where=place_of(error)) from error
+        raise ScriptFailed("making", what, where=place_of(error)) from error
     if isinstance(made, (tuple, types.GeneratorType)) or not _is_usable(made) or callable(made):
-        raise TrialFailed("making", f"{target.name}() gave a {type(made).__name__}, not a dataset")
+        raise ScriptFailed("making", f"{target.name}() gave a {type(made).__name__}, not a dataset")
     return made
 
 

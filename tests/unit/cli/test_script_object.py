@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.doctor.target import bound_names, find_target
+from penstock.cli.script_object import bound_names, find_script_object
 from penstock.errors import BadTarget
 
 pytestmark = pytest.mark.legacy
@@ -35,13 +35,13 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["train_set", "Pictures", "main"])
 def test_a_name_at_the_top_level_or_under_the_guard_is_found(script: Path, name: str) -> None:
-    target = find_target(f"{script}:{name}")
+    target = find_script_object(f"{script}:{name}")
     assert (target.script, target.name) == (script, name)
 
 
 def refusal(text: str) -> str:
     with pytest.raises(BadTarget) as caught:
-        find_target(text)
+        find_script_object(text)
     message = str(caught.value)
     assert "Traceback" not in message
     return message
@@ -109,7 +109,7 @@ def test_a_folder_and_a_notebook_are_refused(tmp_path: Path) -> None:
 def test_a_script_that_may_bind_anything_is_given_the_benefit_of_the_doubt(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("from data import *\n")
-    assert find_target(f"{path}:anything").name == "anything"
+    assert find_script_object(f"{path}:anything").name == "anything"
 
 
 def test_names_are_found_wherever_a_module_binds_them() -> None:
@@ -123,7 +123,7 @@ def test_what_is_imported_is_not_suggested(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import numpy as np\ndataset = [np.zeros(3)]\n")
     with pytest.raises(BadTarget, match=r"train\.py:dataset"):
-        find_target(f"{script}:nope")  # nearer to np than to dataset
+        find_script_object(f"{script}:nope")  # nearer to np than to dataset
 
 
 CLASSES = """
@@ -147,5 +147,5 @@ def test_a_suggestion_is_a_whole_line_that_could_work(
     script = tmp_path / "train.py"
     script.write_text(CLASSES)
     with pytest.raises(BadTarget) as caught:
-        find_target(f"{script}:xyz", command)
+        find_script_object(f"{script}:xyz", command)
     assert str(caught.value).endswith(said)

@@ -1,4 +1,4 @@
-"""What in the notes of a trial is a problem, and what cures it? Pure: notes in, problems out."""
+"""Finds the problems in what the check of a dataset saved, each with a line that cures it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ HEAVY_BYTES = 256 << 20
 """Sent to each worker as a private copy: more than the worker itself takes."""
 _SHOWN_INDICES = 3
 
-Notes = Mapping[str, Any]
+DatasetResults = Mapping[str, Any]
+"""What :mod:`penstock.cli.doctor.dataset_check` saved."""
 
 
-def find_dataset_problems(notes: Notes) -> list[Problem]:
-    """Everything in a trial's notes that somebody should do something about.
+def find_dataset_problems(results: DatasetResults) -> list[Problem]:
+    """Everything in the results that needs a change of the script.
 
     Example:
         >>> for problem in find_dataset_problems({"length": 0, "kind": "map"}):
@@ -39,11 +40,11 @@ def find_dataset_problems(notes: Notes) -> list[Problem]:
         _judge_pace,
         _judge_workers,
     )
-    return [problem for judge in judges for problem in judge(notes)]
+    return [problem for judge in judges for problem in judge(results)]
 
 
-def _judge_failure(notes: Notes) -> Iterator[Problem]:
-    failure = notes.get("failure")
+def _judge_failure(results: DatasetResults) -> Iterator[Problem]:
+    failure = results.get("failure")
     if failure:
         yield Problem(
             code=f"trial-{failure['kind']}",
@@ -58,9 +59,9 @@ def _judge_failure(notes: Notes) -> Iterator[Problem]:
 # -- length ----------------------------------------------------------------------------------------
 
 
-def _judge_length(notes: Notes) -> Iterator[Problem]:
-    error = notes.get("length_error")
-    if error and not (error["is_absent"] and notes.get("kind") == "iterable"):
+def _judge_length(results: DatasetResults) -> Iterator[Problem]:
+    error = results.get("length_error")
+    if error and not (error["is_absent"] and results.get("kind") == "iterable"):
         yield Problem(
             code="no-length",
             severity="harm",
@@ -71,7 +72,7 @@ def _judge_length(notes: Notes) -> Iterator[Problem]:
             cure="def __len__(self): return len(self.samples)",
             where=error["where"],
         )
-    if notes.get("length") == 0:
+    if results.get("length") == 0:
         yield Problem(
             code="empty",
             severity="harm",
@@ -81,14 +82,14 @@ def _judge_length(notes: Notes) -> Iterator[Problem]:
         )
 
 
-def _judge_ends(notes: Notes) -> Iterator[Problem]:
-    length = notes.get("length")
-    found = notes.get("num_reachable")
-    if found is None and notes.get("kind") == "iterable":
-        found = notes.get("num_yielded")
+def _judge_ends(results: DatasetResults) -> Iterator[Problem]:
+    length = results.get("length")
+    found = results.get("num_reachable")
+    if found is None and results.get("kind") == "iterable":
+        found = results.get("num_yielded")
     is_short = length is not None and found is not None and 0 < found != length
     if is_short:
-        how = "yields" if notes.get("kind") == "iterable" else "has"
+        how = "yields" if results.get("kind") == "iterable" else "has"
         yield Problem(
             code="length-lies",
             severity="harm",
@@ -96,7 +97,7 @@ def _judge_ends(notes: Notes) -> Iterator[Problem]:
             why="an epoch ends in an exception, or has a wrong number of batches",
             cure=f"def __len__(self): return {found}",
         )
-    elif notes.get("goes_on_after_end"):
+    elif results.get("goes_on_after_end"):
         yield Problem(
             code="no-end",
             severity="note",
@@ -109,16 +110,16 @@ def _judge_ends(notes: Notes) -> Iterator[Problem]:
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-def _judge_errors(notes: Notes) -> Iterator[Problem]:
-    reachable = notes.get("num_reachable") or 0
+def _judge_errors(results: DatasetResults) -> Iterator[Problem]:
+    reachable = results.get("num_reachable") or 0
     alike: dict[tuple[str, str | None], list[Any]] = {}
-    for error in notes.get("errors", ()):
+    for error in results.get("errors", ()):
         is_past = error["is_index_error"] and 0 < reachable <= _as_int(error["index"])
         if not is_past:  # else the length lies, which was said
             alike.setdefault((error["what"], error["where"]), []).append(error["index"])
     for (what, where), indices in alike.items():
         shown = ", ".join(f"dataset[{index!r}]" for index in indices[:_SHOWN_INDICES])
-        if notes.get("kind") == "iterable":
+        if results.get("kind") == "iterable":
             shown = f"sample {indices[0]} of the stream"
         more = f" and {len(indices) - _SHOWN_INDICES} more" * (len(indices) > _SHOWN_INDICES)
         yield Problem(
@@ -135,8 +136,8 @@ def _as_int(index: Any) -> int:
     return index if isinstance(index, int) else -1
 
 
-def _judge_travel(notes: Notes) -> Iterator[Problem]:
-    on_gpu = {item["path"]: item["device"] for item in notes.get("tensors_on_gpu", ())}
+def _judge_travel(results: DatasetResults) -> Iterator[Problem]:
+    on_gpu = {item["path"]: item["device"] for item in results.get("tensors_on_gpu", ())}
     for path, device in on_gpu.items():
         yield Problem(
             code="tensor-on-gpu",
@@ -145,7 +146,7 @@ def _judge_travel(notes: Notes) -> Iterator[Problem]:
             why="it cannot be sent to a worker process; batches are moved to the GPU in the loop",
             cure=f"{path} = {path}.cpu()",
         )
-    for device in notes.get("devices", ()):
+    for device in results.get("devices", ()):
         yield Problem(
             code="sample-on-gpu",
             severity="harm",
@@ -153,7 +154,7 @@ def _judge_travel(notes: Notes) -> Iterator[Problem]:
             why="every worker would open the GPU, and memory of a GPU does not travel back",
             cure=f"batch = batch.to({device!r}, non_blocking=True)  # in the loop, not __getitem__",
         )
-    travel = notes.get("travel")
+    travel = results.get("travel")
     if travel and not travel["is_ok"] and travel.get("path") not in on_gpu:
         yield Problem(
             code="cannot-travel",
@@ -164,19 +165,18 @@ def _judge_travel(notes: Notes) -> Iterator[Problem]:
         )
 
 
-def _judge_containers(notes: Notes) -> Iterator[Problem]:
-    for item in notes.get("containers", ()):
+def _judge_containers(results: DatasetResults) -> Iterator[Problem]:
+    for item in results.get("containers", ()):
         yield Problem(
             code="large-container",
             severity="slow",
             what=f"{item['path']} is a {item['kind']} of {item['num_items']:,} Python objects, "
             f"about {size(item['num_bytes'])}",
-            why=f"every worker gets a copy of its own. Now: {item['now']}",
-            cure=item["instead"],
-            where=item["where"],
+            why="every worker gets a copy of its own",
+            cure=f"{item['path']} = penstock.{item['shared_as']}({item['path']})",
         )
-    travel = notes.get("travel") or {}
-    if not notes.get("containers") and travel.get("private_bytes", 0) > HEAVY_BYTES:
+    travel = results.get("travel") or {}
+    if not results.get("containers") and travel.get("private_bytes", 0) > HEAVY_BYTES:
         yield Problem(
             code="heavy",
             severity="slow",
@@ -186,9 +186,9 @@ def _judge_containers(notes: Notes) -> Iterator[Problem]:
         )
 
 
-def _judge_forms(notes: Notes) -> Iterator[Problem]:
-    forms = notes.get("forms", ())
-    if len(forms) < 2 or not notes.get("stacks_by_default"):
+def _judge_forms(results: DatasetResults) -> Iterator[Problem]:
+    forms = results.get("forms", ())
+    if len(forms) < 2 or not results.get("stacks_by_default"):
         return
     one, other = forms[:2]
     yield Problem(
@@ -201,9 +201,9 @@ def _judge_forms(notes: Notes) -> Iterator[Problem]:
     )
 
 
-def _judge_batch(notes: Notes) -> Iterator[Problem]:
-    batch = notes.get("batch")
-    if batch and not batch["is_ok"] and len(notes.get("forms", ())) < 2:
+def _judge_batch(results: DatasetResults) -> Iterator[Problem]:
+    batch = results.get("batch")
+    if batch and not batch["is_ok"] and len(results.get("forms", ())) < 2:
         yield Problem(
             code="batch-fails",
             severity="harm",
@@ -217,8 +217,8 @@ def _judge_batch(notes: Notes) -> Iterator[Problem]:
 # -- what is odd or slow ---------------------------------------------------------------------------
 
 
-def _judge_randomness(notes: Notes) -> Iterator[Problem]:
-    held = notes.get("held_generators", ())
+def _judge_randomness(results: DatasetResults) -> Iterator[Problem]:
+    held = results.get("held_generators", ())
     for item in held:
         yield Problem(
             code="held-generator",
@@ -229,7 +229,7 @@ def _judge_randomness(notes: Notes) -> Iterator[Problem]:
             "change with the number of workers",
             cure="random.random(), numpy.random.rand() or torch.rand() in __getitem__",
         )
-    if notes.get("repeats") is False and not any(item["has_moved"] for item in held):
+    if results.get("repeats") is False and not any(item["has_moved"] for item in held):
         yield Problem(
             code="unrepeatable",
             severity="note",
@@ -240,8 +240,8 @@ def _judge_randomness(notes: Notes) -> Iterator[Problem]:
         )
 
 
-def _judge_pace(notes: Notes) -> Iterator[Problem]:
-    pace = notes.get("samples")
+def _judge_pace(results: DatasetResults) -> Iterator[Problem]:
+    pace = results.get("samples")
     if not pace or pace["p90_s"] < UNEVEN_FROM_S:
         return
     if pace["p90_s"] > UNEVEN * pace["median_s"]:
@@ -255,8 +255,8 @@ def _judge_pace(notes: Notes) -> Iterator[Problem]:
         )
 
 
-def _judge_workers(notes: Notes) -> Iterator[Problem]:
-    loader, plan = notes.get("loader"), notes.get("plan")
+def _judge_workers(results: DatasetResults) -> Iterator[Problem]:
+    loader, plan = results.get("loader"), results.get("plan")
     if not loader or not plan or loader["num_workers"] != 0:
         return
     choice = plan["num_workers"]

@@ -1,29 +1,35 @@
-"""How long a sample takes, how fast it could be at best, and how fast each setting is."""
+"""Measures a dataset: each stage alone, each number of workers, and the ceiling.
+
+Called from: :mod:`penstock.cli.bench`. Nothing is printed here.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
+import timeit
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.bench.subject import Subject
+from penstock.cli.bench_dataset import BenchDataset
 from penstock.errors import BadTarget
+from penstock.planning.sample_timing import spread_indices, time_samples
 
 if TYPE_CHECKING:
     from penstock import Timeline
 
 NEAR_BEST = 0.95
 """Of settings that come this near to the best, the one with the fewest workers is recommended."""
+MAX_SAMPLES = 100_000
 NUM_KEPT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One part of the way, timed alone in this process."""
+class StageTime:
+    """One stage of loading, timed alone in this process."""
 
     name: str
     sample_ms: float
@@ -31,11 +37,11 @@ class Stage:
 
 
 @dataclass(kw_only=True)
-class Trial:
-    """One setting.
+class WorkersRate:
+    """How fast one number of workers is.
 
     Args:
-        predicted: What the simulator said before it was run; None: it was not asked.
+        predicted: The rate that the simulator gave beforehand; None: it was not asked.
     """
 
     workers: int
@@ -46,18 +52,18 @@ class Trial:
 
 
 @dataclass(kw_only=True)
-class Findings:
+class BenchResult:
     """All that was measured. Rates are samples a second."""
 
     name: str
     batch_size: int
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[StageTime] = field(default_factory=list)
     ceiling: float = 0.0
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[WorkersRate] = field(default_factory=list)
     best: Timeline | None = None
 
     @property
-    def recommended(self) -> Trial:
+    def recommended(self) -> WorkersRate:
         most = max(trial.rate for trial in self.trials)
         return next(trial for trial in self.trials if trial.rate >= NEAR_BEST * most)
 
@@ -69,7 +75,7 @@ class Findings:
         )
 
 
-class Endless:
+class RepeatedDataset:
     """A dataset over and over: short ones are measured as long as others."""
 
     def __init__(self, dataset: Any, count: int) -> None:
@@ -84,27 +90,27 @@ class Endless:
 
 
 def measure(
-    subject: Subject,
+    source: BenchDataset,
     *,
     batch_size: int,
     workers: Sequence[int],
     seconds: float,
     tell: Callable[[str], None],
-) -> Findings:
+) -> BenchResult:
     """Everything, one after the other. ``tell``: called with what comes next."""
     import torch
 
     import penstock
 
-    findings = Findings(name=subject.name, batch_size=batch_size)
+    result = BenchResult(name=source.name, batch_size=batch_size)
     tell("one sample at a time")
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker
     try:
-        kept = _measure_stages(findings, subject, seconds)
+        kept = _measure_stages(result, source, seconds)
     finally:
         torch.set_num_threads(num_threads)
-    endless = Endless(subject.dataset, max(1, len(subject.dataset)))
+    endless = RepeatedDataset(source.dataset, max(1, len(source.dataset)))
     previous: Timeline | None = None
     best_rate = 0.0
     for count in workers:
@@ -112,10 +118,10 @@ def measure(
         predicted = None
         if previous is not None and previous.num_batches > 3:
             predicted = penstock.simulate(previous, workers=count).account.rate
-        timeline = _run(endless, batch_size, subject.collate_fn, count, seconds)
+        timeline = _run(endless, batch_size, source.collate_fn, count, seconds)
         account = timeline.account
-        findings.trials.append(
-            Trial(
+        result.trials.append(
+            WorkersRate(
                 workers=count,
                 rate=account.rate,
                 stall_share=account.share(account.stall_s + account.loading_s),
@@ -124,76 +130,55 @@ def measure(
             )
         )
         if account.rate > best_rate:
-            findings.best, best_rate = timeline, account.rate
+            result.best, best_rate = timeline, account.rate
         if count:
             previous = timeline
     tell("the ceiling: samples that lie ready")
-    ready = Endless(kept, len(kept))
-    count = max(1, findings.recommended.workers)
-    findings.ceiling = _run(ready, batch_size, subject.collate_fn, count, seconds).account.rate
-    return findings
+    ready = RepeatedDataset(kept, len(kept))
+    count = max(1, result.recommended.workers)
+    result.ceiling = _run(ready, batch_size, source.collate_fn, count, seconds).account.rate
+    return result
 
 
-def _measure_stages(findings: Findings, subject: Subject, seconds: float) -> list[Any]:
-    """Load one by one, then collate; some samples are kept for later."""
+def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -> list[Any]:
+    """Load one by one, then collate; returns some of the samples."""
     from torch.utils.data import default_collate
 
-    kept: list[Any] = []
-    times, cpu_s = [], time.thread_time()
-    end_s = time.perf_counter() + seconds
-    if not len(subject.dataset):
+    num_samples = len(source.dataset)
+    if not num_samples:
         raise BadTarget(
-            f"{subject.name} is empty: len(dataset) is 0", remedy="penstock bench train.py:dataset"
+            f"{source.name} is empty: len(dataset) is 0", remedy="penstock bench train.py:dataset"
         )
-    for index in _indices(len(subject.dataset)):
-        start_s = time.perf_counter()
-        sample = _load(subject.dataset, index)
-        times.append(time.perf_counter() - start_s)
+    kept: list[Any] = []
+    times_s, busy_s = [], 0.0
+    indices = spread_indices(num_samples, min(num_samples, MAX_SAMPLES))
+    for timed in time_samples(source.dataset.__getitem__, indices, seconds):
+        if timed.error is not None:
+            raise _bad_sample(timed.index, timed.error) from timed.error
+        times_s.append(timed.wall_s)
+        busy_s += timed.busy_s
         if len(kept) < NUM_KEPT:
-            kept.append(sample)
-        if time.perf_counter() > end_s:
-            break
-    cpu_share = min(1.0, (time.thread_time() - cpu_s) / max(sum(times), 1e-9))
-    times.sort()
-    middle, late = times[len(times) // 2], times[len(times) * 95 // 100]
-    note = f"95% within {late * 1e3:.3g} ms; computing {cpu_share:.0%}, waiting {1 - cpu_share:.0%}"
-    findings.stages.append(Stage(name="dataset[i]", sample_ms=middle * 1e3, note=note))
-    collate = subject.collate_fn or default_collate
-    batch = list(itertools.islice(itertools.cycle(kept), findings.batch_size))
-    collating = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        collate(batch)
-        collating.append(time.perf_counter() - start_s)
-    per_sample_ms = min(collating) / findings.batch_size * 1e3
-    findings.stages.append(Stage(name="collate", sample_ms=per_sample_ms))
+            kept.append(timed.sample)
+    busy_share = min(1.0, busy_s / max(sum(times_s), 1e-9))
+    times_s.sort()
+    late_ms = times_s[len(times_s) * 95 // 100] * 1e3
+    note = f"95% within {late_ms:.3g} ms; computing {busy_share:.0%}, waiting {1 - busy_share:.0%}"
+    middle_ms = times_s[len(times_s) // 2] * 1e3
+    result.stages.append(StageTime(name="dataset[i]", sample_ms=middle_ms, note=note))
+    collate = source.collate_fn or default_collate
+    batch = list(itertools.islice(itertools.cycle(kept), result.batch_size))
+    fastest_s = min(timeit.repeat(lambda: collate(batch), number=1, repeat=5))
+    result.stages.append(StageTime(name="collate", sample_ms=fastest_s / result.batch_size * 1e3))
     return kept
 
 
-def _load(dataset: Any, index: int) -> Any:
-    try:
-        return dataset[index]
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise BadTarget(
-            f"dataset[{index}] raises {type(error).__name__}: {error}",
-            where=f"{frame.filename}:{frame.lineno}, in {frame.name}",
-            remedy="penstock doctor train.py:dataset, which says more about it",
-        ) from error
-
-
-def _indices(length: int) -> Iterator[int]:
-    """All samples, spread over the dataset: the first are not always like the rest."""
-    step = max(1, int(length * 0.618)) | 1
-    while length > 1 and _have_common_divisor(step, length):
-        step += 2
-    return (place * step % length for place in range(length))
-
-
-def _have_common_divisor(one: int, other: int) -> bool:
-    while other:
-        one, other = other, one % other
-    return one > 1
+def _bad_sample(index: int, error: Exception) -> BadTarget:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return BadTarget(
+        f"dataset[{index}] raises {type(error).__name__}: {error}",
+        where=f"{frame.filename}:{frame.lineno}, in {frame.name}",
+        remedy="penstock doctor train.py:dataset, which says more about it",
+    )
 
 
 def _run(dataset: Any, batch_size: int, collate_fn: Any, workers: int, seconds: float) -> Timeline:

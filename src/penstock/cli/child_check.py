@@ -1,0 +1,153 @@
+"""Runs a check of user code in a child process, and reads the results that it saved.
+
+::
+
+    the command                                       the child
+    run_check("module:function", options)  -- start -->  conduct(): function(results, ...)
+    results, or how it ended  <-- results.json --        CheckResults.save() after each step
+                              <-- activity --            CheckResults.doing(): the step at hand
+                              <-- stack --               a crash; where it is near the limit
+
+The child may hang, crash, print or end in any way: the answer comes within the limit, and says
+what the child was doing. Nothing of it outlives the call, nor the command if that is killed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.script_loading import ScriptFailed
+from penstock.cli.user_code import describe_error, place_in_stack, place_of
+from penstock.machine.child_process import (
+    ChildProcess,
+    end_with_parent,
+    python_command,
+    signal_name,
+)
+
+STACK_AHEAD_S = 1.0
+"""How long before the limit the child writes down its stack."""
+_MAX_PRINTED = 2000
+
+
+# -- in the command --------------------------------------------------------------------------------
+
+
+def run_check(function: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the child saved, with ``failure`` (None if it came to its end) and ``printed``.
+
+    Args:
+        function: ``"module:function"``, called in the child: see :data:`Check`.
+        options: Plain values, of which ``command``, ``target`` and ``timeout`` are used here.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"penstock-{options['command']}-") as name:
+        told = json.dumps({**options, "parent": os.getpid()})
+        command = python_command("penstock.cli.child_check:conduct", function, name, told)
+        with ChildProcess(command, reads="both") as child:
+            exit_code, printed = child.finish(options["timeout"], _MAX_PRINTED)
+        results = _read(Path(name), exit_code, options)
+    failure = results["failure"]
+    if failure and failure["kind"] == "script" and "exit code" in failure["what"] and printed:
+        failure["what"] += f"; it printed: {printed.strip().splitlines()[-1]}"
+    return {**results, "printed": printed}
+
+
+def _read(folder: Path, exit_code: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    target, limit_s = options["target"], options["timeout"]
+    results: dict[str, Any] = {"target": target, "failure": None}
+    results.update(json.loads(_text(folder / "results.json") or "{}"))
+    if not results.pop("is_finished", False):
+        activity = _text(folder / "activity").strip() or "starting"
+        results["failure"] = {
+            "kind": "limit" if exit_code is None else "death",
+            "what": _describe_end(exit_code, activity, limit_s),
+            "where": place_in_stack(_text(folder / "stack")),
+            "cure": f"penstock {options['command']} {target} --timeout {limit_s * 5:g}"
+            if exit_code is None
+            else f"python -X faulthandler {target.rpartition(':')[0]}",
+        }
+    return results
+
+
+def _describe_end(exit_code: int | None, activity: str, limit_s: float) -> str:
+    if exit_code is None:
+        return f"not done after {limit_s:g} s; it was {activity}"
+    if exit_code < 0:
+        return f"the process died with {signal_name(exit_code)} while {activity}"
+    return f"the process ended with exit code {exit_code} while {activity}"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it did not come that far
+        return ""
+
+
+# -- in the child ----------------------------------------------------------------------------------
+
+
+class CheckResults:
+    """What is known so far, on disk: the command may have to read it at any moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._activity = open(folder / "activity", "wb", buffering=0)  # noqa: SIM115 - until we end
+        self.values: dict[str, Any] = {"failure": None}
+
+    def doing(self, activity: str) -> None:
+        """Say what is about to be done. Cheap enough for every sample."""
+        self._activity.seek(0)
+        self._activity.write(activity.encode("utf-8", "replace")[:400].ljust(400))
+
+    def save(self, **values: Any) -> None:
+        """Add values and write all of them; a reader sees the old file or the new one."""
+        self.values.update(values)
+        unfinished = self._folder / "results.new"
+        unfinished.write_text(json.dumps(self.values, default=str), encoding="utf-8")
+        os.replace(unfinished, self._folder / "results.json")
+
+    def fail(self, kind: str, what: str, where: str | None = None, cure: str = "") -> None:
+        """Save why the check cannot go on."""
+        self.save(failure={"kind": kind, "what": what, "where": where, "cure": cure})
+
+
+Check = Callable[[CheckResults, dict[str, Any], float], None]
+"""Called with the results to fill, the options, and when time is up on the monotonic clock."""
+
+
+def conduct(function: str, folder: str, options_text: str) -> None:
+    """Run a check, save how it ended, and end this process.
+
+    Called from: the child's command line.
+    """
+    options = json.loads(options_text)
+    results = CheckResults(Path(folder))
+    end_with_parent(options["parent"], lambda: shutil.rmtree(folder, ignore_errors=True))
+    deadline = time.monotonic() + options["timeout"]
+    stack = open(Path(folder) / "stack", "w", encoding="utf-8")  # noqa: SIM115 - until we end
+    faulthandler.enable(file=stack)
+    faulthandler.dump_traceback_later(max(0.1, options["timeout"] - STACK_AHEAD_S), file=stack)
+    module, _, name = function.partition(":")
+    try:
+        check: Check = getattr(importlib.import_module(module), name)
+        check(results, options, deadline)
+    except ScriptFailed as failed:
+        results.fail(failed.kind, failed.what, failed.where, failed.cure)
+    except Exception as error:  # ours or the script's: never a traceback
+        what = f"trying it failed with {describe_error(error)}"
+        results.fail("failed", what, place_of(error))
+    results.save(is_finished=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads and exit handlers of the script's may wait for ever

@@ -1,0 +1,273 @@
+"""The command-line parser: argparse, with one subparser for each command.
+
+A command is a module with ``add_arguments(parser)`` and ``execute(options)``. It is imported when
+its line is parsed or its help is shown, so ``penstock --help`` imports no command, and no command
+pays for another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import penstock
+from penstock.errors import BadArgument
+
+if TYPE_CHECKING:
+    from penstock.options import Option
+
+COMMANDS = {
+    "demo": (
+        "penstock.cli.demo",
+        "Train a small model through the loader, set its rate beside PyTorch's, show the timeline.",
+    ),
+    "doctor": (
+        "penstock.cli.doctor.command",
+        "Say what this machine is, what would be done here, and what is wrong, with its cure.",
+    ),
+    "verify": (
+        "penstock.cli.verify",
+        "Say whether a loader gives the same bits whatever loads them; alone: this machine's "
+        "training.",
+    ),
+    "pack": (
+        "penstock.cli.pack",
+        "Write a dataset to a folder that is read at the speed of memory; stopped, it goes on.",
+    ),
+    "bench": (
+        "penstock.cli.bench",
+        "Measure how fast a dataset loads here, stage by stage and setting by setting.",
+    ),
+    "run": (
+        "penstock.cli.run",
+        "Run a training script, unchanged, with Penstock under its DataLoaders.",
+    ),
+    "trace": (
+        "penstock.cli.trace",
+        "Look at traces, as DataLoader(trace=...) and run --trace write them.",
+    ),
+}
+"""The module of each command, and what it does."""
+
+
+def make_parser() -> CommandParser:
+    """The parser of ``penstock``, with all commands."""
+    parser = CommandParser(
+        prog="penstock",
+        description="Penstock feeds PyTorch: a drop-in DataLoader that needs no recipe.",
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"penstock {penstock.__version__}",
+        help="Show the version.",
+    )
+    commands = parser.add_commands()
+    for name, (module, summary) in COMMANDS.items():
+        commands.add_parser(name, help=summary, description=summary, module=module)
+    return parser
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser with our messages and help; of a command, its module declares the arguments.
+
+    Args:
+        module: Imported before the first use; its ``add_arguments`` is called with the parser.
+    """
+
+    def __init__(self, *, module: str | None = None, **keywords: Any) -> None:
+        super().__init__(allow_abbrev=False, add_help=False, **keywords)
+        self.color = False  # Python 3.14 would add its own
+        self.unknown_option_hint = ""
+        self._module = module
+        self._has_script_arguments = False
+        self._commands: Any = None
+        self._help_width = 80
+        self._positionals.title, self._optionals.title = "Arguments", "Options"
+        self.add_argument("-h", "--help", action="help", help="Show this help.")
+
+    def add_commands(self) -> Any:
+        """Subcommands; ``add_parser`` of what is returned adds one."""
+        self._commands = self.add_subparsers(
+            title="Commands",
+            dest="command",
+            metavar="COMMAND [ARGUMENTS]...",
+            prog=self.prog,
+            parser_class=type(self),
+        )
+        return self._commands
+
+    def add_script_arguments(self) -> None:
+        """The arguments of the user's script, behind ``--``: ``options.arguments``."""
+        self._has_script_arguments = True
+        self.add_argument(
+            "arguments", nargs="*", metavar="[-- ARGUMENTS]", help="The script's own arguments."
+        )
+
+    def subcommands(self) -> Iterator[tuple[str, CommandParser]]:
+        """Every command that does something itself, with its full name."""
+        self._declare()
+        for parser in () if self._commands is None else self._commands.choices.values():
+            yield from parser.subcommands()
+        if self._commands is None:
+            yield self.prog, self
+
+    def _declare(self) -> None:
+        if self._module is not None:
+            module = importlib.import_module(self._module)
+            self._module = None
+            module.add_arguments(self)
+            if self._commands is None:
+                self.set_defaults(execute=module.execute)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        self._declare()
+        line, behind = list(sys.argv[1:] if args is None else args), []
+        if self._commands is not None and not line:
+            self.print_help()
+            self.exit(2)
+        if self._has_script_arguments and "--" in line:
+            place = line.index("--")
+            line, behind = line[:place], line[place + 1 :]
+        options, unknown = super().parse_known_args(line, namespace)
+        if unknown:
+            is_option = unknown[0].startswith("-")
+            kind = "No such option" if is_option else "Unexpected argument"
+            self.error(f"{kind}: {unknown[0]}{self.unknown_option_hint if is_option else ''}")
+        if self._has_script_arguments:
+            options.arguments = [*options.arguments, *behind]
+        return options, []
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace("the following arguments are required", "Missing argument")
+        self.print_usage(sys.stderr)
+        self.exit(2, f"Try '{self.prog} --help' for help.\n\nError: {message}\n")
+
+    # -- help --------------------------------------------------------------------------------------
+
+    def format_usage(self) -> str:
+        self._declare()
+        arguments = [
+            action.metavar or action.dest.upper()
+            for action in self._actions
+            if not action.option_strings
+        ]
+        self.usage = " ".join(["%(prog)s", "[OPTIONS]", *map(str, arguments)])
+        return super().format_usage()
+
+    def format_help(self) -> str:
+        self.format_usage()  # sets the line that the help begins with
+        return super().format_help()
+
+    def print_help(self, file: Any = None) -> None:
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console(file=file, highlight=False)
+        self._help_width = min(console.width, 100)
+        text = Text(self.format_help().rstrip())
+        text.highlight_regex(r"(?m)^(Usage|Arguments|Options|Commands):", "bold")
+        text.highlight_regex(r"(?m)(?<![\w-])--?[a-z][a-z-]*", "cyan")
+        if self._commands is not None:
+            names = "|".join(self._commands.choices)
+            text.highlight_regex(rf"(?m)^  ({names})\b", "cyan")
+        console.print(text, soft_wrap=True)
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        return _HelpFormatter(self.prog, max_help_position=32, width=self._help_width)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """``Usage:`` as a title; defaults that say something are shown."""
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        super().add_usage(usage, actions, groups, "Usage: ")
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, argparse.SUPPRESS) or not action.option_strings:
+            return action.help
+        return f"{action.help} [default: %(default)s]"
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse._SubParsersAction):  # its title has said that
+            subactions = list(action._get_subactions())
+            return "".join(map(self._format_action, subactions))
+        return super()._format_action(action)
+
+
+# -- options and their values ----------------------------------------------------------------------
+
+
+def add_loader_options(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Options as :mod:`penstock.options` declares them: flag, check, default and help."""
+    from penstock.options import PatchOptions, options_of
+
+    for name in names:
+        option = options_of(PatchOptions)[name]
+        summary = re.sub(r":\w+:`([^`]*)`", r"\1", option.help).replace("``", "")
+        summary = summary.partition(". ")[0].rstrip(".") + "."
+        if option.metavar:
+            keywords: dict[str, Any] = {"metavar": option.metavar, "type": _reader(option)}
+        else:
+            keywords = {"action": "store_true"}
+        parser.add_argument(
+            option.flag, dest=name, default=option.default, help=summary, **keywords
+        )
+
+
+def _reader(option: Option) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            value = option.parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {option.metavar}") from None
+        try:
+            return option.check(option.flag, value)
+        except BadArgument as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def number(
+    kind: Callable[[str], Any], low: float, high: float | None = None
+) -> Callable[[str], Any]:
+    """Reads an int or a float from ``low`` to ``high``."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not low <= value <= (value if high is None else high):
+            bounds = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{text} is not {bounds}")
+        return value
+
+    read.__name__ = kind.__name__  # which argparse names in the message about a text
+    return read
+
+
+def one_of(*words: str) -> Callable[[str], str]:
+    """Reads one of some words."""
+
+    def read(text: str) -> str:
+        if text in words:
+            return text
+        listed = f"neither {words[0]} nor {words[1]}"
+        if len(words) > 2:
+            listed = f"none of {', '.join(words)}"
+        raise argparse.ArgumentTypeError(f"{text!r} is {listed}")
+
+    return read
+
+
+def worker_counts(text: str) -> tuple[int, ...]:
+    """Reads ``0,1,2,5``."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,1,2,5")
+    return tuple(map(int, parts))

@@ -1,0 +1,144 @@
+"""The command line is read once: what is ours, what is the script's, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from penstock.cli.parser import COMMANDS, make_parser
+from penstock.options import PatchOptions, options_of
+
+pytestmark = pytest.mark.legacy
+
+
+def read(line: str) -> dict[str, Any]:
+    """What differs from the defaults of ``penstock run``."""
+    options = vars(make_parser().parse_args(["run", *line.split()]))
+    defaults = {name: option.default for name, option in options_of(PatchOptions).items()}
+    defaults |= {"command": "run", "is_module": False, "conv": None, "execute": options["execute"]}
+    return {name: value for name, value in options.items() if value != defaults.get(name, ())}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("train.py", {"script": ["train.py"]}),
+        ("train.py --epochs 3 -m x", {"script": ["train.py", "--epochs", "3", "-m", "x"]}),
+        ("train.py --se 3 --help", {"script": ["train.py", "--se", "3", "--help"]}),
+        ("--seed 7 train.py --seed 8", {"seed": 7, "script": ["train.py", "--seed", "8"]}),
+        ("--seed=-7 --workers auto x.py", {"seed": -7, "num_workers": "auto", "script": ["x.py"]}),
+        ("--seed -7 train.py", {"seed": -7, "script": ["train.py"]}),
+        ("--seed 1 --seed 2 train.py", {"seed": 2, "script": ["train.py"]}),
+        (
+            "--workers 0 --start-method spawn train.py",
+            {"num_workers": 0, "multiprocessing_context": "spawn", "script": ["train.py"]},
+        ),
+        (
+            "--workers=4 --persistent-workers --start-method=forkserver train.py a b",
+            {
+                "num_workers": 4,
+                "persistent_workers": True,
+                "multiprocessing_context": "forkserver",
+                "script": ["train.py", "a", "b"],
+            },
+        ),
+        (
+            "--on-error skip --max-bad 0.25 --bad-samples-file bad.jsonl train.py",
+            {
+                "on_error": "skip",
+                "max_bad": 0.25,
+                "bad_samples_file": "bad.jsonl",
+                "script": ["train.py"],
+            },
+        ),
+        ("--max-bad 12 train.py", {"max_bad": 12, "script": ["train.py"]}),
+        (
+            "--max-restarts 3 --sample-timeout-s 2.5 --conv off train.py",
+            {"max_restarts": 3, "sample_timeout_s": 2.5, "conv": "off", "script": ["train.py"]},
+        ),
+        ("-m package.train", {"is_module": True, "script": ["package.train"]}),
+        (
+            "--seed 3 -m package.train --seed 4 -- -x",
+            {"seed": 3, "is_module": True, "script": ["package.train", "--seed", "4", "--", "-x"]},
+        ),
+        ("train.py -- --x", {"script": ["train.py", "--", "--x"]}),
+        ("- -x", {"script": ["-", "-x"]}),
+    ],
+)
+def test_options_before_the_script_are_ours_and_the_rest_is_the_script_s(
+    line: str, expected: dict[str, Any]
+) -> None:
+    assert read(line) == expected
+
+
+def test_two_dashes_before_the_script_are_nobody_s() -> None:
+    assert read("--seed 3 -- train.py")["script"][-1] == "train.py"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "Missing argument: SCRIPT"),
+        ("--seed 7", "Missing argument: SCRIPT"),
+        ("--seed x train.py", "--seed: 'x' is not N"),
+        ("--seed", "--seed: expected one argument"),
+        ("--seed= train.py", "--seed: '' is not N"),
+        ("--seed 1e3 train.py", "--seed: '1e3' is not N"),
+        ("--sed 7 train.py", "No such option: --sed"),
+        ("--see 7 train.py", "No such option: --see"),
+        ("--workers two train.py", "--workers: 'two' is not auto|N"),
+        ("--workers -1 train.py", "--workers: '-1' is not auto|N"),
+        ("--persistent-workers=1 train.py", "--persistent-workers: ignored"),
+        ("--conv maybe train.py", "'maybe' is none of auto, on, off"),
+        ("-x train.py", "No such option: -x"),
+        ("-mpackage", "-m: ignored"),
+        ("--max-restarts -1 train.py", "--max-restarts=-1 must be at least 0"),
+        ("--max-bad nan train.py", "--max-bad=nan is neither a count"),
+        ("--on-error ignore train.py", "--on-error='ignore'"),
+        ("--start-method thread train.py", "--start-method='thread'"),
+        ("-m", "Missing argument: SCRIPT"),
+    ],
+)
+def test_what_cannot_be_read_is_a_usage_error(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read(line)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_script_s_arguments_stand_behind_two_dashes_elsewhere() -> None:
+    parser = make_parser()
+    for line in ("t.py:ds --json -- --x 1", "--json t.py:ds -- --x 1", "t.py:ds --x 1"):
+        try:
+            options = parser.parse_args(["doctor", *line.split()])
+        except SystemExit:
+            assert "--" not in line.split()
+            continue
+        assert (options.target, options.json, options.arguments) == ("t.py:ds", True, ["--x", "1"])
+    assert parser.parse_args(["doctor", "t.py:ds", "a", "b"]).arguments == ["a", "b"]
+
+
+def test_every_command_has_a_page_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [name for name, _ in make_parser().subcommands()]
+    assert {name.split()[1] for name in names} == set(COMMANDS)
+    for name in names:
+        with pytest.raises(SystemExit) as ended:
+            make_parser().parse_args([*name.split()[1:], "--help"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(f"Usage: {name} [OPTIONS]")
+
+
+def test_a_plain_run_imports_nothing_slow(tmp_path: Any) -> None:
+    """The control: help needs rich."""
+    script = tmp_path / "program.py"
+    script.write_text("import sys; print({'torch', 'numpy', 'rich', 'zipfile'} & {*sys.modules})")
+    command = [sys.executable, "-m", "penstock", "run", "--workers", "2", str(script)]
+    end = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert end.stdout == "set()\n"
+    end = subprocess.run([*command[:4], "--help"], capture_output=True, text=True, check=True)
+    assert "--sample-timeout-s" in end.stdout
