@@ -106,7 +106,7 @@ class Encoded:
         return self.read_into(index, ())
 
     def read_into(self, index: int, rows: Sequence[Any]) -> torch.Tensor:
-        """As the store's own datasets do it; see "Straight into the batch" in docs/store.md."""
+        """As our own datasets do it: "Straight into the batch" in docs/packed-sets.md."""
         found: torch.Tensor = to_tensor(
             decode(self.files[index], self.crop, decoder=self.decoder), rows[0] if rows else None
         )

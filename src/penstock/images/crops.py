@@ -89,7 +89,7 @@ class RandomResizedCrop(Crop):
         ratio: Least and most of width by height.
         antialias: True: as torchvision and Pillow do it. False: quicker, and shrinking flickers.
         fast: Decode JPEGs at half, quarter or eighth scale where the crop is that much larger than
-            ``size``, with the quick transform. Not the same pixels: see docs/store.md.
+            ``size``, with the quick transform. Not the same pixels: see docs/packed-sets.md.
 
     Example:
         >>> import numpy as np, penstock

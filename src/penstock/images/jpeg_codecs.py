@@ -22,94 +22,68 @@ from penstock.machine.image_libraries import find_decoders, opencv
 JpegDecoder = Callable[[Any, int], np.ndarray]
 """From the bytes of a JPEG and a scale (1, 2, 4 or 8: 1/scale in each direction) to RGB pixels."""
 _NUM_RUNS = 3
-PREFERRED = ("simplejpeg", "cv2", "torchvision", "PIL")
-"""The quickest first, as they usually are."""
 _PACKAGES = {"cv2": "opencv-python-headless", "PIL": "pillow"}
 CLEAR_LEAD = 1.5
 """Another one is taken only where it is faster by this factor: decoders differ in single values of
 pixels, and what chance decides would be another choice in each worker and each run."""
 
 
-def _by_simplejpeg() -> JpegDecoder:
-    decode = importlib.import_module("simplejpeg").decode_jpeg
-    header = importlib.import_module("simplejpeg").decode_jpeg_header
-
-    def run(data: Any, scale: int) -> np.ndarray:
-        data = data if isinstance(data, bytes) else bytes(data)
-        if scale == 1:
-            found: np.ndarray = decode(data, "RGB")
-            return found
-        height, width, *_ = header(data)
-        least = {"min_height": -(-height // scale), "min_width": -(-width // scale)}
-        small: np.ndarray = decode(
-            data, "RGB", fastdct=True, fastupsample=True, min_factor=1, **least
-        )
-        return small
-
-    return run
+def _by_simplejpeg(data: Any, scale: int) -> np.ndarray:
+    simplejpeg: Any = importlib.import_module("simplejpeg")
+    data = data if isinstance(data, bytes) else bytes(data)
+    options: dict[str, Any] = {}
+    if scale > 1:
+        height, width, *_ = simplejpeg.decode_jpeg_header(data)
+        options = {"min_height": -(-height // scale), "min_width": -(-width // scale)}
+        options |= {"fastdct": True, "fastupsample": True, "min_factor": 1}
+    pixels: np.ndarray = simplejpeg.decode_jpeg(data, "RGB", **options)
+    return pixels
 
 
-def _by_cv2() -> JpegDecoder:
+def _by_cv2(data: Any, scale: int) -> np.ndarray:
     cv2: Any = importlib.import_module("cv2")
-    modes = {
-        1: cv2.IMREAD_COLOR,
-        2: cv2.IMREAD_REDUCED_COLOR_2,
-        4: cv2.IMREAD_REDUCED_COLOR_4,
-        8: cv2.IMREAD_REDUCED_COLOR_8,
-    }
-    in_rgb = getattr(cv2, "IMREAD_COLOR_RGB", None)  # in newer ones: no second pass, no copy
-
-    def run(data: Any, scale: int) -> np.ndarray:
-        is_rgb = scale == 1 and in_rgb is not None
-        mode = (in_rgb if is_rgb else modes[scale]) | cv2.IMREAD_IGNORE_ORIENTATION
-        found = cv2.imdecode(np.frombuffer(data, np.uint8), mode)
-        if found is None:
-            raise ValueError("OpenCV cannot decode it")
-        pixels: np.ndarray = found if is_rgb else cv2.cvtColor(found, cv2.COLOR_BGR2RGB)
-        return pixels
-
-    return run
+    is_rgb = scale == 1 and hasattr(cv2, "IMREAD_COLOR_RGB")  # newer: no second pass, no copy
+    name = "IMREAD_COLOR" if scale == 1 else f"IMREAD_REDUCED_COLOR_{scale}"
+    mode = getattr(cv2, f"{name}_RGB" if is_rgb else name) | cv2.IMREAD_IGNORE_ORIENTATION
+    found = cv2.imdecode(np.frombuffer(data, np.uint8), mode)
+    if found is None:
+        raise ValueError("OpenCV cannot decode it")
+    pixels: np.ndarray = found if is_rgb else cv2.cvtColor(found, cv2.COLOR_BGR2RGB)
+    return pixels
 
 
-def _by_torchvision() -> JpegDecoder:
+def _by_torchvision(data: Any, scale: int) -> np.ndarray:
     import torch
 
     tv: Any = importlib.import_module("torchvision.io")
-
-    def run(data: Any, scale: int) -> np.ndarray:
-        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        pixels: np.ndarray = tv.decode_jpeg(raw, mode=tv.ImageReadMode.RGB).permute(1, 2, 0).numpy()
-        return pixels
-
-    return run
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    pixels: np.ndarray = tv.decode_jpeg(raw, mode=tv.ImageReadMode.RGB).permute(1, 2, 0).numpy()
+    return pixels
 
 
-def _by_pillow() -> JpegDecoder:
+def _by_pillow(data: Any, scale: int) -> np.ndarray:
     image: Any = importlib.import_module("PIL.Image")
-
-    def run(data: Any, scale: int) -> np.ndarray:
-        with image.open(io.BytesIO(data)) as opened:
-            if scale > 1:
-                opened.draft("RGB", (opened.width // scale, opened.height // scale))
-            return np.asarray(opened.convert("RGB"))
-
-    return run
+    with image.open(io.BytesIO(data)) as opened:
+        if scale > 1:
+            opened.draft("RGB", (opened.width // scale, opened.height // scale))
+        return np.asarray(opened.convert("RGB"))
 
 
-_MAKERS: dict[str, Callable[[], JpegDecoder]] = {
+_DECODERS: dict[str, JpegDecoder] = {
     "simplejpeg": _by_simplejpeg,
     "cv2": _by_cv2,
     "torchvision": _by_torchvision,
     "PIL": _by_pillow,
 }
+PREFERRED = tuple(_DECODERS)
+"""The quickest first, as they usually are."""
 SCALING = frozenset({"simplejpeg", "cv2", "PIL"})
 """Decoders that read at reduced scale."""
 
 
-@functools.cache
 def jpeg_decoder(name: str) -> JpegDecoder:
-    """The decoder of that name, imported now."""
-    return _MAKERS[name]()
+    """The decoder of that name; it imports its library when it is called."""
+    return _DECODERS[name]
 
 
 def available_decoders() -> tuple[str, ...]:

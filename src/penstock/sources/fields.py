@@ -155,7 +155,7 @@ def kind_of(value: Any, name: str) -> str:
             return kind
     if _is_tensor(value):
         return "tensor"
-    if _is_pillow_image(value):
+    if hasattr(value, "convert") and hasattr(value, "getbands"):  # Pillow's, unimported
         return "image"
     raise CannotPack(
         f"field {name!r} is a {type(value).__name__}, which cannot be stored without pickle",
@@ -180,19 +180,12 @@ def _is_tensor(value: Any) -> bool:
     return hasattr(value, "detach") and hasattr(value, "numpy") and hasattr(value, "dtype")
 
 
-def _is_pillow_image(value: Any) -> bool:
-    return hasattr(value, "convert") and hasattr(value, "getbands")  # Pillow's, unimported
-
-
 def array_of(value: Any, name: str) -> tuple[np.ndarray, str]:
     """The numbers of a value, little-endian, and the dtype they are listed under."""
     if _is_tensor(value):
-        plain = value.detach().cpu()
-        if str(plain.dtype) == "torch.bfloat16":
-            import torch
-
-            return plain.contiguous().view(torch.int16).numpy().view("<u2"), "bfloat16"
-        array = _numbers_of(plain, name)
+        array = _numbers_of(value, name)
+        if str(value.dtype) == "torch.bfloat16":
+            return array, "bfloat16"
     else:
         array = np.asarray(value)
     if isinstance(value, int) and array.dtype.hasobject:
@@ -217,8 +210,14 @@ def array_of(value: Any, name: str) -> tuple[np.ndarray, str]:
 
 
 def _numbers_of(tensor: Any, name: str) -> np.ndarray:
+    """The numbers of a tensor; bfloat16, which NumPy does not have, as words of its bits."""
+    import torch
+
     try:
-        found: np.ndarray = tensor.resolve_conj().resolve_neg().numpy()
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+        if plain.dtype is torch.bfloat16:
+            return np.asarray(plain.contiguous().view(torch.int16).numpy().view("<u2"))
+        return np.asarray(plain.numpy())
     except (TypeError, RuntimeError):
         layout = str(tensor.layout).removeprefix("torch.")
         raise CannotPack(
@@ -226,7 +225,6 @@ def _numbers_of(tensor: Any, name: str) -> np.ndarray:
             remedy="x.to_dense().float() in the dataset, or its parts as fields of their own",
             field=name,
         ) from None
-    return found
 
 
 def find_schema(name: str, values: Sequence[Any], request: Field) -> FieldSchema:

@@ -87,8 +87,7 @@ class ImageFolder:
     def read_into(self, index: int, rows: Sequence[Any]) -> tuple[Any, Any]:
         """``self[index]``, the image in the first of ``rows``. Called from: a worker."""
         path, target = self.samples[index]
-        with open(path, "rb") as file:
-            data = file.read()
+        data = _read_file(path)
         if self._decoder and self._asked is None:
             set_decoder(self._decoder)
         out = rows[0] if rows else None
@@ -98,14 +97,14 @@ class ImageFolder:
     def __getstate__(self) -> dict[str, Any]:
         """With the decoder that is the fastest here: workers need not measure it again."""
         if not self._decoder:
-            self._settle()
+            self._choose_decoder()
         return dict(self.__dict__)
 
-    def _settle(self) -> dict[str, float]:
+    def _choose_decoder(self) -> dict[str, float]:
+        """Settle the decoder with the first JPEG; returns the times that were measured."""
         for path, _ in self.samples[:64]:
             if path.lower().endswith((".jpg", ".jpeg")):
-                with open(path, "rb") as file:
-                    data = file.read()
+                data = _read_file(path)
                 times = measure_decoders(data) if self._asked is None else {}
                 self._decoder = self._asked or fastest_decoder(data)
                 return times
@@ -114,7 +113,7 @@ class ImageFolder:
     @property
     def plan_notes(self) -> tuple[str, ...]:
         """What ``loader.plan`` says about decoding."""
-        times = self._settle()
+        times = self._choose_decoder()
         if not times:
             return (f"images are decoded by {self._decoder or 'Pillow'}",)
         speeds = ", ".join(f"{name} {1 / time_s:.0f}/s" for name, time_s in times.items())
@@ -129,8 +128,7 @@ class ImageFolder:
             BadImage: It cannot be decoded. Not looked at where nothing here decodes its kind.
         """
         path, target = self.samples[index]
-        with open(path, "rb") as file:
-            data = file.read()
+        data = _read_file(path)
         with suppress(MissingExtra):
             open_image(data, None, path=path, decoder=self._asked)
         return EncodedImage(data), target
@@ -145,6 +143,11 @@ class ImageFolder:
             (os.path.relpath(path, self.root), os.path.getsize(path)) for path, _ in self.samples
         ]
         return make_fingerprint(seen, self.classes)
+
+
+def _read_file(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def find_classes(root: str) -> tuple[list[str], dict[str, int]]:

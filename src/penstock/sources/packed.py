@@ -95,12 +95,10 @@ class ColumnDataset:
 
     def read_into(self, index: int, rows: Sequence[np.ndarray | None]) -> Any:
         """``self[index]``, images in their ``rows``. Called from: a worker."""
-        has_leaves = len(rows) == len(self._schemas) and self._has_own_transforms()
+        # Each field is one leaf of the sample, unless a transform of somebody else changes that.
+        is_known = all(isinstance(one, Crop) for one in self._transforms.values())
+        has_leaves = is_known and len(rows) == len(self._schemas)
         return self._sample(int(self._resolve([index])[0]), rows if has_leaves else ())
-
-    def _has_own_transforms(self) -> bool:
-        """Whether each field stays one leaf of the sample, which only our transforms ensure."""
-        return all(isinstance(one, Crop) for one in self._transforms.values())
 
     def _sample(self, row: int, places: Sequence[np.ndarray | None] = ()) -> Any:
         values = [
@@ -218,12 +216,17 @@ class ColumnDataset:
             indices = range(*indices.indices(len(self)))
         # From the end on, as in range(-3, 0), only a list of rows can say it.
         is_plain = isinstance(indices, range) and min([*indices[:1], *indices[-1:]], default=0) >= 0
-        if is_plain and (self._rows is None or isinstance(self._rows, range)):
-            if len(indices):
-                self._resolve([indices[0], indices[-1]])
-            other._rows = indices if self._rows is None else self._rows[_slice_of(indices)]
-        else:
-            other._rows = self._resolve(_listed(indices))
+        base = range(len(self)) if self._rows is None else self._rows
+        if is_plain and isinstance(base, range):
+            self._resolve([*indices[:1], *indices[-1:]])
+            start, stop = (base.start + end * base.step for end in (indices.start, indices.stop))
+            other._rows = range(start, stop, base.step * indices.step)
+            return other
+        try:
+            listed = list(indices)
+        except TypeError:
+            raise TypeError(f"a subset is a slice, a range or a list, not {indices!r}") from None
+        other._rows = self._resolve(listed)
         return other
 
     def shard(self: Self, rank: int, world_size: int) -> Self:
@@ -285,20 +288,6 @@ def _settings(transforms: dict[str, Any]) -> dict[str, Any]:
         name: (type(one), vars(one)) if type(one).__module__ == Crop.__module__ else one
         for name, one in transforms.items()
     }
-
-
-def _listed(indices: Any) -> list[Any]:
-    try:
-        return list(indices)
-    except TypeError:
-        raise TypeError(f"a subset is a slice, a range or a list, not {indices!r}") from None
-
-
-def _slice_of(indices: range) -> slice:
-    stop: int | None = indices.stop
-    if indices.step < 0 and indices.stop < 0:
-        stop = None
-    return slice(indices.start, stop, indices.step)
 
 
 class Packed(ColumnDataset):

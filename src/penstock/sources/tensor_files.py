@@ -8,6 +8,7 @@ from typing import Any
 from penstock.errors import BadArgument, BadStore, CannotPack
 from penstock.sources.array_files import MappedArray, map_array
 from penstock.sources.columns import Column, FixedColumn, ShardRows
+from penstock.sources.fields import array_of
 from penstock.sources.manifest import FieldSchema
 from penstock.sources.packed import ColumnDataset
 
@@ -37,7 +38,12 @@ class TensorFiles:
                 continue
             tensors, self.form = _load(path, name)
             for key, tensor in tensors.items():
-                self._add(key, *_as_array(tensor, f"{path}: {key}"), path)
+                try:
+                    array, dtype = array_of(tensor, key)
+                except CannotPack as error:
+                    remedy = "torch.save x.to_dense().float(), say"
+                    raise BadStore(f"{path}: {error.what}", remedy=remedy, path=path) from None
+                self._add(key, MappedArray(array), dtype, path)
         lengths = {name: column.length for name, column in self.columns.items()}
         if len(set(lengths.values())) > 1:
             raise BadStore(
@@ -164,21 +170,3 @@ def _load(path: str, name: str) -> tuple[dict[str, Any], str]:
     if not tensors or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
         raise BadStore(f"{path} holds something else than tensors", remedy=_ONLY_TENSORS, path=path)
     return tensors, form
-
-
-def _as_array(tensor: Any, where: str) -> tuple[MappedArray, str]:
-    import torch
-
-    try:
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        if plain.dtype is torch.bfloat16:
-            return MappedArray(plain.view(torch.int16).numpy().view("<u2")), "bfloat16"
-        array = plain.numpy()
-    except (TypeError, RuntimeError, NotImplementedError):
-        layout = str(tensor.layout).removeprefix("torch.")
-        raise BadStore(
-            f"{where} is a {layout} tensor of {tensor.dtype} on {tensor.device}, whose rows cannot "
-            "be mapped",
-            remedy="torch.save x.to_dense().float(), say",
-        ) from None
-    return MappedArray(array), array.dtype.str

@@ -1,4 +1,4 @@
-"""The questions of store.py: shuffled rows from mapped files, small and large."""
+"""The questions of packed_sets.py: shuffled rows from mapped files, small and large."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 import penstock
 from measure import Case, Contender, Pace, Target
+from packed_peers import TORCH, Maker, MemmapRows, as_it_is, find_peers
 from penstock.cli.stopwatch import time_loader
-from store_peers import TORCH, Maker, MemmapRows, as_it_is, find_peers
 
 OURS: Any = penstock.DataLoader
 

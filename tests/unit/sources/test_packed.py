@@ -1,4 +1,7 @@
-"""A packed set gives back what went in; a damaged one is named, never read."""
+"""A packed set gives back what went in; a damaged one is named, never read.
+
+Covers packed, columns, checksums and array_files.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import pytest
 import torch
 
 from packed import Mixed, Pixels, digest, flip
-from penstock import BlockOrder, DataLoader, Packed, open_tensors, pack
+from penstock import BlockOrder, DataLoader, Packed, pack
 from penstock.engine.loading.gather import RowGatherer, find_gatherer
 from penstock.errors import BadArgument, BadStore, CannotPack, Damaged
 from penstock.sources.columns import TRY_OTHER_EVERY, RowTable
@@ -354,53 +357,6 @@ def test_blocks_are_checked_once_for_all_copies(pixels: Path) -> None:
         pass
     assert other._files[0].checked.blocks.all()
     assert packed._files[0].checked.blocks.all() == hasattr(os, "memfd_create")
-
-
-# Arrays that are there already
-
-
-def test_arrays_open_as_they_are(tmp_path: Path) -> None:
-    x, y = np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(4)
-    np.save(tmp_path / "x.npy", x)
-    np.save(tmp_path / "y.npy", y)
-    for data, get in (
-        (open_tensors(tmp_path / "x.npy", tmp_path / "y.npy"), lambda s: s),
-        (open_tensors(tmp_path), lambda s: (s["x"], s["y"])),
-        (open_tensors(x=tmp_path / "x.npy", y=tmp_path / "y.npy"), lambda s: (s["x"], s["y"])),
-    ):
-        (batch,) = DataLoader(data, batch_size=4)
-        found = get(batch)
-        assert torch.equal(found[0], torch.from_numpy(x))
-        assert torch.equal(found[1], torch.from_numpy(y))
-        assert torch.equal(get(pickle.loads(pickle.dumps(data))[2])[0], torch.from_numpy(x[2]))
-
-
-def test_tensors_of_a_pt_file_open(tmp_path: Path) -> None:
-    tensors = {"a": torch.arange(6).reshape(3, 2), "b": torch.ones(3, dtype=torch.bfloat16)}
-    for name, content in (("dict", tensors), ("list", list(tensors.values()))):
-        torch.save(content, tmp_path / f"{name}.pt")
-        (batch,) = DataLoader(open_tensors(tmp_path / f"{name}.pt"), batch_size=3)
-        found = list(batch.values()) if name == "dict" else batch
-        assert all(torch.equal(a, b) for a, b in zip(found, tensors.values(), strict=True))
-
-
-def test_what_is_no_array_of_samples_is_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "o.npy", np.array([{}]), allow_pickle=True)
-    np.savez(tmp_path / "z.npz", a=np.zeros(3))
-    np.save(tmp_path / "f.npy", np.asfortranarray(np.zeros((3, 4))))
-    np.save(tmp_path / "s.npy", np.float32(1))
-    np.save(tmp_path / "big.npy", np.zeros(3, ">f4"))
-    np.save(tmp_path / "three.npy", np.zeros(3))
-    np.save(tmp_path / "four.npy", np.zeros(4))
-    torch.save(object, tmp_path / "code.pt")
-    (tmp_path / "cut.npy").write_bytes((tmp_path / "four.npy").read_bytes()[:-8])
-    for name in ("o.npy", "z.npz", "f.npy", "s.npy", "big.npy", "code.pt", "cut.npy", "gone.npy"):
-        with pytest.raises(BadStore):
-            open_tensors(tmp_path / name)
-    with pytest.raises(BadStore, match="differ in length"):
-        open_tensors(tmp_path / "three.npy", tmp_path / "four.npy")
-    with pytest.raises(BadArgument):
-        open_tensors()
 
 
 def test_reading_leaves_the_folder_as_it_was(mixed: Path) -> None:

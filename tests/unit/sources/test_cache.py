@@ -1,4 +1,4 @@
-"""A cache in a folder that is not its own, and fields that are called like its own files."""
+"""Caches: folders of others, fields named like own files. Covers cache and cache_files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""What is told of odd indices, odd manifests and odd files; and that nothing odd is delivered."""
+"""Odd indices, arguments and manifests are refused with a message that says what to do.
+
+Covers packed_folder, packed and manifest.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from packed import Mixed
-from penstock import CenterCrop, Field, Packed, Resize, open_tensors, pack
+from penstock import CenterCrop, Field, Packed, Resize, pack
 from penstock.errors import BadArgument, BadStore
 
 
@@ -102,44 +104,6 @@ def test_a_manifest_cannot_ask_for_memory(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(BadStore, match="the manifest says"):
         Packed(tmp_path)
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("harm",)
-
-
-ODD_FILES: dict[str, tuple[Any, str]] = {
-    "big.npy": (np.arange(3, dtype=">i4"), "newbyteorder"),
-    "text.npy": (np.array(["a"]), "holds <U1"),
-    "sparse.pt": (torch.eye(3).to_sparse(), "sparse_coo tensor"),
-    "numbered.pt": ({1: torch.eye(3)}, "cannot name a field"),
-    "evil.pt": ({"x": torch.eye(3), "e": Evil()}, "more than tensors"),
-    "mixed.pt": ({"x": torch.eye(3), "n": 5}, "and nothing else"),
-}
-
-
-@pytest.mark.parametrize("name", ODD_FILES)
-def test_odd_files_of_tensors_are_named(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    content, told = ODD_FILES[name]
-    if name.endswith(".npy"):
-        np.save(name, content)
-    else:
-        torch.save(content, name)
-    with pytest.raises(BadStore, match=name) as caught:
-        open_tensors(name)
-    assert told in str(caught.value)
-    assert "weights_only" not in str(caught.value)
-    assert not Path("harm").exists()
-
-
-def test_conjugated_tensors_are_read(tmp_path: Path) -> None:
-    torch.save(torch.full((3,), 1j).conj(), tmp_path / "x.pt")
-    wanted = torch.load(tmp_path / "x.pt", weights_only=True)  # torch 1.13 forgets the conjugation
-    assert open_tensors(tmp_path / "x.pt")[1] == wanted[1]
 
 
 def test_checks_that_are_missing_are_missed_at_opening(tmp_path: Path) -> None:

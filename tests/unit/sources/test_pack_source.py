@@ -1,4 +1,4 @@
-"""What is refused when a dataset is packed, and that nothing is left of it."""
+"""What is refused when a dataset is packed. Covers pack_source, fields and file_locks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How fast are shuffled rows of mapped files, beside other formats and a bare copy?
 
-python benchmarks/store.py --repeats 5 --save my-laptop
+python benchmarks/packed_sets.py --repeats 5 --save my-laptop
 
 Peers take part where they are installed: pip install litdata webdataset datasets mosaicml-streaming
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 
 from front import run
-from store_cases import CASES
+from packed_cases import CASES
 
 if __name__ == "__main__":
     question = "How fast are shuffled rows of mapped files, beside other formats and a bare copy?"
-    sys.exit(run("store", question, CASES, sys.argv[1:]))
+    sys.exit(run("packed_sets", question, CASES, sys.argv[1:]))

@@ -1,4 +1,7 @@
-"""What a crop takes: arrays with the channels last, tensors with them first, and nothing else."""
+"""What a crop takes: arrays with the channels last, tensors with them first, and nothing else.
+
+Covers crops and pixels; decoding is in tests/compat/test_images.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def test_a_tensor_has_its_channels_first() -> None:
 
 @pytest.mark.legacy
 @pytest.mark.parametrize("size", [5, 30])
-def test_a_grey_picture_stays_grey(size: int) -> None:
+def test_a_grey_image_stays_grey(size: int) -> None:
     grey = Resize((size, size))(PIXELS[..., 0])
     assert grey.shape == (1, size, size)
     whole = Resize((size, size))(PIXELS)
@@ -33,7 +36,7 @@ def test_a_grey_picture_stays_grey(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "picture",
+    "image",
     [
         PIXELS.transpose(2, 0, 1),
         PIXELS.astype(np.float32) / 255,
@@ -44,9 +47,9 @@ def test_a_grey_picture_stays_grey(size: int) -> None:
     ],
     ids=["channels first", "floats", "empty", "a tensor with channels last", "a batch", "a path"],
 )
-def test_what_is_no_picture_is_refused_rather_than_cropped(picture: Any) -> None:
+def test_what_is_no_image_is_refused_rather_than_cropped(image: Any) -> None:
     with pytest.raises(BadImage, match="is no image of bytes"):
-        RandomResizedCrop(4)(picture)
+        RandomResizedCrop(4)(image)
 
 
 @pytest.mark.parametrize("size", [0, -5, 22.4, None, "a", (1, 2, 3), [8, 0]])
