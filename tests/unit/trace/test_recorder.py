@@ -66,7 +66,7 @@ def test_epochs_are_counted_on_from_pool_to_pool() -> None:
     recorder = Recorder(ring_bytes=RING_BYTES)
     for _ in range(2):
         pool, (ring,) = make_pool(recorder)
-        recorder.begin_pass(pool, 0)
+        recorder.begin_epoch(pool, 0)
         ring.add(Kind.LEASE, 10, 20, pass_=0)
         recorder.remove_pool(pool)
     lanes = [lane for lane in recorder.records()["lanes"] if lane["role"] == "worker"]
@@ -75,10 +75,10 @@ def test_epochs_are_counted_on_from_pool_to_pool() -> None:
 
 def test_a_batch_is_recorded_with_what_was_waited_for_and_brought_to_the_device() -> None:
     recorder = Recorder(ring_bytes=RING_BYTES)
-    recorder.begin_pass(None, 0)
-    start_ns = recorder.begin_batch()
-    recorder.deliver(0, 3, 8, None, {1: SimpleNamespace(is_done=True)})
-    end_ns = recorder.end_batch(start_ns, 7, 3, has_prefetcher=True)
+    recorder.begin_epoch(None, 0)
+    start_ns = recorder.record_request()
+    recorder.record_delivery(0, 3, 8, None, {1: SimpleNamespace(is_done=True)})
+    end_ns = recorder.record_batch(start_ns, 7, 3, has_prefetcher=True)
     batch = next(span for span in recorder.recent() if span.kind == Kind.BATCH)
     assert (batch.start_ns, batch.end_ns, batch.b) == (start_ns, end_ns, 7)
     assert (batch.pass_, batch.batch, batch.rows, batch.a) == (0, 3, 8, 0)
