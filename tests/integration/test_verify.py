@@ -18,8 +18,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 import penstock
 from penstock import DataLoader, Verdict
 from penstock.errors import BadArgument
-from penstock.verify.factory import taken_by
-from penstock.verify.settings import list_settings
 from specimens import Draws, Numbers, Samples, Shards
 
 # Each verdict starts a dozen loaders and programs: minutes in all.
@@ -268,23 +266,6 @@ def test_bad_arguments_are_refused(make_loader: Any, arguments: dict[str, Any], 
 def test_an_exception_of_the_user_s_own_is_not_swallowed() -> None:
     with pytest.raises(ZeroDivisionError):
         penstock.verify(lambda: [1 / 0])
-
-
-def test_which_arguments_a_factory_takes() -> None:
-    assert taken_by(lambda num_workers: [])("num_workers")
-    assert not taken_by(lambda num_workers: [])("pool")
-    assert taken_by(lambda **settings: [])("pool")
-
-
-@pytest.mark.parametrize("workers", [[2, 4], [0, 1, 2, 5], [3], [1]])
-def test_the_first_setting_is_the_reference_and_others_change_one_thing(workers: list[int]) -> None:
-    settings = list_settings(workers, takes_workers=True)
-    names = [setting.name for setting in settings]
-    assert names[1] == f"{names[0]}, again"
-    assert settings[0].arguments == {"num_workers": workers[0]}
-    assert len(set(names)) == len(names)
-    for setting in settings:
-        assert setting.name.startswith(str(setting.arguments["num_workers"]))
 
 
 def test_the_package_can_be_called_whatever_was_imported_first() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from penstock.verify.differences import (
     first_sample,
 )
 from penstock.verify.runs import HashedBatch, HashedRun
-from penstock.verify.verdict import Cause, Difference, Row, Verdict
 
 pytestmark = pytest.mark.legacy
 
@@ -96,41 +94,3 @@ def test_how_two_values_differ(one: Any, other: Any, words: str) -> None:
 
 def test_long_values_are_shortened() -> None:
     assert len(describe("x" * 1000, "y")[1]) == 100
-
-
-# -- the verdict -----------------------------------------------------------------------------------
-
-SAME = Row(setting="0 workers", outcome="same", digest="ab", num_batches=3, num_samples=12)
-SKIPPED = Row(setting="2 threads", outcome="skipped", note="no pool")
-DIFFERS = Row(setting="2 workers", outcome="differs", digest="cd")
-FAILED = Row(setting="5 workers", outcome="failed", note="OSError: no")
-
-
-@pytest.mark.parametrize(
-    ("rows", "is_same"),
-    [((SAME, SKIPPED), True), ((SAME, DIFFERS), False), ((SAME, FAILED), False)],
-)
-def test_a_verdict_is_true_only_if_nothing_differs_and_nothing_failed(
-    rows: tuple[Row, ...], is_same: bool
-) -> None:
-    assert bool(Verdict(rows=rows)) is Verdict(rows=rows).is_same is is_same
-
-
-def test_a_verdict_survives_json_and_says_all() -> None:
-    cause = Cause(code="time", text="it is the clock", cure="no clock", evidence=("seen twice",))
-    difference = Difference(
-        one="0 workers",
-        other="2 workers",
-        epoch=1,
-        batch=2,
-        row=3,
-        field="['t']",
-        left="1",
-        right="2",
-        how="other numbers",
-        cause=cause,
-    )
-    verdict = Verdict(rows=(SAME, DIFFERS), difference=difference, notes=("a note",))
-    assert Verdict.from_dict(json.loads(json.dumps(verdict.to_dict()))) == verdict
-    for words in ("epoch 1, batch 2, sample 3, field ['t']", "the clock", "seen twice", "no clock"):
-        assert words in str(verdict)

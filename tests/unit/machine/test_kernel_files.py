@@ -1,0 +1,37 @@
+"""Small files of the kernel, and files that are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.machine.kernel_files import parse_count, read_text
+
+pytestmark = pytest.mark.legacy
+
+
+def test_what_cannot_be_read_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "model").write_bytes(b"Disk \xff\x00\n")
+    assert read_text(tmp_path / "model") == "Disk \ufffd"
+    assert read_text(tmp_path / "missing") == ""
+    assert read_text(tmp_path) == ""
+    assert read_text(Path("a\x00b")) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("0", 0),
+        (" 42\n", 42),
+        (str(2**64 - 1), 2**64 - 1),
+        ("9" * 21, None),
+        ("-1", None),
+        ("max", None),
+        ("", None),
+        ("4.5", None),
+        ("\u0664", None),  # a digit, but none that a kernel writes
+    ],
+)
+def test_a_count_is_digits_and_nothing_else(text: str, count: int | None) -> None:
+    assert parse_count(text) == count
