@@ -517,7 +517,7 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def _begin_epoch(self) -> None:
         """Go on to the next epoch. Called once before each is iterated."""
-        self._epoch_state.turn(self._order(), self._stateful_sampler())
+        self._epoch_state.begin_next(self._order(), self._stateful_sampler())
         if isinstance(self.batch_sampler, BucketedBatches):
             self.batch_sampler.set_epoch(self._epoch_state.epoch)
 

@@ -247,7 +247,7 @@ class Prepared(DataLoader[Any]):
         nothing. The user's own announcement stands before it.
         """
         told, epoch_state = self._told, self._epoch_state
-        is_begun = epoch_state.num_turns > 0
+        is_begun = epoch_state.num_begun > 0
         if told and (len(told) > 1 or told[-1] != (epoch_state.epoch if is_begun else 0)):
             epoch_state.set_epoch(told[-1])
 

@@ -174,12 +174,12 @@ class PatchedLoader(DataLoader[Any]):
         How far ahead depends on the number of workers. Ultralytics gives up its endless one when it
         closes its mosaic.
         """
-        is_given_up = self._epoch_state.num_turns > 0 and not self._epoch_state.is_over
+        is_given_up = self._epoch_state.num_begun > 0 and not self._epoch_state.is_over
         if self.seed is None or loader.generator is None or not is_given_up:
             return
         if not _draws_at_start_only(loader):
             loader.generator.manual_seed(
-                make_key(PATCH_STREAM, self.seed, self._epoch_state.num_turns)
+                make_key(PATCH_STREAM, self.seed, self._epoch_state.num_begun)
             )
 
     def _request(self) -> LoaderRequest:
@@ -221,7 +221,7 @@ class PatchedLoader(DataLoader[Any]):
         """With a seed, what worker_init_fn seeds does not count; code that cannot be changed has
         it often, Hugging Face's Trainer always."""
         is_spawned = plan.pool.value == "process" and plan.start_method.value == "spawn"
-        if is_spawned and self._epoch_state.num_turns > 1 and not self.persistent_workers:
+        if is_spawned and self._epoch_state.num_begun > 1 and not self.persistent_workers:
             self._tell_note(SPAWNED_ANEW)
         return replace(super()._settings(plan), keeps_init_seed=self.seed is None)
 

@@ -1,4 +1,4 @@
-"""Where does an epoch begin, and how far has it come? The course that a loader's indices take.
+"""The epoch of a loader: where it begins, how far it has come, and the indices it takes.
 
     EpochState    epoch, start and what was drawn for it; turned once per epoch by the loader
     EpochIndices  what an iterator draws its batches of indices from: the loader's index sampler,
@@ -37,7 +37,7 @@ class EpochState:
         self.num_batches = 0
         """Batches that were delivered since."""
         self.is_over = True
-        self.num_turns = 0
+        self.num_begun = 0
         """Tells iterators apart: only the last one begun moves the course on."""
         self.base_seed: int | None = seed
         self.base_epoch = 0
@@ -75,14 +75,14 @@ class EpochState:
         """Where the next epoch begins: at its start, or where it is resumed."""
         return self._resumed or EpochPosition(epoch=self._next_epoch, position=0)
 
-    def turn(self, order: Order | None, sampler: Any) -> None:
+    def begin_next(self, order: Order | None, sampler: Any) -> None:
         """Begin the next epoch. Called once before each is iterated.
 
         Args:
             order: Ours, if the indices come from one; else ``sampler`` may have a state of its own.
         """
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-        self.num_turns += 1
+        self.num_begun += 1
         mark, self._resumed = self._resumed, None
         self.start, self.num_batches, self.is_over = 0, 0, False
         self.shuffle_seed = self.generator_state = None
@@ -176,12 +176,12 @@ class _Noted:
 
     def __init__(self, epoch_state: EpochState) -> None:
         self._epoch_state = epoch_state
-        self._num_turns = epoch_state.num_turns
+        self._num_begun = epoch_state.num_begun
         self.shuffle_seed = epoch_state.shuffle_seed
         self.generator_state = epoch_state.generator_state
 
     def keep(self, name: str, value: Any) -> None:
-        if self._epoch_state.num_turns == self._num_turns:
+        if self._epoch_state.num_begun == self._num_begun:
             setattr(self._epoch_state, name, value)
 
 

@@ -64,7 +64,7 @@ class Lease(NamedTuple):
     """One part of one batch for one worker: which samples, and where they belong."""
 
     epoch: int
-    job: int
+    batch: int
     part: int
     index: Any
     position: int
@@ -121,7 +121,7 @@ class Reply(NamedTuple):
     """
 
     epoch: int
-    job: int
+    batch: int
     part: int
     kind: str
     content: Any

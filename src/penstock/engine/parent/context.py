@@ -77,13 +77,13 @@ class Progress:
 
     def begin(self) -> None:
         """The loader has begun another epoch."""
-        self._epoch_number = self._epoch_state.num_turns
+        self._epoch_number = self._epoch_state.num_begun
         self._pending.clear()
 
     @property
     def is_current(self) -> bool:
         """Is this still the epoch that the loader began last?"""
-        return self._epoch_state.num_turns == self._epoch_number
+        return self._epoch_state.num_begun == self._epoch_number
 
     def count(self, num_batches: int) -> None:
         """Batches were handed out."""
@@ -95,7 +95,7 @@ class Progress:
         state, number = self._epoch_state, self._epoch_number
 
         def count() -> None:
-            if state.num_turns == number:
+            if state.num_begun == number:
                 state.num_batches += num_batches
 
         self._when_delivered(count)

@@ -29,7 +29,7 @@ from penstock.engine.parent.context import EpochPass, LoadContext
 from penstock.engine.parent.crash_report import WorkerFault
 from penstock.engine.parent.leases import LeaseQueue
 from penstock.engine.parent.pending_batch import PendingBatch
-from penstock.engine.parent.pools import Death, Pool
+from penstock.engine.parent.pools import WorkerExit, Pool
 from penstock.engine.parent.restarts import WorkerRestarts
 from penstock.engine.pickling.exceptions import ErrorReport, rebuild
 from penstock.errors import PenstockError, warn_user
@@ -83,7 +83,7 @@ class Dispatcher:
             faults=self._faults,
             task=task,
         )
-        self._jobs: dict[tuple[int, int], PendingBatch] = {}
+        self._pending: dict[tuple[int, int], PendingBatch] = {}
         self._failure: BaseException | None = None
         self.is_closed = False
         self.epoch = -1
@@ -109,8 +109,8 @@ class Dispatcher:
         self._recorder.begin_epoch(self._worker_rings, self.epoch)
         self._key_epoch, self._position_of = self._epoch_state.key_epoch, epoch.position_of
         self._cells[EPOCH_CELL] = self.epoch
-        for key in [key for key, job in self._jobs.items() if job.is_done]:
-            self.ring.give_back(self._jobs.pop(key).slot)  # loaded, but nobody took it
+        for key in [key for key, pending in self._pending.items() if pending.is_done]:
+            self.ring.give_back(self._pending.pop(key).slot)  # loaded, but nobody took it
         fresh, shared_seed = None, self._context.shared_seed
         if shared_seed is not None and self.epoch > 0:
             fresh = NewEpoch(self.epoch, shared_seed)
@@ -134,17 +134,17 @@ class Dispatcher:
             raise self._failure
         started = time.monotonic()
         while True:
-            job = self._ready_job()
-            if job is not None:
-                if job.kind in ("end", "empty"):
-                    self._close_job(job)
+            pending = self._ready_batch()
+            if pending is not None:
+                if pending.kind in ("end", "empty"):
+                    self._close_batch(pending)
                     self._lease()
-                    self.num_empty += job.kind == "empty"
-                    if job.bad:
-                        self._faults.record(job.bad)
+                    self.num_empty += pending.kind == "empty"
+                    if pending.bad:
+                        self._faults.record(pending.bad)
                     continue
                 self._recorder.add_wait(started)
-                return self._deliver(job)
+                return self._deliver(pending)
             if not self._num_open:
                 if self._sampler_error is not None:
                     error, self._sampler_error = self._sampler_error, None
@@ -157,13 +157,13 @@ class Dispatcher:
 
     def is_ready(self) -> bool:
         """Could :meth:`next` answer now, without waiting? Looks what has arrived."""
-        if self._ready_job() is None and self._failure is None and self._num_open:
+        if self._ready_batch() is None and self._failure is None and self._num_open:
             try:
                 self._hear(0.0)
             except Exception as error:
                 self._failure = error  # next() raises it, in its turn
-        job = self._ready_job()
-        return job is not None and job.kind not in ("end", "empty")
+        pending = self._ready_batch()
+        return pending is not None and pending.kind not in ("end", "empty")
 
     # -- leasing ---------------------------------------------------------------------------------
 
@@ -188,54 +188,54 @@ class Dispatcher:
                 self._sampler_error = None if isinstance(error, StopIteration) else error
                 self.ring.give_back(slot)
                 break
-            job = self._open_job(index, slot)
-            for worker, lease in self._cut(job):
+            pending = self._open_batch(index, slot)
+            for worker, lease in self._cut(pending):
                 outgoing.setdefault(worker, []).append(lease)
             room -= 1
         for worker, leases in outgoing.items():
             self.pool.send(worker, leases)
 
-    def _open_job(self, index: Any, slot: Slot) -> PendingBatch:
+    def _open_batch(self, index: Any, slot: Slot) -> PendingBatch:
         if self._task.auto_collation and not hasattr(index, "__getitem__"):
             index = list(index)  # a set or an iterator: torch takes those too
         rows = len(index) if self._task.auto_collation else 1
         position = self._place if self._position_of is None else self._position_of(self._place)
-        job = PendingBatch(self.epoch, self._sent, index, position, rows, slot)
-        self._jobs[job.epoch, job.number] = job
+        pending = PendingBatch(self.epoch, self._sent, index, position, rows, slot)
+        self._pending[pending.epoch, pending.number] = pending
         self._sent += 1
         self._num_open += 1
         self._place += rows
         self._depth.open_batch(rows)
-        return job
+        return pending
 
-    def _cut(self, job: PendingBatch) -> Iterator[tuple[int, Lease]]:
+    def _cut(self, pending: PendingBatch) -> Iterator[tuple[int, Lease]]:
         num_parts = 1
         if self._can_split:
             num_parts = self._depth.num_parts(
-                job.rows, is_first=job.number == 0 and self._splits_first
+                pending.rows, is_first=pending.number == 0 and self._splits_first
             )
-        bounds = [job.rows * part // num_parts for part in range(num_parts + 1)]
-        job.parts = list(itertools.pairwise(bounds))
+        bounds = [pending.rows * part // num_parts for part in range(num_parts + 1)]
+        pending.parts = list(itertools.pairwise(bounds))
         for part in range(num_parts):
-            yield self._make_lease(job, part)
+            yield self._make_lease(pending, part)
 
-    def _make_lease(self, job: PendingBatch, part: int) -> tuple[int, Lease]:
-        first, last = job.parts[part]
-        is_whole = len(job.parts) == 1
-        part_of_it = job.index if is_whole else job.index[first:last]
+    def _make_lease(self, pending: PendingBatch, part: int) -> tuple[int, Lease]:
+        first, last = pending.parts[part]
+        is_whole = len(pending.parts) == 1
+        part_of_it = pending.index if is_whole else pending.index[first:last]
         limit = None if self._in_order else self._depth.depth * self._depth.rows_per_batch
         lease = Lease(
-            job.epoch,
-            job.number,
+            pending.epoch,
+            pending.number,
             part,
             part_of_it,
-            job.position + first,
-            job.rows,
+            pending.position + first,
+            pending.rows,
             first,
             is_whole,
-            job.slot.segment,
-            job.slot.start,
-            job.slot.capacity,
+            pending.slot.segment,
+            pending.slot.start,
+            pending.slot.capacity,
             self._key_epoch,
         )
         if self._faults.poison:
@@ -265,7 +265,7 @@ class Dispatcher:
         for worker, event in events:
             if isinstance(event, Reply):
                 self._take(worker, event)
-            elif isinstance(event, Death):
+            elif isinstance(event, WorkerExit):
                 self._replace(self._restarts.fault_of(worker, event))
             elif event[0] == "note":
                 warn_user(event[1])
@@ -291,7 +291,7 @@ class Dispatcher:
         """Another worker takes over what a lost one owed."""
         worker = fault.worker
         try:
-            preface = self._restarts.replace(fault)
+            messages = self._restarts.replace(fault)
         except (PenstockError, OSError) as error:
             self._fail(error)
         else:
@@ -299,7 +299,7 @@ class Dispatcher:
             for lease in self._lease_queue.owed(worker):
                 if lease.epoch != self.epoch:
                     self._take(worker, Reply(*lease.key, "dropped", None, 0, 0))
-            self.pool.send(worker, [*preface, *self._lease_queue.owed(worker)])
+            self.pool.send(worker, [*messages, *self._lease_queue.owed(worker)])
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
@@ -307,11 +307,11 @@ class Dispatcher:
         raise error
 
     def _take(self, worker: int, reply: Reply) -> None:
-        job = self._jobs[reply.epoch, reply.job]
-        first, last = job.parts[reply.part]
+        pending = self._pending[reply.epoch, reply.batch]
+        first, last = pending.parts[reply.part]
         self._lease_queue.take_back(worker, reply.key)
         if self._task.is_iterable:
-            self._restarts.heard(worker, reply)
+            self._restarts.note_reply(worker, reply)
         self.ring.fit(reply.needed_bytes)
         layout = None
         if reply.kind == "fixed":
@@ -319,68 +319,70 @@ class Dispatcher:
             if new_layout is not None:
                 self._layouts[worker][number] = new_layout
             layout = self._layouts[worker][number]
-        job.take(worker, reply, layout)
+        pending.take(worker, reply, layout)
         if reply.kind in ("fixed", "payload") and last > first:
             self._depth.note(reply.busy_ns, last - first)
-        if not job.is_complete:
+        if not pending.is_complete:
             return
-        if job.epoch != self.epoch:
-            self._jobs.pop((job.epoch, job.number))
-            self.ring.give_back(job.slot)
-        elif job.must_be_redone:
-            self._redo(job)
+        if pending.epoch != self.epoch:
+            self._pending.pop((pending.epoch, pending.number))
+            self.ring.give_back(pending.slot)
+        elif pending.must_be_redone:
+            self._redo(pending)
         else:
-            job.is_done = True
+            pending.is_done = True
             if reply.kind == "end":
                 self._lease_queue.retire(worker)
             self._depth.adapt(reply.needed_bytes)
 
-    def _redo(self, job: PendingBatch) -> None:
-        if not self.ring.fits(job.slot):
-            self.ring.give_back(job.slot)
-            job.slot = self.ring.take()
-        job.make_whole()
-        worker, lease = self._make_lease(job, 0)
+    def _redo(self, pending: PendingBatch) -> None:
+        if not self.ring.fits(pending.slot):
+            self.ring.give_back(pending.slot)
+            pending.slot = self.ring.take()
+        pending.make_whole()
+        worker, lease = self._make_lease(pending, 0)
         self.pool.send(worker, [lease])
 
     # -- delivering ------------------------------------------------------------------------------
 
-    def _ready_job(self) -> PendingBatch | None:
+    def _ready_batch(self) -> PendingBatch | None:
         if self._in_order:
-            job = self._jobs.get((self.epoch, self._next))
-            return job if job is not None and job.is_done else None
-        for job in self._jobs.values():
-            if job.is_done and job.epoch == self.epoch:
-                return job
+            pending = self._pending.get((self.epoch, self._next))
+            return pending if pending is not None and pending.is_done else None
+        for pending in self._pending.values():
+            if pending.is_done and pending.epoch == self.epoch:
+                return pending
         return None
 
-    def _close_job(self, job: PendingBatch, *, keep_slot: bool = False) -> None:
-        del self._jobs[job.epoch, job.number]
+    def _close_batch(self, pending: PendingBatch, *, keep_slot: bool = False) -> None:
+        del self._pending[pending.epoch, pending.number]
         self._num_open -= 1
         if self._in_order:
-            self._next = max(self._next, job.number + 1)
+            self._next = max(self._next, pending.number + 1)
         if not keep_slot:
-            self.ring.give_back(job.slot)
+            self.ring.give_back(pending.slot)
 
-    def _deliver(self, job: PendingBatch) -> Any:
+    def _deliver(self, pending: PendingBatch) -> Any:
         try:
-            if job.bad:
-                self._faults.record(job.bad)
-            if job.error is not None:
-                raise rebuild(job.error)
+            if pending.bad:
+                self._faults.record(pending.bad)
+            if pending.error is not None:
+                raise rebuild(pending.error)
         except BaseException:
-            self._close_job(job)
+            self._close_batch(pending)
             self._lease()
             raise
         self._recorder.record_delivery(
-            job.epoch, job.number, job.rows, self._worker_rings, self._jobs
+            pending.epoch, pending.number, pending.rows, self._worker_rings, self._pending
         )
         self.ring.has_lent_pinned = False
-        batch, keep_slot = job.open(self.ring)
-        state = job.replies[0].state
+        batch, keep_slot = pending.open(self.ring)
+        state = pending.replies[0].state
         if state is not None:
-            self._progress.note_stream(job.worker, state, (job.worker + 1) % self._num_workers)
-        self._close_job(job, keep_slot=keep_slot)
+            self._progress.note_stream(
+                pending.worker, state, (pending.worker + 1) % self._num_workers
+            )
+        self._close_batch(pending, keep_slot=keep_slot)
         self._lease()
         return batch
 
@@ -388,7 +390,7 @@ class Dispatcher:
         """Stop the workers and let go of the memory. Batches that the user holds stay valid."""
         self.pool.stop()
         self._recorder.remove_pool(self._worker_rings)
-        self._jobs.clear()
+        self._pending.clear()
         self._num_open, self._has_more = 0, False
         self.ring.close()
         self.is_closed = True

@@ -1,6 +1,6 @@
-"""Pools of workers behind one face: processes, or threads of this process.
+"""Pools of workers with one interface: processes, or threads of this process.
 
-pool.send(worker, leases); pool.receive(timeout_s) -> [(worker, Reply | Death | ErrorReport)]
+pool.send(worker, leases); pool.receive(timeout_s) -> [(worker, Reply | WorkerExit | ErrorReport)]
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SMALL_RING_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Death:
+class WorkerExit:
     """A worker process is gone."""
 
     pid: int | None
@@ -115,22 +115,22 @@ class ProcessPool:
             events += [(worker, pickle.loads(frame)) for frame in channel.read()]
             if not channel.is_open and not self._is_stopped:
                 self._switchboard.forget(worker)
-                events.append((worker, self._autopsy(worker)))
+                events.append((worker, self._exit_of(worker)))
         return events or self._find_deaths()
 
     def _find_deaths(self) -> list[tuple[int, Any]]:
         """Workers that ended although their pipe is open: a child of theirs holds it."""
         return [
-            (worker, self._autopsy(worker))
+            (worker, self._exit_of(worker))
             for worker, process in enumerate(self.processes)
             if process.exitcode is not None and self._channels[worker].is_open
         ]
 
-    def _autopsy(self, worker: int) -> Death:
+    def _exit_of(self, worker: int) -> WorkerExit:
         process = self.processes[worker]
         process.join(EXIT_CODE_WAIT_S)
         is_orphaned = getattr(process, "is_orphaned", False)
-        return Death(pid=process.pid, exit_code=process.exitcode, is_orphaned=is_orphaned)
+        return WorkerExit(pid=process.pid, exit_code=process.exitcode, is_orphaned=is_orphaned)
 
     def replace(self, worker: int) -> None:
         """Make sure that a worker is gone, and start another with the same number.

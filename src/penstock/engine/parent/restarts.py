@@ -1,6 +1,6 @@
-"""When a worker is lost: who was it, what was it at, and who takes its place?
+"""Replaces workers that died or hang, and has their work loaded again.
 
-    Death (its pipe ended), or overdue() (it hangs) -> WorkerFault -> RestartPolicy's decision
+    WorkerExit (its pipe ended), or overdue() (it hangs) -> WorkerFault -> RestartPolicy's decision
         -> a new worker with the same number, which loads again what the old one owed
 
 What it owed goes into the same rows of the same slots with the same randomness, so the batches are
@@ -38,7 +38,7 @@ from penstock.engine.parent.crash_report import (
 )
 from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.leases import LeaseQueue
-from penstock.engine.parent.pools import Death, Pool
+from penstock.engine.parent.pools import WorkerExit, Pool
 from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
 from penstock.engine.parent.stacks import all_stacks
 from penstock.errors import StartFailed, Stuck, WorkerTimeout
@@ -91,7 +91,7 @@ class WorkerRestarts:
         """Has any worker answered since the last look?"""
         self._epoch = NOTHING
         self._fresh: NewEpoch | None = None
-        self._amnesty_ns = self._looked_ns = self._heard_ns = time.monotonic_ns()
+        self._excused_ns = self._looked_ns = self._heard_ns = time.monotonic_ns()
         self._started_ns = [self._heard_ns] * len(pool.processes)
 
     @property
@@ -106,7 +106,7 @@ class WorkerRestarts:
         self._states = [None] * len(self._states)
         self._policy.forget_strikes()
 
-    def heard(self, worker: int, reply: Reply) -> None:
+    def note_reply(self, worker: int, reply: Reply) -> None:
         """A worker has answered."""
         if reply.epoch == self._epoch and self._task.is_iterable:
             self._answers[worker] += 1
@@ -150,7 +150,7 @@ class WorkerRestarts:
         since_ns = self._cells[position_cell(worker) + SINCE]
         if since_ns <= 0:
             return 0.0
-        return (time.monotonic_ns() - max(since_ns, self._amnesty_ns)) * 1e-9
+        return (time.monotonic_ns() - max(since_ns, self._excused_ns)) * 1e-9
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class WorkerRestarts:
         now_ns, since_ns = time.monotonic_ns(), int(waiting_since * 1e9)
         self._heard_ns = max(self._heard_ns, since_ns)
         if now_ns - max(self._looked_ns, since_ns) > ASLEEP_S * 1e9:
-            self._amnesty_ns = self._heard_ns = now_ns
+            self._excused_ns = self._heard_ns = now_ns
         self._looked_ns = now_ns
         if self.has_news:
             self.has_news, self._heard_ns = False, now_ns
@@ -206,7 +206,7 @@ class WorkerRestarts:
         is_ready = self._cells[position_cell(worker) + IS_IDLE] != NOTHING
         if is_ready or self._pool.processes[worker].pid is None:
             return 0.0
-        return (time.monotonic_ns() - max(self._started_ns[worker], self._amnesty_ns)) * 1e-9
+        return (time.monotonic_ns() - max(self._started_ns[worker], self._excused_ns)) * 1e-9
 
     def _fault(self, worker: int, *, how: str, seconds: float) -> WorkerFault:
         position, index = self._place(worker)
@@ -221,19 +221,19 @@ class WorkerRestarts:
             stack=self._pool.stack_of(worker),  # last: the signal may end a wait, and it moves on
         )
 
-    def fault_of(self, worker: int, death: Death) -> WorkerFault:
+    def fault_of(self, worker: int, exit: WorkerExit) -> WorkerFault:
         """What is known about a worker whose process ended."""
         counted = OomCount.now()
         kills, self._oom = counted.since(self._oom), counted
         position, index = self._place(worker)
         return WorkerFault(
             worker=worker,
-            pid=death.pid,
-            exit_code=death.exit_code,
-            is_orphaned=death.is_orphaned,
+            pid=exit.pid,
+            exit_code=exit.exit_code,
+            is_orphaned=exit.is_orphaned,
             index=index,
             position=position,
-            suspect=None if death.is_orphaned else self._suspect(worker, "died"),
+            suspect=None if exit.is_orphaned else self._suspect(worker, "died"),
             oom=str(kills),
             peak_kb={
                 other: self._cells[position_cell(other) + PEAK_KB]
@@ -259,19 +259,19 @@ class WorkerRestarts:
         verdict = self._policy.judge(worker, fault.suspect, was_ready=was_ready)
         if verdict is RestartDecision.POISON and fault.how == "silent":
             raise self._stuck(f"worker {worker} has work and does not take it")
-        is_left_out = verdict is RestartDecision.POISON and self._may_leave_out(worker, position)
-        if verdict is not RestartDecision.RETRY and not is_left_out:
+        is_skipped = verdict is RestartDecision.POISON and self._may_skip(worker, position)
+        if verdict is not RestartDecision.RETRY and not is_skipped:
             raise describe_crash(fault, verdict, self._policy)
         if fault.is_orphaned:
             log.warning("worker %d (pid %s) ended with its fork server", worker, fault.pid)
         else:
             said = describe_crash(fault, verdict, self._policy)
             log.warning("%s%s", said.what, f"\n  Likely: {said.likely}" if said.likely else "")
-        if position is not None and is_left_out:
-            self._leave_out(worker, fault.index, position, describe_crash(fault, verdict, None))
+        if position is not None and is_skipped:
+            self._skip_sample(worker, fault.index, position, describe_crash(fault, verdict, None))
         self._start(worker)
         self._faults.count_restart()
-        return self._preface(worker)
+        return self._first_messages(worker)
 
     def _start(self, worker: int) -> None:
         self._started_ns[worker] = time.monotonic_ns()
@@ -285,7 +285,7 @@ class WorkerRestarts:
                 time.sleep(pause_s)
         return self._pool.replace(worker)
 
-    def _may_leave_out(self, worker: int, position: int | None) -> bool:
+    def _may_skip(self, worker: int, position: int | None) -> bool:
         """A place that is left out already and loses workers does so by what stands in for it."""
         if position is None or not self._faults.is_tolerant:
             return False
@@ -293,7 +293,7 @@ class WorkerRestarts:
         num_before = sum(lease.position + row == position for row, _ in lease.bad)
         return num_before <= self._faults.num_substitutes
 
-    def _leave_out(self, worker: int, index: Any, position: int, error: Exception) -> None:
+    def _skip_sample(self, worker: int, index: Any, position: int, error: Exception) -> None:
         lease = self._lease_queue.owed(worker)[0]
         if isinstance(index, list):  # of __getitems__: one of them, and nobody knows which
             lease = lease._replace(is_suspect=True)
@@ -302,14 +302,14 @@ class WorkerRestarts:
             lease = lease._replace(bad=(*lease.bad, (position - lease.position, error)))
         self._lease_queue.amend(worker, lease)
 
-    def _preface(self, worker: int) -> list[NewEpoch | ResumeStream]:
-        preface: list[NewEpoch | ResumeStream] = [] if self._fresh is None else [self._fresh]
+    def _first_messages(self, worker: int) -> list[NewEpoch | ResumeStream]:
+        messages: list[NewEpoch | ResumeStream] = [] if self._fresh is None else [self._fresh]
         if self._task.is_iterable and (self._answers[worker] or self._epoch):
             state, num_batches = self._states[worker], self._answers[worker]
-            preface.append(
+            messages.append(
                 ResumeStream(self._epoch, state, 0 if state is not None else num_batches)
             )
-        return preface
+        return messages
 
     # -- saying ----------------------------------------------------------------------------------
 
