@@ -19,7 +19,7 @@ import torch
 
 from penstock.device import cuda_runtime as runtime
 from penstock.device import pinning
-from penstock.device.background import Background
+from penstock.device.on_demand_thread import OnDemandThread
 
 NOT_READY, CAPTURE_UNSUPPORTED = 600, 900
 
@@ -184,16 +184,16 @@ def is_mapped(address: int, num_bytes: int) -> bool:
 @contextmanager
 def pretended(vendor: str, num_gpus: int = 2) -> Iterator[PretendGpu]:
     """Puts it in place of the real one, until threads that ask it have ended."""
-    used: set[Background[Any]] = set()
-    take = Background.take
+    used: set[OnDemandThread[Any]] = set()
+    submit = OnDemandThread.submit
 
-    def noting_take(background: Background[Any], item: Any) -> None:
-        used.add(background)
-        take(background, item)
+    def noting_submit(thread: OnDemandThread[Any], item: Any) -> None:
+        used.add(thread)
+        submit(thread, item)
 
     with pytest.MonkeyPatch.context() as patch:
         gpu = install(patch, vendor, num_gpus)
-        patch.setattr(Background, "take", noting_take)
+        patch.setattr(OnDemandThread, "submit", noting_submit)
         yield gpu
         gpu.finish_all()
         until_s = time.monotonic() + 5
@@ -220,7 +220,7 @@ def install(patch: pytest.MonkeyPatch, vendor: str, num_gpus: int = 2) -> Preten
     patch.setattr(torch.cuda, "is_current_stream_capturing", gpu.asks_capturing)
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 0, raising=False)
     patch.setattr(runtime, "_driver", driver)
-    patch.setattr(runtime.Runtime, "_forget_error", lambda self: gpu.note("forget error"))
+    patch.setattr(runtime.CudaRuntime, "_forget_error", lambda self: gpu.note("forget error"))
     patch.setattr(pinning, "_gpus", {})
     patch.setattr(pinning, "_pinned", {})
     if hasattr(torch, "accelerator"):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock import conv as conv
     from penstock import legacy as legacy
-    from penstock.device.finish import finish as finish
-    from penstock.device.to_device import to_device as to_device
+    from penstock.device.device_iterable import to_device as to_device
+    from penstock.device.image_finisher import finish as finish
     from penstock.engine.loading.bad_sample_file import BadSample as BadSample
     from penstock.engine.memory.shared_dict import SharedDict as SharedDict
     from penstock.engine.memory.shared_list import SharedList as SharedList
@@ -57,8 +57,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DataLoader": "penstock.loader",
-    "finish": "penstock.device.finish",
-    "to_device": "penstock.device.to_device",
+    "finish": "penstock.device.image_finisher",
+    "to_device": "penstock.device.device_iterable",
     "SharedList": "penstock.engine.memory.shared_list",
     "SharedDict": "penstock.engine.memory.shared_dict",
     "Choice": "penstock.planning.plan",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import penstock
-import penstock.device.finish_cpu as finish_cpu
+from penstock.device import image_finisher
 
 pytest.importorskip("torchvision")
 
@@ -84,9 +84,9 @@ def test_opencv_s_look_up_and_torch_s_operations_give_the_same_bits(
 ) -> None:
     change = penstock.finish(mean=MEAN, std=STD, dtype=dtype, memory_format=form, flip=1)
     batch = images, torch.arange(len(images)) % 2
-    assert finish_cpu.opencv() is not None
+    assert image_finisher.opencv() is not None
     looked_up = change(batch)[0].clone(memory_format=torch.preserve_format)
-    monkeypatch.setattr(finish_cpu, "opencv", lambda: None)
+    monkeypatch.setattr(image_finisher, "opencv", lambda: None)
     computed = change(batch)[0]
     assert torch.equal(looked_up, computed)
     assert looked_up.stride() == computed.stride()

@@ -90,7 +90,7 @@ def test_with_a_thread_that_waits_instead_of_the_driver_s_event_they_are_whole(
     source = COPYING.format(num_batches=2_000, is_unsafe=False, num_products=8).replace(
         "num_batches, rows",
         "from penstock.device import fences\n"
-        "pinning.choose_fence = fences.WaitingFence\n"
+        "pinning.choose_fence = fences.SynchronizingFence\n"
         "num_batches, rows",
         1,
     )

@@ -1,6 +1,6 @@
 """DataLoader(device=): the same batches, counted when they are handed out, on every way of loading.
 
-There need be no GPU here. A courier that is ahead is made from the one for the CPU; pinned slots
+There need be no GPU here. A prefetcher that is ahead is made from the one for the CPU; pinned slots
 are tried with runtime calls that are only noted.
 """
 
@@ -25,8 +25,8 @@ import pretend_gpu
 from mishaps import Fateful, Log, ResumableStream
 from penstock import DataLoader, finish
 from penstock.device import pinning, transfer
-from penstock.device import prefetcher as couriers
-from penstock.device.fences import WaitingFence
+from penstock.device import prefetcher as prefetching
+from penstock.device.fences import SynchronizingFence
 from penstock.device.pinning import SlotPinner
 from penstock.errors import DeviceFailed
 from pretend_gpu import PretendGpu
@@ -44,7 +44,7 @@ LOADING: dict[str, dict[str, Any]] = {
 }
 
 
-class Ahead(couriers.DevicePrefetcher):
+class Ahead(prefetching.DevicePrefetcher):
     """Is really ahead, though the CPU gains nothing by it; notes how far."""
 
     made: ClassVar[list[Ahead]] = []
@@ -99,7 +99,9 @@ def test_being_ahead_changes_no_batch_in_any_epoch(way: str, is_ahead: list[Ahea
         assert_same(batches_of(placed, 99, pause_s=0.002), collect(plain))
     placed.close()
     if way != "auto":  # there, steps are timed until it is known whether workers pay
-        assert max(prefetcher.furthest for prefetcher in is_ahead) > 0, "the courier was not ahead"
+        assert max(prefetcher.furthest for prefetcher in is_ahead) > 0, (
+            "the prefetcher was not ahead"
+        )
 
 
 @legacy
@@ -127,7 +129,7 @@ def test_a_loader_that_counted_what_lies_ahead_would_be_noticed(
 
     def counting_take(self: Any) -> Any:
         taken = take(self)
-        self._count(1)
+        self._progress.count(1)
         return taken
 
     monkeypatch.setattr(LoaderIterator, "_take", counting_take)
@@ -287,7 +289,7 @@ def test_a_device_that_fails_ends_the_workers_and_says_so_each_time(
     def send(self: Any, batch: Any, finish: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(couriers._Plain, "send", send)
+    monkeypatch.setattr(prefetching._DirectCopier, "send", send)
     num_before = 1 + len(is_ahead[0]._sent)
     for _ in range(num_before - 1):
         next(batches)
@@ -457,7 +459,7 @@ def test_batches_taken_while_a_graph_is_captured_ask_nothing(
     for _ in range(20):
         next(batches)
     fence = pinning._gpus[0]._fence
-    while isinstance(fence, WaitingFence) and fence.background.is_running:
+    while isinstance(fence, SynchronizingFence) and fence.thread.is_running:
         time.sleep(0.001)  # as torch.cuda.synchronize() before a capture: see docs/gpu.md
     gpu.is_capturing = True
     before = gpu.names()

@@ -1,15 +1,15 @@
-"""How does a batch reach the GPU?
+"""Batches on their way to the GPU, in the training process.
 
 ::
 
     workers write
          |
-       slots, pinned once, used again when no copy reads them      pinning, fences
-         |  copied on a stream of its own, ahead of the step       courier
+       slots, pinned once, reused when no copy reads them            pinning, fences
+         |  copied on a stream of their own, ahead of the step       prefetcher
        GPU memory
-         |  bytes to floats, normalised, in one pass               finish
+         |  bytes to floats, normalised, in one pass                 image_finisher
      training step
 
-``to_device`` gives the same to any other iterable of batches. Nothing here opens a GPU before the
+``to_device`` does the same for any other iterable of batches. Nothing here opens a GPU before the
 first batch is delivered, and then only the one that was chosen.
 """

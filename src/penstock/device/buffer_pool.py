@@ -1,7 +1,7 @@
-"""Memory for results that are made again and again: taken back when nobody holds it any more.
+"""Reusable memory for results: taken back when nothing refers to it any more.
 
-A large tensor is new memory from the system each time, and its first touch of every page costs more
-than what is computed there: 0.3 of 0.5 ms for a picture of 224 x 224 as floats (x86-64, virtual).
+A large tensor is new memory from the system each time, and the first touch of every page costs more
+than what is computed there: 0.3 of 0.5 ms for an image of 224 x 224 as floats (x86-64, virtual).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MAX_KEPT = 3
 
 
 class BufferPool:
-    """Hands out tensors over memory of its own; at most :data:`MAX_KEPT` pieces are kept.
+    """Hands out tensors over memory of its own; at most :data:`MAX_KEPT` buffers are kept.
 
-    What a tensor lies in belongs to whoever holds the tensor or a view of it, however long. Only
-    the count of references says when that is over, so nothing has to be given back.
+    A buffer is in use while the tensor over it or a view of that exists. The reference count says
+    when that is over, so nothing has to be given back.
     """
 
     def __init__(self) -> None:
-        self._pieces: list[np.ndarray] = []
+        self._buffers: list[np.ndarray] = []
 
     def empty_like(
         self, like: torch.Tensor, dtype: torch.dtype, memory_format: torch.memory_format
@@ -39,30 +39,30 @@ class BufferPool:
         return flat.as_strided(form.shape, form.stride())
 
     def _take(self, num_bytes: int) -> np.ndarray:
-        for _ in range(len(self._pieces)):
+        for _ in range(len(self._buffers)):
             try:
-                piece = self._pieces.pop(0)  # nobody else sees it now, in whatever thread
+                buffer = self._buffers.pop(0)  # no other thread sees it now
             except IndexError:
                 break
-            if piece.nbytes != num_bytes:
+            if buffer.nbytes != num_bytes:
                 continue  # batches have another size now
-            is_free = sys.getrefcount(piece) <= _ALONE
-            self._pieces.append(piece)
+            is_free = sys.getrefcount(buffer) <= _UNSHARED_COUNT
+            self._buffers.append(buffer)
             if is_free:
-                return piece
+                return buffer
         fresh = np.empty(num_bytes, np.uint8)
-        if len(self._pieces) < MAX_KEPT:
-            self._pieces.append(fresh)
+        if len(self._buffers) < MAX_KEPT:
+            self._buffers.append(fresh)
         return fresh
 
     def __getstate__(self) -> dict[str, list[np.ndarray]]:
-        return {"_pieces": []}
+        return {"_buffers": []}
 
 
-def _count_alone() -> int:
-    """What the count of references says of an array that only a variable holds."""
-    piece = np.empty(0, np.uint8)
-    return sys.getrefcount(piece)
+def _unshared_count() -> int:
+    """The reference count of an array that only a variable holds."""
+    buffer = np.empty(0, np.uint8)
+    return sys.getrefcount(buffer)
 
 
-_ALONE = _count_alone()
+_UNSHARED_COUNT = _unshared_count()

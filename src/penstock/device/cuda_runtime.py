@@ -1,4 +1,4 @@
-"""The few calls that page-lock memory and watch copies, by the names of CUDA or HIP.
+"""Calls of CUDA's or HIP's runtime that page-lock memory and track copies.
 
 torch carries the runtime's calls under CUDA's names in both builds (``torch.cuda.cudart()``), so
 registering is the same code on NVIDIA and AMD. Events that cover a whole context are a call of
@@ -22,7 +22,7 @@ _CAPTURING = range(900, 910)
 _RELAXED = 2
 
 
-class Runtime:
+class CudaRuntime:
     """Registering and unregistering, on one device.
 
     Args:
@@ -31,11 +31,11 @@ class Runtime:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.trouble = ""
+        self.error = ""
         """What the last call that failed said."""
 
     def register(self, address: int, num_bytes: int) -> bool:
-        """Page-lock a piece of mapped memory; False, and :attr:`trouble`, where that is refused."""
+        """Page-lock a piece of mapped memory; False, and :attr:`error`, where that is refused."""
         is_done = self._call("HostRegister", address, num_bytes, PORTABLE)
         if not is_done:
             self._forget_error()
@@ -45,7 +45,7 @@ class Runtime:
         """Undo :meth:`register`. Pairs with it, at the same address."""
         return self._call("HostUnregister", address)
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Wait for everything that was asked of the GPU so far."""
         torch.cuda.synchronize(self.index)
 
@@ -61,13 +61,13 @@ class Runtime:
         shown = f"{'hip' if torch.version.hip else 'cuda'}{name}"
         try:
             with torch.cuda.device(self.index):
-                status = int(getattr(_calls(), f"cuda{name}")(*arguments))
+                status = int(getattr(_cudart(), f"cuda{name}")(*arguments))
         except RuntimeError as error:
-            self.trouble = f"{shown}: {str(error).strip().partition(chr(10))[0]}"
+            self.error = f"{shown}: {str(error).strip().partition(chr(10))[0]}"
             return False
         if status == 0:
             return True
-        self.trouble = f"{shown} answered {_describe(status)}"
+        self.error = f"{shown} answered {_describe(status)}"
         return False
 
     def _forget_error(self) -> None:
@@ -134,17 +134,17 @@ class ContextEvents:
         self._check(status)
         return True
 
-    def is_over(self, event: ctypes.c_void_p) -> bool:
+    def is_done(self, event: ctypes.c_void_p) -> bool:
         """Is everything before the event done? True also once the GPU is lost."""
         return int(self._driver.cuEventQuery(event)) != _NOT_READY
 
 
-def _calls() -> Any:
+def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _describe(status: int) -> str:
     try:
-        return f"{status} ({_calls().cudaGetErrorString(_calls().cudaError(status))})"
+        return f"{status} ({_cudart().cudaGetErrorString(_cudart().cudaError(status))})"
     except Exception:  # the words are a courtesy
         return str(status)

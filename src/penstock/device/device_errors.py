@@ -22,7 +22,7 @@ _DEVICE_WORDS = re.compile(
 
 
 @contextmanager
-def explained(device: torch.device, batch: Any) -> Iterator[None]:
+def explained_errors(device: torch.device, batch: Any) -> Iterator[None]:
     """Errors of the device inside become a :class:`DeviceFailed`, which is also of their class.
 
     Others, such as those of a ``finish`` function of the user's, stay what they are.

@@ -1,4 +1,4 @@
-"""Batches are tensors inside tuples, mappings and objects: the same change for each tensor."""
+"""Batches are tensors inside tuples, mappings and objects: map and list those tensors."""
 
 from __future__ import annotations
 
@@ -11,33 +11,44 @@ from typing import Any
 import numpy as np
 import torch
 
-Change = Callable[[torch.Tensor], torch.Tensor]
+Function = Callable[[torch.Tensor], torch.Tensor]
 _MAX_PARTS = 100_000
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, type, types.ModuleType)
 
 
-def change_tensors(batch: Any, change: Change) -> Any:
-    """The batch with every tensor changed; containers keep their types, other leaves stay.
+def move_tensors(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """The batch with every tensor on ``device``; objects that know how to move are asked to."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking), device)
+
+
+def map_tensors(batch: Any, function: Function, device: torch.device | None = None) -> Any:
+    """The batch with ``function`` applied to every tensor.
+
+    Containers keep their types, other leaves stay.
+
+    Args:
+        device: Where ``function`` moves tensors: objects with a ``to`` method are moved there, too.
 
     Example:
         >>> Point = __import__("collections").namedtuple("Point", "x y")
         >>> batch = {"p": Point(torch.zeros(2), "name"), "n": 3}
-        >>> change_tensors(batch, lambda tensor: tensor + 1)
+        >>> map_tensors(batch, lambda tensor: tensor + 1)
         {'p': Point(x=tensor([1., 1.]), y='name'), 'n': 3}
     """
     if isinstance(batch, torch.Tensor):
-        return change(batch)
+        return function(batch)
     if isinstance(batch, (str, bytes, type)) or batch is None:  # a class has the method, too
         return batch
     if isinstance(batch, Mapping):
-        return _like_mapping(
-            batch, {key: change_tensors(value, change) for key, value in batch.items()}
-        )
-    if isinstance(batch, (list, tuple)):
-        return _like_sequence(batch, change)
+        values = {key: map_tensors(value, function, device) for key, value in batch.items()}
+        return _like_mapping(batch, values)
+    moves_itself = isinstance(batch, tuple) and callable(getattr(type(batch), "to", None))
+    if isinstance(batch, (list, tuple)) and not moves_itself:  # torch's PackedSequence does
+        return _like_sequence(batch, [map_tensors(value, function, device) for value in batch])
     if dataclasses.is_dataclass(batch):
-        return _like_dataclass(batch, change)
-    return _by_itself(batch, change) if callable(getattr(batch, "to", None)) else batch
+        return _like_dataclass(batch, function, device)
+    can_move = device is not None and callable(getattr(batch, "to", None))
+    return batch.to(device) if can_move else batch
 
 
 def _like_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
@@ -54,36 +65,25 @@ def _like_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return values
 
 
-def _like_sequence(batch: list[Any] | tuple[Any, ...], change: Change) -> Any:
-    if isinstance(batch, tuple) and callable(getattr(type(batch), "to", None)):
-        return _by_itself(batch, change)  # torch's PackedSequence
-    changed = [change_tensors(value, change) for value in batch]
+def _like_sequence(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
     if type(batch) is list:
-        return changed
+        return values
     if type(batch) is tuple:
-        return tuple(changed)
+        return tuple(values)
     try:
-        if hasattr(batch, "_fields"):
-            return type(batch)(*changed)
-        return type(batch)(changed)
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     except Exception:  # as above
-        return changed if isinstance(batch, list) else tuple(changed)
+        return values if isinstance(batch, list) else tuple(values)
 
 
-def _like_dataclass(batch: Any, change: Change) -> Any:
-    """A copy with the fields changed. It is not made anew: ``__post_init__`` has done its work."""
+def _like_dataclass(batch: Any, function: Function, device: torch.device | None) -> Any:
+    """A copy with the fields mapped. It is not made anew: ``__post_init__`` has done its work."""
     like = copy.copy(batch)
     for item in dataclasses.fields(batch):
         if hasattr(batch, item.name):
-            value = change_tensors(getattr(batch, item.name), change)
+            value = map_tensors(getattr(batch, item.name), function, device)
             object.__setattr__(like, item.name, value)  # also where it is frozen
     return like
-
-
-def _by_itself(batch: Any, change: Change) -> Any:
-    """An object that knows how to move: it is asked to go where a tensor of it would."""
-    moved = getattr(change, "device", None)
-    return batch if moved is None else batch.to(moved)
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
@@ -118,3 +118,17 @@ def _inside(part: Any) -> list[Any]:
     else:
         inside = []
     return inside + list(getattr(part, "__dict__", {}).values())
+
+
+def copy_arrays(batch: Any) -> Any:
+    """The batch with NumPy arrays copied: they are not moved, and their slot is reused."""
+    if isinstance(batch, np.ndarray):
+        return batch.copy()
+    if isinstance(batch, dict):
+        for key, value in batch.items():
+            batch[key] = copy_arrays(value)
+    elif isinstance(batch, list):
+        batch[:] = [copy_arrays(value) for value in batch]
+    elif type(batch) is tuple:
+        return tuple(copy_arrays(value) for value in batch)
+    return batch

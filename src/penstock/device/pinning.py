@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock.device.background import Background
-from penstock.device.cuda_runtime import Runtime
-from penstock.device.fences import Fence, IsOver, choose_fence
+from penstock.device.cuda_runtime import CudaRuntime
+from penstock.device.fences import Fence, IsDone, choose_fence
+from penstock.device.on_demand_thread import OnDemandThread
 
 _GIVE_UP_S = 60.0
 """A GPU that does not get done in this time keeps its memory pinned: better than wrong bytes."""
@@ -70,10 +70,11 @@ class SlotPinner:
     def gpu(self) -> _Gpu:
         """The one that was chosen, and nothing of any other."""
         if self._gpu is None:
-            self._gpu = _gpu(choose_index() if self._index is None else self._index)
+            index = choose_index() if self._index is None else self._index
+            self._gpu = _gpus.setdefault(index, _Gpu(index))
         return self._gpu
 
-    def insist(self) -> None:
+    def require_fences(self) -> None:
         """From now on wait for everything: a batch has parts that the user may copy himself."""
         self._is_fenced = True
 
@@ -82,12 +83,12 @@ class SlotPinner:
         return not self._is_refused and is_ours and not self.gpu.runtime.is_capturing()
 
     def pin(self, memory: np.ndarray, owner: object) -> bool:
-        self.gpu.clear_up()
+        self.gpu.unpin_leftovers()
         address, runtime = memory.ctypes.data, self.gpu.runtime
         if not runtime.register(address, memory.nbytes):
             self._is_refused = True
             self._tell(
-                f"slots cannot be pinned ({runtime.trouble}): each batch is copied to a "
+                f"slots cannot be pinned ({runtime.error}): each batch is copied to a "
                 "pinned buffer of torch's first"
             )
             return False
@@ -101,18 +102,18 @@ class SlotPinner:
 
     def unpin_later(self, pieces: list[np.ndarray]) -> None:
         if os.getpid() == self._process and not sys.is_finalizing():
-            self.gpu.left.extend((self, memory) for memory in pieces)
-            self.gpu.clear_up()
+            self.gpu.to_unpin.extend((self, memory) for memory in pieces)
+            self.gpu.unpin_leftovers()
 
     def may_ask(self) -> bool:
         if os.getpid() != self._process:
             return False  # a fork: nothing of the GPU is ours
         return not self._is_fenced or not self.gpu.runtime.is_capturing()
 
-    def fence(self) -> IsOver:
+    def fence(self) -> IsDone:
         if not self._is_fenced:
-            return _always
-        self.gpu.clear_up()
+            return lambda: True
+        self.gpu.unpin_leftovers()
         return self.gpu.record()
 
 
@@ -120,39 +121,31 @@ class _Gpu:
     """What all loaders of this process share of one GPU."""
 
     def __init__(self, index: int) -> None:
-        self.runtime = Runtime(index)
+        self.runtime = CudaRuntime(index)
         self._fence: Fence | None = None
-        self.left: deque[tuple[SlotPinner, np.ndarray]] = deque()
+        self.to_unpin: deque[tuple[SlotPinner, np.ndarray]] = deque()
         """To be unpinned as soon as the GPU may be asked."""
 
-    def record(self) -> IsOver:
+    def record(self) -> IsDone:
         if self._fence is None:
             self._fence = choose_fence(self.runtime)
         return self._fence.record()
 
-    def clear_up(self) -> None:
+    def unpin_leftovers(self) -> None:
         """Have unpinned what is left, unless a graph is captured: asking would end that."""
-        if not self.left or self.runtime.is_capturing():
+        if not self.to_unpin or self.runtime.is_capturing():
             return
         pieces: list[tuple[SlotPinner, np.ndarray]] = []
         try:
             while True:
-                pieces.append(self.left.popleft())
+                pieces.append(self.to_unpin.popleft())
         except IndexError:
             pass
         if pieces:
-            reaper.take(_Load(pieces, self.record()))
+            unpin_thread.submit(_PendingUnpin(pieces, self.record()))
 
 
 _gpus: dict[int, _Gpu] = {}
-
-
-def _gpu(index: int) -> _Gpu:
-    return _gpus.setdefault(index, _Gpu(index))
-
-
-def _always() -> bool:
-    return True
 
 
 def choose_index() -> int:
@@ -169,28 +162,28 @@ def choose_index() -> int:
     return others[0] if others else current
 
 
-class _Load(NamedTuple):
+class _PendingUnpin(NamedTuple):
     """Memory that nobody views any more, and when the GPU is done with it."""
 
     pieces: list[tuple[SlotPinner, np.ndarray]]
-    is_over: IsOver
+    is_done: IsDone
 
 
-def _reap(loads: list[_Load]) -> None:
+def _unpin_all(pending: list[_PendingUnpin]) -> None:
     """Unpin what nobody views any more, once the GPU is done with it. Called from: a thread."""
-    while loads:
-        load = loads.pop(0)
-        if _is_soon_over(load.is_over):
-            while load.pieces:
-                pinner, memory = load.pieces.pop()
+    while pending:
+        entry = pending.pop(0)
+        if _wait(entry.is_done):
+            while entry.pieces:
+                pinner, memory = entry.pieces.pop()
                 pinner.unpin(memory)
                 del pinner, memory
-        del load  # or the memory would stay mapped until the next one
+        del entry  # or the memory would stay mapped until the next one
 
 
-def _is_soon_over(is_over: IsOver) -> bool:
+def _wait(is_done: IsDone) -> bool:
     until_s, nap_s = time.monotonic() + _GIVE_UP_S, 1e-4
-    while not is_over():
+    while not is_done():
         if time.monotonic() > until_s:
             return False
         time.sleep(nap_s)
@@ -198,4 +191,4 @@ def _is_soon_over(is_over: IsOver) -> bool:
     return True
 
 
-reaper: Background[_Load] = Background(_reap)
+unpin_thread: OnDemandThread[_PendingUnpin] = OnDemandThread(_unpin_all)

@@ -56,8 +56,8 @@ class DeviceTransfer:
         """What copies batches to the device ahead of the step; None: they stay where they are."""
         if self.device is None:
             return None
-        keep = (lambda: None) if self.pinner is None else self.pinner.insist
-        return DevicePrefetcher(self.device, self._depth, self._finish, keep, watch)
+        on_unmoved = (lambda: None) if self.pinner is None else self.pinner.require_fences
+        return DevicePrefetcher(self.device, self._depth, self._finish, on_unmoved, watch)
 
     def make_watch(self, recorder: Recorder) -> GpuWatch | None:
         """What notes when a GPU copies and computes; None: there is none, or nothing is noted."""

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 import pretend_gpu
-from penstock.device.background import Background
-from penstock.device.cuda_runtime import Runtime
-from penstock.device.fences import ContextFence, IsOver, WaitingFence, choose_fence
+from penstock.device.cuda_runtime import CudaRuntime
+from penstock.device.fences import EventFence, IsDone, SynchronizingFence, choose_fence
+from penstock.device.on_demand_thread import OnDemandThread
 from pretend_gpu import PretendGpu
 
 pytestmark = pytest.mark.legacy
@@ -35,7 +35,7 @@ def amd() -> Iterator[PretendGpu]:
         yield gpu
 
 
-def is_soon(question: IsOver, limit_s: float = 5.0) -> bool:
+def is_soon(question: IsDone, limit_s: float = 5.0) -> bool:
     until_s = time.monotonic() + limit_s
     while not question() and time.monotonic() < until_s:
         time.sleep(0.001)
@@ -43,19 +43,19 @@ def is_soon(question: IsOver, limit_s: float = 5.0) -> bool:
 
 
 def test_nvidia_gets_events_of_the_context_and_amd_a_thread_that_waits(gpu: PretendGpu) -> None:
-    expected = ContextFence if gpu.vendor == "cuda" else WaitingFence
-    assert isinstance(choose_fence(Runtime(0)), expected)
+    expected = EventFence if gpu.vendor == "cuda" else SynchronizingFence
+    assert isinstance(choose_fence(CudaRuntime(0)), expected)
 
 
 def test_a_driver_without_events_of_the_context_gets_the_thread(
     nvidia: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(pretend_gpu.Driver, "cuCtxRecordEvent")  # older than 12.5
-    assert isinstance(choose_fence(Runtime(0)), WaitingFence)
+    assert isinstance(choose_fence(CudaRuntime(0)), SynchronizingFence)
 
 
 def test_a_fence_is_over_when_copies_before_it_are_done_and_not_before(gpu: PretendGpu) -> None:
-    fence = choose_fence(Runtime(0))
+    fence = choose_fence(CudaRuntime(0))
     gpu.begin_copy()
     is_over = fence.record()
     time.sleep(0.02)
@@ -65,7 +65,7 @@ def test_a_fence_is_over_when_copies_before_it_are_done_and_not_before(gpu: Pret
 
 
 def test_a_copy_after_a_fence_does_not_hold_it(gpu: PretendGpu) -> None:
-    fence = choose_fence(Runtime(0))
+    fence = choose_fence(CudaRuntime(0))
     is_over = fence.record()
     if gpu.vendor == "hip":
         assert is_soon(is_over)  # a device that is waited for is waited for as it is then
@@ -79,7 +79,7 @@ def test_the_thread_that_waits_serves_all_that_asked_meanwhile_and_ends(
     amd: PretendGpu,
 ) -> None:
     gpu = amd
-    fence = WaitingFence(Runtime(1))
+    fence = SynchronizingFence(CudaRuntime(1))
     gpu.begin_copy()
     first = fence.record()
     while "synchronise" not in gpu.names():
@@ -90,12 +90,12 @@ def test_the_thread_that_waits_serves_all_that_asked_meanwhile_and_ends(
     assert all(is_soon(question) for question in others)
     assert gpu.names().count("synchronise") == 2, "once for the first, once for all the others"
     assert gpu.devices_of("synchronise") == {1}
-    assert is_soon(lambda: not fence.background.is_running)
+    assert is_soon(lambda: not fence.thread.is_running)
 
 
 def test_events_are_used_again(nvidia: PretendGpu) -> None:
     gpu = nvidia
-    fence = choose_fence(Runtime(1))
+    fence = choose_fence(CudaRuntime(1))
     for _ in range(20):
         assert fence.record()()
     gpu.begin_copy()
@@ -112,7 +112,7 @@ def test_a_capture_in_another_thread_delays_the_event_and_loses_nothing(
     gpu = nvidia
     gpu.is_elsewhere_capturing = True
     gpu.begin_copy()
-    is_over = choose_fence(Runtime(0)).record()
+    is_over = choose_fence(CudaRuntime(0)).record()
     gpu.finish_all()
     assert not is_over()
     gpu.is_elsewhere_capturing = False
@@ -121,7 +121,7 @@ def test_a_capture_in_another_thread_delays_the_event_and_loses_nothing(
 
 
 def test_of_a_gpu_that_is_lost_every_fence_is_over(gpu: PretendGpu) -> None:
-    fence = choose_fence(Runtime(0))
+    fence = choose_fence(CudaRuntime(0))
     gpu.begin_copy()
     before = fence.record()
     gpu.lost = True
@@ -131,7 +131,7 @@ def test_of_a_gpu_that_is_lost_every_fence_is_over(gpu: PretendGpu) -> None:
     assert is_soon(after)
 
 
-def test_work_that_fails_does_not_end_the_background_for_good(
+def test_work_that_fails_does_not_end_the_thread_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
@@ -143,19 +143,19 @@ def test_work_that_fails_does_not_end_the_background_for_good(
         if 0 in items:
             raise ValueError("of the work")
 
-    background = Background(work)
-    background.take(0)
+    thread = OnDemandThread(work)
+    thread.submit(0)
     assert is_soon(lambda: bool(failures))
-    background.take(1)
+    thread.submit(1)
     assert is_soon(lambda: seen == [0, 1])
-    assert is_soon(lambda: not background.is_running)
+    assert is_soon(lambda: not thread.is_running)
 
 
-def test_many_threads_may_hand_things_to_one_background() -> None:
+def test_many_threads_may_submit_to_one_thread() -> None:
     done: list[int] = []
-    background: Background[int] = Background(done.extend)
+    worker: OnDemandThread[int] = OnDemandThread(done.extend)
     threads = [
-        threading.Thread(target=lambda first=first: [background.take(first + i) for i in range(50)])
+        threading.Thread(target=lambda first=first: [worker.submit(first + i) for i in range(50)])
         for first in range(0, 400, 50)
     ]
     for thread in threads:
@@ -164,4 +164,4 @@ def test_many_threads_may_hand_things_to_one_background() -> None:
         thread.join()
     assert is_soon(lambda: len(done) == 400)
     assert sorted(done) == list(range(400))
-    assert is_soon(lambda: not background.is_running)
+    assert is_soon(lambda: not worker.is_running)

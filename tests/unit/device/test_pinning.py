@@ -256,7 +256,7 @@ def test_without_a_fence_slots_come_back_and_with_one_that_is_insisted_on_they_w
     pinner = SlotPinner(0, print, is_fenced=False)
     gpu.begin_copy()
     assert pinner.fence()()
-    pinner.insist()
+    pinner.require_fences()
     question = pinner.fence()
     assert not question()
     gpu.finish_all()

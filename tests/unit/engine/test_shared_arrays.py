@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.device.background import Background
+from penstock.device.on_demand_thread import OnDemandThread
 from penstock.engine.pickling import shared_arrays
 from penstock.engine.pickling.pickler import PickledObjects, PickleFile
 from penstock.engine.pickling.process_maps import is_unwritten, list_mappings
@@ -418,8 +418,8 @@ def test_our_own_thread_that_unpins_does_not_count(monkeypatch: pytest.MonkeyPat
         begun.set()
         done.wait(30)
 
-    background = Background(work)
-    background.take(1)
+    thread = OnDemandThread(work)
+    thread.submit(1)
     try:
         assert begun.wait(30)
         assert shared_arrays._busy_threads() == before

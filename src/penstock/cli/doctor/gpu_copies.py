@@ -148,10 +148,10 @@ def measure_gpu(index: int, target: Any, doing: Callable[[str], None]) -> dict[s
     """
     import torch
 
-    from penstock.device.cuda_runtime import Runtime
+    from penstock.device.cuda_runtime import CudaRuntime
     from penstock.device.fences import choose_fence
 
-    runtime = Runtime(index)
+    runtime = CudaRuntime(index)
     rates: dict[str, float | None] = {"pageable": None, "pinned": None, "registered": None}
     with torch.cuda.device(index):
         doing(f"opening GPU {index}")
@@ -174,7 +174,7 @@ def measure_gpu(index: int, target: Any, doing: Callable[[str], None]) -> dict[s
         "link": None if link is None else asdict(link),
         "bytes_per_s": rates,
         "is_pinned": is_pinned,
-        "trouble": runtime.trouble,
+        "trouble": runtime.error,
         "fence": choose_fence(runtime).name,
     }
 

@@ -57,7 +57,7 @@ _HARMLESS_FLAGS = frozenset(
 a driver (not inherited by forks), watched by userfaultfd."""
 _HARMLESS_THREADS = ("tqdm", "ipykernel", "IPython", "zmq", "debugpy", "_pydevd_bundle")
 """Threads of these packages never touch the user's arrays."""
-_HARMLESS_BARE = ("penstock.device.background",)
+_HARMLESS_BARE = ("penstock.device.on_demand_thread",)
 """Where bare threads begin that do not, either."""
 _OTHER_GPU_LIBRARIES = ("cupy", "pycuda", "numba.cuda", "jax", "tensorflow")
 _NAME = "/memfd:penstock"

@@ -205,7 +205,7 @@ def test_a_program_that_ends_while_a_batch_is_taken_keeps_its_exit_code(tmp_path
 
 def test_without_waiting_for_it_the_thread_would_outlast_the_program(tmp_path: Path) -> None:
     """And come back into an interpreter that is gone, which aborts the process before 3.14."""
-    stop = "import penstock.device.to_device as it; it._wait_for_all = lambda: None"
+    stop = "import penstock.device.device_iterable as it; it._wait_for_all = lambda: None"
     assert leave(stop, tmp_path).stdout.strip() == "penstock-to-device"
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.device import prefetcher as couriers
-from penstock.device.prefetcher import MOST_PER_CALL, DevicePrefetcher
+from penstock.device import prefetcher as prefetching
+from penstock.device.prefetcher import MAX_PER_CALL, DevicePrefetcher
 from penstock.errors import BadArgument, DeviceFailed
 
 pytestmark = pytest.mark.legacy
 
 
-class Route:
+class RecordingCopier:
     """Stands in for the copies: notes what was sent and handed over."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Route:
         self.sent.append(batch)
         return batch if finish is None else finish(batch), f"event of {batch}"
 
-    def hand_over(self, batch: Any, event: str) -> None:
+    def deliver(self, batch: Any, event: str) -> None:
         assert event.startswith("event of")
         self.handed.append(batch)
 
@@ -63,11 +63,11 @@ class Source:
         return self.num_ready > 0
 
 
-def ahead(depth: int, finish: Any = None) -> tuple[DevicePrefetcher, Route]:
-    """A courier that is really ahead, though there is no GPU."""
-    prefetcher, route = DevicePrefetcher(torch.device("cpu"), depth, finish), Route()
-    prefetcher._depth, prefetcher._route = depth, route  # type: ignore[assignment]
-    return prefetcher, route
+def ahead(depth: int, finish: Any = None) -> tuple[DevicePrefetcher, RecordingCopier]:
+    """A prefetcher that is really ahead, though there is no GPU."""
+    prefetcher, copier = DevicePrefetcher(torch.device("cpu"), depth, finish), RecordingCopier()
+    prefetcher._depth, prefetcher._copier = depth, copier  # type: ignore[assignment]
+    return prefetcher, copier
 
 
 def take_all(prefetcher: DevicePrefetcher, source: Source) -> list[Any]:
@@ -81,39 +81,39 @@ def take_all(prefetcher: DevicePrefetcher, source: Source) -> list[Any]:
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_batches_come_in_order_and_the_end_after_all_of_them(depth: int) -> None:
-    prefetcher, route = ahead(depth)
+    prefetcher, copier = ahead(depth)
     source = Source(list(range(20)))
     assert take_all(prefetcher, source) == list(range(20))
-    assert route.sent == route.handed == source.counted == list(range(20))
+    assert copier.sent == copier.handed == source.counted == list(range(20))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_it_is_ahead_by_its_depth_and_no_more(depth: int) -> None:
-    prefetcher, route = ahead(depth)
+    prefetcher, copier = ahead(depth)
     source = Source(list(range(50)))
     for number in range(1, 20):
         prefetcher.next(source.take, source.is_ready)
-        num_ahead = len(route.sent) - number
+        num_ahead = len(copier.sent) - number
         assert num_ahead <= depth
-        if number * (MOST_PER_CALL - 1) >= depth:
+        if number * (MAX_PER_CALL - 1) >= depth:
             assert num_ahead == depth
     assert source.counted == list(range(19)), "what lies ahead is not counted"
 
 
 def test_the_first_batch_waits_for_few_others() -> None:
-    prefetcher, route = ahead(100)
+    prefetcher, copier = ahead(100)
     source = Source(list(range(50)))
     prefetcher.next(source.take, source.is_ready)
-    assert len(route.sent) == 1 + MOST_PER_CALL
+    assert len(copier.sent) == 1 + MAX_PER_CALL
 
 
 def test_nothing_is_taken_that_would_have_to_be_waited_for() -> None:
-    prefetcher, route = ahead(3)
+    prefetcher, copier = ahead(3)
     source = Source(list(range(10)))
     source.num_ready = 0
     for number in range(5):
         assert prefetcher.next(source.take, source.is_ready) == number
-        assert len(route.sent) == number + 1
+        assert len(copier.sent) == number + 1
 
 
 def test_an_error_comes_in_its_turn_and_then_it_goes_on() -> None:
@@ -135,8 +135,8 @@ def test_ctrl_c_is_not_kept_for_later_and_loses_no_batch() -> None:
 
 
 def test_what_the_device_refuses_is_explained_after_the_batches_before_it() -> None:
-    prefetcher, route = ahead(3)
-    route.refuses = 2
+    prefetcher, copier = ahead(3)
+    copier.refuses = 2
     source = Source([0, 1, 2, 3])
     assert [prefetcher.next(source.take, source.is_ready) for _ in range(2)] == [0, 1]
     with pytest.raises(DeviceFailed, match="did not get to cpu: CUDA error: unspecified") as caught:
@@ -180,12 +180,12 @@ def test_a_capture_is_named() -> None:
 
 
 def test_another_epoch_begins_with_nothing_of_the_one_before() -> None:
-    prefetcher, route = ahead(3)
+    prefetcher, copier = ahead(3)
     prefetcher.next(*each(Source([0, 1, 2, 3])))
     prefetcher.reset()
     source = Source([10, 11])
     assert take_all(prefetcher, source) == [10, 11]
-    assert route.handed == [0, 10, 11]
+    assert copier.handed == [0, 10, 11]
 
 
 def test_an_end_that_was_seen_ahead_is_forgotten_with_the_epoch() -> None:
@@ -206,7 +206,7 @@ def test_on_the_cpu_nothing_is_ahead_and_tensors_are_not_copied() -> None:
 
 def test_tensors_that_stay_behind_are_told_of() -> None:
     told: list[int] = []
-    prefetcher = DevicePrefetcher(torch.device("meta"), 1, keep=lambda: told.append(1))
+    prefetcher = DevicePrefetcher(torch.device("meta"), 1, on_unmoved=lambda: told.append(1))
 
     class Holder:
         def __init__(self) -> None:
@@ -264,7 +264,7 @@ def test_a_batch_is_kept_until_its_copy_is_over_and_your_stream_waits_for_it(
 ) -> None:
     streams = PretendStreams(monkeypatch)
     prefetcher = DevicePrefetcher(torch.device("cpu"), 2)
-    prefetcher._depth, prefetcher._route = 2, couriers._Streamed(torch.device("cpu"))
+    prefetcher._depth, prefetcher._copier = 2, prefetching._StreamCopier(torch.device("cpu"))
     hosts = [HostBatch([number]) for number in range(6)]
     alive = [weakref.ref(host) for host in hosts]
     source = Source(hosts)
@@ -290,6 +290,6 @@ def test_the_finish_runs_on_the_stream_that_copied(monkeypatch: pytest.MonkeyPat
     prefetcher = DevicePrefetcher(
         torch.device("cpu"), 1, lambda batch: streams.calls.append(("finish",)) or batch
     )
-    prefetcher._route = couriers._Streamed(torch.device("cpu"))
+    prefetcher._copier = prefetching._StreamCopier(torch.device("cpu"))
     prefetcher.next(lambda: (torch.zeros(1), []), lambda: False)
     assert [call[0] for call in streams.calls] == ["begin", "finish", "record", "end", "wait"]

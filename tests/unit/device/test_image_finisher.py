@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import penstock.device.finish as finishing
 from penstock import finish
-from penstock.device import finish_cpu
+from penstock.device import image_finisher
 from penstock.errors import BadArgument
 
 pytestmark = pytest.mark.legacy
@@ -132,16 +131,15 @@ def test_where_triton_does_not_work_torch_does_it_and_that_is_said_once(
     def look_up(*arguments: Any) -> None:
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
-    fused = finishing._Fused()
-    monkeypatch.setattr(finishing, "_fused", fused)
+    monkeypatch.setattr(image_finisher, "_can_use_triton", True)
     monkeypatch.setitem(
-        sys.modules, "penstock.device.finish_kernel", types.SimpleNamespace(look_up=look_up)
+        sys.modules, "penstock.device.triton_lookup", types.SimpleNamespace(look_up=look_up)
     )
     batch, normalise = images(), finish(mean=MEAN, std=STD)
     with pytest.warns(UserWarning, match=r"Triton cannot be used here \(Failed to find C compiler"):
         done = normalise(batch.as_subclass(OnGpu))
     assert torch.equal(torch.Tensor(done), by_hand(batch, MEAN, STD))
-    assert fused.look_up() is None
+    assert not image_finisher._can_use_triton
     assert torch.equal(torch.Tensor(normalise(batch.as_subclass(OnGpu))), torch.Tensor(done))
 
 
@@ -185,7 +183,7 @@ def test_torchs_default_dtype_changes_no_bit_of_the_result(dtype: torch.dtype) -
     mean, std = [0.4851, 0.4562, 0.4063], [0.2291, 0.2242, 0.2253]  # in no cache yet
     batch = images()
     expected = by_hand(batch, mean, std)
-    finish_cpu.Arithmetic.make_table.cache_clear()
+    image_finisher.Normalization.make_table.cache_clear()
     torch.set_default_dtype(dtype)
     try:
         assert not torch.equal(by_hand(batch, mean, std), expected), "the control: it could"
@@ -198,7 +196,7 @@ def test_torchs_default_dtype_changes_no_bit_of_the_result(dtype: torch.dtype) -
 @pytest.mark.skipif(not hasattr(torch, "set_default_device"), reason="torch 2.0 and newer")
 def test_torchs_default_device_is_not_where_the_table_is_made() -> None:
     batch = images()
-    finish_cpu.Arithmetic.make_table.cache_clear()
+    image_finisher.Normalization.make_table.cache_clear()
     with torch.device("meta"):
         done = finish(mean=MEAN, std=STD)(batch)
     assert torch.equal(done, by_hand(batch, MEAN, STD))
@@ -207,10 +205,10 @@ def test_torchs_default_device_is_not_where_the_table_is_made() -> None:
 def test_what_an_uninstalled_opencv_leaves_behind_is_not_taken_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    finish_cpu.opencv.cache_clear()
+    image_finisher.opencv.cache_clear()
     monkeypatch.setitem(sys.modules, "cv2", types.ModuleType("cv2"))  # an empty folder: no LUT
     try:
         batch = images()
         assert torch.equal(finish(mean=MEAN, std=STD)(batch), by_hand(batch, MEAN, STD))
     finally:
-        finish_cpu.opencv.cache_clear()
+        image_finisher.opencv.cache_clear()

@@ -11,7 +11,7 @@ from scripting import run
 
 LEAVING = """
 import time
-from penstock.device import background
+from penstock.device import on_demand_thread
 
 def work(items):
     while items:
@@ -20,9 +20,9 @@ def work(items):
         print("done", flush=True)
 
 {control}
-thread = background.Background(work)
-thread.take(1)
-thread.take(2)
+thread = on_demand_thread.OnDemandThread(work)
+thread.submit(1)
+thread.submit(2)
 """
 
 
@@ -32,17 +32,19 @@ def test_what_has_begun_is_waited_for_at_the_end(tmp_path: Path) -> None:
 
 
 def test_the_control_leaves_it_unfinished(tmp_path: Path) -> None:
-    end = run(LEAVING.format(control="background.WAIT_AT_EXIT_S = 0.0", seconds=9.0), tmp_path)
+    end = run(
+        LEAVING.format(control="on_demand_thread.WAIT_AT_EXIT_S = 0.0", seconds=9.0), tmp_path
+    )
     assert end.stdout.split() != ["done"] * 2
 
 
 def test_nothing_is_begun_after_the_end(tmp_path: Path) -> None:
     late = """
-from penstock.device import background
+from penstock.device import on_demand_thread
 
-thread = background.Background(lambda items: print("late", items, flush=True))
-background._wait_for_all()
-thread.take(1)
+thread = on_demand_thread.OnDemandThread(lambda items: print("late", items, flush=True))
+on_demand_thread._wait_for_all()
+thread.submit(1)
 assert not thread.is_running
 """
     end = run(late, tmp_path)
@@ -53,7 +55,7 @@ assert not thread.is_running
 def test_a_fork_does_not_wait_for_a_thread_that_it_does_not_have(tmp_path: Path) -> None:
     forking = """
 import os, sys, threading, time
-from penstock.device import background
+from penstock.device import on_demand_thread
 
 begun, done = threading.Event(), threading.Event()
 
@@ -62,8 +64,8 @@ def work(items):
     begun.set()
     done.wait(30)
 
-thread = background.Background(work)
-thread.take(1)
+thread = on_demand_thread.OnDemandThread(work)
+thread.submit(1)
 begun.wait(30)
 child = os.fork()
 if not child:

@@ -1,8 +1,8 @@
-"""Batches of any iterable on a device: what ``DataLoader(device=)`` does, for other loaders.
+"""``penstock.to_device``: batches of any iterable on a device, as ``DataLoader(device=)`` has them.
 
 ::
 
-    this process, a thread of ours              the caller's thread
+    a thread                                    the caller's thread
     next(iterable), pinned  -- queue -->  copied ahead, on a stream of its own --> step
 
 A loader of Penstock's needs no thread: its workers are ahead already.
@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from penstock.device.background import WAIT_AT_EXIT_S
-from penstock.device.nested import change_tensors
+from penstock.device.nested import map_tensors
+from penstock.device.on_demand_thread import WAIT_AT_EXIT_S
 from penstock.device.prefetcher import DevicePrefetcher
 from penstock.device.transfer import resolve
 from penstock.errors import DeviceFailed
 from penstock.options import check_device, check_finish, check_prefetch
 
-_LOOK_EVERY_S = 1.0
+_POLL_S = 1.0
 
 
 def to_device(
@@ -37,7 +37,7 @@ def to_device(
     *,
     prefetch: int = 2,
     finish: Callable[[Any], Any] | None = None,
-) -> ToDevice:
+) -> DeviceIterable:
     """Any iterable of batches, with its batches on ``device`` ahead of the step.
 
     A thread takes the batches and pins them; copies run on a stream of their own. What the iterable
@@ -58,10 +58,10 @@ def to_device(
     """
     depth = check_prefetch("prefetch", prefetch)
     checked_finish = check_finish("finish", finish)
-    return ToDevice(iterable, check_device("device", device), depth, checked_finish)
+    return DeviceIterable(iterable, check_device("device", device), depth, checked_finish)
 
 
-class ToDevice:
+class DeviceIterable:
     """Made by :func:`to_device`. Iterable again and again, as what it was made from."""
 
     def __init__(
@@ -82,23 +82,23 @@ class ToDevice:
     def __iter__(self) -> Iterator[Any]:
         device = resolve(self.device)
         prefetcher = DevicePrefetcher(device, self.prefetch, self.finish)
-        taker = _Taker(iter(self.iterable), self.prefetch, device)
+        fetcher = _FetchThread(iter(self.iterable), self.prefetch, device)
         try:
             while True:
                 try:
-                    batch = prefetcher.next(taker.take, taker.is_ready)
+                    batch = prefetcher.next(fetcher.take, fetcher.is_ready)
                 except StopIteration:
                     return
                 yield batch
         finally:
-            taker.stop()
+            fetcher.stop()
 
 
-class _Taker:
-    """Takes batches in a thread. Pairs with :meth:`stop`."""
+class _FetchThread:
+    """Fetches and pins batches in a thread. Pairs with :meth:`stop`."""
 
     def __init__(self, batches: Iterator[Any], depth: int, device: torch.device) -> None:
-        self._taken: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
+        self._fetched: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
         self._is_wanted = True
         self._thread = threading.Thread(
             target=self._run, args=(batches, device), name="penstock-to-device", daemon=True
@@ -111,10 +111,10 @@ class _Taker:
     def take(self) -> tuple[Any, list[Callable[[], None]]]:
         while True:
             try:
-                batch, error = self._taken.get(timeout=_LOOK_EVERY_S)
+                batch, error = self._fetched.get(timeout=_POLL_S)
                 break
             except queue.Empty:
-                if not self._thread.is_alive() and self._taken.empty():
+                if not self._thread.is_alive() and self._fetched.empty():
                     raise DeviceFailed(
                         "the thread that takes batches for the device has ended",
                         likely="the interpreter is going down",
@@ -124,7 +124,7 @@ class _Taker:
         return batch, []
 
     def is_ready(self) -> bool:
-        return not self._taken.empty()
+        return not self._fetched.empty()
 
     def _run(self, batches: Iterator[Any], device: torch.device) -> None:
         try:
@@ -142,24 +142,24 @@ class _Taker:
     def _put(self, batch: Any, error: BaseException | None) -> bool:
         while self._is_wanted and not sys.is_finalizing():
             try:
-                self._taken.put((batch, error), timeout=_LOOK_EVERY_S)
+                self._fetched.put((batch, error), timeout=_POLL_S)
             except queue.Full:
                 continue
             return True
         return False
 
     def stop(self) -> None:
-        """Let the thread go: it ends after the batch that it is taking."""
+        """Have the thread end after the batch that it is fetching."""
         self._is_wanted = False
-        while not self._taken.empty():
-            self._taken.get()
+        while not self._fetched.empty():
+            self._fetched.get()
 
     def wait(self, until_s: float) -> None:
-        """Until the thread has ended, or the clock says so."""
+        """Wait for the thread, until ``until_s`` at the latest."""
         self._thread.join(max(0.0, until_s - time.monotonic()))
 
 
-_all: weakref.WeakSet[_Taker] = weakref.WeakSet()
+_all: weakref.WeakSet[_FetchThread] = weakref.WeakSet()
 
 
 def _wait_for_all() -> None:
@@ -168,18 +168,18 @@ def _wait_for_all() -> None:
     Called from: the end of the program.
     """
     until_s = time.monotonic() + WAIT_AT_EXIT_S
-    takers = list(_all)
-    for taker in takers:
-        taker.stop()
-    for taker in takers:
-        taker.wait(until_s)
+    fetchers = list(_all)
+    for fetcher in fetchers:
+        fetcher.stop()
+    for fetcher in fetchers:
+        fetcher.wait(until_s)
 
 
 def _pinned(batch: Any, device: torch.device) -> Any:
     """In pinned memory, from which a copy can overlap the step."""
     if device.type != "cuda":
         return batch
-    return change_tensors(batch, _pin)
+    return map_tensors(batch, _pin)
 
 
 def _pin(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from penstock.device.nested import change_tensors, tensors_in
-from penstock.device.prefetcher import _Move, arrays_apart
+from penstock.device.nested import copy_arrays, map_tensors, move_tensors, tensors_in
 
 pytestmark = pytest.mark.legacy
 
@@ -78,7 +77,7 @@ class Own:
 
 
 def plus_1(batch: Any) -> Any:
-    return change_tensors(batch, lambda tensor: tensor + 1)
+    return map_tensors(batch, lambda tensor: tensor + 1)
 
 
 def zero() -> torch.Tensor:
@@ -132,7 +131,7 @@ def test_arrays_and_strange_things_are_left_alone() -> None:
 @pytest.mark.parametrize("kind", [torch.nn.utils.rnn.PackedSequence, Own])
 def test_things_that_know_how_to_move_move_by_themselves(kind: Any) -> None:
     batch = pack_sequence([torch.ones(3), torch.ones(2)]) if kind is PackedSequence else Own(zero())
-    moved = change_tensors({"x": batch}, _Move(torch.device("meta"), non_blocking=False))["x"]
+    moved = move_tensors({"x": batch}, torch.device("meta"))["x"]
     assert type(moved) is kind
     assert tensors_in(moved)[0].device.type == "meta"
     assert plus_1(batch) is batch, "no move: they are none of our business"
@@ -163,9 +162,9 @@ def test_dataclasses_without_a_dict_are_seen_into() -> None:
     assert len(tensors_in(made)) == 1
 
 
-def test_arrays_apart_copies_arrays_and_nothing_else() -> None:
+def test_copy_arrays_copies_arrays_and_nothing_else() -> None:
     array, tensor = np.arange(3), zero()
-    apart = arrays_apart({"a": array, "b": [array, (array, "x")], "t": tensor})
+    apart = copy_arrays({"a": array, "b": [array, (array, "x")], "t": tensor})
     assert apart["a"] is not array
     assert (apart["b"][1][0] == array).all()
     assert not np.shares_memory(apart["b"][0], array)
@@ -176,4 +175,4 @@ def test_arrays_apart_copies_arrays_and_nothing_else() -> None:
 @pytest.mark.parametrize("kind", [Own, torch.nn.Linear, torch.Tensor, Boxes])
 def test_a_class_in_a_batch_is_left_alone_even_if_its_objects_can_move(kind: Any) -> None:
     batch = {"kind": kind, "x": zero()}
-    assert change_tensors(batch, _Move(torch.device("cpu"), non_blocking=False))["kind"] is kind
+    assert move_tensors(batch, torch.device("cpu"))["kind"] is kind

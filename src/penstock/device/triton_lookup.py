@@ -1,4 +1,4 @@
-"""The table of :mod:`penstock.device.finish`, looked up by one kernel. Needs Triton."""
+"""The Triton kernel of :mod:`penstock.device.image_finisher`. Importing it needs Triton."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Things that are done in a thread which is there only while there is something to do.
+"""A thread that exists only while there is work for it.
 
-Called from anywhere, garbage collection included: handing something over puts it into a queue, and
-starts a bare thread where none is running. So no loader leaves a thread behind, and none has to be
-told to end it.
+Submitting is safe from anywhere, garbage collection included: it puts an item into a queue, and
+starts a bare thread where none is running. So no loader leaves a thread behind, and none has to
+stop one.
 
-At the end of the program what runs is waited for: a thread that comes back from the GPU's driver
-into an interpreter that is gone ends the whole process with an error.
+At exit, a running thread is waited for: one that returns from the GPU's driver into an interpreter
+that is gone ends the whole process with an error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Item = TypeVar("Item")
 WAIT_AT_EXIT_S = 10.0
 
 
-class Background(Generic[Item]):
-    """Does ``work`` with what it is handed, all that has come together at once.
+class OnDemandThread(Generic[Item]):
+    """Calls ``work`` with the items that were submitted, all that have come at once.
 
     Args:
         work: Takes items out of the list as it goes: what stays in it is kept alive.
@@ -36,13 +36,13 @@ class Background(Generic[Item]):
 
     def __init__(self, work: Callable[[list[Item]], None]) -> None:
         self._work = work
-        self._forget()
+        self._reset()
         _all.add(self)
 
-    def _forget(self) -> None:
-        self._left: queue.SimpleQueue[Item] = queue.SimpleQueue()
+    def _reset(self) -> None:
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._is_running = False
-        self._lock = threading.RLock()  # the collector may call take() while we hold it
+        self._lock = threading.RLock()  # the garbage collector may call submit() while it is held
         self._process = os.getpid()
 
     @property
@@ -50,13 +50,13 @@ class Background(Generic[Item]):
         """Is there a thread now, in this process? A fork has none of its parent's."""
         return self._is_running and self._process == os.getpid()
 
-    def take(self, item: Item) -> None:
-        """Have it done soon; at the end of the program not at all: the system frees everything."""
+    def submit(self, item: Item) -> None:
+        """Have it done soon. After exit has begun it is not done: the system frees everything."""
         if _is_over:
             return
         if os.getpid() != self._process:
-            self._forget()  # the thread is our parent's, and so is what waited for it
-        self._left.put(item)
+            self._reset()  # the thread is the parent's, and so are its items
+        self._items.put(item)
         with self._lock:
             if self._is_running:
                 return
@@ -71,7 +71,7 @@ class Background(Generic[Item]):
         while True:
             with self._lock:
                 self._is_running = False
-                if self._left.empty():
+                if self._items.empty():
                     return
                 self._is_running = True
             try:
@@ -84,12 +84,12 @@ class Background(Generic[Item]):
         items: list[Item] = []
         try:
             while True:
-                items.append(self._left.get_nowait())
+                items.append(self._items.get_nowait())
         except queue.Empty:
             return items
 
 
-_all: weakref.WeakSet[Background[Any]] = weakref.WeakSet()
+_all: weakref.WeakSet[OnDemandThread[Any]] = weakref.WeakSet()
 _is_over = False
 
 

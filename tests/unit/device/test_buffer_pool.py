@@ -46,10 +46,10 @@ def test_no_more_is_kept_than_a_loop_needs() -> None:
     shelf = BufferPool()
     held = [take(shelf) for _ in range(10)]
     del held
-    assert len(shelf._pieces) == MAX_KEPT
+    assert len(shelf._buffers) == MAX_KEPT
     small = shelf.empty_like(IMAGES[:4], torch.float32, torch.preserve_format)
     assert small.shape == (4, *SHAPE[1:])
-    assert len(shelf._pieces) <= MAX_KEPT
+    assert len(shelf._buffers) <= MAX_KEPT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -65,4 +65,4 @@ def test_a_tensor_is_as_torch_would_make_it(
 def test_it_travels_empty() -> None:
     shelf = BufferPool()
     take(shelf)
-    assert pickle.loads(pickle.dumps(shelf))._pieces == []
+    assert pickle.loads(pickle.dumps(shelf))._buffers == []
