@@ -29,7 +29,7 @@ from penstock.engine.parent.context import EpochPass, LoadContext
 from penstock.engine.parent.crash_report import WorkerFault
 from penstock.engine.parent.leases import LeaseQueue
 from penstock.engine.parent.pending_batch import PendingBatch
-from penstock.engine.parent.pools import WorkerExit, Pool
+from penstock.engine.parent.pools import Pool, WorkerExit
 from penstock.engine.parent.restarts import WorkerRestarts
 from penstock.engine.pickling.exceptions import ErrorReport, rebuild
 from penstock.errors import PenstockError, warn_user

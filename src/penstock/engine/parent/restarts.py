@@ -38,7 +38,7 @@ from penstock.engine.parent.crash_report import (
 )
 from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.leases import LeaseQueue
-from penstock.engine.parent.pools import WorkerExit, Pool
+from penstock.engine.parent.pools import Pool, WorkerExit
 from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
 from penstock.engine.parent.stacks import all_stacks
 from penstock.errors import StartFailed, Stuck, WorkerTimeout
