@@ -9,8 +9,10 @@ import ast
 import importlib.util
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,31 +51,26 @@ def torch_build() -> TorchBuild:
         >>> torch_build().build in {"cuda", "hip", "xpu", "mps", "cpu", "none"}
         True
     """
-    module = sys.modules.get("torch")
-    loaded = getattr(module, "version", None)
+    loaded = getattr(sys.modules.get("torch"), "version", None)
     if loaded is not None:
-        names = ("__version__", "cuda", "hip", "xpu")
-        return _describe({name: getattr(loaded, name, None) for name in names})
-    spec = importlib.util.find_spec("torch")
+        return _describe(vars(loaded))
+    written = _read_version_file("torch")
+    return TorchBuild() if written is None else _describe(written)
+
+
+def _read_version_file(package: str) -> dict[str, object] | None:
+    """The names that a package's ``version.py`` sets to plain values; None without the package.
+
+    Nothing of the package is imported.
+    """
+    spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        return TorchBuild()
-    return _describe(_constants(_read_version_file(spec.origin)))
-
-
-def _constants(source: str) -> dict[str, object]:
-    """The names that a module sets to plain values, without running it."""
+        return None
+    source = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     found: dict[str, object] = {}
-    for statement in ast.parse(source).body:
-        targets: list[ast.expr] = []
-        if isinstance(statement, ast.Assign):
-            targets = statement.targets
-        elif isinstance(statement, ast.AnnAssign):
-            targets = [statement.target]
-        value = getattr(statement, "value", None)
-        if isinstance(value, ast.Constant):
-            found.update(
-                (target.id, value.value) for target in targets if isinstance(target, ast.Name)
-            )
+    for name, text in re.findall(r"^(\w+)(?: *:[^=]+)? *= *(.+)$", source, re.MULTILINE):
+        with suppress(ValueError, SyntaxError):  # something that is computed
+            found[name] = ast.literal_eval(text)
     return found
 
 
@@ -95,19 +92,14 @@ def numpy_version() -> str | None:
     loaded = getattr(sys.modules.get("numpy"), "__version__", None)
     if loaded is not None:
         return str(loaded)
-    spec = importlib.util.find_spec("numpy")
-    if spec is None or spec.origin is None:
+    written = _read_version_file("numpy")
+    if written is None:
         return None
-    written = _constants(_read_version_file(spec.origin)).get("version")
-    if written is not None:
-        return str(written)
+    if "version" in written:
+        return str(written["version"])
     from importlib.metadata import version
 
     return version("numpy")
-
-
-def _read_version_file(origin: str) -> str:
-    return (Path(origin).parent / "version.py").read_text(encoding="utf-8")
 
 
 def has_gpu_context() -> bool:
