@@ -118,8 +118,8 @@ def tiny(pace: Pace) -> Case:
     return _pair("b", "Samples of 16 bytes", Pairs(), int(800 * pace.window_s))
 
 
-class _Desk:
-    """In the place of a pipe: the worker's slot is memory of this process."""
+class _SlotMemory:
+    """Stands in for the connection: the slot of the worker is memory of this process."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 64 << 20)
@@ -143,7 +143,7 @@ def _make_worker(dataset: Any, ring_bytes: int) -> Any:
     cells = memoryview(bytearray(control_bytes(1, ring_bytes))).cast("q")
     objects = {"dataset": dataset, "collate_fn": default_collate}
     return WorkerLoop(
-        number=0, task=task, objects=objects, connection=_Desk(), cells=cells, is_thread=True
+        number=0, task=task, objects=objects, connection=_SlotMemory(), cells=cells, is_thread=True
     )
 
 

@@ -133,9 +133,8 @@ def browser(width: int = 1200, height: int = 640) -> Iterator[Browser]:
             driver = subprocess.Popen([DRIVER, "--port=0"], stdout=out, stderr=subprocess.STDOUT)
         try:
             port = _port_of(log, driver)
-            session = _request(
-                "POST", f"http://127.0.0.1:{port}/session", _request(folder, width, height)
-            )
+            wanted = _new_session(folder, width, height)
+            session = _request("POST", f"http://127.0.0.1:{port}/session", wanted)
             one = Browser(port, session["sessionId"])
             try:
                 yield one
@@ -156,7 +155,7 @@ def _port_of(log: Path, driver: subprocess.Popen[bytes]) -> int:
     raise AssertionError(f"chromedriver did not start: {log.read_text(errors='replace')}")
 
 
-def _request(folder: str, width: int, height: int) -> dict[str, Any]:
+def _new_session(folder: str, width: int, height: int) -> dict[str, Any]:
     options = {
         "binary": CHROMIUM,
         "args": [

@@ -32,8 +32,9 @@ def dump_records(records: Mapping[str, Any]) -> bytes:
         spans = lane.get("spans") or ()
         names = sorted({span.name for span in spans})
         numbers = {name: number for number, name in enumerate(names)}
-        columns = {name: [getattr(span, name) for span in spans] for name in _COLUMNS}
-        columns["name"] = [numbers[span.name] for span in spans]
+        fields = enumerate(Record._fields)
+        columns = {name: [span[place] for span in spans] for place, name in fields}
+        columns["name"] = [numbers[name] for name in columns["name"]]
         plain = {name: lane[name] for name in _PLAIN if name in lane}
         lanes.append({**plain, "names": names, "columns": columns})
     content = {"format": FORMAT, "version": VERSION, "facts": records.get("facts") or {}}
