@@ -156,9 +156,8 @@ class FixedColumn:
         self._num_chunks = self.row_bytes // chunk
         if chunk < _MIN_CHUNK and self._num_chunks > _MAX_CHUNKS:
             return
-        self._origins = np.array(
-            [(shard.rows.ctypes.data - low) // chunk for shard in self.shards], np.int64
-        )
+        origins = [(shard.rows.ctypes.data - low) // chunk for shard in self.shards]
+        self._shifts = np.array(origins, np.int64) - self.first_rows[:-1] * self._num_chunks
         self._chunk = chunk
         arrays = [shard.array for shard in self.shards]
         self._table = RowTable(low, ((high - low) // chunk, chunk), arrays)
@@ -176,21 +175,23 @@ class FixedColumn:
             self._table.gather(rows, out)
             return
         numbers = self.first_rows.searchsorted(rows, side="right") - 1
-        inner = rows - self.first_rows[numbers]
         if self._is_prefetched or not self._is_checked:
             for number in np.unique(numbers).tolist():
-                self._prepare(self.shards[number], inner[numbers == number])
+                inner = rows[numbers == number] - self.first_rows[number]
+                self._prepare(self.shards[number], inner)
             checkers = [shard.checker for shard in self.shards]
             self._is_checked = all(one is None or one.is_done for one in checkers)
         if self._table is None:
+            inner = rows - self.first_rows[numbers]
             pairs = zip(numbers.tolist(), inner.tolist(), strict=True)
             for place, (number, row) in enumerate(pairs):
                 out[place] = self.shards[number].rows[row]
-            return
-        chunks = self._origins[numbers] + inner * self._num_chunks
-        if self._num_chunks > 1:
-            chunks = (chunks[:, None] + np.arange(self._num_chunks)).ravel()
-        self._table.gather(chunks, out.reshape(-1, self._chunk))
+        elif self._num_chunks == 1:
+            self._table.gather(rows + self._shifts[numbers], out)
+        else:
+            first = rows * self._num_chunks + self._shifts[numbers]
+            chunks = (first[:, None] + np.arange(self._num_chunks)).ravel()
+            self._table.gather(chunks, out.reshape(-1, self._chunk))
 
     def read_ahead(self) -> None:
         """From now on: ask for all rows of a batch at once, and for nothing around them."""
