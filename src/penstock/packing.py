@@ -25,7 +25,7 @@ from penstock.sources.packed_writer import Map, pack_into, refuse_finished
 from penstock.verify.hashing import digest
 
 _NUM_TWICE, _LONGEST_S = 4, 1.0
-"""Samples that are loaded twice to see whether they are random: one flip of a coin misses half."""
+"""Samples that are loaded twice to see whether they are random, and the time limit for it."""
 
 
 def pack(
@@ -122,7 +122,7 @@ class _RandomSampleCheck:
         for index, before in self._seen.items():
             try:
                 again = digest(others.call(samples.get, index, index))
-            except Exception:  # bad samples have a policy of their own
+            except Exception:  # on_error handles bad samples
                 continue
             if again != before:
                 warn_user(
@@ -136,7 +136,7 @@ class _RandomSampleCheck:
 
 
 def pool_map(workers: int, num_items: int) -> Map:
-    """A map over the loader's worker processes: one that dies is replaced, its item done again."""
+    """A map over the loader's worker processes. An item whose worker dies is done again."""
 
     def run(function: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
         results = _Results(function, list(items))
@@ -193,7 +193,7 @@ def _check_bad(folder: str, num_bad: int, num_samples: int, max_bad: float | Non
 
 @contextlib.contextmanager
 def _bar(num_samples: int, request: bool | None) -> Iterator[Callable[[int, int], None]]:
-    """A bar with rate and time left, where a person is watching."""
+    """A progress bar with rate and time left, on a terminal or on request."""
     if not (sys.stderr.isatty() if request is None else request):
         yield lambda done, total: None
         return

@@ -132,7 +132,7 @@ class RandomResizedCrop(Crop):
         return self._middle(height, width)
 
     def _middle(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """As much of the middle as the ratio allows: no crop that was drawn fitted in."""
+        """The largest centred crop of an allowed ratio, used when no drawn crop fits."""
         tall, wide = height, width
         if width / height < self.ratio[0]:
             tall = round(width / self.ratio[0])

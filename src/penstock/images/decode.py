@@ -97,7 +97,7 @@ def decode_bytes(
 
 
 def _describe(error: BaseException) -> str:
-    """What a decoder says of a file, the same each time.
+    """An error of a decoder in words that do not change from run to run.
 
     Pillow names the object that it read from by its address. Others replace its function that opens
     files (Ultralytics), and then fail at something else once it has found no image.
@@ -167,7 +167,7 @@ def _decode_other(data: bytes, upright: bool, max_pixels: int) -> np.ndarray:
 
 
 def find_scale(steps: list[Step], height: int, width: int) -> int:
-    """By how much a JPEG may be shrunk while decoding so that no step has to enlarge it."""
+    """The largest scale at which a JPEG can be decoded without enlarging it in a later step."""
     for step in steps:
         if step.kind == "crop":
             height, width = step.box[2:]

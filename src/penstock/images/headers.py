@@ -24,7 +24,7 @@ class Header(NamedTuple):
 
 
 def read_header(data: memoryview) -> Header:
-    """Read the header of an encoded image; never raises: what is odd is left to the decoder.
+    """Read the header of an encoded image; never raises: errors are left to the decoder.
 
     Example:
         >>> read_header(memoryview(b"GIF89a"))

@@ -24,8 +24,8 @@ JpegDecoder = Callable[[Any, int], np.ndarray]
 _NUM_RUNS = 3
 _PACKAGES = {"cv2": "opencv-python-headless", "PIL": "pillow"}
 CLEAR_LEAD = 1.5
-"""Another one is taken only where it is faster by this factor: decoders differ in single values of
-pixels, and what chance decides would be another choice in each worker and each run."""
+"""Another decoder is taken only if it is faster by this factor. Decoders differ in single values of
+pixels, so the choice must not depend on noise in the measurement."""
 
 
 def _by_simplejpeg(data: Any, scale: int) -> np.ndarray:
@@ -146,14 +146,14 @@ def fastest_decoder(data: bytes) -> str:
     """The quickest decoder on this machine, measured with the first JPEG that comes."""
     if not _chosen:
         times = measure_decoders(data)
-        if not times:  # a broken file says nothing of any decoder
+        if not times:  # the file is broken
             return available_decoders()[0]
         _chosen.append(pick_decoder(times))
     return _chosen[0]
 
 
 def pick_decoder(times: dict[str, float]) -> str:
-    """Of decoders and their times, the usual one, unless another has a clear lead.
+    """The usual decoder of those measured, unless another has a clear lead.
 
     Example:
         >>> pick_decoder({"torchvision": 0.9, "cv2": 1.0})

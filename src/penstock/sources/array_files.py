@@ -72,7 +72,7 @@ def map_array(path: str) -> MappedArray:
 
 
 def map_arrays(paths: list[str]) -> list[MappedArray]:
-    """Map ``.npy`` files for reading; on Linux so that their rows lie at whole distances.
+    """Map ``.npy`` files for reading; on Linux so that they are whole numbers of rows apart.
 
     Raises:
         BadStore: One cannot be opened, is no ``.npy``, holds objects, or is shorter than its
@@ -124,7 +124,7 @@ def _read_header(path: str) -> _Header:
             header = _Header(dtype, shape, file.tell(), os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise BadStore(f"{path} cannot be opened: {error.strerror or error}", path=path) from None
-    except Exception as error:  # whatever the bytes made of NumPy's parser
+    except Exception as error:  # NumPy's parser raises many types for damaged bytes
         raise BadStore(
             f"{path} is no .npy file: {' '.join(str(error).split())[:200]}",
             likely="its first bytes are damaged, or something else wrote it.",
@@ -225,7 +225,7 @@ def _libc() -> Any:
 
 
 class _Memory:
-    """What NumPy asks for memory that it shall see as an array."""
+    """Memory described by NumPy's array interface."""
 
     def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
         self.owner = owner

@@ -6,10 +6,10 @@
     ready.npy          a byte for each sample: set when all of it is written
     checks.npy         a CRC-32 for each, looked at after the machine was started anew
 
-Workers and ranks fill it at once, while the first epoch runs. Who computes a sample locks it (not
-waiting: who comes second computes for himself), writes, and sets its byte last. A killed worker
-leaves a sample that is not ready; a disk that is full, or samples of an odd form, cost the cache,
-never the run.
+Workers and ranks fill it at the same time, while the first epoch runs. A process that has computed
+a sample locks it (without waiting: if another has the lock, it writes nothing), writes it, and sets
+its byte last. A killed worker leaves a sample that is not ready. If the disk is full, or samples
+differ in form, they are computed each time; the run goes on.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Cached:
         self._files = files
         self._form = form
         self._schemas = schemas
-        self._busy: set[int] = set()
         self._mutex = threading.Lock()
         self._is_broken = False
         self._ready = files.map(_READY)
@@ -85,12 +84,12 @@ class Cached:
 
     @property
     def num_ready(self) -> int:
-        """Samples that need not be computed again."""
+        """Number of samples that are in the cache."""
         return int(self._ready.sum())
 
     @property
     def read_rows(self) -> Callable[[np.ndarray, list[np.ndarray]], None]:
-        """Whole batches, once every sample is there."""
+        """Copies whole batches. Exists only when every sample is in the cache."""
         if None in self._columns or not self._ready.all():
             raise AttributeError("not all samples are there, or they differ in length")
         return self._read_rows
@@ -138,12 +137,9 @@ class Cached:
             arrays = self._encoder.encode(sample, row)
         except CannotPack:
             return
-        with self._mutex:
-            if row in self._busy:
-                return
-            self._busy.add(row)
         try:
-            with self._files.lock(row) as is_mine:
+            # The mutex is for threads: locks on files are the process's.
+            with self._mutex, self._files.lock(row) as is_mine:
                 if is_mine and not self._ready[row]:
                     self._write(row, arrays)
         except OSError as error:
@@ -153,9 +149,6 @@ class Cached:
                 "each time from now on.",
                 stacklevel=3,
             )
-        finally:
-            with self._mutex:
-                self._busy.discard(row)
 
     def _write(self, row: int, arrays: list[np.ndarray]) -> None:
         files, check = self._files, 0
@@ -171,7 +164,7 @@ class Cached:
         files.write(_READY, HEADER_BYTES + row, b"\x01")
 
     def forget_damaged(self) -> None:
-        """Samples without their checksum are computed again: the machine went down meanwhile."""
+        """Mark samples whose checksum is wrong as not ready, after a crash of the machine."""
         checks = self._files.map(_CHECKS)
         for row in np.flatnonzero(self._ready).tolist():
             check = 0
@@ -238,7 +231,7 @@ def cached(dataset: Any, path: str | os.PathLike[str]) -> Cached:
 
 
 def _probe(dataset: Any) -> list[tuple[int, Any]]:
-    """The first sample, and of the middle and the last those that are like it."""
+    """The first, middle and last sample, without those unlike the first."""
     if not len(dataset):
         raise CannotPack("the dataset has no samples")
     places = sorted({0, len(dataset) // 2, len(dataset) - 1})
@@ -254,7 +247,7 @@ def _probe(dataset: Any) -> list[tuple[int, Any]]:
 
 
 def _make_memory(num_bytes: int) -> CacheFolder:
-    """Memory that workers reach; where there is no such thing, a temporary folder."""
+    """Memory that workers can open; where the system has none, a temporary folder."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -318,7 +311,7 @@ def _begin(
         return False
     found = set(os.listdir(files.folder)) - {_LOCK}
     others = sorted(name for name in found if not name.startswith(PART_PREFIX))
-    # The mark tells what a maker who was killed has left from what somebody else put here.
+    # The mark tells files of a killed process from files of others.
     if others and _UNFINISHED not in found:
         with contextlib.suppress(OSError):
             os.unlink(files.path(_LOCK))
@@ -359,7 +352,7 @@ def _check_after_boot(cache: Cached, files: CacheFolder, is_new: bool) -> None:
 
 
 def _check_names(schemas: tuple[FieldSchema, ...]) -> None:
-    """Each file has one owner: a field called "ready" would be written over by our own."""
+    """Refuse fields whose files would collide with each other's or with the cache's own."""
     owners = {_READY: "the cache itself", _CHECKS: "the cache itself"}
     for schema in schemas:
         stem = schema.name.lower()

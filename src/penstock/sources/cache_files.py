@@ -1,7 +1,7 @@
 """Files of a cache: in a folder, or in memory that workers open by name.
 
-Everything is written with ``pwrite``: a full disk is then an error, where a write through a mapping
-would be a signal that ends the process.
+Everything is written with ``pwrite``: a full disk is then an ``OSError``, not the SIGBUS of a write
+through a mapping.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class CacheFolder:
             view, start = view[written:], start + written
 
     def append(self, name: str, content: bytes) -> int:
-        """Write at the end; returns where. The place is taken under a lock, written without it."""
+        """Write at the end; returns the offset. Only reserving it needs the lock."""
         descriptor, locks = self._descriptor(name), self._descriptor(_LOCKS)
-        # Threads first: a lock on a file is the process's, and one thread would end another's.
+        # File locks belong to the process: without the mutex, threads would release each other's.
         with self._mutex, byte_lock(locks, 0, waits=True):
             start = os.fstat(descriptor).st_size
             os.ftruncate(descriptor, start + len(content))
@@ -85,7 +85,7 @@ class CacheFolder:
         return start
 
     def lock(self, row: int) -> AbstractContextManager[bool]:
-        """The right to write a sample; gives False: another process has it."""
+        """Lock a sample for writing; gives False if another process has it."""
         return byte_lock(self._descriptor(_LOCKS), row + 1)
 
 

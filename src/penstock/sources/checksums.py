@@ -24,7 +24,7 @@ from penstock.sources.array_files import map_array
 from penstock.sources.manifest import FileEntry
 
 BLOCK_BYTES = 1 << 20
-"""Bytes under one checksum: what a first read of a single row has to look at."""
+"""Bytes under one checksum: the first read of a single row checks this many."""
 _TOKEN_BYTES = 16
 
 
@@ -58,7 +58,7 @@ def make_damage(folder: str, entry: FileEntry, what: str) -> Damaged:
 
 
 class CheckedBlocks:
-    """A byte for each block of a set: 1 when its bytes were found right.
+    """A byte for each block of a set: 1 when its checksum was right.
 
     Args:
         shared: The attribute of that name of one in another process, to use its memory.
@@ -79,7 +79,7 @@ class CheckedBlocks:
         self._attach(f"/proc/{os.getpid()}/fd/{descriptor}", token)
 
     def _attach(self, path: str, token: bytes) -> bool:
-        """Use the memory at ``path``; False: it is gone, or not the one meant."""
+        """Map the memory at ``path``; False: it is gone, or its token differs."""
         num_bytes = _TOKEN_BYTES + len(self.blocks)
         try:
             with open(path, "r+b", buffering=0) as file:
@@ -96,7 +96,8 @@ class CheckedBlocks:
 class BlockChecker:
     """Compares blocks of one file with their checksums before they are used for the first time.
 
-    Knows no folder: there is no way round from a mapping to itself, so that it is closed at once.
+    Refers to no :class:`~penstock.sources.packed_folder.PackedFolder`: without a reference cycle,
+    mappings are closed as soon as the set is deleted.
 
     Args:
         content: All bytes of the file.

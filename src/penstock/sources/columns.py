@@ -32,13 +32,13 @@ from penstock.sources.checksums import BlockChecker
 from penstock.sources.manifest import FieldSchema
 
 _MIN_CHUNK = 256
-"""Rows of many smaller chunks than this are copied one by one instead."""
+"""With chunks smaller than this, and more than ``_MAX_CHUNKS``, rows are copied one by one."""
 _MAX_CHUNKS = 4
 TRY_OTHER_EVERY = 64
 """Gathers after which both ways are timed once more; while threads are far behind, less often."""
 _MAX_WAIT = 4096
 _MIN_THREAD_BYTES = 1 << 20
-"""Less than this is copied before another thread has woken up."""
+"""Smaller gathers end before another thread has woken up."""
 
 
 class ShardRows:
@@ -63,7 +63,7 @@ class ShardRows:
             self.checker.check_range(start, start + (last - first) * self.row_bytes)
 
     def advise_random(self) -> None:
-        """Tell the system to read nothing around what is asked for."""
+        """Switch off the system's own read-ahead."""
         if self._file is not None:
             self._file.madvise(mmap.MADV_RANDOM)
 
@@ -194,7 +194,7 @@ class FixedColumn:
             self._table.gather(chunks, out.reshape(-1, self._chunk))
 
     def read_ahead(self) -> None:
-        """From now on: ask for all rows of a batch at once, and for nothing around them."""
+        """Prefetch the rows of each batch at once, instead of the system's own read-ahead."""
         self._is_prefetched = hasattr(mmap, "MADV_RANDOM")
         for shard in self.shards if self._is_prefetched else ():
             shard.advise_random()
@@ -228,7 +228,7 @@ class RaggedColumn:
         return np.array(self.view(index))
 
     def view(self, index: int) -> np.ndarray:
-        """One sample's items, as they lie in the map."""
+        """One sample's items, not copied."""
         number = bisect.bisect_right(self._first_rows, index) - 1
         data, offsets, shapes = self.shards[number]
         row = index - self._first_rows[number]
@@ -255,7 +255,7 @@ Column = FixedColumn | RaggedColumn
 
 
 def value_of(schema: FieldSchema, row: np.ndarray) -> Any:
-    """What a sample has in this field, as it was packed."""
+    """The value of a field, of the type that was packed."""
     kind = schema.kind
     if kind == "text":
         return row.tobytes().decode("utf-8")

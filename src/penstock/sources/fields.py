@@ -96,7 +96,7 @@ def split_sample(sample: Any) -> tuple[str, list[str], list[Any]]:
 
 
 def join_sample(form: str, names: Sequence[str], values: Sequence[Any]) -> Any:
-    """The sample again; the reverse of :func:`split_sample`.
+    """A sample from its values; the reverse of :func:`split_sample`.
 
     Example:
         >>> join_sample("dict", ["a", "b"], [1, 2])
@@ -149,7 +149,7 @@ def _as_field(request: Any) -> Field:
 
 
 def kind_of(value: Any, name: str) -> str:
-    """The kind of a value. Raises: CannotPack: nothing that can be stored without pickle."""
+    """The kind of a value. Raises: CannotPack: it cannot be stored without pickle."""
     for types, kind in _KINDS:
         if isinstance(value, types):
             return kind
@@ -421,7 +421,7 @@ class _FieldEncoder:
 
 
 def mean_bytes(schema: FieldSchema, values: Sequence[Any]) -> int:
-    """About how many bytes a sample takes in this field, judged by a few."""
+    """Approximate bytes of a sample in this field, from a few values."""
     if not schema.is_ragged:
         return schema.row_bytes
     sizes = []

@@ -1,4 +1,4 @@
-"""Locks on files, among processes; the system ends them with their holder, however that ends."""
+"""File locks between processes. The system releases them when their holder ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def packing_lock(folder: str) -> Iterator[None]:
     path = os.path.join(folder, PACKING_LOCK)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        # A file that its last holder has removed since we opened it locks nobody out.
+        # A lock on a file that its last holder has removed since we opened it excludes no one.
         if not lock_file(descriptor, waits=False) or not os.fstat(descriptor).st_nlink:
             raise AlreadyThere(
                 f"{folder} is being packed by another process",

@@ -1,4 +1,4 @@
-"""A folder of images, one subfolder for each class: torchvision's layout and attributes."""
+"""``penstock.ImageFolder``: one subfolder for each class, with torchvision's attributes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ImageFolder:
         return image, target if self.target_transform is None else self.target_transform(target)
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the decoder that is the fastest here: workers need not measure it again."""
+        """Includes the fastest decoder, so that workers need not measure it again."""
         if not self._decoder:
             self._choose_decoder()
         return dict(self.__dict__)
@@ -138,7 +138,7 @@ class ImageFolder:
         return {"classes": self.classes, "class_to_idx": self.class_to_idx}
 
     def packed_fingerprint(self) -> str:
-        """Names and sizes of all files: what was added or changed makes another set."""
+        """A hash of the names and sizes of all files."""
         seen = [
             (os.path.relpath(path, self.root), os.path.getsize(path)) for path, _ in self.samples
         ]

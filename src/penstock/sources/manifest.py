@@ -8,7 +8,7 @@
     image-00000.crc.npy        checks of each block, for files of more than one
 
 There is no pickle and nothing is run, so a set from a stranger is safe to open. Checks are against
-accidents: whoever may write the folder can write them, too.
+accidents, not against attackers, who can write them, too.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Manifest:
             )
         except BadStore:
             raise
-        except Exception as error:  # a manifest that somebody edited may be anything
+        except Exception as error:  # an edited manifest may be anything
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise BadStore(f"{path} is not a manifest: {what}", path=path) from None
 
@@ -214,7 +214,7 @@ def to_json(record: Any) -> str:
 
 
 def check_version(content: Any, path: str) -> None:
-    """Raises: BadStore: this is not ours, or of a version that is yet to come."""
+    """Raises: BadStore: it is not a manifest of ours, or of a newer version."""
     if not isinstance(content, dict) or content.get("format") != MARK:
         raise BadStore(f"{path} is not the manifest of a packed set", path=path)
     version = content.get("version")

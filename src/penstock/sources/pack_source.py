@@ -1,7 +1,7 @@
 """The dataset that is to be packed: what its samples look like, and how they are fetched.
 
-Called from: whoever packs (:func:`inspect_source`), and whoever writes a shard
-(:class:`EncodedSamples`), most often a worker process.
+Called from: :func:`penstock.pack` in the caller's process (:func:`inspect_source`), and the
+processes that write shards (:class:`EncodedSamples`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from penstock.sources.manifest import FieldSchema
 from penstock.sources.packed_writer import PackSpec, make_fingerprint
 
 SHARD_BYTES = 64 << 20
-"""A shard is what a kill costs, and what a worker writes at a time."""
+"""A killed worker loses one shard at most."""
 MAX_FILES = 256
-"""More than these make shards larger instead: each is a mapping of every reader's and, elsewhere
-than on Linux, a descriptor."""
+"""With more files than this, shards are larger instead: each file is a mapping in every reader and,
+except on Linux, a descriptor."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NUM_PROBES = 8
 _NUM_TRIES = 100
@@ -59,7 +59,7 @@ class EncodedSamples:
     seed: int
 
     def __call__(self, indices: range) -> Iterator[tuple[int, Any]]:
-        """For each index: the encoded sample; for a bad one first, or only, what is wrong."""
+        """Encoded samples by index. A bad one gives its error, and then its substitute, if any."""
         randomness = SampleRandomness(self.seed)
         encoder = SampleEncoder(self.form, self.schemas, self.requests)
 
@@ -104,7 +104,7 @@ def inspect_source(
     shard_bytes: int = SHARD_BYTES,
     on_probe: Callable[[int, Any], None] = lambda index, sample: None,
 ) -> tuple[PackSpec, EncodedSamples]:
-    """Look at a few samples, and settle how all of them are stored.
+    """Decide from a few samples how all of them are stored.
 
     Args:
         on_probe: Called with each of these samples.
@@ -115,7 +115,7 @@ def inspect_source(
     num_samples = _length_of(dataset)
     get = getattr(dataset, "packed_sample", None) or dataset.__getitem__
     probes = list(_probes(get, num_samples, on_error, check_seed("seed", seed), on_probe))
-    if on_error != "raise":  # one that is unlike the first is a bad one, then
+    if on_error != "raise":  # a sample unlike the first counts as bad
         probes = [probe for probe in probes if kinds_of(probe) == kinds_of(probes[0])]
     form, names, requests, columns = _columns(dataset, fields, probes)
     if len({name.lower() for name in names}) < len(names):
@@ -161,7 +161,7 @@ def _columns(
 
 
 def _describe(dataset: Any) -> str:
-    """What tells this source from another; a dataset may say more (``packed_fingerprint``)."""
+    """Text that identifies a source; a dataset may add to it (``packed_fingerprint``)."""
     own = getattr(dataset, "packed_fingerprint", None)
     kind = type(dataset)
     return f"{kind.__module__}.{kind.__qualname__} {'' if own is None else own()}"
@@ -190,7 +190,7 @@ def _probes(
 ) -> Iterator[Any]:
     """A few samples from all over the dataset."""
     randomness = SampleRandomness(seed)
-    # Neighbours and far ones: what repeats with any period must not look alike by chance.
+    # Neighbours and distant ones, so that periodic data does not look constant.
     spread = np.linspace(0, num_samples - 1, _NUM_PROBES // 2 + 1).astype(int).tolist()
     places = [0, *range(1, min(num_samples, _NUM_PROBES // 2)), *spread[1:]]
     failed: Exception | None = None
@@ -218,7 +218,7 @@ def _probes(
 
 
 def _note_sample(error: Exception, index: int) -> None:
-    """Say which sample it was; the error stays the user's own."""
+    """Add the sample's index to an error of the user's code."""
     with contextlib.suppress(AttributeError, TypeError):
         error.sample_index = index  # type: ignore[attr-defined]
     if hasattr(error, "add_note"):  # from Python 3.11 on
@@ -227,6 +227,6 @@ def _note_sample(error: Exception, index: int) -> None:
 
 def _text_of(error: Exception) -> str:
     what = error.what if isinstance(error, PenstockError) else str(error)
-    # Where an object lies in memory differs from run to run; the manifest must not.
+    # Addresses of objects differ from run to run; the manifest must not.
     what = _ADDRESS.sub("", what.partition(chr(10))[0])
     return f"{type(error).__name__}: {what[:500]}"

@@ -3,8 +3,8 @@
     Packed[i]                       one sample, as it was packed
     Packed.read_rows(index, out)    a batch: one gather per field, straight into the slot
 
-A packed set holds nothing but names and numbers until it is read: opening is a few milliseconds,
-workers open it again by its path, and pages that are read belong to the page cache, not to them.
+Opening takes a few milliseconds and reads no data. Workers open a set again by its path. Pages that
+are read belong to the page cache, not to the process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Self = TypeVar("Self", bound="ColumnDataset")
 
 
 class ColumnFiles(Protocol):
-    """Mapped files with columns; pickled to workers, who map them again."""
+    """Mapped files with columns; pickled to workers, which map them again."""
 
     schemas: tuple[FieldSchema, ...]
     columns: dict[str, Column]
@@ -70,7 +70,7 @@ class ColumnDataset:
         state = (self._files, self._read_ahead, self.fields, self._rows, self._transforms)
         return _restore, (type(self), *state, self._form)
 
-    # -- what there is ---------------------------------------------------------------------------
+    # -- description ----------------------------------------------------------------------------
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class ColumnDataset:
 
     def read_into(self, index: int, rows: Sequence[np.ndarray | None]) -> Any:
         """``self[index]``, images in their ``rows``. Called from: a worker."""
-        # Each field is one leaf of the sample, unless a transform of somebody else changes that.
+        # Each field is one leaf of the sample, unless a user's transform changes that.
         is_known = all(isinstance(one, Crop) for one in self._transforms.values())
         has_leaves = is_known and len(rows) == len(self._schemas)
         return self._sample(int(self._resolve([index])[0]), rows if has_leaves else ())
@@ -121,7 +121,7 @@ class ColumnDataset:
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], list[Any]]:
-        """Only without transforms: what is random there belongs to one sample, not to a batch."""
+        """Only without transforms, whose randomness belongs to one sample, not to a batch."""
         if self._transforms:
             raise AttributeError("samples of a set with transforms are loaded one by one")
         if type(self).__getitem__ is not ColumnDataset.__getitem__:
@@ -151,7 +151,7 @@ class ColumnDataset:
 
     @property
     def read_rows(self) -> Callable[[np.ndarray, list[np.ndarray]], None]:
-        """Copies whole batches; only there where every field has one shape and no transform."""
+        """Copies whole batches. Exists only if every field has one shape and no transform."""
         if not self._is_fixed or self._transforms or sys.byteorder != "little":
             raise AttributeError("only fixed fields are gathered")
         return self._read_rows
@@ -185,7 +185,7 @@ class ColumnDataset:
             return self._rows.start + index * self._rows.step
         return np.asarray(self._rows[index])
 
-    # -- parts of it -----------------------------------------------------------------------------
+    # -- subsets --------------------------------------------------------------------------------
 
     def _like(self: Self) -> Self:
         other = object.__new__(type(self))
@@ -214,7 +214,7 @@ class ColumnDataset:
         other = self._like()
         if isinstance(indices, slice):
             indices = range(*indices.indices(len(self)))
-        # From the end on, as in range(-3, 0), only a list of rows can say it.
+        # Negative ones, as in range(-3, 0), become a list of rows.
         is_plain = isinstance(indices, range) and min([*indices[:1], *indices[-1:]], default=0) >= 0
         base = range(len(self)) if self._rows is None else self._rows
         if is_plain and isinstance(base, range):
@@ -283,7 +283,7 @@ class ColumnDataset:
 
 
 def _settings(transforms: dict[str, Any]) -> dict[str, Any]:
-    """What makes two transforms the same: crops of ours are what they were given."""
+    """Transforms as comparable values: our crops are equal if their settings are."""
     return {
         name: (type(one), vars(one)) if type(one).__module__ == Crop.__module__ else one
         for name, one in transforms.items()

@@ -1,8 +1,8 @@
 """One folder of a packed set, opened: its manifest, its mapped arrays, and the checks of them.
 
-What can be seen without reading the data is seen here, at opening: a missing, cut off or foreign
-file, a name that leads out of the folder, a header that is not the manifest's. What cannot is
-checked when its block is first read, or right away with ``verify="full"``.
+Opening checks what can be checked without reading the data: missing, truncated and foreign files,
+names that lead out of the folder, headers that differ from the manifest. The data is checked block
+by block when first read, or at opening with ``verify="full"``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PackedFolder:
         self.schemas = self.manifest.fields
         self.form = self.manifest.form
         entries = [entry for shard in self.manifest.shards for entry in shard.entries]
-        for entry in entries:  # before their sizes, which a stranger wrote, are made memory
+        for entry in entries:  # before memory is allocated by the sizes of a foreign manifest
             self._check_size(entry)
         self.num_bytes = sum(entry.bytes for entry in entries)
         self._first_block: dict[str, int] = {}
@@ -65,7 +65,7 @@ class PackedFolder:
                 raise make_damage(self.path, entry, "its checksum is not the manifest's")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # "full" was done here; whoever gets it need not do it again.
+        # After "full", the receiver need not check again.
         verify = "off" if self.verify == "full" else self.verify
         shared = None if self.checked is None else self.checked.shared
         return PackedFolder, (self.path, verify, shared)
@@ -93,7 +93,7 @@ class PackedFolder:
         dtype: np.dtype[Any],
         shapes: Sequence[tuple[int, ...] | None],
     ) -> list[ShardRows]:
-        """One field's files of one sort, over all shards."""
+        """One kind of file of one field, over all shards."""
         found = []
         arrays = map_arrays([os.path.join(self.path, entry.name) for entry in entries])
         for entry, mapped, shape in zip(entries, arrays, shapes, strict=True):

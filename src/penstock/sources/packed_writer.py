@@ -82,7 +82,7 @@ class PackSpec:
 
     @classmethod
     def read(cls, path: str) -> PackSpec:
-        """Raises: BadStore: it is damaged, or of a version that is yet to come."""
+        """Raises: BadStore: it is damaged, or of a newer version."""
         try:
             content = json.loads(read_text(path))
             check_version(content, path)
@@ -100,7 +100,7 @@ class PackSpec:
 
 
 def make_fingerprint(*parts: Any) -> str:
-    """What two sources and their options must share to be one and the same.
+    """A hash of a source and its options; equal ones make the same set.
 
     Example:
         >>> make_fingerprint("a", 1) == make_fingerprint("a", 1) != make_fingerprint("a", 2)
@@ -121,10 +121,10 @@ def pack_into(
     map: Map,
     on_shard: Callable[[int, int], None] = lambda done, total: None,
 ) -> Manifest:
-    """Write a set, or what is left of it to write.
+    """Write a set, or the rest of one that was begun.
 
     Args:
-        fetch: Gives the samples of a shard; pickled to whoever ``map`` sends it to.
+        fetch: Gives the samples of a shard; pickled to the processes of ``map``.
         on_shard: Called with the numbers of finished shards and of all.
 
     Raises:
@@ -170,9 +170,9 @@ def _write_rest(folder: str, spec: PackSpec, fetch: Fetch, map: Map, on_shard: A
 
 
 def write_shard(folder: str, spec: PackSpec, fetch: Fetch, number: int) -> tuple[int, Any]:
-    """One shard, from its samples to its record. Safe to call twice, even at once.
+    """Write one shard and its record. Safe to call twice, even at the same time.
 
-    Called from: whoever ``map`` chose; a worker process, most often.
+    Called from: the processes of ``map``, most often workers.
     """
     with _explain_os_errors(folder):
         part = os.path.join(folder, f"{PART_PREFIX}{number:05d}-{secrets.token_hex(4)}")
@@ -189,7 +189,7 @@ def write_shard(folder: str, spec: PackSpec, fetch: Fetch, number: int) -> tuple
 
 
 def _write_samples(part: str, spec: PackSpec, fetch: Fetch, number: int) -> dict[str, Any]:
-    """Write every sample that there is; the record says how many, and what is wrong with others."""
+    """Write the samples of a shard. The record has their number and the errors of bad ones."""
     rows, bad = 0, []
     with contextlib.ExitStack() as stack:
         fields = [_FieldFiles(stack, part, schema, number) for schema in spec.fields]
@@ -279,7 +279,7 @@ class _ArrayFile:
 
 
 def refuse_finished(folder: str) -> None:
-    """Cheap: to be called before anything is loaded.
+    """Raise if ``folder`` has a finished set. Cheap: call it before anything is loaded.
 
     Raises:
         AlreadyThere: There is a whole set.
@@ -294,7 +294,7 @@ def refuse_finished(folder: str) -> None:
 
 
 def _begin(folder: str, spec: PackSpec) -> None:
-    """Look at what is there: nothing, the beginning of the same, or something to be left alone."""
+    """Start in an empty folder, or continue the same packing; refuse anything else."""
     found = set(os.listdir(folder))
     if JOURNAL in found:
         before = PackSpec.read(os.path.join(folder, JOURNAL))
@@ -307,7 +307,7 @@ def _begin(folder: str, spec: PackSpec) -> None:
         _clear_parts(folder)
         return
     refuse_finished(folder)
-    # Killed while it wrote its very first file, a packing leaves nothing but that part of it.
+    # A packing that was killed while it wrote its first file leaves only a part of that file.
     others = sorted(
         name
         for name in found - {PACKING_LOCK}
@@ -324,7 +324,7 @@ def _begin(folder: str, spec: PackSpec) -> None:
 
 
 def _difference(before: PackSpec, now: PackSpec) -> str:
-    """What keeps two packings apart, as far as the journal tells."""
+    """How two packings differ, as far as the journal shows."""
     if before.num_samples != now.num_samples:
         return f"of {before.num_samples} samples, not {now.num_samples}"
     names = [[schema.name for schema in spec.fields] for spec in (before, now)]
@@ -376,7 +376,7 @@ def _make_manifest(spec: PackSpec, records: list[dict[str, Any]]) -> Manifest:
 
 
 def _clear_parts(folder: str) -> None:
-    """Remove what a killed process had begun: folders of shards, and small files."""
+    """Remove unfinished shards and files of a killed process."""
     for name in os.listdir(folder):
         if name.startswith(PART_PREFIX):
             path = os.path.join(folder, name)
@@ -426,7 +426,7 @@ def _explain_os_errors(folder: str) -> Iterator[None]:
 
 
 def write_whole(folder: str, name: str, text: str) -> None:
-    """A small file, all of it or none."""
+    """Write a small file atomically."""
     path = os.path.join(folder, f"{PART_PREFIX}{secrets.token_hex(4)}-{name}")
     try:
         with open(path, "w", encoding="utf-8", newline="\n") as file:
@@ -446,7 +446,7 @@ def _sync_file(file: Any) -> None:
 
 
 def sync_folder(folder: str) -> None:
-    """Names, too, must reach the disk. Not everywhere can a folder be opened for that."""
+    """Write the names of a folder to the disk, where the system can."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
