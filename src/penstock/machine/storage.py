@@ -128,6 +128,19 @@ class Storage:
     is_virtual: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Disk:
+    """A disk, or several that pose as one."""
+
+    name: str = ""
+    kind: str = "unknown"
+    is_raid: bool = False
+    is_virtual: bool = False
+
+
+_NO_DISK = _Disk()
+
+
 def storage_of(path: str | os.PathLike[str], *, sys_root: Path = SYS) -> Storage:
     """What ``path`` is stored on. It need not exist yet.
 
@@ -179,31 +192,19 @@ def _mount_above(name: str) -> Any:
     return best
 
 
-def _describe(kind: str, device: str, filesystem: str, disk: _Disk | None = None) -> Storage:
-    is_raid = disk is not None and disk.is_raid
-    is_virtual = disk is not None and disk.is_virtual
+def _describe(kind: str, device: str, filesystem: str, disk: _Disk = _NO_DISK) -> Storage:
     return Storage(
         kind="network" if kind == "internet" else kind,
         device=device,
         filesystem=filesystem,
-        rank=_RANKS.get((kind, is_raid)),
-        advice=_ADVICE["virtual" if is_virtual else kind],
-        is_raid=is_raid,
-        is_virtual=is_virtual,
+        rank=_RANKS.get((kind, disk.is_raid)),
+        advice=_ADVICE["virtual" if disk.is_virtual else kind],
+        is_raid=disk.is_raid,
+        is_virtual=disk.is_virtual,
     )
 
 
 # -- block devices ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Disk:
-    """A disk, or several that pose as one."""
-
-    name: str = ""
-    kind: str = "unknown"
-    is_raid: bool = False
-    is_virtual: bool = False
 
 
 def _find_disk(mount: Any, sys_root: Path) -> _Disk:
@@ -221,7 +222,7 @@ def _find_disk(mount: Any, sys_root: Path) -> _Disk:
     for candidate in candidates:
         if candidate.exists():
             return _disk(Path(os.path.realpath(candidate)), _MAX_DEPTH)
-    return _Disk()
+    return _NO_DISK
 
 
 def _device_number(path: str) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.planning.quantities import count
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -77,11 +79,7 @@ def _settings_of_workers(busy: Setting, start_methods: Sequence[str] | None) -> 
 
 
 def _with(number: int) -> Setting:
-    return Setting(name=_count(number), arguments={"num_workers": number})
-
-
-def _count(number: int) -> str:
-    return f"{number} worker{'' if number == 1 else 's'}"
+    return Setting(name=count(number, "worker"), arguments={"num_workers": number})
 
 
 def _start_methods() -> list[str]:

@@ -1,0 +1,57 @@
+"""How far ahead batches are loaded, and when one is cut into parts, from measured times."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.planning.prefetch_depth import MAX_DEPTH, MIN_DEPTH, PrefetchDepth
+
+pytestmark = pytest.mark.legacy
+
+MS = 1_000_000
+
+
+def measured(sample_ms: float, *, asked: int | None = None, rows: int = 10) -> PrefetchDepth:
+    """Two workers that took ``sample_ms`` for each sample of one batch."""
+    depth = PrefetchDepth(asked, num_workers=2)
+    depth.open_batch(rows)
+    depth.note(int(sample_ms * MS * rows), rows)
+    return depth
+
+
+@pytest.mark.parametrize(
+    ("sample_ms", "expected"), [(10.0, MIN_DEPTH), (0.4, 5), (0.001, MAX_DEPTH)]
+)
+def test_quick_batches_are_loaded_further_ahead(sample_ms: float, expected: int) -> None:
+    depth = measured(sample_ms)
+    assert depth.depth == MIN_DEPTH
+    depth.adapt(batch_bytes=1000)
+    assert depth.depth == expected
+
+
+def test_large_batches_are_not() -> None:
+    depth = measured(0.001)
+    depth.adapt(batch_bytes=8 << 20)
+    assert depth.depth == MIN_DEPTH
+
+
+def test_a_depth_that_was_asked_for_stays() -> None:
+    depth = measured(0.001, asked=3)
+    depth.adapt(batch_bytes=1000)
+    assert depth.depth == 3
+
+
+def test_the_first_batch_and_slow_ones_are_cut_into_parts() -> None:
+    new = PrefetchDepth(None, num_workers=4)
+    assert new.num_parts(10, is_first=True) == 4
+    assert new.num_parts(3, is_first=True) == 3
+    assert new.num_parts(10, is_first=False) == 1
+    assert measured(0.1).num_parts(10, is_first=True) == 1
+    assert measured(10.0).num_parts(10, is_first=False) == 2
+
+
+def test_a_moment_is_waited_only_while_many_quick_batches_are_open() -> None:
+    assert measured(0.01).nap_s(num_open=3) > 0
+    assert measured(0.01).nap_s(num_open=2) == 0
+    assert measured(10.0).nap_s(num_open=3) == 0
+    assert PrefetchDepth(None, num_workers=2).nap_s(num_open=3) == 0
