@@ -16,5 +16,7 @@ Reading, from plain records alone (no loader, worker or GPU is needed):
 
     timeline          ``penstock.Timeline``: all of it under one name
     what_if           ``penstock.simulate``
+    stats             ``loader.stats()``: current rates, from the records of the training process
     files             traces on disk
+    writer            writes the trace of a loader while the run goes on
 """

@@ -53,7 +53,7 @@ class WorkerAccount:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What a run spent its time on. Times of the steady run leave out each epoch's first batch.
+    """How a run spent its time. Times of the steady run leave out each epoch's first batch.
 
     Args:
         startup_s: Until the first batch of each epoch was there.
@@ -99,7 +99,7 @@ class Account:
         return rows_s[len(rows_s) // 2] if rows_s else 0.0
 
     def share(self, seconds: float) -> float:
-        """Of the steady run, the part that so many seconds are."""
+        """``seconds`` as a share of the steady run."""
         return min(1.0, seconds / self.steady_s) if self.steady_s > 0 else 0.0
 
 
@@ -201,7 +201,7 @@ def row_s(fetches: list[Span]) -> float:
 
 
 def _overlap_share(stalls: list[Span], busy: list[Span]) -> float:
-    """Which part of the stalls the busy spans cover."""
+    """The share of the stalls that the busy spans cover."""
     total = sum(stall.took_ns for stall in stalls)
     if not total or not busy:
         return 0.0

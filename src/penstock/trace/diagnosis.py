@@ -22,14 +22,14 @@ MIN_BATCHES = 4
 """Of fewer, most were loaded ahead while the workers started."""
 STARTUP_SHARE, LONG_START_S = 0.5, 20.0
 MANY_FAULTS, LOW_MEMORY = 1000, 0.03
-"""Pages fetched from the disk again, and the machine's free memory, that tell of pressure."""
+"""Major page faults, and the share of free memory, that are signs of memory pressure."""
 SLOW_RATIO = 2.5
 """A worker, or a sample, that takes this much longer than the others is an outlier."""
 OTHERS_BUSY = 0.75
 """Workers that are busy more than this part of a stall do not wait for another one."""
 
-Predict = Callable[..., float | None]
-"""Samples a second with other settings (as penstock.simulate takes them), or None."""
+Predict = Callable[[int], float | None]
+"""Samples a second with another number of workers, or None where that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class Diagnosis:
 
     Args:
         cause: One of :data:`CAUSES`.
-        sentence: For a person.
-        evidence: The numbers that it was concluded from.
+        sentence: The cause in words, with numbers.
+        evidence: The measurements behind it.
         remedy: A line to paste; empty where there is nothing to gain.
     """
 
@@ -54,7 +54,7 @@ class Diagnosis:
 
 
 def diagnose(
-    account: Account, facts: dict[str, Any], predict: Predict = lambda **_: None
+    account: Account, facts: dict[str, Any], predict: Predict = lambda _: None
 ) -> Diagnosis:
     """Find what limits a run.
 
@@ -206,7 +206,7 @@ class _CauseSearch:
         run = self.run
         if not self.workers:
             text = f"Samples are loaded in the training process: {run.share(run.loading_s):.0%}."
-            text += self._promise(num_workers=self._cores())
+            text += self._promise(self._cores())
             return self._say("main process", text, [], 'DataLoader(..., num_workers="auto")')
         if run.deliver_s <= run.stall_s:
             return None
@@ -279,7 +279,7 @@ class _CauseSearch:
         if self.waiting > 0.5 and self.facts.get("pool") != "thread":
             more = max(2 * len(self.workers), self._cores())
             text = f"Reading limits: workers wait for data {self.waiting:.0%} of their time."
-            text += self._promise(num_workers=more)
+            text += self._promise(more)
             return self._say("storage", text, evidence, f"DataLoader(..., num_workers={more})")
         return self._decode(evidence)
 
@@ -292,7 +292,7 @@ class _CauseSearch:
             text += " Other programs hold the cores, which workers wait for."
             remedy = "look what else runs here (top), or ask for cores of your own"
         elif num_workers < cores:
-            promise = self._promise(num_workers=cores)
+            promise = self._promise(cores)
             text = text[:-1] + ":" + promise if promise else text
             remedy = f"DataLoader(..., num_workers={cores})"
         else:
@@ -326,13 +326,14 @@ class _CauseSearch:
         cores = self.facts.get("cores")
         return cores if isinstance(cores, int) and cores > 0 else max(1, len(self.workers))
 
-    def _promise(self, **settings: Any) -> str:
-        rate = self.predict(**settings)
+    def _promise(self, num_workers: int) -> str:
+        rate = self.predict(num_workers)
         if rate is None or rate < 1.05 * self.run.rate:
             return ""
-        count = settings["num_workers"]
-        now = f" instead of {len(self.workers)}" if self.workers else ""
-        return f" {count} workers{now} would bring {self.run.rate:,.0f} to {rate:,.0f} samples/s."
+        change = f"{num_workers} workers"
+        if self.workers:
+            change += f" instead of {len(self.workers)}"
+        return f" {change} would bring {self.run.rate:,.0f} to {rate:,.0f} samples/s."
 
     def _worker_evidence(self) -> list[str]:
         if not self.workers:

@@ -21,7 +21,7 @@ from penstock.trace.model import WORDS, Lane, Reading, TraceModel
 KINDS = tuple(WORDS)
 _DATA = "__PENSTOCK_DATA__"
 MAX_READINGS = 20_000
-"""Points of a curve; more than a screen has columns, by far."""
+"""Points of a curve: far more than a screen has columns."""
 
 
 def render(model: TraceModel, verdict: Diagnosis) -> str:
@@ -30,7 +30,7 @@ def render(model: TraceModel, verdict: Diagnosis) -> str:
 
 
 def frame(page: str, height: int = 460) -> str:
-    """The page within another one, with nothing of either reaching the other."""
+    """The page as a frame of another one, isolated from it."""
     return (
         f'<iframe srcdoc="{html.escape(page)}" sandbox="allow-scripts" '
         f'style="width:100%;height:{height}px;border:0" title="Penstock timeline"></iframe>'

@@ -54,14 +54,14 @@ def render(model: TraceModel) -> dict[str, Any]:
 
 
 def dump(model: TraceModel) -> bytes:
-    """As the bytes of a file."""
+    """The trace as the bytes of a file."""
     return json.dumps(render(model), separators=(",", ":")).encode()
 
 
 def lay_out(spans: list[Span]) -> list[int]:
-    """For each span a line, so that those of one line lie within each other or apart.
+    """Assign each span a line, so that spans of one line lie within each other or apart.
 
-    What the loader noted comes first: spans of the user give way to it.
+    Spans of the loader itself have the first line; spans of the user give way to them.
 
     Example:
         >>> fetches = [Span("fetch", "", 0, 10), Span("fetch", "", 10, 20)]

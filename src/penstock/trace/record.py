@@ -132,7 +132,7 @@ class RecordRing:
         self.next_number = itertools.count(self.cells[_HEAD]).__next__
         self.names = {name: number for number, name in enumerate(_read_names(self.buffer), 1)}
         self.place = NO_PLACE
-        """Pass, batch and part that spans of the user belong to."""
+        """Epoch, batch and part that the user's spans belong to."""
 
     def add(
         self,
@@ -160,7 +160,7 @@ class RecordRing:
         return number
 
     def end(self, number: int, end_ns: int, a: int = 0, b: int = 0) -> None:
-        """Complete a span, unless the ring has gone round since."""
+        """Complete a span, unless the ring has overwritten it since."""
         cell = _FIRST_CELL + number % self.capacity * 8
         cells = self.cells
         if cells[cell] == number:
@@ -195,9 +195,9 @@ class RecordRing:
 
 
 def read_ring(buffer: Any, since: int) -> tuple[list[Record], int]:
-    """Spans noted from number ``since`` on, oldest first, and how many there ever were.
+    """Read the records from number ``since`` on, oldest first; returns them and the next number.
 
-    Fewer than ``head - since`` come back where the ring has gone round meanwhile.
+    Some are missing where the ring was overwritten meanwhile.
     Called from: any process that maps the buffer.
     """
     view = memoryview(buffer).cast("B")

@@ -121,7 +121,7 @@ class SimulatedRun:
         return [{"name": "main", "role": "main", "spans": self.main}, *workers]
 
 
-def predict_rate(model: TraceModel, *, num_workers: int) -> float | None:
+def predict_rate(model: TraceModel, num_workers: int) -> float | None:
     """Samples a second with another number of workers; None where the trace does not tell."""
     if num_workers > MAX_WORKERS:
         return None

@@ -1,4 +1,4 @@
-"""How a loader does just now: rates and waits, from the recent records of its process."""
+"""``loader.stats()``: current rates and waits, from the recent records of the training process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.trace.recorder import Recorder
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """How a loader does just now: over the last few thousand batches of its present epoch.
+    """Rates and waits over the last few thousand batches of the present epoch.
 
     Args:
         stall_share: Of the time, the part in which the training loop waited for a batch.
@@ -25,7 +25,7 @@ class Stats:
     step_share: float = 0.0
     num_ready: int = 0
     is_off: bool = False
-    """Nothing is known: the loader was told to note nothing."""
+    """Nothing is known, since tracing is off."""
 
     def __str__(self) -> str:
         if self.is_off:
@@ -37,7 +37,7 @@ class Stats:
 
 
 def make_stats(recorder: Recorder | None) -> Stats:
-    """What a loader's recorder knows just now; None: nothing was loaded yet."""
+    """Sum up what a recorder holds; None: nothing was loaded yet."""
     if recorder is None:
         return Stats()
     if recorder.ring is None:

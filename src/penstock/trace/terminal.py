@@ -84,9 +84,9 @@ _ASCII = str.maketrans("█▓▒░▕▏▁▂▃▄▅▆▇…·", "#%=.||_.
 
 
 def print_run(console: Console, drawing: Group, words: str, *, soft_wrap: bool = False) -> None:
-    """Print a drawing and what is said about it, with the characters that there are.
+    """Print a drawing and the text below it, in ASCII where the console's encoding has no blocks.
 
-    A pipe on Windows and ``LC_ALL=C`` have few of them: a run should not end by being looked at.
+    That is so for a pipe on Windows and with ``LC_ALL=C``, where printing must not fail.
     """
     can_draw = True
     try:

@@ -58,7 +58,7 @@ class Timeline:
 
     @cached_property
     def account(self) -> Account:
-        """The sums."""
+        """The sums over the run."""
         return make_account(self.model)
 
     @cached_property
@@ -100,7 +100,7 @@ class Timeline:
         return render_html.render(self.model, self.verdict)
 
     def to_perfetto(self) -> dict[str, Any]:
-        """The trace in Chrome's form, for Perfetto and its kin."""
+        """The trace in Chrome's trace-event form, for Perfetto and others."""
         return render_perfetto.render(self.model)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -128,5 +128,5 @@ class Timeline:
         return f"{self.draw()}\n{self.verdict}"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page, in a frame of its own."""
+        """The page in a frame of its own, for notebooks."""
         return render_html.frame(self.to_html())

@@ -20,17 +20,17 @@ from penstock.trace.record import NO_PLACE, Kind, RecordRing, enter_process, ent
 from penstock.trace.transform_spans import trace_steps
 
 CLOSE_LOOK_NS, EARLY_LOOKS, LATER_LOOK_NS = 50_000_000, 10, 250_000_000
-"""A close look costs 30 to 60 microseconds: no more than one in the first time, or after so many of
-them in the second."""
+"""A close look costs 30 to 60 microseconds. The first ones are at least the first interval apart,
+the later ones the second."""
 
 
 def next_look_ns(at_ns: int, num_looks: int) -> int:
-    """When another close look is due, after so many."""
+    """When another close look is due, after ``num_looks`` of them."""
     return at_ns + (CLOSE_LOOK_NS if num_looks < EARLY_LOOKS else LATER_LOOK_NS)
 
 
 class WorkerRecorder:
-    """Notes what one worker does.
+    """Records what one worker does.
 
     Args:
         ring: Its part of the shared file; None: nothing is recorded.
@@ -141,7 +141,7 @@ class WorkerRecorder:
 
 
 def memory_and_faults(process: psutil.Process) -> tuple[int, int]:
-    """Bytes that a process holds, and how many pages it had to wait for the disk for."""
+    """Resident memory of a process in bytes, and its major page faults."""
     try:
         num_bytes = process.memory_info().rss
     except (psutil.Error, OSError):  # no descriptor to be had, say

@@ -194,7 +194,7 @@ def test_workers_that_stand_idle_while_the_loop_waits_have_too_little_to_do() ->
 
 def test_without_workers_the_training_process_loads() -> None:
     account = Account(num_batches=50, steady_s=1.0, loading_s=0.9, step_s=0.1)
-    verdict = diagnose(account, {"cores": 8}, lambda **settings: 500.0)
+    verdict = diagnose(account, {"cores": 8}, lambda num_workers: 500.0)
     assert verdict.cause == "main process"
     assert "8 workers would bring 0 to 500 samples/s" in verdict.sentence
 
