@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,20 +62,14 @@ def to_device(
     return DeviceIterable(iterable, check_device("device", device), depth, checked_finish)
 
 
+@dataclass(eq=False, repr=False)
 class DeviceIterable:
     """Made by :func:`to_device`. Iterable again and again, as what it was made from."""
 
-    def __init__(
-        self,
-        iterable: Iterable[Any],
-        device: torch.device,
-        prefetch: int,
-        finish: Callable[[Any], Any] | None,
-    ) -> None:
-        self.iterable = iterable
-        self.device = device
-        self.prefetch = prefetch
-        self.finish = finish
+    iterable: Iterable[Any]
+    device: torch.device
+    prefetch: int
+    finish: Callable[[Any], Any] | None
 
     def __len__(self) -> int:
         return len(self.iterable)  # type: ignore[arg-type]

@@ -68,11 +68,8 @@ class Permutation:
     def __repr__(self) -> str:
         return f"Permutation({self.length}, key={self.key:#x})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"length": self.length, "key": self.key}  # tables are cheaper made than sent
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Permutation, (self.length, self.key)  # tables are cheaper made than sent
 
     @property
     def is_table(self) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,9 @@ from penstock.order.permutation import (
     check_indices,
 )
 from penstock.order.ranks import RankShard, rank_here
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 CHUNK = 4096
 """Indices computed at a time: 0.2 ms, and 160 KB while it lasts."""
@@ -90,12 +93,42 @@ class ShardedOrder:
         return self._shard.num_local
 
 
+class OrderOptions(TypedDict, total=False):
+    """Options of every order; see :class:`SeededOrder`."""
+
+    seed: int
+    epoch: int
+    batch_size: int
+    rank: int
+    world_size: int
+    drop_last: bool
+    padding: bool
+
+
 class Order(ShardedOrder):
     """Base class of samplers: an order of sample indices."""
 
-    def __init__(self, length: int, *, seed: int, epoch: int, **shard: Any) -> None:
+    def __init__(
+        self,
+        length: int,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        batch_size: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        padding: bool = False,
+    ) -> None:
         self.seed = check_seed("seed", seed)
-        self._shard = RankShard(length=check_count("length", length), **shard)
+        self._shard = RankShard(
+            length=check_count("length", length),
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+            padding=padding,
+        )
         self.set_epoch(epoch)
 
     @property
@@ -173,26 +206,11 @@ class SeededOrder(Order):
         self,
         length: Any,
         *,
-        seed: int = 0,
-        epoch: int = 0,
         shuffle: bool = True,
-        batch_size: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
-        drop_last: bool = False,
-        padding: bool = False,
+        **options: Unpack[OrderOptions],
     ) -> None:
         self.shuffle = shuffle
-        super().__init__(
-            len(length) if hasattr(length, "__len__") else length,
-            seed=seed,
-            epoch=epoch,
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            drop_last=drop_last,
-            padding=padding,
-        )
+        super().__init__(_count(length), **options)
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
@@ -238,25 +256,10 @@ class WeightedOrder(Order):
         weights: npt.ArrayLike,
         *,
         num_samples: int | None = None,
-        seed: int = 0,
-        epoch: int = 0,
-        batch_size: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
-        drop_last: bool = False,
-        padding: bool = False,
+        **options: Unpack[OrderOptions],
     ) -> None:
         self._cumulative = _accumulate(weights)
-        super().__init__(
-            len(self._cumulative) if num_samples is None else num_samples,
-            seed=seed,
-            epoch=epoch,
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            drop_last=drop_last,
-            padding=padding,
-        )
+        super().__init__(len(self._cumulative) if num_samples is None else num_samples, **options)
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
@@ -303,26 +306,11 @@ class BlockOrder(Order):
         *,
         block_size: int = 256,
         num_mixed: int = 16,
-        seed: int = 0,
-        epoch: int = 0,
-        batch_size: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
-        drop_last: bool = False,
-        padding: bool = False,
+        **options: Unpack[OrderOptions],
     ) -> None:
         self.block_size = check_count("block_size", block_size, 1)
         self.num_mixed = check_count("num_mixed", num_mixed, 1)
-        super().__init__(
-            len(length) if hasattr(length, "__len__") else length,
-            seed=seed,
-            epoch=epoch,
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            drop_last=drop_last,
-            padding=padding,
-        )
+        super().__init__(_count(length), **options)
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
@@ -367,6 +355,10 @@ class BlockOrder(Order):
             inner = np.where(inner >= end, inner + self._lack, inner)
         blocks = self._blocks.at(first + inner // self.block_size)
         return blocks * self.block_size + inner % self.block_size
+
+
+def _count(length: Any) -> Any:
+    return len(length) if hasattr(length, "__len__") else length
 
 
 def _accumulate(weights: npt.ArrayLike) -> npt.NDArray[np.float64]:
