@@ -2,7 +2,7 @@
 
 torch carries the runtime's calls under CUDA's names in both builds (``torch.cuda.cudart()``), so
 registering is the same code on NVIDIA and AMD. Events that cover a whole context are a call of
-NVIDIA's driver alone (12.5 and newer).
+NVIDIA's driver alone (12.5 and newer). Tests: test_pinning.py and test_fences.py.
 """
 
 from __future__ import annotations

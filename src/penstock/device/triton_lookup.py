@@ -1,4 +1,7 @@
-"""The Triton kernel of :mod:`penstock.device.image_finisher`. Importing it needs Triton."""
+"""The Triton kernel of :mod:`penstock.device.image_finisher`. Importing it needs Triton.
+
+Tests: tests/gpu/test_to_the_gpu.py.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ global batch has the same batches. What is left at the end is dealt out evenly: 
 nothing is there twice, and a rank may have one sample less than another, or no last batch at all
 where fewer samples than ranks are left (gradient averaging then waits for ever: use one of the
 other two). ``drop_last`` leaves the incomplete global batch out. ``padding`` fills it up from the
-start of the order, to the next multiple of ``world_size``.
+start of the order, to the next multiple of ``world_size``. Unit tests: test_samplers.py.
 """
 
 from __future__ import annotations

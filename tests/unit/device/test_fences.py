@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 
@@ -11,7 +10,6 @@ import pytest
 import pretend_gpu
 from penstock.device.cuda_runtime import CudaRuntime
 from penstock.device.fences import EventFence, IsDone, SynchronizingFence, choose_fence
-from penstock.device.on_demand_thread import OnDemandThread
 from pretend_gpu import PretendGpu
 
 pytestmark = pytest.mark.legacy
@@ -129,39 +127,3 @@ def test_of_a_gpu_that_is_lost_every_fence_is_over(gpu: PretendGpu) -> None:
     after = fence.record()
     assert is_soon(before)
     assert is_soon(after)
-
-
-def test_work_that_fails_does_not_end_the_thread_for_good(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[int] = []
-    failures: list[object] = []
-    monkeypatch.setattr("sys.unraisablehook", failures.append)
-
-    def work(items: list[int]) -> None:
-        seen.extend(items)
-        if 0 in items:
-            raise ValueError("of the work")
-
-    thread = OnDemandThread(work)
-    thread.submit(0)
-    assert is_soon(lambda: bool(failures))
-    thread.submit(1)
-    assert is_soon(lambda: seen == [0, 1])
-    assert is_soon(lambda: not thread.is_running)
-
-
-def test_many_threads_may_submit_to_one_thread() -> None:
-    done: list[int] = []
-    worker: OnDemandThread[int] = OnDemandThread(done.extend)
-    threads = [
-        threading.Thread(target=lambda first=first: [worker.submit(first + i) for i in range(50)])
-        for first in range(0, 400, 50)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert is_soon(lambda: len(done) == 400)
-    assert sorted(done) == list(range(400))
-    assert is_soon(lambda: not worker.is_running)

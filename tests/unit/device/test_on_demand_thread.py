@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from penstock.device.on_demand_thread import OnDemandThread
 from scripting import run
 
 LEAVING = """
@@ -77,3 +81,46 @@ print(time.monotonic() - start_s)
 """
     end = run(forking, tmp_path)
     assert float(end.stdout) < 5, end.stderr
+
+
+def is_soon(question: Callable[[], bool], limit_s: float = 5.0) -> bool:
+    until_s = time.monotonic() + limit_s
+    while not question() and time.monotonic() < until_s:
+        time.sleep(0.001)
+    return question()
+
+
+def test_work_that_fails_does_not_end_the_thread_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    failures: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", failures.append)
+
+    def work(items: list[int]) -> None:
+        seen.extend(items)
+        if 0 in items:
+            raise ValueError("of the work")
+
+    thread = OnDemandThread(work)
+    thread.submit(0)
+    assert is_soon(lambda: bool(failures))
+    thread.submit(1)
+    assert is_soon(lambda: seen == [0, 1])
+    assert is_soon(lambda: not thread.is_running)
+
+
+def test_many_threads_may_submit_to_one_thread() -> None:
+    done: list[int] = []
+    worker: OnDemandThread[int] = OnDemandThread(done.extend)
+    threads = [
+        threading.Thread(target=lambda first=first: [worker.submit(first + i) for i in range(50)])
+        for first in range(0, 400, 50)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert is_soon(lambda: len(done) == 400)
+    assert sorted(done) == list(range(400))
+    assert is_soon(lambda: not worker.is_running)

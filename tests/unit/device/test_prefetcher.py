@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -145,22 +144,6 @@ def test_what_the_device_refuses_is_explained_after_the_batches_before_it() -> N
     assert source.counted == [0, 1]
 
 
-def test_out_of_memory_is_still_of_torchs_class() -> None:
-    def finish(batch: Any) -> Any:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    prefetcher, _ = ahead(1, finish)
-    with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
-        prefetcher.next(Source([torch.zeros(1 << 18)]).take, lambda: False)
-    assert isinstance(caught.value, DeviceFailed)
-    assert "a batch of 1 MiB did not get to cpu: CUDA out of memory" in str(caught.value)
-    assert "device_prefetch=1" in str(caught.value)
-    assert caught.value.batch_bytes == 1 << 20
-    sent = pickle.loads(pickle.dumps(caught.value))
-    assert (type(sent), str(sent)) == (DeviceFailed, str(caught.value))
-    assert sent.batch_bytes == 1 << 20
-
-
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), BadArgument("no such field")])
 def test_a_mistake_in_finish_stays_what_it_is(error: Exception) -> None:
     def finish(batch: Any) -> Any:
@@ -169,14 +152,6 @@ def test_a_mistake_in_finish_stays_what_it_is(error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
         DevicePrefetcher(torch.device("cpu"), 2, finish).next(Source([0]).take, lambda: False)
     assert caught.value is error
-
-
-def test_a_capture_is_named() -> None:
-    def finish(batch: Any) -> Any:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-
-    with pytest.raises(DeviceFailed, match="a CUDA graph is being captured"):
-        DevicePrefetcher(torch.device("cpu"), 2, finish).next(Source([0]).take, lambda: False)
 
 
 def test_another_epoch_begins_with_nothing_of_the_one_before() -> None:

@@ -362,13 +362,6 @@ def test_a_dataset_that_draws_from_the_start_is_never_called_twice() -> None:
     assert len(calls) == 3 * NUM_OBSERVED
 
 
-def test_the_functions_that_were_watched_are_the_originals_again() -> None:
-    originals = random.getstate, np.random.get_state
-    with counting_state_reads():
-        assert random.getstate is not originals[0]
-    assert (random.getstate, np.random.get_state) == originals
-
-
 # -- the generators as memory ----------------------------------------------------------------------
 
 
@@ -392,26 +385,6 @@ def test_public_calls_give_the_same_bits_where_memory_is_not_known(
         generators.numpy_generator.cache_clear()
 
 
-def test_memory_is_known_on_this_interpreter() -> None:
-    assert make()._python.is_known
-    assert make()._numpy.is_known
-
-
-def test_the_check_notices_memory_that_is_something_else() -> None:
-    address = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
-    assert generators._holds_python_state(address)
-    assert not generators._holds_python_state(address + 4)
-    bits = np.random.mtrand._rand._bit_generator
-    assert generators._holds_numpy_state(bits.ctypes.state_address)
-    assert not generators._holds_numpy_state(bits.ctypes.state_address + 4)
-
-
-def test_the_check_leaves_the_generator_as_it_was() -> None:
-    state = random.getstate()
-    generators._holds_python_state(id(random._inst) + object.__basicsize__)  # type: ignore[attr-defined]
-    assert random.getstate() == state
-
-
 def test_python_s_generator_is_a_proper_one_after_it_was_set() -> None:
     make().set_generators(5)
     other = random.Random()
@@ -426,26 +399,6 @@ def test_torch_s_generator_can_be_left_alone() -> None:
     assert_same(make(with_torch=False).call(lambda _: torch.rand(2), 0, 5), expected)
     torch.manual_seed(1)
     assert differences(make().call(lambda _: torch.rand(2), 0, 5), expected)
-
-
-def test_preserved_generators_come_back_also_after_an_exception() -> None:
-    def states() -> Any:
-        return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-    random.gauss(0, 1)
-    np.random.standard_normal()
-    before = states()
-
-    def disturb_and_raise() -> None:
-        with preserved_generators():
-            make().set_generators(5)
-            draw()
-            assert differences(states(), before)  # control: inside they differ
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        disturb_and_raise()
-    assert_same(states(), before)
 
 
 def test_workers_are_seeded_as_torch_seeds_its_own() -> None:

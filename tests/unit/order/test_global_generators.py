@@ -1,0 +1,82 @@
+"""The global generators: their state in memory, put back, and reads of it counted."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.order import global_generators as generators
+from penstock.order.global_generators import (
+    counting_state_reads,
+    numpy_generator,
+    preserved_generators,
+    python_generator,
+    state_reads,
+)
+from specimens import assert_same, differences
+
+pytestmark = pytest.mark.legacy
+
+
+def states() -> Any:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def test_the_functions_that_were_watched_are_the_originals_again() -> None:
+    originals = random.getstate, np.random.get_state
+    with counting_state_reads():
+        assert random.getstate is not originals[0]
+    assert (random.getstate, np.random.get_state) == originals
+
+
+def test_memory_is_known_on_this_interpreter() -> None:
+    assert python_generator().is_known
+    assert numpy_generator().is_known
+
+
+def test_the_check_notices_memory_that_is_something_else() -> None:
+    address = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
+    assert generators._holds_python_state(address)
+    assert not generators._holds_python_state(address + 4)
+    bits = np.random.mtrand._rand._bit_generator
+    assert generators._holds_numpy_state(bits.ctypes.state_address)
+    assert not generators._holds_numpy_state(bits.ctypes.state_address + 4)
+
+
+def test_the_check_leaves_the_generator_as_it_was() -> None:
+    state = random.getstate()
+    generators._holds_python_state(id(random._inst) + object.__basicsize__)  # type: ignore[attr-defined]
+    assert random.getstate() == state
+
+
+def test_preserved_generators_come_back_also_after_an_exception() -> None:
+    random.gauss(0, 1)
+    np.random.standard_normal()
+    before = states()
+
+    def disturb_and_raise() -> None:
+        with preserved_generators():
+            random.seed(5)
+            np.random.seed(5)
+            torch.manual_seed(5)
+            assert differences(states(), before)  # control: inside they differ
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        disturb_and_raise()
+    assert_same(states(), before)
+
+
+def test_reads_of_a_state_are_counted_while_somebody_counts() -> None:
+    random.getstate()
+    before = state_reads.of_globals, state_reads.of_torch
+    with counting_state_reads(), counting_state_reads():
+        random.getstate()
+        np.random.get_state()
+        torch.initial_seed()
+    random.getstate()
+    assert (state_reads.of_globals, state_reads.of_torch) == (before[0] + 2, before[1] + 1)
