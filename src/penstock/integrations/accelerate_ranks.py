@@ -77,7 +77,7 @@ def unwrap(batch_sampler: Any, library: Any) -> Chain:
 
 
 class RankWalk(EpochIndices):
-    """This rank's batches of indices, from the course's start on.
+    """This rank's batches of indices, from where the epoch starts.
 
     Args:
         outermost: What the user sees as the batch sampler; its length is the loader's.

@@ -38,7 +38,7 @@ class EpochState:
         """Batches that were delivered since."""
         self.is_over = True
         self.num_begun = 0
-        """Tells iterators apart: only the last one begun moves the course on."""
+        """Tells iterators apart: only the last one begun counts what it delivers."""
         self.base_seed: int | None = seed
         self.base_epoch = 0
         self.shuffle_seed: int | None = None
@@ -172,7 +172,7 @@ class EpochPosition:
 
 
 class _Noted:
-    """What was drawn for one epoch; told to the course while that is still the present one."""
+    """What was drawn for one epoch; kept by the epoch's state while that epoch is current."""
 
     def __init__(self, epoch_state: EpochState) -> None:
         self._epoch_state = epoch_state
@@ -186,7 +186,7 @@ class _Noted:
 
 
 class EpochIndices:
-    """The batches of indices of an epoch, from the course's start on.
+    """The batches of indices of an epoch, from where the epoch starts.
 
     Args:
         indices: The loader's index sampler: a batch sampler, or a sampler without batching.
@@ -235,7 +235,7 @@ class EpochIndices:
         return len(self._indices)
 
     def __iter__(self) -> Iterator[Any]:
-        # What the course says now counts: another iterator may have turned it by the first batch.
+        # The state as it is now counts: by the first batch another iterator may have begun an epoch.
         start, order = self._epoch_state.start, self.order
         if self._is_endless:
             return iter(self._indices)

@@ -1,7 +1,6 @@
-"""Batches in order: cuts them into parts, leases parts to workers, puts results together.
+"""Keeps workers supplied with work and delivers their batches in order.
 
-    indices -> PendingBatch (one batch) -> Lease per part -> workers ... Reply per part ->
-    PendingBatch done -> batch
+    indices -> PendingBatch -> a Lease per part -> workers ... a Reply per part -> the batch
 
 The order of delivery is the order of the sampler, whatever the order of arrival. Which worker loads
 which part changes nothing in the batch when randomness belongs to the sample; with randomness of
