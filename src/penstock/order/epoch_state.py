@@ -21,6 +21,8 @@ from typing import Any
 from penstock.order.keys import WORKER_STREAM, make_key
 from penstock.order.samplers import Order
 
+Effect = Callable[[], None]
+
 
 class EpochState:
     """Epochs of one loader, one after the other, and how far the present one has come.
@@ -142,6 +144,62 @@ class EpochState:
         )
 
 
+class Progress:
+    """Counts what was delivered of an epoch.
+
+    Where batches are copied to a device ahead of time, a change waits until the batch that it
+    belongs to is handed out.
+    """
+
+    def __init__(self, epoch_state: EpochState, *, is_deferred: bool) -> None:
+        self._epoch_state = epoch_state
+        self._is_deferred = is_deferred
+        self._pending: list[Effect] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """The loader has begun another epoch."""
+        self._epoch_number = self._epoch_state.num_begun
+        self._pending.clear()
+
+    @property
+    def is_current(self) -> bool:
+        """Is this still the epoch that the loader began last?"""
+        return self._epoch_state.num_begun == self._epoch_number
+
+    def count(self, num_batches: int) -> None:
+        """Batches were handed out."""
+        if self.is_current:
+            self._epoch_state.num_batches += num_batches
+
+    def count_empty(self, num_batches: int = 1) -> None:
+        """Batches of which nothing is left take their place in the epoch all the same."""
+        state, number = self._epoch_state, self._epoch_number
+
+        def count() -> None:
+            if state.num_begun == number:
+                state.num_batches += num_batches
+
+        self._when_delivered(count)
+
+    def note_stream(self, worker: int, state: Any, next_worker: int) -> None:
+        """An iterable dataset told its state with the batch that is being taken."""
+        note = self._epoch_state.note_stream
+        self._when_delivered(lambda: note(worker, state, next_worker))
+
+    def take_pending(self) -> list[Effect]:
+        """The changes that belong to the batch that was taken last."""
+        pending = self._pending.copy()
+        self._pending.clear()
+        return pending
+
+    def _when_delivered(self, effect: Effect) -> None:
+        if self._is_deferred:
+            self._pending.append(effect)
+        else:
+            effect()
+
+
 def own_state_of(owner: Any) -> Any:
     """The state that a sampler or dataset of the user's offers, as it is now; None: it has none."""
     if isinstance(owner, Order) or not hasattr(owner, "load_state_dict"):
@@ -235,7 +293,7 @@ class EpochIndices:
         return len(self._indices)
 
     def __iter__(self) -> Iterator[Any]:
-        # The state as it is now counts: by the first batch another iterator may have begun an epoch.
+        # Read now: by the first batch another iterator may have begun an epoch.
         start, order = self._epoch_state.start, self.order
         if self._is_endless:
             return iter(self._indices)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.parent.channels import Channel, ChannelPoller
+from penstock.engine.parent.process_pool import Channel, ChannelPoller
 
 pytestmark = pytest.mark.legacy
 

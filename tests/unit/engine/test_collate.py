@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from penstock.engine.loading.collate import STREAM_BYTES, BatchWriter, TooSmall, view_batch
-from penstock.engine.memory.batch_layout import LayoutError
+from penstock.engine.loading.collate import STREAM_BYTES, BatchWriter, TooSmall
+from penstock.engine.memory.batch_layout import LayoutError, view_batch
 from specimens import Pair, Record, assert_same, differences
 
 pytestmark = pytest.mark.legacy

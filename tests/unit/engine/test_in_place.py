@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Subset, default_collate
 
-from penstock.engine.loading.collate import BatchWriter, view_batch
+from penstock.engine.loading.collate import BatchWriter
 from penstock.engine.loading.in_place import find_in_place_fetcher, offers
-from penstock.engine.memory.batch_layout import LayoutError
+from penstock.engine.memory.batch_layout import LayoutError, view_batch
 from specimens import assert_same
 
 pytestmark = pytest.mark.legacy

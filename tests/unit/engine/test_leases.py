@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from penstock.engine.memory.messages import Lease
-from penstock.engine.parent.leases import LeaseQueue
+from penstock.engine.parent.in_flight import LeaseQueue
 
 pytestmark = pytest.mark.legacy
 

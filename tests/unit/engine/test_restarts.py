@@ -21,7 +21,7 @@ from penstock.engine.memory.messages import (
 )
 from penstock.engine.parent import restarts as recovery
 from penstock.engine.parent.faults import Faults
-from penstock.engine.parent.leases import LeaseQueue
+from penstock.engine.parent.in_flight import LeaseQueue
 from penstock.engine.parent.restarts import WorkerRestarts
 from penstock.errors import SampleTimeout, Stuck, WorkerDied
 from penstock.options import SharedOptions, options_of

@@ -25,7 +25,6 @@ from penstock.engine.memory.batch_layout import (
     Layout,
     LayoutError,
     LeafSpec,
-    assemble,
     compile_flatten,
     field_view,
     make_dataclass,
@@ -79,7 +78,7 @@ class BatchWriter:
         rows: How many rows the whole batch has room for.
         first_row: The row of this part's first sample.
 
-    Called from: a worker, one per part. Pairs with :func:`view_batch` in the parent.
+    Called from: a worker, one per part. Pairs with ``view_batch`` of ``engine.memory.batch_layout``.
     """
 
     def __init__(self, buffer: np.ndarray, rows: int, first_row: int) -> None:
@@ -282,19 +281,6 @@ def _stack(leaf: LeafSpec, column: Sequence[Any], out: torch.Tensor) -> None:
         out.copy_(torch.tensor(column, dtype=out.dtype))
     except (OverflowError, RuntimeError):
         raise LayoutError from None
-
-
-def view_batch(
-    layout: Layout, root: np.ndarray | memoryview, rows: int, filled: int, objects: list[list[Any]]
-) -> Any:
-    """The batch as views of ``root``. Called from: the parent, when the batch is complete."""
-    offsets, _ = layout.places(rows)
-    columns = iter(objects)
-    fields: list[Any] = [
-        next(columns) if leaf.kind == "object" else field_view(root, leaf, offset, filled)
-        for leaf, offset in zip(layout.leaves, offsets, strict=True)
-    ]
-    return assemble(layout.tree, fields)
 
 
 def default_collate(samples: list[Any], indices: list[Any], path: str = "") -> Any:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from penstock.engine.loading.collate import is_default_collate, view_batch
+from penstock.engine.loading.collate import is_default_collate
 from penstock.engine.loading.in_place import offers, unwrap_subsets
-from penstock.engine.memory.batch_layout import Layout, LayoutError, read_layout
+from penstock.engine.memory.batch_layout import Layout, LayoutError, read_layout, view_batch
 from penstock.engine.memory.ring import Ring
 
 TRY_OTHER_EVERY = 64

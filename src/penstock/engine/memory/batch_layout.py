@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from penstock.engine.memory.payload import is_plain_tensor
-from penstock.engine.memory.shared_file import round_up
 
 _FIELD_GRAIN = 64
 """Fields start on cache lines, which also satisfies every dtype's alignment."""
@@ -72,7 +71,7 @@ class Layout(NamedTuple):
         offsets, end = [], 0
         for leaf in self.leaves:
             offsets.append(end)
-            end = round_up(end + leaf.item_bytes * rows, _FIELD_GRAIN)
+            end = -(-(end + leaf.item_bytes * rows) // _FIELD_GRAIN) * _FIELD_GRAIN
         return offsets, end
 
     @property
@@ -293,3 +292,16 @@ def make_dataclass(cls: Any, fields: dict[str, Any]) -> Any:
     for name, value in fields.items():
         object.__setattr__(made, name, value)
     return made
+
+
+def view_batch(
+    layout: Layout, root: np.ndarray | memoryview, rows: int, filled: int, objects: list[list[Any]]
+) -> Any:
+    """The batch as views of ``root``. Called from: the parent, when the batch is complete."""
+    offsets, _ = layout.places(rows)
+    columns = iter(objects)
+    fields: list[Any] = [
+        next(columns) if leaf.kind == "object" else field_view(root, leaf, offset, filled)
+        for leaf, offset in zip(layout.leaves, offsets, strict=True)
+    ]
+    return assemble(layout.tree, fields)

@@ -22,10 +22,8 @@ from penstock.engine.loading.collate import custom_collators
 from penstock.engine.memory.pinned_ring import PinnedRing, Pinner
 from penstock.engine.memory.ring import Ring
 from penstock.engine.parent.faults import Faults
-from penstock.order.epoch_state import EpochState
+from penstock.order.epoch_state import EpochState, Progress
 from penstock.trace.recorder import Recorder
-
-Effect = Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,62 +58,6 @@ class LoaderParts:
     notes: dict[str, None]
     transfer: DeviceTransfer
     worker_entry: Callable[[str], Callable[..., Any]]
-
-
-class Progress:
-    """Counts what was delivered of an epoch.
-
-    Where batches are copied to a device ahead of time, a change waits until the batch that it
-    belongs to is handed out.
-    """
-
-    def __init__(self, epoch_state: EpochState, *, is_deferred: bool) -> None:
-        self._epoch_state = epoch_state
-        self._is_deferred = is_deferred
-        self._pending: list[Effect] = []
-        self.begin()
-
-    def begin(self) -> None:
-        """The loader has begun another epoch."""
-        self._epoch_number = self._epoch_state.num_begun
-        self._pending.clear()
-
-    @property
-    def is_current(self) -> bool:
-        """Is this still the epoch that the loader began last?"""
-        return self._epoch_state.num_begun == self._epoch_number
-
-    def count(self, num_batches: int) -> None:
-        """Batches were handed out."""
-        if self.is_current:
-            self._epoch_state.num_batches += num_batches
-
-    def count_empty(self, num_batches: int = 1) -> None:
-        """Batches of which nothing is left take their place in the epoch all the same."""
-        state, number = self._epoch_state, self._epoch_number
-
-        def count() -> None:
-            if state.num_begun == number:
-                state.num_batches += num_batches
-
-        self._when_delivered(count)
-
-    def note_stream(self, worker: int, state: Any, next_worker: int) -> None:
-        """An iterable dataset told its state with the batch that is being taken."""
-        note = self._epoch_state.note_stream
-        self._when_delivered(lambda: note(worker, state, next_worker))
-
-    def take_pending(self) -> list[Effect]:
-        """The changes that belong to the batch that was taken last."""
-        pending = self._pending.copy()
-        self._pending.clear()
-        return pending
-
-    def _when_delivered(self, effect: Effect) -> None:
-        if self._is_deferred:
-            self._pending.append(effect)
-        else:
-            effect()
 
 
 @dataclass(kw_only=True)

@@ -26,8 +26,7 @@ from penstock.engine.memory.messages import (
 from penstock.engine.memory.ring import Ring, Slot
 from penstock.engine.parent.context import EpochPass, LoadContext
 from penstock.engine.parent.crash_report import WorkerFault
-from penstock.engine.parent.leases import LeaseQueue
-from penstock.engine.parent.pending_batch import PendingBatch
+from penstock.engine.parent.in_flight import LeaseQueue, PendingBatch
 from penstock.engine.parent.pools import Pool, WorkerExit
 from penstock.engine.parent.restarts import WorkerRestarts
 from penstock.engine.pickling.exceptions import ErrorReport, rebuild

@@ -18,17 +18,15 @@ from torch.utils.data import dataloader as torch_loader
 from penstock.engine.parent.auto_workers import AutoProducer
 from penstock.engine.parent.context import (
     BatchProducer,
-    Effect,
     EngineSettings,
     EpochPass,
     LoadContext,
     LoaderParts,
-    Progress,
 )
 from penstock.engine.parent.inline_producer import InlineProducer
 from penstock.engine.parent.worker_producer import WorkerProducer
 from penstock.errors import DeviceFailed
-from penstock.order.epoch_state import EpochIndices
+from penstock.order.epoch_state import Effect, EpochIndices, Progress
 from penstock.trace.record import now_ns
 
 

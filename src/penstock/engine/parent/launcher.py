@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import select
 import subprocess
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from typing import Any, Protocol
 from penstock.engine.memory.messages import WorkerAssignment, WorkerTask
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent import fork_server as fork_servers
-from penstock.engine.parent.channels import HAS_POLL
 from penstock.engine.pickling.environment import describe_environment
 from penstock.engine.pickling.pickler import PickledObjects, PickleFile
 from penstock.errors import StartFailed
@@ -120,8 +120,8 @@ class Launcher:
         if method != "fork":
             self._pickle_file = (pickled or PickledObjects(objects)).to_shared_file()
         self._environment = describe_environment()
-        self._waiting: deque[tuple[SpawnedWorker, Any]] = deque()
-        self._num_at_once = usable_cores() if HAS_POLL else num_workers
+        self.waiting: deque[tuple[SpawnedWorker, Any]] = deque()
+        self._num_at_once = usable_cores() if hasattr(select, "poll") else num_workers
 
     def start(self, number: int, *, at_once: bool = False) -> tuple[Process, Any]:
         """One worker process and the parent's end of the pipe to it.
@@ -147,7 +147,7 @@ class Launcher:
             if at_once or number < self._num_at_once or len(greeting) > MAX_UNREAD_BYTES:
                 self._begin(process, theirs)
             else:
-                self._waiting.append((process, theirs))
+                self.waiting.append((process, theirs))
             ours.send_bytes(greeting)
         else:
             theirs.close()
@@ -155,8 +155,8 @@ class Launcher:
 
     def start_next(self) -> None:
         """Begin one more of the spawned workers that wait. Called when another has reported."""
-        if self._waiting:
-            self._begin(*self._waiting.popleft())
+        if self.waiting:
+            self._begin(*self.waiting.popleft())
 
     def _begin(self, process: SpawnedWorker, theirs: Any) -> None:
         try:
@@ -171,8 +171,8 @@ class Launcher:
 
     def close(self) -> None:
         """Close the pickle file; workers that are running have mapped it."""
-        while self._waiting:
-            self._waiting.popleft()[-1].close()
+        while self.waiting:
+            self.waiting.popleft()[-1].close()
         if self._pickle_file is not None:
             self._pickle_file.close()
 

@@ -37,7 +37,7 @@ from penstock.engine.parent.crash_report import (
     describe_timeout,
 )
 from penstock.engine.parent.faults import Faults
-from penstock.engine.parent.leases import LeaseQueue
+from penstock.engine.parent.in_flight import LeaseQueue
 from penstock.engine.parent.pools import Pool, WorkerExit
 from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
 from penstock.engine.parent.stacks import all_stacks
@@ -84,6 +84,8 @@ class WorkerRestarts:
         self._faults = faults
         self._task = task
         self._policy = RestartPolicy(faults.max_restarts)
+        self.patience_s = 1.0 if faults.sample_timeout_s is None else LOOK_S
+        """How long the parent may sleep before it looks again."""
         self._oom = OomCount.now()
         self._answers = [0] * len(pool.processes)
         self._states: list[Any] = [None] * len(pool.processes)
@@ -93,11 +95,6 @@ class WorkerRestarts:
         self._fresh: NewEpoch | None = None
         self._excused_ns = self._looked_ns = self._heard_ns = time.monotonic_ns()
         self._started_ns = [self._heard_ns] * len(pool.processes)
-
-    @property
-    def patience_s(self) -> float:
-        """How long may the parent sleep before it looks again?"""
-        return 1.0 if self._faults.sample_timeout_s is None else LOOK_S
 
     def begin(self, epoch: int, fresh: NewEpoch | None) -> None:
         """An epoch begins. ``fresh``: what its workers were told first."""

@@ -15,7 +15,9 @@ from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent.context import EpochPass, LoadContext
 from penstock.engine.parent.dispatch import Dispatcher
 from penstock.engine.parent.launcher import Launcher
-from penstock.engine.parent.pools import Pool, ProcessPool, ThreadPool, control_cells
+from penstock.engine.parent.pools import Pool, control_cells
+from penstock.engine.parent.process_pool import ProcessPool
+from penstock.engine.parent.thread_pool import ThreadPool
 from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import StartFailed
 from penstock.trace.record import now_ns

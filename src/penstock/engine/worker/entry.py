@@ -25,8 +25,8 @@ def make_thread_worker(
     generator_lock: Any,
 ) -> Callable[[], None]:
     """What a worker thread runs until it is told to stop."""
-    from penstock.engine.worker.connection import QueueConnection
     from penstock.engine.worker.loop import WorkerLoop
+    from penstock.engine.worker.parent_link import QueueConnection
 
     worker = WorkerLoop(
         number=number,
@@ -57,9 +57,8 @@ def run_forked_worker(
     from penstock.engine.memory import payload
     from penstock.engine.memory.messages import STACK_FD, control_bytes, position_cell
     from penstock.engine.worker import main
-    from penstock.engine.worker.connection import PipeConnection
     from penstock.engine.worker.loop import WorkerLoop
-    from penstock.engine.worker.status import offer_stack
+    from penstock.engine.worker.parent_link import PipeConnection, offer_stack
 
     task, number, num_workers, parent = given
     main.quiet_signals()

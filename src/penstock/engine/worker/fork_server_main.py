@@ -39,8 +39,8 @@ def fork_server_main(control_fd: int) -> None:
     with _ending_with_parent(control):
         import torch  # noqa: F401
 
-        import penstock.engine.worker.connection
         import penstock.engine.worker.loop
+        import penstock.engine.worker.parent_link
         import penstock.order.sample_randomness  # noqa: F401
 
     wake_read, wake_write = os.pipe()

@@ -44,8 +44,7 @@ from penstock.engine.memory.messages import (
     trace_rings,
 )
 from penstock.engine.pickling.exceptions import describe
-from penstock.engine.worker.connection import Connection
-from penstock.engine.worker.status import EpochOver, WorkerStatus
+from penstock.engine.worker.parent_link import Connection, EpochOver, WorkerStatus
 from penstock.order.dataset_generators import DatasetGenerators, FoundGenerator
 from penstock.order.epoch_state import own_state_of
 from penstock.order.keys import COLLATE_STREAM
@@ -83,7 +82,7 @@ class WorkerLoop:
     ) -> None:
         self._number = number
         self._task = task
-        self._dataset = objects["dataset"]
+        self._set_dataset(objects["dataset"])
         self._collate = objects["collate_fn"]
         self._connection = connection
         self._status = WorkerStatus(cells, number, has_limit=task.has_limit)
@@ -136,6 +135,10 @@ class WorkerLoop:
         is_direct = self._writes_slots and not is_thread
         self._in_place = find_in_place_fetcher(self._dataset) if is_direct else None
 
+    def _set_dataset(self, dataset: Any) -> None:
+        self._dataset, self._takes_batches = dataset, takes_batches(dataset)
+        self._get = getter(dataset)
+
     def run(self) -> None:
         """Serve until the parent says stop or is gone."""
         self._recorder.enter()
@@ -152,7 +155,7 @@ class WorkerLoop:
                 return
             for lease in leases:
                 if isinstance(lease, NewEpoch):
-                    self._dataset = seed_pipes(self._dataset, lease.shared_seed)
+                    self._set_dataset(seed_pipes(self._dataset, lease.shared_seed))
                 elif isinstance(lease, ResumeStream):
                     self._own_state, self._num_again = lease.state, lease.num_batches
                 else:
@@ -182,7 +185,7 @@ class WorkerLoop:
         busy_ns = self._recorder.end(is_loaded=is_loaded)
         state = own_state_of(self._dataset) if self._task.is_iterable and kind != "error" else None
         bad = tuple(self._bad_policy.found) if self._bad_policy is not None else ()
-        return Reply(*lease.key, kind, content, needed_bytes, busy_ns, is_kept, state, bad)
+        return Reply(*lease[:3], kind, content, needed_bytes, busy_ns, is_kept, state, bad)
 
     def _load(self, lease: Lease) -> Loaded:
         if (lease.bad or lease.is_suspect) and self._bad_policy is not None:
@@ -269,9 +272,8 @@ class WorkerLoop:
         if not task.auto_collation:
             self._status.show(lease.position, lease.index)
             with self._guard():
-                get = getter(self._dataset)
-                return call_user(get, lease.index, lease.position, self._randomness)
-        if takes_batches(self._dataset):
+                return call_user(self._get, lease.index, lease.position, self._randomness)
+        if self._takes_batches:
             self._status.show(lease.position, list(lease.index), len(lease.index))
             with self._guard():
                 get = self._dataset.__getitems__
@@ -300,7 +302,7 @@ class WorkerLoop:
         self._randomness.snapshot(is_used=is_used)
 
     def _one_by_one(self, lease: Lease) -> Iterator[Any]:
-        get = getter(self._dataset) if self._in_place is None else self._in_place.get
+        get = self._get if self._in_place is None else self._in_place.get
         randomness, generator_lock = self._randomness, self._generator_lock
         if generator_lock is not None and randomness is not None and randomness.is_unseeded:
             self._status.show_waiting(True)

@@ -54,9 +54,8 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
     from penstock.engine.loading import collate, slot_collate
     from penstock.engine.memory import payload
     from penstock.engine.pickling.pickler import unpickle_objects
-    from penstock.engine.worker.connection import PipeConnection
     from penstock.engine.worker.loop import WorkerLoop
-    from penstock.engine.worker.status import offer_stack
+    from penstock.engine.worker.parent_link import PipeConnection, offer_stack
 
     torch.set_num_threads(1)
     keep_opencv_single()

@@ -1,17 +1,22 @@
-"""A worker's visible status: its cells on the control page, and its stack on request.
+"""A worker's link to its parent: leases in, replies out, and its status where the parent sees it.
 
-No message is needed, so the parent also knows what a worker was doing when it died or hangs.
+The status needs no message: it is in the worker's cells on the control page, so the parent also
+knows what a worker was doing when it died or hangs. Its stack is written on request.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
+import pickle
+import queue
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
+from penstock.engine.memory import payload
 from penstock.engine.memory.messages import (
     EPOCH_CELL,
     IS_IDLE,
@@ -20,8 +25,11 @@ from penstock.engine.memory.messages import (
     PEAK_KB,
     SINCE,
     STACK_SIGNAL,
+    ParentMessage,
+    Reply,
     position_cell,
 )
+from penstock.engine.memory.shared_file import SharedFile
 from penstock.machine.host import peak_kb
 
 
@@ -111,3 +119,78 @@ def offer_stack() -> int:
     except (AttributeError, OSError, ValueError, RuntimeError):
         return NOTHING
     return fd
+
+
+def dump_reply(reply: Any) -> bytes:
+    """A reply as bytes; a layout of classes from ``__main__`` needs the slower way."""
+    try:
+        return pickle.dumps(reply, protocol=5)
+    except Exception:
+        return bytes(payload.dump(reply))
+
+
+class Connection(Protocol):
+    """Where a worker gets leases and puts replies."""
+
+    def get(self) -> list[ParentMessage] | None:
+        """The next leases; waits. None: the parent is gone or says stop."""
+
+    def put(self, reply: Reply | tuple[str, str]) -> None:
+        """Send a reply at once: the parent may be waiting for just this one."""
+
+    def segment(self, place: tuple[int, int]) -> mmap.mmap:
+        """A segment of the shared file, mapped here."""
+
+
+class _MappedSlots:
+    """Segments of the shared file, mapped on first use."""
+
+    def __init__(self, memory: SharedFile) -> None:
+        self._memory = memory
+        self._segments: dict[tuple[int, int], mmap.mmap] = {}
+
+    def segment(self, place: tuple[int, int]) -> mmap.mmap:
+        mapping = self._segments.get(place)
+        if mapping is None:
+            mapping = self._segments[place] = self._memory.map(*place)
+        return mapping
+
+
+class PipeConnection(_MappedSlots):
+    """The worker's end of a pipe to the parent."""
+
+    def __init__(self, channel: Any, memory: SharedFile) -> None:
+        super().__init__(memory)
+        self._channel = channel
+
+    def get(self) -> list[ParentMessage] | None:
+        try:
+            message = pickle.loads(self._channel.recv_bytes())
+        except (EOFError, OSError):
+            return None
+        return message  # type: ignore[no-any-return]
+
+    def put(self, reply: Reply | tuple[str, str]) -> None:
+        self._channel.send_bytes(dump_reply(reply))
+
+
+class QueueConnection(_MappedSlots):
+    """A worker thread's desk."""
+
+    def __init__(
+        self,
+        number: int,
+        memory: SharedFile,
+        leases: queue.SimpleQueue[list[ParentMessage] | None],
+        replies: queue.SimpleQueue[tuple[int, Any]],
+    ) -> None:
+        super().__init__(memory)
+        self._number = number
+        self._leases = leases
+        self._replies = replies
+
+    def get(self) -> list[ParentMessage] | None:
+        return self._leases.get()
+
+    def put(self, reply: Reply | tuple[str, str]) -> None:
+        self._replies.put((self._number, reply))

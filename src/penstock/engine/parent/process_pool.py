@@ -1,7 +1,7 @@
-"""The parent's end of the pipe to one worker: never blocks on a write, reads many frames at once.
+"""A pool of worker processes, and the parent's ends of the pipes to them.
 
-The worker's end is a plain multiprocessing Connection, and both speak its framing. The parent may
-not block on a write: a worker that is itself blocked on a reply would wait for it for ever.
+A worker's end is a plain multiprocessing Connection, and both speak its framing. The parent may not
+block on a write: a worker that is itself blocked on a reply would wait for it for ever.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pickle
 import select
 import struct
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from multiprocessing import connection
@@ -18,7 +19,152 @@ from typing import Any
 
 import cloudpickle
 
-from penstock.engine.memory.messages import Lease, ParentMessage, ResumeStream
+from penstock.engine.memory.messages import (
+    CELLS_PER_WORKER,
+    EPOCH_CELL,
+    NOTHING,
+    STACK_FD,
+    STOP,
+    Lease,
+    ParentMessage,
+    ResumeStream,
+    position_cell,
+)
+from penstock.engine.parent.launcher import Launcher, Process
+from penstock.engine.parent.pools import (
+    EXIT_CODE_WAIT_S,
+    GRACE_S,
+    WorkerExit,
+    living_pools,
+)
+from penstock.engine.parent.stacks import take_stack
+from penstock.errors import StartFailed
+
+
+class ProcessPool:
+    """Worker processes. Pairs with :meth:`stop`, which leaves none behind."""
+
+    can_replace = True
+
+    def __init__(self, launcher: Launcher, num_workers: int, cells: memoryview) -> None:
+        self.processes: list[Process] = []
+        self._channels: list[Any] = []
+        self._cells = cells
+        self._launcher = launcher
+        self._is_stopped = False
+        self._owner = os.getpid()
+        try:
+            for number in range(num_workers):
+                process, pipe = launcher.start(number)
+                self.processes.append(process)
+                self._channels.append(make_channel(pipe))
+        except BaseException:
+            self.stop()
+            raise
+        self._switchboard = ChannelPoller(self._channels)
+        living_pools.add(self)
+
+    def send(self, worker: int, leases: list[Any]) -> None:
+        self._channels[worker].send(dump_leases(leases))
+
+    def receive(self, timeout_s: float) -> list[tuple[int, Any]]:
+        """Replies that have come; waits up to ``timeout_s`` for the first."""
+        try:
+            events = self._receive(timeout_s)
+        except (OSError, ValueError):
+            if not self._has_stopped():
+                raise
+            events = []
+        if self._has_stopped():  # at interpreter exit, say, while another thread is loading
+            time.sleep(min(timeout_s, 0.05))
+            return []
+        return events
+
+    def _has_stopped(self) -> bool:
+        return self._is_stopped
+
+    def _receive(self, timeout_s: float) -> list[tuple[int, Any]]:
+        events: list[tuple[int, Any]] = []
+        for worker in self._switchboard.wait(timeout_s):
+            channel = self._channels[worker]
+            if self._launcher.waiting:
+                self._launcher.start_next()
+            events += [(worker, pickle.loads(frame)) for frame in channel.read()]
+            if not channel.is_open and not self._is_stopped:
+                self._switchboard.forget(worker)
+                events.append((worker, self._exit_of(worker)))
+        return events or self._find_deaths()
+
+    def _find_deaths(self) -> list[tuple[int, Any]]:
+        """Workers that ended although their pipe is open: a child of theirs holds it."""
+        return [
+            (worker, self._exit_of(worker))
+            for worker, process in enumerate(self.processes)
+            if process.exitcode is not None and self._channels[worker].is_open
+        ]
+
+    def _exit_of(self, worker: int) -> WorkerExit:
+        process = self.processes[worker]
+        process.join(EXIT_CODE_WAIT_S)
+        is_orphaned = getattr(process, "is_orphaned", False)
+        return WorkerExit(pid=process.pid, exit_code=process.exitcode, is_orphaned=is_orphaned)
+
+    def replace(self, worker: int) -> None:
+        """Make sure that a worker is gone, and start another with the same number.
+
+        Raises:
+            StartFailed, OSError: The other does not start.
+        """
+        process = self.processes[worker]
+        if process.is_alive():
+            process.kill()
+        process.join(GRACE_S)
+        if process.is_alive():  # stuck in the kernel: it might still write into a slot
+            raise StartFailed(
+                f"worker {worker} (pid {process.pid}) cannot be ended: it ignores SIGKILL",
+                likely="it waits in the kernel for a disk or a network share that does not answer.",
+                remedy="look at the storage; `cat /proc/PID/stack` as root says where it waits",
+            )
+        self._switchboard.forget(worker)
+        self._channels[worker].close()
+        first = position_cell(worker)
+        for cell in range(first, first + CELLS_PER_WORKER):
+            self._cells[cell] = NOTHING
+        self.processes[worker], pipe = self._launcher.start(worker, at_once=True)
+        self._channels[worker] = make_channel(pipe)
+        self._switchboard.watch(worker)
+
+    def stack_of(self, worker: int) -> str:
+        """Where a worker stands, as text."""
+        process = self.processes[worker]
+        fd = self._cells[position_cell(worker) + STACK_FD]
+        return take_stack(process.pid if process.is_alive() else None, fd)
+
+    def stop(self) -> None:
+        """End all workers: let them finish a sample, then terminate, then kill. Bounded."""
+        if self._is_stopped or self._owner != os.getpid():
+            return
+        self._is_stopped = True
+        self._cells[EPOCH_CELL] = STOP
+        for channel in self._channels:
+            # Words as well as hanging up: a forked sibling may hold our end open.
+            channel.send(dump_leases(None))
+            channel.close()
+        for end in (None, "terminate", "kill"):
+            if end is not None:
+                for process in self.processes:
+                    if process.is_alive():
+                        getattr(process, end)()
+            limit = time.monotonic() + GRACE_S
+            for process in self.processes:
+                process.join(max(0.0, limit - time.monotonic()))
+            if not any(process.is_alive() for process in self.processes):
+                break
+        self._launcher.close()
+        living_pools.discard(self)
+
+
+# -- pipes -----------------------------------------------------------------------------------------
 
 _SHORT = struct.Struct("!i")
 _LONG = struct.Struct("!Q")
