@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.engine.memory.payload import is_plain_tensor
-
 _FIELD_GRAIN = 64
 """Fields start on cache lines, which also satisfies every dtype's alignment."""
 
@@ -113,6 +111,19 @@ def _read_tree(value: Any, leaves: list[LeafSpec]) -> TreeSpec | None:
         leaves.append(read_leaf(value))
         return None
     return TreeSpec(kind, cls, keys, tuple(_read_tree(child, leaves) for child in children))
+
+
+def is_plain_tensor(tensor: Any) -> bool:
+    """Is it a CPU tensor whose bytes, dtype and strides are all there is to it?"""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def read_leaf(value: Any) -> LeafSpec:

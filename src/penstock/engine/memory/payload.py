@@ -37,27 +37,14 @@ class PayloadLocation:
     inline: bytes | None = None
 
 
-def is_plain_tensor(tensor: Any) -> bool:
-    """Is it a CPU tensor whose bytes, dtype and strides are all there is to it?"""
-    import torch
-
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not tensor.requires_grad
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
-
-
 def reduce_tensor(tensor: Any) -> Any:
     """How a plain CPU tensor is pickled: dtype, shape, and its bytes as a buffer.
 
     Returns None for tensors that only torch's own pickling understands.
     """
     import torch
+
+    from penstock.engine.memory.batch_layout import is_plain_tensor
 
     if not is_plain_tensor(tensor) or type(tensor) is torch.nn.Parameter:
         return None
