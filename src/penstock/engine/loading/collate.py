@@ -78,7 +78,7 @@ class BatchWriter:
         rows: How many rows the whole batch has room for.
         first_row: The row of this part's first sample.
 
-    Called from: a worker, one per part. Pairs with ``view_batch`` of ``engine.memory.batch_layout``.
+    Called from: a worker, one per part. Pairs with ``view_batch`` in the parent.
     """
 
     def __init__(self, buffer: np.ndarray, rows: int, first_row: int) -> None:
