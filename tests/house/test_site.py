@@ -49,8 +49,9 @@ def test_the_site_builds_and_every_link_leads_somewhere(tmp_path: Path) -> None:
 def test_the_reference_names_every_public_name_and_every_command(hook: ModuleType) -> None:
     pages = hook.made_pages()
     for name in penstock.__all__:
-        if name not in ("__version__", "conv", "legacy"):
+        if name not in ("__version__", "conv", "errors", "legacy"):
             assert f"### `penstock.{name}`" in pages["reference/api.md"], name
+    assert "### `penstock.errors.WorkerDied`" in pages["reference/api.md"]
     commands = ("demo", "doctor", "verify", "pack", "bench", "run", "trace show", "trace compare")
     for command in commands:
         assert f"## penstock {command}\n" in pages["reference/cli.md"], command

@@ -26,11 +26,12 @@ GROUPS = {
     "Sharing": ("engine.memory",),
     "Packed sets and images": ("packing", "sources", "images"),
     "To the GPU": ("device",),
-    "Time": ("trace",),
+    "Time": ("trace", "options"),
     "Machine and plan": ("machine", "planning"),
-    "Errors": ("errors",),
 }
 """The packages under each heading."""
+MODULES = ("conv", "errors", "legacy")
+"""Public modules, with sections of their own."""
 _ROLE = re.compile(r":\w+:`~?([^`]+)`")
 _SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Yields|Examples?|Called from|Pairs with):")
 
@@ -203,7 +204,7 @@ def api_page() -> str:
     """The page of the whole public face."""
     homes = homes_of("penstock")
     out = ["# API\n", "Made from the sources. Every name is on `penstock` itself.\n"]
-    left = {name: home for name, home in homes.items() if name not in ("conv", "legacy")}
+    left = {name: home for name, home in homes.items() if name not in MODULES}
     for title, packages in GROUPS.items():
         out.append(f"## {title}\n")
         for name, home in list(left.items()):
@@ -221,11 +222,15 @@ def api_page() -> str:
         if node is None:
             raise LookupError(f"penstock.conv.{name} is not defined in {home}")
         out += describe(name, node, 3, f"penstock.conv.{name}", home)
-    out.append("## penstock.legacy\n")
-    out.append("Names that projects gave to functions of their own: [Seeds](../seeds.md).\n")
-    for node in tree_of("penstock.legacy").body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            out += describe(node.name, node, 3, f"penstock.legacy.{node.name}", "")
+    for module, about in (
+        ("errors", "What is raised: [Errors](../errors/README.md)."),
+        ("legacy", "Names that projects gave to functions of their own: [Seeds](../seeds.md)."),
+    ):
+        out.append(f"## penstock.{module}\n\n{about}\n")
+        for node in tree_of(f"penstock.{module}").body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                shown = f"penstock.{module}.{node.name}"
+                out += describe(node.name, node, 3, shown, f"penstock.{module}")
     return "\n".join(out)
 
 
