@@ -17,7 +17,7 @@ import torch
 import penstock
 from datasets import Crumbs, Pairs, Pictures, Working, make_images_in_memory
 from measure import Case, Contender, Pace, Target
-from penstock.cli.stopwatch import time_loader
+from penstock.cli.loader_timing import time_loader
 
 BATCH_SIZE = 64
 FIXED = (0, 1, 2, 4, 8)
@@ -72,8 +72,8 @@ def _against_torch(key: str, title: str, data: Any, target: Target | None, pace:
     }
 
     def rate(make: Callable[[], Any]) -> float:
-        lap = time_loader(make, warm_up_s=pace.warm_up_s, window_s=pace.window_s)
-        return lap.batches_per_s
+        timing = time_loader(make, warm_up_s=pace.warm_up_s, window_s=pace.window_s)
+        return timing.batches_per_s
 
     contenders = [
         Contender(

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import penstock
 from datasets import Crumbs, Pictures, make_images_in_memory
 from measure import Case, Contender, Pace, Target
-from penstock.cli.stopwatch import time_loader
+from penstock.cli.loader_timing import time_loader
 
 BATCH_SIZE = 64
 NUM_WORKERS = 2
@@ -181,8 +181,8 @@ def _enter(
 
 def _rate(make: Maker, pace: Pace, scale: float) -> Callable[[], float]:
     def turn() -> float:
-        lap = time_loader(make, warm_up_s=pace.warm_up_s, window_s=pace.window_s)
-        return lap.batches_per_s * scale
+        timing = time_loader(make, warm_up_s=pace.warm_up_s, window_s=pace.window_s)
+        return timing.batches_per_s * scale
 
     return turn
 

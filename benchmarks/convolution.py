@@ -25,7 +25,7 @@ from rich.table import Table
 
 from conv_models import training_step
 from conv_shapes import LAYERS, Layer, Problem, contenders, peak_bytes, time_ms
-from penstock.cli.stopwatch import take_turns
+from penstock.cli.loader_timing import take_turns
 from penstock.conv.bypass import bypass_convolutions
 from record import describe_machine, describe_versions, save, today
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from measure import Case, Pace, Row, run_case
-from penstock.cli.stopwatch import Summary
+from penstock.cli.loader_timing import Summary
 from penstock.machine.collect import machine as facts
 from record import describe_machine, describe_versions, save, today
 

@@ -21,7 +21,7 @@ from torch.utils.data import RandomSampler
 
 import penstock
 from measure import Case, Contender, Pace, Target
-from penstock.cli.stopwatch import time_loader
+from penstock.cli.loader_timing import time_loader
 from penstock.images.decode import decode
 from penstock.images.jpeg_codecs import fastest_decoder
 from penstock.images.pixels import to_tensor
@@ -120,8 +120,8 @@ def _files(pace: Pace, **keywords: Any) -> list[bytes]:
 
 def _rate(make: Callable[[], Any], pace: Pace) -> Callable[[], float]:
     def turn() -> float:
-        lap = time_loader(make, warm_up_s=pace.warm_up_s, window_s=3 * pace.window_s)
-        return lap.batches_per_s * BATCH_SIZE
+        timing = time_loader(make, warm_up_s=pace.warm_up_s, window_s=3 * pace.window_s)
+        return timing.batches_per_s * BATCH_SIZE
 
     return turn
 

@@ -20,7 +20,7 @@ from front import run
 from jpeg_images import Photographs, draw_photographs
 from measure import Case, Contender, Pace
 from penstock import DataLoader
-from penstock.cli.stopwatch import time_loader
+from penstock.cli.loader_timing import time_loader
 
 QUESTION = __doc__.splitlines()[0]
 BATCH = 32
@@ -67,12 +67,12 @@ def rate(dataset: Photographs, kind: str, options: Options, pace: Pace) -> Calla
     """Batches per second once it is running: starting is over by then."""
 
     def measure() -> float:
-        lap = time_loader(
+        timing = time_loader(
             lambda: Training(dataset, kind, options),
             warm_up_s=3 * pace.window_s,
             window_s=4 * pace.window_s,
         )
-        return lap.batches_per_s
+        return timing.batches_per_s
 
     return measure
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.cli.stopwatch import Summary, compare, take_turns
+from penstock.cli.loader_timing import Summary, compare, take_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +14,7 @@ class Pace:
     """How long to look.
 
     Args:
-        warm_up_s: Run before counting; see :func:`penstock.cli.stopwatch.time_loader`.
+        warm_up_s: Run before counting; see :func:`penstock.cli.loader_timing.time_loader`.
         window_s: Counted.
     """
 

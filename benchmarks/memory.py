@@ -20,7 +20,7 @@ from rich.table import Table
 
 from measure import Target
 from memory_case import CONTENDERS, NUM_WORKERS
-from penstock.cli.stopwatch import Summary
+from penstock.cli.loader_timing import Summary
 from record import describe_machine, describe_versions, save, today
 
 CASE = Path(__file__).parent / "memory_case.py"

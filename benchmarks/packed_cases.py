@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import penstock
 from measure import Case, Contender, Pace, Target
 from packed_peers import TORCH, Maker, MemmapRows, as_it_is, find_peers
-from penstock.cli.stopwatch import time_loader
+from penstock.cli.loader_timing import time_loader
 
 OURS: Any = penstock.DataLoader
 
@@ -35,8 +35,8 @@ def _images(count: int, shape: tuple[int, ...]) -> np.ndarray:
 
 def _lap(make: Maker, pace: Pace, scale: float) -> Callable[[], float]:
     def turn() -> float:
-        lap = time_loader(make, warm_up_s=pace.warm_up_s, window_s=pace.window_s)
-        return lap.batches_per_s * scale
+        timing = time_loader(make, warm_up_s=pace.warm_up_s, window_s=pace.window_s)
+        return timing.batches_per_s * scale
 
     return turn
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from front import _count, _name
-from penstock.cli.stopwatch import take_turns
+from penstock.cli.loader_timing import take_turns
 from record import RESULTS, describe_machine, save, today
 from rivals.data import TINY, Sizes, make_data
 from rivals.environments import PEERS, Environment, build

@@ -52,6 +52,7 @@ def test_the_reference_names_every_public_name_and_every_command(hook: ModuleTyp
         if name not in ("__version__", "conv", "errors", "legacy"):
             assert f"### `penstock.{name}`" in pages["reference/api.md"], name
     assert "### `penstock.errors.WorkerDied`" in pages["reference/api.md"]
+    assert "| `max_restarts` | `100` |" in pages["reference/api.md"]
     commands = ("demo", "doctor", "verify", "pack", "bench", "run", "trace show", "trace compare")
     for command in commands:
         assert f"## penstock {command}\n" in pages["reference/cli.md"], command

@@ -33,7 +33,7 @@ def test_more_workers_are_recommended_where_they_bring_more() -> None:
     told: list[str] = []
     source = BenchDataset(name="waiting", dataset=Waiting())
     found = measure(source, batch_size=4, workers=(0, 3), seconds=1.0, tell=told.append)
-    none, three = found.trials
+    none, three = found.runs
     assert three.rate > 1.5 * none.rate
     assert found.recommended is three
     assert found.ceiling > 2 * three.rate
@@ -43,13 +43,13 @@ def test_more_workers_are_recommended_where_they_bring_more() -> None:
 
 
 def some_result() -> BenchResult:
-    trials = [
+    runs = [
         WorkersRate(workers=0, rate=100.0, stall_share=0.9, verdict="<slow>"),
         WorkersRate(workers=2, rate=196.0, stall_share=0.8, verdict="", predicted=190.0),
         WorkersRate(workers=4, rate=200.0, stall_share=0.7, verdict="", predicted=310.0),
     ]
     stages = [StageTime(name="dataset[i]", sample_ms=9.0, note="<b>")]
-    return BenchResult(name="<x>", batch_size=8, stages=stages, ceiling=900.0, trials=trials)
+    return BenchResult(name="<x>", batch_size=8, stages=stages, ceiling=900.0, runs=runs)
 
 
 def test_the_fewest_workers_that_come_near_the_best_are_recommended() -> None:

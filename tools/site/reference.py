@@ -189,6 +189,8 @@ def describe(name: str, node: Node, level: int, shown: str, home: str) -> Iterat
     yield f"{'#' * level} `{shown}`\n"
     yield f"```python\n{signature_of(node, name)}\n```\n"
     yield render_docstring(ast.get_docstring(node) or "")
+    if name in OPTIONS:
+        yield options_table(OPTIONS[name])
     if isinstance(node, ast.ClassDef) and not name.endswith("Error"):
         for method in _all_methods(node, home):
             told = ast.get_docstring(method)
@@ -198,6 +200,21 @@ def describe(name: str, node: Node, level: int, shown: str, home: str) -> Iterat
             line = method.name if is_property else signature_of(method, method.name)
             yield f"```python\n{line}\n```\n"
             yield textwrap.indent(render_docstring(told), "") + "\n"
+
+
+OPTIONS = {"DataLoader": "LoaderOptions", "patch": "PatchOptions"}
+"""What takes options, and the class of :mod:`penstock.options` that declares them."""
+
+
+def options_table(kind: str) -> str:
+    """The options that a class declares, as a table."""
+    from penstock import options
+
+    rows = [
+        f"| `{option.name}` | `{option.default!r}` | {_plain(option.help)} |"
+        for option in options.options_of(getattr(options, kind)).values()
+    ]
+    return "\n".join(["| option | default | |", "|---|---|---|", *rows, ""])
 
 
 def api_page() -> str:

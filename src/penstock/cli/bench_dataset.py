@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.script_loading import ScriptFailed, load_object
+from penstock.cli.script_loading import ScriptFailed, load_object, make_dataset
 from penstock.cli.script_object import find_script_object
 from penstock.errors import BadTarget
 
@@ -85,9 +85,7 @@ def _from_script(target: str, arguments: Sequence[str]) -> BenchDataset:
         )
     found = find_script_object(target, "bench")
     try:
-        value = load_object(found, arguments)
-        if isinstance(value, type) or not hasattr(value, "__getitem__"):
-            value = value() if callable(value) and not hasattr(value, "dataset") else value
+        value = make_dataset(load_object(found, arguments), found)
     except ScriptFailed as error:
         raise BadTarget(error.what, where=error.where, remedy=error.cure or None) from None
     if hasattr(value, "dataset"):

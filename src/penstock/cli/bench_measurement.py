@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 import time
 import timeit
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.bench_dataset import BenchDataset
+from penstock.cli.user_code import describe_error, place_of
 from penstock.errors import BadTarget
 from penstock.planning.sample_timing import spread_indices, time_samples
 
@@ -59,13 +59,13 @@ class BenchResult:
     batch_size: int
     stages: list[StageTime] = field(default_factory=list)
     ceiling: float = 0.0
-    trials: list[WorkersRate] = field(default_factory=list)
+    runs: list[WorkersRate] = field(default_factory=list)
     best: Timeline | None = None
 
     @property
     def recommended(self) -> WorkersRate:
-        most = max(trial.rate for trial in self.trials)
-        return next(trial for trial in self.trials if trial.rate >= NEAR_BEST * most)
+        most = max(run.rate for run in self.runs)
+        return next(run for run in self.runs if run.rate >= NEAR_BEST * most)
 
     @property
     def line(self) -> str:
@@ -120,7 +120,7 @@ def measure(
             predicted = penstock.simulate(previous, workers=count).account.rate
         timeline = _run(endless, batch_size, source.collate_fn, count, seconds)
         account = timeline.account
-        result.trials.append(
+        result.runs.append(
             WorkersRate(
                 workers=count,
                 rate=account.rate,
@@ -154,7 +154,11 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
     indices = spread_indices(num_samples, min(num_samples, MAX_SAMPLES))
     for timed in time_samples(source.dataset.__getitem__, indices, seconds):
         if timed.error is not None:
-            raise _bad_sample(timed.index, timed.error) from timed.error
+            raise BadTarget(
+                f"dataset[{timed.index}] raises {describe_error(timed.error)}",
+                where=place_of(timed.error),
+                remedy="penstock doctor train.py:dataset, which says more about it",
+            ) from timed.error
         times_s.append(timed.wall_s)
         busy_s += timed.busy_s
         if len(kept) < NUM_KEPT:
@@ -170,15 +174,6 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
     fastest_s = min(timeit.repeat(lambda: collate(batch), number=1, repeat=5))
     result.stages.append(StageTime(name="collate", sample_ms=fastest_s / result.batch_size * 1e3))
     return kept
-
-
-def _bad_sample(index: int, error: Exception) -> BadTarget:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return BadTarget(
-        f"dataset[{index}] raises {type(error).__name__}: {error}",
-        where=f"{frame.filename}:{frame.lineno}, in {frame.name}",
-        remedy="penstock doctor train.py:dataset, which says more about it",
-    )
 
 
 def _run(dataset: Any, batch_size: int, collate_fn: Any, workers: int, seconds: float) -> Timeline:

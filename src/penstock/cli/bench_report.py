@@ -22,12 +22,12 @@ def print_result(console: Console, result: BenchResult) -> None:
     for column in ("workers", "samples/s", "predicted", "of the ceiling", "waiting"):
         table.add_column(column, justify="right")
     chosen = result.recommended
-    for trial in result.trials:
-        predicted = "" if trial.predicted is None else f"{trial.predicted:,.0f}"
-        share = trial.rate / result.ceiling if result.ceiling else 0.0
-        row = (str(trial.workers), f"{trial.rate:,.0f}", predicted, f"{share:.0%}")
-        style = "bold green" if trial is chosen else ""
-        table.add_row(*row, f"{trial.stall_share:.0%}", style=style)
+    for run in result.runs:
+        predicted = "" if run.predicted is None else f"{run.predicted:,.0f}"
+        share = run.rate / result.ceiling if result.ceiling else 0.0
+        row = (str(run.workers), f"{run.rate:,.0f}", predicted, f"{share:.0%}")
+        style = "bold green" if run is chosen else ""
+        table.add_row(*row, f"{run.stall_share:.0%}", style=style)
     console.print(table)
     console.print(f"The ceiling, with samples that lie ready: {result.ceiling:,.0f} samples/s")
     console.print(f"Recommended: {result.line}", markup=False, highlight=False)
@@ -41,7 +41,7 @@ def dump(result: BenchResult, machine: dict[str, Any]) -> str:
         "machine": machine,
         "stages": [asdict(stage) for stage in result.stages],
         "ceiling": result.ceiling,
-        "trials": [asdict(trial) for trial in result.trials],
+        "trials": [asdict(run) for run in result.runs],
         "recommended": result.line,
     }
     return json.dumps(content, indent=2) + "\n"
@@ -67,27 +67,27 @@ text{{font:12px system-ui,sans-serif;fill:currentColor}}code{{font-size:14px}}</
 <p>{html.escape(facts)}. Batches of {result.batch_size}.</p>
 <p>Recommended: <code>{html.escape(result.line)}</code></p>
 <ul>{stages}</ul>
-{_plot(result.trials, result.ceiling)}
+{_plot(result.runs, result.ceiling)}
 <h2>The fastest run</h2>
 {timeline}
 </html>
 """
 
 
-def _plot(trials: list[WorkersRate], ceiling: float) -> str:
+def _plot(runs: list[WorkersRate], ceiling: float) -> str:
     """Rates over workers as SVG: bars measured, marks predicted, a line for the ceiling."""
-    most = max([ceiling, *(trial.rate for trial in trials), 1e-9])
-    wide, high, left = 90 * len(trials) + 60, 260, 50
+    most = max([ceiling, *(run.rate for run in runs), 1e-9])
+    wide, high, left = 90 * len(runs) + 60, 260, 50
     parts = []
-    for place, trial in enumerate(trials):
-        x, top = left + 90 * place, 220 * (1 - trial.rate / most) + 20
+    for place, run in enumerate(runs):
+        x, top = left + 90 * place, 220 * (1 - run.rate / most) + 20
         parts.append(
             f'<rect x="{x}" y="{top:.0f}" width="50" height="{240 - top:.0f}" fill="#3b82f6"/>'
-            f'<text x="{x + 25}" y="{top - 5:.0f}" text-anchor="middle">{trial.rate:,.0f}</text>'
-            f'<text x="{x + 25}" y="256" text-anchor="middle">{trial.workers} workers</text>'
+            f'<text x="{x + 25}" y="{top - 5:.0f}" text-anchor="middle">{run.rate:,.0f}</text>'
+            f'<text x="{x + 25}" y="256" text-anchor="middle">{run.workers} workers</text>'
         )
-        if trial.predicted is not None:
-            mark = 220 * (1 - min(trial.predicted, most) / most) + 20
+        if run.predicted is not None:
+            mark = 220 * (1 - min(run.predicted, most) / most) + 20
             parts.append(f'<path d="M{x - 6} {mark:.0f}h62" stroke="#f59e0b" stroke-width="3"/>')
     level = 220 * (1 - ceiling / most) + 20
     parts.append(

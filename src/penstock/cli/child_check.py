@@ -28,6 +28,7 @@ from typing import Any
 
 from penstock.cli.script_loading import ScriptFailed
 from penstock.cli.user_code import describe_error, place_in_stack, place_of
+from penstock.errors import BadTarget
 from penstock.machine.child_process import (
     ChildProcess,
     end_with_parent,
@@ -49,6 +50,9 @@ def run_check(function: str, options: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         function: ``"module:function"``, called in the child: see :data:`Check`.
         options: Plain values, of which ``command``, ``target`` and ``timeout`` are used here.
+
+    Raises:
+        BadTarget: The script ran, and there is nothing usable of that name in it.
     """
     with tempfile.TemporaryDirectory(prefix=f"penstock-{options['command']}-") as name:
         told = json.dumps({**options, "parent": os.getpid()})
@@ -57,6 +61,8 @@ def run_check(function: str, options: Mapping[str, Any]) -> dict[str, Any]:
             exit_code, printed = child.finish(options["timeout"], _MAX_PRINTED)
         results = _read(Path(name), exit_code, options)
     failure = results["failure"]
+    if failure and failure["kind"] == "name":
+        raise BadTarget(failure["what"], where=failure["where"], remedy=failure["cure"] or None)
     if failure and failure["kind"] == "script" and "exit code" in failure["what"] and printed:
         failure["what"] += f"; it printed: {printed.strip().splitlines()[-1]}"
     return {**results, "printed": printed}

@@ -1,6 +1,6 @@
-"""``penstock demo``: a small training through the loader, and a race against PyTorch's loader.
+"""``penstock demo``: a small training through the loader, and a comparison with PyTorch's loader.
 
-Makes pictures, shows the plan, trains a small model, races the two loaders, and ends with the
+Makes pictures, shows the plan, trains a small model, times the two loaders, and ends with the
 timeline of the training: what limited it, and a page to look at. Nothing is downloaded. Numbers
 that speak for PyTorch are printed like the others.
 """
@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +22,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from penstock.cli.demo_images import KINDS, GeneratedImages
-from penstock.cli.loader_race import Race, describe_race
+from penstock.cli.loader_comparison import LoaderComparison, print_comparison
+from penstock.cli.loader_timing import LoaderTiming, take_turns, time_loader
 from penstock.cli.parser import CommandParser, add_loader_options, number
-from penstock.cli.stopwatch import Lap, take_turns, time_loader
 from penstock.errors import BadTrace
 from penstock.machine.collect import machine
 
@@ -75,19 +74,6 @@ def execute(options: argparse.Namespace) -> None:
         _show(Console(), GeneratedImages(Path(folder), options.images), options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What came of the training."""
-
-    num_images: int
-    elapsed_s: float
-    stall_s: float
-    first_batch_s: float
-    first_loss: float
-    last_loss: float
-    accuracy: float
-
-
 def _show(console: Console, images: GeneratedImages, options: argparse.Namespace) -> None:
     import torch
 
@@ -100,8 +86,7 @@ def _show(console: Console, images: GeneratedImages, options: argparse.Namespace
         "\nTraining a small CNN to tell flat and upright ellipses, discs and rings apart, "
         f"for {options.seconds:g} s"
     )
-    training = _train(console, loader, device, options.seconds)
-    _show_training(console, training)
+    first_batch_s = _train(console, loader, device, options.seconds)
     if asked == "auto":
         console.print(f"  num_workers='auto' became {loader.plan.num_workers}")
     num_workers = 0 if asked == 0 else loader.num_workers or machine().usable_cores
@@ -109,8 +94,8 @@ def _show(console: Console, images: GeneratedImages, options: argparse.Namespace
         f"\nLoading alone: the same images in batches of {BATCH_SIZE}, {num_workers} workers each; "
         f"{NUM_TURNS} turns each, in alternation"
     )
-    race = _race(console, images, num_workers, training.first_batch_s)
-    describe_race(console, race)
+    comparison = _compare(console, images, num_workers, first_batch_s)
+    print_comparison(console, comparison)
     _show_timeline(loader.timeline(), options.page, console)
 
 
@@ -162,7 +147,8 @@ def _make_model() -> torch.nn.Module:
     return nn.Sequential(*layers, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64 * 16, len(KINDS)))
 
 
-def _train(console: Console, loader: DataLoader[Any], device: str, limit_s: float) -> Training:
+def _train(console: Console, loader: DataLoader[Any], device: str, limit_s: float) -> float:
+    """Train and say how it went; returns what the first batch took."""
     step = _make_step(device)
     num_images, stall_s, losses = 0, 0.0, []
     accuracies: deque[float] = deque(maxlen=10)
@@ -170,8 +156,7 @@ def _train(console: Console, loader: DataLoader[Any], device: str, limit_s: floa
         start_s = time.perf_counter()
         batches = iter(loader)
         batch = next(batches)
-        first_s = time.perf_counter()
-        now = first_s
+        first_s = now = time.perf_counter()
         while now - first_s < limit_s:
             loss, accuracy = step(*batch)
             losses.append(loss)
@@ -182,15 +167,16 @@ def _train(console: Console, loader: DataLoader[Any], device: str, limit_s: floa
             now = time.perf_counter()
             stall_s += now - asked_s
             report(now - first_s, f"loss {loss:.2f}, {num_images / (now - first_s):,.0f} images/s")
-    return Training(
-        num_images=num_images,
-        elapsed_s=now - first_s,
-        stall_s=stall_s,
-        first_batch_s=first_s - start_s,
-        first_loss=losses[0],
-        last_loss=losses[-1],
-        accuracy=sum(accuracies) / len(accuracies),
+    elapsed_s = now - first_s
+    console.print(
+        f"  {num_images:,} images in {elapsed_s:.1f} s, {num_images / elapsed_s:,.0f} a second; "
+        f"{stall_s / elapsed_s:.0%} of the time went by waiting for data"
     )
+    console.print(
+        f"  loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last; "
+        f"{sum(accuracies) / len(accuracies):.0%} of the last images were told right"
+    )
+    return first_s - start_s
 
 
 def _make_step(device: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]:
@@ -214,23 +200,15 @@ def _make_step(device: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[floa
     return step
 
 
-def _show_training(console: Console, training: Training) -> None:
-    console.print(
-        f"  {training.num_images:,} images in {training.elapsed_s:.1f} s, "
-        f"{training.num_images / training.elapsed_s:,.0f} a second; "
-        f"{training.stall_s / training.elapsed_s:.0%} of the time went by waiting for data"
-    )
-    console.print(
-        f"  loss {training.first_loss:.2f} at first, {training.last_loss:.2f} at last; "
-        f"{training.accuracy:.0%} of the last images were told right"
-    )
+# The comparison
 
 
-# The race
+def _compare(
+    console: Console, images: GeneratedImages, num_workers: int, cold_s: float
+) -> LoaderComparison:
+    failures: list[str] = []
 
-
-def _race(console: Console, images: GeneratedImages, num_workers: int, cold_s: float) -> Race:
-    def turn(whose: str) -> Lap | str:
+    def turn(whose: str) -> LoaderTiming | None:
         count = 0 if whose == "alone" else num_workers
         try:
             return time_loader(
@@ -241,24 +219,25 @@ def _race(console: Console, images: GeneratedImages, num_workers: int, cold_s: f
         except RuntimeError as error:
             if whose != "torch":
                 raise
-            return str(error)  # a small /dev/shm ends PyTorch's workers: that is a result
+            failures.append(str(error))  # a small /dev/shm ends its workers: that is a result
+            return None
 
     names = ("penstock", "torch", "alone") if num_workers else ("penstock", "torch")
     with _progress(console, NUM_TURNS * len(names), "") as report:
         turns_done = iter(range(NUM_TURNS * len(names)))
-        laps = take_turns(
+        found = take_turns(
             {name: partial(turn, name) for name in names},
             NUM_TURNS,
             on_turn=lambda _: report(next(turns_done), ""),
         )
-    failures = [lap for lap in laps["torch"] if isinstance(lap, str)]
-    return Race(
+    timings = {name: [one for one in turns if one is not None] for name, turns in found.items()}
+    return LoaderComparison(
         batch_size=BATCH_SIZE,
         num_workers=num_workers,
         cold_s=cold_s if num_workers else None,
-        ours=[lap for lap in laps["penstock"] if isinstance(lap, Lap)],
-        alone=[lap for lap in laps.get("alone", []) if isinstance(lap, Lap)],
-        theirs=[lap for lap in laps["torch"] if isinstance(lap, Lap)] if not failures else [],
+        ours=timings["penstock"],
+        theirs=[] if failures else timings["torch"],
+        alone=timings.get("alone", ()),
         failure=failures[0] if failures else None,
     )
 

@@ -184,8 +184,8 @@ def make_dataset(value: Any, target: ScriptObject) -> Any:
         raise ScriptFailed(
             "making",
             f"{target.name}() needs arguments: {', '.join(missing)}",
-            cure=f"dataset = {target.name}(...)  # in the script, then: penstock doctor "
-            f"{target.script}:dataset",
+            cure=f"dataset = {target.name}(...)  # in the script, then: "
+            f"penstock {target.command} {target.script}:dataset",
         )
     try:
         made = value()

@@ -19,7 +19,7 @@ from penstock.cli.parser import CommandParser, number, worker_counts
 from penstock.cli.script_loading import ScriptFailed, load_object
 from penstock.cli.script_object import ScriptObject, find_script_object
 from penstock.cli.sections import escape_unprintable
-from penstock.errors import BadArgument, BadTarget
+from penstock.errors import BadArgument
 from penstock.verify.verdict import Verdict
 
 SAME, DIFFERENT = 0, 1
@@ -79,8 +79,6 @@ def execute(options: argparse.Namespace) -> int:
         f"{__name__}:{check}", {**asked, "command": "verify", "target": options.target or ""}
     )
     failure = results["failure"]
-    if failure and failure["kind"] == "name":
-        raise BadTarget(failure["what"], where=failure["where"], remedy=failure["cure"] or None)
     verdict = Verdict.from_dict(results["verdict"]) if results.get("verdict") else None
     if options.json:
         content = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.cli.doctor.convolutions import (
+    convolution_problems,
     convolution_rows,
-    judge_convolutions,
     probe_convolutions,
 )
 from penstock.conv.probing.probe import ProbeResult
@@ -35,7 +35,7 @@ def trial(remedy: Remedy, num_right: int, ms: float) -> RemedyTrial:
 
 def test_broken_convolutions_are_harm_with_the_fastest_remedy_that_gets_all_right() -> None:
     found = result("raises", trial(NATIVE, 18, 90.0), trial(OURS, 18, 9.0))
-    (problem,) = judge_convolutions(found)
+    (problem,) = convolution_problems(found)
     assert problem.severity == "harm"
     assert "18 of 153" in problem.what
     assert "miopenStatusUnknownError" in problem.why
@@ -48,8 +48,8 @@ def test_a_remedy_that_gets_only_some_right_is_no_advice_however_fast() -> None:
 
 
 def test_a_healthy_card_is_no_problem() -> None:
-    assert judge_convolutions(result("right")) == []
-    assert judge_convolutions(None) == []
+    assert convolution_problems(result("right")) == []
+    assert convolution_problems(None) == []
 
 
 def test_the_table_has_a_row_for_each_kind_and_pass() -> None:

@@ -12,7 +12,7 @@ import torch
 import pretend_copies
 import pretend_gpu
 from penstock.cli.doctor import gpu_copies
-from penstock.cli.doctor.gpu_copies import copy_rows, judge_copies, measure_copies
+from penstock.cli.doctor.gpu_copies import copy_problems, copy_rows, measure_copies
 from penstock.machine.facts import Gpu
 
 H200 = Gpu(name="NVIDIA H200", vendor="nvidia")
@@ -30,7 +30,7 @@ def test_everything_is_said_of_a_gpu_that_is_well() -> None:
         "slots": "can be pinned; before one is used again: an event of the whole GPU context",
         "feeds": "366,045 images/s of 224 x 224 as bytes, 91,511 as float32",
     }
-    assert judge_copies(measured()) == []
+    assert copy_problems(measured()) == []
 
 
 def test_slots_that_cannot_be_pinned_are_a_problem_with_its_reason() -> None:
@@ -42,16 +42,16 @@ def test_slots_that_cannot_be_pinned_are_a_problem_with_its_reason() -> None:
     assert rows["copies"] == "10 GB/s from ordinary memory"
     assert "cannot be pinned (cudaHostRegister answered 2" in rows["slots"]
     assert rows["feeds"].startswith("66,433 images/s")
-    (problem,) = judge_copies(copies)
+    (problem,) = copy_problems(copies)
     assert (problem.code, problem.severity) == ("slots-not-pinned", "slow")
 
 
 def test_a_link_with_fewer_lanes_than_the_card_has_is_a_problem() -> None:
-    (problem,) = judge_copies(
+    (problem,) = copy_problems(
         measured(link={"generation": 4, "width": 4, "max_generation": 4, "max_width": 16})
     )
     assert "4 of its 16 PCIe lanes" in problem.what
-    assert judge_copies(measured(link=None)) == []
+    assert copy_problems(measured(link=None)) == []
     assert "link: unknown" in dict(copy_rows(measured(link=None)))["cuda:0"]
 
 
@@ -63,7 +63,7 @@ def test_without_a_gpu_it_is_one_line_and_no_child(gpus: Any, why: str) -> None:
     copies = measure_copies(gpus, 60.0, check="no such module:check")
     ((name, text),) = copy_rows(copies)
     assert (name, text.startswith(f"no GPU to copy to: {why}")) == ("not measured", True)
-    assert judge_copies(copies) == []
+    assert copy_problems(copies) == []
 
 
 def test_a_child_that_comes_to_its_end_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_a_child_that_is_lost_is_told_with_what_it_was_doing(
     assert time.monotonic() - start_s < 30
     assert words in copies["failure"]
     assert [gpu["name"] for gpu in copies["gpus"]] == ["NVIDIA H200"], "what was measured is kept"
-    (problem,) = judge_copies(copies)
+    (problem,) = copy_problems(copies)
     assert (problem.code, problem.severity) == ("gpu-copies", "harm")
     assert dict(copy_rows(copies))["not measured"] == copies["failure"]
 

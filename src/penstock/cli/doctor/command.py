@@ -31,9 +31,9 @@ from penstock.cli.doctor.bad_sample_report import (
     names_bad_samples,
     print_bad_samples,
 )
-from penstock.cli.doctor.convolutions import judge_convolutions, probe_convolutions
+from penstock.cli.doctor.convolutions import convolution_problems, probe_convolutions
 from penstock.cli.doctor.dataset_problems import find_dataset_problems
-from penstock.cli.doctor.gpu_copies import judge_copies, measure_copies
+from penstock.cli.doctor.gpu_copies import copy_problems, measure_copies
 from penstock.cli.doctor.report import DoctorFindings, print_report
 from penstock.cli.doctor.watch import run_watch
 from penstock.cli.parser import CommandParser, add_loader_options, number
@@ -128,16 +128,16 @@ def examine(options: argparse.Namespace) -> DoctorFindings:
     dataset = None if target is None else _check_in_child(options)
     here = _machine_in(dataset) or machine()
     plan = _plan_in(dataset) or make_plan(here, _request(options), Workload())
-    storage, problems = _judge_data(options.data, dataset)
+    storage, problems = _check_data(options.data, dataset)
     problems += find_problems(here, plan)
     found_gpus = find_torch_gpus(options.timeout) if options.gpu else None
     copies = None
     if found_gpus is not None:
-        problems += _judge_torch_gpus(here, found_gpus)
+        problems += _check_torch_gpus(here, found_gpus)
         copies = measure_copies(found_gpus.gpus, options.timeout)
-        problems += judge_copies(copies)
+        problems += copy_problems(copies)
     convolutions = probe_convolutions(found_gpus)
-    problems += judge_convolutions(convolutions)
+    problems += convolution_problems(convolutions)
     if dataset is not None:
         problems += find_dataset_problems(dataset)
     if target is not None:
@@ -186,11 +186,7 @@ def _check_in_child(options: argparse.Namespace) -> dict[str, Any]:
         name: getattr(options, name)
         for name in ("target", "arguments", "timeout", "batch_size", "num_workers")
     }
-    results = run_check(f"{__name__}:check_dataset", {**asked, "command": "doctor"})
-    failure = results["failure"]
-    if failure and failure["kind"] == "name":
-        raise BadTarget(failure["what"], where=failure["where"], remedy=failure["cure"] or None)
-    return results
+    return run_check(f"{__name__}:check_dataset", {**asked, "command": "doctor"})
 
 
 def check_dataset(results: CheckResults, options: dict[str, Any], deadline: float) -> None:
@@ -228,7 +224,7 @@ def _plan_in(dataset: dict[str, Any] | None) -> Plan | None:
     return Plan.from_dict(values) if values else None
 
 
-def _judge_data(
+def _check_data(
     folders: list[str], dataset: dict[str, Any] | None
 ) -> tuple[dict[str, Storage], list[Problem]]:
     """What the data lies on: as told, as found in the dataset, or else this folder as a guess."""
@@ -245,7 +241,7 @@ def _judge_data(
     return storage, problems
 
 
-def _judge_torch_gpus(here: Machine, found_gpus: FoundGpus) -> list[Problem]:
+def _check_torch_gpus(here: Machine, found_gpus: FoundGpus) -> list[Problem]:
     """GPUs that the drivers list and torch cannot use."""
     listed = [gpu.name for gpu in here.gpus if gpu.vendor in ("nvidia", "amd")]
     is_blind = listed and not found_gpus.gpus and here.torch_build in ("cuda", "hip")

@@ -22,7 +22,7 @@ def probe_convolutions(found_gpus: FoundGpus | None) -> ProbeResult | None:
     return probe("cuda")
 
 
-def judge_convolutions(found: ProbeResult | None) -> list[Problem]:
+def convolution_problems(found: ProbeResult | None) -> list[Problem]:
     """Broken convolutions as a problem, with the line that gets around them."""
     broken = [] if found is None else [v for v in found.verdicts if v.is_broken]
     if found is None or not broken:

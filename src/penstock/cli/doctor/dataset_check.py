@@ -180,13 +180,13 @@ class DatasetCheck:
         generators: list[tuple[str, Any, Any]] = []
         for path, value in contents.walk_contents(self.dataset):
             try:
-                self._judge_content(path, value, found, generators)
+                self._check_content(path, value, found, generators)
             except Exception:  # an object that cannot even be asked what it is
                 continue
         self.results.save(**found)
         return generators
 
-    def _judge_content(
+    def _check_content(
         self,
         path: str,
         value: Any,

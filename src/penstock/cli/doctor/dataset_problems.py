@@ -27,23 +27,23 @@ def find_dataset_problems(results: DatasetResults) -> list[Problem]:
         ...     print(problem.code, problem.severity)
         empty harm
     """
-    judges = (
-        _judge_failure,
-        _judge_length,
-        _judge_ends,
-        _judge_errors,
-        _judge_travel,
-        _judge_containers,
-        _judge_forms,
-        _judge_batch,
-        _judge_randomness,
-        _judge_pace,
-        _judge_workers,
+    checks = (
+        _check_failure,
+        _check_length,
+        _check_ends,
+        _check_errors,
+        _check_travel,
+        _check_containers,
+        _check_forms,
+        _check_batch,
+        _check_randomness,
+        _check_timing,
+        _check_workers,
     )
-    return [problem for judge in judges for problem in judge(results)]
+    return [problem for check in checks for problem in check(results)]
 
 
-def _judge_failure(results: DatasetResults) -> Iterator[Problem]:
+def _check_failure(results: DatasetResults) -> Iterator[Problem]:
     failure = results.get("failure")
     if failure:
         yield Problem(
@@ -59,7 +59,7 @@ def _judge_failure(results: DatasetResults) -> Iterator[Problem]:
 # -- length ----------------------------------------------------------------------------------------
 
 
-def _judge_length(results: DatasetResults) -> Iterator[Problem]:
+def _check_length(results: DatasetResults) -> Iterator[Problem]:
     error = results.get("length_error")
     if error and not (error["is_absent"] and results.get("kind") == "iterable"):
         yield Problem(
@@ -82,7 +82,7 @@ def _judge_length(results: DatasetResults) -> Iterator[Problem]:
         )
 
 
-def _judge_ends(results: DatasetResults) -> Iterator[Problem]:
+def _check_ends(results: DatasetResults) -> Iterator[Problem]:
     length = results.get("length")
     found = results.get("num_reachable")
     if found is None and results.get("kind") == "iterable":
@@ -110,7 +110,7 @@ def _judge_ends(results: DatasetResults) -> Iterator[Problem]:
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-def _judge_errors(results: DatasetResults) -> Iterator[Problem]:
+def _check_errors(results: DatasetResults) -> Iterator[Problem]:
     reachable = results.get("num_reachable") or 0
     alike: dict[tuple[str, str | None], list[Any]] = {}
     for error in results.get("errors", ()):
@@ -136,7 +136,7 @@ def _as_int(index: Any) -> int:
     return index if isinstance(index, int) else -1
 
 
-def _judge_travel(results: DatasetResults) -> Iterator[Problem]:
+def _check_travel(results: DatasetResults) -> Iterator[Problem]:
     on_gpu = {item["path"]: item["device"] for item in results.get("tensors_on_gpu", ())}
     for path, device in on_gpu.items():
         yield Problem(
@@ -165,7 +165,7 @@ def _judge_travel(results: DatasetResults) -> Iterator[Problem]:
         )
 
 
-def _judge_containers(results: DatasetResults) -> Iterator[Problem]:
+def _check_containers(results: DatasetResults) -> Iterator[Problem]:
     for item in results.get("containers", ()):
         yield Problem(
             code="large-container",
@@ -186,7 +186,7 @@ def _judge_containers(results: DatasetResults) -> Iterator[Problem]:
         )
 
 
-def _judge_forms(results: DatasetResults) -> Iterator[Problem]:
+def _check_forms(results: DatasetResults) -> Iterator[Problem]:
     forms = results.get("forms", ())
     if len(forms) < 2 or not results.get("stacks_by_default"):
         return
@@ -201,7 +201,7 @@ def _judge_forms(results: DatasetResults) -> Iterator[Problem]:
     )
 
 
-def _judge_batch(results: DatasetResults) -> Iterator[Problem]:
+def _check_batch(results: DatasetResults) -> Iterator[Problem]:
     batch = results.get("batch")
     if batch and not batch["is_ok"] and len(results.get("forms", ())) < 2:
         yield Problem(
@@ -217,7 +217,7 @@ def _judge_batch(results: DatasetResults) -> Iterator[Problem]:
 # -- what is odd or slow ---------------------------------------------------------------------------
 
 
-def _judge_randomness(results: DatasetResults) -> Iterator[Problem]:
+def _check_randomness(results: DatasetResults) -> Iterator[Problem]:
     held = results.get("held_generators", ())
     for item in held:
         yield Problem(
@@ -240,22 +240,22 @@ def _judge_randomness(results: DatasetResults) -> Iterator[Problem]:
         )
 
 
-def _judge_pace(results: DatasetResults) -> Iterator[Problem]:
-    pace = results.get("samples")
-    if not pace or pace["p90_s"] < UNEVEN_FROM_S:
+def _check_timing(results: DatasetResults) -> Iterator[Problem]:
+    timing = results.get("samples")
+    if not timing or timing["p90_s"] < UNEVEN_FROM_S:
         return
-    if pace["p90_s"] > UNEVEN * pace["median_s"]:
+    if timing["p90_s"] > UNEVEN * timing["median_s"]:
         yield Problem(
             code="uneven",
             severity="note",
-            what=f"a tenth of the samples takes {duration(pace['p90_s'])} or more, the median is "
-            f"{duration(pace['median_s'])}",
+            what=f"a tenth of the samples takes {duration(timing['p90_s'])} or more, the median is "
+            f"{duration(timing['median_s'])}",
             why="one slow sample holds up its batch; Penstock shares a batch out over all workers",
-            cure=f"dataset[{pace['slowest_index']!r}]  # {duration(pace['slowest_s'])}",
+            cure=f"dataset[{timing['slowest_index']!r}]  # {duration(timing['slowest_s'])}",
         )
 
 
-def _judge_workers(results: DatasetResults) -> Iterator[Problem]:
+def _check_workers(results: DatasetResults) -> Iterator[Problem]:
     loader, plan = results.get("loader"), results.get("plan")
     if not loader or not plan or loader["num_workers"] != 0:
         return

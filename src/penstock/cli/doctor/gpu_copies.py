@@ -86,7 +86,7 @@ def _best(gpu: Mapping[str, Any]) -> float | None:
     return rates["registered"] or rates["pinned"] or rates["pageable"]
 
 
-def judge_copies(copies: Mapping[str, Any]) -> list[Problem]:
+def copy_problems(copies: Mapping[str, Any]) -> list[Problem]:
     """What in the measurements is a problem."""
     problems = []
     for gpu in copies["gpus"]:

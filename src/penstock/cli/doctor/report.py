@@ -119,7 +119,7 @@ def _dataset_rows(dataset: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "is", f"{dataset['type']} ({dataset['kind']}), {shown}{through}"
     if dataset.get("forms"):
         yield "a sample", dataset["forms"][0]["form"]
-    yield from _pace_rows(dataset.get("samples"))
+    yield from _timing_rows(dataset.get("samples"))
     yield from _travel_rows(dataset)
     if dataset.get("draws"):
         drawn = ", ".join(_GENERATORS[name] for name in dataset["draws"])
@@ -128,18 +128,18 @@ def _dataset_rows(dataset: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "randomness", "no global generator moved"
 
 
-def _pace_rows(pace: Mapping[str, Any] | None) -> Iterable[tuple[str, str]]:
-    if not pace:
+def _timing_rows(timing: Mapping[str, Any] | None) -> Iterable[tuple[str, str]]:
+    if not timing:
         return
     yield (
         "time",
-        f"{duration(pace['median_s'])} median, {duration(pace['p10_s'])} to "
-        f"{duration(pace['p90_s'])} (tenth to ninetieth percentile), "
-        f"{duration(pace['slowest_s'])} slowest; {pace['num_samples']:,} tried, the first took "
-        f"{duration(pace['first_s'])}",
+        f"{duration(timing['median_s'])} median, {duration(timing['p10_s'])} to "
+        f"{duration(timing['p90_s'])} (tenth to ninetieth percentile), "
+        f"{duration(timing['slowest_s'])} slowest; {timing['num_samples']:,} tried, the first took "
+        f"{duration(timing['first_s'])}",
     )
-    waiting = 1 - pace["busy_share"]
-    yield "", f"{size(pace['sample_bytes'])} each; {waiting:.0%} of the time is waiting"
+    waiting = 1 - timing["busy_share"]
+    yield "", f"{size(timing['sample_bytes'])} each; {waiting:.0%} of the time is waiting"
 
 
 def _travel_rows(dataset: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""How fast is a loader, beside another one? Turns taken in alternation, and medians with spread.
+"""Times loaders against each other: turns in alternation, and medians with their spread.
 
 A machine's speed drifts: it warms up, and others use it. So contenders take turns inside one run,
 the order is turned round every time, and two of them are compared turn by turn.
@@ -16,8 +16,8 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lap:
-    """What one turn of a loader gave."""
+class LoaderTiming:
+    """How fast a loader was in one turn."""
 
     first_batch_s: float
     batches_per_s: float
@@ -75,7 +75,9 @@ def take_turns(
     return results
 
 
-def time_loader(make: Callable[[], Iterable[Any]], *, warm_up_s: float, window_s: float) -> Lap:
+def time_loader(
+    make: Callable[[], Iterable[Any]], *, warm_up_s: float, window_s: float
+) -> LoaderTiming:
     """Time the first batch of a new loader, and its rate once it has been running for a while.
 
     Args:
@@ -90,7 +92,7 @@ def time_loader(make: Callable[[], Iterable[Any]], *, warm_up_s: float, window_s
     first_batch_s = time.perf_counter() - start_s
     _run_for(batches, warm_up_s)
     num_batches, elapsed_s = _run_for(batches, window_s)
-    return Lap(first_batch_s=first_batch_s, batches_per_s=num_batches / elapsed_s)
+    return LoaderTiming(first_batch_s=first_batch_s, batches_per_s=num_batches / elapsed_s)
 
 
 def _run_for(batches: Iterator[Any], limit_s: float) -> tuple[int, float]:
