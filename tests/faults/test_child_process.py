@@ -118,12 +118,14 @@ def test_a_function_is_called_with_this_process_s_packages() -> None:
     assert "No module named 'no'" in printed
 
 
-def test_a_child_ends_with_a_parent_that_is_killed() -> None:
+@pytest.mark.parametrize("clean_up", ["", ", lambda: None"])
+def test_a_child_ends_with_a_parent_that_is_killed(clean_up: str) -> None:
     code = (
         "import os, sys, time\n"
         "from penstock.machine.child_process import ChildProcess\n"
         "watch = 'import os, sys, time; from penstock.machine.child_process import "
-        "end_with_parent; end_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); "
+        f"end_with_parent; end_with_parent(int(sys.argv[1]){clean_up}); "
+        "print(os.getpid(), flush=True); "
         "time.sleep(300)'\n"
         "child = ChildProcess([sys.executable, '-c', watch, str(os.getpid())])\n"
         "print(child.read_line(60), flush=True)\n"

@@ -33,6 +33,7 @@ _POLL_S = 0.05
 _KILLED_S = 1.0
 """How long a killed process may take to end. Nothing ends one that hangs inside a driver."""
 _PARENT_POLL_S = 0.5
+_PR_SET_PDEATHSIG = 1  # of Linux: the signal that the kernel sends when the parent ends
 
 # Called by a Python child: the parent's sys.path, so that both find the same packages, then
 # "module:function" and its arguments.
@@ -238,15 +239,20 @@ def signal_name(exit_code: int) -> str:
 # In the child
 
 
-def end_with_parent(parent: int, clean_up: Callable[[], None] = lambda: None) -> None:
-    """End this process, and what it started, when its parent does.
-
-    A parent that is killed cannot end its children. A thread watches it.
+def end_with_parent(parent: int, clean_up: Callable[[], None] | None = None) -> None:
+    """End this process when its parent does: one that is killed cannot end its children.
 
     Args:
         parent: The number of the parent's process.
-        clean_up: Called before.
+        clean_up: Called before. What this process started ends with it then, too.
     """
+    if sys.platform == "linux" and clean_up is None:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # needs no thread: we may fork
+        if os.getppid() != parent:
+            os._exit(1)  # it was killed while we started
+        return
     import psutil
 
     def watch() -> None:
@@ -254,7 +260,8 @@ def end_with_parent(parent: int, clean_up: Callable[[], None] = lambda: None) ->
             process = psutil.Process(parent)
             while process.is_running():
                 time.sleep(_PARENT_POLL_S)
-        clean_up()
+        if clean_up is not None:
+            clean_up()
         if sys.platform != "win32" and os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from penstock.errors import BadArgument
-from penstock.machine.child_process import ChildProcess, python_command
+from penstock.machine.child_process import ChildProcess, end_with_parent, python_command
 from penstock.verify.factory import Factory
 from penstock.verify.runs import Extent, HashedRun, run_and_hash
 from penstock.verify.settings import Setting
@@ -46,7 +46,7 @@ def run_in_new_process(
     with tempfile.TemporaryDirectory(prefix="penstock-verify-") as folder:
         path = Path(folder, "hashes.pickle")
         with ChildProcess(
-            python_command(f"{__name__}:main", str(path)),
+            python_command(f"{__name__}:main", str(path), str(os.getpid())),
             reads="stderr",
             send=pickled,
             environ={"PYTHONHASHSEED": hash_seed},
@@ -61,8 +61,9 @@ def run_in_new_process(
         return found
 
 
-def main(path: str) -> None:
+def main(path: str, parent: str) -> None:
     """Called from: the child's command line."""
+    end_with_parent(int(parent))
     factory, arguments, extent = pickle.loads(sys.stdin.buffer.read())
     found = run_and_hash(factory, Setting(name="", arguments=arguments), extent)
     Path(path).write_bytes(pickle.dumps(found))
