@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from penstock.device import cuda_runtime as runtime
-from penstock.device import pinning
+from penstock.device import fences, pinning
 from penstock.device.on_demand_thread import OnDemandThread
 
 NOT_READY, CAPTURE_UNSUPPORTED = 600, 900
@@ -219,7 +219,8 @@ def install(patch: pytest.MonkeyPatch, vendor: str, num_gpus: int = 2) -> Preten
     patch.setattr(torch.cuda, "synchronize", gpu.synchronize)
     patch.setattr(torch.cuda, "is_current_stream_capturing", gpu.asks_capturing)
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 0, raising=False)
-    patch.setattr(runtime, "_driver", driver)
+    patch.setattr(runtime, "load_driver", driver)
+    patch.setattr(fences, "load_driver", driver)
     patch.setattr(runtime.CudaRuntime, "_forget_error", lambda self: gpu.note("forget error"))
     patch.setattr(pinning, "_gpus", {})
     patch.setattr(pinning, "_pinned", {})

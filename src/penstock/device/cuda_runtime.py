@@ -1,8 +1,7 @@
-"""Calls of CUDA's or HIP's runtime that page-lock memory and track copies.
+"""Calls of CUDA's or HIP's runtime that page-lock memory and ask about captures.
 
 torch carries the runtime's calls under CUDA's names in both builds (``torch.cuda.cudart()``), so
-registering is the same code on NVIDIA and AMD. Events that cover a whole context are a call of
-NVIDIA's driver alone (12.5 and newer). Tests: test_pinning.py and test_fences.py.
+registering is the same code on NVIDIA and AMD. Tests: test_pinning.py and test_fences.py.
 """
 
 from __future__ import annotations
@@ -15,11 +14,8 @@ import torch
 
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every GPU, not only the one that was current."""
-_DISABLE_TIMING = 2
-_NOT_READY = 600
-_CAPTURING = range(900, 910)
-"""The driver's answers about captures of graphs."""
 _RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED"""
 
 
 class CudaRuntime:
@@ -44,10 +40,6 @@ class CudaRuntime:
     def unregister(self, address: int) -> bool:
         """Undo :meth:`register`. Pairs with it, at the same address."""
         return self._call("HostUnregister", address)
-
-    def synchronize(self) -> None:
-        """Wait for everything that was asked of the GPU so far."""
-        torch.cuda.synchronize(self.index)
 
     def is_capturing(self) -> bool:
         """Is a graph being captured on this thread's current stream?"""
@@ -85,58 +77,18 @@ def allow_during_capture() -> None:
     """
     try:
         mode = ctypes.c_int(_RELAXED)
-        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        load_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     except (OSError, AttributeError):
         return  # AMD's runtime, or none: nothing to relax
 
 
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-
-
-class ContextEvents:
-    """Events after all work of a GPU's context, on whatever stream it was asked for.
+def load_driver() -> ctypes.CDLL:
+    """NVIDIA's driver.
 
     Raises:
-        OSError, AttributeError: There is no such driver here, or it is older than 12.5.
+        OSError: There is none.
     """
-
-    def __init__(self, index: int) -> None:
-        self._driver = _driver()
-        self._record = self._driver.cuCtxRecordEvent
-        device = ctypes.c_int()
-        self._context = ctypes.c_void_p()
-        self._check(self._driver.cuDeviceGet(ctypes.byref(device), index))
-        self._check(self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device))
-
-    def _check(self, status: int) -> None:
-        if status != 0:
-            raise OSError(f"the CUDA driver answered {status}")
-
-    def make(self) -> ctypes.c_void_p:
-        """A new event of this context."""
-        event, popped = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check(self._driver.cuCtxPushCurrent_v2(self._context))
-        try:
-            self._check(self._driver.cuEventCreate(ctypes.byref(event), _DISABLE_TIMING))
-        finally:
-            self._driver.cuCtxPopCurrent_v2(ctypes.byref(popped))
-        return event
-
-    def record(self, event: ctypes.c_void_p) -> bool:
-        """Let the event stand after everything that was asked of any stream so far.
-
-        False: a graph is being captured in the context, and it is to be tried again later.
-        """
-        status = int(self._record(self._context, event))
-        if status in _CAPTURING:
-            return False
-        self._check(status)
-        return True
-
-    def is_done(self, event: ctypes.c_void_p) -> bool:
-        """Is everything before the event done? True also once the GPU is lost."""
-        return int(self._driver.cuEventQuery(event)) != _NOT_READY
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def _cudart() -> Any:

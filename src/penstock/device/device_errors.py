@@ -1,4 +1,4 @@
-"""What a GPU refuses, in words: out of memory, gone, or busy with a graph."""
+"""Explains errors of a device: out of memory, lost, or busy with the capture of a graph."""
 
 from __future__ import annotations
 
@@ -32,14 +32,10 @@ def explained_errors(device: torch.device, batch: Any) -> Iterator[None]:
     except PenstockError:
         raise
     except RuntimeError as error:
-        if not _is_of_device(error):
+        is_full = isinstance(error, torch.cuda.OutOfMemoryError)
+        if not is_full and _DEVICE_WORDS.search(str(error)) is None:
             raise
         raise _describe(device, batch, error) from error
-
-
-def _is_of_device(error: RuntimeError) -> bool:
-    is_full = isinstance(error, torch.cuda.OutOfMemoryError)
-    return is_full or _DEVICE_WORDS.search(str(error)) is not None
 
 
 def _describe(device: torch.device, batch: Any, error: RuntimeError) -> DeviceFailed:
@@ -71,7 +67,7 @@ def _also(kind: type[RuntimeError]) -> type[DeviceFailed]:
 
 
 def _reduce(error: DeviceFailed) -> tuple[object, ...]:
-    """In another process it is the plain class: nobody can find this one by its name."""
+    """In another process it is the plain class: this one cannot be found by its name."""
     plain = DeviceFailed(error.what)
     plain.args = error.args
     plain.__dict__.update(error.__dict__)

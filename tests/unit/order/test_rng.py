@@ -37,7 +37,7 @@ def fresh(position: int, function: Any = ask, *, seed: int = 7, epoch: int = 0) 
     return randomness.call(function, 0, position)
 
 
-def quiet(*, num_samples: int = NUM_OBSERVED, function: Any = silent) -> SampleRandomness:
+def observed(*, num_samples: int = NUM_OBSERVED, function: Any = silent) -> SampleRandomness:
     randomness = SampleRandomness(7)
     with counting_state_reads():
         for position in range(num_samples):
@@ -70,8 +70,8 @@ def test_half_of_a_word_left_over_does_not_reach_the_next_sample() -> None:
     assert randomness.call(half, 0, 1) == fresh(1, half)
 
 
-def test_a_dataset_that_only_asks_is_silent_and_its_samples_are_told_apart() -> None:
-    randomness = quiet(function=ask)
+def test_a_dataset_that_only_asks_is_unseeded_and_its_samples_are_told_apart() -> None:
+    randomness = observed(function=ask)
     assert randomness.is_unseeded  # the global generators have not moved
     with counting_state_reads():
         found = randomness.call_many(lambda _: ask(), range(8), 100)
@@ -87,8 +87,8 @@ def test_samples_of_a_thousand_positions_differ_and_look_uniform() -> None:
     assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) * np.sqrt(2000) < 4.5
 
 
-def test_the_first_to_ask_in_a_silent_run_gets_the_run_loaded_again() -> None:
-    randomness = quiet()
+def test_the_first_to_ask_in_an_unseeded_run_gets_the_run_loaded_again() -> None:
+    randomness = observed()
     assert randomness.is_unseeded
     calls: list[int] = []
 
@@ -107,7 +107,7 @@ def test_the_first_to_ask_in_a_silent_run_gets_the_run_loaded_again() -> None:
 
 
 def test_a_run_that_is_begun_and_ended_by_hand_says_so() -> None:
-    randomness = quiet()
+    randomness = observed()
     with counting_state_reads():
         randomness.begin_unseeded()
         ask()
@@ -116,12 +116,12 @@ def test_a_run_that_is_begun_and_ended_by_hand_says_so() -> None:
         assert randomness.call(ask, 0, 9) == fresh(9)
 
 
-def test_a_sample_that_asks_and_fails_in_a_quiet_call_can_be_loaded_again() -> None:
+def test_a_sample_that_asks_and_fails_in_a_torch_only_call_can_be_loaded_again() -> None:
     def fail(_: Any) -> None:
         raise LookupError(ask())
 
     found = []
-    for randomness in (quiet(), SampleRandomness(7)):
+    for randomness in (observed(), SampleRandomness(7)):
         with pytest.raises(LookupError) as caught:
             randomness.call(fail, 0, 50)
         found.append(caught.value.args[0])

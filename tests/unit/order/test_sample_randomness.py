@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from penstock.order import global_generators as generators
-from penstock.order import sample_randomness as randomness
 from penstock.order.global_generators import counting_state_reads, preserved_generators
-from penstock.order.sample_randomness import NUM_OBSERVED, SampleRandomness
+from penstock.order.sample_randomness import NUM_OBSERVED, SampleRandomness, seed_worker
 from specimens import assert_same, differences
 
 pytestmark = pytest.mark.legacy
@@ -42,23 +41,23 @@ def silent(_: Any) -> int:
 
 
 def make(seed: int = 7, epoch: int = 2, **more: Any) -> SampleRandomness:
-    sample_randomness = SampleRandomness(seed, **more)
-    sample_randomness.begin(epoch)
-    return sample_randomness
+    randomness = SampleRandomness(seed, **more)
+    randomness.begin(epoch)
+    return randomness
 
 
 def fresh(position: int, *, seed: int = 7, epoch: int = 2, function: Any = draw) -> Any:
     return make(seed, epoch).call(function, 0, position)
 
 
-def quiet() -> SampleRandomness:
-    """One that has seen so many silent samples that it only looks."""
-    sample_randomness = make()
+def observed() -> SampleRandomness:
+    """One that has observed enough samples that draw nothing."""
+    randomness = make()
     with counting_state_reads():
         for position in range(NUM_OBSERVED + 1):
-            sample_randomness.call(silent, 0, position)
-    assert sample_randomness.is_torch_only
-    return sample_randomness
+            randomness.call(silent, 0, position)
+    assert randomness.is_torch_only
+    return randomness
 
 
 POSITIONS = [0, 1, 2, 15, 16, 17, 63, 64, 1000, 10**6, 2**40]
@@ -69,26 +68,26 @@ POSITIONS = [0, 1, 2, 15, 16, 17, 63, 64, 1000, 10**6, 2**40]
     [POSITIONS, POSITIONS[::-1], [16, 0, 17, 1, 1000, 2, 2**40, 15, 10**6, 64, 63]],
     ids=["forwards", "backwards", "mixed"],
 )
-@pytest.mark.parametrize("prepare", [make, quiet])
+@pytest.mark.parametrize("prepare", [make, observed])
 def test_the_order_of_positions_does_not_matter(order: list[int], prepare: Any) -> None:
-    walker = prepare()
+    randomness = prepare()
     for position in order:
         with counting_state_reads():
-            walker.snapshot()
-            assert_same(walker.call(draw, 0, position), fresh(position))
+            randomness.snapshot()
+            assert_same(randomness.call(draw, 0, position), fresh(position))
 
 
 def test_the_same_position_again_draws_the_same_again() -> None:
-    walker = make()
-    first = walker.call(draw, 0, 5)
-    walker.call(draw, 0, 100)
-    assert_same(walker.call(draw, 0, 5), first)
+    randomness = make()
+    first = randomness.call(draw, 0, 5)
+    randomness.call(draw, 0, 100)
+    assert_same(randomness.call(draw, 0, 5), first)
 
 
 def test_a_sample_that_draws_much_does_not_move_the_next() -> None:
-    walker = make()
-    walker.call(lambda _: [draw() for _ in range(1000)], 0, 5)
-    assert_same(walker.call(draw, 0, 6), fresh(6))
+    randomness = make()
+    randomness.call(lambda _: [draw() for _ in range(1000)], 0, 5)
+    assert_same(randomness.call(draw, 0, 6), fresh(6))
 
 
 def test_without_it_a_sample_that_draws_more_moves_the_next() -> None:
@@ -108,9 +107,9 @@ def test_position_epoch_and_seed_each_make_a_difference_in_every_generator() -> 
 
 
 def test_a_thousand_positions_draw_a_thousand_numbers() -> None:
-    walker = make()
+    randomness = make()
     drawn = [
-        walker.call(
+        randomness.call(
             lambda _: (random.random(), np.random.rand(), torch.rand(1).item()), 0, position
         )
         for position in range(1000)
@@ -122,11 +121,11 @@ def test_a_thousand_positions_draw_a_thousand_numbers() -> None:
 def test_the_numbers_look_uniform_across_positions_and_epochs() -> None:
     for positions, epochs in ((range(2000), [0]), ([0], range(400))):
         drawn = []
-        walker = SampleRandomness(3)
+        randomness = SampleRandomness(3)
         for epoch in epochs:
-            walker.begin(epoch)
+            randomness.begin(epoch)
             drawn += [
-                walker.call(
+                randomness.call(
                     lambda _: (random.random(), np.random.rand(), torch.rand(1).item()), 0, p
                 )
                 for p in positions
@@ -143,16 +142,16 @@ def test_seeds_of_64_bits_and_negative_ones_are_taken() -> None:
 
 
 def test_the_second_of_a_gauss_pair_does_not_leak_into_the_next_sample() -> None:
-    walker = make()
-    walker.call(lambda _: (random.gauss(0, 1), np.random.standard_normal()), 0, 0)
+    randomness = make()
+    randomness.call(lambda _: (random.gauss(0, 1), np.random.standard_normal()), 0, 0)
     assert random.getstate()[2] is not None  # control: there is something to leak
     assert np.random.get_state()[3] == 1
     for function in (lambda _: random.gauss(0, 1), lambda _: np.random.standard_normal()):
-        walker.call(function, 0, 0)
-        assert walker.call(function, 0, 1) == fresh(1, function=function)
+        randomness.call(function, 0, 0)
+        assert randomness.call(function, 0, 1) == fresh(1, function=function)
 
 
-# -- quiet: setting the generators only where it matters -------------------------------------------
+# -- setting the generators only where it matters --------------------------------------------------
 
 
 def count_calls(function: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], list[Any]]:
@@ -165,10 +164,10 @@ def count_calls(function: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], l
     return counted, calls
 
 
-def call_quietly(walker: SampleRandomness, function: Any, position: int) -> Any:
+def call_counted(randomness: SampleRandomness, function: Any, position: int) -> Any:
     with counting_state_reads():
-        walker.snapshot()
-        return walker.call(function, 0, position)
+        randomness.snapshot()
+        return randomness.call(function, 0, position)
 
 
 FIRST_DRAWS: dict[str, Callable[[Any], Any]] = {
@@ -226,139 +225,143 @@ def outcome(call: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("name", FIRST_DRAWS)
 def test_the_first_draw_after_a_long_silence_is_noticed_and_done_right(name: str) -> None:
     function = FIRST_DRAWS[name]
-    walker = quiet()
+    randomness = observed()
     random.seed(99)  # whatever others left in the generators must not matter
     np.random.seed(99)
-    found = outcome(lambda: call_quietly(walker, function, 500))
+    found = outcome(lambda: call_counted(randomness, function, 500))
     assert_same(found, outcome(lambda: fresh(500, function=function)))
 
 
 @pytest.mark.parametrize("name", FIRST_DRAWS)
-def test_a_silent_run_in_which_a_sample_draws_is_loaded_again_and_right(name: str) -> None:
+def test_an_unseeded_run_in_which_a_sample_draws_is_loaded_again_and_right(name: str) -> None:
     def function(index: int) -> Any:
         return FIRST_DRAWS[name](index) if index == 5 else index
 
-    walker = quiet()
-    assert walker.is_unseeded
+    randomness = observed()
+    assert randomness.is_unseeded
     torch.manual_seed(99)
-    found = outcome(lambda: run_silently(walker, function, range(8), 500)[5])
+    found = outcome(lambda: run_counted(randomness, function, range(8), 500)[5])
     assert_same(found, outcome(lambda: fresh(505, function=FIRST_DRAWS[name])))
-    assert not walker.is_unseeded
+    assert not randomness.is_unseeded
 
 
-def run_silently(walker: SampleRandomness, function: Any, indices: Any, position: int) -> list[Any]:
+def run_counted(
+    randomness: SampleRandomness, function: Any, indices: Any, position: int
+) -> list[Any]:
     with counting_state_reads():
-        return walker.call_many(function, indices, position)
+        return randomness.call_many(function, indices, position)
 
 
 @pytest.mark.parametrize("name", FIRST_DRAWS)
-def test_a_run_apart_is_right_and_leaves_the_caller_s_generators_as_they_were(name: str) -> None:
+def test_a_preserved_call_is_right_and_leaves_the_caller_s_generators_as_they_were(
+    name: str,
+) -> None:
     def function(index: int) -> Any:
         return FIRST_DRAWS[name](index) if index == 5 else index
 
-    walker = quiet()
+    randomness = observed()
     expected = outcome(lambda: fresh(505, function=FIRST_DRAWS[name]))
-    random.gauss(0, 1)  # leaves one in reserve, and so does the next
+    random.gauss(0, 1)  # leaves one cached, and so does the next
     np.random.randn()
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    for _ in range(2):  # with a silent walker, and with one that has become stricter
+    for _ in range(2):  # unseeded, and after the switch to seeding
         assert_same(
-            outcome(lambda: walker.call_many_preserved(function, range(8), 500)[5]), expected
+            outcome(lambda: randomness.call_many_preserved(function, range(8), 500)[5]), expected
         )
         assert_same((random.getstate(), np.random.get_state(), torch.get_rng_state()), state)
-    assert not walker.is_unseeded
+    assert not randomness.is_unseeded
 
 
-def test_a_silent_run_apart_puts_back_what_was_in_reserve() -> None:
-    walker = quiet()
+def test_an_unseeded_preserved_call_puts_back_the_cached_normals() -> None:
+    randomness = observed()
     random.gauss(0, 1)
     np.random.randn()
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     for _ in range(3):
-        assert walker.call_many_preserved(lambda index: index, range(8), 0) == list(range(8))
+        assert randomness.call_many_preserved(lambda index: index, range(8), 0) == list(range(8))
         assert_same((random.getstate(), np.random.get_state(), torch.get_rng_state()), state)
-    assert walker.is_unseeded
+    assert randomness.is_unseeded
 
 
-def test_a_silent_run_calls_each_sample_once_and_sets_nothing() -> None:
-    walker = quiet()
+def test_an_unseeded_run_calls_each_sample_once_and_sets_nothing() -> None:
+    randomness = observed()
     counted, calls = count_calls(silent)
     before = random.getstate(), torch.get_rng_state()
-    assert run_silently(walker, counted, range(64), 0) == [silent(0)] * 64
+    assert run_counted(randomness, counted, range(64), 0) == [silent(0)] * 64
     assert calls == list(range(64))
     assert before[0] == random.getstate()
     assert torch.equal(before[1], torch.get_rng_state())
-    assert walker.is_unseeded
+    assert randomness.is_unseeded
 
 
-def test_an_exception_in_a_silent_run_is_raised_after_one_call_of_each_sample() -> None:
+def test_an_exception_in_an_unseeded_run_is_raised_after_one_call_of_each_sample() -> None:
     def fail_at_3(index: int) -> int:
         return [0, 1, 2][index]
 
     failing, calls = count_calls(fail_at_3)
     with pytest.raises(IndexError):
-        run_silently(quiet(), failing, range(8), 0)
+        run_counted(observed(), failing, range(8), 0)
     assert calls == [0, 1, 2, 3]
 
 
-def test_a_dataset_that_draws_from_torch_is_quiet_and_never_silent() -> None:
-    walker = make()
+def test_a_dataset_that_draws_from_torch_is_torch_only_and_never_unseeded() -> None:
+    randomness = make()
     with counting_state_reads():
         for position in range(2 * NUM_OBSERVED):
-            walker.call(lambda _: torch.rand(1), 0, position)
-    assert walker.is_torch_only
-    assert not walker.is_unseeded
+            randomness.call(lambda _: torch.rand(1), 0, position)
+    assert randomness.is_torch_only
+    assert not randomness.is_unseeded
 
 
 @pytest.mark.parametrize("name", ["random.gauss", "np.random.randn"])
-def test_a_normal_variate_that_somebody_left_in_reserve_is_not_taken(name: str) -> None:
-    walker = quiet()
+def test_a_normal_variate_that_somebody_left_cached_is_not_taken(name: str) -> None:
+    randomness = observed()
     random.gauss(0, 1)
     np.random.randn()
-    assert random.getstate()[2] is not None  # control: both have one in reserve
+    assert random.getstate()[2] is not None  # control: both have one cached
     assert np.random.get_state()[3] == 1
     with preserved_generators():
-        found = call_quietly(walker, FIRST_DRAWS[name], 500)
+        found = call_counted(randomness, FIRST_DRAWS[name], 500)
     assert_same(found, fresh(500, function=FIRST_DRAWS[name]))
 
 
 def test_a_silent_sample_is_called_once_and_one_that_begins_to_draw_twice() -> None:
-    walker = quiet()
+    randomness = observed()
     calm, calls = count_calls(silent)
     for position in range(50):
-        call_quietly(walker, calm, position)
+        call_counted(randomness, calm, position)
     assert len(calls) == 50
     lively, calls = count_calls(draw)
     for position in range(50):
-        call_quietly(walker, lively, position)
+        call_counted(randomness, lively, position)
     assert len(calls) == 51
-    assert not walker.is_torch_only
+    assert not randomness.is_torch_only
 
 
 def test_torch_s_draws_need_no_second_call() -> None:
-    walker = quiet()
+    randomness = observed()
     lively, calls = count_calls(lambda _: torch.rand(2))
-    assert_same(call_quietly(walker, lively, 9), fresh(9, function=lambda _: torch.rand(2)))
+    assert_same(call_counted(randomness, lively, 9), fresh(9, function=lambda _: torch.rand(2)))
     assert len(calls) == 1
-    assert walker.is_torch_only
+    assert randomness.is_torch_only
 
 
 def test_an_exception_of_a_silent_sample_is_raised_after_one_call() -> None:
     def fail(_: Any) -> None:
         raise LookupError
 
-    walker = quiet()
+    randomness = observed()
     failing, calls = count_calls(fail)
     with pytest.raises(LookupError):
-        call_quietly(walker, failing, 3)
+        call_counted(randomness, failing, 3)
     assert len(calls) == 1
 
 
 def test_a_dataset_that_draws_from_the_start_is_never_called_twice() -> None:
-    walker = make()
+    randomness = make()
     lively, calls = count_calls(draw)
     for position in range(3 * NUM_OBSERVED):
-        walker.call(lively, 0, position)
+        randomness.call(lively, 0, position)
     assert len(calls) == 3 * NUM_OBSERVED
 
 
@@ -376,10 +379,10 @@ def test_public_calls_give_the_same_bits_where_memory_is_not_known(
     try:
         assert not make()._python.is_known
         assert_same([fresh(position) for position in POSITIONS], in_place)
-        walker = make()
+        randomness = make()
         for position in range(3 * NUM_OBSERVED):
-            walker.call(silent, 0, position)
-        assert not walker.is_torch_only  # it cannot look, so it never stops setting
+            randomness.call(silent, 0, position)
+        assert not randomness.is_torch_only  # it cannot peek, so it never stops seeding
     finally:
         generators.python_generator.cache_clear()
         generators.numpy_generator.cache_clear()
@@ -404,7 +407,7 @@ def test_torch_s_generator_can_be_left_alone() -> None:
 def test_workers_are_seeded_as_torch_seeds_its_own() -> None:
     drawn = []
     for worker in (0, 1):
-        assert randomness.seed_worker(1234, worker) == 1234 + worker
+        assert seed_worker(1234, worker) == 1234 + worker
         assert torch.initial_seed() == 1234 + worker
         drawn.append(draw())
     assert all(differences(a, b) for a, b in zip(*drawn, strict=True))
