@@ -169,7 +169,7 @@ def _is_channels_last(x: torch.Tensor, w: torch.Tensor, backend: Any) -> bool:
     return _format_of(x, w, backend) in (torch.channels_last, torch.channels_last_3d)
 
 
-def _settle(t: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
+def to_layout(t: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
     """``t`` in exactly that layout; itself where it lies so already."""
     if not channels_last:
         return t.contiguous()
@@ -226,9 +226,9 @@ class ConvolutionRunner:
             with torch.cuda.device(a.device):  # Triton starts kernels on the current one
                 return self._run(plan, which, a, b)
         last = plan.geometry.is_channels_last
-        a = _settle(a.resolve_conj(), channels_last=last)
+        a = to_layout(a.resolve_conj(), channels_last=last)
         if which == WEIGHT_GRADIENT:
-            b = _settle(b.resolve_conj(), channels_last=last)
+            b = to_layout(b.resolve_conj(), channels_last=last)
         else:
             b = b.resolve_conj()
         cap = self.cap_bytes or DEFAULT_CAPS.get(a.device.type, DEFAULT_CAPS["cpu"])
@@ -247,4 +247,4 @@ class ConvolutionRunner:
             plan.chosen.clear()
             return self._run(plan, which, a, b)
         self.counts[algorithm.name] = self.counts.get(algorithm.name, 0) + 1
-        return _settle(result, channels_last=last)
+        return to_layout(result, channels_last=last)

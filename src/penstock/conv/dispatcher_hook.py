@@ -39,6 +39,7 @@ _aten: Any = torch.ops.aten
 _c: Any = torch._C
 _cuda: Any = torch.cuda
 _native_key: Any = _c.DispatchKey.CompositeExplicitAutograd
+"""Of torch's own kernels; ``OpOverload._op_dk`` calls them past the key that we hold."""
 _tracing_state: Any = _c._get_tracing_state
 _NATIVE = object()
 
@@ -137,7 +138,8 @@ class DispatcherHook:
         self._check_other("convolution_backward", x)
         if plan is _NATIVE:
             self.num_native += 1
-            return _native(_aten._convolution.default, x, w, b, *arguments, *(flags or _flags()))
+            operator = _aten._convolution.default
+            return operator._op_dk(_native_key, x, w, b, *arguments, *(flags or _flags()))
         return self.runner.forward(plan, x, w, b)
 
     def _backward(self, dy: Any, x: Any, w: Any, sizes: Any, *rest: Any) -> Any:
@@ -159,7 +161,8 @@ class DispatcherHook:
         self._check_other("convolution", x)
         if plan is _NATIVE:
             self.num_native += 1
-            return _native(_aten.convolution_backward.default, dy, x, w, sizes, *arguments, mask)
+            operator = _aten.convolution_backward.default
+            return operator._op_dk(_native_key, dy, x, w, sizes, *arguments, mask)
         return self.runner.backward(plan, dy, x, w, mask)
 
     def _new_plan(
@@ -253,11 +256,6 @@ def _flags() -> tuple[bool, bool, bool, bool]:
         _c._get_cudnn_enabled(),
         _c._get_cudnn_allow_tf32(),
     )
-
-
-def _native(operator: Any, *arguments: Any) -> Any:
-    """Torch's own kernel, past the key that we hold."""
-    return operator._op_dk(_native_key, *arguments)
 
 
 def _destroy(library: Any) -> None:

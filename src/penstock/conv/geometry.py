@@ -81,10 +81,6 @@ class Geometry:
         return prod(self.out_size)
 
     @property
-    def num_multiplications(self) -> int:
-        return self.batch * self.num_positions * self.out_channels * self.group_in * self.num_taps
-
-    @property
     def padded_size(self) -> Sizes:
         return tuple(n + 2 * p for n, p in zip(self.in_size, self.padding, strict=True))
 

@@ -1,4 +1,4 @@
-"""Which way is fastest for this shape on this machine? Measured once, kept for later runs.
+"""Chooses the fastest algorithm for a shape on this machine: measured once, kept for later runs.
 
 On a GPU the candidates of a shape are timed the first time it is seen, within a budget for the
 whole process; the result goes to a file for this torch, Triton and card. On the CPU, under
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from penstock.conv import cache_folder as folder
+from penstock.conv import cache_folder
 from penstock.conv.algorithms import triton_launch
 from penstock.conv.algorithms.candidates import Candidate, candidates
 from penstock.conv.geometry import Geometry, Pass
@@ -35,7 +35,7 @@ _spent_s = 0.0
 def choose(
     g: Geometry, which: Pass, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
 ) -> tuple[Candidate, bool]:
-    """The way to take for this pass, and whether that is settled or may be measured later.
+    """The algorithm for this pass, and whether that is settled or may be measured later.
 
     Args:
         a: The tensors that it would be called with.
@@ -48,18 +48,25 @@ def choose(
         >>> choose(g, "forward", x, w, 1 << 20)[0].name
         'columns'
     """
-    ways = candidates(g, which, a.dtype, a.device.type)
+    found = candidates(g, which, a.dtype, a.device.type)
     is_fixed = torch.are_deterministic_algorithms_enabled()
-    if is_fixed or len(ways) == 1 or not a.is_cuda:
-        return ways[0], True
-    kept = _kept(g, which, a, cap_bytes, ways)
-    if kept is not None:
-        return kept, True
+    if is_fixed or len(found) == 1 or not a.is_cuda:
+        return found[0], True
+    choices = _choices(_file_name(a.device))
+    key = f"{which}|{a.dtype}|{cap_bytes}|{astuple(g)}"
+    kept = [one for one in found if one.name == choices.get(key)]
+    if kept:
+        return kept[0], True
     if _spent_s >= budget_s():
-        return ways[0], True
+        return found[0], True
     if torch.cuda.is_current_stream_capturing():
-        return ways[0], False
-    return _measure(g, which, a, b, cap_bytes, ways), True
+        return found[0], False
+    best = _measure(g, a, b, cap_bytes, found)
+    choices[key] = best.name
+    if not _dirty:
+        atexit.register(save)
+    _dirty.add(_file_name(a.device))
+    return best, True
 
 
 def forget() -> None:
@@ -79,45 +86,39 @@ def budget_s() -> float:
 
 
 def _measure(
-    g: Geometry,
-    which: Pass,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    cap_bytes: int,
-    ways: list[Candidate],
+    g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int, found: list[Candidate]
 ) -> Candidate:
     """Time every candidate; one that fails is out, and the last is never left out."""
     global _spent_s
     started_s = time.perf_counter()
-    best, best_ms = ways[-1], float("inf")
-    for way in ways:
+    best, best_ms = found[-1], float("inf")
+    for candidate in found:
         try:
-            taken_ms = time_once(way, g, a, b, cap_bytes)
+            taken_ms = time_once(candidate, g, a, b, cap_bytes)
         except Exception:  # out of memory, or a kernel that this card cannot run
             torch.cuda.empty_cache()
             continue
         if taken_ms < best_ms:
-            best, best_ms = way, taken_ms
+            best, best_ms = candidate, taken_ms
     _spent_s += time.perf_counter() - started_s
-    _keep(g, which, a, cap_bytes, best)
     return best
 
 
 def time_once(
-    way: Candidate, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
+    candidate: Candidate, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
 ) -> float:
     """Milliseconds of a call among others: the GPU's, or ours if starting it takes longer.
 
     Some calls follow each other without waiting, as in a training; the best of some such rounds.
     """
-    way.run(g, a, b, cap_bytes)
+    candidate.run(g, a, b, cap_bytes)
     event: Any = torch.cuda.Event
     times = []
     for _ in range(NUM_ROUNDS):
         start, end = (event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(NUM_TIMED):
-            way.run(g, a, b, cap_bytes)
+            candidate.run(g, a, b, cap_bytes)
         end.record()
         end.synchronize()
         times.append(float(start.elapsed_time(end)) / NUM_TIMED)
@@ -139,33 +140,18 @@ def _file_name(device: torch.device) -> str:
     return f"conv-choices-{hashlib.sha256(about.encode()).hexdigest()[:12]}.json"
 
 
-def _entry(g: Geometry, which: Pass, a: torch.Tensor, cap_bytes: int) -> str:
-    return f"{which}|{a.dtype}|{cap_bytes}|{astuple(g)}"
-
-
-def _kept(
-    g: Geometry, which: Pass, a: torch.Tensor, cap_bytes: int, ways: list[Candidate]
-) -> Candidate | None:
-    name = _file_name(a.device)
+def _choices(name: str) -> dict[str, str]:
+    """The choices of a file, read once for a process."""
     if name not in _files:
-        content = folder.read_json(name)
+        content = cache_folder.read_json(name)
         _files[name] = content if isinstance(content, dict) else {}
-    word = _files[name].get(_entry(g, which, a, cap_bytes))
-    return next((way for way in ways if way.name == word), None)
-
-
-def _keep(g: Geometry, which: Pass, a: torch.Tensor, cap_bytes: int, way: Candidate) -> None:
-    name = _file_name(a.device)
-    _files.setdefault(name, {})[_entry(g, which, a, cap_bytes)] = way.name
-    if not _dirty:
-        atexit.register(save)
-    _dirty.add(name)
+    return _files[name]
 
 
 def save() -> None:
-    """Write what was measured; done by itself when Python ends."""
+    """Write what was measured; called when Python ends."""
     for name in sorted(_dirty):
-        before = folder.read_json(name)  # another process may have measured other shapes
+        before = cache_folder.read_json(name)  # another process may have measured other shapes
         merged = {**(before if isinstance(before, dict) else {}), **_files[name]}
-        folder.write_json(name, merged)
+        cache_folder.write_json(name, merged)
     _dirty.clear()

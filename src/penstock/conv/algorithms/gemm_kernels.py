@@ -31,6 +31,7 @@ _PLAIN = [
     *("num_rows", "rows_per_split", "out_h", "out_w", "in_h", "in_w", "taps_h", "taps_w", "depth"),
     *("stride_h", "stride_w", "step_h", "step_w", "offset_h", "offset_w", "pad_h", "pad_w"),
     *("w_g", "w_r", "w_s", "num_groups", "num", "splits", "taps", "merged", "batch"),
+    *("num_tiles", "tiles_h", "tiles_w", "size_h", "size_w", "first"),
 ]
 """Numbers that a kernel is not compiled anew for. What lies side by side in memory is worth it."""
 

@@ -46,17 +46,13 @@ class Block:
     stages: int = 3
 
 
+def _by_type(float32: Block, half: Block) -> dict[torch.dtype, Block]:
+    return {torch.float32: float32, torch.float16: half, torch.bfloat16: half}
+
+
 # Which tiles are tried, the best two of seven on an H200; penstock.conv.tuning keeps the choices.
-WIDE = {
-    torch.float32: Block(128, 64, 16, 4, 3),
-    torch.float16: Block(128, 128, 32, 4, 4),
-    torch.bfloat16: Block(128, 128, 32, 4, 4),
-}
-NARROW = {
-    torch.float32: Block(64, 64, 16, 4, 3),
-    torch.float16: Block(256, 64, 64, 8, 3),
-    torch.bfloat16: Block(256, 64, 64, 8, 3),
-}
+WIDE = _by_type(Block(128, 64, 16, 4, 3), half=Block(128, 128, 32, 4, 4))
+NARROW = _by_type(Block(64, 64, 16, 4, 3), half=Block(256, 64, 64, 8, 3))
 
 
 def can(g: Geometry, dtype: torch.dtype) -> bool:
@@ -284,16 +280,8 @@ TARGET_PROGRAMS = 132 * 4
 """A weight gradient is split until so many programs run: some for each of an H200's processors."""
 
 # Which tiles are tried: outputs, columns, places at a time. The best two of six on an H200.
-WEIGHT_WIDE = {
-    torch.float32: Block(64, 128, 16, 8, 3),
-    torch.float16: Block(128, 64, 64, 4, 3),
-    torch.bfloat16: Block(128, 64, 64, 4, 3),
-}
-WEIGHT_NARROW = {
-    torch.float32: Block(64, 64, 16, 4, 3),
-    torch.float16: Block(64, 64, 32, 4, 4),
-    torch.bfloat16: Block(64, 64, 32, 4, 4),
-}
+WEIGHT_WIDE = _by_type(Block(64, 128, 16, 8, 3), half=Block(128, 64, 64, 4, 3))
+WEIGHT_NARROW = _by_type(Block(64, 64, 16, 4, 3), half=Block(64, 64, 32, 4, 4))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,8 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_PLAIN = ["num", "num_tiles", "tiles_h", "tiles_w", "size_h", "size_w"]
-"""Numbers that a kernel is not compiled anew for."""
+from penstock.conv.algorithms.gemm_kernels import kernel
 
 
 @triton.jit
@@ -29,24 +28,6 @@ def _find(index, channels, num_tiles, tiles_h, tiles_w, IS_LAST: tl.constexpr):
     rest = tile // tiles_w
     h = rest % tiles_h
     return channel, (rest // tiles_h).to(tl.int64), h * 4, w * 4
-
-
-@triton.jit
-def _load(x_at, at_h, from_w, size_h, size_w, x_w, is_here):
-    """One row of six places; outside there is zero."""
-    is_row = is_here & (at_h >= 0) & (at_h < size_h)
-    d0 = tl.load(x_at, mask=is_row & (from_w >= 0) & (from_w < size_w), other=0.0)
-    w1 = from_w + 1
-    d1 = tl.load(x_at + x_w, mask=is_row & (w1 >= 0) & (w1 < size_w), other=0.0)
-    w2 = from_w + 2
-    d2 = tl.load(x_at + 2 * x_w, mask=is_row & (w2 >= 0) & (w2 < size_w), other=0.0)
-    w3 = from_w + 3
-    d3 = tl.load(x_at + 3 * x_w, mask=is_row & (w3 >= 0) & (w3 < size_w), other=0.0)
-    w4 = from_w + 4
-    d4 = tl.load(x_at + 4 * x_w, mask=is_row & (w4 >= 0) & (w4 < size_w), other=0.0)
-    w5 = from_w + 5
-    d5 = tl.load(x_at + 5 * x_w, mask=is_row & (w5 >= 0) & (w5 < size_w), other=0.0)
-    return d0, d1, d2, d3, d4, d5
 
 
 @triton.jit
@@ -77,6 +58,19 @@ def _spread(y0, y1, y2, y3):
 
 
 @triton.jit
+def _load6(at, h, w, size_h, size_w, x_w, is_here):
+    """One row of six places, transformed; outside there is zero."""
+    is_row = is_here & (h >= 0) & (h < size_h)
+    d0 = tl.load(at, mask=is_row & (w >= 0) & (w < size_w), other=0.0)
+    d1 = tl.load(at + x_w, mask=is_row & (w + 1 >= 0) & (w + 1 < size_w), other=0.0)
+    d2 = tl.load(at + 2 * x_w, mask=is_row & (w + 2 >= 0) & (w + 2 < size_w), other=0.0)
+    d3 = tl.load(at + 3 * x_w, mask=is_row & (w + 3 >= 0) & (w + 3 < size_w), other=0.0)
+    d4 = tl.load(at + 4 * x_w, mask=is_row & (w + 4 >= 0) & (w + 4 < size_w), other=0.0)
+    d5 = tl.load(at + 5 * x_w, mask=is_row & (w + 5 >= 0) & (w + 5 < size_w), other=0.0)
+    return _b(d0, d1, d2, d3, d4, d5)
+
+
+@triton.jit
 def _store6(at, step, v0, v1, v2, v3, v4, v5, is_here):
     tl.store(at, v0, mask=is_here)
     tl.store(at + 6 * step, v1, mask=is_here)
@@ -86,7 +80,13 @@ def _store6(at, step, v0, v1, v2, v3, v4, v5, is_here):
     tl.store(at + 30 * step, v5, mask=is_here)
 
 
-@triton.jit(do_not_specialize=[*_PLAIN, "pad_h", "pad_w"])
+@triton.jit
+def _store_b(at, step, d0, d1, d2, d3, d4, d5, is_here):
+    d0, d1, d2, d3, d4, d5 = _b(d0, d1, d2, d3, d4, d5)
+    _store6(at, step, d0, d1, d2, d3, d4, d5, is_here)
+
+
+@kernel
 def transform_input(
     x, v,
     num, channels, num_tiles, tiles_h, tiles_w, size_h, size_w,
@@ -101,45 +101,40 @@ def transform_input(
     h = h - pad_h
     w = w - pad_w
     at = x + sample * x_n + channel * x_c + h * x_h + w * x_w
-    a0, a1, a2, a3, a4, a5 = _load(at, h, w, size_h, size_w, x_w, is_here)
-    b0, b1, b2, b3, b4, b5 = _load(at + x_h, h + 1, w, size_h, size_w, x_w, is_here)
-    c0, c1, c2, c3, c4, c5 = _load(at + 2 * x_h, h + 2, w, size_h, size_w, x_w, is_here)
-    d0, d1, d2, d3, d4, d5 = _load(at + 3 * x_h, h + 3, w, size_h, size_w, x_w, is_here)
-    e0, e1, e2, e3, e4, e5 = _load(at + 4 * x_h, h + 4, w, size_h, size_w, x_w, is_here)
-    f0, f1, f2, f3, f4, f5 = _load(at + 5 * x_h, h + 5, w, size_h, size_w, x_w, is_here)
-    a0, a1, a2, a3, a4, a5 = _b(a0, a1, a2, a3, a4, a5)
-    b0, b1, b2, b3, b4, b5 = _b(b0, b1, b2, b3, b4, b5)
-    c0, c1, c2, c3, c4, c5 = _b(c0, c1, c2, c3, c4, c5)
-    d0, d1, d2, d3, d4, d5 = _b(d0, d1, d2, d3, d4, d5)
-    e0, e1, e2, e3, e4, e5 = _b(e0, e1, e2, e3, e4, e5)
-    f0, f1, f2, f3, f4, f5 = _b(f0, f1, f2, f3, f4, f5)
+    a0, a1, a2, a3, a4, a5 = _load6(at, h, w, size_h, size_w, x_w, is_here)
+    b0, b1, b2, b3, b4, b5 = _load6(at + x_h, h + 1, w, size_h, size_w, x_w, is_here)
+    c0, c1, c2, c3, c4, c5 = _load6(at + 2 * x_h, h + 2, w, size_h, size_w, x_w, is_here)
+    d0, d1, d2, d3, d4, d5 = _load6(at + 3 * x_h, h + 3, w, size_h, size_w, x_w, is_here)
+    e0, e1, e2, e3, e4, e5 = _load6(at + 4 * x_h, h + 4, w, size_h, size_w, x_w, is_here)
+    f0, f1, f2, f3, f4, f5 = _load6(at + 5 * x_h, h + 5, w, size_h, size_w, x_w, is_here)
     out = v + index
     step = num.to(tl.int64)
-    a0, b0, c0, d0, e0, f0 = _b(a0, b0, c0, d0, e0, f0)
-    _store6(out, step, a0, b0, c0, d0, e0, f0, is_here)
-    a1, b1, c1, d1, e1, f1 = _b(a1, b1, c1, d1, e1, f1)
-    _store6(out + step, step, a1, b1, c1, d1, e1, f1, is_here)
-    a2, b2, c2, d2, e2, f2 = _b(a2, b2, c2, d2, e2, f2)
-    _store6(out + 2 * step, step, a2, b2, c2, d2, e2, f2, is_here)
-    a3, b3, c3, d3, e3, f3 = _b(a3, b3, c3, d3, e3, f3)
-    _store6(out + 3 * step, step, a3, b3, c3, d3, e3, f3, is_here)
-    a4, b4, c4, d4, e4, f4 = _b(a4, b4, c4, d4, e4, f4)
-    _store6(out + 4 * step, step, a4, b4, c4, d4, e4, f4, is_here)
-    a5, b5, c5, d5, e5, f5 = _b(a5, b5, c5, d5, e5, f5)
-    _store6(out + 5 * step, step, a5, b5, c5, d5, e5, f5, is_here)
+    _store_b(out, step, a0, b0, c0, d0, e0, f0, is_here)
+    _store_b(out + step, step, a1, b1, c1, d1, e1, f1, is_here)
+    _store_b(out + 2 * step, step, a2, b2, c2, d2, e2, f2, is_here)
+    _store_b(out + 3 * step, step, a3, b3, c3, d3, e3, f3, is_here)
+    _store_b(out + 4 * step, step, a4, b4, c4, d4, e4, f4, is_here)
+    _store_b(out + 5 * step, step, a5, b5, c5, d5, e5, f5, is_here)
 
 
 @triton.jit
 def _load4(at, h, w, size_h, size_w, y_w, is_here):
+    """One row of four places of an error, spread over six; outside there is zero."""
     is_row = is_here & (h < size_h)
     y0 = tl.load(at, mask=is_row & (w < size_w), other=0.0)
     y1 = tl.load(at + y_w, mask=is_row & (w + 1 < size_w), other=0.0)
     y2 = tl.load(at + 2 * y_w, mask=is_row & (w + 2 < size_w), other=0.0)
     y3 = tl.load(at + 3 * y_w, mask=is_row & (w + 3 < size_w), other=0.0)
-    return y0, y1, y2, y3
+    return _spread(y0, y1, y2, y3)
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit
+def _store_spread(at, step, y0, y1, y2, y3, is_here):
+    v0, v1, v2, v3, v4, v5 = _spread(y0, y1, y2, y3)
+    _store6(at, step, v0, v1, v2, v3, v4, v5, is_here)
+
+
+@kernel
 def transform_error(
     dy, v,
     num, channels, num_tiles, tiles_h, tiles_w, size_h, size_w,
@@ -151,44 +146,43 @@ def transform_error(
     is_here = index < num
     channel, sample, h, w = _find(index, channels, num_tiles, tiles_h, tiles_w, IS_LAST)
     at = dy + sample * y_n + channel * y_c + h * y_h + w * y_w
-    a0, a1, a2, a3 = _load4(at, h, w, size_h, size_w, y_w, is_here)
-    b0, b1, b2, b3 = _load4(at + y_h, h + 1, w, size_h, size_w, y_w, is_here)
-    c0, c1, c2, c3 = _load4(at + 2 * y_h, h + 2, w, size_h, size_w, y_w, is_here)
-    d0, d1, d2, d3 = _load4(at + 3 * y_h, h + 3, w, size_h, size_w, y_w, is_here)
-    a0, a1, a2, a3, a4, a5 = _spread(a0, a1, a2, a3)
-    b0, b1, b2, b3, b4, b5 = _spread(b0, b1, b2, b3)
-    c0, c1, c2, c3, c4, c5 = _spread(c0, c1, c2, c3)
-    d0, d1, d2, d3, d4, d5 = _spread(d0, d1, d2, d3)
+    a0, a1, a2, a3, a4, a5 = _load4(at, h, w, size_h, size_w, y_w, is_here)
+    b0, b1, b2, b3, b4, b5 = _load4(at + y_h, h + 1, w, size_h, size_w, y_w, is_here)
+    c0, c1, c2, c3, c4, c5 = _load4(at + 2 * y_h, h + 2, w, size_h, size_w, y_w, is_here)
+    d0, d1, d2, d3, d4, d5 = _load4(at + 3 * y_h, h + 3, w, size_h, size_w, y_w, is_here)
     out = v + index
     step = num.to(tl.int64)
-    p, q, r, s, t, u = _spread(a0, b0, c0, d0)
-    _store6(out, step, p, q, r, s, t, u, is_here)
-    p, q, r, s, t, u = _spread(a1, b1, c1, d1)
-    _store6(out + step, step, p, q, r, s, t, u, is_here)
-    p, q, r, s, t, u = _spread(a2, b2, c2, d2)
-    _store6(out + 2 * step, step, p, q, r, s, t, u, is_here)
-    p, q, r, s, t, u = _spread(a3, b3, c3, d3)
-    _store6(out + 3 * step, step, p, q, r, s, t, u, is_here)
-    p, q, r, s, t, u = _spread(a4, b4, c4, d4)
-    _store6(out + 4 * step, step, p, q, r, s, t, u, is_here)
-    p, q, r, s, t, u = _spread(a5, b5, c5, d5)
-    _store6(out + 5 * step, step, p, q, r, s, t, u, is_here)
+    _store_spread(out, step, a0, b0, c0, d0, is_here)
+    _store_spread(out + step, step, a1, b1, c1, d1, is_here)
+    _store_spread(out + 2 * step, step, a2, b2, c2, d2, is_here)
+    _store_spread(out + 3 * step, step, a3, b3, c3, d3, is_here)
+    _store_spread(out + 4 * step, step, a4, b4, c4, d4, is_here)
+    _store_spread(out + 5 * step, step, a5, b5, c5, d5, is_here)
 
 
 @triton.jit
-def _column(at, step, is_here):
-    """Six products of one column of a tile, back to four places."""
+def _products(at, step, is_here):
+    """The six products of one column of a tile."""
     m0 = tl.load(at, mask=is_here, other=0.0)
     m1 = tl.load(at + 6 * step, mask=is_here, other=0.0)
     m2 = tl.load(at + 12 * step, mask=is_here, other=0.0)
     m3 = tl.load(at + 18 * step, mask=is_here, other=0.0)
     m4 = tl.load(at + 24 * step, mask=is_here, other=0.0)
     m5 = tl.load(at + 30 * step, mask=is_here, other=0.0)
+    return m0, m1, m2, m3, m4, m5
+
+
+@triton.jit
+def _places(at, step, is_here):
+    """The products of one column, back to four places."""
+    m0, m1, m2, m3, m4, m5 = _products(at, step, is_here)
     return _a(m0, m1, m2, m3, m4, m5)
 
 
 @triton.jit
-def _store4(at, h, w, size_h, size_w, y_w, y0, y1, y2, y3, is_here):
+def _store4(at, h, w, size_h, size_w, y_w, m0, m1, m2, m3, m4, m5, is_here):
+    """Six products of one row, back to four places of ``y``."""
+    y0, y1, y2, y3 = _a(m0, m1, m2, m3, m4, m5)
     is_row = is_here & (h < size_h)
     tl.store(at, y0, mask=is_row & (w < size_w))
     tl.store(at + y_w, y1, mask=is_row & (w + 1 < size_w))
@@ -196,7 +190,7 @@ def _store4(at, h, w, size_h, size_w, y_w, y0, y1, y2, y3, is_here):
     tl.store(at + 3 * y_w, y3, mask=is_row & (w + 3 < size_w))
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@kernel
 def transform_output(
     m, y,
     num, channels, num_tiles, tiles_h, tiles_w, size_h, size_w,
@@ -209,21 +203,17 @@ def transform_output(
     channel, sample, h, w = _find(index, channels, num_tiles, tiles_h, tiles_w, IS_LAST)
     step = num.to(tl.int64)
     at = m + index
-    a0, b0, c0, d0 = _column(at, step, is_here)
-    a1, b1, c1, d1 = _column(at + step, step, is_here)
-    a2, b2, c2, d2 = _column(at + 2 * step, step, is_here)
-    a3, b3, c3, d3 = _column(at + 3 * step, step, is_here)
-    a4, b4, c4, d4 = _column(at + 4 * step, step, is_here)
-    a5, b5, c5, d5 = _column(at + 5 * step, step, is_here)
+    a0, b0, c0, d0 = _places(at, step, is_here)
+    a1, b1, c1, d1 = _places(at + step, step, is_here)
+    a2, b2, c2, d2 = _places(at + 2 * step, step, is_here)
+    a3, b3, c3, d3 = _places(at + 3 * step, step, is_here)
+    a4, b4, c4, d4 = _places(at + 4 * step, step, is_here)
+    a5, b5, c5, d5 = _places(at + 5 * step, step, is_here)
     out = y + sample * y_n + channel * y_c + h * y_h + w * y_w
-    a0, a1, a2, a3 = _a(a0, a1, a2, a3, a4, a5)
-    _store4(out, h, w, size_h, size_w, y_w, a0, a1, a2, a3, is_here)
-    b0, b1, b2, b3 = _a(b0, b1, b2, b3, b4, b5)
-    _store4(out + y_h, h + 1, w, size_h, size_w, y_w, b0, b1, b2, b3, is_here)
-    c0, c1, c2, c3 = _a(c0, c1, c2, c3, c4, c5)
-    _store4(out + 2 * y_h, h + 2, w, size_h, size_w, y_w, c0, c1, c2, c3, is_here)
-    d0, d1, d2, d3 = _a(d0, d1, d2, d3, d4, d5)
-    _store4(out + 3 * y_h, h + 3, w, size_h, size_w, y_w, d0, d1, d2, d3, is_here)
+    _store4(out, h, w, size_h, size_w, y_w, a0, a1, a2, a3, a4, a5, is_here)
+    _store4(out + y_h, h + 1, w, size_h, size_w, y_w, b0, b1, b2, b3, b4, b5, is_here)
+    _store4(out + 2 * y_h, h + 2, w, size_h, size_w, y_w, c0, c1, c2, c3, c4, c5, is_here)
+    _store4(out + 3 * y_h, h + 3, w, size_h, size_w, y_w, d0, d1, d2, d3, d4, d5, is_here)
 
 
 @triton.jit
@@ -241,75 +231,69 @@ def _g_back(m0, m1, m2, m3, m4, m5):
     return m0 / 4 - p / 6 + r / 24, q / 6 + s / 12, (r - p) / 6 + m5
 
 
-@triton.jit(do_not_specialize=["num", "first"])
+@triton.jit
+def _load_g(at, w_w, is_here):
+    w0 = tl.load(at, mask=is_here, other=0.0)
+    w1 = tl.load(at + w_w, mask=is_here, other=0.0)
+    w2 = tl.load(at + 2 * w_w, mask=is_here, other=0.0)
+    return _g(w0, w1, w2)
+
+
+@triton.jit
+def _store_g(at, step, w0, w1, w2, is_here):
+    v0, v1, v2, v3, v4, v5 = _g(w0, w1, w2)
+    _store6(at, step, v0, v1, v2, v3, v4, v5, is_here)
+
+
+@kernel
 def transform_weights(w, u, num, channels, first, w_o, w_c, w_h, w_w, BLOCK: tl.constexpr):
     """``u[36, output, channel]``. Taps in reverse: the first is the last, the strides negative."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
     at = w + first + index // channels * w_o + index % channels * w_c
-    a0 = tl.load(at, mask=is_here, other=0.0)
-    a1 = tl.load(at + w_w, mask=is_here, other=0.0)
-    a2 = tl.load(at + 2 * w_w, mask=is_here, other=0.0)
-    b0 = tl.load(at + w_h, mask=is_here, other=0.0)
-    b1 = tl.load(at + w_h + w_w, mask=is_here, other=0.0)
-    b2 = tl.load(at + w_h + 2 * w_w, mask=is_here, other=0.0)
-    c0 = tl.load(at + 2 * w_h, mask=is_here, other=0.0)
-    c1 = tl.load(at + 2 * w_h + w_w, mask=is_here, other=0.0)
-    c2 = tl.load(at + 2 * w_h + 2 * w_w, mask=is_here, other=0.0)
-    a0, a1, a2, a3, a4, a5 = _g(a0, a1, a2)
-    b0, b1, b2, b3, b4, b5 = _g(b0, b1, b2)
-    c0, c1, c2, c3, c4, c5 = _g(c0, c1, c2)
+    a0, a1, a2, a3, a4, a5 = _load_g(at, w_w, is_here)
+    b0, b1, b2, b3, b4, b5 = _load_g(at + w_h, w_w, is_here)
+    c0, c1, c2, c3, c4, c5 = _load_g(at + 2 * w_h, w_w, is_here)
     out = u + index
     step = num.to(tl.int64)
-    p, q, r, s, t, v = _g(a0, b0, c0)
-    _store6(out, step, p, q, r, s, t, v, is_here)
-    p, q, r, s, t, v = _g(a1, b1, c1)
-    _store6(out + step, step, p, q, r, s, t, v, is_here)
-    p, q, r, s, t, v = _g(a2, b2, c2)
-    _store6(out + 2 * step, step, p, q, r, s, t, v, is_here)
-    p, q, r, s, t, v = _g(a3, b3, c3)
-    _store6(out + 3 * step, step, p, q, r, s, t, v, is_here)
-    p, q, r, s, t, v = _g(a4, b4, c4)
-    _store6(out + 4 * step, step, p, q, r, s, t, v, is_here)
-    p, q, r, s, t, v = _g(a5, b5, c5)
-    _store6(out + 5 * step, step, p, q, r, s, t, v, is_here)
+    _store_g(out, step, a0, b0, c0, is_here)
+    _store_g(out + step, step, a1, b1, c1, is_here)
+    _store_g(out + 2 * step, step, a2, b2, c2, is_here)
+    _store_g(out + 3 * step, step, a3, b3, c3, is_here)
+    _store_g(out + 4 * step, step, a4, b4, c4, is_here)
+    _store_g(out + 5 * step, step, a5, b5, c5, is_here)
 
 
 @triton.jit
-def _back(at, step, is_here):
-    """Six products of one column, back to three taps."""
-    m0 = tl.load(at, mask=is_here, other=0.0)
-    m1 = tl.load(at + 6 * step, mask=is_here, other=0.0)
-    m2 = tl.load(at + 12 * step, mask=is_here, other=0.0)
-    m3 = tl.load(at + 18 * step, mask=is_here, other=0.0)
-    m4 = tl.load(at + 24 * step, mask=is_here, other=0.0)
-    m5 = tl.load(at + 30 * step, mask=is_here, other=0.0)
+def _taps(at, step, is_here):
+    """The products of one column, back to three taps."""
+    m0, m1, m2, m3, m4, m5 = _products(at, step, is_here)
     return _g_back(m0, m1, m2, m3, m4, m5)
 
 
-@triton.jit(do_not_specialize=["num"])
+@triton.jit
+def _store_taps(at, w_w, m0, m1, m2, m3, m4, m5, is_here):
+    """Six products of one row, back to three taps of it."""
+    w0, w1, w2 = _g_back(m0, m1, m2, m3, m4, m5)
+    tl.store(at, w0, mask=is_here)
+    tl.store(at + w_w, w1, mask=is_here)
+    tl.store(at + 2 * w_w, w2, mask=is_here)
+
+
+@kernel
 def gather_weights(m, dw, num, outputs, w_o, w_c, w_h, w_w, BLOCK: tl.constexpr):
     """``m[36, channel, output]`` back to ``dw``."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
     step = num.to(tl.int64)
     at = m + index
-    a0, b0, c0 = _back(at, step, is_here)
-    a1, b1, c1 = _back(at + step, step, is_here)
-    a2, b2, c2 = _back(at + 2 * step, step, is_here)
-    a3, b3, c3 = _back(at + 3 * step, step, is_here)
-    a4, b4, c4 = _back(at + 4 * step, step, is_here)
-    a5, b5, c5 = _back(at + 5 * step, step, is_here)
+    a0, b0, c0 = _taps(at, step, is_here)
+    a1, b1, c1 = _taps(at + step, step, is_here)
+    a2, b2, c2 = _taps(at + 2 * step, step, is_here)
+    a3, b3, c3 = _taps(at + 3 * step, step, is_here)
+    a4, b4, c4 = _taps(at + 4 * step, step, is_here)
+    a5, b5, c5 = _taps(at + 5 * step, step, is_here)
     out = dw + index % outputs * w_o + index // outputs * w_c
-    p, q, r = _g_back(a0, a1, a2, a3, a4, a5)
-    tl.store(out, p, mask=is_here)
-    tl.store(out + w_w, q, mask=is_here)
-    tl.store(out + 2 * w_w, r, mask=is_here)
-    p, q, r = _g_back(b0, b1, b2, b3, b4, b5)
-    tl.store(out + w_h, p, mask=is_here)
-    tl.store(out + w_h + w_w, q, mask=is_here)
-    tl.store(out + w_h + 2 * w_w, r, mask=is_here)
-    p, q, r = _g_back(c0, c1, c2, c3, c4, c5)
-    tl.store(out + 2 * w_h, p, mask=is_here)
-    tl.store(out + 2 * w_h + w_w, q, mask=is_here)
-    tl.store(out + 2 * w_h + 2 * w_w, r, mask=is_here)
+    _store_taps(out, w_w, a0, a1, a2, a3, a4, a5, is_here)
+    _store_taps(out + w_h, w_w, b0, b1, b2, b3, b4, b5, is_here)
+    _store_taps(out + 2 * w_h, w_w, c0, c1, c2, c3, c4, c5, is_here)

@@ -20,9 +20,14 @@ from typing import Any
 import torch
 
 from penstock.conv.algorithms import im2col, phases
-from penstock.conv.convolution import ConvolutionRunner, memory_cap_from_environment
+from penstock.conv.convolution import (
+    ConvolutionRunner,
+    geometry_of,
+    memory_cap_from_environment,
+    to_layout,
+)
 from penstock.conv.dispatcher_hook import DispatcherHook
-from penstock.conv.geometry import Geometry, output_size, transposed_size
+from penstock.conv.geometry import Geometry, transposed_size
 from penstock.conv.probing.steps import KINDS, TOLERANCES, Step
 
 MARK = "penstock-probe:"
@@ -94,52 +99,35 @@ def attempt(step: Step, device: str) -> dict[str, Any]:
 # -- convolutions ----------------------------------------------------------------------------------
 
 
-def _geometry(kind: str) -> tuple[Geometry, bool]:
-    told = KINDS[kind]
-    num = told.get("num_dims", 2)
-    size = SIZE[num]
-    kernel, stride, padding, dilation = (
-        (told.get(name, 1),) * num for name in ("kernel", "stride", "padding", "dilation")
-    )
-    g = Geometry(
-        batch=BATCH,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        groups=told.get("groups", 1),
-        in_size=size,
-        out_size=output_size(size, kernel, stride, padding, dilation),
-        kernel=kernel,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-    )
-    return g, bool(told.get("is_transposed"))
-
-
 def _convolution(step: Step, device: str) -> Any:
     """The step as a function, its true result, and the scale of errors."""
-    g, is_transposed = _geometry(step.kind)
+    told = KINDS[step.kind]
+    num, groups = told.get("num_dims", 2), told.get("groups", 1)
+    is_transposed = told.get("is_transposed", False)
+    kernel, stride, padding, dilation = (
+        [told.get(name, 1)] * num for name in ("kernel", "stride", "padding", "dilation")
+    )
     generator = torch.Generator().manual_seed(7)
     dtype = getattr(torch, step.dtype)
 
     def make(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    x = make(g.batch, g.in_channels, *g.in_size)
-    w = make(g.out_channels, g.group_in, *g.kernel)
-    y = make(g.batch, g.out_channels, *g.out_size)
+    x = make(BATCH, CHANNELS, *SIZE[num])
+    w = make(CHANNELS, CHANNELS // groups, *kernel)
+    g = geometry_of(x, w, (stride, padding, dilation, False, [0] * num, groups))
+    assert g is not None
+    y = make(BATCH, CHANNELS, *g.out_size)
     truth, scale = (
         _reference(g, step, is_transposed, *(change(t.double()) for t in (x, w, y)))
         for change in (lambda t: t, torch.abs)
     )
-    x, w, y = (_place(t, device, step.layout) for t in (x, w, y))
-    zeros = (0,) * g.num_dims
-    least = transposed_size(g.out_size, g.kernel, g.stride, g.padding, g.dilation, zeros)
-    output_padding = [n - e for n, e in zip(g.in_size, least, strict=True)]
-    arguments = (
-        *(list(g.stride), list(g.padding), list(g.dilation), is_transposed),
-        *(output_padding if is_transposed else list(zeros), g.groups),
-    )
+    x, w, y = (_placed(step, device, t) for t in (x, w, y))
+    output_padding = [0] * num
+    if is_transposed:
+        least = transposed_size(g.out_size, g.kernel, g.stride, g.padding, g.dilation, (0,) * num)
+        output_padding = [n - e for n, e in zip(g.in_size, least, strict=True)]
+    arguments = (stride, padding, dilation, is_transposed, output_padding, groups)
     source, error = (y, x) if is_transposed else (x, y)
     if step.which == "forward":
         return lambda: torch.convolution(source, w, None, *arguments), truth, scale
@@ -168,12 +156,8 @@ def _reference(
     return phases.input_gradient(g, y, w, lambda g, a, b: im2col.forward(g, a, b, CAP_BYTES))
 
 
-def _place(t: torch.Tensor, device: str, layout: str) -> torch.Tensor:
-    t = t.to(device)
-    if layout == "contiguous" or t.dim() < 4:
-        return t
-    kind = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
-    return t.contiguous(memory_format=kind)
+def _placed(step: Step, device: str, t: torch.Tensor) -> torch.Tensor:
+    return to_layout(t.to(device), channels_last=step.layout == "channels_last")
 
 
 # -- batch normalisation ---------------------------------------------------------------------------
@@ -186,7 +170,7 @@ def _norm(step: Step, device: str) -> Any:
     x, error = (torch.randn((4, CHANNELS, 8, 8), generator=generator).to(dtype) for _ in range(2))
     gain = torch.rand(CHANNELS, generator=generator) + 0.5
     truth = _norm_reference(step.which, x.double(), error.double(), gain.double())
-    x, error = (_place(t, device, step.layout) for t in (x, error))
+    x, error = (_placed(step, device, t) for t in (x, error))
     gain = gain.to(device)
 
     def run() -> torch.Tensor:

@@ -104,15 +104,13 @@ class ProbeResult:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ProbeResult:
-        return cls(
-            device=values["device"],
-            verdicts=tuple(StepVerdict.from_dict(verdict) for verdict in values["verdicts"]),
-            trials=tuple(RemedyTrial.from_dict(trial) for trial in values["trials"]),
-            about=tuple(values["about"]),
-            took_s=values["took_s"],
-            vendor_caches=tuple(values["vendor_caches"]),
-            hint=values["hint"],
-        )
+        lists = {
+            "verdicts": map(StepVerdict.from_dict, values["verdicts"]),
+            "trials": map(RemedyTrial.from_dict, values["trials"]),
+            "about": values["about"],
+            "vendor_caches": values["vendor_caches"],
+        }
+        return cls(**{**values, **{name: tuple(items) for name, items in lists.items()}})
 
 
 def probe(
