@@ -347,7 +347,7 @@ def test_not_with_a_gpu_library_that_may_have_pinned_it(monkeypatch: pytest.Monk
         found = list_mappings(*arguments, **keywords)
         return [
             *found,
-            shared_arrays.MemoryMapping(**{**vars(found[-1]), "name": "/usr/lib/libcuda.so.1"}),
+            found[-1]._replace(name="/usr/lib/libcuda.so.1"),
         ]
 
     monkeypatch.setattr(shared_arrays, "list_mappings", with_driver)

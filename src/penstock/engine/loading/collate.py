@@ -87,7 +87,7 @@ class BatchWriter:
         self._first_row = first_row
         self.layout: Layout | None = None
         self.refused: list[Any] = []
-        self._fields: list[torch.Tensor | None] = []
+        self._fields: list[tuple[LeafSpec, Any]] = []
         self._flatten: Callable[[Any], list[Any]] = list
         self._streams = False
         self._row_writers: list[Callable[[int, Any], None] | None] = []
@@ -124,11 +124,13 @@ class BatchWriter:
         same row, whatever becomes of the first.
         """
         row = len(self._taken)
-        if not self._streams or self.layout is None or row == self._given:
+        if not self._streams or row == self._given:
             return []
         if self._tables is None:
-            pairs = zip(self.layout.leaves, self._fields, strict=True)
-            self._tables = [_table(leaf, field, self._first_row) for leaf, field in pairs]
+            self._tables = [
+                field.numpy() if leaf.kind == "tensor" and leaf.dtype != "torch.bfloat16" else None
+                for leaf, field in self._fields
+            ]
         self._given = row
         return [None if table is None else table[row] for table in self._tables]
 
@@ -137,17 +139,17 @@ class BatchWriter:
         offsets, num_bytes = layout.places(self._rows)
         if num_bytes > self._buffer.nbytes:
             raise TooSmall(num_bytes)
-        self._fields = [
-            None if leaf.kind == "object" else field_view(self._buffer, leaf, offset, self._rows)
-            for leaf, offset in zip(layout.leaves, offsets, strict=True)
-        ]
+        first = self._first_row
+        for leaf, offset in zip(layout.leaves, offsets, strict=True):
+            field = None
+            if leaf.kind != "object":
+                start = offset + first * leaf.item_bytes
+                field = field_view(self._buffer, leaf, start, self._rows - first)
+            self._fields.append((leaf, field))
         self._streams = layout.sample_bytes >= STREAM_BYTES
         if self._streams:
             self._flatten = compile_flatten(layout.tree)
-            self._row_writers = [
-                _row_writer(leaf, field, self._first_row)
-                for leaf, field in zip(layout.leaves, self._fields, strict=True)
-            ]
+            self._row_writers = [_row_writer(leaf, field) for leaf, field in self._fields]
         self.layout = layout
 
     def _copy_row(self, sample: Any) -> list[Any]:
@@ -168,12 +170,12 @@ class BatchWriter:
         if not self._streams or self.layout is None:
             return list(self._taken)
         samples = []
-        for row, values in enumerate(self._taken, self._first_row):
-            whole = [
-                _read_row(leaf, field, row) if _is_streamed(leaf) else value
-                for leaf, field, value in zip(self.layout.leaves, self._fields, values, strict=True)
-            ]
-            samples.append(restore(self.layout.tree, whole))
+        for row, values in enumerate(self._taken):
+            for place, (leaf, field) in enumerate(self._fields):
+                if leaf.is_array:
+                    value = field[row].clone()
+                    values[place] = value.numpy() if leaf.kind == "array" else value
+            samples.append(restore(self.layout.tree, values))
         return samples
 
     def finish(self) -> list[list[Any]]:
@@ -189,41 +191,22 @@ class BatchWriter:
             columns: Any = zip(*self._taken, strict=True)
         else:
             columns = split_columns(self.layout.tree, self._taken)
-        last = self._first_row + len(self._taken)
-        for leaf, field, column in zip(self.layout.leaves, self._fields, columns, strict=True):
+        for (leaf, field), column in zip(self._fields, columns, strict=True):
             if field is None:
                 if not set(map(type, column)) <= {str, bytes}:
                     raise LayoutError
                 objects.append(list(column))
-            elif not (self._streams and _is_streamed(leaf)):
-                _stack(leaf, column, field[self._first_row : last])
+            elif not (self._streams and leaf.is_array):
+                _stack(leaf, column, field[: len(self._taken)])
         return objects
 
 
-def _is_streamed(leaf: LeafSpec) -> bool:
-    return leaf.kind in ("tensor", "array")
-
-
-def _table(leaf: LeafSpec, field: torch.Tensor | None, first_row: int) -> np.ndarray | None:
-    if field is None or leaf.kind != "tensor" or leaf.dtype == "torch.bfloat16":
-        return None
-    return field.numpy()[first_row:]
-
-
-def _read_row(leaf: LeafSpec, field: torch.Tensor | None, row: int) -> Any:
-    assert field is not None
-    value = field[row].clone()
-    return value.numpy() if leaf.kind == "array" else value
-
-
-def _row_writer(
-    leaf: LeafSpec, field: torch.Tensor | None, first_row: int
-) -> Callable[[int, Any], None] | None:
+def _row_writer(leaf: LeafSpec, field: Any) -> Callable[[int, Any], None] | None:
     """A function that copies one value into its row; None for leaves stacked at the end."""
-    if field is None or not _is_streamed(leaf):
+    if not leaf.is_array:
         return None
     if leaf.kind == "array":
-        table = field.numpy()[first_row:]
+        table = field.numpy()
 
         def write_array(row: int, value: Any) -> None:
             if read_leaf(value) != leaf:
@@ -232,7 +215,7 @@ def _row_writer(
 
         return write_array
     dtype, shape, num_bytes = field.dtype, torch.Size(leaf.shape), leaf.item_bytes
-    start = field.data_ptr() + first_row * num_bytes
+    start = field.data_ptr()
     memmove = ctypes.memmove
 
     def write_tensor(row: int, value: Any) -> None:
@@ -245,7 +228,7 @@ def _row_writer(
                 # libc's copy does not read the destination first: 1.4 times torch's when cold.
                 memmove(place, source, num_bytes)
         else:
-            field[first_row + row].copy_(value)
+            field[row].copy_(value)
 
     return write_tensor
 

@@ -41,6 +41,11 @@ class LeafSpec(NamedTuple):
     shape: tuple[int, ...]
     item_bytes: int
 
+    @property
+    def is_array(self) -> bool:
+        """Is it copied by itself, where samples are large?"""
+        return self.kind in ("tensor", "array")
+
 
 class TreeSpec(NamedTuple):
     """One container: its class, its keys or field names, and its children (None: a leaf).

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +21,7 @@ _PAGE_ENTRY_BYTES = 8
 _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryMapping:
+class MemoryMapping(NamedTuple):
     """One mapping. ``file`` is device and inode, as this list writes them: for comparing only."""
 
     start: int
@@ -52,20 +50,11 @@ def list_mappings(start: int, end: int, *, with_flags: bool = False) -> list[Mem
         return []
     found = []
     for low, high, rights, offset, device, inode, name, details in _ENTRY.findall(text):
-        if int(low, 16) >= end or int(high, 16) <= start:
-            continue
-        flags = _FLAGS.search(details)
-        found.append(
-            MemoryMapping(
-                start=int(low, 16),
-                end=int(high, 16),
-                rights=rights,
-                offset=int(offset, 16),
-                file=(device, inode),
-                name=name,
-                flags=frozenset(flags[1].split() if flags else ()),
-            )
-        )
+        first, last = int(low, 16), int(high, 16)
+        if first < end and last > start:
+            flags = frozenset(" ".join(_FLAGS.findall(details)).split())
+            file_id = (device, inode)
+            found.append(MemoryMapping(first, last, rights, int(offset, 16), file_id, name, flags))
     return found
 
 

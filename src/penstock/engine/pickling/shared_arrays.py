@@ -27,7 +27,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 from types import FrameType
 from typing import Any, NamedTuple
@@ -63,19 +62,13 @@ _OTHER_GPU_LIBRARIES = ("cupy", "pycuda", "numba.cuda", "jax", "tensorflow")
 _NAME = "/memfd:penstock"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedBuffer:
+class SharedBuffer(NamedTuple):
     """An array whose pages are a memfd's: ``num_bytes`` bytes from ``start`` on in ``file``."""
 
     file: SharedFile
     start: int
     address: int
     num_bytes: int
-
-    @property
-    def inside(self) -> tuple[int, int]:
-        """The whole pages of the array; what lies before and after them stays as it was."""
-        return whole_pages(self.address, self.num_bytes)
 
 
 def whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
@@ -104,43 +97,38 @@ def share_buffer(view: memoryview, owners: Iterable[Any] = ()) -> SharedBuffer |
     if owner is None:
         return f"the memory belongs to {type(view.obj).__name__}, not to NumPy or torch"
     address = address_of(view)
-    around = list_mappings(0, sys.maxsize, with_flags=True)
-    under = [area for area in around if area.start < address + view.nbytes and area.end > block - 1]
+    mappings = list_mappings(0, sys.maxsize, with_flags=True)
+    under = [one for one in mappings if one.start < address + view.nbytes and one.end > block - 1]
     known = _shared.get(address)
-    if known is not None and _is_as_it_was(known.buffer, view, under):
-        return known.buffer
-    reason = _why_not(under, block, address + view.nbytes) or _why_pinned(view, around)
+    if known is not None and _is_unchanged(known, view, under):
+        return known
+    reason = _why_not(under, block, address + view.nbytes) or _why_pinned(view, mappings)
     if reason:
         return reason
     made = _move_to_memfd(view, address)
     if isinstance(made, SharedBuffer):
-        if known is None or known.owner() is not owner:
-            weakref.finalize(owner, _shared.pop, address, None).atexit = False
-        _shared[address] = _Entry(made, weakref.ref(owner))
+        weakref.finalize(owner, _shared.pop, address, None).atexit = False
+        _shared[address] = made
     return made
 
 
-class _Entry(NamedTuple):
-    buffer: SharedBuffer
-    owner: weakref.ref[Any]
-
-
-_shared: dict[int, _Entry] = {}
+_shared: dict[int, SharedBuffer] = {}
 """By address. An entry, and its descriptor, goes with the array or tensor that lies there."""
 
 
-def _is_as_it_was(known: SharedBuffer, view: memoryview, under: list[MemoryMapping]) -> bool:
-    """Is this still the mapping that we made, and did nobody write to it since?"""
-    low, high = known.inside
+def _is_unchanged(known: SharedBuffer, view: memoryview, under: list[MemoryMapping]) -> bool:
+    """Is this still the mapping that we made, and was nothing written to it since?"""
+    low, high = whole_pages(known.address, known.num_bytes)
     if known.num_bytes != view.nbytes or not covers(under, low, high):
         return False
     inode = str(os.fstat(known.file.fd).st_ino)
-    for area in under:
-        if area.end <= low or area.start >= high:
+    for mapping in under:
+        if mapping.end <= low or mapping.start >= high:
             continue
-        at = known.start + max(low, area.start) - known.address
-        is_ours = area.name.startswith(_NAME) and area.file[1] == inode and area.rights == "rw-p"
-        if not is_ours or area.offset_of(max(low, area.start)) != at:
+        first = max(low, mapping.start)
+        is_ours = mapping.name.startswith(_NAME) and mapping.file[1] == inode
+        is_in_place = mapping.offset_of(first) == known.start + first - known.address
+        if not is_ours or not is_in_place or mapping.rights != "rw-p":
             return False
     for begin, end in ((0, low - known.address), (high - known.address, known.num_bytes)):
         if os.pread(known.file.fd, end - begin, known.start + begin) != view[begin:end]:
@@ -172,7 +160,7 @@ def _busy_threads() -> list[str]:
     found = []
     for ident in {*frames, *threads} - {own}:
         thread = threads.get(ident)
-        if ident in frames and _begins_in(frames[ident]) in _HARMLESS_BARE:
+        if ident in frames and _starting_module(frames[ident]) in _HARMLESS_BARE:
             continue
         target = getattr(thread, "_target", None) or type(thread)
         if str(getattr(target, "__module__", "")).split(".")[0] not in _HARMLESS_THREADS:
@@ -180,16 +168,15 @@ def _busy_threads() -> list[str]:
     return sorted(found)
 
 
-def _begins_in(frame: FrameType) -> str:
+def _starting_module(frame: FrameType) -> str:
     """The module of the function that a thread was started with."""
-    outermost = frame
-    while outermost.f_back is not None:
-        outermost = outermost.f_back
-    return str(outermost.f_globals.get("__name__"))
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__"))
 
 
 def _block_behind(view: memoryview, owners: Iterable[Any]) -> tuple[Any, int]:
-    """Who owns the memory of a buffer, and where the block begins that malloc gave him."""
+    """The owner of a buffer's memory, and where the block begins that malloc gave it."""
     owner: Any = view.obj
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base
@@ -212,12 +199,12 @@ def _why_not(under: list[MemoryMapping], block: int, end: int) -> str:
     """Is this a block of glibc's own, in ordinary memory from its header to its end?"""
     if not covers(under, block - _HEADER_BYTES, end):
         return "nobody can tell what lies at its address"
-    for area in under:
-        is_own = area.name.startswith(_NAME)  # shared before, and written to since
-        if area.rights != "rw-p" or (area.name and not is_own):
-            return f"it lies in memory of another kind ({area.rights} {area.name})"
-        strange = area.flags - _HARMLESS_FLAGS
-        if strange or not area.flags:
+    for mapping in under:
+        is_own = mapping.name.startswith(_NAME)  # shared before, and written to since
+        if mapping.rights != "rw-p" or (mapping.name and not is_own):
+            return f"it lies in memory of another kind ({mapping.rights} {mapping.name})"
+        strange = mapping.flags - _HARMLESS_FLAGS
+        if strange or not mapping.flags:
             return f"its memory is locked, registered or otherwise special ({sorted(strange)})"
     padding, size = (ctypes.c_size_t.from_address(block - back).value for back in (16, 8))
     size, kind = size & ~7, size & 7
@@ -228,8 +215,8 @@ def _why_not(under: list[MemoryMapping], block: int, end: int) -> str:
     return ""
 
 
-def _why_pinned(view: memoryview, around: list[MemoryMapping]) -> str:
-    if not any("libcuda.so" in area.name or "libamdhip64" in area.name for area in around):
+def _why_pinned(view: memoryview, mappings: list[MemoryMapping]) -> str:
+    if not any("libcuda.so" in one.name or "libamdhip64" in one.name for one in mappings):
         return ""
     others = [name for name in _OTHER_GPU_LIBRARIES if name in sys.modules]
     if others:
@@ -269,7 +256,7 @@ def _move_to_memfd(view: memoryview, address: int) -> SharedBuffer | str:
                     return failure
     except OSError as error:
         return f"copying it failed ({error})"
-    return SharedBuffer(file=file, start=start, address=address, num_bytes=view.nbytes)
+    return SharedBuffer(file, start, address, view.nbytes)
 
 
 def _write(file: SharedFile, piece: memoryview, offset: int) -> None:
