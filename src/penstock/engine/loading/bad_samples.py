@@ -1,4 +1,4 @@
-"""What becomes of a bad sample: an error, a gap, or a substitute.
+"""The bad-sample policy: a bad sample is an error, left out, or replaced.
 
     load(index) raises (or kills workers, or returns None under the default collate)
         "skip"      the batch is shorter by one
@@ -115,25 +115,29 @@ class BadSamplePolicy:
         """
 
         def load(index: Any, position: int) -> Any:
-            return call(get, index, position)
+            return self._checked(call(get, index, position), index)
 
         self.found = []
         taken = []
         why, num_losses = dict(reversed(poison)), Counter(row for row, _ in poison)
         for row, (position, index) in enumerate(placed):
             error = why.get(row)
-            try:
-                if error is None:
-                    sample = self._checked(load(index, position), index)
-                    taken.append(sample)
+            if error is None:
+                try:
+                    taken.append(load(index, position))
                     continue
-            except Exception as raised:
-                error = raised
+                except Exception as raised:
+                    error = raised
             if callable(self._on_error):
-                taken.extend(self._ask(call, index, position, error))
+                taken += self._ask(call, index, position, error)
                 continue
-            attempts = range(max(0, num_losses[row] - 1), MAX_SUBSTITUTES)
-            taken.extend(self._instead(load, index, position, epoch, batch, error, attempts))
+            if self._on_error == "raise":
+                raise error
+            self._note(index, position, error, str(self._on_error))
+            if self._on_error == "replace":
+                attempts = range(max(0, num_losses[row] - 1), MAX_SUBSTITUTES)
+                others = (self._substitute(position, epoch, batch, one) for one in attempts)
+                taken.append(self._load_first(load, others, index, position, error))
         return taken
 
     def _checked(self, sample: Any, index: Any) -> Any:
@@ -150,44 +154,29 @@ class BadSamplePolicy:
         self._note(index, position, error, "skip" if sample is None else "replace")
         return [] if sample is None else [sample]
 
-    def _instead(
-        self,
-        load: Load,
-        index: Any,
-        position: int,
-        epoch: int,
-        batch: Sequence[Any],
-        error: Exception,
-        attempts: range,
-    ) -> list[Any]:
-        """What stands in the row of a bad sample: one sample, or none."""
-        if self._on_error == "raise":
-            raise error
-        self._note(index, position, error, str(self._on_error))
-        if self._on_error == "skip":
-            return []
+    def _load_first(
+        self, load: Load, others: Iterable[Any], index: Any, position: int, error: Exception
+    ) -> Any:
+        """The first of the other samples that can be loaded, with the position of the bad one."""
         num_tried = 0
-        for attempt in attempts:
-            other = self._substitute(position, epoch, batch, attempt)
+        for other in others:
             if _is_same(other, index):
                 continue
             num_tried += 1
             try:
-                return [self._checked(load(other, position), other)]
+                return load(other, position)
             except Exception as another:
                 self._note(other, position, another, "replace")
-        what, likely = (
-            f"sample {index!r} is bad, and nothing can stand in its place",
-            (
-                "there is no other sample in its batch, and with this sampler substitutes come "
-                "from there only."
-                if self.num_indices is None
-                else "the dataset has no other sample."
-            ),
-        )
+        what = f"sample {index!r} is bad, and nothing can stand in its place"
+        likely = "the dataset has no other sample."
         if num_tried:
             what = f"sample {index!r} is bad, and so were {num_tried} others in its place"
             likely = "most of the dataset cannot be read: a missing disk, a wrong folder."
+        elif self.num_indices is None:
+            likely = (
+                "there is no other sample in its batch, and with this sampler substitutes come "
+                "from there only."
+            )
         raise NoSubstitute(
             what,
             likely=likely,
@@ -204,8 +193,12 @@ class BadSamplePolicy:
         return batch[word % len(batch)]
 
     def _note(self, index: Any, position: int, error: Exception, end: str) -> None:
-        text = f"{type(error).__name__}: {_text_of(error)[:500]}"
+        if isinstance(error, PenstockError):
+            text = error.what.partition("\n")[0]
+        else:
+            text = safe_text(error)
         path = find_path(self._dataset, index, error) if index is not None else None
+        text = f"{type(error).__name__}: {text[:500]}"
         self.found.append(BadSampleReport(index, position, path, text, end))
 
     def next_of(self, stream: Iterator[Any], position: int) -> list[Any]:
@@ -227,9 +220,7 @@ class BadSamplePolicy:
                     raise
                 last = error
             if callable(self._on_error):
-                sample = self._on_error(None, last)
-                self._note(None, position, last, "skip" if sample is None else "replace")
-                return [] if sample is None else [sample]
+                return self._ask(lambda on_error, index, _: on_error(index), None, position, last)
             self._note(None, position, last, str(self._on_error))
             if self._on_error == "skip":
                 return []
@@ -240,7 +231,3 @@ def _is_same(left: Any, right: Any) -> bool:
         return bool(left == right)
     except Exception:
         return False
-
-
-def _text_of(error: Exception) -> str:
-    return error.what.partition("\n")[0] if isinstance(error, PenstockError) else safe_text(error)
