@@ -1,4 +1,4 @@
-"""Which file did a sample come from? For the report on a bad one; nothing is loaded to find out.
+"""Finds the file of a sample, for the report on a bad one, without loading anything.
 
 The error often says it itself. If not, datasets keep their files in a list as long as they are
 themselves; a list of another length holds shards or folders, and says nothing about one sample.
@@ -8,6 +8,7 @@ Only what lies in the dataset is looked at: a property would be the user's code.
 from __future__ import annotations
 
 import bisect
+import inspect
 import operator
 import os
 import re
@@ -48,10 +49,10 @@ def find_path(dataset: Any, index: Any, error: BaseException | None = None) -> s
     """
     try:
         path = _in_error(error)
-        if path is None:
-            path = _in_dataset(dataset, index)
-            path = None if path is not None and _names_another_file(error, path) else path
-        return path
+        if path is not None:
+            return path
+        path = _in_dataset(dataset, index)
+        return None if path is None or _names_another_file(error, path) else path
     except Exception:  # lengths, indices and paths of the user's own classes may do anything
         return None
 
@@ -116,19 +117,10 @@ def _in_lists(dataset: Any, place: int) -> str | None:
 
 def _own(value: Any, name: str) -> Any:
     """An attribute that is simply there: not computed by a property or a ``__getattr__``."""
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError:  # it has slots
-        own = {}
-    if name in own:
-        return own[name]
-    for kind in type(value).__mro__:
-        if name in kind.__dict__:
-            found = kind.__dict__[name]
-            if isinstance(found, types.MemberDescriptorType):  # a slot
-                return found.__get__(value)
-            return _MISSING if hasattr(type(found), "__get__") else found
-    return _MISSING
+    found = inspect.getattr_static(value, name, _MISSING)
+    if isinstance(found, types.MemberDescriptorType):  # a slot
+        return found.__get__(value)
+    return _MISSING if hasattr(type(found), "__get__") else found
 
 
 def _is_list(value: Any) -> bool:

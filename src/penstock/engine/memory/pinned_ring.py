@@ -158,7 +158,7 @@ class PinnedRing(Ring):
         What workers had when they were stopped is unpinned like what was free.
         """
         self._is_closed = True
-        self._returned.heir = self._unpin_later  # from now on the last view unpins
+        self._returned.on_return = self._unpin_later  # from now on the last view unpins
         while self._returned:
             self._take_back()
         self._resting, self._cooling = [], deque()
@@ -175,12 +175,12 @@ class PinnedRing(Ring):
 
 
 class _ReturnQueue(deque[SlotRef]):
-    """Of slots whose last view is gone. ``heir`` takes those when the ring has closed."""
+    """Slots whose last view is gone; ``on_return`` takes them once the ring has closed."""
 
-    heir: Callable[[Slot], None] | None = None
+    on_return: Callable[[Slot], None] | None = None
 
     def append(self, watch: SlotRef) -> None:
-        if self.heir is None:
+        if self.on_return is None:
             super().append(watch)
         else:
-            self.heir(watch.slot)
+            self.on_return(watch.slot)

@@ -144,10 +144,10 @@ class Ring:
                 again when views of batches are gone.
         """
         if not self.has_room():
-            raise self._explained() from None
+            raise self._out_of_memory() from None
         return self._free.pop()  # the last one used: its pages are mapped and in the cache
 
-    def _explained(self) -> OSError:
+    def _out_of_memory(self) -> OSError:
         error = self._refusal
         assert error is not None
         need = round_up(self.needed_bytes or PROVISIONAL_BYTES_ON_DISK) / (1 << 20)
@@ -165,17 +165,17 @@ class Ring:
             capacity = PROVISIONAL_BYTES if self._file.is_sparse else PROVISIONAL_BYTES_ON_DISK
         count = min(MAX_SLOTS_PER_SEGMENT, max(FIRST_SLOTS, self.num_slots))
         try:
-            segment = Segment(self._file.grow(capacity * count), capacity * count)
-            mapping = self._file.map(*segment)
+            self._add_slots(capacity, count)
         except OSError as error:
             self._tell(
                 f"slots are made one at a time ({os.strerror(error.errno or 0)}): a limit on "
                 "address space, file size or open files (ulimit -v, -f, -n), or a full disk"
             )
-            capacity, count = self.needed_bytes or PROVISIONAL_BYTES_ON_DISK, 1
-            capacity = round_up(capacity)
-            segment = Segment(self._file.grow(capacity), capacity)
-            mapping = self._file.map(*segment)
+            self._add_slots(round_up(self.needed_bytes or PROVISIONAL_BYTES_ON_DISK), 1)
+
+    def _add_slots(self, capacity: int, count: int) -> None:
+        segment = Segment(self._file.grow(capacity * count), capacity * count)
+        mapping = self._file.map(*segment)
         for place in range(count):
             self._free.append(Slot(segment, place * capacity, capacity, mapping))
         self.num_slots += count

@@ -6,9 +6,9 @@ it is. Nothing here imports a library in the parent: the handle's own module is 
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +20,11 @@ _LMDB_MAX_DBS = 128
 # -- HDF5 ------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Hdf5File:
-    """One open file of the parent; in a worker it is opened once for all that refer to it."""
-
-    path: str
-    options: dict[str, Any]
-    handle: Any = field(default=None, compare=False)
-
-    def open(self) -> Any:
-        if self.handle is None:
-            import h5py
-
-            self.handle = h5py.File(self.path, "r", **self.options)
-        return self.handle
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "options": self.options, "handle": None}
-
-
 class Hdf5Reducer:
-    """Reduces the HDF5 handles of one pickle."""
+    """Reduces the HDF5 handles of one pickle: a worker opens each file once."""
 
     def __init__(self) -> None:
-        self._files: dict[int, Hdf5File] = {}
+        self._files: dict[int, Any] = {}
         """By their identifier in the library: ``dataset.file`` makes a new Python object each
         time, and all of them are one file."""
 
@@ -51,22 +32,28 @@ class Hdf5Reducer:
         """A file by its path; a group or dataset by its name in the file."""
         if not obj:
             raise TypeError("an HDF5 handle that is closed")
-        owner = obj.file
-        if owner.id.id not in self._files:
-            self._files[owner.id.id] = _describe_hdf5(owner)
-        file = self._files[owner.id.id]
-        if isinstance(obj, sys.modules["h5py"].File):
-            return Hdf5File.open, (file,)
+        is_file = isinstance(obj, sys.modules["h5py"].File)
+        file = self._files.setdefault(obj.file.id.id, obj if is_file else obj.file)
+        if obj is file:
+            return _reopen_hdf5, _describe_hdf5(file)
+        if is_file:
+            return _same, (file,)
         if obj.name is None:
             raise TypeError(f"an HDF5 {type(obj).__name__.lower()} without a name in its file")
-        return _hdf5_member, (file, obj.name)
+        return operator.getitem, (file, obj.name)
 
 
-def _hdf5_member(file: Hdf5File, name: str) -> Any:
-    return file.open()[name]
+def _reopen_hdf5(path: str, options: dict[str, Any]) -> Any:
+    import h5py
+
+    return h5py.File(path, "r", **options)
 
 
-def _describe_hdf5(file: Any) -> Hdf5File:
+def _same(file: Any) -> Any:
+    return file
+
+
+def _describe_hdf5(file: Any) -> tuple[str, dict[str, Any]]:
     path = os.path.abspath(os.fsdecode(file.filename))
     if file.mode != "r":
         raise TypeError(
@@ -91,7 +78,7 @@ def _describe_hdf5(file: Any) -> Hdf5File:
     if hasattr(access, "get_file_locking"):
         is_used, is_lax = access.get_file_locking()
         options["locking"] = "best-effort" if is_used and is_lax else bool(is_used)
-    return Hdf5File(path, options)
+    return path, options
 
 
 # -- LMDB ------------------------------------------------------------------------------------------

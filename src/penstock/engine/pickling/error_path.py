@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
-from types import GeneratorType
+from contextlib import suppress
+from types import CodeType, GeneratorType
 from typing import Any
 
 from penstock.engine.pickling.handles import is_handle
 from penstock.errors import CannotTravel
 
 _MAX_DEPTH = 12
+_LIKELY_FORK_CONTEXT = (
+    "semaphores of the fork context have no name that another process could open; "
+    "workers here are never forked from your process."
+)
 
 
 def explain(
@@ -27,7 +33,7 @@ def explain(
         path, part, reason = _descend(name, value, reason, dump)
         return CannotTravel(
             f"{path} ({_kind(part)}) cannot be sent to a worker process: {reason}",
-            likely=_likely(part, str(reason)),
+            likely=_LIKELY_FORK_CONTEXT if "fork context" in str(reason) else None,
             remedy=_remedy(path, part, str(reason)),
             path=path,
         )
@@ -67,18 +73,8 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f"[{place}]", item) for place, item in enumerate(value))
-    closure = getattr(value, "__closure__", None)
-    if closure:
-        for name, cell in zip(value.__code__.co_freevars, closure, strict=False):
-            try:
-                yield f".<closure {name}>", cell.cell_contents
-            except ValueError:
-                continue  # a cell that was never filled
-    yield from _defaults(value)
-    code = getattr(value, "__code__", None)
-    if code is not None and getattr(value, "__module__", None) == "__main__":
-        used = getattr(value, "__globals__", {})
-        yield from ((f".<global {name}>", used[name]) for name in code.co_names if name in used)
+    if isinstance(getattr(value, "__code__", None), CodeType):
+        yield from _captured(value)
     owner = getattr(value, "__self__", None)
     if owner is not None and callable(value):
         yield ".__self__", owner
@@ -99,28 +95,24 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f".{name}", getattr(value, name)
 
 
-def _defaults(value: Any) -> Iterator[tuple[str, Any]]:
-    defaults = getattr(value, "__defaults__", None) or ()
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        names = code.co_varnames[: code.co_argcount][-len(defaults) :] if defaults else ()
-        yield from ((f".<default {name}>", d) for name, d in zip(names, defaults, strict=True))
-        named = getattr(value, "__kwdefaults__", None) or {}
-        yield from ((f".<default {name}>", default) for name, default in named.items())
+def _captured(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function takes along: closure, defaults, and globals where it is pickled by value."""
+    code = function.__code__
+    closure = getattr(function, "__closure__", None) or ()
+    for name, cell in zip(code.co_freevars, closure, strict=False):
+        with suppress(ValueError):  # a cell that was never filled
+            yield f".<closure {name}>", cell.cell_contents
+    for parameter in inspect.signature(function, follow_wrapped=False).parameters.values():
+        if parameter.default is not inspect.Parameter.empty:
+            yield f".<default {parameter.name}>", parameter.default
+    if function.__module__ == "__main__":
+        used = getattr(function, "__globals__", {})
+        yield from ((f".<global {name}>", used[name]) for name in code.co_names if name in used)
 
 
 def _kind(value: Any) -> str:
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _likely(part: Any, reason: str) -> str | None:
-    if "fork context" in reason:
-        return (
-            "semaphores of the fork context have no name that another process could open; "
-            "workers here are never forked from your process."
-        )
-    return None
 
 
 def _remedy(path: str, part: Any, reason: str) -> str:
