@@ -1,1 +1,1 @@
-"""In whichever process loads: fetching, collating, gathering, thread order and bad samples."""
+"""In whichever process loads: fetching, collating, gathering and bad samples."""

@@ -1,12 +1,12 @@
-"""Samples into a slot, once; a slot into a batch of views.
+"""Collates: a worker writes samples into a slot once, the parent views the slot as a batch.
 
-    worker: BatchWriter.add(sample) ... finish()   -> Filled(layout, rows, filled)
-    parent: view_batch(filled, root)               -> what default_collate would have returned
+    worker: BatchWriter.add(sample) ... finish()   -> layout, number of rows, strings and bytes
+    parent: view_batch(layout, root, ...)          -> what default_collate would have returned
 
 Large samples are copied into their row as they come, while they are in the cache; small ones are
 gathered and stacked into the slot in one call; what a dataset wrote into its row itself
-(:mod:`penstock.engine.loading.in_place`) stays there. Nothing here decides what a batch means:
-whatever the layout cannot hold is left to torch's own ``default_collate``.
+(:mod:`penstock.engine.loading.in_place`) stays there. Whatever the layout cannot hold is left
+to torch's own ``default_collate``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def is_default_collate(collate_fn: Any) -> bool:
 
 
 def custom_collators() -> dict[Any, Any]:
-    """What the user registered in torch's ``default_collate_fn_map``; it must travel to workers."""
+    """What the user registered in torch's ``default_collate_fn_map``; workers need it, too."""
     return {
         kind: function
         for kind, function in torch_collate.default_collate_fn_map.items()

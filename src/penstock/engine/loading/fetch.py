@@ -1,4 +1,4 @@
-"""Calling the user's dataset: sample by sample, in batches where it offers that, or as a stream.
+"""Calls the user's dataset: sample by sample, in batches where it offers that, or as a stream.
 
 Called from: a worker (process or thread), or the parent when it loads inline.
 """

@@ -1,4 +1,4 @@
-"""Samples that a dataset writes into their rows itself, without a copy on the way to the slot.
+"""Datasets that write samples into the slot themselves, without a copy on the way.
 
     worker: InPlaceFetcher.get(index) -> dataset.read_into(index, rows of the next sample)
             -> BatchWriter.add(sample), which finds the tensors where they belong

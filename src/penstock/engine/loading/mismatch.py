@@ -1,4 +1,4 @@
-"""Which sample does not fit its batch, in which field, and what to do about it."""
+"""Names the sample that does not fit its batch, the field, and what to do about it."""
 
 from __future__ import annotations
 

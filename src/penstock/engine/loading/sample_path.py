@@ -32,7 +32,7 @@ _MISSING = object()
 
 
 def find_path(dataset: Any, index: Any, error: BaseException | None = None) -> str | None:
-    """The file of sample ``index``, or None where nobody says. Never raises.
+    """The file of sample ``index``, or None where it is not known. Never raises.
 
     Args:
         error: What loading it raised, if it did.

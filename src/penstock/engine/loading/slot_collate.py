@@ -1,8 +1,8 @@
-"""Where ``default_collate`` inside a user's ``collate_fn`` puts its tensors: in our slot.
+"""Makes ``default_collate`` inside a user's ``collate_fn`` stack its tensors in the slot.
 
 In a PyTorch worker each of those tensors becomes a new shared-memory file (7.6 ms for a 9.6 MB
 batch against 0.7 ms; measured on a 2-core arm64 machine). Here it is stacked straight into the slot
-that the batch travels in.
+that the batch is sent in.
 """
 
 from __future__ import annotations

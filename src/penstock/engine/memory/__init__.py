@@ -1,1 +1,1 @@
-"""Shared between processes: the shared file, slots, batch layout, payloads and messages."""
+"""What parent and workers share: the shared file, slots, batch layout, payloads, messages."""

@@ -1,4 +1,4 @@
-"""What crosses a pipe: leases to a worker, replies from it; plain tuples, a few bytes each.
+"""Messages between parent and workers: leases and replies, plain tuples of a few bytes each.
 
     parent -> worker   [Lease | NewEpoch | ResumeStream, ...]   load parts in order; None: stop
     worker -> parent   Reply                                    one per lease, at once

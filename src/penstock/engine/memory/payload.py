@@ -1,12 +1,12 @@
-"""Anything a slot layout cannot hold, as pickle 5 with its buffers beside it in the slot.
+"""Batches that no layout can hold: pickle 5 in the slot, with the buffers beside the stream.
 
-    worker: Payload.write(value, slot) -- stream and buffers in the slot --> parent: read(slot view)
+    worker: write(value, slot) -- stream and buffers in the slot --> parent: read(slot view)
 
 Large arrays and tensors are never copied through the pickle stream. A tensor that already lies in
 the slot (``default_collate`` put it there, see :mod:`penstock.engine.loading.slot_collate`) is
-not copied at all. Classes from ``__main__`` cost 0.7 ms each time they travel by value; the worker
-sends back the identity that cloudpickle gave them on the way in, and the parent finds its own class
-by it.
+not copied at all. A class from ``__main__`` costs 0.7 ms each time it is pickled by value; the
+worker sends back the identity that cloudpickle gave it on the way in, and the parent finds its own
+class by it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _class_by_id(tracker_id: str) -> Any:
     return cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[tracker_id]
 
 
-class _ByReference(pickle.Pickler):
+class _ByNamePickler(pickle.Pickler):
     """For a forked worker: it has the parent's own modules, so its classes are found by name."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -155,7 +155,7 @@ def dump(value: Any, buffer_callback: Any = None, on_retry: Any = None) -> memor
     if _ResultPickler.is_forked:
         stream = io.BytesIO()
         try:
-            _ByReference(stream, protocol=5, buffer_callback=buffer_callback).dump(value)
+            _ByNamePickler(stream, protocol=5, buffer_callback=buffer_callback).dump(value)
             return stream.getbuffer()
         except Exception:  # a local class, say: by value then
             if on_retry is not None:

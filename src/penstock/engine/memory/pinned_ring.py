@@ -1,4 +1,4 @@
-"""A ring whose slots are pinned: the GPU copies straight out of them, and is waited for.
+"""A ring of pinned slots: the GPU copies straight out of them, and is waited for.
 
     last view gone --> resting --(fence)--> cooling --(fence is over)--> free --> a worker
 
@@ -153,7 +153,7 @@ class PinnedRing(Ring):
             self._pinner.unpin_later([slot.view(slot.pinned_bytes) for slot in pinned])
 
     def close(self) -> None:
-        """Unpin what nobody views once the GPU is done with it, the rest with its last view.
+        """Unpin what is not viewed once the GPU is done with it, the rest with its last view.
 
         What workers had when they were stopped is unpinned like what was free.
         """
@@ -162,12 +162,12 @@ class PinnedRing(Ring):
         while self._returned:
             self._take_back()
         self._resting, self._cooling = [], deque()
-        held = {slot: slot.watch for slot in self._held}
+        held = {slot: slot.ref for slot in self._held}
         super().close()
-        for slot, watch in held.items():
-            if watch is not None and watch() is not None:
-                slot.watch = watch  # the pinner keeps the slot, and so this, until it is unpinned
-        self._unpin_later(*[slot for slot in list(self._pinned) if slot.watch is None])
+        for slot, ref in held.items():
+            if ref is not None and ref() is not None:
+                slot.ref = ref  # the pinner keeps the slot, and so this, until it is unpinned
+        self._unpin_later(*[slot for slot in list(self._pinned) if slot.ref is None])
 
     def __del__(self) -> None:
         if not self._is_closed and not sys.is_finalizing():
@@ -179,8 +179,8 @@ class _ReturnQueue(deque[SlotRef]):
 
     on_return: Callable[[Slot], None] | None = None
 
-    def append(self, watch: SlotRef) -> None:
+    def append(self, ref: SlotRef) -> None:
         if self.on_return is None:
-            super().append(watch)
+            super().append(ref)
         else:
-            self.on_return(watch.slot)
+            self.on_return(ref.slot)

@@ -53,14 +53,14 @@ class SlotRef(weakref.ref["np.ndarray"]):
 class Slot:
     """The memory of one batch: a place in a segment, mapped here."""
 
-    __slots__ = ("capacity", "mapping", "pinned_bytes", "segment", "start", "watch")
+    __slots__ = ("capacity", "mapping", "pinned_bytes", "ref", "segment", "start")
 
     def __init__(self, segment: Segment, start: int, capacity: int, mapping: mmap.mmap) -> None:
         self.segment = segment
         self.start = start
         self.capacity = capacity
         self.mapping = mapping
-        self.watch: SlotRef | None = None
+        self.ref: SlotRef | None = None
         self.pinned_bytes = 0
         """See :mod:`penstock.engine.memory.pinned_ring`."""
 
@@ -137,7 +137,7 @@ class Ring:
         return self._free.pop() if self.has_room() else None
 
     def take(self) -> Slot:
-        """A slot that nobody views and that is large enough: a free one, or a new one.
+        """A slot that is not viewed and is large enough: a free one, or a new one.
 
         Raises:
             OSError: There is none, and no memory to make one. Nothing has changed: it may be tried
@@ -197,15 +197,15 @@ class Ring:
         self.num_slots -= 1
 
     def is_crowded(self) -> bool:
-        """Does the user hold so many views that the next batch should be a copy?"""
+        """Does the user hold too many views, so that the next batch should be a copy?"""
         self._collect()
         return self._refusal is not None or self._held_bytes >= self._max_held_bytes
 
     def lend(self, slot: Slot, num_bytes: int) -> np.ndarray:
         """The root array of a delivery; the slot comes back when its last view is gone."""
         root = slot.view(num_bytes)
-        slot.watch = watch = SlotRef(root, self._returned.append)
-        watch.slot = slot
+        slot.ref = ref = SlotRef(root, self._returned.append)
+        ref.slot = slot
         self._held[slot] = num_bytes
         self._held_bytes += num_bytes
         return root
@@ -222,14 +222,14 @@ class Ring:
 
     def _take_back(self) -> Slot:
         slot = self._returned.popleft().slot
-        slot.watch = None
+        slot.ref = None
         self._held_bytes -= self._held.pop(slot, 0)
         return slot
 
     def close(self) -> None:
         """Forget the slots. Views that the user still holds stay valid."""
         for slot in self._held:
-            slot.watch = None  # nobody waits for it any more
+            slot.ref = None  # it does not come back any more
         self._held.clear()
         self._free.clear()
         self._returned.clear()

@@ -1,4 +1,4 @@
-"""Memory that several processes see: one file, mapped piece by piece, gone with its holders.
+"""Memory that several processes share: one file, mapped piece by piece, gone with its holders.
 
 Linux uses a memfd, which no ``/dev/shm`` limit touches and which is sparse: an untouched page costs
 nothing. Elsewhere it is one temporary file that disappears when the last holder closes it.
@@ -155,7 +155,7 @@ class SharedFile:
         os.ftruncate(self.fd, self.num_bytes)
 
     def map(self, offset: int, num_bytes: int, *, private: bool = False) -> mmap.mmap:
-        """Map a piece; ``private`` gives copy-on-write pages that nobody else sees change."""
+        """Map a piece; ``private`` gives copy-on-write pages of this process."""
         if private:
             return self._map(offset, num_bytes, mmap.ACCESS_COPY)
         # Every mapping costs a descriptor (mmap keeps its own), so threads share theirs.
@@ -166,7 +166,7 @@ class SharedFile:
         return mapping
 
     def map_readonly(self, num_bytes: int) -> mmap.mmap:
-        """Map the beginning so that nobody can write to it, not even by mistake."""
+        """Map the beginning read-only."""
         return self._map(0, num_bytes, mmap.ACCESS_READ)
 
     def _map(self, offset: int, num_bytes: int, access: int) -> mmap.mmap:
@@ -219,7 +219,7 @@ def _open_by_name(path: str) -> int:
 
 
 class PrivateFile(SharedFile):
-    """The same face over memory of this process alone: no descriptor, no file."""
+    """The same interface over memory of this process alone: no descriptor, no file."""
 
     def __init__(self) -> None:
         super().__init__(-1, is_sparse=True)

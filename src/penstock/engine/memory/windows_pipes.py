@@ -1,4 +1,4 @@
-"""What only Windows does: all of it is here, and nothing else in the engine asks for the system.
+"""Windows only: handles for child processes. No other module of the engine asks for the system.
 
 Everything else follows from what is missing there (``fork``, ``poll``, ``memfd_create``, signal
 masks) and is tested on Linux with those taken away: tests/integration/test_without_posix.py. These
@@ -7,7 +7,7 @@ lines run on Windows alone, in the hosted CI's Windows leg:
 - a child inherits the handles that are named, and no Ctrl-C of the console;
 - the end of a pipe is a handle, which multiprocessing wraps in a class of its own.
 
-Descriptors of multiprocessing's locks and queues do not travel to workers there (a handle would
+Descriptors of multiprocessing's locks and queues are not sent to workers there (a handle would
 have to be duplicated into each process); the dataset that holds one is refused by name.
 """
 

@@ -1,1 +1,1 @@
-"""How the user's objects reach a worker, and how its exceptions come back."""
+"""Pickles the user's objects for the workers, and exceptions for the way back."""

@@ -1,4 +1,4 @@
-"""Which modules can a worker not import? What they define travels by value.
+"""Has cloudpickle take modules by value that a worker cannot import.
 
 Plugin loaders, config systems and ``runpy`` execute a file under a name that no import finds.
 """
@@ -16,13 +16,13 @@ _KNOWN = (
 )
 
 
-class ByValue:
-    """Has cloudpickle take modules by value that were met while it is entered."""
+class ByValueModules:
+    """Registers modules with cloudpickle; they are unregistered when it is left."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
 
-    def __enter__(self) -> ByValue:
+    def __enter__(self) -> ByValueModules:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -35,7 +35,7 @@ class ByValue:
         module = sys.modules.get(name)
         if module is None or name.partition(".")[0] in _KNOWN or _is_found(name, module):
             return
-        if name not in cloudpickle.list_registry_pickle_by_value():  # else it was the user's wish
+        if name not in cloudpickle.list_registry_pickle_by_value():  # else the user registered it
             cloudpickle.register_pickle_by_value(module)
             self.names.add(name)
 

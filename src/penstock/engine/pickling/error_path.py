@@ -86,7 +86,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         attributes = {}
     if not isinstance(value, type):
         yield from ((f".{name}", item) for name, item in attributes.items())
-        if type(value).__module__ == "__main__":  # its class travels, too, with its methods
+        if type(value).__module__ == "__main__":  # its class is pickled, too, with its methods
             methods = vars(type(value)).items()
             yield from ((f".{name}", one) for name, one in methods if hasattr(one, "__code__"))
     for slot_owner in type(value).__mro__:

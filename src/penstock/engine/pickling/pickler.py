@@ -30,7 +30,7 @@ from penstock.engine.memory.messages import PickleLocation
 from penstock.engine.memory.payload import reduce_tensor
 from penstock.engine.memory.shared_file import FileHandle, SharedFile, round_up
 from penstock.engine.pickling import reducers, shared_arrays
-from penstock.engine.pickling.by_value import ByValue
+from penstock.engine.pickling.by_value import ByValueModules
 from penstock.engine.pickling.error_path import explain
 from penstock.engine.pickling.handles import HandleReducer
 
@@ -103,7 +103,7 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, buffer_callback: Any) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.modules: set[str] = set()
-        self.by_value = ByValue()
+        self.by_value = ByValueModules()
         self.large_tensors: list[Any] = []
         self.handles = HandleReducer()
         self.process = _SpawningProcess()

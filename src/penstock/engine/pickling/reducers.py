@@ -1,4 +1,4 @@
-"""What is made anew in a worker: things that pickle refuses, or takes by a name nobody has there.
+"""Reducers for objects that pickle refuses: an equivalent new one is made in the worker.
 
 a lock, a threading.local       a new one: each belongs to the threads of one process
 a ContextVar                    one of that name and default
@@ -25,7 +25,7 @@ Cached: type = type(functools.lru_cache(lambda: None))
 
 def reduce(obj: Any) -> Any:
     """How to make it again, as pickle takes it; None: not one of these."""
-    make = _WAYS.get(type(obj))
+    make = _REDUCERS.get(type(obj))
     return None if make is None else make(obj)
 
 
@@ -58,8 +58,8 @@ def _is_named(cached: Any) -> bool:
     return found is cached
 
 
-class _Late:
-    """Stands for a function that comes later."""
+class _LateBound:
+    """Calls a function that is set later: it may refer to its own cached self."""
 
     function: Callable[..., Any]
 
@@ -68,7 +68,7 @@ class _Late:
 
 
 def _make_cached(parameters: dict[str, Any]) -> Any:
-    return functools.lru_cache(**parameters)(_Late())
+    return functools.lru_cache(**parameters)(_LateBound())
 
 
 def _fill_cached(cached: Any, function: Callable[..., Any]) -> None:
@@ -76,7 +76,7 @@ def _fill_cached(cached: Any, function: Callable[..., Any]) -> None:
     functools.update_wrapper(cached, function)
 
 
-_WAYS: dict[type, Callable[[Any], Any]] = {
+_REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(threading.Lock()): lambda lock: (threading.Lock, ()),
     type(threading.RLock()): lambda lock: (threading.RLock, ()),
     threading.local: lambda local: (threading.local, ()),

@@ -5,12 +5,12 @@
 
 The bytes are copied into a memfd piece by piece, and each piece is mapped over the very pages it
 came from. The array keeps its address, its content and its owner; there is one copy of it in the
-machine. Both sides map it privately: who writes gets a page of his own, and nobody else sees it.
+machine. Both sides map it privately: a process that writes gets a page of its own.
 
 This rests on facts that are checked each time; where one does not hold, the array is copied as
 before and the reason is kept:
 
-- Nobody writes between the copy and the mapping: no other thread runs Python code.
+- Nothing writes between the copy and the mapping: no other thread runs Python code.
 - The memory is a block that glibc's malloc got by mmap, proven by its header. Freeing it is one
   munmap, and resizing it falls back to a copy. Other allocators use pages again and rely on madvise
   to zero them, which brings back the file's content in a mapping of a file.
