@@ -26,10 +26,10 @@ CONTENDERS = {
     "torch-fork": ("torch", "fork"),
     "torch-spawn": ("torch", "spawn"),
     "torch-spawn-shared-list": ("torch", "spawn"),
-    "penstock-fork server": ("penstock", None),
+    "penstock-fork-server": ("penstock", None),
     "penstock-spawn": ("penstock", "spawn"),
-    "penstock-fork server-plain-list": ("penstock", None),
-    "penstock-fork server-not-adopted": ("penstock", None),
+    "penstock-fork-server-plain-list": ("penstock", None),
+    "penstock-fork-server-copied": ("penstock", None),
 }
 
 
@@ -74,7 +74,7 @@ def make_dataset(data: str, contender: str, length: int, is_empty: bool) -> tupl
         return Strings(None, length), 0, 0
     num_characters = length * len(name_of(0))
     names: Any = (name_of(number) for number in range(length))
-    if contender in ("torch-fork", "torch-spawn", "penstock-fork server-plain-list"):
+    if contender in ("torch-fork", "torch-spawn", "penstock-fork-server-plain-list"):
         return Strings(list(names), length), num_characters + 8 * (length + 1), num_characters
     from penstock import SharedList
 
@@ -95,7 +95,7 @@ def measure(data: str, contender: str, length: int, is_empty: bool) -> dict[str,
     make: Any = torch.utils.data.DataLoader
     if loader_name == "penstock":
         from penstock.loader import DataLoader as make
-    if contender.endswith("not-adopted"):
+    if contender.endswith("copied"):
         os.environ["PENSTOCK_ADOPT"] = "0"
     start_s = time.perf_counter()
     dataset, one_copy, expected = make_dataset(data, contender, length, is_empty)

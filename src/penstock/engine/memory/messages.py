@@ -131,7 +131,7 @@ class Reply(NamedTuple):
     state: Any = None
     """What an iterable dataset says of itself after this batch, where it has a state_dict."""
     bad: tuple[Any, ...] = ()
-    """What was wrong with samples that were left out or replaced: BadSampleReport."""
+    """What was wrong with samples that were left out or replaced: BadSampleRecord."""
 
     @property
     def key(self) -> tuple[int, int, int]:

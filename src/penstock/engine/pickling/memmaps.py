@@ -53,7 +53,7 @@ class MemmapReducer:
         offset = root.offset - root.offset % mmap.ALLOCATIONGRANULARITY + low - begin
         place = int(array.ctypes.data) - low
         form = (array.dtype, array.shape, array.strides, bool(array.flags.writeable))
-        return _map_again, (type(array), str(root.filename), offset, high - low, place, *form)
+        return _map_again, (type(array), str(root.filename), offset, high - low, place, form)
 
     def _why_by_value(self, root: Any, low: int, high: int, begin: int) -> str:
         if not begin <= low <= high <= begin + len(root._mmap):
@@ -81,20 +81,13 @@ class MemmapReducer:
 
 
 def _map_again(
-    kind: Any,
-    filename: str,
-    offset: int,
-    num_bytes: int,
-    place: int,
-    dtype: Any,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    is_writeable: bool,
+    kind: Any, filename: str, offset: int, num_bytes: int, place: int, form: tuple[Any, ...]
 ) -> Any:
     """The same array over a private mapping of this process. Called from: a worker."""
     if os.path.getsize(filename) < offset + num_bytes:
         raise OSError(f"{filename} became shorter than the array that was mapped from it")
     raw = np.memmap(filename, np.uint8, "c", offset, (num_bytes,))
+    dtype, shape, strides, is_writeable = form
     array: Any = np.ndarray.__new__(kind, shape, dtype, raw, place, strides)
     for name in ("_mmap", "filename", "mode", "offset") if kind is np.memmap else ():
         setattr(array, name, getattr(raw, name))
