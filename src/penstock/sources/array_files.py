@@ -108,7 +108,8 @@ class _Header(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
+        """0 without rows: their size is then only what a foreign header says."""
+        return self.data_bytes // self.shape[0] if self.shape and self.shape[0] else 0
 
 
 def _read_header(path: str) -> _Header:
@@ -121,6 +122,7 @@ def _read_header(path: str) -> _Header:
                 (2, 0): np.lib.format.read_array_header_2_0,
             }[version]
             shape, is_fortran, dtype = read(file)
+            np.broadcast_to(np.empty((), dtype), shape)  # raises for sizes that no array has
             header = _Header(dtype, shape, file.tell(), os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise BadStore(f"{path} cannot be opened: {error.strerror or error}", path=path) from None

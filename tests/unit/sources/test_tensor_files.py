@@ -13,6 +13,7 @@ import torch
 
 from penstock import DataLoader, open_tensors
 from penstock.errors import BadArgument, BadStore
+from penstock.sources.array_files import make_header
 
 pytestmark = pytest.mark.legacy
 
@@ -91,6 +92,16 @@ def test_odd_files_of_tensors_are_named(
     assert told in str(caught.value)
     assert "weights_only" not in str(caught.value)
     assert not Path("harm").exists()
+
+
+def test_a_header_without_rows_cannot_ask_for_addresses(tmp_path: Path) -> None:
+    """The size of a row is a number that a stranger wrote, where no row shows it."""
+    header = make_header(np.dtype("u1"), (0, (1 << 64) + 4096))
+    (tmp_path / "x.npy").write_bytes(header)
+    with pytest.raises(BadStore, match=r"is no \.npy file"):
+        open_tensors(tmp_path / "x.npy")
+    (tmp_path / "x.npy").write_bytes(make_header(np.dtype("u1"), (0, 1 << 40)))
+    assert len(open_tensors(tmp_path / "x.npy")) == 0
 
 
 def test_conjugated_tensors_are_read(tmp_path: Path) -> None:
