@@ -1,4 +1,4 @@
-"""The common data: pictures that decode like photographs, and tensors. Made once for a home."""
+"""The common data: images that decode like photographs, and tensors. Made once for a home."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from pictures import encode, make_pixels
+from made_images import encode, make_pixels
 
 NUM_CLASSES = 8
 
@@ -27,7 +27,7 @@ class Sizes:
     strings: int = 500_000
     few: int = 4_096
     """Numbers of an epoch that is loaded to its end."""
-    num_pictures: int = 256
+    num_images: int = 256
     """Different ones; the rest are the same files again under other names."""
 
 
@@ -39,7 +39,7 @@ TINY = Sizes(
     numbers=4_096,
     strings=10_000,
     few=2_048,
-    num_pictures=8,
+    num_images=8,
 )
 
 
@@ -54,9 +54,9 @@ def make_data(folder: Path, sizes: Sizes, kinds: set[str]) -> None:
             count = getattr(sizes, kind)
             np.save(folder / f"{kind}.npy", random.integers(0, 256, (count, *shape), np.uint8))
     if "raw" in kinds and not (folder / "raw.npy").exists():
-        pictures = [make_pixels(192, 256, seed=number) for number in range(sizes.num_pictures)]
-        repeats = -(-sizes.raw // len(pictures))
-        np.save(folder / "raw.npy", np.stack((pictures * repeats)[: sizes.raw]))
+        images = [make_pixels(192, 256, seed=number) for number in range(sizes.num_images)]
+        repeats = -(-sizes.raw // len(images))
+        np.save(folder / "raw.npy", np.stack((images * repeats)[: sizes.raw]))
 
 
 def _make_jpegs(folder: Path, sizes: Sizes) -> None:
@@ -66,7 +66,7 @@ def _make_jpegs(folder: Path, sizes: Sizes) -> None:
     first: list[Path] = []
     for number in range(sizes.jpeg):
         path = partial / str(number % NUM_CLASSES) / f"{number:06d}.jpg"
-        if number < sizes.num_pictures:
+        if number < sizes.num_images:
             path.write_bytes(encode(make_pixels(seed=number)))
             first.append(path)
         else:

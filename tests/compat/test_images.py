@@ -19,19 +19,19 @@ from torchvision.transforms import v2  # noqa: E402
 from torchvision.transforms.v2 import functional  # noqa: E402
 
 import penstock  # noqa: E402
+from made_images import encode, make_folder, make_pixels  # noqa: E402
 from penstock import BadImage, DataLoader, ImageFolder, Packed, pack  # noqa: E402
 from penstock.images.decode import find_scale  # noqa: E402
 from penstock.images.jpeg_codecs import available_decoders, jpeg_decoder  # noqa: E402
 from penstock.images.pixels import resize  # noqa: E402
 from penstock.machine.image_libraries import find_decoders  # noqa: E402
-from pictures import encode, make_folder, make_pixels  # noqa: E402
 
 pytestmark = pytest.mark.vision
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("pictures"))
+    return make_folder(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_pictures_stand_upright(orientation: int, kind: str) -> None:
+def test_images_are_turned_upright(orientation: int, kind: str) -> None:
     from PIL import ImageOps
 
     exif = Image.Exif()
@@ -104,7 +104,7 @@ def test_pictures_stand_upright(orientation: int, kind: str) -> None:
     assert lying.shape == (40, 60, 3)
 
 
-def test_a_crop_of_a_turned_picture_is_a_crop_of_the_upright_one() -> None:
+def test_a_crop_of_a_turned_image_is_a_crop_of_the_upright_one() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     data = encode(make_pixels(60, 90), exif=exif)
@@ -202,7 +202,7 @@ def test_a_crop_has_torchvisions_pixels(box: tuple[int, int, int, int]) -> None:
     plain = functional.resized_crop(tensor, *box, [224, 224], antialias=False)
     quick = resize(part, (224, 224), antialias=False)
     assert distance(quick.transpose(2, 0, 1), plain) <= 3
-    if height > 250:  # the negative control: without antialiasing it is another picture
+    if height > 250:  # the negative control: without antialiasing it is another image
         assert distance(quick, ours) > 20
 
 
@@ -272,9 +272,7 @@ def test_the_plan_says_who_decodes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["keep", "jpeg", "raw"])
-def test_a_packed_folder_gives_the_same_pictures(
-    folder: Path, tmp_path: Path, encoding: str
-) -> None:
+def test_a_packed_folder_gives_the_same_images(folder: Path, tmp_path: Path, encoding: str) -> None:
     request = penstock.Field(encoding=encoding, longer_side=None if encoding == "keep" else 100)
     source = ImageFolder(folder)
     packed = pack(source, tmp_path / "set", fields={"image": request, "label": None}, workers=0)

@@ -1,4 +1,4 @@
-"""Pictures with natural statistics, made without a network: smooth shapes, edges and noise."""
+"""Images with natural statistics, made without a network: smooth shapes, edges and noise."""
 
 from __future__ import annotations
 
