@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.order.seeding import seeded as seeded
     from penstock.order.split import split as split
     from penstock.packing import pack as pack
-    from penstock.planning.planner import plan as plan
+    from penstock.planning.decisions import plan as plan
     from penstock.sources.cache import cached as cached
     from penstock.sources.fields import Field as Field
     from penstock.sources.image_folder import ImageFolder as ImageFolder
@@ -66,7 +66,7 @@ _HOMES = {
     "machine": "penstock.machine",
     "Machine": "penstock.machine.facts",
     "Gpu": "penstock.machine.facts",
-    "plan": "penstock.planning.planner",
+    "plan": "penstock.planning.decisions",
     "rng": "penstock.order.rng",
     "replay": "penstock.engine.parent.replay",
     "seed_all": "penstock.order.seeding",

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.machine.collect import machine, quick_facts
 from penstock.planning.amd_override import VARIABLE, check_override
+from penstock.planning.decisions import make_plan
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
-from penstock.planning.planner import make_plan
 from penstock.planning.quantities import size
 from penstock.planning.safety import USUAL_REQUESTS, choose_safe_workers, tabulate_safe_workers
 

@@ -44,9 +44,9 @@ from penstock.order.bucketing import BucketedBatches
 from penstock.order.epoch_state import EpochIndices, EpochPosition, EpochState, own_state_of
 from penstock.order.loader_state import LoaderState
 from penstock.order.samplers import Order, SeededOrder, make_order
+from penstock.planning.decisions import choose_start_method, make_plan
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Plan
-from penstock.planning.planner import choose_start_method, make_plan
 from penstock.planning.worker_count import should_measure
 from penstock.trace.recorder import Recorder, make_recorder
 from penstock.trace.stats import Stats, make_stats

@@ -12,9 +12,9 @@ import penstock
 from penstock.cli.sections import main_facts, make_console, print_section
 from penstock.machine.collect import machine
 from penstock.machine.facts import Machine
+from penstock.planning.decisions import make_plan
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
-from penstock.planning.planner import make_plan
 from penstock.planning.safety import tabulate_safe_workers
 
 NAMES = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}

@@ -36,7 +36,7 @@ _SMI_FIELDS = (
 )
 
 
-class _Memory(ctypes.Structure):
+class _MemoryInfo(ctypes.Structure):
     _fields_ = (
         ("total", ctypes.c_ulonglong),
         ("free", ctypes.c_ulonglong),
@@ -90,7 +90,7 @@ def cards_by_nvml(load: Callable[[], Any] = load_nvml) -> list[Card]:
 
 def _card(nvml: Any, index: int, handle: ctypes.c_void_p, driver: str | None) -> Card:
     """One GPU; a question its driver does not support leaves that fact unknown."""
-    memory, use = _Memory(), _Utilization()
+    memory, use = _MemoryInfo(), _Utilization()
     major, minor, temperature, milliwatts = (ctypes.c_int() for _ in range(4))
 
     def is_known(question: str, *arguments: Any) -> bool:

@@ -3,7 +3,7 @@
 ::
 
     inputs         LoaderRequest, Workload: what was asked for, what the work is like
-    planner        make_plan; the public penstock.plan
+    decisions      make_plan; the public penstock.plan
       worker_count   how many workers pay
     plan           Plan, Choice, Problem: the results
     problems       what is wrong with a machine: amd_override

@@ -36,7 +36,7 @@ def find_problems(
 
     Example:
         >>> from penstock.planning.inputs import LoaderRequest, Workload
-        >>> from penstock.planning.planner import make_plan
+        >>> from penstock.planning.decisions import make_plan
         >>> box = Machine(os="linux", num_cpus=4, torch_build="cpu", shm_bytes=64 << 20)
         >>> for problem in find_problems(box, make_plan(box, LoaderRequest(), Workload())):
         ...     print(problem.severity, problem.code, problem.cure, sep=": ")

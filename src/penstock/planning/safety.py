@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from penstock.machine.facts import Machine
+from penstock.planning.decisions import choose_start_method
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
-from penstock.planning.planner import choose_start_method
 from penstock.planning.worker_count import most_workers
 
 USUAL_REQUESTS = (0, 1, 2, 4, 8)

@@ -5,7 +5,7 @@
     comparison      runs the factory's loader under each setting, and compares
       factory       what the factory takes; a loader as a factory of loaders like it
       settings      which settings there are
-      runs          one run, batch after batch: delayed, or killed and resumed
+      hashed_run    one run, batch after batch: delayed, or killed and resumed
       hashing       a batch and its samples as hashes
       fresh_process the same run in a new interpreter, with another hash seed
       differences   the first sample and field that differ, and how

@@ -19,8 +19,8 @@ import numpy as np
 
 from penstock.verify.differences import first_difference
 from penstock.verify.fresh_process import HASH_SEEDS
+from penstock.verify.hashed_run import CannotDelay, HashedRun
 from penstock.verify.hashing import as_array
-from penstock.verify.runs import CannotDelay, HashedRun
 from penstock.verify.settings import Setting
 from penstock.verify.verdict import Cause
 

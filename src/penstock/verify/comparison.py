@@ -23,7 +23,7 @@ from penstock.verify.differences import (
 )
 from penstock.verify.factory import Factory, factory_of, is_not_taken, taken_by
 from penstock.verify.fresh_process import NotPicklable, run_in_new_process
-from penstock.verify.runs import CannotDelay, Extent, HashedRun, capture_batch, run_and_hash
+from penstock.verify.hashed_run import CannotDelay, Extent, HashedRun, capture_batch, run_and_hash
 from penstock.verify.settings import Setting, list_settings, reason_not_to_spawn
 from penstock.verify.verdict import Cause, Difference, Row, Verdict, describe_error
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from penstock.verify.hashed_run import HashedRun
 from penstock.verify.hashing import as_array, digest, leaves_of
-from penstock.verify.runs import HashedRun
 
 _MAX_SHOWN = 100
 

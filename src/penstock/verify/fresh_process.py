@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.errors import BadArgument
 from penstock.machine.child_process import ChildProcess, end_with_parent, python_command
 from penstock.verify.factory import Factory
-from penstock.verify.runs import Extent, HashedRun, run_and_hash
+from penstock.verify.hashed_run import Extent, HashedRun, run_and_hash
 from penstock.verify.settings import Setting
 
 _LIMIT_S = 600.0
@@ -32,7 +32,7 @@ class NotPicklable(Exception):
 def run_in_new_process(
     factory: Factory, setting: Setting, extent: Extent, hash_seed: str = HASH_SEEDS[0]
 ) -> HashedRun:
-    """Like :func:`penstock.verify.runs.run_and_hash`, in a new process.
+    """Like :func:`penstock.verify.hashed_run.run_and_hash`, in a new process.
 
     Raises:
         NotPicklable: The factory holds something that no other process can have.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-OUTCOMES = ("same", "differs", "failed", "skipped")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from penstock.machine.facts import Machine
+from penstock.planning.decisions import make_plan
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Plan, Problem
-from penstock.planning.planner import make_plan
 from penstock.planning.problems import find_problems
 
 pytestmark = pytest.mark.legacy

@@ -6,9 +6,9 @@ import pytest
 
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.storage import Storage
+from penstock.planning.decisions import make_plan
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Problem, worst_first
-from penstock.planning.planner import make_plan
 from penstock.planning.problems import check_storage, find_problems
 
 pytestmark = pytest.mark.legacy

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.verify.causes import Case, find_cause
 from penstock.verify.differences import first_difference
-from penstock.verify.runs import CannotDelay, HashedBatch, HashedRun
+from penstock.verify.hashed_run import CannotDelay, HashedBatch, HashedRun
 from penstock.verify.settings import Setting
 
 pytestmark = pytest.mark.legacy

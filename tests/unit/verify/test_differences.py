@@ -15,7 +15,7 @@ from penstock.verify.differences import (
     first_leaf,
     first_sample,
 )
-from penstock.verify.runs import HashedBatch, HashedRun
+from penstock.verify.hashed_run import HashedBatch, HashedRun
 
 pytestmark = pytest.mark.legacy
 

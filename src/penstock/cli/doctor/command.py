@@ -45,9 +45,9 @@ from penstock.machine.collect import machine
 from penstock.machine.facts import Machine
 from penstock.machine.gpu import FoundGpus, find_torch_gpus
 from penstock.machine.storage import Storage, storage_of
+from penstock.planning.decisions import make_plan
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Plan, Problem, worst_first
-from penstock.planning.planner import make_plan
 from penstock.planning.problems import check_storage, find_problems
 
 HEALTHY, UNHEALTHY = 0, 1

@@ -26,8 +26,8 @@ from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import CannotTravel
 from penstock.loader import DataLoader
 from penstock.machine.collect import machine
+from penstock.planning.decisions import make_plan
 from penstock.planning.inputs import LoaderRequest, Workload
-from penstock.planning.planner import make_plan
 from penstock.planning.sample_timing import is_iterable_only, spread_indices
 
 DEFAULT_BATCH_SIZE = 32

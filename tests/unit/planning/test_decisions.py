@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.machine.facts import Gpu, Machine
+from penstock.planning.decisions import make_plan
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
-from penstock.planning.planner import make_plan
 
 pytestmark = pytest.mark.legacy
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from penstock.verify import runs
-from penstock.verify.runs import CannotDelay, Extent, capture_batch, run_and_hash
+from penstock.verify import hashed_run
+from penstock.verify.hashed_run import CannotDelay, Extent, capture_batch, run_and_hash
 from penstock.verify.settings import Setting
 
 pytestmark = pytest.mark.legacy
@@ -86,7 +86,7 @@ def test_a_resumed_run_gives_the_rest_in_another_loader() -> None:
 
 def test_samples_are_delayed_where_they_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(runs.time, "sleep", slept.append)
+    monkeypatch.setattr(hashed_run.time, "sleep", slept.append)
     delayed = Setting(name="slow samples", delays="samples")
 
     def make() -> Any:
