@@ -1,12 +1,12 @@
-"""Memory of batches, page-locked once, so that the GPU copies straight out of it.
+"""Page-locks the memory of batches once, so that the GPU copies straight out of it.
 
-A batch that lies in a registered slot is pinned as it is: no pinning thread, no second copy. Where
+A batch in a registered slot is pinned as it is: no pinning thread, no second copy. Where
 registering is refused (limits, some drivers, some systems) batches are copied to torch's own pinned
-buffers instead, which it uses again and again; the loader's plan says so.
+buffers instead; the loader's plan says so.
 
 Memory is unregistered before it is unmapped, never after: a registration of memory that is gone
-stays with the driver, and the next mapping at that address could not be pinned. So what is pinned
-is kept here, by the process, until it is unpinned: not by the loader, which may be gone by then.
+stays with the driver, and the next mapping at that address could not be pinned. So the process
+keeps what is pinned until it is unpinned, and not the loader, which may be gone by then.
 """
 
 from __future__ import annotations
@@ -163,14 +163,14 @@ def choose_index() -> int:
 
 
 class _PendingUnpin(NamedTuple):
-    """Memory that nobody views any more, and when the GPU is done with it."""
+    """Memory that has no views any more, and when the GPU is done with it."""
 
     pieces: list[tuple[SlotPinner, np.ndarray]]
     is_done: IsDone
 
 
 def _unpin_all(pending: list[_PendingUnpin]) -> None:
-    """Unpin what nobody views any more, once the GPU is done with it. Called from: a thread."""
+    """Unpin each piece once the GPU is done with it. Called from: a thread."""
     while pending:
         entry = pending.pop(0)
         if _wait(entry.is_done):

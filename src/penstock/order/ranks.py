@@ -99,12 +99,22 @@ class RankShard:
         return num_left * self.rank // size, num_left * (self.rank + 1) // size
 
 
-def rank_here() -> tuple[int, int]:
-    """(rank, world_size) of this process, as torch.distributed knows them.
+def find_rank(shard: bool, rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """(rank, world_size) of this process, from a loader's options.
 
     Raises:
-        BadArgument: torch.distributed is not running, so nobody knows.
+        BadArgument: One of the two is missing, or torch.distributed, which ``shard`` asks, is not
+            initialised.
     """
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if rank is not None or world_size is not None:
+        raise BadArgument(
+            f"rank={rank} and world_size={world_size}: one does not work without the other",
+            remedy="DataLoader(..., rank=0, world_size=2), or shard=True under torch.distributed",
+        )
+    if not shard:
+        return 0, 1
     import torch.distributed as distributed
 
     if distributed.is_available() and distributed.is_initialized():

@@ -35,7 +35,7 @@ from penstock.order.permutation import (
     check_index,
     check_indices,
 )
-from penstock.order.ranks import RankShard, rank_here
+from penstock.order.ranks import RankShard, find_rank
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -321,7 +321,7 @@ class BlockOrder(Order):
         self._lack = num_blocks * self.block_size - self.length
         place = self._blocks.position_of(num_blocks - 1) if num_blocks else 0
         self._short_group, self._short_place = divmod(place, self.num_mixed)
-        self._inner: dict[int, Permutation] = {}
+        self._group_shuffle: dict[int, Permutation] = {}
 
     def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
         places = check_indices(positions, self.length).astype(np.int64).reshape(-1)
@@ -341,14 +341,13 @@ class BlockOrder(Order):
 
     def _in_group(self, group: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         first = group * self.num_mixed
-        num_blocks = min(self.num_mixed, self._blocks.length - first)
-        rows = num_blocks * self.block_size
         is_short = group == self._short_group
-        rows -= self._lack if is_short else 0
-        shuffle = self._inner.get(group)
+        shuffle = self._group_shuffle.get(group)
         if shuffle is None:
-            self._inner = {group: Permutation(rows, mix64(self._key ^ mix64(group + 1)))}
-            shuffle = self._inner[group]
+            rows = min(self.num_mixed, self._blocks.length - first) * self.block_size
+            rows -= self._lack if is_short else 0
+            shuffle = Permutation(rows, mix64(self._key ^ mix64(group + 1)))
+            self._group_shuffle = {group: shuffle}  # only the last group's is kept
         inner = shuffle.at(places)
         if is_short:  # the rows behind the short block are nearer by what it lacks
             end = (self._short_place + 1) * self.block_size - self._lack
@@ -398,7 +397,7 @@ def make_order(
     Args:
         ranks: The loader's ``shard``, ``rank`` and ``world_size``.
     """
-    rank, world_size = _rank_and_size(*ranks)
+    rank, world_size = find_rank(*ranks)
     if seed is None and world_size == 1:
         return None
     if seed is None and shuffle:
@@ -416,14 +415,3 @@ def make_order(
         drop_last=drop_last and world_size > 1,
         padding=padding,
     )
-
-
-def _rank_and_size(shard: bool, rank: int | None, world_size: int | None) -> tuple[int, int]:
-    if rank is None and world_size is None:
-        return rank_here() if shard else (0, 1)
-    if rank is None or world_size is None:
-        raise BadArgument(
-            f"rank={rank} and world_size={world_size}: one does not work without the other",
-            remedy="DataLoader(..., rank=0, world_size=2), or shard=True under torch.distributed",
-        )
-    return rank, world_size

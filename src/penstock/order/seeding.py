@@ -146,8 +146,11 @@ def _set_flags(deterministic: bool | str, benchmark: bool) -> list[str]:
 
 
 def _use_deterministic(is_on: bool, *, warn_only: bool) -> None:
-    """torch.use_deterministic_algorithms, with which newer versions import the whole compiler, to
-    tell it, too (1.6 s in 2.13). While nobody has imported that, a variable tells it as well."""
+    """torch.use_deterministic_algorithms, without importing torch's compiler.
+
+    Newer versions import the compiler to set its flag, too (1.6 s in 2.13). While it is not
+    imported, an environment variable does the same.
+    """
     import torch
 
     if "torch._inductor" in sys.modules:

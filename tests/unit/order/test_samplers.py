@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 
 from penstock.errors import BadArgument
-from penstock.order.ranks import RankShard, rank_here
+from penstock.order.ranks import RankShard, find_rank
 from penstock.order.samplers import CHUNK, Order, SeededOrder, WeightedOrder
 
 pytestmark = pytest.mark.legacy
@@ -211,11 +211,11 @@ def test_the_rank_is_asked_from_torch_distributed_or_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(BadArgument, match="not initialised"):
-        rank_here()
+        find_rank(True, None, None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    assert rank_here() == (2, 4)
+    assert find_rank(True, None, None) == (2, 4)
 
 
 # -- weights ---------------------------------------------------------------------------------------
