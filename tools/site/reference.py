@@ -1,4 +1,4 @@
-"""Makes the reference pages: signatures and docstrings, read from the sources without running them.
+"""Makes the reference pages: signatures and docstrings, read from the sources.
 
 src/penstock/__init__.py  which names there are, and where each lives
 that module               its signature and docstring, turned into Markdown
@@ -13,6 +13,9 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import penstock.options
 
 REPO = Path(__file__).resolve().parents[2]
 SOURCE = REPO / "src"
@@ -78,6 +81,16 @@ def definition_of(name: str, module: str) -> Node | None:
     return None
 
 
+def _options_of(node: Node) -> Any:
+    """The class of `penstock.options` whose options a function, or a class's `__init__`, takes."""
+    if isinstance(node, ast.ClassDef):
+        inits = [method for method in methods_of(node, private=True) if method.name == "__init__"]
+        return _options_of(inits[0]) if inits else None
+    annotation = node.args.kwarg and node.args.kwarg.annotation
+    found = re.fullmatch(r"Unpack\[(\w+)\]", ast.unparse(annotation)) if annotation else None
+    return None if found is None else getattr(penstock.options, found[1])
+
+
 def signature_of(node: Node, name: str) -> str:
     if isinstance(node, ast.ClassDef):
         init = next((m for m in methods_of(node, private=True) if m.name == "__init__"), None)
@@ -91,6 +104,11 @@ def signature_of(node: Node, name: str) -> str:
         node = init
     arguments = ast.unparse(node.args)
     parts = [part for part in _split(arguments) if part not in ("self", "cls")]
+    options = _options_of(node)
+    if options is not None:
+        declared = penstock.options.options_of(options).values()
+        own = [f"{one.name}={one.default!r}" for one in declared]
+        parts = [*parts[:-1], *([] if "*" in parts else ["*"]), *own]
     returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
     return _wrapped(name, parts) + returns
 
@@ -189,8 +207,9 @@ def describe(name: str, node: Node, level: int, shown: str, home: str) -> Iterat
     yield f"{'#' * level} `{shown}`\n"
     yield f"```python\n{signature_of(node, name)}\n```\n"
     yield render_docstring(ast.get_docstring(node) or "")
-    if name in OPTIONS:
-        yield options_table(OPTIONS[name])
+    options = _options_of(node)
+    if options is not None:
+        yield options_table(options)
     if isinstance(node, ast.ClassDef) and not name.endswith("Error"):
         for method in _all_methods(node, home):
             told = ast.get_docstring(method)
@@ -202,17 +221,11 @@ def describe(name: str, node: Node, level: int, shown: str, home: str) -> Iterat
             yield textwrap.indent(render_docstring(told), "") + "\n"
 
 
-OPTIONS = {"DataLoader": "LoaderOptions", "patch": "PatchOptions"}
-"""What takes options, and the class of :mod:`penstock.options` that declares them."""
-
-
-def options_table(kind: str) -> str:
+def options_table(kind: type) -> str:
     """The options that a class declares, as a table."""
-    from penstock import options
-
     rows = [
         f"| `{option.name}` | `{option.default!r}` | {_plain(option.help)} |"
-        for option in options.options_of(getattr(options, kind)).values()
+        for option in penstock.options.options_of(kind).values()
     ]
     return "\n".join(["| option | default | |", "|---|---|---|", *rows, ""])
 
