@@ -93,7 +93,7 @@ def create_dataloader(
     """
     import torch
 
-    from penstock import DataLoader
+    from penstock.loader import DataLoader
 
     safe = _choose(num_workers, force_zero_workers_on_windows)
     _warn_of(num_workers, safe)
