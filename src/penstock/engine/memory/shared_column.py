@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NoReturn
 import cloudpickle
 
 from penstock.engine.memory.payload import reduce_tensor
-from penstock.engine.memory.shared_file import FileHandle, SharedFile, round_up
+from penstock.engine.memory.shared_file import FileHandle, SharedFile
 
 TEXT, BYTES, INT, FLOAT, PICKLE, MIXED = range(6)
 _CODES: dict[type, int] = {str: TEXT, bytes: BYTES, int: INT, float: FLOAT}
@@ -64,7 +64,7 @@ _DECODERS: tuple[Callable[[bytes], Any], ...] = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ColumnLayout:
     """Where the pieces of a column lie in its file."""
 
@@ -366,31 +366,17 @@ class ColumnWriter:
             index: Arrays of 64-bit numbers to keep beside the elements, one after the other.
         """
         kind = TEXT if self._kind is None else self._kind
-        offsets_at = self._append(self._offsets if kind not in _ARRAYS else b"")
-        tags_at = self._append(self._tags)
-        definitions_at = self._append(self._definitions.dump())
-        index_at = self._append(b"")
+        append = self._file.append
+        offsets_at = append(self._offsets if kind not in _ARRAYS else b"", _WIDTH)
+        tags_at = append(self._tags, _WIDTH)
+        definitions_at = append(self._definitions.dump(), _WIDTH)
+        index_at = append(b"", _WIDTH)
         for numbers in index:
-            self._append(numbers)
-        layout = ColumnLayout(
-            kind=kind,
-            count=self.count,
-            offsets_at=offsets_at,
-            tags_at=tags_at,
-            definitions_at=definitions_at,
-            index_at=index_at,
-            num_bytes=self._file.num_bytes,
-            token=self._definitions.token,
-        )
+            append(numbers, _WIDTH)
+        places = (offsets_at, tags_at, definitions_at, index_at, self._file.num_bytes)
+        layout = ColumnLayout(kind, self.count, *places, self._definitions.token)
         self._file.settle()
         return SharedColumn(self._file, layout, self._definitions)
-
-    def _append(self, content: Any) -> int:
-        """Write at the next multiple of eight bytes; returns where."""
-        start = round_up(self._file.num_bytes, _WIDTH)
-        self._file.append(bytes(start - self._file.num_bytes))
-        self._file.append(memoryview(content))
-        return start
 
 
 def _code_of(item: Any) -> int:

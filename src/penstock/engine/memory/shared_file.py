@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 GRAIN = max(mmap.ALLOCATIONGRANULARITY, 65536)
 """Offsets of mappings are multiples of this (Windows: 64 KiB; some arm64 kernels: 64 KiB pages)."""
@@ -137,17 +138,25 @@ class SharedFile:
             os.ftruncate(self.fd, offset)  # what it did get is of no use
             raise
 
-    def append(self, content: bytes | bytearray | memoryview) -> None:
-        """Write at the end, through the descriptor. Pairs with :meth:`settle`."""
-        view = memoryview(content).cast("B")
-        os.lseek(self.fd, self.num_bytes, os.SEEK_SET)
-        while view.nbytes:
-            try:
-                written = os.write(self.fd, view[: 1 << 30])  # Windows and macOS stop at 2 GiB
-            except OSError as error:
-                raise explained(error) from None
-            self.num_bytes += written
-            view = view[written:]
+    def append(self, content: Any, grain: int = 1) -> int:
+        """Write at the end, through the descriptor; returns where. Pairs with :meth:`settle`.
+
+        Args:
+            content: Anything with a contiguous buffer.
+            grain: It begins at a multiple of this.
+        """
+        start = round_up(self.num_bytes, grain)
+        for piece in (bytes(start - self.num_bytes), content):
+            view = memoryview(piece).cast("B")
+            os.lseek(self.fd, self.num_bytes, os.SEEK_SET)
+            while view.nbytes:
+                try:
+                    written = os.write(self.fd, view[: 1 << 30])  # Windows and macOS stop at 2 GiB
+                except OSError as error:
+                    raise explained(error) from None
+                self.num_bytes += written
+                view = view[written:]
+        return start
 
     def settle(self) -> None:
         """Round the size up after the last :meth:`append`, so that all of it can be mapped."""

@@ -28,7 +28,7 @@ import numpy as np
 
 from penstock.engine.memory.messages import PickleLocation
 from penstock.engine.memory.payload import reduce_tensor
-from penstock.engine.memory.shared_file import FileHandle, SharedFile, round_up
+from penstock.engine.memory.shared_file import FileHandle, SharedFile
 from penstock.engine.pickling import reducers, shared_arrays
 from penstock.engine.pickling.by_value import ByValueModules
 from penstock.engine.pickling.error_path import explain
@@ -227,26 +227,20 @@ class PickledObjects:
         content, fds = self.stream.getbuffer(), self._process.fds
         views = [buffer.raw() for buffer in self.buffers]
         shared, notes = self._share(views)
-        end = round_up(content.nbytes, _BUFFER_GRAIN)
+        file = SharedFile.create()
+        file.append(content)
         spans = []
         for place, view in enumerate(views):
-            if place in shared:
-                spans.append((shared[place].start, view.nbytes))
-                continue
-            spans.append((end, view.nbytes))
-            end = round_up(end + view.nbytes, _BUFFER_GRAIN)
-        file = SharedFile.create()
-        file.grow(end)
-        mapping = file.map(0, end)
-        mapping[: content.nbytes] = content
-        for place, ((start, length), view) in enumerate(zip(spans, views, strict=True)):
-            if place not in shared:
-                mapping[start : start + length] = view
+            is_shared = place in shared
+            start = shared[place].start if is_shared else file.append(view, _BUFFER_GRAIN)
+            spans.append((start, view.nbytes))
+        num_bytes = file.num_bytes
+        file.settle()
         location = PickleLocation(
             handle=file.handle(),
             stream_bytes=content.nbytes,
             spans=tuple(spans),
-            num_bytes=end,
+            num_bytes=num_bytes,
             modules=self.modules,
             separate=tuple((place, len(fds) + order) for order, place in enumerate(shared)),
         )
