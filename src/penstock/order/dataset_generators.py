@@ -38,9 +38,9 @@ MAX_ITEMS = 64
 
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), np.ndarray, np.generic)
 _OPAQUE = (types.ModuleType, type, range, memoryview)
-_LIBRARIES = {
-    *("builtins", "torch", "torchvision", "numpy", "collections", "functools", "penstock"),
-}
+_LIBRARIES = frozenset(
+    ("builtins", "torch", "torchvision", "numpy", "collections", "functools", "penstock")
+)
 """Their classes hold no generators in their modules that a sample would draw from."""
 _GENERATORS = (
     np.random.Generator,

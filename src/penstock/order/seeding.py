@@ -76,7 +76,7 @@ def seed_all(seed: int, deterministic: bool | str = True, benchmark: bool = Fals
     done += _set_flags(deterministic, benchmark)
     if deterministic:
         _set_workspace(done, cannot)
-    _look_at_hash_seed(done, cannot)
+    _check_hash_seed(done, cannot)
     return SeedReport(seed=value, done=tuple(done), cannot=tuple(cannot))
 
 
@@ -201,7 +201,7 @@ def _needs_workspace() -> bool:
     return text is None or _WORKSPACE in text
 
 
-def _look_at_hash_seed(done: list[str], cannot: list[str]) -> None:
+def _check_hash_seed(done: list[str], cannot: list[str]) -> None:
     asked = os.environ.get("PYTHONHASHSEED", "random")
     if not sys.flags.hash_randomization:
         done.append("the order of sets of strings: PYTHONHASHSEED=0 since the start")

@@ -15,20 +15,20 @@ SHAPE = (8, 3, 128, 128)
 IMAGES = torch.zeros(SHAPE, dtype=torch.uint8)
 
 
-def take(shelf: BufferPool, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return shelf.empty_like(IMAGES, dtype, torch.preserve_format)
+def take(pool: BufferPool, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return pool.empty_like(IMAGES, dtype, torch.preserve_format)
 
 
 def test_what_was_dropped_is_used_again() -> None:
-    shelf = BufferPool()
-    first = take(shelf).data_ptr()
-    assert take(shelf).data_ptr() == first
+    pool = BufferPool()
+    first = take(pool).data_ptr()
+    assert take(pool).data_ptr() == first
 
 
 @pytest.mark.parametrize("view", ["whole", "row", "numpy", "detached", "slice"])
 def test_what_somebody_holds_is_not(view: str) -> None:
-    shelf = BufferPool()
-    tensor = take(shelf).fill_(7)
+    pool = BufferPool()
+    tensor = take(pool).fill_(7)
     held = {
         "whole": tensor,
         "row": tensor[3],
@@ -37,19 +37,19 @@ def test_what_somebody_holds_is_not(view: str) -> None:
         "slice": tensor[1:5, :, ::2],
     }[view]
     del tensor
-    others = [take(shelf).fill_(9) for _ in range(2 * MAX_KEPT)]
+    others = [take(pool).fill_(9) for _ in range(2 * MAX_KEPT)]
     assert (torch.as_tensor(held) == 7).all()
     assert len({other.data_ptr() for other in others}) == 2 * MAX_KEPT
 
 
 def test_no_more_is_kept_than_a_loop_needs() -> None:
-    shelf = BufferPool()
-    held = [take(shelf) for _ in range(10)]
+    pool = BufferPool()
+    held = [take(pool) for _ in range(10)]
     del held
-    assert len(shelf._buffers) == MAX_KEPT
-    small = shelf.empty_like(IMAGES[:4], torch.float32, torch.preserve_format)
+    assert len(pool._buffers) == MAX_KEPT
+    small = pool.empty_like(IMAGES[:4], torch.float32, torch.preserve_format)
     assert small.shape == (4, *SHAPE[1:])
-    assert len(shelf._buffers) <= MAX_KEPT
+    assert len(pool._buffers) <= MAX_KEPT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -63,6 +63,6 @@ def test_a_tensor_is_as_torch_would_make_it(
 
 
 def test_it_travels_empty() -> None:
-    shelf = BufferPool()
-    take(shelf)
-    assert pickle.loads(pickle.dumps(shelf))._buffers == []
+    pool = BufferPool()
+    take(pool)
+    assert pickle.loads(pickle.dumps(pool))._buffers == []
