@@ -19,7 +19,7 @@ from penstock.errors import BadTarget
 from penstock.planning.sample_timing import spread_indices, time_samples
 
 if TYPE_CHECKING:
-    from penstock import Timeline
+    from penstock.trace.timeline import Timeline
 
 NEAR_BEST = 0.95
 """Of settings that come this near to the best, the one with the fewest workers is recommended."""
@@ -100,7 +100,7 @@ def measure(
     """Everything, one after the other. ``tell``: called with what comes next."""
     import torch
 
-    import penstock
+    from penstock.trace.what_if import simulate
 
     result = BenchResult(name=source.name, batch_size=batch_size)
     tell("one sample at a time")
@@ -117,7 +117,7 @@ def measure(
         tell(f"{count} worker{'s' if count != 1 else ''}")
         predicted = None
         if previous is not None and previous.num_batches > 3:
-            predicted = penstock.simulate(previous, workers=count).account.rate
+            predicted = simulate(previous, workers=count).account.rate
         timeline = _run(endless, batch_size, source.collate_fn, count, seconds)
         account = timeline.account
         result.runs.append(
@@ -178,11 +178,11 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
 
 def _run(dataset: Any, batch_size: int, collate_fn: Any, workers: int, seconds: float) -> Timeline:
     """A loader that runs for so long, without a step."""
-    import penstock
+    from penstock.loader import DataLoader
 
     with warnings.catch_warnings():  # more workers than cores are tried on purpose
         warnings.filterwarnings("ignore", message="This DataLoader will create", append=False)
-        loader: Any = penstock.DataLoader(
+        loader: Any = DataLoader(
             dataset, batch_size=batch_size, num_workers=workers, collate_fn=collate_fn
         )
         batches = iter(loader)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from penstock.cli.parser import CommandParser, add_loader_options, one_of
 from penstock.cli.run_seeds import hash_notes, restart_with_hash_seed, seed_early, seed_torch
 from penstock.errors import BadArgument, BadTrace, PenstockError
-from penstock.integrations import script_runner
 from penstock.options import PatchOptions, options_of
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ def execute(options: argparse.Namespace) -> NoReturn:
     if options.seed is not None:
         restart_with_hash_seed(options.seed)
         seed_early(options.seed)
+    from penstock.integrations import script_runner  # late: Python may have started again
+
     patch_options = {name: getattr(options, name) for name in _OPTIONS}
     if options.bad_samples_file is not None:
         patch_options["bad_samples_file"] = _writable(options.bad_samples_file)

@@ -5,16 +5,14 @@
     NumPy's           when NumPy is imported
     torch's           when torch is imported, with the switches for repeatable algorithms
 
-What the script draws or seeds by itself in between stays as it is.
+What the script draws or seeds by itself in between stays as it is. Imports are late: a Python that
+starts again pays for them twice.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import sys
-
-from penstock.integrations.script_runner import when_imported
 
 HASH_SEED = "PYTHONHASHSEED"
 _MASK = (1 << 64) - 1
@@ -33,6 +31,10 @@ def restart_with_hash_seed(seed: int) -> None:
 
 def seed_early(seed: int) -> None:
     """Seed what exists before the script begins, and NumPy when it is imported."""
+    import random
+
+    from penstock.integrations.script_runner import when_imported
+
     random.seed(seed & _MASK)
     when_imported("numpy", lambda: _seed_numpy(seed & _MASK))
 
@@ -45,6 +47,8 @@ def _seed_numpy(bits: int) -> None:
 
 def seed_torch(seed: int) -> None:
     """Seed torch, which was imported just now. Python's and NumPy's generators keep their state."""
+    import random
+
     import numpy as np
 
     from penstock.order.seeding import seed_all

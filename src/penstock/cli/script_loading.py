@@ -8,13 +8,13 @@ too, because methods of the dataset may call them.
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from penstock.cli.script_object import ScriptObject, bound_names
@@ -56,20 +56,18 @@ def load_object(
     sys.path.insert(0, str(path.parent))
     sys.argv[:] = [str(target.script), *arguments]
     namespace = vars(main)
-    statements = _with_flags(list(_flattened(target.tree.body)))
-    for statement, flags in statements:
+    statements = _flattened(target.tree.body)
+    for statement in statements:
         doing(f"running {target.script}:{statement.lineno}")
-        _execute(statement, flags, namespace, target)
+        _execute(statement, namespace, target)
         if _is_usable(namespace.get(target.name)):
             break
     else:
         raise _unusable(target, namespace)
-    for statement, flags in statements:  # goes on where the loop above stopped
+    for statement in statements:  # goes on where the loop above stopped
         if _only_defines(statement) and not _binds(statement, target.name):
-            try:
-                exec(_compiled(statement, flags, target), namespace)
-            except Exception:  # it may need what was left out
-                pass
+            with suppress(Exception):  # it may need what was left out
+                exec(_compile(statement, target), namespace)
     return namespace[target.name]
 
 
@@ -88,30 +86,18 @@ def _is_main_guard(test: ast.expr) -> bool:
     )
 
 
-def _with_flags(statements: list[ast.stmt]) -> Iterator[tuple[ast.stmt, int]]:
-    """Each statement with the ``__future__`` imports in force: it is compiled on its own."""
-    flags = 0
-    for statement in statements:
-        if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
-            for alias in statement.names:
-                feature = getattr(__future__, alias.name, None)
-                flags |= getattr(feature, "compiler_flag", 0)
-        yield statement, flags
+def _compile(statement: ast.stmt, target: ScriptObject) -> types.CodeType:
+    """One statement, under the script's ``from __future__`` imports."""
+    body = target.tree.body
+    futures = [s for s in body if isinstance(s, ast.ImportFrom) and s.module == "__future__"]
+    module = ast.Module(body=[*futures, statement], type_ignores=[])
+    return compile(module, str(target.script.absolute()), "exec", dont_inherit=True)
 
 
-def _compiled(statement: ast.stmt, flags: int, target: ScriptObject) -> types.CodeType:
-    module = ast.Module(body=[statement], type_ignores=[])
-    path = str(target.script.absolute())
-    code: types.CodeType = compile(module, path, "exec", flags=flags, dont_inherit=True)
-    return code
-
-
-def _execute(
-    statement: ast.stmt, flags: int, namespace: dict[str, Any], target: ScriptObject
-) -> None:
+def _execute(statement: ast.stmt, namespace: dict[str, Any], target: ScriptObject) -> None:
     line = f"{target.script}:{statement.lineno}"
     try:
-        exec(_compiled(statement, flags, target), namespace)
+        exec(_compile(statement, target), namespace)
     except SystemExit as ended:
         raise ScriptFailed(
             "script",

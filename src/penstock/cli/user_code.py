@@ -8,9 +8,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-import penstock
-
-_OURS = str(Path(penstock.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _STACK_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')

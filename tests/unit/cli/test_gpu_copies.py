@@ -30,7 +30,7 @@ def test_everything_is_said_of_a_gpu_that_is_well() -> None:
         "slots": "can be pinned; before one is used again: an event of the whole GPU context",
         "feeds": "366,045 images/s of 224 x 224 as bytes, 91,511 as float32",
     }
-    assert copy_problems(measured()) == []
+    assert list(copy_problems(measured())) == []
 
 
 def test_slots_that_cannot_be_pinned_are_a_problem_with_its_reason() -> None:
@@ -51,7 +51,7 @@ def test_a_link_with_fewer_lanes_than_the_card_has_is_a_problem() -> None:
         measured(link={"generation": 4, "width": 4, "max_generation": 4, "max_width": 16})
     )
     assert "4 of its 16 PCIe lanes" in problem.what
-    assert copy_problems(measured(link=None)) == []
+    assert list(copy_problems(measured(link=None))) == []
     assert "link: unknown" in dict(copy_rows(measured(link=None)))["cuda:0"]
 
 
@@ -63,7 +63,7 @@ def test_without_a_gpu_it_is_one_line_and_no_child(gpus: Any, why: str) -> None:
     copies = measure_copies(gpus, 60.0, check="no such module:check")
     ((name, text),) = copy_rows(copies)
     assert (name, text.startswith(f"no GPU to copy to: {why}")) == ("not measured", True)
-    assert copy_problems(copies) == []
+    assert list(copy_problems(copies)) == []
 
 
 def test_a_child_that_comes_to_its_end_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.cli import run, run_seeds
 from penstock.cli.parser import make_parser
+from penstock.integrations import script_runner
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def test_python_starts_again_only_for_a_seed_of_penstock_s_own(
     monkeypatch.setattr(os, "execve", lambda *call: started.append(call))
     monkeypatch.setattr(run, "seed_early", lambda seed: None)
     for name in ("when_imported", "run_file", "run_module"):
-        monkeypatch.setattr(run.script_runner, name, lambda *_, **__: None)
+        monkeypatch.setattr(script_runner, name, lambda *_, **__: None)
     options = make_parser().parse_args(["run", *line.split()])
     options.execute(options)
     assert [call[2][run_seeds.HASH_SEED] for call in started] == ([] if seed is None else [seed])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -63,7 +63,8 @@ def copy_rows(copies: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         ]
         yield "copies", ", ".join(rates) or "none came through"
         yield "slots", _pinning(gpu)
-        best = _best(gpu)
+        rates_by_kind = gpu["bytes_per_s"]
+        best = next(filter(None, map(rates_by_kind.get, ("registered", "pinned", "pageable"))), 0)
         if best:
             yield (
                 "feeds",
@@ -81,48 +82,35 @@ def _pinning(gpu: Mapping[str, Any]) -> str:
     return f"can be pinned{seen}; before one is used again: {gpu['fence']}"
 
 
-def _best(gpu: Mapping[str, Any]) -> float | None:
-    rates: dict[str, float | None] = gpu["bytes_per_s"]
-    return rates["registered"] or rates["pinned"] or rates["pageable"]
-
-
-def copy_problems(copies: Mapping[str, Any]) -> list[Problem]:
+def copy_problems(copies: Mapping[str, Any]) -> Iterator[Problem]:
     """What in the measurements is a problem."""
-    problems = []
     for gpu in copies["gpus"]:
         name = f"cuda:{gpu['index']} ({gpu['name']})"
         link = PcieLink(**gpu["link"]) if gpu["link"] else PcieLink()
         if link.width and link.max_width and link.width < link.max_width:
-            problems.append(
-                Problem(
-                    code="narrow-link",
-                    severity="slow",
-                    what=f"{name} uses {link.width} of its {link.max_width} PCIe lanes",
-                    why="copies take as much longer; another card or the slot shares the lanes",
-                    cure="",
-                )
+            yield Problem(
+                code="narrow-link",
+                severity="slow",
+                what=f"{name} uses {link.width} of its {link.max_width} PCIe lanes",
+                why="copies take as much longer; another card or the slot shares the lanes",
+                cure="",
             )
         if gpu["bytes_per_s"]["registered"] is None:
-            problems.append(
-                Problem(
-                    code="slots-not-pinned",
-                    severity="slow",
-                    what=f"{name}: memory of batches cannot be pinned: {gpu['trouble']}",
-                    why="each batch is copied once more on its way to the GPU",
-                    cure="ulimit -l unlimited",
-                )
+            yield Problem(
+                code="slots-not-pinned",
+                severity="slow",
+                what=f"{name}: memory of batches cannot be pinned: {gpu['trouble']}",
+                why="each batch is copied once more on its way to the GPU",
+                cure="ulimit -l unlimited",
             )
     if copies["failure"] and not str(copies["failure"]).startswith("no GPU to copy to"):
-        problems.append(
-            Problem(
-                code="gpu-copies",
-                severity="harm",
-                what=f"copies to the GPUs could not be measured: {copies['failure']}",
-                why="training would end in the same way",
-                cure="penstock doctor --gpu --timeout 300",
-            )
+        yield Problem(
+            code="gpu-copies",
+            severity="harm",
+            what=f"copies to the GPUs could not be measured: {copies['failure']}",
+            why="training would end in the same way",
+            cure="penstock doctor --gpu --timeout 300",
         )
-    return problems
 
 
 # -- in the child ----------------------------------------------------------------------------------

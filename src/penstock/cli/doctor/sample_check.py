@@ -5,6 +5,7 @@ Called from: the child of ``penstock doctor``.
 
 from __future__ import annotations
 
+import bisect
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -130,14 +131,7 @@ class SampleCheck:
 
     def _count_reachable(self, length: int) -> int:
         """By halving: samples are taken to be there up to some index, and not after it."""
-        low, high = -1, length - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._is_there(middle):
-                low = middle
-            else:
-                high = middle
-        return low + 1
+        return bisect.bisect_left(range(length - 1), True, key=lambda i: not self._is_there(i))
 
     # -- randomness --------------------------------------------------------------------------------
 
