@@ -35,22 +35,11 @@ def add_arguments(parser: CommandParser) -> None:
         help="A dataset or loader, or a folder of pictures; without: pictures made here.",
     )
     parser.add_script_arguments()
-    parser.add_argument(
-        "--batch-size",
-        type=number(int, 1),
-        metavar="N",
-        help="Samples in a batch; the loader's, or 32.",
+    parser.add_value(
+        "--batch-size", "N", number(int, 1), "Samples in a batch; the loader's, or 32."
     )
-    parser.add_argument(
-        "--workers", type=worker_counts, metavar="N,N,...", help="To try; else by the cores."
-    )
-    parser.add_argument(
-        "--seconds",
-        type=number(float, 0.1, 600),
-        default=2.0,
-        metavar="S",
-        help="For each setting.",
-    )
+    parser.add_value("--workers", "N,N,...", worker_counts, "To try; else by the cores.")
+    parser.add_value("--seconds", "S", number(float, 0.1, 600), "For each setting.", default=2.0)
     parser.add_argument(
         "--out",
         action="append",

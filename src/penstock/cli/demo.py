@@ -44,27 +44,19 @@ minute on 2 cores."""
 
 def add_arguments(parser: CommandParser) -> None:
     """Called from: :mod:`penstock.cli.parser`."""
-    parser.add_argument(
-        "--seconds",
-        type=number(float, 1, 600),
-        default=12.0,
-        metavar="S",
-        help="How long to train, in seconds.",
+    parser.add_value(
+        "--seconds", "S", number(float, 1, 600), "How long to train, in seconds.", default=12.0
     )
     add_loader_options(parser, "num_workers")
-    parser.add_argument(
-        "--images",
-        type=number(int, 1, 100_000),
-        default=600,
-        metavar="N",
-        help="How many images to make.",
+    parser.add_value(
+        "--images", "N", number(int, 1, 100_000), "How many images to make.", default=600
     )
-    parser.add_argument(
+    parser.add_value(
         "--page",
-        type=Path,
+        "FILE",
+        Path,
+        "Where the page with the timeline goes.",
         default=Path("penstock-demo.html"),
-        metavar="FILE",
-        help="Where the page with the timeline goes.",
     )
 
 

@@ -25,17 +25,11 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("source", metavar="SRC", help="A folder of images, or SCRIPT.py:DATASET.")
     parser.add_argument("target", metavar="DST", help="A new folder.")
     add_loader_options(parser, "num_workers", "on_error")
-    parser.add_argument("--encoding", metavar="keep|jpeg|raw", help="How images are stored.")
-    parser.add_argument(
-        "--longer-side", type=number(int, 1), metavar="N", help="Shrink images to this."
-    )
-    parser.add_argument("--quality", type=number(int, 1, 100), metavar="N", help="Of JPEG.")
-    parser.add_argument(
-        "--on",
-        type=one_of("here", "ray"),
-        default="here",
-        metavar="here|ray",
-        help="Who does the work.",
+    parser.add_value("--encoding", "keep|jpeg|raw", str, "How images are stored.")
+    parser.add_value("--longer-side", "N", number(int, 1), "Shrink images to this.")
+    parser.add_value("--quality", "N", number(int, 1, 100), "Of JPEG.")
+    parser.add_value(
+        "--on", "here|ray", one_of("here", "ray"), "Who does the work.", default="here"
     )
 
 

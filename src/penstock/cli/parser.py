@@ -101,6 +101,12 @@ class CommandParser(argparse.ArgumentParser):
         )
         return self._commands
 
+    def add_value(
+        self, flag: str, metavar: str, read: Callable[[str], Any], help: str, **keywords: Any
+    ) -> None:
+        """Add an option with a value; ``keywords`` as for ``add_argument``."""
+        self.add_argument(flag, metavar=metavar, type=read, help=help, **keywords)
+
     def add_script_arguments(self) -> None:
         """The arguments of the user's script, behind ``--``: ``options.arguments``."""
         self._has_script_arguments = True

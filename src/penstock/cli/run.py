@@ -41,11 +41,11 @@ def add_arguments(parser: CommandParser) -> None:
         "-m", dest="is_module", action="store_true", help="Run a module, as python -m."
     )
     add_loader_options(parser, *_OPTIONS)
-    parser.add_argument(
+    parser.add_value(
         "--conv",
-        metavar="auto|on|off",
-        type=one_of("auto", "on", "off"),
-        help="Convolutions without the GPU's library: where it is broken, or all.",
+        "auto|on|off",
+        one_of("auto", "on", "off"),
+        "Convolutions without the GPU's library: where it is broken, or all.",
     )
 
 

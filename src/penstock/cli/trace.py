@@ -30,13 +30,9 @@ def add_arguments(parser: CommandParser) -> None:
 
     show = add("show", _show, "Draw it here, as wide as the window, with the verdict.")
     show.add_argument("file", **_TRACE)
-    show.add_argument(
-        "--from", dest="first", type=number(float, 0), default=0.0, metavar="S", help="Seconds."
-    )
-    show.add_argument("--to", dest="last", type=float, metavar="S", help="Seconds.")
-    show.add_argument(
-        "--width", type=number(int, 40, 1000), metavar="N", help="Columns; the window's."
-    )
+    show.add_value("--from", "S", number(float, 0), "Seconds.", dest="first", default=0.0)
+    show.add_value("--to", "S", float, "Seconds.", dest="last")
+    show.add_value("--width", "N", number(int, 40, 1000), "Columns; the window's.")
     show.add_argument("--json", action="store_true", help="For a program.")
     add("open", _open, "Open it in the browser, as a page that needs no network.").add_argument(
         "file", **_TRACE

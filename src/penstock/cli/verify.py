@@ -35,29 +35,18 @@ def add_arguments(parser: CommandParser) -> None:
         help="A function that makes a loader (num_workers=... if it takes it), or a loader.",
     )
     parser.add_script_arguments()
-    parser.add_argument(
-        "--epochs", type=number(int, 1, 1000), default=2, metavar="N", help="Epochs to compare."
-    )
-    parser.add_argument(
-        "--max-batches",
-        type=number(int, 1),
-        metavar="N",
-        help="Compare only so many of each epoch.",
-    )
-    parser.add_argument(
+    parser.add_value("--epochs", "N", number(int, 1, 1000), "Epochs to compare.", default=2)
+    parser.add_value("--max-batches", "N", number(int, 1), "Compare only so many of each epoch.")
+    parser.add_value(
         "--workers",
-        type=worker_counts,
+        "N,N,...",
+        worker_counts,
+        "Workers; the first is the reference.",
         default="0,1,2,5",
-        metavar="N,N,...",
-        help="Workers; the first is the reference.",
     )
     parser.add_argument("--json", action="store_true", help="For a program.")
-    parser.add_argument(
-        "--timeout",
-        type=number(float, 1, 86_400),
-        default=600.0,
-        metavar="SECONDS",
-        help="Seconds for it all.",
+    parser.add_value(
+        "--timeout", "SECONDS", number(float, 1, 86_400), "Seconds for it all.", default=600.0
     )
 
 

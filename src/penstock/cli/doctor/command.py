@@ -77,19 +77,12 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="PATH",
         help="Where the data lies; several times.",
     )
-    parser.add_argument(
-        "--batch-size",
-        type=number(int, 1),
-        metavar="N",
-        help="Samples in a batch; the loader's, or 32.",
+    parser.add_value(
+        "--batch-size", "N", number(int, 1), "Samples in a batch; the loader's, or 32."
     )
     add_loader_options(parser, "num_workers")
-    parser.add_argument(
-        "--timeout",
-        type=number(float, 1, 86_400),
-        default=60.0,
-        metavar="SECONDS",
-        help="Seconds for a trial.",
+    parser.add_value(
+        "--timeout", "SECONDS", number(float, 1, 86_400), "Seconds for a trial.", default=60.0
     )
 
 
