@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from leftovers import SETTLE_S
-from penstock.machine.child_process import ChildProcess, python_command
+from penstock.machine.child_process import ChildProcess, _kill_children, python_command
 
 pytestmark = [pytest.mark.fault, pytest.mark.legacy]
 
@@ -88,6 +88,16 @@ def test_children_of_a_child_that_hangs_are_killed_with_it() -> None:
         pid = int(child.read_line(LIMIT_S) or 0)
         assert psutil.pid_exists(pid)
     assert is_gone(pid)
+
+
+def test_children_are_found_where_there_are_no_process_groups() -> None:
+    with start(f"{CHILD_OF_CHILD}time.sleep(300)") as child:
+        pid = int(child.read_line(LIMIT_S) or 0)
+        _kill_children(child._process.pid)
+        assert is_gone(pid)
+        with pytest.raises(TimeoutError):
+            child.wait(SHORT_S)  # it lives on
+    _kill_children(child._process.pid)  # it has ended: there is nothing to kill
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="orphans are not found on Windows")
