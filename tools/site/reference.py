@@ -88,7 +88,7 @@ def _options_of(node: Node) -> Any:
         return _options_of(inits[0]) if inits else None
     annotation = node.args.kwarg and node.args.kwarg.annotation
     found = re.fullmatch(r"Unpack\[(\w+)\]", ast.unparse(annotation)) if annotation else None
-    return None if found is None else getattr(penstock.options, found[1])
+    return None if found is None else getattr(penstock.options, found[1], None)
 
 
 def signature_of(node: Node, name: str) -> str:

@@ -38,14 +38,21 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_value(
         "--batch-size", "N", number(int, 1), "Samples in a batch; the loader's, or 32."
     )
-    parser.add_value("--workers", "N,N,...", worker_counts, "To try; else by the cores.")
-    parser.add_value("--seconds", "S", number(float, 0.1, 600), "For each setting.", default=2.0)
+    parser.add_value(
+        "--workers",
+        "N,N,...",
+        worker_counts,
+        "Numbers of workers to try; by default, up to twice the cores.",
+    )
+    parser.add_value(
+        "--seconds", "S", number(float, 0.1, 600), "How long to measure each setting.", default=2.0
+    )
     parser.add_argument(
         "--out",
         action="append",
         default=[],
         metavar="FILE",
-        help=".json or .html; several times.",
+        help="Write a .json or .html file; can be given several times.",
     )
 
 

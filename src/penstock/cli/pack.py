@@ -26,10 +26,12 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("target", metavar="DST", help="A new folder.")
     add_loader_options(parser, "num_workers", "on_error")
     parser.add_value("--encoding", "keep|jpeg|raw", str, "How images are stored.")
-    parser.add_value("--longer-side", "N", number(int, 1), "Shrink images to this.")
-    parser.add_value("--quality", "N", number(int, 1, 100), "Of JPEG.")
     parser.add_value(
-        "--on", "here|ray", one_of("here", "ray"), "Who does the work.", default="here"
+        "--longer-side", "N", number(int, 1), "Shrink images whose longer side has more pixels."
+    )
+    parser.add_value("--quality", "N", number(int, 1, 100), "Quality of JPEG.")
+    parser.add_value(
+        "--on", "here|ray", one_of("here", "ray"), "Where the work is done.", default="here"
     )
 
 

@@ -95,6 +95,7 @@ class CommandParser(argparse.ArgumentParser):
         self._commands = self.add_subparsers(
             title="Commands",
             dest="command",
+            required=True,
             metavar="COMMAND [ARGUMENTS]...",
             prog=self.prog,
             parser_class=type(self),

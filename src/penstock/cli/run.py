@@ -45,7 +45,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--conv",
         "auto|on|off",
         one_of("auto", "on", "off"),
-        "Convolutions without the GPU's library: where it is broken, or all.",
+        "Compute convolutions without the GPU's library: where it is broken (auto), or all (on).",
     )
 
 

@@ -16,7 +16,7 @@ from penstock.errors import BadArgument
 if TYPE_CHECKING:
     from penstock.trace.timeline import Timeline
 
-_TRACE: dict[str, Any] = {"metavar": "TRACE", "help": "A .json or .json.gz of ours."}
+_TRACE: dict[str, Any] = {"metavar": "TRACE", "help": "A trace, .json or .json.gz."}
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -30,20 +30,26 @@ def add_arguments(parser: CommandParser) -> None:
 
     show = add("show", _show, "Draw it here, as wide as the window, with the verdict.")
     show.add_argument("file", **_TRACE)
-    show.add_value("--from", "S", number(float, 0), "Seconds.", dest="first", default=0.0)
-    show.add_value("--to", "S", float, "Seconds.", dest="last")
-    show.add_value("--width", "N", number(int, 40, 1000), "Columns; the window's.")
-    show.add_argument("--json", action="store_true", help="For a program.")
+    show.add_value(
+        "--from", "S", number(float, 0), "Where to begin, in seconds.", dest="first", default=0.0
+    )
+    show.add_value("--to", "S", float, "Where to end, in seconds.", dest="last")
+    show.add_value(
+        "--width", "N", number(int, 40, 1000), "Columns to draw in; the window's by default."
+    )
+    show.add_argument("--json", action="store_true", help="Print JSON.")
     add("open", _open, "Open it in the browser, as a page that needs no network.").add_argument(
         "file", **_TRACE
     )
     export = add("export", _export, "Write it in another form.")
     export.add_argument("file", **_TRACE)
-    export.add_argument("out", metavar="OUT", help=".html, .perfetto.json.gz, .json or .json.gz")
+    export.add_argument(
+        "out", metavar="OUT", help="A new file: .html, .perfetto.json.gz, .json or .json.gz."
+    )
     compare = add("compare", _compare, "Set two runs side by side.")
     compare.add_argument("before", metavar="BEFORE", help="A trace.")
-    compare.add_argument("after", metavar="AFTER", help="Another.")
-    compare.add_argument("--json", action="store_true", help="For a program.")
+    compare.add_argument("after", metavar="AFTER", help="Another trace.")
+    compare.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 def _show(options: argparse.Namespace) -> None:

@@ -36,17 +36,19 @@ def add_arguments(parser: CommandParser) -> None:
     )
     parser.add_script_arguments()
     parser.add_value("--epochs", "N", number(int, 1, 1000), "Epochs to compare.", default=2)
-    parser.add_value("--max-batches", "N", number(int, 1), "Compare only so many of each epoch.")
+    parser.add_value(
+        "--max-batches", "N", number(int, 1), "Compare only this many batches of each epoch."
+    )
     parser.add_value(
         "--workers",
         "N,N,...",
         worker_counts,
-        "Workers; the first is the reference.",
+        "Numbers of workers; the first is the reference.",
         default="0,1,2,5",
     )
-    parser.add_argument("--json", action="store_true", help="For a program.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_value(
-        "--timeout", "SECONDS", number(float, 1, 86_400), "Seconds for it all.", default=600.0
+        "--timeout", "SECONDS", number(float, 1, 86_400), "Time limit for all of it.", default=600.0
     )
 
 

@@ -63,7 +63,7 @@ def add_arguments(parser: CommandParser) -> None:
         help="A dataset or loader to try, or a list of bad samples.",
     )
     parser.add_script_arguments()
-    parser.add_argument("--json", action="store_true", help="For a program.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument(
         "--gpu",
         action="store_true",
@@ -75,14 +75,18 @@ def add_arguments(parser: CommandParser) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="Where the data lies; several times.",
+        help="Where the data lies; can be given several times.",
     )
     parser.add_value(
         "--batch-size", "N", number(int, 1), "Samples in a batch; the loader's, or 32."
     )
     add_loader_options(parser, "num_workers")
     parser.add_value(
-        "--timeout", "SECONDS", number(float, 1, 86_400), "Seconds for a trial.", default=60.0
+        "--timeout",
+        "SECONDS",
+        number(float, 1, 86_400),
+        "Time limit for checking a dataset.",
+        default=60.0,
     )
 
 
