@@ -20,11 +20,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from penstock.device.transfer import DeviceTransfer
 from penstock.engine.loading.bad_sample_file import BadSample
 from penstock.engine.loading.gather import is_sliced
-from penstock.engine.parent.auto_workers import Measured
 from penstock.engine.parent.context import EngineSettings, LoaderParts
 from penstock.engine.parent.dataset_changes import DatasetChanges
 from penstock.engine.parent.faults import Faults
-from penstock.engine.parent.fork_server import warm_up
 from penstock.engine.parent.iterator import LoaderIterator
 from penstock.errors import BadArgument, warn_user
 from penstock.machine.collect import quick_facts
@@ -55,6 +53,7 @@ from penstock.trace.transform_spans import trace_steps
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from penstock.engine.parent.auto_workers import Measured
     from penstock.trace.timeline import Timeline
 
 _HAS_IN_ORDER = "in_order" in TorchDataLoader.__init__.__code__.co_varnames
@@ -172,6 +171,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         if self._is_auto:  # what needs no measuring is known now
             self.num_workers = self._auto_workers = self.plan.num_workers.value
         elif num_workers:
+            from penstock.engine.parent.fork_server import warm_up
+
             plan = make_plan(quick_facts(), self._request(), self._workload())
             warm_up(plan.pool.value, plan.start_method.value)
 

@@ -15,7 +15,6 @@ from typing import Any
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils.data import dataloader as torch_loader
 
-from penstock.engine.parent.auto_workers import AutoProducer
 from penstock.engine.parent.context import (
     BatchProducer,
     EngineSettings,
@@ -23,8 +22,6 @@ from penstock.engine.parent.context import (
     LoadContext,
     LoaderParts,
 )
-from penstock.engine.parent.inline_producer import InlineProducer
-from penstock.engine.parent.worker_producer import WorkerProducer
 from penstock.errors import DeviceFailed
 from penstock.order.epoch_state import Effect, EpochIndices, Progress
 from penstock.trace.record import now_ns
@@ -73,15 +70,24 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             timeout_s=self._timeout,
             ranks=(self._world_size, self._rank),
         )
-        self._producer: BatchProducer
-        if is_auto:
-            self._producer = AutoProducer(self._context, loader)
-        elif settings.pool == "inline":
-            self._producer = InlineProducer(self._context)
-        else:
-            self._producer = WorkerProducer(self._context)
+        self._producer = self._make_producer(loader, is_auto)
+        if not is_auto and settings.pool != "inline":
             super()._reset(loader, True)  # as torch's does
         self._start_epoch()
+
+    def _make_producer(self, loader: Any, is_auto: bool) -> BatchProducer:
+        # Imported on first use: a program without workers needs a third of the engine.
+        if is_auto:
+            from penstock.engine.parent.auto_workers import AutoProducer
+
+            return AutoProducer(self._context, loader)
+        if self._context.settings.pool == "inline":
+            from penstock.engine.parent.inline_producer import InlineProducer
+
+            return InlineProducer(self._context)
+        from penstock.engine.parent.worker_producer import WorkerProducer
+
+        return WorkerProducer(self._context)
 
     @property
     def _settings(self) -> EngineSettings:
