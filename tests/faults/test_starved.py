@@ -82,7 +82,7 @@ def run_with_few_fds(folder: Path, package: str, arguments: str = "") -> Any:
 
 FORK = "multiprocessing_context='fork'"
 PROGRAMS: dict[str, Callable[[Path], Any]] = {
-    "few descriptors, fork server": lambda folder: run_with_few_fds(folder, "penstock"),
+    "few descriptors, forkserver": lambda folder: run_with_few_fds(folder, "penstock"),
     "few descriptors, fork": lambda folder: run_with_few_fds(folder, "penstock", FORK),
     "few descriptors, torch": lambda folder: run_with_few_fds(folder, "torch.utils.data", FORK),
     "small files": lambda folder: scripting.run(SMALL_FILES, folder),
