@@ -7,7 +7,7 @@ Example:
     >>> import numpy as np
     >>> crop = Compose([Resize(4), CenterCrop(2)])
     >>> crop.steps(6, 9)
-    [Step(kind='resize', box=(0, 0, 4, 6)), Step(kind='crop', box=(1, 2, 2, 2))]
+    [ImageStep(kind='resize', box=(0, 0, 4, 6)), ImageStep(kind='crop', box=(1, 2, 2, 2))]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.errors import BadArgument
 from penstock.images.decode import decode_bytes
-from penstock.images.pixels import Step, apply_steps, as_pixels, to_tensor
+from penstock.images.pixels import ImageStep, apply_steps, as_pixels, to_tensor
 from penstock.order.rng import rng
 
 _NUM_TRIES = 10
@@ -32,7 +32,7 @@ class Crop:
     antialias: bool = True
     fast: bool = False
 
-    def steps(self, height: int, width: int) -> list[Step]:
+    def steps(self, height: int, width: int) -> list[ImageStep]:
         """What is done to an image of this size; drawn anew each time."""
         raise NotImplementedError
 
@@ -140,9 +140,9 @@ class RandomResizedCrop(Crop):
             wide = round(height * self.ratio[1])
         return (height - tall) // 2, (width - wide) // 2, tall, wide
 
-    def steps(self, height: int, width: int) -> list[Step]:
+    def steps(self, height: int, width: int) -> list[ImageStep]:
         box = self.draw(height, width)
-        return [Step("crop", box), Step("resize", (0, 0, *self.size))]
+        return [ImageStep("crop", box), ImageStep("resize", (0, 0, *self.size))]
 
 
 class RandomHorizontalFlip(Crop):
@@ -153,8 +153,8 @@ class RandomHorizontalFlip(Crop):
             raise BadArgument(f"p={p} is no probability")
         self.p = p
 
-    def steps(self, height: int, width: int) -> list[Step]:
-        return [Step("flip")] if rng().random() < self.p else []
+    def steps(self, height: int, width: int) -> list[ImageStep]:
+        return [ImageStep("flip")] if rng().random() < self.p else []
 
 
 class Resize(Crop):
@@ -165,14 +165,14 @@ class Resize(Crop):
         self.size: tuple[int, int] | int = _pair(size)[0] if is_shorter else _pair(size)
         self.antialias, self.fast = antialias, fast
 
-    def steps(self, height: int, width: int) -> list[Step]:
+    def steps(self, height: int, width: int) -> list[ImageStep]:
         size = self.size
         if isinstance(size, int):
             if height <= width:
                 size = (size, int(size * width / height))
             else:
                 size = (int(size * height / width), size)
-        return [] if size == (height, width) else [Step("resize", (0, 0, *size))]
+        return [] if size == (height, width) else [ImageStep("resize", (0, 0, *size))]
 
 
 class CenterCrop(Crop):
@@ -181,7 +181,7 @@ class CenterCrop(Crop):
     def __init__(self, size: Any) -> None:
         self.size = _pair(size)
 
-    def steps(self, height: int, width: int) -> list[Step]:
+    def steps(self, height: int, width: int) -> list[ImageStep]:
         tall, wide = self.size
         found = []
         if tall > height or wide > width:
@@ -191,10 +191,10 @@ class CenterCrop(Crop):
                 max(tall, height),
                 max(wide, width),
             )
-            found.append(Step("pad", box))
+            found.append(ImageStep("pad", box))
             height, width = box[2:]
         top, left = round((height - tall) / 2.0), round((width - wide) / 2.0)
-        return [*found, Step("crop", (top, left, tall, wide))]
+        return [*found, ImageStep("crop", (top, left, tall, wide))]
 
 
 class Compose(Crop):
@@ -218,8 +218,8 @@ class Compose(Crop):
         self.antialias = all(one.antialias for one in transforms)
         self.fast = any(one.fast for one in transforms)
 
-    def steps(self, height: int, width: int) -> list[Step]:
-        found: list[Step] = []
+    def steps(self, height: int, width: int) -> list[ImageStep]:
+        found: list[ImageStep] = []
         for one in self.transforms:
             for step in one.steps(height, width):
                 found.append(step)

@@ -24,7 +24,7 @@ from penstock.images.jpeg_codecs import (
     jpeg_decoder,
     no_decoder,
 )
-from penstock.images.pixels import Step, apply_steps, from_pillow, turn_upright
+from penstock.images.pixels import ImageStep, apply_steps, from_pillow, turn_upright
 from penstock.machine.image_libraries import find_decoders
 
 MAX_PIXELS = 178_956_970
@@ -37,7 +37,7 @@ class Transform(Protocol):
     antialias: bool
     fast: bool
 
-    def steps(self, height: int, width: int) -> list[Step]: ...
+    def steps(self, height: int, width: int) -> list[ImageStep]: ...
 
 
 def decode(
@@ -166,7 +166,7 @@ def _decode_other(data: bytes, upright: bool, max_pixels: int) -> np.ndarray:
         return turn_upright(from_pillow(opened), orientation)
 
 
-def find_scale(steps: list[Step], height: int, width: int) -> int:
+def find_scale(steps: list[ImageStep], height: int, width: int) -> int:
     """The largest scale at which a JPEG can be decoded without enlarging it in a later step."""
     for step in steps:
         if step.kind == "crop":
@@ -177,7 +177,9 @@ def find_scale(steps: list[Step], height: int, width: int) -> int:
     return 1
 
 
-def _shrink_steps(steps: list[Step], before: tuple[int, int], after: tuple[int, ...]) -> list[Step]:
+def _shrink_steps(
+    steps: list[ImageStep], before: tuple[int, int], after: tuple[int, ...]
+) -> list[ImageStep]:
     """The same steps for an image that was decoded smaller: crops before the resize shrink."""
     tall, wide = after[0] / before[0], after[1] / before[1]
     found, is_resized = [], False
@@ -188,6 +190,6 @@ def _shrink_steps(steps: list[Step], before: tuple[int, int], after: tuple[int, 
             top, left = round(top * tall), round(left * wide)
             height = max(1, min(round(height * tall), after[0] - top))
             width = max(1, min(round(width * wide), after[1] - left))
-            step = Step("crop", (top, left, height, width))
+            step = ImageStep("crop", (top, left, height, width))
         found.append(step)
     return found

@@ -16,14 +16,14 @@ from penstock.machine.image_libraries import opencv
 _NUM_CHANNELS = (1, 2, 3, 4)
 
 
-class Step(NamedTuple):
+class ImageStep(NamedTuple):
     """One operation: crop to ``box`` (top, left, height, width), resize or pad to it, or flip."""
 
     kind: str
     box: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
-def apply_steps(pixels: np.ndarray, steps: list[Step], *, antialias: bool) -> np.ndarray:
+def apply_steps(pixels: np.ndarray, steps: list[ImageStep], *, antialias: bool) -> np.ndarray:
     """The image after all steps; a view where possible."""
     for step in steps:
         top, left, height, width = step.box
