@@ -58,18 +58,18 @@ def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> to
     """``y``; a group may have several outputs."""
     many = g.group_out
     padded = _pad(g, x)
-    # axes: batch, channel, output of the channel, places
-    y = _zeros(g, x, (g.in_channels, many), g.out_size)
+    y = empty(g, g.out_channels, g.out_size, sum_dtype(x))(x).zero_()
+    by_channel = y.view(g.batch, g.in_channels, many, *g.out_size)
     kernels = w.reshape(1, g.in_channels, many, *g.kernel, *(1,) * g.num_dims).to(sum_dtype(x))
     for place, seen in _taps(g, padded):
-        y.addcmul_(seen.unsqueeze(2), kernels[(slice(None),) * 3 + place])
-    return y.flatten(1, 2).to(x.dtype)
+        by_channel.addcmul_(seen.unsqueeze(2), kernels[(slice(None),) * 3 + place])
+    return y.to(x.dtype)
 
 
 def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """``dx``: each tap adds its share to the places it saw."""
     many = g.group_out
-    padded = _zeros(g, dy, (g.in_channels,), g.padded_size)
+    padded = empty(g, g.in_channels, g.padded_size, sum_dtype(dy))(dy).zero_()
     errors = _by_channel(g, dy)
     kernels = w.reshape(1, g.in_channels, many, *g.kernel, *(1,) * g.num_dims).to(sum_dtype(dy))
     for place, seen in _taps(g, padded):
@@ -91,16 +91,6 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
     for place, seen in _taps(g, padded):
         dw[(slice(None),) * 2 + place] = (seen.unsqueeze(2) * errors).sum(axes, dtype=sum_dtype(x))
     return dw.to(x.dtype).view(g.out_channels, 1, *g.kernel)
-
-
-def _zeros(
-    g: Geometry, like: torch.Tensor, channels: tuple[int, ...], size: tuple[int, ...]
-) -> torch.Tensor:
-    if not g.is_channels_last:
-        return like.new_zeros((g.batch, *channels, *size), dtype=sum_dtype(like))
-    last = like.new_zeros((g.batch, *size, *channels), dtype=sum_dtype(like))
-    num = len(size)
-    return last.permute(0, *range(num + 1, num + 1 + len(channels)), *range(1, num + 1))
 
 
 # -- ATen's kernel ---------------------------------------------------------------------------------
@@ -227,14 +217,7 @@ def _prepare_weight_gradient(
         },
         num_warps=4,
     )
-    add_parts = split.prepare_sum(g, dtype)
-
-    def run(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        partial = split.allocate(g.in_channels * g.num_taps, x.device)
-        launch(x, dy, partial)
-        return add_parts(partial)
-
-    return run
+    return split.prepare(launch, g, dtype)
 
 
 def triton_weight_gradient(

@@ -321,14 +321,7 @@ def _prepare_weight_gradient(
         num_warps=base.warps,
         num_stages=base.stages,
     )
-    add_parts = split.prepare_sum(unmerged, dtype, merged)
-
-    def run(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        partial = split.allocate(g.out_channels * depth, x.device)
-        launch(x, dy, partial)
-        return add_parts(partial)
-
-    return run
+    return split.prepare(launch, unmerged, dtype, merged)
 
 
 def weight_gradient(
@@ -373,26 +366,27 @@ class Split:
         size = -(-each // block) * block
         return cls(-(-rows // size), size)
 
-    def allocate(self, num_sums: int, device: torch.device) -> torch.Tensor:
-        """Memory for the sums of all parts."""
-        return torch.empty(self.num * num_sums, dtype=torch.float32, device=device)
+    def prepare(self, launch: Launch, g: Geometry, dtype: torch.dtype, merged: int = 1) -> Prepared:
+        """Sum each part as ``[O, *kernel, merged * C/groups]`` by a kernel, then add the parts.
 
-    def prepare_sum(
-        self, g: Geometry, dtype: torch.dtype, merged: int = 1
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Adds the parts, each as ``[O, *kernel, merged * C/groups]``, to ``dw``."""
+        Args:
+            launch: Takes ``x``, ``dy`` and memory for the sums.
+        """
         num, block = g.out_channels * g.num_taps * g.group_in, 64
-        launch = Launch(
+        add_parts = Launch(
             kernels().sum_splits,
             (-(-num // block),),
             (num, self.num, g.group_in, g.num_taps, g.group_out, merged),
             {"IS_LAST": g.is_channels_last, "BLOCK": block, "BLOCK_S": 16 if self.num > 8 else 8},
         )
         make = empty(replace(g, batch=g.out_channels), g.group_in, g.kernel, dtype)
+        num_sums = self.num * num * merged
 
-        def run(partial: torch.Tensor) -> torch.Tensor:
+        def run(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+            partial = torch.empty(num_sums, dtype=torch.float32, device=x.device)
+            launch(x, dy, partial)
             dw = make(partial)
-            launch(partial, dw)
+            add_parts(partial, dw)
             return dw
 
         return run
