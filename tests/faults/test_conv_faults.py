@@ -14,7 +14,7 @@ import broken_convolution
 import scripting
 from penstock.conv import ProbeResult, bypass_convolutions, probe, reset
 from penstock.conv.probing.probe import run_steps
-from penstock.conv.probing.steps import Step
+from penstock.conv.probing.steps import ProbeStep
 
 pytestmark = [pytest.mark.fault, pytest.mark.legacy]
 
@@ -79,8 +79,8 @@ def test_without_the_bypass_wrong_numbers_change_the_losses() -> None:
         assert train() != pytest.approx(expected, rel=1e-2)
 
 
-def step(kind: str, which: str = "forward") -> Step:
-    return Step(kind=kind, dtype="float32", layout="contiguous", which=which)
+def step(kind: str, which: str = "forward") -> ProbeStep:
+    return ProbeStep(kind=kind, dtype="float32", layout="contiguous", which=which)
 
 
 MIXED = "plain:raises,strided:crashes,dilated:hangs,grouped:wrong"

@@ -28,7 +28,7 @@ from penstock.conv.convolution import (
 )
 from penstock.conv.dispatcher_hook import DispatcherHook
 from penstock.conv.geometry import Geometry, transposed_size
-from penstock.conv.probing.steps import KINDS, TOLERANCES, Step
+from penstock.conv.probing.steps import KINDS, TOLERANCES, ProbeStep
 
 MARK = "penstock-probe:"
 BATCH, CHANNELS, SIZE = 2, 16, {1: (33,), 2: (12, 14), 3: (6, 7, 8)}
@@ -45,7 +45,7 @@ def main() -> None:
     report("ready", 0)
     for number, key in told["steps"]:
         report("begin", number)
-        report("done", number, attempt(Step.from_key(key), told["device"]))
+        report("done", number, attempt(ProbeStep.from_key(key), told["device"]))
     report("end", 0)
 
 
@@ -68,7 +68,7 @@ def _prepare(device: str, setup: str) -> None:
     torch.zeros(1, device=device)
 
 
-def attempt(step: Step, device: str) -> dict[str, Any]:
+def attempt(step: ProbeStep, device: str) -> dict[str, Any]:
     """Word, note and milliseconds of one step."""
     try:
         run, truth, scale = (_norm if step.kind == "batch norm" else _convolution)(step, device)
@@ -99,7 +99,7 @@ def attempt(step: Step, device: str) -> dict[str, Any]:
 # -- convolutions ----------------------------------------------------------------------------------
 
 
-def _convolution(step: Step, device: str) -> Any:
+def _convolution(step: ProbeStep, device: str) -> Any:
     """The step as a function, its true result, and the scale of errors."""
     told = KINDS[step.kind]
     num, groups = told.get("num_dims", 2), told.get("groups", 1)
@@ -143,7 +143,7 @@ def _convolution(step: Step, device: str) -> Any:
 
 def _reference(
     g: Geometry,
-    step: Step,
+    step: ProbeStep,
     is_transposed: bool,
     x: torch.Tensor,
     w: torch.Tensor,
@@ -156,14 +156,14 @@ def _reference(
     return phases.input_gradient(g, y, w, lambda g, a, b: im2col.forward(g, a, b, CAP_BYTES))
 
 
-def _placed(step: Step, device: str, t: torch.Tensor) -> torch.Tensor:
+def _placed(step: ProbeStep, device: str, t: torch.Tensor) -> torch.Tensor:
     return to_layout(t.to(device), channels_last=step.layout == "channels_last")
 
 
 # -- batch normalisation ---------------------------------------------------------------------------
 
 
-def _norm(step: Step, device: str) -> Any:
+def _norm(step: ProbeStep, device: str) -> Any:
     """Training-mode batch norm: its output, and the gradients of input and weight."""
     generator = torch.Generator().manual_seed(7)
     dtype = getattr(torch, step.dtype)

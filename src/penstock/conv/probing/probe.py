@@ -30,7 +30,7 @@ from penstock.conv.probing.remedies import (
     try_remedy,
     wheels_hint,
 )
-from penstock.conv.probing.steps import KINDS, TYPES, Step, StepVerdict, all_steps
+from penstock.conv.probing.steps import KINDS, TYPES, ProbeStep, StepVerdict, all_steps
 from penstock.errors import BadArgument
 from penstock.machine.child_process import ChildProcess, python_command, signal_name
 from penstock.machine.collect import machine
@@ -229,7 +229,7 @@ def vendor_caches(here: Machine) -> tuple[str, ...]:
 
 def run_steps(
     device: str,
-    steps: Sequence[Step],
+    steps: Sequence[ProbeStep],
     *,
     limit_s: float,
     setup: str = "",
@@ -259,7 +259,7 @@ def run_steps(
 
 
 def _run_child(
-    device: str, steps: Sequence[Step], limit_s: float, setup: str, environ: Mapping[str, str]
+    device: str, steps: Sequence[ProbeStep], limit_s: float, setup: str, environ: Mapping[str, str]
 ) -> list[StepVerdict]:
     """Verdicts on as many steps as one child lived for; at least one."""
     told = {"device": device, "setup": setup, "steps": [(n, s.key) for n, s in enumerate(steps)]}

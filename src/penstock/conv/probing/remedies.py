@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.conv.probing.steps import Step, StepVerdict
+from penstock.conv.probing.steps import ProbeStep, StepVerdict
 from penstock.machine.facts import Machine
 
 OVERRIDES = {"gfx101": "10.1.0", "gfx103": "10.3.0", "gfx110": "11.0.0"}
@@ -97,7 +97,7 @@ def _override_remedies(machine: Machine) -> list[Remedy]:
 
 
 def try_remedy(
-    remedy: Remedy, broken: Sequence[Step], run: Callable[[Remedy], list[StepVerdict]]
+    remedy: Remedy, broken: Sequence[ProbeStep], run: Callable[[Remedy], list[StepVerdict]]
 ) -> RemedyTrial:
     """Try a remedy on the steps that are broken.
 

@@ -30,7 +30,7 @@ is off by its own size."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class ProbeStep:
     """One kind of convolution in one type, layout and pass."""
 
     kind: str
@@ -43,7 +43,7 @@ class Step:
         return self.kind, self.dtype, self.layout, self.which
 
     @classmethod
-    def from_key(cls, key: Sequence[str]) -> Step:
+    def from_key(cls, key: Sequence[str]) -> ProbeStep:
         kind, dtype, layout, which = key
         return cls(kind=kind, dtype=dtype, layout=layout, which=which)
 
@@ -62,7 +62,7 @@ class StepVerdict:
         ms: How long it took once warm, where it was right.
     """
 
-    step: Step
+    step: ProbeStep
     word: str
     note: str = ""
     ms: float = 0.0
@@ -76,11 +76,11 @@ class StepVerdict:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StepVerdict:
-        step = Step.from_key(values["step"])
+        step = ProbeStep.from_key(values["step"])
         return cls(step=step, word=values["word"], note=values["note"], ms=values["ms"])
 
 
-def all_steps() -> list[Step]:
+def all_steps() -> list[ProbeStep]:
     """Everything there is to try, forward passes of all kinds first.
 
     Example:
@@ -88,7 +88,7 @@ def all_steps() -> list[Step]:
         153
     """
     return [
-        Step(kind=kind, dtype=dtype, layout=layout, which=which)
+        ProbeStep(kind=kind, dtype=dtype, layout=layout, which=which)
         for which in PASSES
         for kind in KINDS
         for dtype in TYPES
