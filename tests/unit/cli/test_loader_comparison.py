@@ -1,0 +1,70 @@
+"""Two loaders' timings become a table and sentences, whoever won."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from penstock.cli.loader_comparison import LoaderComparison, conclude, print_comparison
+from penstock.cli.loader_timing import LoaderTiming, compare, take_turns
+
+pytestmark = pytest.mark.legacy
+
+
+def timings(first_batch_s: float, *rates: float) -> list[LoaderTiming]:
+    return [LoaderTiming(first_batch_s=first_batch_s, batches_per_s=rate) for rate in rates]
+
+
+def comparison(**changes: Any) -> LoaderComparison:
+    given: dict[str, Any] = {
+        "batch_size": 10,
+        "num_workers": 2,
+        "cold_s": 0.9,
+        "ours": timings(0.1, 20.0, 21.0, 22.0),
+        "theirs": timings(0.2, 10.0, 10.5, 11.0),
+    }
+    return LoaderComparison(**{**given, **changes})
+
+
+def printed(found: LoaderComparison) -> str:
+    out = io.StringIO()
+    print_comparison(Console(file=out, width=120), found)
+    return out.getvalue()
+
+
+def test_the_faster_loader_is_named_whichever_it_is() -> None:
+    faster, sooner, cold = conclude(comparison())
+    assert faster == "Loading: Penstock is 2.00 times faster."
+    assert sooner == "First batch: Penstock is 2.00 times sooner."
+    assert cold.startswith("The first loader of a program is later than PyTorch's")
+    slower = comparison(ours=timings(0.1, 5.0, 5.0, 5.0), cold_s=0.3)
+    assert conclude(slower)[0] == "Loading: PyTorch is 2.10 times faster here."
+    assert len(conclude(slower)) == 2
+
+
+def test_turns_that_go_both_ways_are_noise() -> None:
+    mixed = comparison(ours=timings(0.2, 9.0, 10.6, 13.0))
+    assert conclude(mixed)[0] == "Loading: no difference beyond noise."
+
+
+def test_a_loader_that_failed_is_said_to_have_and_not_compared() -> None:
+    text = printed(comparison(theirs=[], failure="no space in /dev/shm"))
+    assert text.count("failed") == 4
+    assert "PyTorch's DataLoader failed here: no space in /dev/shm" in text
+    assert "times faster" not in text
+
+
+def test_workers_are_set_beside_none() -> None:
+    text = printed(comparison(alone=timings(0.1, 10.0, 10.5, 11.0)))
+    assert "Workers: 2 load 2.00 times as fast as none (105 (100 to 110) images a second)." in text
+    assert "210 (200 to 220)" in text
+
+
+def test_loaders_take_turns_forwards_and_backwards_and_are_compared_turn_by_turn() -> None:
+    order: list[str] = []
+    found = take_turns({"a": lambda: 2.0, "b": lambda: 1.0}, 3, on_turn=order.append)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert compare(found["a"], found["b"]).low == 2.0
