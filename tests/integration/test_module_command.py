@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
 pytestmark = pytest.mark.legacy
 
-MAX_S = 1.0
-NUM_TRIES = 5  # a busy machine is slow now and then; a program that imports torch always is
+MAX_MODULES = 600  # torch alone brings 1,100
 ALONE = "import sys; from penstock.cli import main; sys.argv = ['penstock']; main()"
 
 
@@ -20,20 +18,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_the_overview_comes_within_a_second_and_without_torch() -> None:
-    for _ in range(NUM_TRIES):
-        start_s = time.perf_counter()
-        result = run("-X", "importtime", "-m", "penstock")
-        took_s = time.perf_counter() - start_s
-        if took_s < MAX_S:
-            break
+def test_the_overview_imports_little_and_no_torch() -> None:
+    result = run("-X", "importtime", "-m", "penstock")
     assert result.returncode == 0, result.stderr
     assert "requested  8 -> safe" in result.stdout
     assert "\x1b" not in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "penstock.cli.overview" in imported
     assert not {"torch", "numpy"} & imported
-    assert took_s < MAX_S
+    assert len(imported) < MAX_MODULES
 
 
 def test_the_command_alone_shows_its_help() -> None:

@@ -1,4 +1,4 @@
-"""Pictures for the demo: drawn here, kept in files, and augmented anew each time one is loaded.
+"""Makes images for ``penstock demo`` and ``bench``: files, augmented anew at each load.
 
 Everything is plain Python and NumPy, drawing on their global generators the way most people's
 datasets do.

@@ -1,4 +1,7 @@
-"""``python -m penstock``: this platform at a glance, and where to go on. Imports no torch."""
+"""``python -m penstock``: prints what this platform is and how many workers suit it.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 

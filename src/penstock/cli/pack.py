@@ -1,4 +1,4 @@
-"""``penstock pack SRC DST``: a folder of images, or ``script.py:dataset``, into a packed set."""
+"""``penstock pack SRC DST``: packs a folder of images, or the dataset of a script."""
 
 from __future__ import annotations
 

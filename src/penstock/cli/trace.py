@@ -1,4 +1,4 @@
-"""``penstock trace``: look at a trace, open it as a page, write it in another form, compare two."""
+"""``penstock trace``: draws a trace, opens it in a browser, converts it, or compares two."""
 
 from __future__ import annotations
 
