@@ -27,7 +27,6 @@ from penstock.sources.fields import (
     read_requests,
     split_sample,
 )
-from penstock.sources.manifest import FieldSchema
 from penstock.sources.packed_writer import PackSpec, make_fingerprint
 
 SHARD_BYTES = 64 << 20
@@ -52,19 +51,16 @@ class EncodedSamples:
 
     get: Callable[[int], Any]
     num_samples: int
-    form: str
-    schemas: tuple[FieldSchema, ...]
-    requests: tuple[Field, ...]
+    encoder: SampleEncoder
     on_error: Any
     seed: int
 
     def __call__(self, indices: range) -> Iterator[tuple[int, Any]]:
         """Encoded samples by index. A bad one gives its error, and then its substitute, if any."""
         randomness = SampleRandomness(self.seed)
-        encoder = SampleEncoder(self.form, self.schemas, self.requests)
 
         def fetch(index: int) -> list[np.ndarray]:
-            return encoder.encode(randomness.call(self.get, index, index), index)
+            return self.encoder.encode(randomness.call(self.get, index, index), index)
 
         for index in indices:
             try:
@@ -81,7 +77,7 @@ class EncodedSamples:
             elif callable(self.on_error):
                 other = self.on_error(index, failed)
                 if other is not None:
-                    yield index, encoder.encode(other, index)
+                    yield index, self.encoder.encode(other, index)
 
     def _substitute(self, fetch: Any, index: int, failed: Exception) -> Any:
         key = make_key(BAD_STREAM, self.seed)
@@ -136,9 +132,8 @@ def inspect_source(
         attributes=dict(getattr(dataset, "packed_attributes", {})),
         sample_bytes=sample_bytes,
     )
-    samples = EncodedSamples(
-        get, num_samples, form, schemas, tuple(requests), on_error, check_seed("seed", seed)
-    )
+    encoder = SampleEncoder(form, schemas, requests)
+    samples = EncodedSamples(get, num_samples, encoder, on_error, check_seed("seed", seed))
     return spec, samples
 
 
