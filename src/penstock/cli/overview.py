@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import penstock
+from penstock import __version__
 from penstock.cli.sections import main_facts, make_console, print_section
 from penstock.machine.collect import machine
 from penstock.machine.facts import Machine
@@ -35,7 +35,7 @@ def show_overview() -> None:
 
 def print_overview(console: Console, facts: Machine) -> None:
     """Print it: tables where a person watches, plain lines in a pipe."""
-    print_section(console, f"Penstock {penstock.__version__}", _rows(facts))
+    print_section(console, f"Penstock {__version__}", _rows(facts))
     _print_workers(console, tabulate_safe_workers(facts))
     print_section(console, "Go on", NEXT_STEPS)
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import penstock
+from penstock import __version__
 from penstock.errors import BadArgument
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--version",
         action="version",
-        version=f"penstock {penstock.__version__}",
+        version=f"penstock {__version__}",
         help="Show the version.",
     )
     commands = parser.add_commands()
