@@ -1,4 +1,4 @@
-"""The questions of packed_sets.py: shuffled rows from mapped files, small and large."""
+"""The questions of store.py: shuffled rows from mapped files, small and large."""
 
 from __future__ import annotations
 

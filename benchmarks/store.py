@@ -1,6 +1,6 @@
 """How fast are shuffled rows of mapped files, beside other formats and a bare copy?
 
-python benchmarks/packed_sets.py --repeats 5 --save my-laptop
+python benchmarks/store.py --repeats 5 --save my-laptop
 
 Peers take part where they are installed: pip install litdata webdataset datasets mosaicml-streaming
 """
