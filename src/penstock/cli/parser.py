@@ -8,6 +8,7 @@ pays for another one.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import re
 import sys
@@ -80,13 +81,14 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, module: str | None = None, **keywords: Any) -> None:
-        super().__init__(allow_abbrev=False, add_help=False, **keywords)
+        super().__init__(
+            allow_abbrev=False, add_help=False, formatter_class=_formatter_for(80), **keywords
+        )
         self.color = False  # Python 3.14 would add its own
         self.unknown_option_hint = ""
         self._module = module
         self._has_script_arguments = False
         self._commands: Any = None
-        self._help_width = 80
         self._positionals.title, self._optionals.title = "Arguments", "Options"
         self.add_argument("-h", "--help", action="help", help="Show this help.")
 
@@ -177,7 +179,7 @@ class CommandParser(argparse.ArgumentParser):
         from rich.text import Text
 
         console = Console(file=file, highlight=False)
-        self._help_width = min(console.width, 100)
+        self.formatter_class = _formatter_for(min(console.width, 100))
         text = Text(self.format_help().rstrip())
         text.highlight_regex(r"(?m)^(Usage|Arguments|Options|Commands):", "bold")
         text.highlight_regex(r"(?m)(?<![\w-])--?[a-z][a-z-]*", "cyan")
@@ -185,9 +187,6 @@ class CommandParser(argparse.ArgumentParser):
             names = "|".join(self._commands.choices)
             text.highlight_regex(rf"(?m)^  ({names})\b", "cyan")
         console.print(text, soft_wrap=True)
-
-    def _get_formatter(self) -> argparse.HelpFormatter:
-        return _HelpFormatter(self.prog, max_help_position=32, width=self._help_width)
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -206,6 +205,11 @@ class _HelpFormatter(argparse.HelpFormatter):
             subactions = list(action._get_subactions())
             return "".join(map(self._format_action, subactions))
         return super()._format_action(action)
+
+
+def _formatter_for(width: int) -> Any:
+    """The class of the formatter. A width that is given saves asking the terminal for its own."""
+    return functools.partial(_HelpFormatter, max_help_position=32, width=width)
 
 
 # -- options and their values ----------------------------------------------------------------------
