@@ -16,8 +16,8 @@ import psutil
 SETTLE_S = 10.0
 """A stopped process needs a moment to disappear; what is there after this long is left over."""
 PREFIX = "penstock-"
-KEPT = ("/dev/nvidia", "/tmp/perf-")
-"""Opened by a GPU's driver, or by oneDNN's compiler on arm64, and kept to the end."""
+KEPT = ("/dev/nvidia", "/tmp/perf-", "/sys/")
+"""Opened by a GPU's driver, or by torch's own libraries on arm64, and kept to the end."""
 BROWSER = "/chromium/chromium --"
 HAS_PROC = os.path.isdir("/proc/self/fd")
 """Elsewhere than on Linux only processes and threads can be counted this way."""
