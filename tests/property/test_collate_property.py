@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from penstock.engine.loading.collate import BatchWriter, view_batch
+from penstock.engine.loading.collate import BatchWriter
 from penstock.engine.memory import payload
-from penstock.engine.memory.batch_layout import compile_flatten, read_layout, restore
+from penstock.engine.memory.batch_layout import compile_flatten, read_layout, restore, view_batch
 from specimens import Pair, Record, assert_same, differences
 
 pytestmark = pytest.mark.legacy

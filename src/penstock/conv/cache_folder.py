@@ -1,4 +1,4 @@
-"""Where do measured things stay between runs? One folder for this user, files written whole."""
+"""The folder where measurements stay between runs: one for each user, files written whole."""
 
 from __future__ import annotations
 

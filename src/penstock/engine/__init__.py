@@ -1,17 +1,16 @@
-"""Who does the work, and how does it come back?
+"""Loads batches: in this process, in threads, or in worker processes.
 
-    this process                                  |  worker processes
+    engine/parent  (training process)             |  engine/worker  (worker processes, threads)
     ----------------------------------------------+----------------------------------------
-    Delivery  -- leases: parts of batches ------> |  worker loop: dataset[i], written
-       |      <----- replies: a few bytes ------- |  straight into a slot
+    dispatch  -- leases: parts of batches ------> |  loop: dataset[i], written straight into
+       |      <----- replies: a few bytes ------- |  a slot
        |                                          |
-       +-- Ring: slots in one shared file ========+== the same slots, mapped
-       +-- pools: processes, threads              |
-    Fork server (its own process, clean, one thread) -+-> forks the workers
+       +-- ring: slots in one shared file ========+== the same slots, mapped
+    fork_server  (a clean process, one thread) ---+-> forks the workers
 
 A batch is written once, by the worker, into a slot of shared memory; what crosses a pipe is a few
-bytes. ``Delivery`` puts parts together, keeps the order, and notices a dead worker.
+bytes. The dispatcher puts parts together, keeps the order, and notices a dead worker.
 
-Sub-rooms: ``start`` (how workers come to be), ``travel`` (how the user's objects reach them),
-``shared`` (containers that all of them share), ``batch`` (from samples to a batch in a slot).
+``loading`` runs wherever samples are loaded, ``memory`` is what both processes see, and
+``pickling`` is how the user's objects reach a worker.
 """

@@ -1,1 +1,1 @@
-"""How do other libraries get this without changing their code?"""
+"""Other people's code on top of Penstock, unchanged: patched loaders, accelerate, scripts."""

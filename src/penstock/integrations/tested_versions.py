@@ -1,4 +1,4 @@
-"""Which versions of other people's libraries is this tested with? The one place that knows.
+"""The versions of other libraries that this is tested with.
 
 Another version runs all the same. Where one is met, a line says so, once in a process: what goes
 wrong there may be nobody's fault. The extras in ``pyproject.toml`` name the same ranges.

@@ -1,1 +1,1 @@
-"""How is a convolution computed without a convolution library? One file for each way."""
+"""Convolutions without a convolution library: one module for each algorithm."""

@@ -1,1 +1,1 @@
-"""Does the convolution library of this machine work? Tried out in processes that may die."""
+"""Probes the machine's convolution library, in child processes that may die."""
