@@ -69,7 +69,7 @@ def test_transforms_give_one_hash(way: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["2 workers, fork server, prefetch 1", "7 workers, thread, prefetch 4"]
+    "way", ["2 workers, forkserver, prefetch 1", "7 workers, thread, prefetch 4"]
 )
 def test_transforms_give_one_hash_when_killed_and_resumed(way: str, expected: str) -> None:
     ways = itertools.cycle([QUICK[way], {}, {"num_workers": 3}])

@@ -99,7 +99,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("method", ["fork server", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_three_hundred_batches_are_held_with_256_descriptors(
     method: str, results: dict[str, Any]
 ) -> None:
