@@ -106,8 +106,10 @@ def workers_of(pid: int) -> list[int]:
         for child in psutil.Process(pid).children(recursive=True):
             command, parent = _command(child), child.parent()
             above = "" if parent is None else _command(parent)
-            is_forked = all("boot.fork_server_main" in text for text in (command, above))
-            if is_forked or "boot.spawned_main" in command:
+            is_forked = all(
+                "fork_server_main.fork_server_main" in text for text in (command, above)
+            )
+            if is_forked or "main.spawned_main" in command:
                 found.append(child.pid)
     except psutil.NoSuchProcess:
         pass

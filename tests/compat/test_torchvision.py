@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ def test_random_transforms_give_the_same_bits_for_any_number_of_workers(name: st
     assert_same(epoch(num_workers=3), inline)
     assert_same(epoch(num_workers=2, pool="thread"), inline)
     assert differences(epoch(seed=1), inline)
+    if platform.machine() == "aarch64":
+        return  # torch's own forked workers hang there once this process has used OpenMP
     torch_s = [epoch(TorchDataLoader, num_workers=n) for n in (1, 2)]
     assert differences(*torch_s)  # control: torch's own loader fails this
 
