@@ -1,7 +1,7 @@
 """``penstock run train.py``: runs a script, unchanged, with Penstock under its DataLoaders.
 
 The options before the script are ours, everything from its name on is the script's. Nothing here
-imports torch: the script does, or nobody. As soon as it has, torch's DataLoader is patched.
+imports torch: only the script does. As soon as it has, torch's DataLoader is patched.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def _bytes_per_s(source: Any, there: Any) -> float:
 
 
 def bus_id_of(properties: Any, index: int) -> str | None:
-    """The PCI address of a GPU as torch numbers them; None where nobody says."""
+    """The PCI address of a GPU as torch numbers them; None where it is not known."""
     numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None not in numbers:
         domain, bus, device = numbers
