@@ -29,7 +29,7 @@ from front import run
 from measure import Case, Contender, Pace, Target
 from penstock.engine.memory.messages import Lease, WorkerTask, control_bytes
 from penstock.engine.worker.loop import WorkerLoop
-from penstock.trace.record import RING_BYTES
+from penstock.trace.record import TRACE_BYTES
 
 NUM_WORKERS, BATCH_SIZE = 2, 64
 MOST = Target(bound=1.01, is_ceiling=True)
@@ -128,7 +128,7 @@ class _SlotMemory:
         return self._memory
 
 
-def _make_worker(dataset: Any, ring_bytes: int) -> Any:
+def _make_worker(dataset: Any, trace_bytes: int) -> Any:
     from torch.utils.data import default_collate
 
     task = WorkerTask(
@@ -138,9 +138,9 @@ def _make_worker(dataset: Any, ring_bytes: int) -> Any:
         per_sample=True,
         base_seed=0,
         shared_seed=None,
-        ring_bytes=ring_bytes,
+        trace_bytes=trace_bytes,
     )
-    cells = memoryview(bytearray(control_bytes(1, ring_bytes))).cast("q")
+    cells = memoryview(bytearray(control_bytes(1, trace_bytes))).cast("q")
     objects = {"dataset": dataset, "collate_fn": default_collate}
     return WorkerLoop(
         number=0, task=task, objects=objects, connection=_SlotMemory(), cells=cells, is_thread=True
@@ -176,7 +176,7 @@ class _InTurn:
 
 
 def _part_of_worker(dataset: Any, rows: int, is_on: bool) -> Callable[[], object]:
-    worker = _make_worker(dataset, RING_BYTES if is_on else 0)
+    worker = _make_worker(dataset, TRACE_BYTES if is_on else 0)
     lease = Lease(0, 0, 0, list(range(rows)), 0, rows, 0, True, (0, 0), 0, 64 << 20)
 
     def serve() -> None:

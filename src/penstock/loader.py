@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from penstock.device.transfer import DeviceTransfer
+from penstock.device.setup import DeviceSetup
 from penstock.engine.loading.bad_sample_file import BadSample
 from penstock.engine.loading.gather import is_sliced
 from penstock.engine.parent.context import EngineSettings, LoaderParts
@@ -291,7 +291,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             faults=self._faults,
             recorder=self._get_recorder(),
             notes=self._notes,
-            transfer=DeviceTransfer(
+            device_setup=DeviceSetup(
                 self.device,
                 self.device_prefetch,
                 self.finish,
@@ -443,7 +443,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             memory_bytes=memory_bytes()[0],
             persistent_workers=bool(getattr(self, "persistent_workers", False)),
             collate_fn="default" if is_default else "own",
-            is_off=recorder.ring is None,
+            is_off=recorder.buffer is None,
             device=None if self.device is None else str(self.device),
         )
 

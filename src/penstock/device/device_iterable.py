@@ -25,7 +25,7 @@ import torch
 from penstock.device.nested import map_tensors
 from penstock.device.on_demand_thread import WAIT_AT_EXIT_S
 from penstock.device.prefetcher import DevicePrefetcher
-from penstock.device.transfer import resolve
+from penstock.device.setup import resolve
 from penstock.errors import DeviceFailed
 from penstock.options import check_device, check_finish, check_prefetch
 

@@ -47,15 +47,15 @@ class SlotPinner:
 
     Args:
         index: The GPU; None: chosen when the first batch is there.
-        tell: Takes a note when slots cannot be pinned.
+        note: Takes a note when slots cannot be pinned.
         is_fenced: False where the caller keeps every batch until its copy is complete.
     """
 
     def __init__(
-        self, index: int | None, tell: Callable[[str], None], *, is_fenced: bool = True
+        self, index: int | None, note: Callable[[str], None], *, is_fenced: bool = True
     ) -> None:
         self._index = index
-        self._tell = tell
+        self._note = note
         self._is_fenced = is_fenced
         self._gpu: _Gpu | None = None
         self._is_refused = False
@@ -87,7 +87,7 @@ class SlotPinner:
         address, runtime = memory.ctypes.data, self.gpu.runtime
         if not runtime.register(address, memory.nbytes):
             self._is_refused = True
-            self._tell(
+            self._note(
                 f"slots cannot be pinned ({runtime.error}): each batch is copied to a "
                 "pinned buffer of torch's first"
             )

@@ -36,7 +36,7 @@ class _InFlight(NamedTuple):
 
 
 class DevicePrefetcher:
-    """Copies batches to one device; see :class:`penstock.engine.parent.iterator.Prefetcher`.
+    """Copies batches to one device.
 
     Args:
         device: Where to; with an index, for GPUs.

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
-from penstock.engine.loading.bad_samples import BadSampleRecord
+from penstock.engine.loading.bad_samples import BadSampleReport
 from penstock.engine.parent.context import EngineSettings
 from penstock.engine.parent.faults import Faults
 from penstock.errors import warn_user
@@ -238,7 +238,7 @@ class _CountedFaults(Faults):
         super().__init__(options, epoch_state)
         self._report = report
 
-    def record(self, found: Iterable[BadSampleRecord]) -> None:
+    def record(self, found: Iterable[BadSampleReport]) -> None:
         found = list(found)
         self._report.num_bad += len(found)
         super().record(found)

@@ -2,8 +2,8 @@
 
 Recording, in the processes that work:
 
-    record            rings of fixed-size records, ``penstock.span``
-    recorder          in the training process: its own ring, and the workers' rings, gathered
+    record            buffers of fixed-size records, ``penstock.span``
+    recorder          in the training process: its own buffer, and the workers' buffers, gathered
     worker_recorder   in a worker
     transform_spans   each transform of a ``Compose`` as a span
     gpu_events        copies and steps on the GPU's own clock

@@ -1,17 +1,17 @@
-"""Records of what happens when: one of fixed size for each span, in a ring of its process.
+"""Records of what happens when: one of fixed size for each span, in a buffer of its process.
 
-    worker 0   RecordRing ==+
-    worker 1   RecordRing ==+== memory that the parent owns: a killed worker leaves its records
-    parent     RecordRing, of this process alone: batches, and ``penstock.span`` outside workers
+    worker 0   TraceBuffer ==+
+    worker 1   TraceBuffer ==+== memory that the parent owns: a killed worker leaves its records
+    parent     TraceBuffer, of this process alone: batches, and ``penstock.span`` outside workers
                  |
-                 +--> read_ring(): plain records, from which penstock.Timeline is made
+                 +--> read_records(): plain records, from which penstock.Timeline is made
 
 All times are of one clock, ``time.perf_counter_ns``. On Linux that is CLOCK_MONOTONIC, on macOS
 ``mach_absolute_time``, on Windows QueryPerformanceCounter. Each is the same for all processes of a
 machine and does not change with the date; times of different machines cannot be compared.
 
 A record is written once when its span ends, or at its beginning and completed later: then one that
-never ended can be seen. Recording a span takes well under two microseconds. A full ring is
+never ended can be seen. Recording a span takes well under two microseconds. A full buffer is
 overwritten from its beginning, and the reader counts what it missed.
 
 Called from: any process that loads or trains. This module needs the standard library only.
@@ -79,9 +79,9 @@ _HEAD, _NUM_NAMES = 0, 1
 MAX_NAMES, _NAME_BYTES = 128, 64
 _RECORDS_AT = _HEADER_BYTES + MAX_NAMES * _NAME_BYTES
 _FIRST_CELL = _RECORDS_AT // 8
-RING_BYTES = 256 << 10
+TRACE_BYTES = 256 << 10
 """About 4,000 records."""
-ASKED_RING_BYTES = 4 << 20
+ASKED_TRACE_BYTES = 4 << 20
 """About 65,000: where a trace was asked for, so that fewer are missed between two reads."""
 OFF = "PENSTOCK_TRACE"
 """In the environment, ``0`` turns all tracing off."""
@@ -107,30 +107,30 @@ class Record(NamedTuple):
     extra: int = 0
 
 
-class RecordRing:
+class TraceBuffer:
     """Records of one writer, in memory that others may read meanwhile.
 
     Args:
-        buffer: Their memory: zeros, or the ring of a worker that this one replaces.
+        memory: Their memory: zeros, or the buffer of a worker that this one replaces.
 
-    Called from: the process that writes; others use :func:`read_ring`.
+    Called from: the process that writes; others use :func:`read_records`.
 
     Example:
-        >>> ring = RecordRing(bytearray(RING_BYTES))
-        >>> number = ring.add(Kind.BATCH, 100, 250, batch=3, rows=8)
-        >>> spans, head = read_ring(ring.buffer, 0)
+        >>> buffer = TraceBuffer(bytearray(TRACE_BYTES))
+        >>> number = buffer.add(Kind.BATCH, 100, 250, batch=3, rows=8)
+        >>> spans, head = read_records(buffer.memory, 0)
         >>> spans[0].batch, spans[0].end_ns - spans[0].start_ns, head
         (3, 150, 1)
     """
 
-    __slots__ = ("buffer", "capacity", "cells", "names", "next_number", "place")
+    __slots__ = ("capacity", "cells", "memory", "names", "next_number", "place")
 
-    def __init__(self, buffer: Any) -> None:
-        self.buffer = memoryview(buffer).cast("B")
-        self.cells = self.buffer[: self.buffer.nbytes // 8 * 8].cast("q")
-        self.capacity = (self.buffer.nbytes - _RECORDS_AT) // RECORD.size
+    def __init__(self, memory: Any) -> None:
+        self.memory = memoryview(memory).cast("B")
+        self.cells = self.memory[: self.memory.nbytes // 8 * 8].cast("q")
+        self.capacity = (self.memory.nbytes - _RECORDS_AT) // RECORD.size
         self.next_number = itertools.count(self.cells[_HEAD]).__next__
-        self.names = {name: number for number, name in enumerate(_read_names(self.buffer), 1)}
+        self.names = {name: number for number, name in enumerate(_read_names(self.memory), 1)}
         self.place = NO_PLACE
         """Epoch, batch and part that the user's spans belong to."""
 
@@ -153,14 +153,14 @@ class RecordRing:
         number = self.next_number()
         at = _RECORDS_AT + number % self.capacity * 64
         # fmt: off
-        _pack_into(self.buffer, at, number, start_ns, end_ns, a, b, kind, name, thread, part,
+        _pack_into(self.memory, at, number, start_ns, end_ns, a, b, kind, name, thread, part,
                    pass_, batch, rows, extra)
         # fmt: on
         self.cells[0] = number + 1  # last, so that a reader never meets half a record
         return number
 
     def end(self, number: int, end_ns: int, a: int = 0, b: int = 0) -> None:
-        """Complete a span, unless the ring has overwritten it since."""
+        """Complete a span, unless the buffer has overwritten it since."""
         cell = _FIRST_CELL + number % self.capacity * 8
         cells = self.cells
         if cells[cell] == number:
@@ -171,12 +171,12 @@ class RecordRing:
     def set_extra(self, number: int, extra: int) -> None:
         """Set the last field of a record."""
         at = _RECORDS_AT + number % self.capacity * RECORD.size
-        _INT32.pack_into(self.buffer, at + RECORD.size - 4, min(max(extra, -1), 2**31 - 1))
+        _INT32.pack_into(self.memory, at + RECORD.size - 4, min(max(extra, -1), 2**31 - 1))
 
     def set_rows(self, number: int, rows: int) -> None:
         """Correct the number of samples of a record."""
         at = _RECORDS_AT + number % self.capacity * RECORD.size
-        _INT32.pack_into(self.buffer, at + RECORD.size - 8, rows)
+        _INT32.pack_into(self.memory, at + RECORD.size - 8, rows)
 
     def name(self, text: str) -> int:
         """The number of a name, which is entered in the table; 0 once that is full."""
@@ -188,19 +188,19 @@ class RecordRing:
             return 0
         raw = str(text).encode("utf-8", "replace")[: _NAME_BYTES - 1]
         at = _HEADER_BYTES + (number - 1) * _NAME_BYTES
-        self.buffer[at : at + 1 + len(raw)] = bytes([len(raw)]) + raw
+        self.memory[at : at + 1 + len(raw)] = bytes([len(raw)]) + raw
         self.names[text] = number
         self.cells[_NUM_NAMES] = number
         return number
 
 
-def read_ring(buffer: Any, since: int) -> tuple[list[Record], int]:
+def read_records(memory: Any, since: int) -> tuple[list[Record], int]:
     """Read the records from number ``since`` on, oldest first; returns them and the next number.
 
-    Some are missing where the ring was overwritten meanwhile.
-    Called from: any process that maps the buffer.
+    Some are missing where the buffer was overwritten meanwhile.
+    Called from: any process that maps the memory.
     """
-    view = memoryview(buffer).cast("B")
+    view = memoryview(memory).cast("B")
     head = view[:8].cast("q")[0]
     capacity = (view.nbytes - _RECORDS_AT) // RECORD.size
     names = ["", *_read_names(view)]
@@ -229,16 +229,16 @@ def _read_names(view: memoryview) -> list[str]:
     return found
 
 
-# -- the ring of each process and thread -----------------------------------------------------------
+# -- the buffer of each process and thread ---------------------------------------------------------
 
 
-class _ThreadRing(threading.local):
-    writer: tuple[RecordRing | None, int] | None = None
-    """The ring of each thread, and its number there; None: that is not known yet."""
+class _ThreadBuffer(threading.local):
+    writer: tuple[TraceBuffer | None, int] | None = None
+    """The buffer of each thread, and its number there; None: that is not known yet."""
 
 
-_thread_ring = _ThreadRing()
-_process_ring: RecordRing | None = None
+_thread_buffer = _ThreadBuffer()
+_process_buffer: TraceBuffer | None = None
 _thread_numbers = itertools.count()
 
 
@@ -247,43 +247,43 @@ def is_on() -> bool:
     return os.environ.get(OFF) != "0"
 
 
-def enter_process(ring: RecordRing | None) -> None:
+def enter_process(buffer: TraceBuffer | None) -> None:
     """From now on this process records there. Called from: a worker process, once."""
-    global _process_ring
-    _process_ring = ring
-    enter_thread(ring)
+    global _process_buffer
+    _process_buffer = buffer
+    enter_thread(buffer)
 
 
-def enter_thread(ring: RecordRing | None) -> None:
+def enter_thread(buffer: TraceBuffer | None) -> None:
     """From now on this thread records there. Called from: a worker thread, once."""
-    _thread_ring.writer = ring, 0
+    _thread_buffer.writer = buffer, 0
 
 
-def process_ring() -> RecordRing | None:
-    """The ring of this process for spans outside workers.
+def process_buffer() -> TraceBuffer | None:
+    """The buffer of this process for spans outside workers.
 
     None: nothing was recorded in it, or tracing is off.
     """
-    return _process_ring
+    return _process_buffer
 
 
-def _register_thread() -> tuple[RecordRing | None, int]:
-    """Choose the ring of a thread, for its first span outside workers."""
-    global _process_ring
-    if _process_ring is None and is_on():
-        _process_ring = RecordRing(bytearray(ASKED_RING_BYTES // 4))
-    _thread_ring.writer = _process_ring, next(_thread_numbers) % 65536
-    return _thread_ring.writer
+def _register_thread() -> tuple[TraceBuffer | None, int]:
+    """Choose the buffer of a thread, for its first span outside workers."""
+    global _process_buffer
+    if _process_buffer is None and is_on():
+        _process_buffer = TraceBuffer(bytearray(ASKED_TRACE_BYTES // 4))
+    _thread_buffer.writer = _process_buffer, next(_thread_numbers) % 65536
+    return _thread_buffer.writer
 
 
-def _leave_parent_ring() -> None:
+def _leave_parent_buffer() -> None:
     """Called from: a child process that the user has forked."""
-    global _process_ring, _thread_ring
-    _process_ring, _thread_ring = None, _ThreadRing()
+    global _process_buffer, _thread_buffer
+    _process_buffer, _thread_buffer = None, _ThreadBuffer()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_parent_ring)
+    os.register_at_fork(after_in_child=_leave_parent_buffer)
 
 
 def _as_name(value: Any) -> str:
@@ -312,39 +312,39 @@ class span:
         3
     """
 
-    __slots__ = ("_kind", "_name", "_number", "_ring")
+    __slots__ = ("_buffer", "_kind", "_name", "_number")
 
     def __init__(self, name: str, *, kind: int = Kind.USER) -> None:
         self._name = name if type(name) is str else _as_name(name)
         self._kind = kind
 
     def __enter__(self) -> span:
-        writer = _thread_ring.writer
+        writer = _thread_buffer.writer
         if writer is None:
             writer = _register_thread()
-        ring = self._ring = writer[0]
-        if ring is not None:
-            name = ring.names.get(self._name)
+        buffer = self._buffer = writer[0]
+        if buffer is not None:
+            name = buffer.names.get(self._name)
             if name is None:
-                name = ring.name(self._name)
-            pass_, batch, part = ring.place
-            # RecordRing.add() by hand: its call alone would be a fifth of all that a span costs.
-            number = self._number = ring.next_number()
-            at = _RECORDS_AT + number % ring.capacity * 64
+                name = buffer.name(self._name)
+            pass_, batch, part = buffer.place
+            # TraceBuffer.add() by hand: its call alone would be a fifth of all that a span costs.
+            number = self._number = buffer.next_number()
+            at = _RECORDS_AT + number % buffer.capacity * 64
             # fmt: off
-            _pack_into(ring.buffer, at, number, now_ns(), 0, 0, 0, self._kind, name, writer[1],
+            _pack_into(buffer.memory, at, number, now_ns(), 0, 0, 0, self._kind, name, writer[1],
                        part, pass_, batch, 0, 0)
             # fmt: on
-            ring.cells[0] = number + 1
+            buffer.cells[0] = number + 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        ring = self._ring
-        if ring is not None:
+        buffer = self._buffer
+        if buffer is not None:
             number = self._number
-            cell = _FIRST_CELL + number % ring.capacity * 8
-            if ring.cells[cell] == number:
-                ring.cells[cell + 2] = now_ns()
+            cell = _FIRST_CELL + number % buffer.capacity * 8
+            if buffer.cells[cell] == number:
+                buffer.cells[cell + 2] = now_ns()
 
     def __call__(self, function: _F) -> _F:
         @functools.wraps(function)

@@ -1,11 +1,11 @@
-"""The records of one loader, gathered in the training process: its own ring, and the workers'.
+"""The records of one loader, gathered in the training process: its own buffer, and the workers'.
 
-    LoaderIterator, Dispatcher --> Recorder.ring       (this process)
-    WorkerRings: the rings of the workers of one pool  (shared file; read when asked for, copied
-                                                        when the pool ends)
+    LoaderIterator, Dispatcher --> Recorder.buffer         (this process)
+    WorkerBuffers: the buffers of the workers of one pool  (shared file; read when asked for, copied
+                                                            when the pool ends)
     Recorder.records() --> plain records, which penstock.Timeline draws
 
-Recording is always on. Where a trace was asked for, the rings are read several times a second, so
+Recording is always on. Where a trace was asked for, the buffers are read several times a second, so
 that long runs are kept whole; otherwise the last few thousand records of each process are there.
 """
 
@@ -21,49 +21,49 @@ import psutil
 
 from penstock.options import Tracing
 from penstock.trace.record import (
-    ASKED_RING_BYTES,
+    ASKED_TRACE_BYTES,
     NO_PLACE,
-    RING_BYTES,
+    TRACE_BYTES,
     Kind,
     Record,
-    RecordRing,
+    TraceBuffer,
     is_on,
     now_ns,
-    process_ring,
-    read_ring,
+    process_buffer,
+    read_records,
 )
 from penstock.trace.worker_recorder import memory_and_faults, next_look_ns
 
 LOOK_NS = 200_000_000
-"""How often rings are read where a trace was asked for."""
+"""How often buffers are read where a trace was asked for."""
 MAX_KEPT = 400_000
 """Records that are kept of one loader; beyond it the oldest go."""
 MAX_KEPT_UNASKED = 40_000
 MAX_PENDING = 1000
-"""A span that has not ended after this many others in its ring is not waited for any longer."""
+"""A span that has not ended after this many others in its buffer is not waited for any longer."""
 
 
 class ProcessRecords:
-    """The records of one process or thread, as far as its ring was read.
+    """The records of one process or thread, as far as its buffer was read.
 
     Args:
-        buffer: The ring.
+        memory: That of the buffer.
         head: The number of the first record to read.
     """
 
     def __init__(
-        self, name: str, role: str, buffer: Any, *, number: int = 0, pid: int = 0, head: int = 0
+        self, name: str, role: str, memory: Any, *, number: int = 0, pid: int = 0, head: int = 0
     ) -> None:
         self.name, self.role, self.number, self.pid = name, role, number, pid
         self.records: list[Record] = []
         self.num_lost = 0
-        self._buffer = buffer
+        self._memory = memory
         self._head = head
         self._open: list[Record] = []
 
     def read(self, pass_offset: int = 0, *, is_last: bool = False) -> None:
         """Take what is new; ``is_last``: whether it has ended or not, and let go of the memory."""
-        records, head = read_ring(self._buffer, self._head)
+        records, head = read_records(self._memory, self._head)
         self.num_lost += max(0, head - self._head - len(records))
         for place, record in enumerate(records):
             if record.kind == Kind.START:
@@ -78,7 +78,7 @@ class ProcessRecords:
         self._head = head - len(self._open)
         self.records += records
         if is_last:
-            self._buffer = None
+            self._memory = None
 
     def drop_oldest(self, max_records: int) -> None:
         if len(self.records) > max_records:
@@ -95,14 +95,14 @@ class ProcessRecords:
         return {**lane, "spans": [*self.records, *self._open]}
 
 
-class WorkerRings:
-    """The rings of the workers of one pool."""
+class WorkerBuffers:
+    """The buffers of the workers of one pool."""
 
-    def __init__(self, rings: list[memoryview]) -> None:
+    def __init__(self, buffers: list[memoryview]) -> None:
         self.pass_offset = 0
         self.workers = [
-            ProcessRecords(f"worker {worker}", "worker", ring, number=worker)
-            for worker, ring in enumerate(rings)
+            ProcessRecords(f"worker {worker}", "worker", buffer, number=worker)
+            for worker, buffer in enumerate(buffers)
         ]
 
     def read(self, *, is_last: bool = False) -> None:
@@ -111,23 +111,23 @@ class WorkerRings:
 
 
 class Recorder:
-    """The records of one loader. One that is off (``ring_bytes=0``) takes all calls and notes none.
+    """The records of one loader. With ``trace_bytes=0`` it takes all calls and records none.
 
     Args:
-        keeps_all: Read the rings while the run goes on.
+        keeps_all: Read the buffers while the run goes on.
     """
 
-    def __init__(self, *, ring_bytes: int = 0, keeps_all: bool = False) -> None:
-        self.ring_bytes = ring_bytes if is_on() else 0
-        self.ring = RecordRing(bytearray(self.ring_bytes)) if self.ring_bytes else None
+    def __init__(self, *, trace_bytes: int = 0, keeps_all: bool = False) -> None:
+        self.trace_bytes = trace_bytes if is_on() else 0
+        self.buffer = TraceBuffer(bytearray(self.trace_bytes)) if self.trace_bytes else None
         self.traces_samples = self.traces_steps = False
         self.keeps_all = keeps_all
         self.facts: dict[str, Any] = {}
         self._max_kept = MAX_KEPT if keeps_all else MAX_KEPT_UNASKED
         self._lock = threading.RLock()
-        buffer = None if self.ring is None else self.ring.buffer
-        self._main = ProcessRecords("main", "main", buffer, pid=os.getpid())
-        self._pools: list[WorkerRings] = []
+        memory = None if self.buffer is None else self.buffer.memory
+        self._main = ProcessRecords("main", "main", memory, pid=os.getpid())
+        self._pools: list[WorkerBuffers] = []
         self._ended: list[ProcessRecords] = []
         self._num_passes = 0
         self._place = NO_PLACE
@@ -137,7 +137,7 @@ class Recorder:
         self._next_look_ns = 0
         self._num_ready = self._num_looks = 0
         self._is_close = False
-        self._process = psutil.Process() if self.ring_bytes else None
+        self._process = psutil.Process() if self.trace_bytes else None
         self.on_end: Callable[[], None] = lambda: None
         """Called at the end of an epoch."""
 
@@ -147,35 +147,35 @@ class Recorder:
 
     # -- from the engine -------------------------------------------------------------------------
 
-    def add_pool(self, rings: list[memoryview]) -> WorkerRings | None:
-        """Read the rings of a pool of workers from now on. Pairs with :meth:`remove_pool`."""
-        if not rings:
+    def add_pool(self, buffers: list[memoryview]) -> WorkerBuffers | None:
+        """Read the buffers of a pool of workers from now on. Pairs with :meth:`remove_pool`."""
+        if not buffers:
             return None
-        worker_rings = WorkerRings(rings)
+        worker_buffers = WorkerBuffers(buffers)
         with self._lock:
-            self._pools.append(worker_rings)
-        return worker_rings
+            self._pools.append(worker_buffers)
+        return worker_buffers
 
-    def remove_pool(self, worker_rings: WorkerRings | None) -> None:
+    def remove_pool(self, worker_buffers: WorkerBuffers | None) -> None:
         """A pool has ended: keep what its workers noted, and let go of its memory."""
         with self._lock:
-            if worker_rings is None or worker_rings not in self._pools:
+            if worker_buffers is None or worker_buffers not in self._pools:
                 return
-            self._pools.remove(worker_rings)
-            worker_rings.read(is_last=True)
-            self._ended += worker_rings.workers
+            self._pools.remove(worker_buffers)
+            worker_buffers.read(is_last=True)
+            self._ended += worker_buffers.workers
             while sum(len(worker.records) for worker in self._ended) > self._max_kept:
                 self._ended.pop(0)
 
     def record_launch(self, start_ns: int, num_workers: int) -> None:
         """Workers were asked for; they come up meanwhile."""
-        if self.ring is not None:
-            self.ring.add(Kind.LAUNCH, start_ns, now_ns(), self._num_passes, a=num_workers)
+        if self.buffer is not None:
+            self.buffer.add(Kind.LAUNCH, start_ns, now_ns(), self._num_passes, a=num_workers)
 
-    def begin_epoch(self, worker_rings: WorkerRings | None, epoch: int) -> None:
-        """An epoch begins; ``epoch``: its number since this pool began."""
-        if worker_rings is not None and epoch == 0:
-            worker_rings.pass_offset = self._num_passes
+    def begin_pass(self, worker_buffers: WorkerBuffers | None, pass_number: int) -> None:
+        """A pass begins; ``pass_number``: its number since this pool began."""
+        if worker_buffers is not None and pass_number == 0:
+            worker_buffers.pass_offset = self._num_passes
         self._place = (self._num_passes, -1, 0)
         self._num_passes += 1
 
@@ -191,11 +191,16 @@ class Recorder:
         self._waited_ns += int((time.monotonic() - started) * 1e9)
 
     def record_delivery(
-        self, epoch: int, batch: int, rows: int, worker_rings: WorkerRings | None, jobs: Any
+        self,
+        pass_number: int,
+        batch: int,
+        rows: int,
+        worker_buffers: WorkerBuffers | None,
+        jobs: Any,
     ) -> None:
         """A batch is about to be handed out; ``jobs``: those under way."""
-        pass_offset = 0 if worker_rings is None else worker_rings.pass_offset
-        self._place = (epoch + pass_offset, batch, rows)
+        pass_offset = 0 if worker_buffers is None else worker_buffers.pass_offset
+        self._place = (pass_number + pass_offset, batch, rows)
         if self._is_close:
             others = sum(job.is_done for job in jobs.values()) - 1  # beside this one
             self._num_ready = min(max(0, others), 65535)
@@ -208,8 +213,8 @@ class Recorder:
         self, start_ns: int, returned_ns: int, batch: int, *, has_prefetcher: bool
     ) -> int:
         """A batch is handed out; returns the time. ``returned_ns``: when the one before it was."""
-        ring, end_ns = self.ring, now_ns()
-        if ring is None:
+        buffer, end_ns = self.buffer, now_ns()
+        if buffer is None:
             return end_ns
         pass_, number, rows = self._place
         transfer_us = 0
@@ -218,9 +223,9 @@ class Recorder:
         if has_prefetcher or number < 0:
             number = batch
         place = (pass_, number, self._num_ready, rows)
-        ring.add(Kind.BATCH, start_ns, end_ns, *place, self._waited_ns, returned_ns, transfer_us)
+        buffer.add(Kind.BATCH, start_ns, end_ns, *place, self._waited_ns, returned_ns, transfer_us)
         if self._is_close:
-            self._look(ring, end_ns)
+            self._look(buffer, end_ns)
         return end_ns
 
     def end_epoch(self) -> None:
@@ -229,11 +234,11 @@ class Recorder:
 
     def record_inline_load(self, start_ns: int, cpu_ns: int, rows: int, batch: int) -> None:
         """This process itself has loaded a batch."""
-        if self.ring is not None:
+        if self.buffer is not None:
             pass_ = self._place[0]
             cpu_ns = time.thread_time_ns() - cpu_ns
             self._place = (pass_, batch, rows)
-            self.ring.add(Kind.LEASE, start_ns, now_ns(), pass_, batch, 0, rows, cpu_ns, -1, -1)
+            self.buffer.add(Kind.LEASE, start_ns, now_ns(), pass_, batch, 0, rows, cpu_ns, -1, -1)
 
     def record_device(
         self, kind: int, start_ns: int, end_ns: int, *, batch: int = -1, num_bytes: int = 0
@@ -244,16 +249,16 @@ class Recorder:
         own events say is to be set against it first. Called from: whoever brings batches to a
         device, when the device is done.
         """
-        if self.ring is not None:
-            self.ring.add(kind, start_ns, end_ns, self._place[0], batch, a=num_bytes)
+        if self.buffer is not None:
+            self.buffer.add(kind, start_ns, end_ns, self._place[0], batch, a=num_bytes)
 
     def record_no_slot(self, num_held: int) -> None:
         """There was no slot for another batch."""
-        if self.ring is not None:
+        if self.buffer is not None:
             at_ns = now_ns()
-            self.ring.add(Kind.REFUSED, at_ns, at_ns, self._place[0], a=num_held)
+            self.buffer.add(Kind.REFUSED, at_ns, at_ns, self._place[0], a=num_held)
 
-    def _look(self, ring: RecordRing, at_ns: int) -> None:
+    def _look(self, buffer: TraceBuffer, at_ns: int) -> None:
         self._num_looks += 1
         self._next_look_ns = next_look_ns(at_ns, self._num_looks)
         assert self._process is not None
@@ -263,7 +268,7 @@ class Recorder:
         except OSError:
             left = 0
         cpu_ms = int(time.process_time() * 1000)
-        ring.add(Kind.MEMORY, at_ns, at_ns, rows=cpu_ms, a=num_bytes >> 10, b=faults, extra=left)
+        buffer.add(Kind.MEMORY, at_ns, at_ns, rows=cpu_ms, a=num_bytes >> 10, b=faults, extra=left)
         if self.keeps_all and at_ns - self._read_ns > LOOK_NS:
             self._read_ns = at_ns
             self._read()
@@ -271,7 +276,7 @@ class Recorder:
     # -- for the timeline ------------------------------------------------------------------------
 
     def _read(self) -> None:
-        if self.ring is None:
+        if self.buffer is None:
             return
         with self._lock:
             self._main.read()
@@ -302,11 +307,11 @@ class Recorder:
 
     def _user_records(self) -> list[ProcessRecords]:
         """The user's own spans in this process since this loader first ran."""
-        ring = process_ring()
-        if ring is None or self.ring is None:
+        buffer = process_buffer()
+        if buffer is None or self.buffer is None:
             return []
         user = ProcessRecords(
-            "your code", "user", ring.buffer, pid=os.getpid(), head=self._user_head
+            "your code", "user", buffer.memory, pid=os.getpid(), head=self._user_head
         )
         user.read(is_last=True)
         user.records = [span for span in user.records if span.start_ns >= self._born_ns]
@@ -314,13 +319,13 @@ class Recorder:
 
     def recent(self) -> list[Record]:
         """The last few thousand records of this process alone."""
-        return [] if self.ring is None else read_ring(self.ring.buffer, 0)[0]
+        return [] if self.buffer is None else read_records(self.buffer.memory, 0)[0]
 
 
 def _num_user_spans() -> int:
     """How many spans the user has named in this process so far."""
-    ring = process_ring()
-    return 0 if ring is None else ring.cells[0]
+    buffer = process_buffer()
+    return 0 if buffer is None else buffer.cells[0]
 
 
 _kept: list[Recorder] | None = None
@@ -340,7 +345,7 @@ def make_recorder(trace: Any) -> Recorder:
     is_asked = isinstance(trace, Tracing)
     keeps_all = is_asked or _kept is not None  # the whole run is traced: loaders of ours, too
     recorder = Recorder(
-        ring_bytes=ASKED_RING_BYTES if keeps_all else RING_BYTES, keeps_all=keeps_all
+        trace_bytes=ASKED_TRACE_BYTES if keeps_all else TRACE_BYTES, keeps_all=keeps_all
     )
     if is_asked:
         recorder.traces_samples, recorder.traces_steps = trace.samples, trace.steps

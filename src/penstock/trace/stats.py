@@ -40,7 +40,7 @@ def make_stats(recorder: Recorder | None) -> Stats:
     """Sum up what a recorder holds; None: nothing was loaded yet."""
     if recorder is None:
         return Stats()
-    if recorder.ring is None:
+    if recorder.buffer is None:
         return Stats(is_off=True)
     spans = recorder.recent()
     batches = [span for span in spans if span.kind == Kind.BATCH]

@@ -1,4 +1,4 @@
-"""The recorder of a worker: one record for each part of a batch, in its ring of the shared file.
+"""The recorder of a worker: one record for each part of a batch, in its buffer of the shared file.
 
 There is one for each sample, too, when that was asked for. Now and then a part is looked at
 closely: what copying into the slot took, how long a core was waited for, and how much memory is
@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from penstock.machine.host import queued_s
-from penstock.trace.record import NO_PLACE, Kind, RecordRing, enter_process, enter_thread, now_ns
+from penstock.trace.record import NO_PLACE, Kind, TraceBuffer, enter_process, enter_thread, now_ns
 from penstock.trace.transform_spans import trace_steps
 
 CLOSE_LOOK_NS, EARLY_LOOKS, LATER_LOOK_NS = 50_000_000, 10, 250_000_000
@@ -33,7 +33,7 @@ class WorkerRecorder:
     """Records what one worker does.
 
     Args:
-        ring: Its part of the shared file; None: nothing is recorded.
+        buffer: Its part of the shared file; None: nothing is recorded.
         traces_samples: Record each sample, too.
         traces_steps: Record each transform of torchvision's ``Compose``.
         is_thread: Of the user's process, and not a process of its own.
@@ -41,13 +41,13 @@ class WorkerRecorder:
 
     def __init__(
         self,
-        ring: memoryview | None,
+        buffer: memoryview | None,
         *,
         traces_samples: bool,
         traces_steps: bool,
         is_thread: bool,
     ) -> None:
-        self._ring: RecordRing | None = None
+        self._buffer: TraceBuffer | None = None
         self._per_sample = traces_samples
         self._traces_steps = traces_steps
         self._is_thread = is_thread
@@ -57,28 +57,28 @@ class WorkerRecorder:
         self._is_close = False
         self._position = 0
         self._process = psutil.Process() if not is_thread else None
-        if ring is not None:
-            self._ring = RecordRing(ring)
-            self._ring.add(Kind.START, now_ns(), now_ns(), a=os.getpid())
+        if buffer is not None:
+            self._buffer = TraceBuffer(buffer)
+            self._buffer.add(Kind.START, now_ns(), now_ns(), a=os.getpid())
 
     def enter(self) -> None:
         """From now on the user's spans are recorded here. Called from: the worker, once."""
         if self._traces_steps:
             trace_steps()
         if self._is_thread:
-            enter_thread(self._ring)
+            enter_thread(self._buffer)
         else:
-            enter_process(self._ring)
+            enter_process(self._buffer)
 
     def begin(self, lease: Any) -> None:
         """A lease is about to be served. Small parts take 40 microseconds: this must be quick."""
         self._start_ns = start_ns = now_ns()
-        ring = self._ring
-        if ring is None:
+        buffer = self._buffer
+        if buffer is None:
             return
-        pass_, batch, part = ring.place = lease[:3]
+        pass_, batch, part = buffer.place = lease[:3]
         rows = lease.rows if lease.is_whole else len(lease.index)
-        self._number = ring.add(Kind.LEASE, start_ns, 0, pass_, batch, part, rows, -1, -1, -1)
+        self._number = buffer.add(Kind.LEASE, start_ns, 0, pass_, batch, part, rows, -1, -1, -1)
         if start_ns > self._next_look_ns:
             self._is_close, self._inside_ns = True, 0
             self._queued_s = queued_s()
@@ -92,52 +92,52 @@ class WorkerRecorder:
         Args:
             is_loaded: It was not dropped half way.
         """
-        ring, end_ns = self._ring, now_ns()
-        if ring is not None:
+        buffer, end_ns = self._buffer, now_ns()
+        if buffer is not None:
             if not is_loaded:  # else the samples would seem to have been quick
-                ring.set_rows(self._number, 0)
+                buffer.set_rows(self._number, 0)
             if self._is_close:
-                self._look(ring, end_ns)
+                self._look(buffer, end_ns)
             else:
-                ring.end(self._number, end_ns)
-            ring.place = NO_PLACE
+                buffer.end(self._number, end_ns)
+            buffer.place = NO_PLACE
         return end_ns - self._start_ns
 
     def collated(self, start_ns: int) -> None:
         """The user's collate_fn has run since ``start_ns``."""
-        if self._ring is not None:
-            self._ring.add(Kind.COLLATE, start_ns, now_ns(), *self._ring.place)
+        if self._buffer is not None:
+            self._buffer.add(Kind.COLLATE, start_ns, now_ns(), *self._buffer.place)
 
     def watch(self, samples: Iterator[Any]) -> Iterator[Any]:
         """Yield the same samples; where that was asked for, time each."""
-        if self._ring is None or not (self._is_close or self._per_sample):
+        if self._buffer is None or not (self._is_close or self._per_sample):
             return samples
-        return self._timed(samples, self._ring)
+        return self._timed(samples, self._buffer)
 
-    def _timed(self, samples: Iterator[Any], ring: RecordRing) -> Iterator[Any]:
+    def _timed(self, samples: Iterator[Any], buffer: TraceBuffer) -> Iterator[Any]:
         start_ns = now_ns()
         for sample in samples:
             end_ns = now_ns()
             self._inside_ns += end_ns - start_ns
             if self._per_sample:
-                ring.add(Kind.SAMPLE, start_ns, end_ns, *ring.place, 1, self._position)
+                buffer.add(Kind.SAMPLE, start_ns, end_ns, *buffer.place, 1, self._position)
                 self._position += 1
             yield sample
             start_ns = now_ns()
 
-    def _look(self, ring: RecordRing, end_ns: int) -> None:
+    def _look(self, buffer: TraceBuffer, end_ns: int) -> None:
         """Complete the record of a part that was looked at closely."""
         cpu_ns = time.thread_time_ns() - self._cpu_ns
         queued_ns = int((queued_s() - self._queued_s) * 1e9)
         if self._inside_ns:
-            ring.set_extra(self._number, (end_ns - self._start_ns - self._inside_ns) // 1000)
-        ring.end(self._number, end_ns, cpu_ns, queued_ns)
+            buffer.set_extra(self._number, (end_ns - self._start_ns - self._inside_ns) // 1000)
+        buffer.end(self._number, end_ns, cpu_ns, queued_ns)
         self._is_close = False
         self._num_looks += 1
         self._next_look_ns = next_look_ns(end_ns, self._num_looks)
         if self._process is not None:
             num_bytes, faults = memory_and_faults(self._process)
-            ring.add(Kind.MEMORY, end_ns, end_ns, a=num_bytes >> 10, b=faults)
+            buffer.add(Kind.MEMORY, end_ns, end_ns, a=num_bytes >> 10, b=faults)
 
 
 def memory_and_faults(process: psutil.Process) -> tuple[int, int]:

@@ -112,7 +112,7 @@ def test_what_no_layout_can_hold_is_odd(name: str) -> None:
 
 def test_fields_start_on_cache_lines_and_do_not_overlap() -> None:
     layout = read_layout((torch.zeros(3), 1, torch.zeros(5, dtype=torch.uint8)))
-    offsets, end = layout.places(7)
+    offsets, end = layout.offsets(7)
     assert offsets == [0, 128, 192]
     assert end == 256
     assert all(offset % 64 == 0 for offset in offsets)

@@ -117,7 +117,7 @@ def test_sending_to_a_worker_that_is_gone_raises_nothing(ends: Any) -> None:
     assert not channel.is_open
 
 
-def test_the_switchboard_names_the_channels_that_have_something_to_say() -> None:
+def test_the_poller_names_the_channels_that_have_something_to_say() -> None:
     pipes = [connection.Pipe(duplex=True) for _ in range(3)]
     channels = [Channel(ours) for ours, _ in pipes]
     board = ChannelPoller(channels)

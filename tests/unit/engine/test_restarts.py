@@ -197,7 +197,7 @@ def test_what_is_left_out_once_and_still_loses_workers_is_the_end(clock: Clock) 
     scene = Scene(on_error="skip")
     lose(scene, 22)
     lose(scene, 22)
-    assert [row for row, _ in scene.turns.owed(0)[0].bad] == [2]
+    assert [row for row, _ in scene.turns.owed(0)[0].poison_rows] == [2]
     assert list(scene.faults.poison) == [72]
     with pytest.raises(WorkerDied):
         lose(scene, 22)  # a function for on_error that crashes, say
@@ -207,6 +207,6 @@ def test_substitutes_that_lose_workers_are_passed_over_up_to_their_number(clock:
     scene = Scene(on_error="replace")
     for _ in range(MAX_SUBSTITUTES + 2):
         lose(scene, 22)
-    assert [row for row, _ in scene.turns.owed(0)[0].bad] == [2] * (MAX_SUBSTITUTES + 1)
+    assert [row for row, _ in scene.turns.owed(0)[0].poison_rows] == [2] * (MAX_SUBSTITUTES + 1)
     with pytest.raises(WorkerDied):
         lose(scene, 22)

@@ -246,7 +246,7 @@ class SmallFile(SharedFile):
 
 
 def make_small_ring(notes: list[str]) -> Ring:
-    return Ring(SmallFile.create(allow_memfd=False), max_held_bytes=1 << 30, tell=notes.append)
+    return Ring(SmallFile.create(allow_memfd=False), max_held_bytes=1 << 30, note=notes.append)
 
 
 def test_where_memory_cannot_be_had_there_are_fewer_slots_and_batches_are_copied() -> None:

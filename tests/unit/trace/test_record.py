@@ -1,4 +1,4 @@
-"""Records in a ring: what is written is read, what is lost is counted, and it costs little."""
+"""Records in a buffer: what is written is read, what is lost is counted, and it costs little."""
 
 from __future__ import annotations
 
@@ -12,95 +12,95 @@ import pytest
 import penstock
 from penstock.errors import BadArgument
 from penstock.trace import record as tracing
-from penstock.trace.record import MAX_NAMES, RING_BYTES, Kind, RecordRing, read_ring
+from penstock.trace.record import MAX_NAMES, TRACE_BYTES, Kind, TraceBuffer, read_records
 
 pytestmark = pytest.mark.legacy
 
 
-def make_ring(num_bytes: int = RING_BYTES) -> RecordRing:
-    return RecordRing(bytearray(num_bytes))
+def make_buffer(num_bytes: int = TRACE_BYTES) -> TraceBuffer:
+    return TraceBuffer(bytearray(num_bytes))
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
-    ring = make_ring()
-    ring.add(Kind.LEASE, 10, 90, 2, 7, 3, 16, 55, -1, -1, ring.name("cafés"), 4)
-    (span,), head = read_ring(ring.buffer, 0)
+    buffer = make_buffer()
+    buffer.add(Kind.LEASE, 10, 90, 2, 7, 3, 16, 55, -1, -1, buffer.name("cafés"), 4)
+    (span,), head = read_records(buffer.memory, 0)
     assert span == tracing.Record(Kind.LEASE, "cafés", 10, 90, 4, 2, 7, 3, 16, 55, -1, -1)
     assert head == 1
 
 
 def test_a_span_that_has_not_ended_says_so_and_can_end_later() -> None:
-    ring = make_ring()
-    number = ring.add(Kind.USER, 10, 0)
-    assert read_ring(ring.buffer, 0)[0][0].end_ns == 0
-    ring.end(number, 70, 5, 6)
-    assert read_ring(ring.buffer, 0)[0][0][2:4] == (10, 70)
-    assert read_ring(ring.buffer, 0)[0][0][9:11] == (5, 6)
+    buffer = make_buffer()
+    number = buffer.add(Kind.USER, 10, 0)
+    assert read_records(buffer.memory, 0)[0][0].end_ns == 0
+    buffer.end(number, 70, 5, 6)
+    assert read_records(buffer.memory, 0)[0][0][2:4] == (10, 70)
+    assert read_records(buffer.memory, 0)[0][0][9:11] == (5, 6)
 
 
-def test_a_full_ring_goes_on_at_its_beginning_and_the_reader_sees_how_many_it_missed() -> None:
-    ring = make_ring(16 << 10)
+def test_a_full_buffer_goes_on_at_its_beginning_and_the_reader_sees_how_many_it_missed() -> None:
+    buffer = make_buffer(16 << 10)
     for number in range(1000):
-        ring.add(Kind.BATCH, number + 1, number + 2, batch=number)
-    spans, head = read_ring(ring.buffer, 0)
+        buffer.add(Kind.BATCH, number + 1, number + 2, batch=number)
+    spans, head = read_records(buffer.memory, 0)
     assert head == 1000
     assert [span.batch for span in spans] == list(range(1000 - len(spans), 1000))
     assert 100 < len(spans) < 1000
-    assert read_ring(ring.buffer, 990)[0] == spans[-10:]
+    assert read_records(buffer.memory, 990)[0] == spans[-10:]
 
 
-def test_a_span_that_the_ring_has_forgotten_is_not_ended_in_another_one_s_record() -> None:
-    ring = make_ring(16 << 10)
-    first = ring.add(Kind.USER, 1, 0)
+def test_a_span_that_the_buffer_has_forgotten_is_not_ended_in_another_one_s_record() -> None:
+    buffer = make_buffer(16 << 10)
+    first = buffer.add(Kind.USER, 1, 0)
     for number in range(1000):
-        ring.add(Kind.BATCH, number + 1, 5000, batch=number)
-    ring.end(first, 9999)
-    assert all(span.end_ns == 5000 for span in read_ring(ring.buffer, 0)[0])
+        buffer.add(Kind.BATCH, number + 1, 5000, batch=number)
+    buffer.end(first, 9999)
+    assert all(span.end_ns == 5000 for span in read_records(buffer.memory, 0)[0])
 
 
-def test_a_worker_that_takes_over_a_ring_goes_on_where_the_other_stopped() -> None:
-    memory = bytearray(RING_BYTES)
-    one = RecordRing(memory)
+def test_a_worker_that_takes_over_a_buffer_goes_on_where_the_other_stopped() -> None:
+    memory = bytearray(TRACE_BYTES)
+    one = TraceBuffer(memory)
     one.add(Kind.USER, 5, 6, name=one.name("decode"))
-    other = RecordRing(memory)
+    other = TraceBuffer(memory)
     other.add(Kind.USER, 7, 8, name=other.name("decode"))
     other.add(Kind.USER, 8, 9, name=other.name("flip"))
-    assert [span.name for span in read_ring(memory, 0)[0]] == ["decode", "decode", "flip"]
+    assert [span.name for span in read_records(memory, 0)[0]] == ["decode", "decode", "flip"]
 
 
 def test_names_beyond_the_table_and_very_long_ones_do_no_harm() -> None:
-    ring = make_ring()
+    buffer = make_buffer()
     long = "ä" * 500
-    ring.add(Kind.USER, 1, 2, name=ring.name(long))
+    buffer.add(Kind.USER, 1, 2, name=buffer.name(long))
     for number in range(MAX_NAMES + 10):
-        ring.add(Kind.USER, 1, 2, name=ring.name(f"name {number}"))
-    names = [span.name for span in read_ring(ring.buffer, 0)[0]]
+        buffer.add(Kind.USER, 1, 2, name=buffer.name(f"name {number}"))
+    names = [span.name for span in read_records(buffer.memory, 0)[0]]
     assert long.startswith(names[0].rstrip("\ufffd"))
     assert names[1] == "name 0"
     assert names[-1] == ""
 
 
 @pytest.mark.parametrize("fill", [0xFF, 0x5A])
-def test_memory_that_holds_no_ring_reads_as_nothing(fill: int) -> None:
+def test_memory_that_holds_no_buffer_reads_as_nothing(fill: int) -> None:
     junk = bytearray([fill]) * (16 << 10)
     junk[:8] = (300).to_bytes(8, "little")
     junk[8:16] = (5).to_bytes(8, "little")
-    assert read_ring(junk, 0)[0] == []
+    assert read_records(junk, 0)[0] == []
 
 
-def test_threads_share_a_ring_without_losing_a_record() -> None:
-    ring = make_ring(1 << 20)
+def test_threads_share_a_buffer_without_losing_a_record() -> None:
+    buffer = make_buffer(1 << 20)
 
     def work(number: int) -> None:
         for turn in range(2000):
-            ring.add(Kind.BATCH, 1, 2, batch=turn, part=number)
+            buffer.add(Kind.BATCH, 1, 2, batch=turn, part=number)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    spans, head = read_ring(ring.buffer, 0)
+    spans, head = read_records(buffer.memory, 0)
     assert head == len(spans) == 8000
     assert sorted((span.part, span.batch) for span in spans) == [
         (part, turn) for part in range(4) for turn in range(2000)
@@ -108,8 +108,8 @@ def test_threads_share_a_ring_without_losing_a_record() -> None:
 
 
 def own_spans() -> list[tracing.Record]:
-    ring = tracing.process_ring()
-    return [] if ring is None else read_ring(ring.buffer, 0)[0]
+    buffer = tracing.process_buffer()
+    return [] if buffer is None else read_records(buffer.memory, 0)[0]
 
 
 def test_spans_of_the_user_nest_and_carry_their_name() -> None:
@@ -150,7 +150,7 @@ def test_what_is_no_text_is_a_name_as_it_is_printed() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_child_that_the_user_forks_does_not_write_into_the_parent_s_ring() -> None:
+def test_a_child_that_the_user_forks_does_not_write_into_the_parent_s_buffer() -> None:
     with penstock.span("before the fork"):
         pass
     reading, writing = os.pipe()

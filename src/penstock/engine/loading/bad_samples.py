@@ -23,7 +23,6 @@ from penstock.engine.pickling.exceptions import safe_text
 from penstock.errors import NoSubstitute, PenstockError
 from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix64
 
-ON_ERROR = ("raise", "skip", "replace")
 MAX_SUBSTITUTES = 16
 """Substitutes tried for one sample. Where half of a dataset is bad, 16 in a row are bad once in
 65,000 samples."""
@@ -37,7 +36,7 @@ Load = Callable[[Any, int], Any]
 """``load(index, position)``: one sample with its own randomness."""
 
 
-class BadSampleRecord(NamedTuple):
+class BadSampleReport(NamedTuple):
     """One bad sample, as a worker tells it."""
 
     index: Any
@@ -48,12 +47,12 @@ class BadSampleRecord(NamedTuple):
     """What was done: "skip" or "replace"."""
 
 
-Poison = tuple[tuple[int, Exception], ...]
+PoisonRows = tuple[tuple[int, Exception], ...]
 """Rows that are not to be loaded, and why. A row that is there more than once has lost workers to
 its substitutes, too: the first of those are passed over."""
 
 
-def poison_among(poison: Mapping[int | str, Exception], indices: Iterable[Any]) -> Poison:
+def poison_among(poison: Mapping[int | str, Exception], indices: Iterable[Any]) -> PoisonRows:
     """Which of these samples are known to take down workers; by their place in ``indices``."""
     if not poison:
         return ()
@@ -89,7 +88,7 @@ class BadSamplePolicy:
         self.num_indices = num_indices
         self._none_is_bad = none_is_bad
         self._num_in_a_row = 0
-        self.found: list[BadSampleRecord] = []
+        self.found: list[BadSampleReport] = []
         """What was bad since this was last emptied."""
 
     @property
@@ -103,7 +102,7 @@ class BadSamplePolicy:
         placed: Iterator[tuple[int, Any]],
         epoch: int,
         batch: Sequence[Any],
-        poison: Poison = (),
+        poison_rows: PoisonRows = (),
     ) -> list[Any]:
         """The samples at these positions; bad ones are left out or replaced.
 
@@ -111,7 +110,7 @@ class BadSamplePolicy:
             placed: Positions and indices.
             epoch: As randomness counts.
             batch: All indices of the batch.
-            poison: Those that must not be loaded.
+            poison_rows: Those that must not be loaded.
         """
 
         def load(index: Any, position: int) -> Any:
@@ -119,7 +118,7 @@ class BadSamplePolicy:
 
         self.found = []
         taken = []
-        why, num_losses = dict(reversed(poison)), Counter(row for row, _ in poison)
+        why, num_losses = dict(reversed(poison_rows)), Counter(row for row, _ in poison_rows)
         for row, (position, index) in enumerate(placed):
             error = why.get(row)
             if error is None:
@@ -199,7 +198,7 @@ class BadSamplePolicy:
             text = safe_text(error)
         path = find_path(self._dataset, index, error) if index is not None else None
         text = f"{type(error).__name__}: {text[:500]}"
-        self.found.append(BadSampleRecord(index, position, path, text, end))
+        self.found.append(BadSampleReport(index, position, path, text, end))
 
     def next_of(self, stream: Iterator[Any], position: int) -> list[Any]:
         """The next sample of an iterable dataset, or none if it was bad and shall be left out.

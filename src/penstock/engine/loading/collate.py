@@ -136,7 +136,7 @@ class BatchWriter:
 
     def _begin(self, sample: Any) -> None:
         layout = read_layout(sample)
-        offsets, num_bytes = layout.places(self._rows)
+        offsets, num_bytes = layout.offsets(self._rows)
         if num_bytes > self._buffer.nbytes:
             raise TooSmall(num_bytes)
         first = self._first_row

@@ -65,7 +65,7 @@ class Gatherer:
 
     def gather(self, index: list[int], ring: Ring) -> Any:
         """One batch in a slot of ``ring``, or in memory of its own when the user holds many."""
-        _, num_bytes = self.layout.places(len(index))
+        _, num_bytes = self.layout.offsets(len(index))
         ring.fit(num_bytes)
         if ring.is_crowded():
             root = np.empty(num_bytes, dtype=np.uint8)
@@ -99,7 +99,7 @@ class TensorGatherer(Gatherer):
         self._copiers = [_Copier() for _ in tensors]
 
     def _copy(self, chosen: np.ndarray, slot: np.ndarray, rows: int, first_row: int) -> None:
-        offsets, _ = self.layout.places(rows)
+        offsets, _ = self.layout.offsets(rows)
         for table, offset, copier in zip(self._tables, offsets, self._copiers, strict=True):
             width = table.shape[1]
             if not width or not len(chosen):
@@ -118,7 +118,7 @@ class RowGatherer(Gatherer):
 
     def _copy(self, chosen: np.ndarray, slot: np.ndarray, rows: int, first_row: int) -> None:
         out, last_row = [], first_row + len(chosen)
-        for leaf, offset in zip(self.layout.leaves, self.layout.places(rows)[0], strict=True):
+        for leaf, offset in zip(self.layout.leaves, self.layout.offsets(rows)[0], strict=True):
             size = leaf.item_bytes
             field = slot[offset : offset + rows * size].reshape(rows, size)
             out.append(field[first_row:last_row])

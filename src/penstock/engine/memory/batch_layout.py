@@ -69,7 +69,7 @@ class Layout(NamedTuple):
     tree: Any
     leaves: tuple[LeafSpec, ...]
 
-    def places(self, rows: int) -> tuple[list[int], int]:
+    def offsets(self, rows: int) -> tuple[list[int], int]:
         """The byte offset of each leaf's field for ``rows`` samples, and the end of the last."""
         offsets, end = [], 0
         for leaf in self.leaves:
@@ -314,7 +314,7 @@ def view_batch(
     layout: Layout, root: np.ndarray | memoryview, rows: int, filled: int, objects: list[list[Any]]
 ) -> Any:
     """The batch as views of ``root``. Called from: the parent, when the batch is complete."""
-    offsets, _ = layout.places(rows)
+    offsets, _ = layout.offsets(rows)
     columns = iter(objects)
     fields: list[Any] = [
         next(columns) if leaf.kind == "object" else field_view(root, leaf, offset, filled)

@@ -1,12 +1,12 @@
 """Messages between parent and workers: leases and replies, plain tuples of a few bytes each.
 
-    parent -> worker   [Lease | NewEpoch | ResumeStream, ...]   load parts in order; None: stop
+    parent -> worker   [Lease | NewPass | ResumeStream, ...]    load parts in order; None: stop
     worker -> parent   Reply                                    one per lease, at once
     worker -> parent   ("failed", report)                       it could not start
-    worker -> parent   ("note" | "tell", text)                  a message for the user
+    worker -> parent   ("warning" | "note", text)              to be raised; for the plan
 
 The first page of the shared file is the control page: 64-bit cells that need no message. Behind it
-lies a ring for each worker, where it notes what it does (see
+lies a trace buffer for each worker, where it notes what it does (see
 :mod:`penstock.trace.worker_recorder`).
 """
 
@@ -20,20 +20,20 @@ from penstock.engine.memory.shared_file import FileHandle
 
 CONTROL_BYTES = 65536
 CELLS_PER_WORKER = 8
-EPOCH_CELL = 0
-"""The epoch that counts now; a worker drops leases of another one. -1: stop."""
+PASS_CELL = 0
+"""The pass that counts now; a worker drops leases of another one. -1: stop."""
 STOP = -1
 NOTHING = -1
 
 
-def control_bytes(num_workers: int, ring_bytes: int) -> int:
-    """The control page and all rings."""
-    return CONTROL_BYTES + num_workers * ring_bytes
+def control_bytes(num_workers: int, trace_bytes: int) -> int:
+    """The control page and all trace buffers."""
+    return CONTROL_BYTES + num_workers * trace_bytes
 
 
-def trace_rings(cells: memoryview, num_workers: int, ring_bytes: int) -> list[memoryview]:
+def trace_buffers(cells: memoryview, num_workers: int, trace_bytes: int) -> list[memoryview]:
     """The memory where each worker records what it does; none where nothing is recorded."""
-    first, size = CONTROL_BYTES // 8, ring_bytes // 8
+    first, size = CONTROL_BYTES // 8, trace_bytes // 8
     starts = range(first, first + num_workers * size, size) if size else ()
     return [cells[start : start + size].cast("B") for start in starts]
 
@@ -63,7 +63,7 @@ STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
 class Lease(NamedTuple):
     """One part of one batch for one worker: which samples, and where they belong."""
 
-    epoch: int
+    pass_number: int
     batch: int
     part: int
     index: Any
@@ -75,10 +75,10 @@ class Lease(NamedTuple):
     start: int
     slot_bytes: int
     key_epoch: int = 0
-    """The epoch that randomness is computed for; ``epoch`` counts passes of the engine."""
-    bad: tuple[tuple[int, Exception], ...] = ()
+    """The epoch that randomness is computed for; ``pass_number`` counts passes of the engine."""
+    poison_rows: tuple[tuple[int, Exception], ...] = ()
     """Rows (counted from this part's first) that are not to be loaded, and why: see
-    :data:`penstock.engine.loading.bad_samples.Poison`."""
+    :data:`penstock.engine.loading.bad_samples.PoisonRows`."""
     is_suspect: bool = False
     """One of these samples takes down workers: load them one by one, to see which."""
 
@@ -91,10 +91,10 @@ class Lease(NamedTuple):
         return self.rows if self.is_whole else len(self.index)
 
 
-class NewEpoch(NamedTuple):
-    """A new epoch of persistent workers, with the seed that torch's DataPipes share."""
+class NewPass(NamedTuple):
+    """A new pass of persistent workers, with the seed that torch's DataPipes share."""
 
-    epoch: int
+    pass_number: int
     shared_seed: int
 
 
@@ -104,12 +104,12 @@ class ResumeStream(NamedTuple):
     ``state``: what the dataset said of itself; without one, ``num_batches`` are taken and dropped.
     """
 
-    epoch: int
+    pass_number: int
     state: Any
     num_batches: int
 
 
-ParentMessage = Lease | NewEpoch | ResumeStream
+ParentMessage = Lease | NewPass | ResumeStream
 
 
 class Reply(NamedTuple):
@@ -117,21 +117,22 @@ class Reply(NamedTuple):
 
     ``kind``: "fixed" (content: layout number, layout or None, filled rows, objects), "payload"
     (content: PayloadLocation), "odd" (send it whole), "error" (content: ErrorReport), "end" (an
-    iterable is exhausted), "dropped" (its epoch is over), "empty" (all samples were bad).
+    iterable is exhausted), "dropped" (its pass is over), "empty" (all samples were bad).
     """
 
-    epoch: int
+    pass_number: int
     batch: int
     part: int
     kind: str
     content: Any
     needed_bytes: int
     busy_ns: int
-    is_kept: bool = False
+    is_slot_lost: bool = False
+    """The worker still holds a tensor in the slot, which is not used again."""
     state: Any = None
     """What an iterable dataset says of itself after this batch, where it has a state_dict."""
-    bad: tuple[Any, ...] = ()
-    """What was wrong with samples that were left out or replaced: BadSampleRecord."""
+    bad_samples: tuple[Any, ...] = ()
+    """What was wrong with samples that were left out or replaced: BadSampleReport."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -171,7 +172,7 @@ class WorkerTask:
     """See :class:`penstock.engine.loading.bad_samples.BadSamplePolicy`."""
     obeys_init_seed: bool = True
     """Is a seed that worker_init_fn gives to torch kept?"""
-    ring_bytes: int = 0
+    trace_bytes: int = 0
     """Room for what each worker notes, behind the control page; 0: nothing is noted."""
     traces_samples: bool = False
     traces_steps: bool = False

@@ -186,19 +186,19 @@ def write(value: Any, slot: np.ndarray, start: int = 0) -> PayloadLocation:
         return False
 
     content = dump(value, keep_apart, buffers.clear)
-    base, places, end = _address(room), [], round_up(start, _GRAIN)
+    base, spans, end = _address(room), [], round_up(start, _GRAIN)
     for view in buffers:
-        place = _address(view) - base
-        if not 0 <= place <= room.nbytes - view.nbytes:
-            place, end = end, round_up(end + view.nbytes, _GRAIN)
-        places.append((place, view.nbytes))
+        offset = _address(view) - base
+        if not 0 <= offset <= room.nbytes - view.nbytes:
+            offset, end = end, round_up(end + view.nbytes, _GRAIN)
+        spans.append((offset, view.nbytes))
     num_bytes = end + content.nbytes
     if num_bytes <= room.nbytes:
-        for (place, length), view in zip(places, buffers, strict=True):
-            if _address(view) != base + place:
-                room[place : place + length] = view
+        for (offset, length), view in zip(spans, buffers, strict=True):
+            if _address(view) != base + offset:
+                room[offset : offset + length] = view
         room[end:num_bytes] = content
-        return PayloadLocation(end, tuple(places), num_bytes)
+        return PayloadLocation(end, tuple(spans), num_bytes)
     parts, spans, offset = [bytes(content)], [], content.nbytes
     for view in buffers:
         parts.append(bytes(view))
@@ -215,7 +215,7 @@ def read(payload: PayloadLocation, slot: Any) -> Any:
     else:
         whole = memoryview(slot)
         stream = whole[payload.stream_bytes : payload.num_bytes]
-    buffers = [whole[place : place + length] for place, length in payload.spans]
+    buffers = [whole[offset : offset + length] for offset, length in payload.spans]
     return pickle.loads(stream, buffers=buffers)
 
 

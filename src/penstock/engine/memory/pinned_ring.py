@@ -60,9 +60,9 @@ class PinnedRing(Ring):
         *,
         pinner: Pinner,
         max_held_bytes: int,
-        tell: Callable[[str], None] = lambda note: None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        super().__init__(file, max_held_bytes=max_held_bytes, tell=tell)
+        super().__init__(file, max_held_bytes=max_held_bytes, note=note)
         self._pinner = pinner
         self._returned: _ReturnQueue = _ReturnQueue()
         self._pinned: set[Slot] = set()

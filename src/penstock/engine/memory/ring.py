@@ -75,7 +75,7 @@ class Ring:
     Args:
         file: The shared file that the slots are cut from.
         max_held_bytes: How much memory the user may hold in views before deliveries become copies.
-        tell: Takes a note when memory is not to be had as usual.
+        note: Takes a note when memory is not to be had as usual.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Ring:
         file: SharedFile,
         *,
         max_held_bytes: int,
-        tell: Callable[[str], None] = lambda note: None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._file = file
-        self._tell = tell
+        self._note = note
         self._max_held_bytes = max_held_bytes
         self.needed_bytes = 0
         self._free: list[Slot] = []
@@ -167,7 +167,7 @@ class Ring:
         try:
             self._add_slots(capacity, count)
         except OSError as error:
-            self._tell(
+            self._note(
                 f"slots are made one at a time ({os.strerror(error.errno or 0)}): a limit on "
                 "address space, file size or open files (ulimit -v, -f, -n), or a full disk"
             )

@@ -120,14 +120,14 @@ class AutoProducer:
 
     def _next_timed(self, is_close: bool) -> tuple[Any, bool]:
         busy_s = _busy_s() if is_close else 0.0
-        start_s, place = time.perf_counter(), self._inline.place
+        start_s, num_before = time.perf_counter(), self._inline.num_taken
         try:
             batch, is_pinned = self._inline.next_batch()
         except StopIteration:
             self._conclude()
             raise
         end_s = time.perf_counter()
-        num_samples = max(1, self._inline.place - place)
+        num_samples = max(1, self._inline.num_taken - num_before)
         wall_s = max(end_s - start_s, 1e-9)
         self._num_batches += 1
         self._spent_s += wall_s
@@ -173,7 +173,9 @@ class AutoProducer:
             self._changes.undo()
             self._context.settings = self._answer
             self._worker_producer = WorkerProducer(self._context, self._pickled)
-            self._worker_producer.start_epoch(self._epoch._replace(place=self._inline.place))
+            self._worker_producer.start_epoch(
+                self._epoch._replace(num_taken=self._inline.num_taken)
+            )
 
     def _conclude(self) -> None:
         """The epoch ended before the question was settled: if the answer is no, it is final."""
@@ -208,8 +210,8 @@ class _TimedInlineProducer(InlineProducer):
             return super()._fetch(index)
         position, start_s, samples = self._advance(len(index)), 0.0, []
         get = getter(self._dataset)
-        for place, one in enumerate(index, position):
-            samples.append(call_user(get, one, place, self._randomness))
+        for at, one in enumerate(index, position):
+            samples.append(call_user(get, one, at, self._randomness))
             if len(samples) == GLANCE_FROM:
                 start_s = time.perf_counter()
             elif len(samples) == GLANCE_AT:

@@ -17,7 +17,7 @@ import psutil
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data import dataloader as torch_loader
 
-from penstock.device.transfer import DeviceTransfer
+from penstock.device.setup import DeviceSetup
 from penstock.engine.loading.collate import custom_collators
 from penstock.engine.memory.pinned_ring import PinnedRing, Pinner
 from penstock.engine.memory.ring import Ring
@@ -56,7 +56,7 @@ class LoaderParts:
     faults: Faults
     recorder: Recorder
     notes: dict[str, None]
-    transfer: DeviceTransfer
+    device_setup: DeviceSetup
     worker_entry: Callable[[str], Callable[..., Any]]
 
 
@@ -111,8 +111,8 @@ class LoadContext:
         """A ring of slots over ``file``, pinned where the loader asks for it."""
         held, note = max_held_bytes(), self.parts.notes.setdefault
         if self.pinner is None:
-            return Ring(file, max_held_bytes=held, tell=note)
-        return PinnedRing(file, pinner=self.pinner, max_held_bytes=held, tell=note)
+            return Ring(file, max_held_bytes=held, note=note)
+        return PinnedRing(file, pinner=self.pinner, max_held_bytes=held, note=note)
 
 
 class EpochPass(NamedTuple):
@@ -120,13 +120,13 @@ class EpochPass(NamedTuple):
 
     Args:
         indices: Batches of indices, or single ones without batching.
-        position_of: From a place in this stream to the position in the epoch; None: the same.
-        place: Samples of the stream that are over.
+        position_of: From a number of taken samples to the position in the epoch; None: the same.
+        num_taken: Samples of the stream that are over.
     """
 
     indices: Iterator[Any]
     position_of: Callable[[int], int] | None
-    place: int = 0
+    num_taken: int = 0
 
 
 class BatchProducer(Protocol):

@@ -16,12 +16,12 @@ from typing import Any
 
 from penstock.engine.loading.bad_samples import poison_among
 from penstock.engine.memory.messages import (
-    EPOCH_CELL,
+    PASS_CELL,
     Lease,
-    NewEpoch,
+    NewPass,
     Reply,
     WorkerTask,
-    trace_rings,
+    trace_buffers,
 )
 from penstock.engine.memory.ring import Ring, Slot
 from penstock.engine.parent.context import EpochPass, LoadContext
@@ -66,8 +66,8 @@ class Dispatcher:
         self._in_order = context.settings.in_order
         self._timeout_s = context.timeout_s
         self._num_workers = len(pool.processes)
-        self._worker_rings = self._recorder.add_pool(
-            trace_rings(cells, self._num_workers, task.ring_bytes)
+        self._worker_buffers = self._recorder.add_pool(
+            trace_buffers(cells, self._num_workers, task.trace_bytes)
         )
         self._depth = PrefetchDepth(context.settings.prefetch_factor, self._num_workers)
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
@@ -84,14 +84,14 @@ class Dispatcher:
         self._pending: dict[tuple[int, int], PendingBatch] = {}
         self._failure: BaseException | None = None
         self.is_closed = False
-        self.epoch = -1
+        self.pass_number = -1
         self._key_epoch = 0
         self._position_of: Callable[[int], int] | None = None
         self._indices: Iterator[Any] = iter(())
         self._begin()
 
     def _begin(self) -> None:
-        self._sent = self._next = self._place = 0
+        self._sent = self._next = self._num_taken = 0
         self._num_open = 0
         self._has_more = True
         self._sampler_error: BaseException | None = None
@@ -100,25 +100,25 @@ class Dispatcher:
     def start_epoch(self, epoch: EpochPass) -> None:
         """Begin to load an epoch; what an earlier one left under way is dropped.
 
-        The dispatcher counts its own epochs, also when one is begun again; randomness is computed
-        for the loader's epoch.
+        The dispatcher counts passes: an epoch that is begun again is another pass. Randomness is
+        computed for the loader's epoch.
         """
-        self.epoch += 1
-        self._recorder.begin_epoch(self._worker_rings, self.epoch)
+        self.pass_number += 1
+        self._recorder.begin_pass(self._worker_buffers, self.pass_number)
         self._key_epoch, self._position_of = self._epoch_state.key_epoch, epoch.position_of
-        self._cells[EPOCH_CELL] = self.epoch
+        self._cells[PASS_CELL] = self.pass_number
         for key in [key for key, pending in self._pending.items() if pending.is_done]:
             self.ring.give_back(self._pending.pop(key).slot)  # loaded, but nobody took it
         fresh, shared_seed = None, self._context.shared_seed
-        if shared_seed is not None and self.epoch > 0:
-            fresh = NewEpoch(self.epoch, shared_seed)
+        if shared_seed is not None and self.pass_number > 0:
+            fresh = NewPass(self.pass_number, shared_seed)
             for worker in range(self._num_workers):
                 self.pool.send(worker, [fresh])
-        self._restarts.begin(self.epoch, fresh)
+        self._restarts.begin(self.pass_number, fresh)
         self._indices = epoch.indices
         self._begin()
         self._lease_queue.begin(self._epoch_state.next_worker)
-        self._place = epoch.place
+        self._num_taken = epoch.num_taken
         self._lease()
 
     def next(self) -> Any:
@@ -138,8 +138,8 @@ class Dispatcher:
                     self._close_batch(pending)
                     self._lease()
                     self.num_empty += pending.kind == "empty"
-                    if pending.bad:
-                        self._faults.record(pending.bad)
+                    if pending.bad_samples:
+                        self._faults.record(pending.bad_samples)
                     continue
                 self._recorder.add_wait(started)
                 return self._deliver(pending)
@@ -197,12 +197,14 @@ class Dispatcher:
         if self._task.auto_collation and not hasattr(index, "__getitem__"):
             index = list(index)  # a set or an iterator: torch takes those too
         rows = len(index) if self._task.auto_collation else 1
-        position = self._place if self._position_of is None else self._position_of(self._place)
-        pending = PendingBatch(self.epoch, self._sent, index, position, rows, slot)
-        self._pending[pending.epoch, pending.number] = pending
+        position = (
+            self._num_taken if self._position_of is None else self._position_of(self._num_taken)
+        )
+        pending = PendingBatch(self.pass_number, self._sent, index, position, rows, slot)
+        self._pending[pending.pass_number, pending.number] = pending
         self._sent += 1
         self._num_open += 1
-        self._place += rows
+        self._num_taken += rows
         self._depth.open_batch(rows)
         return pending
 
@@ -223,7 +225,7 @@ class Dispatcher:
         part_of_it = pending.index if is_whole else pending.index[first:last]
         limit = None if self._in_order else self._depth.depth * self._depth.rows_per_batch
         lease = Lease(
-            pending.epoch,
+            pending.pass_number,
             pending.number,
             part,
             part_of_it,
@@ -238,7 +240,7 @@ class Dispatcher:
         )
         if self._faults.poison:
             indices = part_of_it if self._task.auto_collation else [part_of_it]
-            lease = lease._replace(bad=poison_among(self._faults.poison, indices))
+            lease = lease._replace(poison_rows=poison_among(self._faults.poison, indices))
         return self._lease_queue.give(lease, limit), lease
 
     # -- receiving -------------------------------------------------------------------------------
@@ -265,9 +267,9 @@ class Dispatcher:
                 self._take(worker, event)
             elif isinstance(event, WorkerExit):
                 self._replace(self._restarts.fault_of(worker, event))
-            elif event[0] == "note":
+            elif event[0] == "warning":
                 warn_user(event[1])
-            elif event[0] == "tell":
+            elif event[0] == "note":
                 self._notes.setdefault(event[1])
             else:
                 report: ErrorReport = event[1]
@@ -295,7 +297,7 @@ class Dispatcher:
         else:
             self._layouts[worker] = {}
             for lease in self._lease_queue.owed(worker):
-                if lease.epoch != self.epoch:
+                if lease.pass_number != self.pass_number:
                     self._take(worker, Reply(*lease.key, "dropped", None, 0, 0))
             self.pool.send(worker, [*messages, *self._lease_queue.owed(worker)])
 
@@ -305,7 +307,7 @@ class Dispatcher:
         raise error
 
     def _take(self, worker: int, reply: Reply) -> None:
-        pending = self._pending[reply.epoch, reply.batch]
+        pending = self._pending[reply.pass_number, reply.batch]
         first, last = pending.parts[reply.part]
         self._lease_queue.take_back(worker, reply.key)
         if self._task.is_iterable:
@@ -322,8 +324,8 @@ class Dispatcher:
             self._depth.note(reply.busy_ns, last - first)
         if not pending.is_complete:
             return
-        if pending.epoch != self.epoch:
-            self._pending.pop((pending.epoch, pending.number))
+        if pending.pass_number != self.pass_number:
+            self._pending.pop((pending.pass_number, pending.number))
             self.ring.give_back(pending.slot)
         elif pending.must_be_redone:
             self._redo(pending)
@@ -345,25 +347,25 @@ class Dispatcher:
 
     def _ready_batch(self) -> PendingBatch | None:
         if self._in_order:
-            pending = self._pending.get((self.epoch, self._next))
+            pending = self._pending.get((self.pass_number, self._next))
             return pending if pending is not None and pending.is_done else None
         for pending in self._pending.values():
-            if pending.is_done and pending.epoch == self.epoch:
+            if pending.is_done and pending.pass_number == self.pass_number:
                 return pending
         return None
 
-    def _close_batch(self, pending: PendingBatch, *, keep_slot: bool = False) -> None:
-        del self._pending[pending.epoch, pending.number]
+    def _close_batch(self, pending: PendingBatch, *, is_slot_lent: bool = False) -> None:
+        del self._pending[pending.pass_number, pending.number]
         self._num_open -= 1
         if self._in_order:
             self._next = max(self._next, pending.number + 1)
-        if not keep_slot:
+        if not is_slot_lent:
             self.ring.give_back(pending.slot)
 
     def _deliver(self, pending: PendingBatch) -> Any:
         try:
-            if pending.bad:
-                self._faults.record(pending.bad)
+            if pending.bad_samples:
+                self._faults.record(pending.bad_samples)
             if pending.error is not None:
                 raise rebuild(pending.error)
         except BaseException:
@@ -371,23 +373,23 @@ class Dispatcher:
             self._lease()
             raise
         self._recorder.record_delivery(
-            pending.epoch, pending.number, pending.rows, self._worker_rings, self._pending
+            pending.pass_number, pending.number, pending.rows, self._worker_buffers, self._pending
         )
         self.ring.has_lent_pinned = False
-        batch, keep_slot = pending.open(self.ring)
+        batch, is_slot_lent = pending.open(self.ring)
         state = pending.replies[0].state
         if state is not None:
             self._progress.note_stream(
                 pending.worker, state, (pending.worker + 1) % self._num_workers
             )
-        self._close_batch(pending, keep_slot=keep_slot)
+        self._close_batch(pending, is_slot_lent=is_slot_lent)
         self._lease()
         return batch
 
     def close(self) -> None:
         """Stop the workers and let go of the memory. Batches that the user holds stay valid."""
         self.pool.stop()
-        self._recorder.remove_pool(self._worker_rings)
+        self._recorder.remove_pool(self._worker_buffers)
         self._pending.clear()
         self._num_open, self._has_more = 0, False
         self.ring.close()

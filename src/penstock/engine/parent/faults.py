@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.engine.loading.bad_sample_file import BadSample, append, plain_index
-from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES, BadSampleRecord, OnError
+from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES, BadSampleReport, OnError
 from penstock.errors import TooManyBad
 from penstock.order.epoch_state import EpochState
 
@@ -83,7 +83,7 @@ class Faults:
         """A worker was replaced."""
         self.num_restarts += 1
 
-    def record(self, found: Iterable[BadSampleRecord]) -> None:
+    def record(self, found: Iterable[BadSampleReport]) -> None:
         """Count the bad samples of a batch that is about to be delivered.
 
         Raises:
@@ -103,7 +103,7 @@ class Faults:
             self._positions = before  # the batch is not delivered
             raise
 
-    def _add(self, one: BadSampleRecord, epoch: int) -> None:
+    def _add(self, one: BadSampleReport, epoch: int) -> None:
         key = plain_index(one.index)
         if one.index is None:  # of an iterable dataset
             key = f"the one at {one.position}"
@@ -131,7 +131,7 @@ class Faults:
                 log.warning("bad samples are not written to %s any more: %s", self.path, error)
                 self.path = None
 
-    def _check(self, last: BadSampleRecord) -> None:
+    def _check(self, last: BadSampleReport) -> None:
         if self.max_bad is None:
             return
         most: float = self.max_bad
@@ -155,10 +155,10 @@ class Faults:
             raise self._too_many(f"all samples of epoch {state.epoch} were bad")
 
     def _too_many(self, what: str) -> TooManyBad:
-        worst = self.samples[-3:]
+        last = self.samples[-3:]
         lines = "".join(
             f"\n  sample {one.index}{f' ({one.path})' if one.path else ''}: {one.error}"
-            for one in worst
+            for one in last
         )
         return TooManyBad(
             f"{what}; the last:{lines}",

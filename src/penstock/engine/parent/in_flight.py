@@ -21,7 +21,7 @@ from penstock.engine.pickling.exceptions import ErrorReport
 class PendingBatch:
     """One batch under way."""
 
-    epoch: int
+    pass_number: int
     number: int
     index: Any
     position: int
@@ -34,7 +34,7 @@ class PendingBatch:
     worker: int = -1
     """Who answered for the first part."""
     is_done: bool = False
-    bad: list[Any] = field(default_factory=list)
+    bad_samples: list[Any] = field(default_factory=list)
     """What was wrong with samples of it."""
     _has_error: bool = False
 
@@ -47,8 +47,9 @@ class PendingBatch:
             self.worker = worker
         if reply.kind == "error":
             self._has_error = True
-        if reply.bad:
-            self.bad = sorted([*self.bad, *reply.bad], key=lambda found: found.position)
+        if reply.bad_samples:
+            found = [*self.bad_samples, *reply.bad_samples]
+            self.bad_samples = sorted(found, key=lambda sample: sample.position)
 
     @property
     def is_complete(self) -> bool:
@@ -70,7 +71,8 @@ class PendingBatch:
 
     def make_whole(self) -> None:
         """Begin again, in one part."""
-        self.parts, self.replies, self.layouts, self.bad = [(0, self.rows)], {}, {}, []
+        self.parts, self.replies, self.layouts = [(0, self.rows)], {}, {}
+        self.bad_samples = []
 
     @property
     def error(self) -> ErrorReport | None:
@@ -153,8 +155,8 @@ def _open_payload(ring: Ring, slot: Slot, reply: Reply) -> tuple[Any, bool]:
     """What a collate_fn made; and whether its slot is in use from now on."""
     written: payload.PayloadLocation = reply.content
     if written.inline is not None:
-        return payload.read(written, None), reply.is_kept
-    root = _memory_of(ring, slot, written.num_bytes, is_kept=reply.is_kept)
+        return payload.read(written, None), reply.is_slot_lost
+    root = _memory_of(ring, slot, written.num_bytes, is_slot_lost=reply.is_slot_lost)
     return payload.read(written, root), True
 
 
@@ -172,7 +174,7 @@ def _open_fixed(
         contents: Of the "fixed" replies.
         parts: First and last row of each part.
     """
-    _, num_bytes = layout.places(rows)
+    _, num_bytes = layout.offsets(rows)
     counts = [content[2] for content in contents]
     filled = sum(counts)
     objects = contents[0][3]
@@ -189,7 +191,7 @@ def _close_gaps(
     memory: np.ndarray, layout: Any, rows: int, first_rows: list[int], counts: list[int]
 ) -> None:
     """Parts with samples left out move up, so that the rows that are there stand together."""
-    offsets, _ = layout.places(rows)
+    offsets, _ = layout.offsets(rows)
     for leaf, offset in zip(layout.leaves, offsets, strict=True):
         size, end = leaf.item_bytes, 0
         for first, count in zip(first_rows, counts, strict=True):
@@ -200,9 +202,9 @@ def _close_gaps(
             end += count
 
 
-def _memory_of(ring: Ring, slot: Slot, num_bytes: int, *, is_kept: bool = False) -> np.ndarray:
+def _memory_of(ring: Ring, slot: Slot, num_bytes: int, *, is_slot_lost: bool = False) -> np.ndarray:
     """The slot's bytes for a delivery: lent, or copied when the user holds many already."""
-    if is_kept:
+    if is_slot_lost:
         ring.drop(slot)
         return slot.view(num_bytes)
     if ring.is_crowded():

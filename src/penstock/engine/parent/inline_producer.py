@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.engine.loading import collate
-from penstock.engine.loading.bad_samples import BadSamplePolicy, Poison, poison_among
+from penstock.engine.loading.bad_samples import BadSamplePolicy, PoisonRows, poison_among
 from penstock.engine.loading.fetch import (
     EmptyBatch,
     EndOfStream,
@@ -102,10 +102,10 @@ class InlineProducer:
     def start_epoch(self, epoch: EpochPass) -> None:
         self._dataset = self._context.dataset
         self._indices, self._position_at = epoch.indices, epoch.position_of
-        self.place = epoch.place
+        self.num_taken = epoch.num_taken
         """Samples of the epoch that were loaded."""
         self._num_batches = 0
-        self._context.parts.recorder.begin_epoch(None, 0)
+        self._context.parts.recorder.begin_pass(None, 0)
         if self._randomness is not None:
             assert self._collate_randomness is not None
             self._randomness.begin(self._epoch_state.key_epoch)
@@ -123,8 +123,8 @@ class InlineProducer:
 
     def _advance(self, num_samples: int) -> int:
         """The position of the next samples, which are taken now."""
-        place, self.place = self.place, self.place + num_samples
-        self._position = place if self._position_at is None else self._position_at(place)
+        first, self.num_taken = self.num_taken, self.num_taken + num_samples
+        self._position = first if self._position_at is None else self._position_at(first)
         return self._position
 
     def is_ready(self) -> bool:
@@ -137,7 +137,7 @@ class InlineProducer:
             index = next(self._indices)
             if self._ring is not None:
                 self._ring.has_lent_pinned = False
-            start_ns, cpu_ns, place = now_ns(), time.thread_time_ns(), self.place
+            start_ns, cpu_ns, num_before = now_ns(), time.thread_time_ns(), self.num_taken
             try:
                 batch = self._load_somehow(index)
             except EndOfStream:
@@ -151,7 +151,7 @@ class InlineProducer:
             except NoSubstitute:
                 self._record_bad()
                 raise
-            num_loaded, number = self.place - place, self._num_batches
+            num_loaded, number = self.num_taken - num_before, self._num_batches
             self._num_batches += 1
             self._context.parts.recorder.record_inline_load(start_ns, cpu_ns, num_loaded, number)
             self._record_bad()
@@ -159,16 +159,16 @@ class InlineProducer:
 
     def _load_somehow(self, index: Any) -> Any:
         """As usual; one sample at a time if one of them is bad, or known to be poison."""
-        bad_policy, place = self._bad_policy, self.place
+        bad_policy, num_before = self._bad_policy, self.num_taken
         if bad_policy is None or self._stream is not None:
             return self._load(index)
-        poison = poison_among(self._faults.poison, index if self._auto_collation else [index])
-        if not poison:
+        poison_rows = poison_among(self._faults.poison, index if self._auto_collation else [index])
+        if not poison_rows:
             try:
                 return self._load(index)
             except Exception:
-                self.place = place
-        return self._load_carefully(index, bad_policy, poison)
+                self.num_taken = num_before
+        return self._load_carefully(index, bad_policy, poison_rows)
 
     def _record_bad(self) -> None:
         if self._bad_policy is not None and self._bad_policy.found:
@@ -179,11 +179,11 @@ class InlineProducer:
         if self._gatherer is not None and self._ring is not None:
             with suppress(LayoutError):  # slices as indices, say: the usual way
                 batch = self._gatherer.gather(index, self._ring)
-                self.place += len(index)
+                self.num_taken += len(index)
                 return batch
         if self._stream is not None:
-            samples = self._stream.fetch(index, self.place)
-            self.place += len(index) if self._auto_collation else 1
+            samples = self._stream.fetch(index, self.num_taken)
+            self.num_taken += len(index) if self._auto_collation else 1
         elif self._randomness is not None and self._randomness.is_unseeded and self._is_plain:
             position = self._advance(len(index))
             samples = self._randomness.call_many_preserved(getter(self._dataset), index, position)
@@ -203,7 +203,9 @@ class InlineProducer:
             return collate.default_collate(samples, indices)
         return self._collate_fn(samples)
 
-    def _load_carefully(self, index: Any, bad_policy: BadSamplePolicy, poison: Poison) -> Any:
+    def _load_carefully(
+        self, index: Any, bad_policy: BadSamplePolicy, poison_rows: PoisonRows
+    ) -> Any:
         """One sample at a time, in spite of bad ones."""
         get = one_getter(self._dataset)
         indices = list(index) if self._auto_collation else [index]
@@ -216,7 +218,7 @@ class InlineProducer:
                 return call_user(function, one, position, self._randomness)
 
             samples = bad_policy.samples(
-                call, get, placed, self._epoch_state.key_epoch, indices, poison
+                call, get, placed, self._epoch_state.key_epoch, indices, poison_rows
             )
             if not samples:
                 raise EmptyBatch

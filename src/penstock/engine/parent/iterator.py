@@ -46,9 +46,9 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         self._loader = weakref.ref(loader)
         self._parts = parts
         self._base_seed = parts.epoch_state.settle_base(self._base_seed)
-        recorder, transfer = parts.recorder, parts.transfer
-        self._watch = transfer.make_watch(recorder)
-        self._prefetcher = transfer.make_prefetcher(self._watch)
+        recorder, device_setup = parts.recorder, parts.device_setup
+        self._watch = device_setup.make_watch(recorder)
+        self._prefetcher = device_setup.make_prefetcher(self._watch)
         self._returned_ns = 0
         self._lost: DeviceFailed | None = None
         self._progress = Progress(parts.epoch_state, is_deferred=self._prefetcher is not None)
@@ -57,7 +57,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             settings=settings,
             parts=parts,
             progress=self._progress,
-            pinner=transfer.pinner,
+            pinner=device_setup.pinner,
             dataset=self._dataset,
             collate_fn=self._collate_fn,
             worker_init_fn=loader.worker_init_fn,

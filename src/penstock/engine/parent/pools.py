@@ -17,7 +17,7 @@ from penstock.engine.parent.launcher import Process
 GRACE_S = 0.5
 """How long a worker may take to finish its present sample when it is told to stop."""
 EXIT_CODE_WAIT_S = 2.0
-SMALL_RING_BYTES = 64 << 10
+SMALL_TRACE_BYTES = 64 << 10
 """Of a worker's notes, where shared memory lies on a disk."""
 
 
@@ -44,23 +44,23 @@ class Pool(Protocol):
     def stop(self) -> None: ...
 
 
-def control_cells(memory: SharedFile, num_workers: int, ring_bytes: int) -> tuple[memoryview, int]:
-    """The control page and the rings as 64-bit cells, and how large a ring could be.
+def control_cells(memory: SharedFile, num_workers: int, trace_bytes: int) -> tuple[memoryview, int]:
+    """The control page and the trace buffers as 64-bit cells, and how large a buffer could be.
 
     They are the first piece of the shared file. Where memory is short, nothing is noted.
     """
     if not memory.is_sparse:  # it is a disk's, and really taken
-        ring_bytes = min(ring_bytes, SMALL_RING_BYTES)
+        trace_bytes = min(trace_bytes, SMALL_TRACE_BYTES)
     try:
-        offset = memory.grow(control_bytes(num_workers, ring_bytes))
+        offset = memory.grow(control_bytes(num_workers, trace_bytes))
     except OSError:
-        ring_bytes = 0
+        trace_bytes = 0
         offset = memory.grow(CONTROL_BYTES)
     assert offset == 0
-    cells = memoryview(memory.map(0, control_bytes(num_workers, ring_bytes))).cast("q")
+    cells = memoryview(memory.map(0, control_bytes(num_workers, trace_bytes))).cast("q")
     for cell in range(CONTROL_BYTES // 8):
         cells[cell] = NOTHING
-    return cells, ring_bytes
+    return cells, trace_bytes
 
 
 living_pools: weakref.WeakSet[Any] = weakref.WeakSet()

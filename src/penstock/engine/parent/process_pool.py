@@ -21,8 +21,8 @@ import cloudpickle
 
 from penstock.engine.memory.messages import (
     CELLS_PER_WORKER,
-    EPOCH_CELL,
     NOTHING,
+    PASS_CELL,
     STACK_FD,
     STOP,
     Lease,
@@ -61,7 +61,7 @@ class ProcessPool:
         except BaseException:
             self.stop()
             raise
-        self._switchboard = ChannelPoller(self._channels)
+        self._poller = ChannelPoller(self._channels)
         living_pools.add(self)
 
     def send(self, worker: int, leases: list[Any]) -> None:
@@ -85,13 +85,13 @@ class ProcessPool:
 
     def _receive(self, timeout_s: float) -> list[tuple[int, Any]]:
         events: list[tuple[int, Any]] = []
-        for worker in self._switchboard.wait(timeout_s):
+        for worker in self._poller.wait(timeout_s):
             channel = self._channels[worker]
             if self._launcher.waiting:
                 self._launcher.start_next()
             events += [(worker, pickle.loads(frame)) for frame in channel.read()]
             if not channel.is_open and not self._is_stopped:
-                self._switchboard.forget(worker)
+                self._poller.forget(worker)
                 events.append((worker, self._exit_of(worker)))
         return events or self._find_deaths()
 
@@ -125,14 +125,14 @@ class ProcessPool:
                 likely="it waits in the kernel for a disk or a network share that does not answer.",
                 remedy="look at the storage; `cat /proc/PID/stack` as root says where it waits",
             )
-        self._switchboard.forget(worker)
+        self._poller.forget(worker)
         self._channels[worker].close()
         first = position_cell(worker)
         for cell in range(first, first + CELLS_PER_WORKER):
             self._cells[cell] = NOTHING
         self.processes[worker], pipe = self._launcher.start(worker, at_once=True)
         self._channels[worker] = make_channel(pipe)
-        self._switchboard.watch(worker)
+        self._poller.watch(worker)
 
     def stack_of(self, worker: int) -> str:
         """Where a worker stands, as text."""
@@ -145,7 +145,7 @@ class ProcessPool:
         if self._is_stopped or self._owner != os.getpid():
             return
         self._is_stopped = True
-        self._cells[EPOCH_CELL] = STOP
+        self._cells[PASS_CELL] = STOP
         for channel in self._channels:
             # Words as well as hanging up: a forked sibling may hold our end open.
             channel.send(dump_leases(None))

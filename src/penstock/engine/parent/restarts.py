@@ -24,7 +24,7 @@ from penstock.engine.memory.messages import (
     NUM_SAMPLES,
     PEAK_KB,
     SINCE,
-    NewEpoch,
+    NewPass,
     Reply,
     ResumeStream,
     WorkerTask,
@@ -91,21 +91,21 @@ class WorkerRestarts:
         self._states: list[Any] = [None] * len(pool.processes)
         self.has_news = False
         """Has any worker answered since the last look?"""
-        self._epoch = NOTHING
-        self._fresh: NewEpoch | None = None
+        self._pass_number = NOTHING
+        self._fresh: NewPass | None = None
         self._excused_ns = self._looked_ns = self._heard_ns = time.monotonic_ns()
         self._started_ns = [self._heard_ns] * len(pool.processes)
 
-    def begin(self, epoch: int, fresh: NewEpoch | None) -> None:
-        """An epoch begins. ``fresh``: what its workers were told first."""
-        self._epoch, self._fresh = epoch, fresh
+    def begin(self, pass_number: int, fresh: NewPass | None) -> None:
+        """A pass begins. ``fresh``: what its workers were told first."""
+        self._pass_number, self._fresh = pass_number, fresh
         self._answers = [0] * len(self._answers)
         self._states = [None] * len(self._states)
         self._policy.forget_strikes()
 
     def note_reply(self, worker: int, reply: Reply) -> None:
         """A worker has answered."""
-        if reply.epoch == self._epoch and self._task.is_iterable:
+        if reply.pass_number == self._pass_number and self._task.is_iterable:
             self._answers[worker] += 1
             self._states[worker] = reply.state
 
@@ -113,16 +113,16 @@ class WorkerRestarts:
 
     def index_at(self, worker: int) -> Any:
         """What a worker is loading: an index, a list of them (``__getitems__``), or None."""
-        return self._place(worker)[1]
+        return self._current_sample(worker)[1]
 
-    def _place(self, worker: int) -> tuple[int | None, Any]:
+    def _current_sample(self, worker: int) -> tuple[int | None, Any]:
         """The position that a worker is at, and the index there."""
         cell = position_cell(worker)
         position, num_samples = self._cells[cell], self._cells[cell + NUM_SAMPLES]
         for lease in self._lease_queue.owed(worker)[:1]:
             row = position - lease.position
             is_there = position != NOTHING and 0 <= row < lease.num_samples
-            if not is_there or lease.epoch != self._epoch:
+            if not is_there or lease.pass_number != self._pass_number:
                 continue
             if not self._task.auto_collation:
                 return position, lease.index
@@ -132,11 +132,11 @@ class WorkerRestarts:
 
     def _suspect(self, worker: int, how: str) -> Hashable | None:
         owed = self._lease_queue.owed(worker)
-        if not owed or owed[0].epoch != self._epoch:
+        if not owed or owed[0].pass_number != self._pass_number:
             return None
         if how == "silent":
             return how, owed[0].key
-        position, index = self._place(worker)
+        position, index = self._current_sample(worker)
         if position is not None:
             return "samples" if isinstance(index, list) else "sample", position
         is_at_work = self._cells[position_cell(worker) + IS_IDLE] == 0
@@ -206,7 +206,7 @@ class WorkerRestarts:
         return (time.monotonic_ns() - max(self._started_ns[worker], self._excused_ns)) * 1e-9
 
     def _fault(self, worker: int, *, how: str, seconds: float) -> WorkerFault:
-        position, index = self._place(worker)
+        position, index = self._current_sample(worker)
         return WorkerFault(
             worker=worker,
             pid=self._pool.processes[worker].pid,
@@ -222,7 +222,7 @@ class WorkerRestarts:
         """What is known about a worker whose process ended."""
         counted = OomCount.now()
         kills, self._oom = counted.since(self._oom), counted
-        position, index = self._place(worker)
+        position, index = self._current_sample(worker)
         return WorkerFault(
             worker=worker,
             pid=exit.pid,
@@ -240,7 +240,7 @@ class WorkerRestarts:
 
     # -- acting ----------------------------------------------------------------------------------
 
-    def replace(self, fault: WorkerFault) -> list[NewEpoch | ResumeStream]:
+    def replace(self, fault: WorkerFault) -> list[NewPass | ResumeStream]:
         """Start another worker in the place of the lost one.
 
         Returns what the new one must hear before the leases that the old one owed; a lease with a
@@ -253,19 +253,19 @@ class WorkerRestarts:
         if not self._pool.can_replace:
             raise describe_crash(fault, RestartDecision.HELPLESS)
         was_ready = fault.is_orphaned or self._cells[position_cell(worker) + IS_IDLE] != NOTHING
-        verdict = self._policy.judge(worker, fault.suspect, was_ready=was_ready)
-        if verdict is RestartDecision.POISON and fault.how == "silent":
+        decision = self._policy.judge(worker, fault.suspect, was_ready=was_ready)
+        if decision is RestartDecision.POISON and fault.how == "silent":
             raise self._stuck(f"worker {worker} has work and does not take it")
-        is_skipped = verdict is RestartDecision.POISON and self._may_skip(worker, position)
-        if verdict is not RestartDecision.RETRY and not is_skipped:
-            raise describe_crash(fault, verdict, self._policy)
+        is_skipped = decision is RestartDecision.POISON and self._may_skip(worker, position)
+        if decision is not RestartDecision.RETRY and not is_skipped:
+            raise describe_crash(fault, decision, self._policy)
         if fault.is_orphaned:
             log.warning("worker %d (pid %s) ended with its fork server", worker, fault.pid)
         else:
-            said = describe_crash(fault, verdict, self._policy)
+            said = describe_crash(fault, decision, self._policy)
             log.warning("%s%s", said.what, f"\n  Likely: {said.likely}" if said.likely else "")
         if position is not None and is_skipped:
-            self._skip_sample(worker, fault.index, position, describe_crash(fault, verdict, None))
+            self._skip_sample(worker, fault.index, position, describe_crash(fault, decision, None))
         self._start(worker)
         self._faults.count_restart()
         return self._first_messages(worker)
@@ -287,7 +287,7 @@ class WorkerRestarts:
         if position is None or not self._faults.is_tolerant:
             return False
         lease = self._lease_queue.owed(worker)[0]
-        num_before = sum(lease.position + row == position for row, _ in lease.bad)
+        num_before = sum(lease.position + row == position for row, _ in lease.poison_rows)
         return num_before <= self._faults.num_substitutes
 
     def _skip_sample(self, worker: int, index: Any, position: int, error: Exception) -> None:
@@ -296,15 +296,17 @@ class WorkerRestarts:
             lease = lease._replace(is_suspect=True)
         else:
             self._faults.add_poison(index, error)
-            lease = lease._replace(bad=(*lease.bad, (position - lease.position, error)))
+            lease = lease._replace(
+                poison_rows=(*lease.poison_rows, (position - lease.position, error))
+            )
         self._lease_queue.amend(worker, lease)
 
-    def _first_messages(self, worker: int) -> list[NewEpoch | ResumeStream]:
-        messages: list[NewEpoch | ResumeStream] = [] if self._fresh is None else [self._fresh]
-        if self._task.is_iterable and (self._answers[worker] or self._epoch):
+    def _first_messages(self, worker: int) -> list[NewPass | ResumeStream]:
+        messages: list[NewPass | ResumeStream] = [] if self._fresh is None else [self._fresh]
+        if self._task.is_iterable and (self._answers[worker] or self._pass_number):
             state, num_batches = self._states[worker], self._answers[worker]
             messages.append(
-                ResumeStream(self._epoch, state, 0 if state is not None else num_batches)
+                ResumeStream(self._pass_number, state, 0 if state is not None else num_batches)
             )
         return messages
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.engine.loading.generator_lock import GeneratorLock
-from penstock.engine.memory.messages import EPOCH_CELL, STOP, ParentMessage, WorkerTask
+from penstock.engine.memory.messages import PASS_CELL, STOP, ParentMessage, WorkerTask
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent.launcher import Process
 from penstock.engine.parent.pools import GRACE_S, living_pools
@@ -101,7 +101,7 @@ class ThreadPool:
         return stack_of_thread(self.processes[worker].ident)  # type: ignore[attr-defined]
 
     def stop(self) -> None:
-        self._cells[EPOCH_CELL] = STOP
+        self._cells[PASS_CELL] = STOP
         for leases in self._leases:
             leases.put(None)
         limit = time.monotonic() + GRACE_S

@@ -52,7 +52,7 @@ class WorkerProducer:
         memory = SharedFile.create()
         if memory.note:
             context.note(memory.note)
-        cells, ring_bytes = control_cells(memory, settings.num_workers, recorder.ring_bytes)
+        cells, trace_bytes = control_cells(memory, settings.num_workers, recorder.trace_bytes)
         task = WorkerTask(
             is_iterable=context.is_iterable,
             auto_collation=context.auto_collation,
@@ -63,7 +63,7 @@ class WorkerProducer:
             has_limit=context.parts.faults.sample_timeout_s is not None,
             num_indices=context.parts.faults.num_indices,
             obeys_init_seed=settings.keeps_init_seed,
-            ring_bytes=ring_bytes,
+            trace_bytes=trace_bytes,
             traces_samples=recorder.traces_samples,
             traces_steps=recorder.traces_steps,
         )

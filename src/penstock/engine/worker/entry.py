@@ -64,7 +64,7 @@ def run_forked_worker(
     main.quiet_signals()
     main.watch_parent(parent)
     torch.set_num_threads(1)
-    cells = memoryview(memory.map(0, control_bytes(num_workers, task.ring_bytes))).cast("q")
+    cells = memoryview(memory.map(0, control_bytes(num_workers, task.trace_bytes))).cast("q")
     cells[position_cell(number) + STACK_FD] = offer_stack()
     slot_collate.install_slot_collate()
     payload.prefer_references()

@@ -3,7 +3,7 @@
     Connection (where leases come from and replies go: a pipe, or a queue between threads)
       -> WorkerLoop.run(): for each lease, dataset[i] per row -> slot -> Reply
 
-The same class runs in worker processes and in worker threads; only the desk differs.
+The same class runs in worker processes and in worker threads; only the connection differs.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from penstock.engine.memory.batch_layout import Layout, LayoutError
 from penstock.engine.memory.messages import (
     NOTHING,
     Lease,
-    NewEpoch,
+    NewPass,
     Reply,
     ResumeStream,
     WorkerTask,
-    trace_rings,
+    trace_buffers,
 )
 from penstock.engine.pickling.exceptions import describe
-from penstock.engine.worker.parent_link import Connection, EpochOver, WorkerStatus
+from penstock.engine.worker.parent_link import Connection, PassOver, WorkerStatus
 from penstock.order.dataset_generators import DatasetGenerators, FoundGenerator
 from penstock.order.epoch_state import own_state_of
 from penstock.order.keys import COLLATE_STREAM
@@ -53,7 +53,7 @@ from penstock.trace.record import now_ns
 from penstock.trace.worker_recorder import WorkerRecorder
 
 Loaded = tuple[str, Any, int, bool]
-"""Kind and content of a reply, the bytes that the batch needs, and whether the slot is kept."""
+"""Kind and content of a reply, the bytes that the batch needs, and whether the slot is lost."""
 
 _ALONE_NOTE = (
     "samples draw from the global generators, which threads share: they are loaded one at a time. "
@@ -86,9 +86,9 @@ class WorkerLoop:
         self._collate = objects["collate_fn"]
         self._connection = connection
         self._status = WorkerStatus(cells, number, has_limit=task.has_limit)
-        rings = trace_rings(cells, number + 1, task.ring_bytes)
+        buffers = trace_buffers(cells, number + 1, task.trace_bytes)
         self._recorder = WorkerRecorder(
-            rings[number] if rings else None,
+            buffers[number] if buffers else None,
             traces_samples=task.traces_samples,
             traces_steps=task.traces_steps,
             is_thread=is_thread,
@@ -101,13 +101,13 @@ class WorkerLoop:
         self._own_state = objects.get("streams", {}).get(number)
         self._num_again = 0
         self._stream: Stream | None = None
-        self._stream_epoch = NOTHING
+        self._stream_pass = NOTHING
         self._layouts: dict[Any, int] = {}
         self._init_error: BaseException | None = objects.get("init_error")
         self._keeps_torch_seed = bool(objects.get("keeps_torch_seed"))
         self._randomness: SampleRandomness | None = None
         self._collate_randomness: SampleRandomness | None = None
-        self._randomness_epoch = NOTHING
+        self._randomness_pass = NOTHING
         self._own: list[FoundGenerator] = []
         if task.per_sample:
             with_torch = not self._keeps_torch_seed
@@ -143,10 +143,12 @@ class WorkerLoop:
         """Serve until the parent says stop or is gone."""
         self._recorder.enter()
         if self._keeps_torch_seed and self._task.per_sample and self._number == 0:
-            self._connection.put(("note", _SEED_NOTE))
+            self._connection.put(("warning", _SEED_NOTE))
         for one in self._own if self._number == 0 else ():
             if not one.can_be_set:
-                self._connection.put(("note", f"{one}: its draws depend on who loads the sample"))
+                self._connection.put(
+                    ("warning", f"{one}: its draws depend on who loads the sample")
+                )
         while True:
             self._status.show_idle(True)
             leases = self._connection.get()
@@ -154,7 +156,7 @@ class WorkerLoop:
             if leases is None:
                 return
             for lease in leases:
-                if isinstance(lease, NewEpoch):
+                if isinstance(lease, NewPass):
                     self._set_dataset(seed_pipes(self._dataset, lease.shared_seed))
                 elif isinstance(lease, ResumeStream):
                     self._own_state, self._num_again = lease.state, lease.num_batches
@@ -163,15 +165,15 @@ class WorkerLoop:
 
     def _serve(self, lease: Lease) -> Reply:
         self._recorder.begin(lease)
-        needed_bytes, is_kept = 0, False
+        needed_bytes, is_slot_lost = 0, False
         try:
             if self._init_error is not None:
                 error, self._init_error = self._init_error, None
                 raise error
             if self._bad_policy is not None:
                 self._bad_policy.found = []
-            kind, content, needed_bytes, is_kept = self._load(lease)
-        except EpochOver:
+            kind, content, needed_bytes, is_slot_lost = self._load(lease)
+        except PassOver:
             kind, content = "dropped", None
         except EmptyBatch:
             kind, content = "empty", None
@@ -184,18 +186,20 @@ class WorkerLoop:
         is_loaded = kind not in ("dropped", "empty", "end", "error")
         busy_ns = self._recorder.end(is_loaded=is_loaded)
         state = own_state_of(self._dataset) if self._task.is_iterable and kind != "error" else None
-        bad = tuple(self._bad_policy.found) if self._bad_policy is not None else ()
-        return Reply(*lease[:3], kind, content, needed_bytes, busy_ns, is_kept, state, bad)
+        bad_samples = tuple(self._bad_policy.found) if self._bad_policy is not None else ()
+        return Reply(
+            *lease[:3], kind, content, needed_bytes, busy_ns, is_slot_lost, state, bad_samples
+        )
 
     def _load(self, lease: Lease) -> Loaded:
-        if (lease.bad or lease.is_suspect) and self._bad_policy is not None:
+        if (lease.poison_rows or lease.is_suspect) and self._bad_policy is not None:
             return self._load_carefully(lease, self._bad_policy)
         try:
             try:
                 return self._load_once(lease)
             except UnexpectedDraw:
                 return self._load_once(lease)
-        except (EpochOver, EndOfStream, EmptyBatch):
+        except (PassOver, EndOfStream, EmptyBatch):
             raise
         except Exception:
             if self._bad_policy is None or self._task.is_iterable:
@@ -207,7 +211,7 @@ class WorkerLoop:
         """One sample at a time, in spite of bad ones."""
         if bad_policy.needs_whole_batch and not lease.is_whole:
             return "odd", None, 0, False
-        self._status.check_epoch(lease.epoch)
+        self._status.check_pass(lease.pass_number)
         self._begin_randomness(lease)
         get = one_getter(self._dataset)
 
@@ -219,7 +223,9 @@ class WorkerLoop:
 
         index = lease.index if self._task.auto_collation else [lease.index]
         placed = self._walk(lease)
-        samples = bad_policy.samples(call, get, placed, lease.key_epoch, list(index), lease.bad)
+        samples = bad_policy.samples(
+            call, get, placed, lease.key_epoch, list(index), lease.poison_rows
+        )
         if not samples:
             if not lease.is_whole:
                 return "odd", None, 0, False
@@ -229,10 +235,10 @@ class WorkerLoop:
         return self._collate_freely(lease, samples if self._task.auto_collation else samples[0])
 
     def _load_once(self, lease: Lease) -> Loaded:
-        self._status.check_epoch(lease.epoch)
+        self._status.check_pass(lease.pass_number)
         if self._gatherer is not None:
             slot = self._slot(lease)
-            _, num_bytes = self._gatherer.layout.places(lease.rows)
+            _, num_bytes = self._gatherer.layout.offsets(lease.rows)
             if num_bytes <= slot.nbytes:
                 with suppress(LayoutError):  # slices as indices, say: the usual way
                     self._gatherer.fill(lease.index, slot, lease.rows, lease.first_row)
@@ -250,7 +256,7 @@ class WorkerLoop:
         """An iterator over samples, or (without batching) the one sample."""
         task = self._task
         if task.is_iterable:
-            if self._stream_epoch != lease.epoch or self._stream is None:
+            if self._stream_pass != lease.pass_number or self._stream is None:
                 with self._guard():
                     if self._own_state is not None:  # resumed: it goes on by itself
                         self._dataset.load_state_dict(self._own_state)
@@ -263,7 +269,7 @@ class WorkerLoop:
                         if self._bad_policy is not None
                         else None,
                     )
-                    self._stream_epoch = lease.epoch
+                    self._stream_pass = lease.pass_number
                     self._take_again(self._stream, lease.index)
             self._status.show_no_sample(runs_user_code=True)
             with self._guard():
@@ -292,10 +298,10 @@ class WorkerLoop:
     def _begin_randomness(self, lease: Lease) -> None:
         if self._randomness is None or self._collate_randomness is None:
             return
-        if self._randomness_epoch != lease.epoch:
+        if self._randomness_pass != lease.pass_number:
             self._randomness.begin(lease.key_epoch)
             self._collate_randomness.begin(lease.key_epoch)
-            self._randomness_epoch = lease.epoch
+            self._randomness_pass = lease.pass_number
         # Threads share the generators: another may draw. GeneratorLock.exclusive puts them
         # back.
         is_used = self._generator_lock is None and self._collate_randomness.needs_seeding
@@ -307,10 +313,10 @@ class WorkerLoop:
         if generator_lock is not None and randomness is not None and randomness.is_unseeded:
             self._status.show_waiting(True)
             with generator_lock.shared():
-                samples = list(self._silently(lease, get, randomness))
+                samples = list(self._load_unseeded(lease, get, randomness))
             yield from samples
         elif generator_lock is not None:
-            self._tell_alone()
+            self._note_exclusive()
             for position, index in self._walk(lease):
                 with self._alone():
                     if randomness is not None:
@@ -320,7 +326,7 @@ class WorkerLoop:
         elif randomness is None:
             yield from (get(index) for _, index in self._walk(lease))
         elif randomness.is_unseeded:
-            yield from self._silently(lease, get, randomness)
+            yield from self._load_unseeded(lease, get, randomness)
         else:
             for position, index in self._walk(lease):
                 yield randomness.call(get, index, position)
@@ -334,20 +340,20 @@ class WorkerLoop:
             self._status.show_waiting(False)
             yield
 
-    def _tell_alone(self) -> None:
+    def _note_exclusive(self) -> None:
         if self._randomness is not None and self._randomness.has_drawn:
-            self._connection.put(("tell", _ALONE_NOTE))
+            self._connection.put(("note", _ALONE_NOTE))
 
     def _walk(self, lease: Lease) -> Iterator[tuple[int, Any]]:
         """Positions and indices of a lease, each noted where the parent sees it."""
         indices = lease.index if self._task.auto_collation else [lease.index]
-        return self._status.walk(indices, lease.position, lease.epoch)
+        return self._status.walk(indices, lease.position, lease.pass_number)
 
-    def _silently(self, lease: Lease, get: Any, randomness: SampleRandomness) -> Iterator[Any]:
+    def _load_unseeded(self, lease: Lease, get: Any, randomness: SampleRandomness) -> Iterator[Any]:
         randomness.begin_unseeded(is_shared=self._generator_lock is not None)
         try:
             yield from randomness.unseeded_samples(get, self._walk(lease))
-        except EpochOver:
+        except PassOver:
             raise
         except Exception:
             randomness.end_unseeded()  # an error may be another with the sample's own randomness
@@ -396,7 +402,7 @@ class WorkerLoop:
         is_new = number is None
         if number is None:
             number = self._layouts[layout] = len(self._layouts)
-        _, num_bytes = layout.places(lease.rows)
+        _, num_bytes = layout.offsets(lease.rows)
         content = (number, layout if is_new else None, num_filled, objects)
         return "fixed", content, num_bytes, False
 

@@ -60,7 +60,7 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
     torch.set_num_threads(1)
     keep_opencv_single()
     memory = SharedFile.attach(assignment.memory)
-    num_bytes = control_bytes(assignment.num_workers, assignment.task.ring_bytes)
+    num_bytes = control_bytes(assignment.num_workers, assignment.task.trace_bytes)
     cells = memoryview(memory.map(0, num_bytes)).cast("q")
     cells[position_cell(assignment.worker) + STACK_FD] = offer_stack()
     objects = unpickle_objects(assignment.objects, fds)

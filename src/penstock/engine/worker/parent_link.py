@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 from penstock.engine.memory import payload
 from penstock.engine.memory.messages import (
-    EPOCH_CELL,
     IS_IDLE,
     NOTHING,
     NUM_SAMPLES,
+    PASS_CELL,
     PEAK_KB,
     SINCE,
     STACK_SIGNAL,
@@ -33,8 +33,8 @@ from penstock.engine.memory.shared_file import SharedFile
 from penstock.machine.host import peak_kb
 
 
-class EpochOver(Exception):
-    """Nobody waits for this epoch's samples any more."""
+class PassOver(Exception):
+    """The parent has begun another pass: nothing of this one is needed any more."""
 
 
 class WorkerStatus:
@@ -87,23 +87,23 @@ class WorkerStatus:
         """What is being loaded now; None: no sample."""
         return self._index if self._cells[self._cell] != NOTHING else None
 
-    def check_epoch(self, epoch: int) -> None:
-        """Raise EpochOver unless this is still the epoch that counts."""
-        if self._cells[EPOCH_CELL] != epoch:
-            raise EpochOver
+    def check_pass(self, pass_number: int) -> None:
+        """Raise PassOver unless this is still the pass that counts."""
+        if self._cells[PASS_CELL] != pass_number:
+            raise PassOver
 
-    def walk(self, indices: Any, position: int, epoch: int) -> Iterator[tuple[int, Any]]:
+    def walk(self, indices: Any, position: int, pass_number: int) -> Iterator[tuple[int, Any]]:
         """Positions and indices one by one, each shown; ``position`` is the first one's."""
         cells, cell, has_limit = self._cells, self._cell, self._has_limit
         cells[cell + NUM_SAMPLES] = 1
-        for place, index in enumerate(indices, position):
-            if cells[EPOCH_CELL] != epoch:
-                raise EpochOver
-            cells[cell] = place
+        for current, index in enumerate(indices, position):
+            if cells[PASS_CELL] != pass_number:
+                raise PassOver
+            cells[cell] = current
             if has_limit:
                 cells[cell + SINCE] = time.monotonic_ns()
             self._index = index
-            yield place, index
+            yield current, index
 
 
 def offer_stack() -> int:
@@ -175,7 +175,7 @@ class PipeConnection(_MappedSlots):
 
 
 class QueueConnection(_MappedSlots):
-    """A worker thread's desk."""
+    """A worker thread's queues from and to the parent."""
 
     def __init__(
         self,

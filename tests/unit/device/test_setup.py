@@ -9,7 +9,7 @@ import torch
 
 import pretend_gpu
 from penstock import DataLoader, to_device
-from penstock.device.transfer import resolve
+from penstock.device.setup import resolve
 from penstock.errors import BadArgument, NoSuchDevice
 from penstock.options import check_device, check_prefetch
 
@@ -103,7 +103,7 @@ def test_who_pins_and_for_which_gpu(
     arguments: dict[str, Any], index: Any, is_fenced: bool | None
 ) -> None:
     with pretend_gpu.pretended("cuda") as gpu:
-        pinner = DataLoader(range(4), **arguments)._parts().transfer.pinner
+        pinner = DataLoader(range(4), **arguments)._parts().device_setup.pinner
         found = ("nobody", None) if pinner is None else (pinner._index, pinner._is_fenced)
         assert found == (index, is_fenced)
         assert gpu.calls == [], "no GPU is opened for that"

@@ -1,6 +1,6 @@
-"""Where the batches of a loader go: pinned slots, copies ahead of the step, and what notes them.
+"""Makes what one iterator needs for its device: pinner, prefetcher, watch.
 
-Used in the training process, by the loader's iterators.
+Used in the training process: the loader makes one :class:`DeviceSetup` for each iterator.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from penstock.trace.gpu_events import GpuWatch
 from penstock.trace.recorder import Recorder
 
 
-class DeviceTransfer:
-    """What one iterator of a loader needs to bring batches to a device.
+class DeviceSetup:
+    """The device of one iterator, and what brings its batches there.
 
     Args:
         device: Where batches are copied to; None: they stay in CPU memory.
@@ -61,7 +61,7 @@ class DeviceTransfer:
 
     def make_watch(self, recorder: Recorder) -> GpuWatch | None:
         """What notes when a GPU copies and computes; None: there is none, or nothing is noted."""
-        if recorder.ring is None or not (torch.version.cuda or torch.version.hip):
+        if recorder.buffer is None or not (torch.version.cuda or torch.version.hip):
             return None
         return GpuWatch(recorder.record_device, is_asked=recorder.keeps_all)
 
