@@ -113,8 +113,8 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(home)
     if name == "DataLoader":  # accelerate takes loaders apart: it must find us when it does
         importlib.import_module("penstock.integrations.accelerate").watch()
-    # `machine` and `verify` are rooms that can be called, `conv` is one to walk into, and
-    # `legacy` is a door: there the name is the module itself.
+    # `machine` and `verify` are packages that can be called, `conv` is a package of public names,
+    # `legacy` a module of them: there the name is the module itself.
     if home == f"penstock.{name}":
         return module
     # Kept: `penstock.span` stands inside loops, and coming here costs a microsecond.

@@ -197,9 +197,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._recorder: Recorder | None = None
 
     def _make_faults(self) -> Faults:
-        return Faults(self._fault_options(), self._epoch_state)
+        return Faults(self._option_values(), self._epoch_state)
 
-    def _fault_options(self) -> dict[str, Any]:
+    def _option_values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in options_of(LoaderOptions)}
 
     # -- the plan --------------------------------------------------------------------------------

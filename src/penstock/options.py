@@ -436,7 +436,11 @@ class LoaderOptions(SharedOptions, total=False):
 
 
 class PatchOptions(SharedOptions, total=False):
-    """What ``patch()`` and ``penstock run`` take; the first three replace what the code says."""
+    """What ``patch()`` and ``penstock run`` take.
+
+    ``num_workers``, ``multiprocessing_context`` and ``persistent_workers`` replace what the code
+    says.
+    """
 
     num_workers: Annotated[
         int | str | None,

@@ -53,8 +53,8 @@ def run(transform: Any, num_workers: int, steps: bool) -> tuple[list[Any], list[
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["v1", "v2"])
 def test_every_transform_is_a_span_and_no_bit_changes(kind: str, num_workers: int) -> None:
-    room: Any = v1 if kind == "v1" else v2
-    transform = room.Compose([room.RandomHorizontalFlip(), room.RandomCrop(8)])
+    library: Any = v1 if kind == "v1" else v2
+    transform = library.Compose([library.RandomHorizontalFlip(), library.RandomCrop(8)])
     steps = list(transform.transforms)
     plain, none = run(transform, 2, steps=False)
     assert none == []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 
 import broken_convolution
+import leftovers
 import scripting
 from penstock.conv import ProbeResult, bypass_convolutions, probe, reset
 from penstock.conv.probing.probe import run_steps
@@ -105,6 +109,32 @@ def test_the_probe_tells_the_five_apart(tmp_path: Path, monkeypatch: pytest.Monk
     assert broken_convolution.MESSAGE in notes["plain"]
     assert "SIGSEGV" in notes["strided"]
     assert time.monotonic() - started_s < 60
+
+
+HANGING = """
+from penstock.conv.probing.probe import run_steps
+from penstock.conv.probing.steps import ProbeStep
+
+step = ProbeStep(kind="dilated", dtype="float32", layout="contiguous", which="forward")
+run_steps("cpu", [step], limit_s=600.0)
+"""
+
+
+def test_a_child_that_hangs_ends_with_a_parent_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in broken_convolution.environment("dilated:hangs", tmp_path).items():
+        monkeypatch.setenv(name, value)
+    with scripting.running(HANGING, tmp_path) as process:
+        family = scripting.wait_for_family(process.pid, 1, limit_s=60.0)
+        process.kill()
+        process.wait()
+        try:
+            assert leftovers.wait_until_gone(family, 60.0) == []
+        finally:
+            for pid in family:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 PARTLY = "plain:raises,depthwise:raises"

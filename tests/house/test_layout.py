@@ -234,7 +234,7 @@ def test_a_slow_import_would_be_noticed() -> None:
     assert import_cost_s(f"{busy}\nwhile time.process_time() < end_s: pass") >= MAX_IMPORT_S
 
 
-# The room that can be called: `penstock.machine` is a package too, whoever imports what first.
+# The package that can be called: `penstock.machine` is a package too, whoever imports what first.
 
 CALL_MACHINE = [
     "import penstock; here = penstock.machine()",
@@ -272,7 +272,7 @@ assert penstock.machine().is_start_method_set and penstock.machine().start_metho
 
 
 # What a fresh interpreter sees at the front door before and after every name has been loaded.
-# Submodules become attributes as they load: they are rooms, not exports, unless `__all__` says so.
+# Submodules become attributes as they load: they are no exports unless `__all__` says so.
 LIST_EXPORTS = """
 import json
 from types import ModuleType

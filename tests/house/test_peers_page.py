@@ -1,4 +1,4 @@
-"""Does docs/peers.md say what the file of results says, and nobody's wish?"""
+"""Does docs/peers.md say what the file of results says, and nothing else?"""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def calls_of(path: Path) -> set[str]:
     return {call.attr for call in calls if isinstance(call, ast.Attribute)}
 
 
-def test_no_pickle_is_in_the_room_of_packed_sets() -> None:
+def test_no_pickle_is_in_the_modules_of_packed_sets() -> None:
     pickles = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
     found = {path.name: imports_of(path) & pickles for path in (SOURCE / "sources").rglob("*.py")}
     assert len(found) > 10

@@ -15,7 +15,7 @@ import torch
 import penstock
 from penstock.engine.parent.iterator import LoaderIterator
 from penstock.errors import TooManyBad
-from penstock.integrations import patched_loader as shadow_module
+from penstock.integrations import patched_loader
 from penstock.machine.collect import quick_facts
 from specimens import Numbers, Samples, Shards, assert_same, collect
 from their_loaders import ImportedBefore, InfiniteLoader, MultiEpochsLoader, epochs, make, seeded
@@ -163,7 +163,7 @@ def test_the_ranks_of_a_launcher_do_not_share_samples_out(monkeypatch: pytest.Mo
 def test_a_killed_worker_is_replaced_and_counted() -> None:
     with penstock.patched(seed=0):
         calm = seeded(2)
-    with penstock.patched(seed=0) as tally:
+    with penstock.patched(seed=0) as report:
         torch.manual_seed(3)
         loader, seen = make(num_workers=2, prefetch_factor=1), []
         for _ in range(2):
@@ -172,19 +172,19 @@ def test_a_killed_worker_is_replaced_and_counted() -> None:
             os.kill(batches._workers[0].pid, signal.SIGKILL)
             seen += list(batches)
     assert_same(seen, calm)
-    assert tally.num_restarts == 2
-    assert (tally.num_loaders, tally.num_epochs) == (1, 2)
+    assert report.num_restarts == 2
+    assert (report.num_loaders, report.num_epochs) == (1, 2)
 
 
 def test_persistent_workers_stay_and_have_the_bits_of_none() -> None:
-    with penstock.patched(seed=0) as tally:
+    with penstock.patched(seed=0) as report:
         torch.manual_seed(3)
         loader = make(num_workers=2, persistent_workers=True)
         first = epochs(loader, 1)
         pids = [worker.pid for worker in loader._iterator._workers]
         again = epochs(loader, 1)
         assert [worker.pid for worker in loader._iterator._workers] == pids
-        assert tally.num_epochs == 2
+        assert report.num_epochs == 2
         loader._iterator._shutdown_workers()
     with penstock.patched(seed=0, num_workers=0):
         torch.manual_seed(3)
@@ -223,15 +223,15 @@ def test_workers_that_are_kept_are_replaced_when_the_dataset_is_another() -> Non
 
 
 def test_spawned_workers_that_are_not_kept_are_a_note_from_the_second_epoch_on() -> None:
-    with penstock.patched(multiprocessing_context="spawn") as tally:
+    with penstock.patched(multiprocessing_context="spawn") as report:
         loader = make()
         assert len(epochs(loader, 1)) == 5  # without workers, which takes no time
-        assert tally.notes == []
+        assert report.notes == []
         loader.num_workers = 1
         with pytest.warns(UserWarning, match="spawned anew for each epoch.*persistent-workers"):
             assert len(epochs(loader, 1)) == 5
-    assert tally.notes == [shadow_module.SPAWNED_ANEW]
-    assert tally.changes == []
+    assert report.notes == [patched_loader.SPAWNED_ANEW]
+    assert report.changes == []
 
 
 def test_an_iterable_dataset_is_shared_out_by_its_own_code() -> None:
@@ -246,14 +246,14 @@ def test_an_iterable_dataset_is_shared_out_by_its_own_code() -> None:
 
 def test_options_reach_the_engine() -> None:
     broken = Samples(lambda i: 1 // (i % 4), length=8)
-    with penstock.patched(on_error="skip", num_workers=1) as tally:
+    with penstock.patched(on_error="skip", num_workers=1) as report:
         loader = ImportedBefore(broken, batch_size=4)
         iterator = iter(loader)
         assert isinstance(iterator, LoaderIterator)
         assert len(iterator._workers) == 1
         assert [len(batch) for batch in iterator] == [3, 3]
         assert loader.num_workers == 0  # what the code says stays what it sees
-    assert tally.num_bad == 2
+    assert report.num_bad == 2
 
 
 def test_max_bad_holds_for_a_loader_that_nobody_keeps(tmp_path: Any) -> None:
@@ -279,7 +279,7 @@ def test_workers_auto_is_measured_with_the_code_s_own_loader() -> None:
 
 
 def test_five_hundred_workers_become_what_the_machine_bears_with_one_line() -> None:
-    with penstock.patched() as tally, warnings.catch_warnings(record=True) as caught:
+    with penstock.patched() as report, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loader = make(num_workers=500)
         for _ in range(2):
@@ -287,27 +287,27 @@ def test_five_hundred_workers_become_what_the_machine_bears_with_one_line() -> N
     lines = [str(one.message) for one in caught if "penstock:" in str(one.message)]
     assert len(lines) == 1
     assert "num_workers=500 becomes" in lines[0]
-    assert len(tally.changes) == 1
+    assert len(report.changes) == 1
 
 
 def test_fork_after_a_gpu_context_becomes_the_fork_server_with_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     facts = replace(quick_facts(), has_gpu_context=True)
-    monkeypatch.setattr(shadow_module, "quick_facts", lambda: facts)
-    with penstock.patched() as tally:
+    monkeypatch.setattr(patched_loader, "quick_facts", lambda: facts)
+    with penstock.patched() as report:
         loader = make(num_workers=1, multiprocessing_context="fork")
         with pytest.warns(UserWarning, match="hangs or crashes"):
             iterator = iter(loader)
         assert iterator._settings.start_method == "forkserver"
         assert len(list(iterator)) == 5
         assert len(list(loader)) == 5  # and no second line
-    assert len(tally.changes) == 1
+    assert len(report.changes) == 1
 
 
 def test_fork_without_a_gpu_context_is_obeyed() -> None:
-    with penstock.patched() as tally:
+    with penstock.patched() as report:
         iterator = iter(make(num_workers=1, multiprocessing_context="fork"))
         assert iterator._settings.start_method == "fork"
         assert len(list(iterator)) == 5
-    assert tally.changes == []
+    assert report.changes == []

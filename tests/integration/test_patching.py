@@ -83,11 +83,11 @@ def test_a_class_with_its_own_iterator_is_left_alone() -> None:
         def _index_sampler(self) -> Any:
             return [[3], [1]]
 
-    with penstock.patched() as tally:
+    with penstock.patched() as report:
         assert list(Own(Numbers())) == [7]
         assert [batch[1].tolist() for batch in OwnIndices(Numbers())] == [[3], [1]]
         assert is_ours(penstock.DataLoader([0]))
-    assert tally.num_loaders == 0
+    assert report.num_loaders == 0
 
 
 # -- there and back --------------------------------------------------------------------------------
@@ -205,11 +205,11 @@ def test_threads_iterate_loaders_of_their_own_at_once() -> None:
         loader = ImportedBefore(Numbers(12 + number), batch_size=4, num_workers=number % 2)
         results[number] = [label for batch in loader for label in batch[1].tolist()]
 
-    with penstock.patched() as tally:
+    with penstock.patched() as report:
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert results == {number: list(range(12 + number)) for number in range(4)}
-    assert tally.num_loaders == 4
+    assert report.num_loaders == 4

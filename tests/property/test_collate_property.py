@@ -116,10 +116,10 @@ def test_taken_apart_and_put_together_a_sample_is_what_it_was(form: Any) -> None
 
 
 @numpy_1
-@given(form=FORMS, room=st.sampled_from([64, 4096, 1 << 20]))
-def test_a_payload_comes_back_as_it_went_however_small_the_slot(form: Any, room: int) -> None:
+@given(form=FORMS, slot_bytes=st.sampled_from([64, 4096, 1 << 20]))
+def test_a_payload_comes_back_as_it_went_however_small_the_slot(form: Any, slot_bytes: int) -> None:
     value = [make(form, seed) for seed in range(3)]
-    slot = np.full(room, 0xA5, dtype=np.uint8)
+    slot = np.full(slot_bytes, 0xA5, dtype=np.uint8)
     assert_same(payload.read(payload.write(value, slot), slot), value)
 
 

@@ -47,7 +47,9 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_value(
         "--seconds", "S", number(float, 1, 600), "How long to train, in seconds.", default=12.0
     )
-    add_loader_options(parser, "num_workers")
+    add_loader_options(
+        parser, "num_workers", help={"num_workers": "The number of workers; auto if not given."}
+    )
     parser.add_value(
         "--images", "N", number(int, 1, 100_000), "How many images to make.", default=600
     )

@@ -24,7 +24,11 @@ def add_arguments(parser: CommandParser) -> None:
     """Called from: :mod:`penstock.cli.parser`."""
     parser.add_argument("source", metavar="SRC", help="A folder of images, or SCRIPT.py:DATASET.")
     parser.add_argument("target", metavar="DST", help="A new folder.")
-    add_loader_options(parser, "num_workers", "on_error")
+    add_loader_options(
+        parser,
+        *("num_workers", "on_error"),
+        help={"num_workers": "The number of workers that load samples; auto if not given."},
+    )
     parser.add_value("--encoding", "keep|jpeg|raw", str, "How images are stored.")
     parser.add_value(
         "--longer-side", "N", number(int, 1), "Shrink images whose longer side has more pixels."

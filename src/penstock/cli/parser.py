@@ -12,7 +12,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock import __version__
@@ -215,14 +215,20 @@ def _formatter_for(width: int) -> Any:
 # -- options and their values ----------------------------------------------------------------------
 
 
-def add_loader_options(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Options as :mod:`penstock.options` declares them: flag, check, default and help."""
+def add_loader_options(
+    parser: argparse.ArgumentParser, *names: str, help: Mapping[str, str] | None = None
+) -> None:
+    """Options as :mod:`penstock.options` declares them: flag, check, default and help.
+
+    Args:
+        help: The help, by name, of options whose own does not fit the command.
+    """
     from penstock.options import PatchOptions, options_of
 
     for name in names:
         option = options_of(PatchOptions)[name]
         summary = re.sub(r":\w+:`([^`]*)`", r"\1", option.help).replace("``", "")
-        summary = summary.partition(". ")[0].rstrip(".") + "."
+        summary = (help or {}).get(name) or summary.partition(". ")[0].rstrip(".") + "."
         if option.metavar:
             keywords: dict[str, Any] = {"metavar": option.metavar, "type": _reader(option)}
         else:

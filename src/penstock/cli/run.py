@@ -65,10 +65,10 @@ def execute(options: argparse.Namespace) -> NoReturn:
         patch_options["trace"] = True  # all loaders are written to one file, at the end
     if options.conv is not None:
         os.environ["PENSTOCK_CONV"] = options.conv  # programs that the script starts, too
-    report = _RunReport()
+    run = _PatchedRun()
     script_runner.when_imported(
         "torch",
-        lambda: report.begin(patch_options, conv=options.conv, trace=trace),
+        lambda: run.patch_torch(patch_options, conv=options.conv, trace=trace),
         needs=script_runner.PACKAGES_WITH_TORCH,
     )
     script, *arguments = options.script[options.script[0] == "--" :]
@@ -87,12 +87,12 @@ def _writable(file: str) -> str:
     return os.path.abspath(file)
 
 
-class _RunReport:
+class _PatchedRun:
     """Patches torch when the script has imported it, and says at the end what came of it."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        self._counts: PatchReport | None = None
+        self._report: PatchReport | None = None
         self._is_nested = False
         self._num_forks = 0
         self._seeded = ""
@@ -100,7 +100,9 @@ class _RunReport:
         self._bypass: Bypass | None = None
         self._trace: _RunTrace | None = None
 
-    def begin(self, patch_options: dict[str, Any], *, conv: str | None, trace: str | None) -> None:
+    def patch_torch(
+        self, patch_options: dict[str, Any], *, conv: str | None, trace: str | None
+    ) -> None:
         """Patch torch, which was imported just now, and seed it.
 
         Args:
@@ -117,7 +119,7 @@ class _RunReport:
         try:
             if trace is not None:
                 self._trace = _RunTrace(trace)
-            self._counts = patch(**patch_options)
+            self._report = patch(**patch_options)
         except PenstockError as error:
             print(f"penstock: the script runs without it. {error}", file=sys.stderr)
             return
@@ -159,26 +161,26 @@ class _RunReport:
 
     def print(self) -> None:
         """One paragraph on stderr, at the very end."""
-        counts = self._counts
-        if counts is None or os.getpid() != self._owner:
+        report = self._report
+        if report is None or os.getpid() != self._owner:
             return
-        if self._is_nested and not counts.num_loaders and self._bypass is None:
+        if self._is_nested and not report.num_loaders and self._bypass is None:
             return
-        if not counts.num_loaders:
+        if not report.num_loaders:
             lines = [f"no DataLoader of torch's was iterated: no loader was changed{self._seeded}"]
             lines += [] if self._trace is None else self._trace.write()
         else:
-            loaders = f"{counts.num_loaders} loader{'s' if counts.num_loaders > 1 else ''}"
+            loaders = f"{report.num_loaders} loader{'s' if report.num_loaders > 1 else ''}"
             lines = [f"{loaders} ran on Penstock's engine{self._seeded}"]
-            lines += [f"changed: {line}" for line in dict.fromkeys(counts.changes)]
-            if counts.num_restarts:
-                lines.append(f"saved: {counts.num_restarts} lost worker(s) were replaced")
+            lines += [f"changed: {line}" for line in dict.fromkeys(report.changes)]
+            if report.num_restarts:
+                lines.append(f"saved: {report.num_restarts} lost worker(s) were replaced")
             if self._trace is not None:
                 lines += self._trace.write()
-            if counts.num_bad:
-                lines.append(f"saved: {counts.num_bad} bad sample(s) were left out or replaced")
+            if report.num_bad:
+                lines.append(f"saved: {report.num_bad} bad sample(s) were left out or replaced")
             lines += [
-                f"note: {line}" for line in (*counts.notes, *self._notes, *self._own_processes())
+                f"note: {line}" for line in (*report.notes, *self._notes, *self._own_processes())
             ]
         if self._bypass is not None:
             lines.append(str(self._bypass))

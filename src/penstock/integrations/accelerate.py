@@ -83,7 +83,7 @@ def _hook(library: Any) -> bool:
                 return
             is_asked = bool(keywords.pop("use_stateful_dataloader", False))
             make(adapter, dataset, *arguments, **keywords)
-            _adopt(adapter, ours, library)
+            _put_in(adapter, ours, library)
             adapter.base_dataloader._is_state_asked = is_asked
 
         library.DataLoaderAdapter.__init__ = __init__
@@ -117,7 +117,7 @@ def _is_made_from(dataset: Any, known: Any) -> bool:
     return isinstance(dataset, type(known)) or getattr(dataset, "dataset", None) is known
 
 
-def _adopt(adapter: Any, ours: Any, library: Any) -> None:
+def _put_in(adapter: Any, ours: Any, library: Any) -> None:
     """Put a loader of ours into one of accelerate's that was just made, for torch's."""
     theirs = adapter.base_dataloader
     kind: Any = ours._kind if isinstance(ours, Prepared) else type(ours)

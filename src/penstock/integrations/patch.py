@@ -40,13 +40,13 @@ class _Patch:
     """What stands in torch's class now; one layer for each call of patch()."""
 
     original: Any
-    tally: PatchReport = field(default_factory=PatchReport)
+    report: PatchReport = field(default_factory=PatchReport)
     layers: list[PatchLayer] = field(default_factory=list)
 
     def add(self, options: dict[str, Any]) -> None:
         """Equal options go on with the same layer: epochs are counted on."""
         is_same = bool(self.layers) and self.layers[-1].options == options
-        self.layers.append(self.layers[-1] if is_same else PatchLayer(options, self.tally))
+        self.layers.append(self.layers[-1] if is_same else PatchLayer(options, self.report))
 
 
 _current: _Patch | None = None
@@ -67,10 +67,10 @@ def patch(**options: Unpack[PatchOptions]) -> PatchReport:
 
     Example:
         >>> import penstock, torch
-        >>> tally = penstock.patch()
+        >>> report = penstock.patch()
         >>> [batch.tolist() for batch in torch.utils.data.DataLoader([1, 2, 3], batch_size=2)]
         [[1, 2], [3]]
-        >>> tally.num_loaders
+        >>> report.num_loaders
         1
         >>> penstock.unpatch()
     """
@@ -81,7 +81,7 @@ def patch(**options: Unpack[PatchOptions]) -> PatchReport:
             _current = _Patch(_replaceable())
             TorchDataLoader._get_iterator = _get_iterator  # type: ignore[assignment, method-assign]
         _current.add(checked)
-        return _current.tally
+        return _current.report
 
 
 def unpatch() -> None:
@@ -103,14 +103,14 @@ def patched(**options: Unpack[PatchOptions]) -> Iterator[PatchReport]:
 
     Example:
         >>> import penstock, torch
-        >>> with penstock.patched(on_error="skip") as tally:
+        >>> with penstock.patched(on_error="skip") as report:
         ...     loader = torch.utils.data.DataLoader([1, None, 3], batch_size=3)
-        ...     print([batch.tolist() for batch in loader], tally.num_bad)
+        ...     print([batch.tolist() for batch in loader], report.num_bad)
         [[1, 3]] 1
     """
-    tally = patch(**options)
+    report = patch(**options)
     try:
-        yield tally
+        yield report
     finally:
         unpatch()
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
-from penstock.engine.loading.bad_samples import BadSampleReport
+from penstock.engine.loading.bad_samples import SampleFailure
 from penstock.engine.parent.context import EngineSettings
 from penstock.engine.parent.faults import Faults
 from penstock.errors import warn_user
@@ -80,7 +80,7 @@ class PatchLayer:
     """
 
     options: dict[str, Any]
-    tally: PatchReport
+    report: PatchReport
     num_loaders: int = 0
 
     def next_seed(self, generator: Any) -> int | None:
@@ -91,7 +91,7 @@ class PatchLayer:
         is how ranks are told apart.
         """
         number, self.num_loaders = self.num_loaders, self.num_loaders + 1
-        self.tally.num_loaders += 1
+        self.report.num_loaders += 1
         if self.options["seed"] is None:
             return None
         given = 0 if generator is None else mix64(generator.initial_seed())
@@ -124,7 +124,7 @@ class PatchedLoader(DataLoader[Any]):
         return type(None), ()
 
     def belongs_to(self, loader: Any, layer: PatchLayer) -> bool:
-        """Is this the shadow of that loader, under that patch? ``copy.copy`` takes it along."""
+        """Does this load for that loader, under that patch? ``copy.copy`` takes it along."""
         return self._owner() is loader and self._layer is layer
 
     def follow(self, loader: Any) -> None:
@@ -199,12 +199,12 @@ class PatchedLoader(DataLoader[Any]):
     def _tell_change(self, line: str) -> None:
         if line not in self._notes:
             self._notes[line] = None
-            self._layer.tally.changes.append(line)
+            self._layer.report.changes.append(line)
             _warn(line)
 
     def _tell_note(self, line: str) -> None:
-        if line not in self._layer.tally.notes:
-            self._layer.tally.notes.append(line)
+        if line not in self._layer.report.notes:
+            self._layer.report.notes.append(line)
             _warn(line)
 
     def _warn(self, plan: Plan) -> None:
@@ -214,7 +214,7 @@ class PatchedLoader(DataLoader[Any]):
                 _warn(text)
 
     def _begin_epoch(self) -> None:
-        self._layer.tally.num_epochs += 1
+        self._layer.report.num_epochs += 1
         super()._begin_epoch()
 
     def _settings(self, plan: Plan) -> EngineSettings:
@@ -226,7 +226,7 @@ class PatchedLoader(DataLoader[Any]):
         return replace(super()._settings(plan), keeps_init_seed=self.seed is None)
 
     def _make_faults(self) -> Faults:
-        return _CountedFaults(self._fault_options(), self._epoch_state, self._layer.tally)
+        return _CountedFaults(self._option_values(), self._epoch_state, self._layer.report)
 
 
 class _CountedFaults(Faults):
@@ -238,7 +238,7 @@ class _CountedFaults(Faults):
         super().__init__(options, epoch_state)
         self._report = report
 
-    def record(self, found: Iterable[BadSampleReport]) -> None:
+    def record(self, found: Iterable[SampleFailure]) -> None:
         found = list(found)
         self._report.num_bad += len(found)
         super().record(found)

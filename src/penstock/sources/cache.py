@@ -34,10 +34,11 @@ from penstock.order.global_generators import preserved_generators
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.array_files import HEADER_BYTES, MappedArray
 from penstock.sources.cache_files import CacheFolder, CacheMemory
-from penstock.sources.columns import FixedColumn, ShardRows, value_of
+from penstock.sources.columns import FixedColumn, ShardRows
 from penstock.sources.fields import (
     Field,
     SampleEncoder,
+    decode_value,
     find_schema,
     join_sample,
     kinds_of,
@@ -109,7 +110,7 @@ class Cached:
             raise IndexError(f"index {index} is out of range for {len(self)} samples")
         if self._ready[row]:
             names = [schema.name for schema in self._schemas]
-            values = list(map(value_of, self._schemas, self._read(row)))
+            values = list(map(decode_value, self._schemas, self._read(row)))
             return join_sample(self._form, names, values)
         sample = self.dataset[index]
         self.keep(row, sample)

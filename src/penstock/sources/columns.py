@@ -29,7 +29,6 @@ import numpy as np
 from penstock.errors import Damaged
 from penstock.sources.array_files import MappedArray, array_at
 from penstock.sources.checksums import BlockChecker
-from penstock.sources.manifest import FieldSchema
 
 _MIN_CHUNK = 256
 """With chunks smaller than this, and more than ``_MAX_CHUNKS``, rows are copied one by one."""
@@ -252,23 +251,3 @@ class RaggedColumn:
 
 
 Column = FixedColumn | RaggedColumn
-
-
-def value_of(schema: FieldSchema, row: np.ndarray) -> Any:
-    """The value of a field, of the type that was packed."""
-    kind = schema.kind
-    if kind == "text":
-        return row.tobytes().decode("utf-8")
-    if kind == "bytes" or schema.encoding == "file":
-        return row.tobytes()
-    if kind in ("int", "float", "bool"):
-        return row.item()
-    if kind == "array":
-        return row
-    if kind == "scalar" and schema.dtype != "bfloat16":
-        return row[()]
-    import torch
-
-    if schema.dtype == "bfloat16":
-        return torch.from_numpy(row.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(row)

@@ -1,8 +1,14 @@
-"""Kinds of values in samples, and how each is stored.
+"""Fields of packed sets: the kinds of values, and how each is encoded.
 
 Field          what the user wants of a field       (dtype, ragged, image encoding)
 find_schema    what a few samples show, and the Field -> a FieldSchema
 SampleEncoder  sample -> the arrays that go to the files; refuses what would not come back
+decode_value   a stored row -> the value that was packed
+
+A new kind needs: its name in ``FieldKind`` and its rules in ``FieldSchema.__post_init__``
+(:mod:`penstock.sources.manifest`); here :func:`kind_of`, :func:`find_schema`,
+``_FieldEncoder.encode``, :func:`decode_value` and :func:`mean_bytes`; a value in the test of all
+kinds (``test_fields.py``); and the description of the format in ``docs/packed-sets.md``.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from penstock.errors import CannotPack
 from penstock.images.decode import decode
 from penstock.images.jpeg_codecs import encode_jpeg
 from penstock.images.pixels import from_pillow, resize
-from penstock.sources.manifest import FieldSchema, check_name
+from penstock.sources.manifest import FieldKind, FieldSchema, check_name
 
 ENCODINGS = ("keep", "jpeg", "raw")
 _JPEG_QUALITY = 90
@@ -148,9 +154,9 @@ def _as_field(request: Any) -> Field:
 # -- what a value is -----------------------------------------------------------------------------
 
 
-def kind_of(value: Any, name: str) -> str:
+def kind_of(value: Any, name: str) -> FieldKind:
     """The kind of a value. Raises: CannotPack: it cannot be stored without pickle."""
-    for types, kind in _KINDS:
+    for types, kind in _KIND_OF_TYPE:
         if isinstance(value, types):
             return kind
     if _is_tensor(value):
@@ -164,7 +170,7 @@ def kind_of(value: Any, name: str) -> str:
     )
 
 
-_KINDS: tuple[tuple[Any, str], ...] = (
+_KIND_OF_TYPE: tuple[tuple[Any, FieldKind], ...] = (
     (EncodedImage, "image"),
     (bool, "bool"),
     (int, "int"),
@@ -418,6 +424,26 @@ class _FieldEncoder:
         return CannotPack(
             f"field {self.schema.name!r} {what}", remedy=remedy, field=self.schema.name
         )
+
+
+def decode_value(schema: FieldSchema, row: np.ndarray) -> Any:
+    """The value of a field, of the type that was packed."""
+    kind = schema.kind
+    if kind == "text":
+        return row.tobytes().decode("utf-8")
+    if kind == "bytes" or schema.encoding == "file":
+        return row.tobytes()
+    if kind in _PYTHON_DTYPES:
+        return row.item()
+    if kind == "array":
+        return row
+    if kind == "scalar" and schema.dtype != "bfloat16":
+        return row[()]
+    import torch
+
+    if schema.dtype == "bfloat16":
+        return torch.from_numpy(row.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(row)
 
 
 def mean_bytes(schema: FieldSchema, values: Sequence[Any]) -> int:

@@ -17,7 +17,7 @@ import json
 import os
 import re
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -28,7 +28,9 @@ MANIFEST = "manifest.json"
 JOURNAL = "packing.json"
 """There while a set is being packed; see :mod:`penstock.sources.packed_writer`."""
 MARK = "penstock packed set"
-KINDS = ("tensor", "array", "scalar", "int", "float", "bool", "text", "bytes", "image")
+FieldKind = Literal["tensor", "array", "scalar", "int", "float", "bool", "text", "bytes", "image"]
+"""Kinds of values; :mod:`penstock.sources.fields` says what a new one needs."""
+KINDS: tuple[str, ...] = get_args(FieldKind)
 FORMS = ("single", "tuple", "dict")
 _MAX_NAME = 100
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,{_MAX_NAME - 1}}}")

@@ -24,8 +24,8 @@ from penstock.errors import BadArgument
 from penstock.images.crops import Crop, open_image
 from penstock.order.ranks import RankShard
 from penstock.order.samplers import BlockOrder
-from penstock.sources.columns import Column, FixedColumn, RaggedColumn, value_of
-from penstock.sources.fields import join_sample
+from penstock.sources.columns import Column, FixedColumn, RaggedColumn
+from penstock.sources.fields import decode_value, join_sample
 from penstock.sources.manifest import FieldSchema
 from penstock.sources.packed_folder import PackedFolder
 
@@ -116,7 +116,7 @@ class ColumnDataset:
             stored = column.view(row)
             is_encoded = schema.encoding == "file"
             return open_image(stored, transform, is_encoded=is_encoded, out=place)
-        value = value_of(schema, column.row(row))
+        value = decode_value(schema, column.row(row))
         return value if transform is None else transform(value)
 
     @property
@@ -139,7 +139,7 @@ class ColumnDataset:
             out = np.empty((len(rows), *schema.shape), schema.stored)
             flat = out.reshape(-1).view(np.uint8).reshape(len(rows), schema.row_bytes)
             column.take(rows, flat)
-            columns.append([value_of(schema, np.asarray(row)) for row in out])
+            columns.append([decode_value(schema, np.asarray(row)) for row in out])
         names = self.fields
         return [join_sample(self._form, names, values) for values in zip(*columns, strict=True)]
 

@@ -124,6 +124,7 @@ def test_the_pasted_python_leaves_exactly_the_bad_ones_out(num_bad: int) -> None
     exec("\n".join(report.leave_out), names)
     assert [*names["dataset"]] == [n for n in range(100) if n % 2 or n >= 2 * num_bad]
     assert all(len(line) < 100 for line in report.leave_out)
+    assert not any("penstock." in line for line in report.leave_out)  # public names only
 
 
 def test_the_pasted_lines_move_files_of_any_name_and_no_other() -> None:

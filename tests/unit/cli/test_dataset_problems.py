@@ -10,7 +10,7 @@ from penstock.cli.doctor.dataset_problems import find_dataset_problems
 
 pytestmark = pytest.mark.legacy
 
-PACE = {
+TIMING = {
     "num_samples": 100,
     "median_s": 0.002,
     "p10_s": 0.0018,
@@ -31,7 +31,7 @@ GOOD: dict[str, Any] = {
     "travel": {"is_ok": True, "took_s": 0.1, "private_bytes": 1000, "shared_bytes": 10},
     "containers": [],
     "tensors_on_gpu": [],
-    "samples": PACE,
+    "samples": TIMING,
     "errors": [],
     "forms": [{"index": 0, "form": "Tensor float32 [3]"}],
     "stacks_by_default": True,
@@ -114,7 +114,7 @@ def test_a_dataset_in_order_has_no_problem() -> None:
             {"held_generators": [{"path": "dataset.rng", "type": "Random", "has_moved": False}]},
         ),
         ("unrepeatable", "note", "not the same", {"repeats": False}),
-        ("uneven", "note", "30 ms", {"samples": {**PACE, "p90_s": 0.03}}),
+        ("uneven", "note", "30 ms", {"samples": {**TIMING, "p90_s": 0.03}}),
         (
             "no-workers",
             "slow",

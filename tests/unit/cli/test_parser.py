@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.parser import COMMANDS, make_parser
-from penstock.options import PatchOptions, options_of
+from penstock.options import LoaderOptions, PatchOptions, SharedOptions, options_of
 
 pytestmark = pytest.mark.legacy
 
@@ -131,6 +131,24 @@ def test_every_command_has_a_page_of_help(capsys: pytest.CaptureFixture[str]) ->
             make_parser().parse_args([*name.split()[1:], "--help"])
         assert ended.value.code == 0
         assert capsys.readouterr().out.startswith(f"Usage: {name} [OPTIONS]")
+
+
+def test_no_option_of_the_loader_alone_has_a_flag() -> None:
+    """``penstock run`` would not take it: its flags are those of ``PatchOptions``."""
+    shared = options_of(SharedOptions)
+    alone = {name: o for name, o in options_of(LoaderOptions).items() if name not in shared}
+    assert alone
+    assert [name for name, option in alone.items() if option.flag] == []
+    assert [name for name, option in shared.items() if option.flag]  # control: others have one
+
+
+def test_only_run_replaces_what_the_code_says(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("run", "demo", "doctor", "pack"):
+        with pytest.raises(SystemExit):
+            make_parser().parse_args([command, "--help"])
+        said = " ".join(capsys.readouterr().out.split())
+        assert "--workers" in said
+        assert ("number of workers, instead of what the code says" in said) is (command == "run")
 
 
 def test_a_plain_run_imports_nothing_slow(tmp_path: Any) -> None:

@@ -13,12 +13,12 @@ from penstock.engine.parent.restart_decision import RestartDecision, RestartPoli
 pytestmark = pytest.mark.legacy
 
 
-def obituary(worker: int, pid: int, exit_code: int, index: Any) -> Any:
+def crash_error(worker: int, pid: int, exit_code: int, index: Any) -> Any:
     return describe_crash(WorkerFault(worker=worker, pid=pid, exit_code=exit_code, index=index))
 
 
 def test_a_signal_is_named_with_its_likely_cause() -> None:
-    error: Any = obituary(2, 4181, -int(signal.SIGKILL), 90412)
+    error: Any = crash_error(2, 4181, -int(signal.SIGKILL), 90412)
     text = str(error)
     assert "SIGKILL" in text
     assert "sample 90412" in text
@@ -29,19 +29,19 @@ def test_a_signal_is_named_with_its_likely_cause() -> None:
 
 
 def test_an_exit_code_is_given_as_it_was() -> None:
-    error: Any = obituary(0, 1, 3, None)
+    error: Any = crash_error(0, 1, 3, None)
     assert "exit code 3" in str(error)
     assert "SIG" not in str(error)
     assert error.sample_index is None
 
 
 def test_a_signal_without_a_name_is_given_by_number() -> None:
-    assert "40" in str(obituary(0, 1, -40, None))
+    assert "40" in str(crash_error(0, 1, -40, None))
 
 
 def test_torch_s_words_are_kept_so_that_scripts_that_look_for_them_go_on() -> None:
-    assert "DataLoader worker (pid 7) is killed by signal: " in str(obituary(0, 7, -11, 0))
-    assert isinstance(obituary(0, 7, -11, 0), RuntimeError)
+    assert "DataLoader worker (pid 7) is killed by signal: " in str(crash_error(0, 7, -11, 0))
+    assert isinstance(crash_error(0, 7, -11, 0), RuntimeError)
 
 
 def test_the_limit_is_named_with_its_number() -> None:

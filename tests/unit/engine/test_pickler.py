@@ -106,7 +106,7 @@ def test_the_modules_of_functions_are_listed_too() -> None:
     assert {"specimens", "textwrap"} <= set(names)
 
 
-def test_objects_of_one_parcel_that_share_something_share_it_still() -> None:
+def test_objects_of_one_pickle_that_share_something_share_it_still() -> None:
     shared = [1, 2, 3]
     with packing(dataset={"list": shared}, collate_fn=shared) as pickle_file:
         objects = unpickle_objects(worker_side(pickle_file), [])

@@ -34,11 +34,11 @@ def test_a_new_epoch_begins_without_strikes() -> None:
 def test_the_limit_counts_within_its_window_only() -> None:
     clock = Clock()
     policy = RestartPolicy(2, window_s=10.0, now=clock)
-    verdicts = []
+    decisions = []
     for moment in (0.0, 6.0, 12.0, 13.0, 14.0):
         clock.now_s = moment
-        verdicts.append(policy.judge(0, None))
-    assert verdicts == [
+        decisions.append(policy.judge(0, None))
+    assert decisions == [
         RestartDecision.RETRY,
         RestartDecision.RETRY,
         RestartDecision.RETRY,
@@ -53,8 +53,8 @@ def test_with_no_restarts_allowed_the_first_fault_is_the_end() -> None:
 
 def test_workers_that_die_before_they_are_ready_are_hopeless_after_a_few() -> None:
     policy = RestartPolicy(100)
-    verdicts = [policy.judge(0, None, was_ready=False) for _ in range(STILLBORN)]
-    assert verdicts == [RestartDecision.RETRY] * (STILLBORN - 1) + [RestartDecision.HOPELESS]
+    decisions = [policy.judge(0, None, was_ready=False) for _ in range(STILLBORN)]
+    assert decisions == [RestartDecision.RETRY] * (STILLBORN - 1) + [RestartDecision.HOPELESS]
 
 
 def test_one_that_was_ready_in_between_is_a_new_beginning() -> None:

@@ -275,7 +275,7 @@ def test_a_plain_list_does_not_travel_by_descriptor() -> None:
     pickle_file.close()
 
 
-def test_the_descriptor_stays_open_as_long_as_the_parcel() -> None:
+def test_the_descriptor_stays_open_as_long_as_the_pickle() -> None:
     shared = SharedList(["a"])
     pickle_file = PickledObjects({"value": shared}).to_shared_file()
     del shared  # a worker may be started later, in the place of one that died

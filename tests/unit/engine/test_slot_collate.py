@@ -27,8 +27,8 @@ def installed() -> Iterator[None]:
     collate.STANDARD_COLLATORS[torch.Tensor] = before
 
 
-def collate_into(room: slot_collate.SlotAllocator, samples: list[Any]) -> Any:
-    with slot_collate.collating_into(room):
+def collate_into(allocator: slot_collate.SlotAllocator, samples: list[Any]) -> Any:
+    with slot_collate.collating_into(allocator):
         return default_collate(samples)
 
 
@@ -42,11 +42,11 @@ SAMPLES = [{"x": torch.full((3, 4), float(n)), "y": (torch.tensor(n), n)} for n 
 
 def test_tensors_lie_in_the_slot_and_equal_torch_s() -> None:
     buffer = np.zeros(1 << 16, np.uint8)
-    room = slot_collate.SlotAllocator(buffer)
-    batch = collate_into(room, SAMPLES)
+    allocator = slot_collate.SlotAllocator(buffer)
+    batch = collate_into(allocator, SAMPLES)
     assert lies_in(batch["x"], buffer)
     assert lies_in(batch["y"][0], buffer)
-    assert room.used > 0
+    assert allocator.used > 0
     assert_same(batch, default_collate(SAMPLES))  # outside: torch's own memory
 
 
@@ -58,9 +58,9 @@ def test_outside_of_a_collate_fn_nothing_lies_in_the_slot() -> None:
 
 def test_what_does_not_fit_any_more_lies_in_memory_of_its_own() -> None:
     buffer = np.zeros(256, np.uint8)
-    room = slot_collate.SlotAllocator(buffer)
+    allocator = slot_collate.SlotAllocator(buffer)
     small = [torch.ones(8) for _ in range(4)]  # 128 bytes
-    first, second, third = (collate_into(room, small) for _ in range(3))
+    first, second, third = (collate_into(allocator, small) for _ in range(3))
     assert lies_in(first, buffer)
     assert lies_in(second, buffer)
     assert not lies_in(third, buffer)
@@ -68,9 +68,9 @@ def test_what_does_not_fit_any_more_lies_in_memory_of_its_own() -> None:
 
 
 def test_two_batches_in_one_slot_do_not_overlap() -> None:
-    room = slot_collate.SlotAllocator(np.zeros(1 << 16, np.uint8))
-    first = collate_into(room, [torch.ones(3), torch.ones(3)])
-    second = collate_into(room, [torch.zeros(3), torch.zeros(3)])
+    allocator = slot_collate.SlotAllocator(np.zeros(1 << 16, np.uint8))
+    first = collate_into(allocator, [torch.ones(3), torch.ones(3)])
+    second = collate_into(allocator, [torch.zeros(3), torch.zeros(3)])
     assert first.sum() == 6
     assert second.sum() == 0
 
@@ -87,8 +87,8 @@ def test_two_batches_in_one_slot_do_not_overlap() -> None:
     ids=["two dtypes", "gradients first", "gradients later", "no element", "bfloat16"],
 )
 def test_odd_lists_give_what_torch_gives(samples: list[torch.Tensor]) -> None:
-    room = slot_collate.SlotAllocator(np.zeros(1 << 16, np.uint8))
-    assert_same(collate_into(room, samples), torch.stack(samples))
+    allocator = slot_collate.SlotAllocator(np.zeros(1 << 16, np.uint8))
+    assert_same(collate_into(allocator, samples), torch.stack(samples))
 
 
 def test_samples_of_different_shapes_raise_what_torch_raises() -> None:
@@ -100,7 +100,7 @@ def test_samples_of_different_shapes_raise_what_torch_raises() -> None:
 
 def test_an_error_inside_leaves_the_next_batch_unharmed() -> None:
     buffer = np.zeros(1 << 16, np.uint8)
-    room = slot_collate.SlotAllocator(buffer)
+    allocator = slot_collate.SlotAllocator(buffer)
     with pytest.raises(RuntimeError):
-        collate_into(room, [torch.ones(2), torch.ones(3)])
+        collate_into(allocator, [torch.ones(2), torch.ones(3)])
     assert not lies_in(default_collate([torch.ones(2)]), buffer)

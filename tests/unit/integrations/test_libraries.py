@@ -64,15 +64,15 @@ def test_one_that_is_imported_later_is_told_then(monkeypatch: pytest.MonkeyPatch
     assert [line.split()[0] for line in untested_here()] == ["accelerate"]
 
 
-def test_under_a_patch_it_is_a_warning_and_in_the_tally(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_a_patch_it_is_a_warning_and_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "99.0")
-    with penstock.patched() as tally, warnings.catch_warnings(record=True) as caught:
+    with penstock.patched() as report, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             assert [batch.tolist() for batch in TorchDataLoader([1, 2])] == [[1], [2]]  # type: ignore[arg-type]
     assert ["timm 99.0 is outside" in str(one.message) for one in caught] == [True]
-    assert len(tally.notes) == 1
-    assert tally.changes == []
+    assert len(report.notes) == 1
+    assert report.changes == []
 
 
 def test_the_extras_of_the_package_name_the_same_ranges() -> None:

@@ -1,7 +1,8 @@
 """What is planned, and what is found wrong, on machines that nobody here owns?
 
-Every ``tests/machines/*.json`` is replayed with the same wish and the same work; the answer is kept
-in ``tests/machines/expected/``. After a change of the rules that is meant, read the difference of:
+Every ``tests/machines/*.json`` is replayed with the same request and the same work; the answer is
+kept in ``tests/machines/expected/``. After an intended change of the rules, read the
+difference of:
 
     PENSTOCK_REWRITE_EXPECTED=1 python -m pytest tests/unit/planning/test_machines.py
 """
@@ -25,7 +26,7 @@ MACHINES = Path(__file__).resolve().parents[2] / "machines"
 EXPECTED = MACHINES / "expected"
 NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
 
-WISH = LoaderRequest(batch_size=64)
+REQUEST = LoaderRequest(batch_size=64)
 JPEGS = Workload(sample_s=0.008, busy_share=0.95, num_samples=100_000, sample_bytes=3 * 224 * 224)
 """A photograph decoded and cropped, as uint8."""
 
@@ -34,11 +35,11 @@ def machine(name: str) -> Machine:
     return Machine.from_json((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def planned(name: str, request: LoaderRequest = WISH) -> Plan:
+def planned(name: str, request: LoaderRequest = REQUEST) -> Plan:
     return make_plan(machine(name), request, JPEGS)
 
 
-def found(name: str, request: LoaderRequest = WISH) -> dict[str, Problem]:
+def found(name: str, request: LoaderRequest = REQUEST) -> dict[str, Problem]:
     problems = find_problems(machine(name), planned(name, request))
     return {problem.code: problem for problem in problems}
 
@@ -68,7 +69,9 @@ def test_there_are_twenty_machines_and_no_answer_without_one() -> None:
 
 
 def test_a_windows_laptop_spawns_few_workers_because_of_what_cuda_commits() -> None:
-    plan = make_plan(machine("windows-laptop-rtx"), WISH, Workload())  # before anything is measured
+    plan = make_plan(
+        machine("windows-laptop-rtx"), REQUEST, Workload()
+    )  # before anything is measured
     assert plan.start_method.value == "spawn"
     assert 1 <= plan.num_workers.value <= 3
     assert "CUDA's libraries" in plan.num_workers.reason

@@ -99,7 +99,7 @@ def test_indices_are_spread_and_none_comes_twice() -> None:
     assert all(any(lo <= i < lo + 100 for i in indices) for lo in range(0, 1000, 100))
 
 
-def test_exceptions_are_told_and_not_counted_in_the_pace() -> None:
+def test_exceptions_are_told_and_not_counted_in_the_timing() -> None:
     def load(index: int) -> bytes:
         if index == 1:
             raise ValueError(index)
@@ -107,9 +107,9 @@ def test_exceptions_are_told_and_not_counted_in_the_pace() -> None:
 
     timed = list(time_samples(load, range(3), limit_s=60.0))
     assert [type(item.error) for item in timed] == [type(None), ValueError, type(None)]
-    pace = summarize_timings(timed)
-    assert pace is not None
-    assert (pace.num_samples, pace.sample_bytes) == (2, 5)
+    timing = summarize_timings(timed)
+    assert timing is not None
+    assert (timing.num_samples, timing.sample_bytes) == (2, 5)
     assert summarize_timings(timed[1:2]) is None
 
 

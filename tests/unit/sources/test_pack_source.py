@@ -78,7 +78,7 @@ CANNOT = {
     "another kind": (Given(*[1] * 22, "one", *[1] * 18), {}, "sample 22: .* is text"),
     "no sample": (Given(), {}, "no samples"),
     "no length": (iter([1]), {}, "has no length"),
-    "a wish that is not known": (Given(1), {"on_error": "ignore"}, "on_error='ignore'"),
+    "an option that is not known": (Given(1), {"on_error": "ignore"}, "on_error='ignore'"),
 }
 
 

@@ -141,11 +141,12 @@ def _lines_without(file: str, indices: list[int]) -> list[str]:
     if not indices:
         return []
     few = len(indices) <= _MAX_LITERAL
-    bad = str(sorted(indices))[1:-1]
+    literal = str(sorted(indices))[1:-1]
+    named = f"sample.index for sample in BadSample.read_file({file!r})"
     return [
         "from torch.utils.data import Subset",
-        *([] if few else ["from penstock.engine.loading.bad_sample_file import read"]),
-        f"bad = {{{bad}}}" if few else f"bad = set(read({file!r}).indices)",
+        *([] if few else ["from penstock import BadSample"]),
+        f"bad = {{{literal if few else named}}}",
         "dataset = Subset(dataset, [i for i in range(len(dataset)) if i not in bad])",
     ]
 

@@ -80,7 +80,11 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_value(
         "--batch-size", "N", number(int, 1), "Samples in a batch; the loader's, or 32."
     )
-    add_loader_options(parser, "num_workers")
+    add_loader_options(
+        parser,
+        "num_workers",
+        help={"num_workers": "Plan for this number of workers; the loader's, or auto."},
+    )
     parser.add_value(
         "--timeout",
         "SECONDS",

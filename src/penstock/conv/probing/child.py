@@ -29,6 +29,7 @@ from penstock.conv.convolution import (
 from penstock.conv.dispatcher_hook import DispatcherHook
 from penstock.conv.geometry import Geometry, transposed_size
 from penstock.conv.probing.steps import KINDS, TOLERANCES, ProbeStep
+from penstock.machine.child_process import end_with_parent
 
 MARK = "penstock-probe:"
 BATCH, CHANNELS, SIZE = 2, 16, {1: (33,), 2: (12, 14), 3: (6, 7, 8)}
@@ -41,6 +42,7 @@ ABSENT = "not implemented for"
 def main() -> None:
     """Read the steps from stdin, and try them."""
     told = json.loads(sys.stdin.read())
+    end_with_parent(told["parent"])
     _prepare(told["device"], told["setup"])
     report("ready", 0)
     for number, key in told["steps"]:

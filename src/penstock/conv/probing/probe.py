@@ -262,7 +262,12 @@ def _run_child(
     device: str, steps: Sequence[ProbeStep], limit_s: float, setup: str, environ: Mapping[str, str]
 ) -> list[StepVerdict]:
     """Verdicts on as many steps as one child lived for; at least one."""
-    told = {"device": device, "setup": setup, "steps": [(n, s.key) for n, s in enumerate(steps)]}
+    told = {
+        "parent": os.getpid(),
+        "device": device,
+        "setup": setup,
+        "steps": [(number, step.key) for number, step in enumerate(steps)],
+    }
     verdicts: list[StepVerdict] = []
     with ChildProcess(
         python_command("penstock.conv.probing.child:main"),

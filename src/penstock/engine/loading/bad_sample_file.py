@@ -43,6 +43,23 @@ class BadSample:
     time: str | None = None
     end: str | None = None
 
+    @staticmethod
+    def read_file(path: str | os.PathLike[str]) -> list[BadSample]:
+        """The samples that a ``bad_samples_file`` names, in the order in which they failed first.
+
+        Raises:
+            OSError: There is no such file, or it cannot be read.
+
+        Example:
+            >>> import tempfile, penstock
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     file = os.path.join(folder, "bad.jsonl")
+            ...     _ = open(file, "w").write('{"index": 17}\\n{"index": 4}\\n')
+            ...     [sample.index for sample in penstock.BadSample.read_file(file)]
+            [17, 4]
+        """
+        return read(path).samples
+
 
 @dataclass(frozen=True, kw_only=True)
 class BadSampleFile:

@@ -36,8 +36,8 @@ Load = Callable[[Any, int], Any]
 """``load(index, position)``: one sample with its own randomness."""
 
 
-class BadSampleReport(NamedTuple):
-    """One bad sample, as a worker tells it."""
+class SampleFailure(NamedTuple):
+    """One failure to load a sample, as a worker reports it."""
 
     index: Any
     position: int
@@ -88,7 +88,7 @@ class BadSamplePolicy:
         self.num_indices = num_indices
         self._none_is_bad = none_is_bad
         self._num_in_a_row = 0
-        self.found: list[BadSampleReport] = []
+        self.found: list[SampleFailure] = []
         """What was bad since this was last emptied."""
 
     @property
@@ -198,7 +198,7 @@ class BadSamplePolicy:
             text = safe_text(error)
         path = find_path(self._dataset, index, error) if index is not None else None
         text = f"{type(error).__name__}: {text[:500]}"
-        self.found.append(BadSampleReport(index, position, path, text, end))
+        self.found.append(SampleFailure(index, position, path, text, end))
 
     def next_of(self, stream: Iterator[Any], position: int) -> list[Any]:
         """The next sample of an iterable dataset, or none if it was bad and shall be left out.

@@ -1,7 +1,9 @@
-"""Collates: a worker writes samples into a slot once, the parent views the slot as a batch.
+"""Collates: writes samples into their rows of a slot as they come.
 
-    worker: BatchWriter.add(sample) ... finish()   -> layout, number of rows, strings and bytes
-    parent: view_batch(layout, root, ...)          -> what default_collate would have returned
+    BatchWriter.take(samples), finish()   -> layout, number of rows, strings and bytes
+
+The parent views the slot as the batch that ``default_collate`` would have returned
+(``view_batch`` in :mod:`penstock.engine.memory.batch_layout`).
 
 Large samples are copied into their row as they come, while they are in the cache; small ones are
 gathered and stacked into the slot in one call; what a dataset wrote into its row itself

@@ -132,7 +132,7 @@ class Reply(NamedTuple):
     state: Any = None
     """What an iterable dataset says of itself after this batch, where it has a state_dict."""
     bad_samples: tuple[Any, ...] = ()
-    """What was wrong with samples that were left out or replaced: BadSampleReport."""
+    """What was wrong with samples that were left out or replaced: SampleFailure."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -170,7 +170,7 @@ class WorkerTask:
     """Is it noted since when the user's code runs?"""
     num_indices: int | None = None
     """See :class:`penstock.engine.loading.bad_samples.BadSamplePolicy`."""
-    obeys_init_seed: bool = True
+    keeps_init_seed: bool = True
     """Is a seed that worker_init_fn gives to torch kept?"""
     trace_bytes: int = 0
     """Room for what each worker notes, behind the control page; 0: nothing is noted."""

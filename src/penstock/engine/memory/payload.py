@@ -175,7 +175,7 @@ def write(value: Any, slot: np.ndarray, start: int = 0) -> PayloadLocation:
     import torch
 
     _ResultPickler.tensor = torch.Tensor
-    room = memoryview(slot)  # type: ignore[arg-type]
+    memory = memoryview(slot)  # type: ignore[arg-type]
     buffers: list[memoryview] = []
 
     def keep_apart(buffer: pickle.PickleBuffer) -> bool:
@@ -186,18 +186,18 @@ def write(value: Any, slot: np.ndarray, start: int = 0) -> PayloadLocation:
         return False
 
     content = dump(value, keep_apart, buffers.clear)
-    base, spans, end = _address(room), [], round_up(start, _GRAIN)
+    base, spans, end = _address(memory), [], round_up(start, _GRAIN)
     for view in buffers:
         offset = _address(view) - base
-        if not 0 <= offset <= room.nbytes - view.nbytes:
+        if not 0 <= offset <= memory.nbytes - view.nbytes:
             offset, end = end, round_up(end + view.nbytes, _GRAIN)
         spans.append((offset, view.nbytes))
     num_bytes = end + content.nbytes
-    if num_bytes <= room.nbytes:
+    if num_bytes <= memory.nbytes:
         for (offset, length), view in zip(spans, buffers, strict=True):
             if _address(view) != base + offset:
-                room[offset : offset + length] = view
-        room[end:num_bytes] = content
+                memory[offset : offset + length] = view
+        memory[end:num_bytes] = content
         return PayloadLocation(end, tuple(spans), num_bytes)
     parts, spans, offset = [bytes(content)], [], content.nbytes
     for view in buffers:

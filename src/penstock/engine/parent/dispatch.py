@@ -168,11 +168,11 @@ class Dispatcher:
     def _lease(self, *, must: bool = False) -> None:
         """Keep the workers supplied, up to the depth; ``must``: raise if not even one can be."""
         limit = self._depth.depth * self._num_workers
-        room = limit - self._num_open
-        if room < max(1, limit // 4) and self._num_open:
+        num_wanted = limit - self._num_open
+        if num_wanted < max(1, limit // 4) and self._num_open:
             return  # a few at a time: one message then carries several leases
         outgoing: dict[int, list[Lease]] = {}
-        while room > 0 and self._has_more and self._lease_queue.has_active:
+        while num_wanted > 0 and self._has_more and self._lease_queue.has_active:
             slot = self.ring.take_if_any()
             if slot is None:
                 self._recorder.record_no_slot(self.ring.num_slots)
@@ -189,7 +189,7 @@ class Dispatcher:
             pending = self._open_batch(index, slot)
             for worker, lease in self._cut(pending):
                 outgoing.setdefault(worker, []).append(lease)
-            room -= 1
+            num_wanted -= 1
         for worker, leases in outgoing.items():
             self.pool.send(worker, leases)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.engine.loading.bad_sample_file import BadSample, append, plain_index
-from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES, BadSampleReport, OnError
+from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES, OnError, SampleFailure
 from penstock.errors import TooManyBad
 from penstock.order.epoch_state import EpochState
 
@@ -83,7 +83,7 @@ class Faults:
         """A worker was replaced."""
         self.num_restarts += 1
 
-    def record(self, found: Iterable[BadSampleReport]) -> None:
+    def record(self, found: Iterable[SampleFailure]) -> None:
         """Count the bad samples of a batch that is about to be delivered.
 
         Raises:
@@ -103,7 +103,7 @@ class Faults:
             self._positions = before  # the batch is not delivered
             raise
 
-    def _add(self, one: BadSampleReport, epoch: int) -> None:
+    def _add(self, one: SampleFailure, epoch: int) -> None:
         key = plain_index(one.index)
         if one.index is None:  # of an iterable dataset
             key = f"the one at {one.position}"
@@ -131,7 +131,7 @@ class Faults:
                 log.warning("bad samples are not written to %s any more: %s", self.path, error)
                 self.path = None
 
-    def _check(self, last: BadSampleReport) -> None:
+    def _check(self, last: SampleFailure) -> None:
         if self.max_bad is None:
             return
         most: float = self.max_bad

@@ -62,7 +62,7 @@ class WorkerProducer:
             shared_seed=context.shared_seed,
             has_limit=context.parts.faults.sample_timeout_s is not None,
             num_indices=context.parts.faults.num_indices,
-            obeys_init_seed=settings.keeps_init_seed,
+            keeps_init_seed=settings.keeps_init_seed,
             trace_bytes=trace_bytes,
             traces_samples=recorder.traces_samples,
             traces_steps=recorder.traces_steps,

@@ -3,6 +3,14 @@
     Connection (where leases come from and replies go: a pipe, or a queue between threads)
       -> WorkerLoop.run(): for each lease, dataset[i] per row -> slot -> Reply
 
+A batch gets into its slot in one of five ways:
+
+    layout        default collate: each sample is copied into its row (BatchWriter)
+    gather        the dataset is in memory: one call for the whole part (find_gatherer)
+    in place      the dataset writes into its row itself (find_in_place_fetcher)
+    slot_collate  default_collate inside the user's collate_fn stacks in the slot (collating_into)
+    payload       everything else, also what no layout can hold: pickled (payload.write)
+
 The same class runs in worker processes and in worker threads; only the connection differs.
 """
 
@@ -104,13 +112,13 @@ class WorkerLoop:
         self._stream_pass = NOTHING
         self._layouts: dict[Any, int] = {}
         self._init_error: BaseException | None = objects.get("init_error")
-        self._keeps_torch_seed = bool(objects.get("keeps_torch_seed"))
+        self._keeps_init_seed = bool(objects.get("keeps_init_seed"))
         self._randomness: SampleRandomness | None = None
         self._collate_randomness: SampleRandomness | None = None
         self._randomness_pass = NOTHING
         self._own: list[FoundGenerator] = []
         if task.per_sample:
-            with_torch = not self._keeps_torch_seed
+            with_torch = not self._keeps_init_seed
             own = DatasetGenerators(self._dataset, is_worker=not is_thread)
             self._own = own.found
             self._randomness = SampleRandomness(
@@ -142,7 +150,7 @@ class WorkerLoop:
     def run(self) -> None:
         """Serve until the parent says stop or is gone."""
         self._recorder.enter()
-        if self._keeps_torch_seed and self._task.per_sample and self._number == 0:
+        if self._keeps_init_seed and self._task.per_sample and self._number == 0:
             self._connection.put(("warning", _SEED_NOTE))
         for one in self._own if self._number == 0 else ():
             if not one.can_be_set:

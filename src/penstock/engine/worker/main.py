@@ -125,7 +125,7 @@ def prepare_worker(
             before = torch.initial_seed()
             init_fn(number)
             is_set = torch.initial_seed() != before
-            objects["keeps_torch_seed"] = is_set and task.obeys_init_seed
+            objects["keeps_init_seed"] = is_set and task.keeps_init_seed
     except Exception as error:
         objects["init_error"] = error
 
