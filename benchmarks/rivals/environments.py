@@ -39,7 +39,7 @@ class Peer:
     bare: tuple[str, ...] = ()
 
     @property
-    def wishes(self) -> tuple[str, ...]:
+    def requirements(self) -> tuple[str, ...]:
         return (*self.packages, *BY_HAND)
 
 
@@ -87,7 +87,7 @@ def build(name: str, home: Path) -> Environment:
     held = folder / "held.txt"
     held.write_text("".join(f"{line}\n" for line in _held()), "utf-8")
     trouble = None
-    for options in (peer.wishes, ("--no-deps", "--no-build-isolation", *peer.bare)):
+    for options in (peer.requirements, ("--no-deps", "--no-build-isolation", *peer.bare)):
         if trouble is None and options[-1] != "--no-build-isolation":
             trouble = _install(str(python), held, options)
     done.write_text(json.dumps({"mark": mark, "trouble": trouble}), "utf-8")

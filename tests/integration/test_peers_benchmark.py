@@ -13,9 +13,9 @@ REPO = Path(__file__).resolve().parents[2]
 def test_two_loaders_take_turns_and_a_peer_that_is_not_installed_has_a_row(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
     script = str(REPO / "benchmarks" / "peers.py")
-    wishes = ["--here", "--quick", "--only", "numbers", "--contenders", "torch,penstock,ffcv"]
+    options = ["--here", "--quick", "--only", "numbers", "--contenders", "torch,penstock,ffcv"]
     ended = subprocess.run(
-        [sys.executable, script, *wishes, "--rows", "PyTorch;Penstock", "--home", str(tmp_path)],
+        [sys.executable, script, *options, "--rows", "PyTorch;Penstock", "--home", str(tmp_path)],
         capture_output=True,
         text=True,
         env=environment,

@@ -136,7 +136,7 @@ def test_a_loader_of_nothing_has_a_state_too() -> None:
     assert collect(other) == []
 
 
-def test_persistent_workers_are_resumed_without_a_new_crew() -> None:
+def test_persistent_workers_are_resumed_without_new_workers() -> None:
     loader = make(num_workers=2, persistent_workers=True)
     epoch = collect(loader)
     pids = [worker.pid for worker in loader._iterator._workers]

@@ -192,7 +192,7 @@ def test_any_map_does_the_work_in_any_order(tmp_path: Path) -> None:
     assert digest(tmp_path / "one") == digest(tmp_path / "two")
 
 
-def test_a_wished_dtype_is_stored_and_a_name_given(tmp_path: Path) -> None:
+def test_a_requested_dtype_is_stored_and_a_name_given(tmp_path: Path) -> None:
     packed = pack_here(
         Pixels(5), tmp_path / "set", fields={"pixels": "float16", "number": Field(dtype="int32")}
     )

@@ -120,7 +120,7 @@ def test_a_hundred_workers_have_a_hundred_lanes_in_order() -> None:
     assert [one.number for one in found] == list(range(100))
 
 
-def test_crews_of_several_epochs_share_the_lanes_of_their_workers() -> None:
+def test_several_pools_share_the_lanes_of_their_workers() -> None:
     one = lane("worker", Record(Kind.LEASE, "", 10, 20, 0, 0), pid=7)
     other = lane("worker", Record(Kind.LEASE, "", 50, 60, 0, 1), pid=8)
     (found,) = make(one, other).lanes

@@ -45,7 +45,7 @@ def test_cores_that_others_held_are_not_counted_on() -> None:
     assert with_queueing(0.6) < 0.7 * with_queueing(0.0)
 
 
-def test_wishes_work_in_the_right_direction() -> None:
+def test_changes_work_in_the_right_direction() -> None:
     real = trace()
     rate = penstock.simulate(real).account.rate
     assert penstock.simulate(real, faster_decode=2.0).account.rate > 1.5 * rate
@@ -72,7 +72,7 @@ def test_an_imagined_run_is_a_timeline_like_any_other() -> None:
         *({"faster_decode": 0}, {"faster_decode": math.nan}),
     ],
 )
-def test_wishes_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(BadArgument, match=r"is no (whole number|factor|time)"):
         penstock.simulate(trace(), **settings)
 
