@@ -29,7 +29,7 @@ from penstock.order.epoch_state import EpochState
 
 pytestmark = pytest.mark.legacy
 
-EPOCH = 3
+PASS_NUMBER = 3
 
 
 class Clock:
@@ -66,12 +66,12 @@ class Scene:
         for cell in range(64):
             self.cells[cell] = NOTHING
         self.pool = Pool()
-        self.turns = LeaseQueue(2, in_turn=True)
+        self.lease_queue = LeaseQueue(2, in_turn=True)
         options = {name: option.default for name, option in options_of(SharedOptions).items()}
         self.faults = Faults({**options, **limits}, EpochState(None))
         self.recovery = WorkerRestarts(
             pool=self.pool,  # type: ignore[arg-type]
-            lease_queue=self.turns,
+            lease_queue=self.lease_queue,
             cells=self.cells,
             faults=self.faults,
             task=WorkerTask(
@@ -83,8 +83,10 @@ class Scene:
                 shared_seed=None,
             ),
         )
-        self.recovery.begin(EPOCH, None)
-        self.turns.give(Lease(EPOCH, 5, 0, [70, 71, 72, 73], 20, 4, 0, True, (0, 0), 0, 0))
+        self.recovery.begin(PASS_NUMBER, None)
+        self.lease_queue.give(
+            Lease(PASS_NUMBER, 5, 0, [70, 71, 72, 73], 20, 4, 0, True, (0, 0), 0, 0)
+        )
         self.show(IS_IDLE, 1)
 
     def show(self, cell: int, value: int) -> None:
@@ -182,7 +184,7 @@ def test_one_that_works_for_long_is_not_silent(clock: Clock) -> None:
 
 def test_waiting_for_nobody_is_stuck(clock: Clock) -> None:
     scene = Scene()
-    scene.turns.take_back(0, (EPOCH, 5, 0))
+    scene.lease_queue.take_back(0, (PASS_NUMBER, 5, 0))
     with pytest.raises(Stuck, match="no worker has anything to do"):
         wait(scene, clock, recovery.OWN_LIMIT_S + 1)
 
@@ -197,7 +199,7 @@ def test_what_is_left_out_once_and_still_loses_workers_is_the_end(clock: Clock) 
     scene = Scene(on_error="skip")
     lose(scene, 22)
     lose(scene, 22)
-    assert [row for row, _ in scene.turns.owed(0)[0].poison_rows] == [2]
+    assert [row for row, _ in scene.lease_queue.owed(0)[0].poison_rows] == [2]
     assert list(scene.faults.poison) == [72]
     with pytest.raises(WorkerDied):
         lose(scene, 22)  # a function for on_error that crashes, say
@@ -207,6 +209,8 @@ def test_substitutes_that_lose_workers_are_passed_over_up_to_their_number(clock:
     scene = Scene(on_error="replace")
     for _ in range(MAX_SUBSTITUTES + 2):
         lose(scene, 22)
-    assert [row for row, _ in scene.turns.owed(0)[0].poison_rows] == [2] * (MAX_SUBSTITUTES + 1)
+    assert [row for row, _ in scene.lease_queue.owed(0)[0].poison_rows] == [2] * (
+        MAX_SUBSTITUTES + 1
+    )
     with pytest.raises(WorkerDied):
         lose(scene, 22)

@@ -3,7 +3,7 @@
     parent -> worker   [Lease | NewPass | ResumeStream, ...]    load parts in order; None: stop
     worker -> parent   Reply                                    one per lease, at once
     worker -> parent   ("failed", report)                       it could not start
-    worker -> parent   ("warning" | "note", text)              to be raised; for the plan
+    worker -> parent   ("warning" | "note", text)               to be raised; for the plan
 
 The first page of the shared file is the control page: 64-bit cells that need no message. Behind it
 lies a trace buffer for each worker, where it notes what it does (see
