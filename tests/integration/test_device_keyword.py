@@ -24,7 +24,7 @@ from torch.utils.data._utils import pin_memory as torch_pinning
 import pretend_gpu
 from mishaps import Fateful, Log, ResumableStream
 from penstock import DataLoader, finish
-from penstock.device import pinning, transfer
+from penstock.device import pinning, setup
 from penstock.device import prefetcher as prefetching
 from penstock.device.fences import SynchronizingFence
 from penstock.device.pinning import SlotPinner
@@ -63,7 +63,7 @@ class Ahead(prefetching.DevicePrefetcher):
 
 @pytest.fixture
 def is_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ahead]]:
-    monkeypatch.setattr(transfer, "DevicePrefetcher", Ahead)
+    monkeypatch.setattr(setup, "DevicePrefetcher", Ahead)
     monkeypatch.setattr(Ahead, "made", [])
     yield Ahead.made
     Ahead.made.clear()
