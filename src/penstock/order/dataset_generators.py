@@ -1,55 +1,68 @@
-"""Generators that a dataset holds itself: find them, and set them for each sample.
+"""Generators that a dataset or a collate_fn holds itself: find them, and set them for each sample.
 
 ``self.rng = np.random.default_rng()`` in a dataset, albumentations' and MONAI's transforms, a
 module's own ``random.Random(0)``: none of them is one of the global generators that are set for
-each sample. They are found by a walk over what the dataset holds (attributes, containers, closures,
-module globals), and set in place from the sample's key, so unmodified code draws the same whichever
-worker runs it. A generator that cannot be set is listed with the reason.
+each sample. They are found by a walk over what the code can reach
+(:mod:`penstock.order.object_walk`), and set in place from the sample's key and their own path, so
+unmodified code draws the same whichever worker runs it. A generator that cannot be set is listed
+with the reason.
 
-The walk is bounded in objects, depth and items per container, because a dataset may hold a million
-paths or half a library. It takes a few milliseconds, once per worker, and neither calls nor copies
-anything.
-
-A generator that code makes anew in each sample (``np.random.default_rng()`` inside ``__getitem__``)
-is not found: that is what ``penstock.rng()`` replaces.
+The walk takes less than a millisecond for most datasets, and is repeated after the first sample,
+which may have made generators. One that code makes anew in each sample
+(``np.random.default_rng()`` inside ``__getitem__``) cannot be set: ``penstock.rng()`` replaces it.
 """
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import inspect
+import pickle
 import random
 import sys
-import types
-from collections import deque
-from collections.abc import Callable, Iterator
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from penstock.order.keys import GOLDEN, mix64
+from penstock.order.keys import mix64
+from penstock.order.object_walk import MAX_OBJECTS, ObjectWalk, own_attributes
 
-MAX_OBJECTS = 5000
-MAX_DEPTH = 8
-MAX_ITEMS = 64
-"""Of a list or dictionary: transforms come in short ones, samples in long ones."""
-
-_PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), np.ndarray, np.generic)
-_OPAQUE = (types.ModuleType, type, range, memoryview)
-_LIBRARIES = frozenset(
-    ("builtins", "torch", "torchvision", "numpy", "collections", "functools", "penstock")
-)
-"""Their classes hold no generators in their modules that a sample would draw from."""
 _GENERATORS = (
     np.random.Generator,
     np.random.RandomState,
     np.random.BitGenerator,
     random.Random,
 )
+_MAKERS = (
+    {"default_rng", "Generator", "RandomState", "Random", "SystemRandom", "SeedSequence"}
+    | {"PCG64", "PCG64DXSM", "Philox", "SFC64", "MT19937"}
+    | {"urandom", "uuid1", "uuid4", "token_bytes", "token_hex", "randbits", "randbelow"}
+)
+"""Names in code that makes generators, or asks the operating system for randomness."""
+SLOW_SEARCH_S = 0.05
+_CHECKED_ITEMS = 256
+_CHECKED_BYTES = 1 << 16
 
-Setter = Callable[[int], object]
+State = Any
+"""A generator's state: compared with ``==``, and given back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorAccess:
+    """How a generator is seeded, and its state saved and put back.
+
+    Args:
+        save: None: its state cannot be read.
+    """
+
+    seed: Callable[[int], object]
+    save: Callable[[], State] | None = None
+    restore: Callable[[State], object] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +78,26 @@ class FoundGenerator:
     path: str
     kind: str
     why_not: str | None = None
-    setter: Setter | None = field(default=None, repr=False, compare=False)
+    access: GeneratorAccess | None = field(default=None, repr=False, compare=False)
 
     @property
     def can_be_set(self) -> bool:
-        return self.setter is not None
+        return self.access is not None
 
     def __str__(self) -> str:
         return f"{self.path} ({self.kind})" + (f": {self.why_not}" if self.why_not else "")
 
 
 class DatasetGenerators:
-    """The dataset's own generators, to be set together before each sample.
+    """The generators of a dataset (or collate_fn), to be set together before each sample.
+
+    Args:
+        root: Where the search begins.
+        path: Its name in messages.
+        is_worker: In a worker process, where torch's ``get_worker_info()`` is set: a pipeline that
+            would seed itself there is told not to.
+        states: By path, states of generators that a worker process has made anew, because it
+            imported their module. See :func:`module_states`.
 
     Called from: the process and thread that loads; the objects are that process' copies. Changes
     albumentations' transforms of one pipeline to share one pair of generators.
@@ -94,178 +115,212 @@ class DatasetGenerators:
         True
     """
 
-    def __init__(self, dataset: Any, *, is_worker: bool = False) -> None:
-        self.found = find_generators(dataset, is_worker=is_worker)
-        self._setters = [one.setter for one in self.found if one.setter is not None]
+    def __init__(
+        self,
+        root: Any,
+        *,
+        path: str = "dataset",
+        is_worker: bool = False,
+        states: Mapping[str, State] | None = None,
+    ) -> None:
+        self.path, self._root, self._is_worker = path, root, is_worker
+        self.found: list[FoundGenerator] = []
+        self.is_complete = True
+        self.makes_generators = False
+        """Code that a sample may run names something that makes a generator."""
+        self._known: dict[int, Any] = {}  # an id is only unique while its object lives
+        self._setters: list[tuple[Callable[[int], object], int]] = []
+        self._search_s = 0.0
+        self.search()
+        for one in self.found:
+            if states and one.path in states and one.access and one.access.restore:
+                one.access.restore(states[one.path])
 
     def __bool__(self) -> bool:
         return bool(self._setters)
 
+    def search(self) -> list[FoundGenerator]:
+        """Look for generators; returns those that were not there before.
+
+        A search that took long is not repeated, unless the code makes generators.
+        """
+        if self._search_s > SLOW_SEARCH_S and not self.makes_generators:
+            return []
+        started = time.perf_counter()
+        walk = ObjectWalk(_is_generator, _barren_of(self._root))
+        new: list[FoundGenerator] = []
+        for path, value in walk.find(self.path, self._root):
+            if id(value) not in self._known:
+                self._known[id(value)] = value
+                one = _recognise(path, value, self._is_worker)
+                new += [one] if one is not None else []
+        paths = {one.path for one in self.found}
+        new += [one for one in _of_libraries(walk.modules) if one.path not in paths]
+        self.found += new
+        for one in new:
+            if one.access is not None:
+                digest = hashlib.blake2b(one.path.encode(), digest_size=8).digest()
+                self._setters.append((one.access.seed, int.from_bytes(digest, "little")))
+        self._holders = walk.holders
+        self.is_complete = self.is_complete and walk.is_complete
+        self.makes_generators = not _MAKERS.isdisjoint(walk.names)
+        self._search_s = time.perf_counter() - started
+        return new
+
     def set(self, seed: int) -> None:
         """Set every one of them from 64 bits of the sample's own. Each gets other bits."""
-        for setter in self._setters:
-            seed += GOLDEN
-            setter(mix64(seed))
+        for seed_one, salt in self._setters:
+            seed_one(mix64(seed ^ salt))
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def save(self) -> list[State]:
+        """The states of all that can be read."""
+        return [one.access.save() for one in self._readable()]
+
+    def restore(self, states: list[State]) -> None:
+        """Undo what was drawn since :meth:`save`."""
+        for one, state in zip(self._readable(), states, strict=False):
+            one.access.restore(state)
+
+    def set_unreadable(self, seed: int) -> None:
+        """Set those of which nobody can tell whether they were drawn from."""
+        readable = {id(one.access.seed) for one in self._readable()}
+        for seed_one, salt in self._setters:
+            if id(seed_one) not in readable:
+                seed_one(mix64(seed ^ salt))
+
+    def _readable(self) -> list[Any]:
+        return [one for one in self.found if one.access is not None and one.access.save is not None]
+
+    # -- changes of the dataset ------------------------------------------------------------------
+
+    def contents(self) -> dict[str, Any]:
+        """What the dataset's objects hold now, by path, for a comparison. Plain values are left
+        out: they change all the time (counters)."""
+        held: dict[str, Any] = {}
+        for path, value in self._holders:
+            held.update(_contents_of(path, value))
+        return held
 
 
 def find_generators(dataset: Any, *, is_worker: bool = False) -> list[FoundGenerator]:
-    """List the generators that ``dataset`` holds, in its attributes, closures and modules.
+    """List the generators that ``dataset`` holds, or its code reaches."""
+    return DatasetGenerators(dataset, is_worker=is_worker).found
 
-    Args:
-        dataset: Where the walk begins; its path is ``dataset``.
-        is_worker: In a worker process, where torch's ``get_worker_info()`` is set: a pipeline that
-            would seed itself there is told not to.
+
+def module_states(root: Any, path: str = "dataset") -> dict[str, State]:
+    """States of generators in modules, by path. A worker process may import those modules anew.
+
+    Called from: the parent, before workers start. Pairs with ``states`` of
+    :class:`DatasetGenerators`.
     """
-    found: list[FoundGenerator] = []
-    walk = _Walk()
-    queue: deque[tuple[str, Any, int]] = deque([("dataset", dataset, 0)])
-    while queue and len(walk.seen) < MAX_OBJECTS:
-        path, value, depth = queue.popleft()
-        if not walk.enter(value):
-            continue
-        one = _recognise(path, value, is_worker)
-        if one is not None:
-            found.append(one)
-        elif depth < MAX_DEPTH:
-            queue.extend((*item, depth + 1) for item in walk.inside(path, value))
-    return found + _of_libraries(walk.modules)
+    found = ObjectWalk(_is_generator, _barren_of(root)).find(path, root)
+    placed = [one for one in found if not one[0].startswith((f"{path}.", f"{path}["))]
+    known = [_recognise(where, value, is_worker=False) for where, value in placed]
+    return {
+        one.path: one.access.save()
+        for one in known
+        if one is not None and one.access is not None and one.access.save is not None
+    }
 
 
-# -- walking over what a dataset holds -------------------------------------------------------------
+_barren: dict[int, tuple[weakref.ref[Any], dict[int, int]]] = {}
+"""Large containers without generators, by dataset: each epoch without workers searches again."""
 
 
-class _Walk:
-    """Objects that were visited, and ``modules`` that their code imports."""
-
-    def __init__(self) -> None:
-        self.seen: set[int] = set()
-        self.modules: set[str] = set()
-        self._kept: list[Any] = []  # an id is only unique while its object lives
-
-    def enter(self, value: Any) -> bool:
-        """Is this an object to look at, for the first time?"""
-        if isinstance(value, (_PLAIN, _OPAQUE)) or id(value) in self.seen or _is_tensor(value):
-            return False
-        if getattr(type(value), "draws_nothing", False) is True:  # mapped files of a packed set
-            return False
-        self.seen.add(id(value))
-        self._kept.append(value)
-        return True
-
-    def inside(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """The paths and values that an object holds."""
-        if isinstance(value, dict):
-            for key, item in islice(value.items(), MAX_ITEMS):
-                yield f"{path}[{key!r}]", item
-        elif isinstance(value, (list, tuple, set, frozenset, deque)):
-            for place, item in enumerate(islice(value, MAX_ITEMS)):
-                yield f"{path}[{place}]", item
-        elif isinstance(value, functools.partial):
-            yield f"{path}.func", value.func
-            yield f"{path}.args", value.args
-            yield f"{path}.keywords", value.keywords
-        elif hasattr(value, "__self__"):  # a bound method, of Python's or of a compiled class
-            yield f"{path}.__self__", value.__self__
-            yield f"{path}.__func__", getattr(value, "__func__", None)
-        elif isinstance(value, types.FunctionType):
-            yield from self._of_function(path, value)
-        else:
-            for name, item in islice(_attributes(value), MAX_ITEMS):
-                yield f"{path}.{name}", item
-            yield from self._of_classes(type(value))
-
-    def _of_classes(self, cls: type) -> Iterator[tuple[str, Any]]:
-        """Generators in the class body, and in the globals that its methods name."""
-        for base in cls.__mro__:
-            if id(base) in self.seen or base.__module__.partition(".")[0] in _LIBRARIES:
-                continue
-            self.seen.add(id(base))  # classes live on
-            self.modules.add(base.__module__)
-            for name, item in base.__dict__.items():
-                function = getattr(item, "__func__", item)  # of a class method or a static one
-                if isinstance(item, _GENERATORS):
-                    yield f"{base.__qualname__}.{name}", item
-                elif isinstance(function, types.FunctionType):
-                    yield from self._of_function(f"{base.__qualname__}.{name}", function)
-
-    def _of_function(self, path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-        names = function.__code__.co_freevars
-        for name, cell in zip(names, function.__closure__ or (), strict=False):
-            try:
-                yield f"{path}.{name}", cell.cell_contents
-            except ValueError:
-                pass  # not filled yet
-        for item in (function.__defaults__, function.__kwdefaults__):
-            if item is not None:
-                yield f"{path}.<defaults>", item
-        for name in _global_names(function.__code__):
-            item = function.__globals__.get(name)
-            if isinstance(item, types.ModuleType):
-                self.modules.add(item.__name__)
-            elif isinstance(item, _GENERATORS) or type(item).__module__ == "torch._C":
-                yield f"{function.__module__}.{name}", item
+def _barren_of(root: Any) -> dict[int, int]:
+    known = _barren.get(id(root))
+    if known is not None and known[0]() is root:
+        return known[1]
+    containers: dict[int, int] = {}
+    with suppress(TypeError):  # an object that takes no weak references
+        key = id(root)
+        _barren[key] = weakref.ref(root, lambda _: _barren.pop(key, None)), containers
+    return containers
 
 
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+def describe_search_limit(path: str) -> str:
+    return (
+        f"{path} holds more objects than are searched for generators ({MAX_OBJECTS:,}): draws from "
+        "one that was not found depend on who loads the sample"
+    )
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    held = getattr(value, "__dict__", None)
-    if isinstance(held, dict):
-        yield from held.items()
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if isinstance(cls.__dict__.get(name), types.MemberDescriptorType):
-                try:
-                    yield name, getattr(value, name)
-                except AttributeError:
-                    pass  # a slot without a value
+def _contents_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple, dict, set, frozenset)):
+        yield path, len(value)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        if len(value) <= _CHECKED_ITEMS:
+            for key, item in list(items):
+                if not _is_plain(item):
+                    yield f"{path}[{key!r:.60}]", _identity(item)
+        return
+    for name, item in own_attributes(value).items():
+        if not (_is_plain(item) or _is_generator(item)):
+            yield f"{path}.{name}", _identity(item)
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (str, bytes, int, float, complex))
+
+
+def _identity(value: Any) -> Any:
+    """Another one after a change of an array's elements, too."""
+    if isinstance(value, (list, tuple, dict, set, frozenset)):
+        return id(value), len(value)
+    try:
+        flat = np.asarray(value).reshape(-1) if hasattr(type(value), "__array__") else None
+        if flat is not None and not flat.dtype.hasobject and flat.size:
+            few = flat[:: 1 + flat.nbytes // _CHECKED_BYTES]
+            return id(value), flat.size, zlib.crc32(few.tobytes())
+    except Exception:  # a tensor on a GPU, an array type with a will of its own
+        pass
+    return id(value)
 
 
 # -- recognising and setting generators ------------------------------------------------------------
 
 
+def _is_generator(value: Any) -> bool:
+    kind = type(value)
+    if issubclass(kind, _GENERATORS) or kind.__module__ == "torch._C":
+        return issubclass(kind, _GENERATORS) or kind.__name__ == "Generator"
+    return kind.__module__.startswith("albumentations.") and _takes_states(value)
+
+
 def _recognise(path: str, value: Any, is_worker: bool) -> FoundGenerator | None:
+    """The generator at ``path``; None for the global ones, which are set anyway."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, np.random.Generator):
-        return _settable(path, "numpy.random.Generator", _bits_setter(value.bit_generator))
+        return _settable(path, "numpy.random.Generator", _bits_access(value.bit_generator))
     if isinstance(value, np.random.BitGenerator):
-        return _settable(path, kind, _bits_setter(value))
+        return _settable(path, kind, _bits_access(value))
     if isinstance(value, np.random.RandomState):
-        if value is np.random.mtrand._rand:  # the global one, which is set anyway
+        if value is np.random.mtrand._rand:
             return None
-        bits = value._bit_generator
-        return _settable(path, "numpy.random.RandomState", _bits_setter(bits, value))
+        return _settable(path, "numpy.random.RandomState", _random_state_access(value))
     if isinstance(value, random.SystemRandom):
         why_not = "it asks the operating system"
         return FoundGenerator(path=path, kind="random.SystemRandom", why_not=why_not)
     if isinstance(value, random.Random):
         if value is random._inst:
             return None
-        return _settable(path, "random.Random", value.seed)
+        return _settable(path, "random.Random", _python_access(value))
     if kind == "torch._C.Generator":
         return _recognise_torch(path, value)
-    if kind.startswith("albumentations.") and _takes_states(value):
-        return _settable(path, "albumentations", _share_generators(value, is_worker))
-    return None
+    return _settable(path, "albumentations", _share_generators(value, is_worker))
 
 
-def _settable(path: str, kind: str, setter: Setter) -> FoundGenerator:
+def _settable(path: str, kind: str, access: GeneratorAccess) -> FoundGenerator:
     try:
-        setter(0)
+        state = access.save() if access.save is not None else None
+        access.seed(0)
+        if access.restore is not None:
+            access.restore(state)
     except Exception as error:  # another library's class: it may refuse in any way
         return FoundGenerator(path=path, kind=kind, why_not=f"setting it fails: {error!r}")
-    return FoundGenerator(path=path, kind=kind, setter=setter)
+    return FoundGenerator(path=path, kind=kind, access=access)
 
 
 def _recognise_torch(path: str, value: Any) -> FoundGenerator | None:
@@ -277,27 +332,71 @@ def _recognise_torch(path: str, value: Any) -> FoundGenerator | None:
         return FoundGenerator(
             path=path, kind="torch.Generator", why_not=f"it lives on {value.device}"
         )
-    return _settable(path, "torch.Generator", value.manual_seed)
+
+    def save() -> bytes:
+        return bytes(value.get_state().numpy())
+
+    def restore(state: bytes) -> None:
+        value.set_state(torch.from_numpy(np.frombuffer(state, dtype=np.uint8).copy()))
+
+    access = GeneratorAccess(seed=value.manual_seed, save=save, restore=restore)
+    return _settable(path, "torch.Generator", access)
 
 
-def _bits_setter(bits: Any, owner: np.random.RandomState | None = None) -> Setter:
-    """How to set a bit generator in place. A RandomState also clears its cached normal."""
-    if type(bits) in (np.random.PCG64, np.random.PCG64DXSM):
-        name = type(bits).__name__
+def _python_access(value: random.Random) -> GeneratorAccess:
+    return GeneratorAccess(seed=value.seed, save=value.getstate, restore=value.setstate)
 
-        def set_pcg(seed: int) -> None:
-            high, low = mix64(seed + 1), mix64(seed + 2)
-            inner = {"state": seed << 64 | high, "inc": low << 64 | high | 1}
-            bits.state = {"bit_generator": name, "state": inner, "has_uint32": 0, "uinteger": 0}
 
-        return set_pcg
-    if owner is not None and type(bits) is np.random.MT19937:
-        return lambda seed: owner.seed(seed & 0xFFFFFFFF)
+def _bits_access(bits: Any) -> GeneratorAccess:
+    """A bit generator of NumPy's, set in place."""
 
-    def set_any(seed: int) -> None:
+    def restore(state: bytes) -> None:
+        bits.state = pickle.loads(state)
+
+    def seed_any(seed: int) -> None:
         bits.state = type(bits)(seed).state  # 20 microseconds: there is no shorter way for all
 
-    return set_any
+    is_pcg = type(bits) in (np.random.PCG64, np.random.PCG64DXSM)
+    return GeneratorAccess(
+        seed=_pcg_seeder(bits) if is_pcg else seed_any,
+        save=lambda: pickle.dumps(bits.state),
+        restore=restore,
+    )
+
+
+def _pcg_seeder(bits: Any) -> Callable[[int], object]:
+    name = type(bits).__name__
+
+    def seed_pcg(seed: int) -> None:
+        high, low = mix64(seed + 1), mix64(seed + 2)
+        inner = {"state": seed << 64 | high, "inc": low << 64 | high | 1}
+        bits.state = {"bit_generator": name, "state": inner, "has_uint32": 0, "uinteger": 0}
+
+    return seed_pcg
+
+
+def _random_state_access(value: np.random.RandomState) -> GeneratorAccess:
+    """It caches a normal variate beside its bits, which seeding has to clear."""
+    bits: Any = value._bit_generator
+    by_bits = _bits_access(bits).seed
+
+    def seed_twister(seed: int) -> None:
+        value.seed(seed & 0xFFFFFFFF)
+
+    def seed_other(seed: int) -> None:
+        by_bits(seed)
+        state: Any = value.get_state(legacy=False)
+        value.set_state({**state, "has_gauss": 0, "gauss": 0.0})
+
+    def restore(state: bytes) -> None:
+        value.set_state(pickle.loads(state))
+
+    is_twister = type(bits) is np.random.MT19937
+    return GeneratorAccess(
+        seed=seed_twister if is_twister else seed_other,
+        save=lambda: pickle.dumps(value.get_state(legacy=False)),
+        restore=restore,
+    )
 
 
 # -- libraries -------------------------------------------------------------------------------------
@@ -313,7 +412,7 @@ def _takes_states(value: Any) -> bool:
     return {"random_generator", "py_random"} <= set(parameters)
 
 
-def _share_generators(pipeline: Any, is_worker: bool) -> Setter:
+def _share_generators(pipeline: Any, is_worker: bool) -> GeneratorAccess:
     """Give all transforms of a pipeline one pair of generators: two to set instead of two each.
 
     It is the pipeline's own pair, so that doing this again changes nothing: threads share a
@@ -325,13 +424,20 @@ def _share_generators(pipeline: Any, is_worker: bool) -> Setter:
         # AlbumentationsX replaces the pair whenever torch's seed has changed in a worker, which
         # here is before each sample; without workers it does not, and the numbers would differ.
         pipeline._check_worker_seed = _keep
-    set_numpy = _bits_setter(generator.bit_generator)
+    numpy_access = _bits_access(generator.bit_generator)
 
-    def set_both(seed: int) -> None:
-        set_numpy(seed)
+    def seed_both(seed: int) -> None:
+        numpy_access.seed(seed)
         python.seed(seed)
 
-    return set_both
+    def save() -> State:
+        return pickle.dumps(generator.bit_generator.state), python.getstate()
+
+    def restore(state: State) -> None:
+        generator.bit_generator.state = pickle.loads(state[0])
+        python.setstate(state[1])
+
+    return GeneratorAccess(seed=seed_both, save=save, restore=restore)
 
 
 def _pair_of(pipeline: Any) -> tuple[np.random.Generator, random.Random]:
@@ -355,9 +461,11 @@ def _of_libraries(modules: set[str]) -> list[FoundGenerator]:
     opencv: Any = sys.modules.get("cv2")
     if "cv2" in used and hasattr(opencv, "setRNGSeed"):
         set_opencv = opencv.setRNGSeed
-        found.append(_settable("cv2", "cv2", lambda seed: set_opencv(seed & 0x7FFFFFFF)))
+        access = GeneratorAccess(seed=lambda seed: set_opencv(seed & 0x7FFFFFFF))
+        found.append(_settable("cv2", "cv2", access))
     imgaug: Any = sys.modules.get("imgaug.random")
     if "imgaug" in used and hasattr(imgaug, "seed"):
         seed_imgaug = imgaug.seed
-        found.append(_settable("imgaug", "imgaug", lambda seed: seed_imgaug(seed & 0x7FFFFFFF)))
+        access = GeneratorAccess(seed=lambda seed: seed_imgaug(seed & 0x7FFFFFFF))
+        found.append(_settable("imgaug", "imgaug", access))
     return found

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -195,19 +196,22 @@ class StateReads:
     def __init__(self) -> None:
         self.of_globals = self.of_torch = 0
         self.num_users = 0
+        self._lock = threading.Lock()
         self.originals: list[tuple[Any, str, Any]] = []
 
     def start(self) -> None:
         """Count reads from now on. Pairs with :meth:`stop`; several may count at a time."""
-        self.num_users += 1
-        if self.num_users == 1:
-            self.originals = [_replace_reader(*reader) for reader in _READERS]
+        with self._lock:
+            self.num_users += 1
+            if self.num_users == 1:
+                self.originals = [_replace_reader(*reader) for reader in _READERS]
 
     def stop(self) -> None:
-        self.num_users -= 1
-        if self.num_users == 0:
-            for module, name, original in self.originals:
-                setattr(module, name, original)
+        with self._lock:
+            self.num_users -= 1
+            if self.num_users == 0:
+                for module, name, original in self.originals:
+                    setattr(module, name, original)
 
 
 state_reads = StateReads()

@@ -17,17 +17,25 @@ only where it matters:
 If one moved, everything is set and that sample (unseeded: that run) is loaded again, and the object
 stays with the slower mode. So a dataset that drew nothing for its first samples and then begins to
 draw has one run loaded twice per worker; what the user sees is always the seeded result.
+
+Generators that the dataset holds itself are set for each sample, too, but for the first one that
+this object loads. A dataset that draws a permutation on first use and keeps it must draw the same
+one in every worker, as it does in PyTorch's, so that sample finds them as the user left them. If it
+drew from one of them, it is loaded once more for its bits; what the dataset kept stays. A dataset
+that goes on keeping things while it draws is named in ``notes``.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from penstock.order.dataset_generators import DatasetGenerators
+from penstock.order.dataset_generators import DatasetGenerators, describe_search_limit
 from penstock.order.global_generators import (
     counting_state_reads,
     numpy_generator,
@@ -35,7 +43,15 @@ from penstock.order.global_generators import (
     python_generator,
     state_reads,
 )
-from penstock.order.keys import DATASET_STREAM, GOLDEN, MASK, make_key, mix64, splitmix64
+from penstock.order.keys import (
+    COLLATE_STREAM,
+    DATASET_STREAM,
+    GOLDEN,
+    MASK,
+    make_key,
+    mix64,
+    splitmix64,
+)
 from penstock.order.rng import OUTSIDE, UNKNOWN, SampleRng, active
 
 _BLOCKS = 78
@@ -47,6 +63,22 @@ NUM_OBSERVED = 16
 """Samples that are loaded seeded before a dataset counts as one that does not draw."""
 
 Function = Callable[[Any], Any]
+
+
+_KEEPS_DRAWS = (
+    "{path} changed while a sample drew from a generator of the dataset. If drawn numbers are kept "
+    "there, they differ between workers: draw them in __init__, or from a generator made of the "
+    "index, numpy.random.default_rng([seed, index])"
+)
+_MADE_IN_COLLATE = (
+    "collate_fn made a generator in its first call and could not be called again: what it drew for "
+    "that batch depends on who loads it. Make the generator before the loader is used"
+)
+_UNREPEATABLE = (
+    "a sample that was loaded twice with the same seeds was not the same: it draws from a "
+    "generator that it makes without a seed, or asks the operating system. Use penstock.rng() "
+    "instead of numpy.random.default_rng(), or give it a seed"
+)
 
 
 class UnexpectedDraw(Exception):
@@ -61,6 +93,12 @@ class SampleRandomness:
         with_torch: False leaves torch's generator alone (the user seeded it in worker_init_fn).
         dataset_generators: Those that only the dataset knows; they are set for each sample, too.
             Where there are any, every sample is seeded.
+        keeps_first: The first call finds the dataset's own generators as the user left them.
+        checks_repeats: Load the first sample twice where the code makes generators of its own, to
+            see whether it is the same.
+
+    Attributes:
+        notes, warnings: For the user; see :meth:`take_messages`.
 
     Called from: whoever loads samples, in that process or thread, one at a time. Pairs with
     :func:`counting_state_reads`, which should be active meanwhile.
@@ -80,6 +118,8 @@ class SampleRandomness:
         *,
         with_torch: bool = True,
         dataset_generators: DatasetGenerators | None = None,
+        keeps_first: bool = True,
+        checks_repeats: bool = False,
     ) -> None:
         import torch
 
@@ -90,13 +130,19 @@ class SampleRandomness:
         self._are_equal = torch.equal
         self._python = python_generator()
         self._numpy = numpy_generator()
-        self._set_others = dataset_generators.set if dataset_generators else None
-        can_peek = self._python.is_known and self._numpy.is_known
+        self._own = dataset_generators
+        self._set_own = dataset_generators.set if dataset_generators else None
+        self._is_first = dataset_generators is not None
+        self._num_watched = 0 if dataset_generators else NUM_OBSERVED
+        self._keeps_first, self._checks_repeats = keeps_first, checks_repeats
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        can_peek = self._can_peek = self._python.is_known and self._numpy.is_known
         if can_peek:
             self._cells = (*self._python.cells(), *self._numpy.cells())
             self._seen = self._peek()
         self._seen_reads = state_reads.of_globals
-        self.needs_seeding = not can_peek or self._set_others is not None
+        self.needs_seeding = not can_peek or self._set_own is not None
         """Python's and NumPy's generators must be set for every sample."""
         self.is_torch_only = self.is_unseeded = False
         self._num_observed = 0
@@ -167,8 +213,16 @@ class SampleRandomness:
                         return sample
                 self.is_torch_only, self.needs_seeding = False, True
                 rng.position = position
+            if self._is_first:
+                return self._call_first(function, index, position)
             self.set_generators(position)
-            return function(index) if self.needs_seeding else self._observe(function, index)
+            if not self.needs_seeding:
+                return self._observe(function, index)
+            return (
+                function(index)
+                if self._num_watched >= NUM_OBSERVED
+                else self._watch(function, index)
+            )
         finally:
             rng.position = OUTSIDE
 
@@ -183,6 +237,71 @@ class SampleRandomness:
         self.is_unseeded = self.is_torch_only and not self._has_drawn_torch
         return sample
 
+    def _call_first(self, function: Function, index: Any, position: int) -> Any:
+        """The first sample: the dataset's own generators are as the user left them."""
+        own = self._own
+        assert own is not None
+        self._is_first = False
+        states = own.save()
+        if self._keeps_first:
+            self._set_own = own.set_unreadable
+        self.set_generators(position)
+        try:
+            sample = function(index) if self.needs_seeding else self._observe(function, index)
+        except Exception:
+            if not self._has_used_own(own, states):
+                raise
+            sample = self._call_again(function, index, position)
+        else:
+            if self._has_used_own(own, states):
+                try:
+                    sample = self._call_again(function, index, position)
+                except Exception:
+                    if self._keeps_first:
+                        raise
+                    self.warnings.append(_MADE_IN_COLLATE)  # it has changed what it was given
+        if self._checks_repeats and own.makes_generators:
+            self._check_repeat(function, index, position, sample)
+        return sample
+
+    def _has_used_own(self, own: DatasetGenerators, states: list[Any]) -> bool:
+        """After the first sample: did it draw from a generator of the dataset's, or make one?"""
+        has_moved = self._keeps_first and own.save() != states
+        has_made = bool(own.search())
+        self._set_own = own.set if own else None
+        self._num_watched = 0 if own else NUM_OBSERVED
+        self.needs_seeding = self.needs_seeding or bool(own)
+        return has_moved or has_made
+
+    def _call_again(self, function: Function, index: Any, position: int) -> Any:
+        self._rng.position = position
+        self.set_generators(position)
+        return function(index)
+
+    def _check_repeat(self, function: Function, index: Any, position: int, sample: Any) -> None:
+        """Is the sample the same with the same generators? Else it draws from one unknown."""
+        try:
+            first = pickle.dumps(sample)
+            second = pickle.dumps(self._call_again(function, index, position))
+        except Exception:
+            return  # it cannot be compared
+        if first != second:
+            self.warnings.append(_UNREPEATABLE)
+
+    def _watch(self, function: Function, index: Any) -> Any:
+        """One of the first samples: does the dataset keep something while it draws?"""
+        own = self._own
+        assert own is not None
+        self._num_watched += 1
+        before, states = own.contents(), own.save()
+        sample = function(index)
+        if own.save() != states:
+            changed = [path for path, held in own.contents().items() if before.get(path) != held]
+            if changed:
+                self._num_watched = NUM_OBSERVED
+                self.notes.append(_KEEPS_DRAWS.format(path=changed[0]))
+        return sample
+
     def set_generators(self, position: int) -> None:
         """Set all generators to the state of the sample at ``position``."""
         numpy_seed, torch_seed = self._seeds_at(position)
@@ -190,8 +309,33 @@ class SampleRandomness:
         np.random.seed(numpy_seed)
         if self._seed_torch is not None:
             self._seed_torch(torch_seed)
-        if self._set_others is not None:
-            self._set_others(mix64(self._own_key + position))
+        if self._set_own is not None:
+            self._set_own(mix64(self._own_key + position))
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Leave the caller's generators as they were, the global ones and the dataset's own.
+
+        Called from: the process of the training loop, whose generators are in use.
+        """
+        with self.preserved_own(), preserved_generators(), counting_state_reads():
+            yield
+
+    @contextmanager
+    def preserved_own(self) -> Iterator[None]:
+        """Leave the dataset's own generators as they were."""
+        states = self._own.save() if self._own else []
+        try:
+            yield
+        finally:
+            if self._own and states:
+                self._own.restore(states)
+
+    def take_messages(self) -> tuple[list[str], list[str]]:
+        """Warnings and notes for the user since the last call."""
+        messages = self.warnings, self.notes
+        self.warnings, self.notes = [], []
+        return messages
 
     # -- many samples ----------------------------------------------------------------------------
 
@@ -225,7 +369,7 @@ class SampleRandomness:
                 state_reads.stop()
                 self._python.restore(python, has_moved=has_moved)
                 self._numpy.restore(numpy, has_moved=has_moved)
-        with preserved_generators(), counting_state_reads():
+        with self.preserved():
             return self.call_many(function, indices, position)
 
     def _call_unseeded(
@@ -341,6 +485,51 @@ class SampleRandomness:
             self._first_state, place = position, 0
             self._end_state = position + _STATE_RUN
         return self._states[place]
+
+
+def make_randomness(
+    seed: int,
+    dataset: Any,
+    collate_fn: Any,
+    *,
+    with_torch: bool = True,
+    is_worker: bool = False,
+    checks_repeats: bool = False,
+    states: Mapping[str, Any] | None = None,
+) -> tuple[SampleRandomness, SampleRandomness]:
+    """The randomness of samples, and that of batches in ``collate_fn`` (None: torch's own).
+
+    What a ``collate_fn`` finds in the generators is a function of (seed, epoch, position of the
+    batch's first sample). It is not called twice, because it may change the samples it is given.
+
+    Args:
+        states: See :class:`DatasetGenerators`.
+    """
+    own = DatasetGenerators(dataset, is_worker=is_worker, states=states)
+    samples = SampleRandomness(
+        seed, with_torch=with_torch, dataset_generators=own, checks_repeats=checks_repeats
+    )
+    of_collate = None
+    if collate_fn is not None:
+        of_collate = DatasetGenerators(
+            collate_fn, path="collate_fn", is_worker=is_worker, states=states
+        )
+    batches = SampleRandomness(
+        seed ^ COLLATE_STREAM,
+        with_torch=with_torch,
+        dataset_generators=of_collate,
+        keeps_first=False,
+    )
+    for generators in (own, of_collate):
+        if generators is not None:
+            samples.warnings += [
+                f"{one}: its draws depend on who loads the sample"
+                for one in generators.found
+                if not one.can_be_set
+            ]
+            if not generators.is_complete:
+                samples.notes.append(describe_search_limit(generators.path))
+    return samples, batches
 
 
 def _hash_seeds(seed: int, epoch: int, position: int) -> list[tuple[int, int]]:

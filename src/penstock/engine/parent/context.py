@@ -18,10 +18,12 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data import dataloader as torch_loader
 
 from penstock.device.setup import DeviceSetup
-from penstock.engine.loading.collate import custom_collators
+from penstock.engine.loading.collate import custom_collators, is_default_collate
 from penstock.engine.memory.pinned_ring import PinnedRing, Pinner
 from penstock.engine.memory.ring import Ring
 from penstock.engine.parent.faults import Faults
+from penstock.errors import warn_user
+from penstock.order.dataset_generators import module_states
 from penstock.order.epoch_state import EpochState, Progress
 from penstock.trace.recorder import Recorder
 
@@ -92,6 +94,12 @@ class LoadContext:
         """Add a note to the user's plan."""
         self.parts.notes.setdefault(text)
 
+    def warn(self, text: str) -> None:
+        """Warn the user, once, and add the text to the plan."""
+        if text not in self.parts.notes:
+            self.note(text)
+            warn_user(text)
+
     def worker_objects(self) -> dict[str, Any]:
         """What workers need of the user's objects, by the names that error messages use."""
         init_fn = self.worker_init_fn
@@ -105,7 +113,16 @@ class LoadContext:
             "on_error": self.parts.faults.on_error,
             "collators": custom_collators(),
             "streams": dict(self.parts.epoch_state.streams),
+            "generator_states": self._generator_states(),
         }
+
+    def _generator_states(self) -> dict[str, Any]:
+        if not self.settings.per_sample:
+            return {}
+        states = module_states(self.dataset)
+        if not is_default_collate(self.collate_fn):
+            states.update(module_states(self.collate_fn, "collate_fn"))
+        return states
 
     def make_ring(self, file: Any) -> Ring:
         """A ring of slots over ``file``, pinned where the loader asks for it."""

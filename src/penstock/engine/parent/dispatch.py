@@ -268,7 +268,9 @@ class Dispatcher:
             elif isinstance(event, WorkerExit):
                 self._replace(self._restarts.fault_of(worker, event))
             elif event[0] == "warning":
-                warn_user(event[1])
+                if event[1] not in self._notes:  # each worker may say it
+                    self._notes[event[1]] = None
+                    warn_user(event[1])
             elif event[0] == "note":
                 self._notes.setdefault(event[1])
             else:

@@ -27,10 +27,8 @@ from penstock.engine.memory.ring import Ring
 from penstock.engine.memory.shared_file import PrivateFile
 from penstock.engine.parent.context import EpochPass, LoadContext
 from penstock.errors import NoSubstitute
-from penstock.order.dataset_generators import DatasetGenerators
-from penstock.order.global_generators import counting_state_reads, preserved_generators
-from penstock.order.keys import COLLATE_STREAM
-from penstock.order.sample_randomness import SampleRandomness
+from penstock.order.global_generators import preserved_generators
+from penstock.order.sample_randomness import SampleRandomness, make_randomness
 from penstock.trace.record import now_ns
 
 _rings: weakref.WeakKeyDictionary[Any, tuple[int, Ring]] = weakref.WeakKeyDictionary()
@@ -62,16 +60,16 @@ class InlineProducer:
         self._dataset, self._collate_fn = context.dataset, context.collate_fn
         self._auto_collation = context.auto_collation
         self._epoch_state, self._faults = context.parts.epoch_state, context.parts.faults
+        self._collates_by_default = collate.is_default_collate(self._collate_fn)
         self._randomness: SampleRandomness | None = None
         self._collate_randomness: SampleRandomness | None = None
         if context.settings.per_sample:
-            seed, own = context.base_seed, DatasetGenerators(self._dataset)
-            self._randomness = SampleRandomness(seed, dataset_generators=own)
-            for one in own.found:
-                if not one.can_be_set:
-                    context.note(f"{one}: its draws depend on who loads the sample")
-            self._collate_randomness = SampleRandomness(seed ^ COLLATE_STREAM)
-        self._collates_by_default = collate.is_default_collate(self._collate_fn)
+            self._randomness, self._collate_randomness = make_randomness(
+                context.base_seed,
+                self._dataset,
+                None if self._collates_by_default else self._collate_fn,
+                checks_repeats=True,
+            )
         self._gatherer: Gatherer | None = None
         if self._auto_collation and self._collates_by_default:
             self._gatherer = find_gatherer(self._dataset)
@@ -155,7 +153,18 @@ class InlineProducer:
             self._num_batches += 1
             self._context.parts.recorder.record_inline_load(start_ns, cpu_ns, num_loaded, number)
             self._record_bad()
+            self._tell_user()
             return batch, self._ring is not None and self._ring.has_lent_pinned
+
+    def _tell_user(self) -> None:
+        """Show what was noticed about the randomness of samples."""
+        for randomness in (self._randomness, self._collate_randomness):
+            if randomness is not None and (randomness.warnings or randomness.notes):
+                warnings, notes = randomness.take_messages()
+                for text in warnings:
+                    self._context.warn(text)
+                for text in notes:
+                    self._context.note(text)
 
     def _load_somehow(self, index: Any) -> Any:
         """As usual; one sample at a time if one of them is bad, or known to be poison."""
@@ -188,7 +197,7 @@ class InlineProducer:
             position = self._advance(len(index))
             samples = self._randomness.call_many_preserved(getter(self._dataset), index, position)
         elif self._randomness is not None:
-            with preserved_generators(), counting_state_reads():
+            with self._randomness.preserved():
                 samples = self._fetch(index)
                 if not self._collates_by_default:
                     return self._collate(samples)
@@ -210,7 +219,7 @@ class InlineProducer:
         get = one_getter(self._dataset)
         indices = list(index) if self._auto_collation else [index]
         placed = enumerate(indices, self._advance(len(indices)))
-        with preserved_generators(), counting_state_reads():
+        with self._preserved():
             if self._randomness is not None:
                 self._randomness.snapshot()
 
@@ -227,10 +236,19 @@ class InlineProducer:
                 return self._collate(whole)
         return self._put_together(whole, index)
 
+    def _preserved(self) -> Any:
+        if self._randomness is not None:
+            return self._randomness.preserved()
+        return preserved_generators()
+
     def _collate(self, samples: Any) -> Any:
         if self._collate_randomness is not None and self._randomness is not None:
             self._collate_randomness.snapshot(is_used=self._randomness.needs_seeding)
-        return call_user(self._collate_fn, samples, self._position, self._collate_randomness)
+            with self._collate_randomness.preserved_own():
+                return call_user(
+                    self._collate_fn, samples, self._position, self._collate_randomness
+                )
+        return self._collate_fn(samples)
 
     def _fetch(self, index: Any) -> Any:
         if not self._auto_collation:

@@ -13,7 +13,6 @@ from penstock.engine.loading.fetch import fetch_map, takes_batches
 from penstock.errors import BadArgument
 from penstock.options import check_count
 from penstock.order.dataset_generators import DatasetGenerators
-from penstock.order.global_generators import counting_state_reads, preserved_generators
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.order.samplers import SeededOrder
 
@@ -58,7 +57,7 @@ def replay(loader: Any, epoch: int, index: int) -> Any:
     randomness = SampleRandomness(loader.seed, dataset_generators=own)
     randomness.begin(epoch)
     indices = [order.index_at(place % order.length) for place in range(first, last)]
-    with preserved_generators(), counting_state_reads():
+    with randomness.preserved():
         return fetch_map(loader.dataset, indices, first, randomness)[position - first]
 
 

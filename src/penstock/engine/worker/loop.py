@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -53,10 +53,12 @@ from penstock.engine.memory.messages import (
 )
 from penstock.engine.pickling.exceptions import describe
 from penstock.engine.worker.parent_link import Connection, PassOver, WorkerStatus
-from penstock.order.dataset_generators import DatasetGenerators, FoundGenerator
 from penstock.order.epoch_state import own_state_of
-from penstock.order.keys import COLLATE_STREAM
-from penstock.order.sample_randomness import SampleRandomness, UnexpectedDraw
+from penstock.order.sample_randomness import (
+    SampleRandomness,
+    UnexpectedDraw,
+    make_randomness,
+)
 from penstock.trace.record import now_ns
 from penstock.trace.worker_recorder import WorkerRecorder
 
@@ -116,16 +118,16 @@ class WorkerLoop:
         self._randomness: SampleRandomness | None = None
         self._collate_randomness: SampleRandomness | None = None
         self._randomness_pass = NOTHING
-        self._own: list[FoundGenerator] = []
         if task.per_sample:
-            with_torch = not self._keeps_init_seed
-            own = DatasetGenerators(self._dataset, is_worker=not is_thread)
-            self._own = own.found
-            self._randomness = SampleRandomness(
-                task.base_seed, with_torch=with_torch, dataset_generators=own
-            )
-            self._collate_randomness = SampleRandomness(
-                task.base_seed ^ COLLATE_STREAM, with_torch=with_torch
+            states = objects.get("generator_states")
+            self._randomness, self._collate_randomness = make_randomness(
+                task.base_seed,
+                self._dataset,
+                None if is_default_collate(self._collate) else self._collate,
+                with_torch=not self._keeps_init_seed,
+                is_worker=not is_thread,
+                checks_repeats=number == 0,
+                states=states,
             )
         self._writes_slots = task.auto_collation and is_default_collate(self._collate)
         on_error = objects.get("on_error", "raise")
@@ -152,11 +154,6 @@ class WorkerLoop:
         self._recorder.enter()
         if self._keeps_init_seed and self._task.per_sample and self._number == 0:
             self._connection.put(("warning", _SEED_NOTE))
-        for one in self._own if self._number == 0 else ():
-            if not one.can_be_set:
-                self._connection.put(
-                    ("warning", f"{one}: its draws depend on who loads the sample")
-                )
         while True:
             self._status.show_idle(True)
             leases = self._connection.get()
@@ -169,7 +166,19 @@ class WorkerLoop:
                 elif isinstance(lease, ResumeStream):
                     self._own_state, self._num_again = lease.state, lease.num_batches
                 else:
-                    self._connection.put(self._serve(lease))
+                    reply = self._serve(lease)
+                    self._tell_user()
+                    self._connection.put(reply)
+
+    def _tell_user(self) -> None:
+        """Send on what was noticed about the randomness of samples."""
+        for randomness in (self._randomness, self._collate_randomness):
+            if randomness is not None and (randomness.warnings or randomness.notes):
+                warnings, notes = randomness.take_messages()
+                for text in warnings:
+                    self._connection.put(("warning", text))
+                for text in notes:
+                    self._connection.put(("note", text))
 
     def _serve(self, lease: Lease) -> Reply:
         self._recorder.begin(lease)
@@ -344,8 +353,17 @@ class WorkerLoop:
         """In a thread: no other thread runs the user's code meanwhile."""
         assert self._generator_lock is not None
         self._status.show_waiting(True)
-        with self._generator_lock.exclusive():
+        with self._generator_lock.exclusive(), self._own_preserved():
             self._status.show_waiting(False)
+            yield
+
+    @contextmanager
+    def _own_preserved(self) -> Iterator[None]:
+        """In a thread: the generators of dataset and collate_fn are the user's own objects."""
+        with ExitStack() as stack:
+            for randomness in (self._randomness, self._collate_randomness):
+                if randomness is not None:
+                    stack.enter_context(randomness.preserved_own())
             yield
 
     def _note_exclusive(self) -> None:
