@@ -73,6 +73,7 @@ class ObjectWalk:
         self._kept: list[Any] = []  # an id is only unique while its object lives
         self._classes: set[type] = set()
         self._followed: dict[type, bool] = {}
+        self._held_modules: list[types.ModuleType] = []
         self.modules: set[str] = set()
         self.names: set[str] = set()
         self.holders: list[Placed] = []
@@ -84,13 +85,15 @@ class ObjectWalk:
         while queue:
             path, value, depth = queue.popleft()
             if not self._enter(value):
-                continue
-            if self._is_sought(value):
+                pass
+            elif self._is_sought(value):
                 yield path, value
             elif depth < MAX_DEPTH:
                 queue.extend((*item, depth + 1) for item in self._inside(path, value))
             else:
                 self.is_complete = False
+            if not queue:
+                queue.extend((*item, 0) for item in self._of_held_modules())
         for name in sorted(self.modules):
             if is_library(name) and name.partition(".")[0] not in LIBRARIES:
                 for attribute, value in list(vars(sys.modules.get(name, object)).items()):
@@ -147,6 +150,8 @@ class ObjectWalk:
                 yield from _items(path, value)
         attributes = own_attributes(value)
         for name, item in attributes.items():
+            if isinstance(item, types.ModuleType):
+                self._held_modules.append(item)
             yield f"{path}.{name}", item
         is_opaque = not attributes or kind.__module__.partition(".")[0] in sys.stdlib_module_names
         if is_opaque and not issubclass(kind, _CONTAINERS):
@@ -234,6 +239,12 @@ class ObjectWalk:
                 yield from self._of_module(item, used, is_own=is_own)
             elif is_own or self._is_sought(item):
                 yield f"{module}.{name}", item
+
+    def _of_held_modules(self) -> Iterator[Placed]:
+        """What code can mean that has modules in attributes: ``self.ops.augment(x)``."""
+        held, self._held_modules = self._held_modules, []
+        for module in held:
+            yield from self._of_module(module, dict.fromkeys(sorted(self.names)), is_own=True)
 
     def _of_module(
         self, module: types.ModuleType, used: dict[str, None], *, is_own: bool

@@ -1,0 +1,402 @@
+"""Generators that user code holds: the same bits in any worker, wherever the generator lies."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import random
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset
+
+from penstock import DataLoader
+
+pytestmark = pytest.mark.legacy
+
+NUM_SAMPLES = 40
+WAYS: dict[str, dict[str, Any]] = {
+    "inline": {"num_workers": 0},
+    "1 worker": {"num_workers": 1},
+    "2 workers": {"num_workers": 2},
+    "2 threads": {"num_workers": 2, "pool": "thread"},
+}
+
+module_rng = np.random.default_rng(0)
+
+
+def draw_from_module() -> float:
+    return float(module_rng.random())
+
+
+def draw_through_another() -> float:
+    return draw_from_module()
+
+
+class Noise:
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self) -> float:
+        return float(self.rng.random())
+
+
+module_noise = Noise()
+
+
+@functools.lru_cache(maxsize=1)
+def cached_rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+class Base(Dataset[Any]):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class BehindAFunction(Base):
+    def __getitem__(self, index: int) -> float:
+        return draw_through_another()
+
+
+class InAModuleObject(Base):
+    def __getitem__(self, index: int) -> float:
+        return module_noise()
+
+
+class MadeOnFirstUse(Base):
+    rng: Any = None
+
+    def __getitem__(self, index: int) -> float:
+        if self.rng is None:
+            self.rng = np.random.default_rng(0)
+        return float(self.rng.random())
+
+
+class BehindACache(Base):
+    def __getitem__(self, index: int) -> float:
+        return float(cached_rng().random())
+
+
+class InAClassBody(Base):
+    noise = Noise()
+
+    def __getitem__(self, index: int) -> float:
+        return self.noise()
+
+
+class InManyAttributes(Base):
+    def __init__(self) -> None:
+        for number in range(70):
+            setattr(self, f"attribute_{number}", [number])
+        self.rng = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.rng.random())
+
+
+class InALongList(Base):
+    def __init__(self) -> None:
+        self.generators = [random.Random(0) for _ in range(100)]
+
+    def __getitem__(self, index: int) -> float:
+        return self.generators[99].random()
+
+
+class InAnIterator(Base):
+    def __init__(self) -> None:
+        rng = random.Random(0)
+        self.numbers = map(lambda _: rng.random(), itertools.repeat(0))  # noqa: C417
+
+    def __getitem__(self, index: int) -> float:
+        return next(self.numbers)
+
+
+class ByAStaticMethod(Base):
+    @staticmethod
+    def draw() -> float:
+        return draw_from_module()
+
+    def __getitem__(self, index: int) -> float:
+        return self.draw()
+
+
+class OneSample(Dataset[Any]):
+    def __init__(self, number: int) -> None:
+        self.rng = random.Random(number)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> float:
+        return self.rng.random()
+
+
+def joined() -> Any:
+    return ConcatDataset([OneSample(number) for number in range(100)])
+
+
+DATASETS = {
+    "behind a function": BehindAFunction,
+    "in an object of the module": InAModuleObject,
+    "made on first use": MadeOnFirstUse,
+    "behind a cache": BehindACache,
+    "in a class body": InAClassBody,
+    "the 71st attribute": InManyAttributes,
+    "the 100th of a list": InALongList,
+    "in one of 100 datasets": joined,
+    "in an iterator's function": InAnIterator,
+    "by a static method": ByAStaticMethod,
+}
+
+
+def two_epochs(dataset: Any, **options: Any) -> list[Any]:
+    loader = DataLoader(dataset, batch_size=4, shuffle=True, seed=0, **options)
+    return [batch.tolist() for _ in range(2) for batch in loader]
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_samples_draw_the_same_wherever_the_generator_lies(name: str) -> None:
+    inline = two_epochs(DATASETS[name](), **WAYS["inline"])
+    assert len(set(itertools.chain(*inline))) > NUM_SAMPLES  # control: they do draw, in each epoch
+    for way in ("1 worker", "2 workers", "2 threads"):
+        if name == "in an iterator's function" and way != "2 threads":
+            continue  # such an object cannot be sent to a process
+        assert two_epochs(DATASETS[name](), **WAYS[way]) == inline, way
+
+
+MODULE = """
+import numpy
+
+RNG = numpy.random.default_rng()
+kept = None
+
+def noise():
+    return float(RNG.random())
+
+def place(index, length):
+    global kept
+    if kept is None:
+        kept = RNG.permutation(length)
+    return int(kept[index])
+"""
+
+
+class ByAModule(Base):
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __getitem__(self, index: int) -> Any:
+        return self.module.place(index, NUM_SAMPLES) + self.module.noise() / 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_unseeded_generator_of_a_module_is_as_the_user_left_it_in_every_worker(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "penstock_test_augmentations.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module: Any = importlib.import_module("penstock_test_augmentations")
+    monkeypatch.delitem(sys.modules, module.__name__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    state = module.RNG.bit_generator.state
+    expected = module.RNG.permutation(NUM_SAMPLES).tolist()
+    module.RNG.bit_generator.state = state
+    batches = list(DataLoader(ByAModule(module), batch_size=4, seed=0, **WAYS[way]))
+    assert [int(value) for batch in batches for value in batch] == expected
+    assert len({float(value) % 1 for batch in batches for value in batch}) == NUM_SAMPLES
+
+
+def test_control_without_randomness_per_sample_the_bits_depend_on_the_workers() -> None:
+    options = {"randomness": "worker"}
+    one = two_epochs(InManyAttributes(), num_workers=1, **options)
+    assert one != two_epochs(InManyAttributes(), num_workers=2, **options)
+
+
+class Adding:
+    """A collate_fn with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, samples: list[Any]) -> torch.Tensor:
+        return torch.tensor(samples, dtype=torch.float64) + self.rng.random()
+
+
+class MakingOnFirstUse:
+    rng: Any = None
+
+    def __call__(self, samples: list[Any]) -> torch.Tensor:
+        if self.rng is None:
+            self.rng = np.random.default_rng(0)
+        return torch.tensor(samples, dtype=torch.float64) + self.rng.random()
+
+
+def adding_by_module(samples: list[Any]) -> torch.Tensor:
+    return torch.tensor(samples, dtype=torch.float64) + draw_from_module()
+
+
+@pytest.mark.parametrize("make", [Adding, MakingOnFirstUse, lambda: adding_by_module])
+def test_a_collate_fn_draws_the_same_in_any_worker(make: Any) -> None:
+    runs = {
+        way: two_epochs(list(range(NUM_SAMPLES)), collate_fn=make(), **options)
+        for way, options in WAYS.items()
+    }
+    assert runs["1 worker"] == runs["2 workers"] == runs["2 threads"] == runs["inline"]
+    offsets = {batch[0] % 1 for batch in runs["inline"]}
+    assert len(offsets) == len(runs["inline"])  # control: each batch draws its own
+
+
+# -- state that is drawn once and kept -------------------------------------------------------------
+
+
+class Kept(Base):
+    """Draws something on first use from a generator with a fixed seed, and keeps it."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(42)
+        self.kept: Any = None
+
+    def draw(self) -> Any:
+        return self.rng.permutation(NUM_SAMPLES)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.kept is None:
+            self.kept = self.draw()
+        return int(self.kept[index])
+
+
+class KeptSplit(Kept):
+    def draw(self) -> Any:
+        return np.sort(self.rng.choice(1000, NUM_SAMPLES, replace=False))
+
+
+class KeptFolds(Kept):
+    def draw(self) -> Any:
+        return self.rng.integers(5, size=NUM_SAMPLES)
+
+
+class KeptVocabulary(Kept):
+    def draw(self) -> Any:
+        words = [f"word {number}" for number in range(NUM_SAMPLES)]
+        order = self.rng.permutation(NUM_SAMPLES).tolist()
+        return dict(enumerate(int(words[place].split()[1]) for place in order))
+
+
+class KeptBalance(Kept):
+    def draw(self) -> Any:
+        by_class = [self.rng.choice(NUM_SAMPLES, 8) for _ in range(5)]
+        return np.concatenate(by_class)
+
+
+class KeptInADict(Base):
+    def __init__(self) -> None:
+        self.rng, self.cache = random.Random(1), {}
+
+    def __getitem__(self, index: int) -> int:
+        if "order" not in self.cache:
+            order = list(range(NUM_SAMPLES))
+            self.rng.shuffle(order)
+            self.cache["order"] = order
+        return int(self.cache["order"][index])
+
+
+class KeptInAnArray(Base):
+    def __init__(self) -> None:
+        self.rng, self.table = torch.Generator(), torch.full((NUM_SAMPLES,), -1)
+        self.rng.manual_seed(3)
+
+    def __getitem__(self, index: int) -> int:
+        if self.table[0] < 0:
+            self.table[:] = torch.randperm(NUM_SAMPLES, generator=self.rng)
+        return int(self.table[index])
+
+
+class KeptWithJitter(Kept):
+    """Draws for the sample from the same generator, before and after."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.rng.random()
+        place = super().__getitem__(index)
+        return place + float(self.rng.random()) / 2
+
+
+KEPT = (
+    *(Kept, KeptSplit, KeptFolds, KeptVocabulary, KeptBalance),
+    *(KeptInADict, KeptInAnArray, KeptWithJitter),
+)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_is_drawn_on_first_use_is_equal_in_every_worker(kind: Any) -> None:
+    torch_s = torch.utils.data.DataLoader(kind(), batch_size=4)  # without workers: one of each
+    expected = [int(value) for batch in torch_s for value in batch]
+    for way, options in WAYS.items():
+        batches = list(DataLoader(kind(), batch_size=4, seed=0, **options))
+        assert [int(value) for batch in batches for value in batch] == expected, way
+
+
+def test_the_bits_around_kept_state_are_the_sample_s_own() -> None:
+    runs = [two_epochs(KeptWithJitter(), **options) for options in WAYS.values()]
+    assert all(run == runs[0] for run in runs)
+
+
+@pytest.mark.parametrize("way", ["inline", "2 threads"])
+def test_the_user_s_generators_are_left_as_they_were(way: str) -> None:
+    dataset, expected = InManyAttributes(), np.random.default_rng(0).random()
+    two_epochs(dataset, **WAYS[way])
+    assert dataset.rng.random() == expected
+    dataset[0]
+    assert dataset.rng.random() != expected  # control: drawing moves it
+
+
+class KeepingMore(Base):
+    """Keeps a drawn number for each sample: another one in each worker."""
+
+    def __init__(self) -> None:
+        self.rng, self.cache = np.random.default_rng(0), {}
+
+    def __getitem__(self, index: int) -> float:
+        if index not in self.cache:
+            self.cache[index] = self.rng.random(3)
+        return float(self.cache[index][0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_draws_that_are_kept_later_are_named_in_the_plan(way: str) -> None:
+    loader = DataLoader(KeepingMore(), batch_size=4, seed=0, **WAYS[way])
+    list(loader)
+    assert any("dataset.cache changed while" in note for note in loader.plan.notes)
+    calm = DataLoader(InManyAttributes(), batch_size=4, seed=0, **WAYS[way])
+    list(calm)
+    assert not any("changed while" in note for note in calm.plan.notes)  # control
+
+
+class Unseeded(Base):
+    def __getitem__(self, index: int) -> float:
+        return float(np.random.default_rng().random())
+
+
+class Seeded(Base):
+    def __getitem__(self, index: int) -> float:
+        return float(np.random.default_rng(index).random())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_samples_that_no_seed_reaches_are_warned_about_once(way: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = DataLoader(Unseeded(), batch_size=4, seed=0, **WAYS[way])
+        list(loader), list(loader)
+    said = [str(one.message) for one in caught if "loaded twice" in str(one.message)]
+    assert len(said) == 1
+    assert any("penstock.rng()" in note for note in loader.plan.notes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(DataLoader(Seeded(), batch_size=4, seed=0, **WAYS[way]))  # control
