@@ -400,3 +400,25 @@ def test_samples_that_no_seed_reaches_are_warned_about_once(way: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         list(DataLoader(Seeded(), batch_size=4, seed=0, **WAYS[way]))  # control
+
+
+class FromNumpy(Base):
+    def __getitem__(self, index: int) -> float:
+        return float(np.random.rand())
+
+
+@pytest.mark.skipif(
+    not hasattr(np.random, "set_bit_generator"), reason="this NumPy cannot replace its generator"
+)
+def test_a_bit_generator_that_the_user_gave_numpy_is_used_in_workers() -> None:
+    usual = two_epochs(FromNumpy(), **WAYS["inline"])
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        runs = [two_epochs(FromNumpy(), **options) for options in WAYS.values()]
+        assert np.random.rand() == np.random.Generator(np.random.PCG64(1)).random()  # left alone
+    finally:
+        np.random.set_bit_generator(before)
+    assert all(run == runs[0] for run in runs)
+    assert runs[0] != usual  # control: it is another generator
+    assert two_epochs(FromNumpy(), **WAYS["inline"]) == usual

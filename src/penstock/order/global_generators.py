@@ -78,9 +78,8 @@ class PythonGenerator:
 class NumpyGenerator:
     """The generator behind ``np.random.rand()``."""
 
-    def __init__(self) -> None:
-        bits = np.random.mtrand._rand._bit_generator
-        self.is_known = isinstance(bits, np.random.MT19937)
+    def __init__(self, bits: Any) -> None:
+        self.is_known = type(bits) is np.random.MT19937
         if self.is_known:
             self._address = int(bits.ctypes.state_address)
             self.is_known = _holds_numpy_state(self._address)
@@ -135,9 +134,27 @@ def python_generator() -> PythonGenerator:
     return PythonGenerator()
 
 
-@functools.lru_cache(maxsize=1)
 def numpy_generator() -> NumpyGenerator:
-    return NumpyGenerator()
+    """The present one: ``np.random.set_bit_generator`` replaces it."""
+    return _numpy_generator(np.random.mtrand._rand._bit_generator)
+
+
+@functools.lru_cache(maxsize=1)
+def _numpy_generator(bits: Any) -> NumpyGenerator:
+    return NumpyGenerator(bits)
+
+
+def replaced_bit_generator() -> type | None:
+    """The class that the user gave ``np.random.set_bit_generator``; None for NumPy's own."""
+    kind = type(np.random.mtrand._rand._bit_generator)
+    return None if kind is np.random.MT19937 else kind
+
+
+def use_bit_generator(kind: type | None) -> None:
+    """In a worker: draw from what :func:`replaced_bit_generator` found in the parent."""
+    if kind is not None and kind is not replaced_bit_generator():
+        numpy_random: Any = np.random  # its types leave the function out
+        numpy_random.set_bit_generator(kind())
 
 
 def _holds_python_state(address: int) -> bool:

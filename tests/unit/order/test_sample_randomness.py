@@ -375,7 +375,7 @@ def test_public_calls_give_the_same_bits_where_memory_is_not_known(
     monkeypatch.setattr(generators, "_holds_python_state", lambda address: False)
     monkeypatch.setattr(generators, "_holds_numpy_state", lambda address: False)
     generators.python_generator.cache_clear()
-    generators.numpy_generator.cache_clear()
+    generators._numpy_generator.cache_clear()
     try:
         assert not make()._python.is_known
         assert_same([fresh(position) for position in POSITIONS], in_place)
@@ -385,7 +385,7 @@ def test_public_calls_give_the_same_bits_where_memory_is_not_known(
         assert not randomness.is_torch_only  # it cannot peek, so it never stops seeding
     finally:
         generators.python_generator.cache_clear()
-        generators.numpy_generator.cache_clear()
+        generators._numpy_generator.cache_clear()
 
 
 def test_python_s_generator_is_a_proper_one_after_it_was_set() -> None:

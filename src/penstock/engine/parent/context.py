@@ -25,6 +25,7 @@ from penstock.engine.parent.faults import Faults
 from penstock.errors import warn_user
 from penstock.order.dataset_generators import module_states
 from penstock.order.epoch_state import EpochState, Progress
+from penstock.order.global_generators import replaced_bit_generator
 from penstock.trace.recorder import Recorder
 
 
@@ -114,6 +115,7 @@ class LoadContext:
             "collators": custom_collators(),
             "streams": dict(self.parts.epoch_state.streams),
             "generator_states": self._generator_states(),
+            "bit_generator": replaced_bit_generator(),
         }
 
     def _generator_states(self) -> dict[str, Any]:

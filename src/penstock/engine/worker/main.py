@@ -56,6 +56,7 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
     from penstock.engine.pickling.pickler import unpickle_objects
     from penstock.engine.worker.loop import WorkerLoop
     from penstock.engine.worker.parent_link import PipeConnection, offer_stack
+    from penstock.order.global_generators import use_bit_generator
 
     torch.set_num_threads(1)
     keep_opencv_single()
@@ -67,6 +68,7 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
     payload.remember_parent_classes()
     slot_collate.install_slot_collate()
     collate.register_collators(objects["collators"])
+    use_bit_generator(objects["bit_generator"])
     number, task = assignment.worker, assignment.task
     prepare_worker(number, assignment.num_workers, task, objects)
     connection = PipeConnection(channel, memory)
