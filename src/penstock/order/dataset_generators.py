@@ -22,6 +22,7 @@ import sys
 import time
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ _MAKERS = (
 )
 """Names in code that makes generators, or asks the operating system for randomness."""
 SLOW_SEARCH_S = 0.05
+_MAX_HOLDERS = 64
 _CHECKED_ITEMS = 256
 _CHECKED_BYTES = 1 << 16
 
@@ -161,7 +163,6 @@ class DatasetGenerators:
             if one.access is not None:
                 digest = hashlib.blake2b(one.path.encode(), digest_size=8).digest()
                 self._setters.append((one.access.seed, int.from_bytes(digest, "little")))
-        self._holders = walk.holders
         self.is_complete = self.is_complete and walk.is_complete
         self.makes_generators = not _MAKERS.isdisjoint(walk.names)
         self._search_s = time.perf_counter() - started
@@ -196,12 +197,11 @@ class DatasetGenerators:
     # -- changes of the dataset ------------------------------------------------------------------
 
     def contents(self) -> dict[str, Any]:
-        """What the dataset's objects hold now, by path, for a comparison. Plain values are left
-        out: they change all the time (counters)."""
-        held: dict[str, Any] = {}
-        for path, value in self._holders:
-            held.update(_contents_of(path, value))
-        return held
+        """What the dataset's nearest objects hold now, by path, for a comparison. Plain values are
+        left out: they change all the time (counters)."""
+        walk = ObjectWalk(_is_generator, _barren_of(self._root))
+        deque(walk.find(self.path, self._root, _MAX_HOLDERS), maxlen=0)
+        return dict(item for holder in walk.holders for item in _contents_of(*holder))
 
 
 def find_generators(dataset: Any, *, is_worker: bool = False) -> list[FoundGenerator]:

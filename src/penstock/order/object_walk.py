@@ -51,7 +51,7 @@ class ObjectWalk:
     Attributes:
         modules: The names of modules that the code imports, or was defined in.
         names: The names that code in the user's own modules uses.
-        holders: The first objects and containers that were met, with their paths.
+        holders: The objects and containers that were met, with their paths.
         is_complete: No limit was met.
 
     Example:
@@ -79,10 +79,14 @@ class ObjectWalk:
         self.holders: list[Placed] = []
         self.is_complete = True
 
-    def find(self, path: str, root: Any) -> Iterator[Placed]:
-        """The objects that were sought, nearest first, each with its path."""
+    def find(self, path: str, root: Any, max_holders: int = MAX_OBJECTS) -> Iterator[Placed]:
+        """The objects that were sought, nearest first, each with its path.
+
+        Args:
+            max_holders: Stop when so many objects and containers were met.
+        """
         queue: deque[tuple[str, Any, int]] = deque([(path, root, 0)])
-        while queue:
+        while queue and len(self.holders) < max_holders:
             path, value, depth = queue.popleft()
             if not self._enter(value):
                 pass
@@ -141,8 +145,7 @@ class ObjectWalk:
 
     def _of_instance(self, path: str, value: Any) -> Iterator[Placed]:
         kind = type(value)
-        if len(self.holders) < MANY_ITEMS:
-            self.holders.append((path, value))
+        self.holders.append((path, value))
         if issubclass(kind, _CONTAINERS):
             if len(value) > MANY_ITEMS:
                 yield from self._in_bulk(path, value)
