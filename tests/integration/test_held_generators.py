@@ -309,12 +309,11 @@ class KeptInADict(Base):
 
 class KeptInAnArray(Base):
     def __init__(self) -> None:
-        self.rng, self.table = torch.Generator(), torch.full((NUM_SAMPLES,), -1)
-        self.rng.manual_seed(3)
+        self.rng, self.table = random.Random(3), torch.full((NUM_SAMPLES,), -1)
 
     def __getitem__(self, index: int) -> int:
         if self.table[0] < 0:
-            self.table[:] = torch.randperm(NUM_SAMPLES, generator=self.rng)
+            self.table[:] = torch.tensor(self.rng.sample(range(NUM_SAMPLES), NUM_SAMPLES))
         return int(self.table[index])
 
 
