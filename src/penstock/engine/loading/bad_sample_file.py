@@ -51,10 +51,10 @@ class BadSample:
             OSError: There is no such file, or it cannot be read.
 
         Example:
-            >>> import tempfile, penstock
+            >>> import pathlib, tempfile, penstock
             >>> with tempfile.TemporaryDirectory() as folder:
-            ...     file = os.path.join(folder, "bad.jsonl")
-            ...     _ = open(file, "w").write('{"index": 17}\\n{"index": 4}\\n')
+            ...     file = pathlib.Path(folder, "bad.jsonl")
+            ...     _ = file.write_text('{"index": 17}\\n{"index": 4}\\n')
             ...     [sample.index for sample in penstock.BadSample.read_file(file)]
             [17, 4]
         """
