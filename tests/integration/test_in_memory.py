@@ -11,7 +11,16 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock import DataLoader, split
 from penstock.engine.loading.gather import is_sliced
-from specimens import QUICK_WAYS, WAYS, assert_same, collect, differences
+from specimens import (
+    QUICK_WAYS,
+    WAYS,
+    Batched,
+    Numbers,
+    assert_same,
+    collect,
+    differences,
+    snapshot,
+)
 
 pytestmark = pytest.mark.legacy
 
@@ -126,3 +135,51 @@ def test_a_part_of_a_split_is_sliced_and_right(num_workers: int) -> None:
         loader = DataLoader(part, batch_size=8, shuffle=True, num_workers=num_workers)
         seen = [pair for batch in loader for pair in zip(*(x.tolist() for x in batch), strict=True)]
         assert sorted(seen) == sorted((a.item(), b.tolist()) for a, b in part)
+
+
+class Rows:
+    """Copies rows by itself, as a packed set does."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2000,), float(index))
+
+    def read_rows(self, index: Any, out: Any) -> None:
+        out[0].view("f4")[:] = index[:, None]
+
+
+WITHOUT_INDICES: dict[str, Any] = {
+    "tensors": lambda: TensorDataset(images(8)),
+    "a subset": lambda: Subset(TensorDataset(images(8)), [4, 5, 6]),
+    "a part of a split": lambda: split(TensorDataset(images(8)), [4, 4])[0],
+    "rows": Rows,
+    "whole batches": lambda: Batched(8),
+    "one by one": lambda: Numbers(8),
+    "a list": lambda: list(range(8)),
+}
+
+
+@pytest.mark.parametrize("way", QUICK_WAYS)
+@pytest.mark.parametrize("name", WITHOUT_INDICES)
+def test_a_batch_without_indices_is_torch_s_error(name: str, way: str) -> None:
+    arguments = {"batch_sampler": [[0, 1], [], [2]]}
+    theirs = outcomes(TorchDataLoader(WITHOUT_INDICES[name](), **arguments))
+    assert [type(one) for one in theirs][1] is IndexError  # the control: torch refuses it
+    ours = outcomes(DataLoader(WITHOUT_INDICES[name](), **arguments, **WAYS[way]))
+    assert_same(ours[::2], theirs[::2])
+    assert isinstance(ours[1], IndexError)
+    assert "list index out of range" in str(ours[1])
+
+
+def outcomes(loader: Any) -> list[Any]:
+    """Batches and exceptions of a loader, in their order."""
+    found: list[Any] = []
+    iterator = iter(loader)
+    for _ in range(3):
+        try:
+            found.append(snapshot(next(iterator)))
+        except IndexError as error:
+            found.append(error)
+    return found

@@ -264,3 +264,50 @@ def test_the_batch_is_a_view_of_the_slot_and_not_a_copy() -> None:
     batch = view_batch(writer.layout, buffer, 2, 2, writer.finish())  # type: ignore[arg-type]
     buffer[:] = 0
     assert batch.sum() == 0
+
+
+# -- lazy bits -------------------------------------------------------------------------------------
+
+
+def numbers(row: int, size: int) -> torch.Tensor:
+    return torch.complex(torch.arange(float(size)) + row, torch.ones(size))
+
+
+LAZY: dict[str, Any] = {
+    "conjugated": lambda row, size: numbers(row, size).conj(),
+    "conjugated, not contiguous": lambda row, size: numbers(row, size * 2)[::2].conj(),
+    "negated": lambda row, size: numbers(row, size).conj().imag,
+    "both": lambda row, size: torch._neg_view(numbers(row, size).conj()),
+    "zeros without memory": lambda row, size: torch._efficientzerotensor(size),
+}
+
+
+@pytest.mark.parametrize("size", [4, STREAM_BYTES])
+@pytest.mark.parametrize("place", [1, 2, 3])
+@pytest.mark.parametrize("name", LAZY)
+def test_a_lazy_tensor_that_is_not_the_first_keeps_its_values(
+    name: str, place: int, size: int
+) -> None:
+    samples = [LAZY[name](row, size) for row in range(4)]
+    plain = [sample.clone().resolve_conj().resolve_neg() for sample in samples]
+    samples = [samples[row] if row == place else plain[row] for row in range(4)]
+    assert_same(through_slot(samples), default_collate(plain))
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_the_bytes_of_a_lazy_tensor_alone_would_be_noticed(name: str) -> None:
+    """The control of the test above: what a copy of the bytes gives is another value."""
+    if name == "zeros without memory":
+        assert LAZY[name](0, 4).data_ptr() == 0
+        return
+    value = LAZY[name](1, 4)
+    base = value.conj() if value.is_conj() else value
+    base = torch._neg_view(base) if value.is_neg() else base
+    assert differences(base, value)
+
+
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("size", [4, STREAM_BYTES])
+def test_a_lazy_tensor_that_is_the_first_is_left_to_torch(name: str, size: int) -> None:
+    with pytest.raises(LayoutError):
+        through_slot([LAZY[name](0, size)])

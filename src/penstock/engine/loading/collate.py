@@ -216,15 +216,29 @@ def _row_writer(leaf: LeafSpec, field: Any) -> Callable[[int, Any], None] | None
             table[row] = value
 
         return write_array
-    dtype, shape, num_bytes = field.dtype, torch.Size(leaf.shape), leaf.item_bytes
-    start = field.data_ptr()
+    return _tensor_row_writer(field, torch.Size(leaf.shape), leaf.item_bytes)
+
+
+def _tensor_row_writer(
+    field: torch.Tensor, shape: torch.Size, num_bytes: int
+) -> Callable[[int, Any], None]:
+    dtype, strided, start = field.dtype, torch.strided, field.data_ptr()
     memmove = ctypes.memmove
 
     def write_tensor(row: int, value: Any) -> None:
         value = plain_tensor(value)
-        if value.dtype is not dtype or value.shape != shape or value.requires_grad:
+        if (
+            value.dtype is not dtype
+            or value.layout is not strided
+            or value.is_nested
+            or value.requires_grad
+            or value.shape != shape
+            or not value.is_cpu
+        ):
             raise LayoutError
-        if value.is_contiguous() and value.device.type == "cpu":
+        # Lazy bits change how the bytes are read: only torch's own copy knows them.
+        has_bits = value.is_conj() or value.is_neg() or value._is_zerotensor()
+        if value.is_contiguous() and not has_bits:
             source, place = value.data_ptr(), start + row * num_bytes
             if source != place:  # else the dataset wrote it there
                 # libc's copy does not read the destination first: 1.4 times torch's when cold.

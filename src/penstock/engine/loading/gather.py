@@ -56,7 +56,7 @@ class Gatherer:
         """Copy the rows of ``index`` into their places in a batch of ``rows``.
 
         Raises:
-            LayoutError: The indices are not plain whole numbers.
+            LayoutError: The indices are not plain whole numbers, or there are none.
         """
         self._copy(self._resolve(index), slot, rows, first_row)
 
@@ -75,15 +75,17 @@ class Gatherer:
         return view_batch(self.layout, root, len(index), len(index), [])
 
     def _resolve(self, index: list[int]) -> np.ndarray:
+        if not len(index):
+            raise LayoutError  # torch's own collate says what is wrong with an empty batch
         for indices in self._subsets:
             many = getattr(indices, "at", None)  # a part of penstock.split
             index = many(index) if many is not None else [indices[place] for place in index]
-        chosen = np.asarray(index, dtype=None if len(index) else np.int64)
+        chosen = np.asarray(index)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
             raise LayoutError
         chosen = chosen.astype(np.int64, copy=False)
         # One look for most batches: as a word without sign, a negative index is a huge one.
-        if len(index) and int(chosen.view(np.uint64).max()) >= self._length:
+        if int(chosen.view(np.uint64).max()) >= self._length:
             if chosen.min() < -self._length or chosen.max() >= self._length:
                 raise IndexError(f"index {index} is out of range for {self._length} samples")
             chosen = np.where(chosen < 0, chosen + self._length, chosen)
@@ -102,7 +104,7 @@ class TensorGatherer(Gatherer):
         offsets, _ = self.layout.offsets(rows)
         for table, offset, copier in zip(self._tables, offsets, self._copiers, strict=True):
             width = table.shape[1]
-            if not width or not len(chosen):
+            if not width:
                 continue
             field = torch.frombuffer(slot, dtype=table.dtype, count=rows * width, offset=offset)
             field = field.view(rows, width)[first_row : first_row + len(chosen)]
@@ -122,8 +124,7 @@ class RowGatherer(Gatherer):
             size = leaf.item_bytes
             field = slot[offset : offset + rows * size].reshape(rows, size)
             out.append(field[first_row:last_row])
-        if len(chosen):
-            self._read_rows(chosen, out)
+        self._read_rows(chosen, out)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,17 @@ from penstock.engine.memory.shared_file import round_up
 _TORCH_COLLATE_TENSOR = STANDARD_COLLATORS[torch.Tensor]
 
 
+def _is_stackable(value: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Can ``torch.stack`` write it into given memory? Others are left to torch, errors too."""
+    return (
+        value.dtype is dtype
+        and value.layout is torch.strided
+        and value.is_cpu
+        and not value.requires_grad
+        and not value.is_nested
+    )
+
+
 class SlotAllocator:
     """The room of one slot, given out from its start. Pairs with :func:`collating_into`."""
 
@@ -35,8 +46,7 @@ class SlotAllocator:
         start = round_up(self.used, 64)
         num_bytes = first.numel() * first.element_size() * len(batch)
         fits = 0 < num_bytes <= self.capacity - start
-        same = all(value.dtype is first.dtype and not value.requires_grad for value in batch)
-        if not (fits and same):
+        if not (fits and all(_is_stackable(value, first.dtype) for value in batch)):
             return torch.stack(batch, 0)
         count = first.numel() * len(batch)
         flat = torch.frombuffer(self.buffer, dtype=first.dtype, count=count, offset=start)

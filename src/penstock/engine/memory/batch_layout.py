@@ -122,12 +122,13 @@ def is_plain_tensor(tensor: Any) -> bool:
     """Is it a CPU tensor whose bytes, dtype and strides are all there is to it?"""
     return (
         tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and not tensor.requires_grad
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()
     )
 
 
@@ -189,6 +190,8 @@ def plain_tensor(value: Any) -> torch.Tensor:
 @functools.lru_cache(maxsize=256)
 def _stacks_to_plain(kind: type) -> bool:
     """Do tensors of this subclass (torchvision's images, say) collate to plain tensors?"""
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # type: ignore[attr-defined]
+        return False  # it may have no memory of its own
     try:
         example: torch.Tensor = torch.zeros(1).as_subclass(kind)
         return type(torch.stack([example, example])) is torch.Tensor
@@ -265,7 +268,7 @@ def field_view(buffer: Any, leaf: LeafSpec, offset: int, rows: int) -> torch.Ten
     """One field of a slot, as a tensor over ``buffer``."""
     shape, dtype = (rows, *leaf.shape), _DTYPES[leaf.dtype]
     if leaf.item_bytes == 0 or rows == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     count = rows * math.prod(leaf.shape)
     flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
     return flat.view(shape) if leaf.shape else flat

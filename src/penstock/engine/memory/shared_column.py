@@ -28,7 +28,6 @@ from typing import Any, ClassVar, NoReturn
 
 import cloudpickle
 
-from penstock.engine.memory.payload import reduce_tensor
 from penstock.engine.memory.shared_file import FileHandle, SharedFile
 
 TEXT, BYTES, INT, FLOAT, PICKLE, MIXED = range(6)
@@ -270,6 +269,8 @@ class _ElementPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _definition, (self._definitions.token, place)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
+            from penstock.engine.memory.tensor_reducers import reduce_tensor
+
             reduced = reduce_tensor(obj)
             if reduced is not None:
                 return reduced

@@ -27,7 +27,6 @@ import cloudpickle
 import numpy as np
 
 from penstock.engine.memory.messages import PickleLocation
-from penstock.engine.memory.payload import reduce_tensor
 from penstock.engine.memory.shared_file import FileHandle, SharedFile
 from penstock.engine.pickling import reducers, shared_arrays
 from penstock.engine.pickling.by_value import ByValueModules
@@ -158,10 +157,14 @@ def _is_unshared_storage(obj: Any) -> bool:
 def _reduce_tensor(obj: Any) -> Any:
     if obj.device.type not in ("cpu", "meta"):
         raise TypeError(f"a tensor on {obj.device} cannot be sent to a worker process")
+    from penstock.engine.memory.tensor_reducers import reduce_special, reduce_tensor
+
     if obj.is_shared():  # its owner wants writes to be seen everywhere: torch's own way
         from torch.multiprocessing import reductions
 
-        return reductions.reduce_tensor(obj)  # type: ignore[no-untyped-call]
+        has_bits = obj.is_conj() or obj.is_neg()  # which torch's way loses
+        reduced = reduce_special(obj) if has_bits else None
+        return reduced or reductions.reduce_tensor(obj)  # type: ignore[no-untyped-call]
     return reduce_tensor(obj)
 
 

@@ -1,0 +1,115 @@
+"""Reducers for tensors: plain ones as their bytes, special ones as a plain one and the rest.
+
+A lazily conjugated or negated tensor has the bytes of its base and a bit, which torch 1.13 and
+torch's own workers lose. Here the base is pickled, and the bit is set again.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from penstock.engine.memory.batch_layout import is_plain_tensor
+
+
+def reduce_tensor(tensor: Any) -> Any:
+    """How a CPU tensor is pickled: dtype, shape, and its bytes as a buffer.
+
+    Returns None for tensors that only their own pickling understands.
+    """
+    if has_own_pickling(tensor):
+        return None
+    if not is_plain_tensor(tensor) or type(tensor) is torch.nn.Parameter:
+        return reduce_special(tensor)
+    kind = None if type(tensor) is torch.Tensor else type(tensor)
+    state = dict(vars(tensor)) or None
+    plain = tensor.detach().as_subclass(torch.Tensor)
+    # As it lies in memory: channels_last and permuted tensors keep their strides.
+    order = sorted(range(plain.dim()), key=plain.stride, reverse=True)
+    lying = plain.permute(order)
+    if not lying.is_contiguous():
+        order, lying = list(range(plain.dim())), plain.contiguous()
+    raw = None
+    if plain.numel():
+        raw = pickle.PickleBuffer(lying.reshape(-1).view(torch.uint8).numpy())
+    return _tensor_from, (raw, tensor.dtype, tuple(lying.shape), tuple(order), kind, state)
+
+
+def _tensor_from(
+    raw: Any,
+    dtype: Any,
+    shape: tuple[int, ...],
+    order: tuple[int, ...],
+    kind: Any,
+    state: dict[str, Any] | None,
+) -> Any:
+    if raw is None:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    else:
+        if isinstance(raw, bytes):
+            raw = bytearray(raw)  # in the stream after all: torch wants writable memory
+        tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape)
+    if order != tuple(range(len(order))):
+        tensor = tensor.permute([order.index(dim) for dim in range(len(order))])
+    return finish_tensor(tensor, kind, state)
+
+
+def finish_tensor(tensor: Any, kind: Any, state: dict[str, Any] | None) -> Any:
+    """Give a rebuilt tensor its class and its attributes."""
+    if kind is not None:
+        tensor = tensor.as_subclass(kind)
+    if state:
+        tensor.__dict__.update(state)
+    return tensor
+
+
+def has_own_pickling(tensor: Any) -> bool:
+    """Is it of a class that says itself how it is pickled, or that has no memory of its own?"""
+    kind: Any = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return False
+    return (
+        kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__
+        or kind.__setstate__ is not torch.Tensor.__setstate__
+        or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
+
+
+def reduce_special(tensor: Any) -> Any:
+    """A tensor that is a plain one and something more. None: only torch understands it.
+
+    The plain tensor shares the memory of ``tensor``, and is pickled by the same pickler.
+    """
+    is_parameter = type(tensor) is torch.nn.Parameter
+    if type(tensor) is not torch.Tensor and not is_parameter:
+        return None
+    if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_nested:
+        return None
+    if tensor.requires_grad or is_parameter:
+        if not tensor.is_leaf or tensor._backward_hooks or vars(tensor):
+            return None
+        return _leaf, (tensor.detach(), is_parameter, tensor.requires_grad)
+    if tensor._is_zerotensor():
+        return _zeros, (tuple(tensor.shape), tensor.dtype)
+    if tensor.is_conj() or tensor.is_neg():
+        base = tensor.conj() if tensor.is_conj() else tensor
+        base = torch._neg_view(base) if tensor.is_neg() else base
+        return _with_bits, (base, tensor.is_conj(), tensor.is_neg())
+    return None
+
+
+def _leaf(tensor: Any, is_parameter: bool, requires_grad: bool) -> Any:
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+def _with_bits(tensor: Any, is_conj: bool, is_neg: bool) -> Any:
+    tensor = torch._neg_view(tensor) if is_neg else tensor
+    return tensor.conj() if is_conj else tensor
