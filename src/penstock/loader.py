@@ -39,7 +39,13 @@ from penstock.options import (
     takes_options,
 )
 from penstock.order.bucketing import BucketedBatches
-from penstock.order.epoch_state import EpochIndices, EpochPosition, EpochState, own_state_of
+from penstock.order.epoch_state import (
+    EpochIndices,
+    EpochPosition,
+    EpochState,
+    has_own_state,
+    own_state_of,
+)
 from penstock.order.loader_state import LoaderState
 from penstock.order.samplers import Order, SeededOrder, make_order
 from penstock.planning.decisions import choose_start_method, make_plan
@@ -49,6 +55,7 @@ from penstock.planning.worker_count import should_measure
 from penstock.trace.recorder import Recorder, make_recorder
 from penstock.trace.stats import Stats, make_stats
 from penstock.trace.transform_spans import trace_steps
+from penstock.user_objects import probe
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -208,7 +215,12 @@ class DataLoader(TorchDataLoader[_T_co]):
     def plan(self) -> Plan:
         """What this loader does here, each choice with its reason."""
         plan = make_plan(quick_facts(), self._request(), self._workload())
-        return replace(plan, notes=(*self._notes, *getattr(self.dataset, "plan_notes", ())))
+        return replace(plan, notes=(*self._notes, *self._notes_of_dataset()))
+
+    def _notes_of_dataset(self) -> tuple[str, ...]:
+        """What a dataset of ours says about itself; a wrapper's answer to any name is none."""
+        notes = probe(self.dataset, "plan_notes", ())
+        return tuple(notes) if isinstance(notes, (list, tuple)) else ()
 
     def _request(self) -> LoaderRequest:
         context = self.multiprocessing_context
@@ -489,7 +501,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         saved.refuse_foreign(
             has_seed=self.seed is not None,
             drawing=drawing,
-            has_sampler_state=hasattr(sampler, "load_state_dict"),
+            has_sampler_state=has_own_state(sampler),
             is_iterable=self._is_iterable(),
         )
         saved.refuse_undrawn(has_seed=self.seed is not None, drawing=drawing)
@@ -547,7 +559,7 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def _stateful_sampler(self) -> Any:
         """What of the user's may have a state of its own: the batch sampler, or the sampler."""
-        has_state = hasattr(self.batch_sampler, "load_state_dict")
+        has_state = has_own_state(self.batch_sampler)
         return self.batch_sampler if has_state else self.sampler
 
     def _order(self) -> Order | None:

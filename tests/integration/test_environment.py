@@ -243,9 +243,15 @@ def test_a_shared_tensor_is_shared_and_a_plain_one_is_not() -> None:
     assert array.sum() == 0
 
 
-def test_a_connection_travels(context: Any) -> None:
+def test_an_end_of_a_pipe_is_refused_and_a_queue_travels_in_its_place(context: Any) -> None:
     here, there = context.Pipe()
-    collect(DataLoader(Samples(lambda i: there.send(i) or i, 3), batch_size=3, num_workers=1))
-    assert sorted(here.recv() for _ in range(3)) == [0, 1, 2]
+    with pytest.raises(CannotTravel, match="end of a pipe") as info:
+        iter(DataLoader(Samples(lambda i: there.send(i) or i, 3), num_workers=1))
+    assert info.value.path == "dataset.make.<closure there>"  # type: ignore[attr-defined]
+    assert "a queue of multiprocessing.get_context('spawn')" in str(info.value)
     here.close()
     there.close()
+    queue = context.SimpleQueue()
+    collect(DataLoader(Samples(lambda i: queue.put(i) or i, 3), batch_size=3, num_workers=1))
+    assert sorted(queue.get() for _ in range(3)) == [0, 1, 2]
+    queue.close()

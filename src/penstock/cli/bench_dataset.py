@@ -14,6 +14,7 @@ from typing import Any
 from penstock.cli.script_loading import ScriptFailed, load_object, make_dataset
 from penstock.cli.script_object import find_script_object
 from penstock.errors import BadTarget
+from penstock.user_objects import probe
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 PIXELS, NUM_MADE, BATCH_SIZE = 224, 256, 32
@@ -88,14 +89,15 @@ def _from_script(target: str, arguments: Sequence[str]) -> BenchDataset:
         value = make_dataset(load_object(found, arguments), found)
     except ScriptFailed as error:
         raise BadTarget(error.what, where=error.where, remedy=error.cure or None) from None
-    if hasattr(value, "dataset"):
+    has_samples = hasattr(type(value), "__getitem__")
+    if not has_samples and probe(value, "dataset") is not None:  # a loader, not a wrapper
         return BenchDataset(
             name=target,
             dataset=value.dataset,
             batch_size=getattr(value, "batch_size", None) or BATCH_SIZE,
             collate_fn=getattr(value, "collate_fn", None),
         )
-    if not hasattr(value, "__getitem__") or not hasattr(value, "__len__"):
+    if not has_samples or not hasattr(type(value), "__len__"):
         raise BadTarget(
             f"{target} is a {type(value).__name__}, which has no samples with numbers",
             remedy="penstock bench train.py:dataset",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.parser import CommandParser, add_loader_options, number, one_of
 from penstock.cli.script_object import find_script_object
 from penstock.errors import BadTarget
+from penstock.user_objects import offers, probe
 
 if TYPE_CHECKING:
     from penstock.sources.packed import Packed
@@ -100,10 +101,10 @@ def _find_dataset(source: str) -> Any:
             f"{source!r} is no folder, and not SCRIPT.py:DATASET",
             remedy="penstock pack photos/ packed/   or   penstock pack train.py:dataset packed/",
         )
-    is_maker = callable(found) and not hasattr(found, "__getitem__")
+    is_maker = callable(found) and not hasattr(type(found), "__getitem__")
     if is_maker or isinstance(found, type):
         found = found()
-    return found if hasattr(found, "__getitem__") else getattr(found, "dataset", found)
+    return found if hasattr(type(found), "__getitem__") else probe(found, "dataset", found)
 
 
 def _import(module: str, name: str, source: str) -> Any:
@@ -118,7 +119,7 @@ def _image_fields(dataset: Any, options: argparse.Namespace) -> Any:
     asked = {name: getattr(options, name) for name in ("encoding", "longer_side", "quality")}
     if not any(asked.values()):
         return None
-    names = getattr(dataset, "packed_names", None)
+    names = dataset.packed_names if offers(dataset, "packed_sample") else None
     if names is None:
         raise BadTarget("--encoding, --longer-side and --quality are for folders of images")
     from penstock.sources.fields import Field

@@ -122,7 +122,11 @@ def _is_usable(value: Any) -> bool:
         return False
     if isinstance(value, (list, tuple, dict, set)):
         return len(value) > 0
-    return callable(value) or hasattr(value, "__getitem__") or hasattr(value, "__iter__")
+    return callable(value) or _has_samples(value)
+
+
+def _has_samples(value: Any) -> bool:
+    return any(hasattr(type(value), name) for name in ("__getitem__", "__iter__"))
 
 
 def _unusable(target: ScriptObject, namespace: dict[str, Any]) -> ScriptFailed:
@@ -160,9 +164,7 @@ def make_dataset(value: Any, target: ScriptObject) -> Any:
     Raises:
         ScriptFailed: It needs arguments, raises, or makes something else.
     """
-    is_maker = isinstance(value, type) or not (
-        hasattr(value, "__getitem__") or hasattr(value, "__iter__")
-    )
+    is_maker = isinstance(value, type) or not _has_samples(value)
     if not is_maker:
         return value
     missing = _required(value)

@@ -29,7 +29,8 @@ from penstock.integrations.accelerate_ranks import Chain, RankWalk, unwrap
 from penstock.integrations.tested_versions import untested_here
 from penstock.loader import DataLoader
 from penstock.order.bucketing import BucketedBatches
-from penstock.order.epoch_state import EpochState
+from penstock.order.epoch_state import EpochState, has_own_state
+from penstock.user_objects import probe
 
 _MODULE = "accelerate.data_loader"
 _NEEDED = ("DataLoaderAdapter", "DataLoaderDispatcher", "BatchSamplerShard", "SkipBatchSampler")
@@ -114,7 +115,7 @@ def _own_batches(ours: Any) -> Any:
 
 def _is_made_from(dataset: Any, known: Any) -> bool:
     """Is it the same dataset, one around it, or a part of it as Hugging Face's give one?"""
-    return isinstance(dataset, type(known)) or getattr(dataset, "dataset", None) is known
+    return isinstance(dataset, type(known)) or probe(dataset, "dataset") is known
 
 
 def _put_in(adapter: Any, ours: Any, library: Any) -> None:
@@ -220,7 +221,7 @@ class Prepared(DataLoader[Any]):
 
     def _stateful_sampler(self) -> Any:
         own = self._chain().own
-        return own if hasattr(own, "load_state_dict") else super()._stateful_sampler()
+        return own if has_own_state(own) else super()._stateful_sampler()
 
     def _begin_epoch(self) -> None:
         chain, order = self._chain(), self._order()

@@ -11,11 +11,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from penstock.user_objects import probe
+
 CHANGED = (
     "Ultralytics' Mosaic takes its images from the whole dataset, not from those that this process "
     "has loaded lately: else no seed repeats it"
 )
 _MODULE = "ultralytics.data.augment"
+_MAX_DEPTH = 20
 
 
 def settle_mosaic(dataset: Any) -> str | None:
@@ -24,19 +27,19 @@ def settle_mosaic(dataset: Any) -> str | None:
     if mosaic is None:  # Ultralytics is not here
         return None
     line = None
-    for transform in _walk(getattr(dataset, "transforms", None)):
+    for transform in _walk(probe(dataset, "transforms")):
         if isinstance(transform, mosaic) and getattr(transform, "buffer_enabled", False):
             transform.buffer_enabled = False
             line = CHANGED
     return line
 
 
-def _walk(transform: Any) -> Iterator[Any]:
+def _walk(transform: Any, depth: int = 0) -> Iterator[Any]:
     """A transform and those inside: a list of them, or one that runs before."""
-    if transform is None:
+    if transform is None or depth > _MAX_DEPTH:  # one that answers every name has no end
         return
     yield transform
-    inner = getattr(transform, "transforms", None)
+    inner = probe(transform, "transforms")
     for one in inner if isinstance(inner, list) else ():
-        yield from _walk(one)
-    yield from _walk(getattr(transform, "pre_transform", None))
+        yield from _walk(one, depth + 1)
+    yield from _walk(probe(transform, "pre_transform"), depth + 1)

@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 
 from penstock.order.keys import mix64
-from penstock.order.object_walk import MAX_OBJECTS, ObjectWalk, own_attributes
+from penstock.order.object_walk import MAX_OBJECTS, ObjectWalk
+from penstock.user_objects import own_attributes
 
 _GENERATORS = (
     np.random.Generator,

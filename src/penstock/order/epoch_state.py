@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock.order.keys import WORKER_STREAM, make_key
 from penstock.order.samplers import Order
+from penstock.user_objects import probe
 
 Effect = Callable[[], None]
 
@@ -202,10 +203,14 @@ class Progress:
 
 def own_state_of(owner: Any) -> Any:
     """The state that a sampler or dataset of the user's offers, as it is now; None: it has none."""
-    if isinstance(owner, Order) or not hasattr(owner, "load_state_dict"):
+    if isinstance(owner, Order) or not has_own_state(owner):
         return None
-    ask = getattr(owner, "state_dict", None)
-    return copy.deepcopy(ask()) if callable(ask) else None
+    return copy.deepcopy(owner.state_dict())
+
+
+def has_own_state(owner: Any) -> bool:
+    """Can a sampler or dataset of the user's save its state and restore it?"""
+    return all(callable(probe(owner, name)) for name in ("state_dict", "load_state_dict"))
 
 
 @dataclass(frozen=True, kw_only=True)

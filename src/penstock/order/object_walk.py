@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from penstock.user_objects import own_attributes
+
 MAX_OBJECTS = 1_000_000
 MAX_DEPTH = 32
 MANY_ITEMS = 64
@@ -298,35 +300,6 @@ def _items(path: str, container: Any) -> Iterator[Placed]:
     for key, item in list(container.items()):
         is_plain = isinstance(key, _PLAIN)  # another's __repr__ is user code
         yield (f"{path}[{key!r:.60}]" if is_plain else f"{path}[<{type(key).__name__}>]"), item
-
-
-def own_attributes(value: Any) -> dict[str, Any]:
-    """The attributes in ``__dict__`` and in slots, without calling any code of the class.
-
-    Example:
-        >>> class Wrapper:
-        ...     def __init__(self):
-        ...         self.dataset = [1]
-        ...     def __getattr__(self, name):
-        ...         raise RuntimeError("called")
-        >>> own_attributes(Wrapper())
-        {'dataset': [1]}
-    """
-    found: dict[str, Any] = {}
-    try:
-        held = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        held = None
-    if isinstance(held, dict):
-        found.update((str(name), item) for name, item in held.items())
-    for cls in type(value).__mro__:
-        for name, member in vars(cls).items():
-            if isinstance(member, types.MemberDescriptorType):
-                try:
-                    found[name] = member.__get__(value, cls)
-                except (AttributeError, TypeError):
-                    pass  # a slot without a value
-    return found
 
 
 def _parts_of_descriptor(item: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.machine.host import queued_s
 from penstock.planning.inputs import Workload
+from penstock.user_objects import probe
 
 LIMIT_S = 0.5
 MAX_SAMPLES = 64
@@ -146,10 +147,10 @@ def num_bytes(sample: Any) -> int:
         >>> num_bytes({"name": "ab", "data": [b"xyz", 7]})
         13
     """
-    nbytes = getattr(sample, "nbytes", None)
+    nbytes = probe(sample, "nbytes")
     if isinstance(nbytes, int):
         return nbytes
-    if hasattr(sample, "element_size") and hasattr(sample, "nelement"):
+    if hasattr(type(sample), "element_size") and hasattr(type(sample), "nelement"):
         return int(sample.element_size() * sample.nelement())  # a tensor of torch 1.13
     if isinstance(sample, (str, bytes, bytearray)):
         return len(sample)
@@ -167,7 +168,7 @@ def is_iterable_only(dataset: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(dataset, torch.utils.data.IterableDataset):
         return True
-    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    return hasattr(type(dataset), "__iter__") and not hasattr(type(dataset), "__getitem__")
 
 
 def is_sliced_in_memory(dataset: Any) -> bool:

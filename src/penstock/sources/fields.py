@@ -25,6 +25,7 @@ from penstock.images.decode import decode
 from penstock.images.jpeg_codecs import encode_jpeg
 from penstock.images.pixels import from_pillow, resize
 from penstock.sources.manifest import FieldKind, FieldSchema, check_name
+from penstock.user_objects import probe
 
 ENCODINGS = ("keep", "jpeg", "raw")
 _JPEG_QUALITY = 90
@@ -95,7 +96,7 @@ def split_sample(sample: Any) -> tuple[str, list[str], list[Any]]:
     if isinstance(sample, dict):
         return "dict", [check_name(name) for name in sample], list(sample.values())
     if isinstance(sample, (tuple, list)):
-        own = getattr(sample, "_fields", None)
+        own = getattr(type(sample), "_fields", None)
         names = list(own) if own else [f"field_{place}" for place in range(len(sample))]
         return "tuple", names, list(sample)
     return "single", ["value"], [sample]
@@ -117,7 +118,7 @@ def kinds_of(sample: Any) -> Any:
     """What two samples must share to be packed alike: form, names, kinds and dimensions."""
     form, names, values = split_sample(sample)
     fields = zip(names, values, strict=True)
-    return form, {name: (kind_of(value, name), getattr(value, "ndim", 0)) for name, value in fields}
+    return form, {name: (kind_of(value, name), probe(value, "ndim", 0)) for name, value in fields}
 
 
 def read_requests(given: Any, form: str, names: list[str]) -> tuple[list[str], list[Field]]:
@@ -161,7 +162,7 @@ def kind_of(value: Any, name: str) -> FieldKind:
             return kind
     if _is_tensor(value):
         return "tensor"
-    if hasattr(value, "convert") and hasattr(value, "getbands"):  # Pillow's, unimported
+    if hasattr(type(value), "convert") and hasattr(type(value), "getbands"):  # Pillow's, unimported
         return "image"
     raise CannotPack(
         f"field {name!r} is a {type(value).__name__}, which cannot be stored without pickle",

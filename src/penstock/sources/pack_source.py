@@ -7,6 +7,8 @@ processes that write shards (:class:`EncodedSamples`).
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from penstock.sources.fields import (
     split_sample,
 )
 from penstock.sources.packed_writer import PackSpec, make_fingerprint
+from penstock.user_objects import class_attribute, offers, probe
 
 SHARD_BYTES = 64 << 20
 """A killed worker loses one shard at most."""
@@ -109,7 +112,8 @@ def inspect_source(
         BadArgument.unless_one_of("on_error", on_error, ("raise", "skip", "replace"), "pack")
     check_count("shard_bytes", shard_bytes, 1)
     num_samples = _length_of(dataset)
-    get = getattr(dataset, "packed_sample", None) or dataset.__getitem__
+    is_encoded = offers(dataset, "packed_sample")
+    get = dataset.packed_sample if is_encoded else functools.partial(operator.getitem, dataset)
     probes = list(_probes(get, num_samples, on_error, check_seed("seed", seed), on_probe))
     if on_error != "raise":  # a sample unlike the first counts as bad
         probes = [probe for probe in probes if kinds_of(probe) == kinds_of(probes[0])]
@@ -129,7 +133,7 @@ def inspect_source(
         fingerprint=make_fingerprint(
             _describe(dataset), num_samples, form, schemas, requests, policy, seed, shard_rows
         ),
-        attributes=dict(getattr(dataset, "packed_attributes", {})),
+        attributes=dict(dataset.packed_attributes) if _has(dataset, "packed_attributes") else {},
         sample_bytes=sample_bytes,
     )
     encoder = SampleEncoder(form, schemas, requests)
@@ -146,7 +150,8 @@ def _columns(
     if len(forms) > 1:
         raise CannotPack(f"samples are of different forms: {', '.join(sorted(forms))}")
     form, names, _ = split[0]
-    own = getattr(dataset, "packed_names", None)  # a folder of images calls them image and label
+    # A folder of images calls them image and label.
+    own = dataset.packed_names if offers(dataset, "packed_sample") else None
     renamed, requests = read_requests(fields, form, names if own is None else list(own))
     samples = [dict(zip(found, values, strict=True)) for _, found, values in split]
     other = next((list(sample) for sample in samples if set(sample) != set(names)), None)
@@ -157,9 +162,14 @@ def _columns(
 
 def _describe(dataset: Any) -> str:
     """Text that identifies a source; a dataset may add to it (``packed_fingerprint``)."""
-    own = getattr(dataset, "packed_fingerprint", None)
+    own = dataset.packed_fingerprint() if _has(dataset, "packed_fingerprint") else ""
     kind = type(dataset)
-    return f"{kind.__module__}.{kind.__qualname__} {'' if own is None else own()}"
+    return f"{kind.__module__}.{kind.__qualname__} {own}"
+
+
+def _has(dataset: Any, name: str) -> bool:
+    """Does its class define this? A dataset that hands names on to another one does not."""
+    return class_attribute(type(dataset), name) is not None
 
 
 def _length_of(dataset: Any) -> int:
@@ -170,10 +180,10 @@ def _length_of(dataset: Any) -> int:
             f"a {type(dataset).__name__} has no length: only datasets with an index are packed",
             remedy="give it __len__ and __getitem__, or pack(list(dataset), ...) if it is small",
         ) from None
-    if not hasattr(dataset, "__getitem__"):
+    if not hasattr(type(dataset), "__getitem__"):
         raise CannotPack(
             f"a {type(dataset).__name__} has no samples with numbers",
-            remedy="pack(loader.dataset, ...)" if hasattr(dataset, "dataset") else None,
+            remedy="pack(loader.dataset, ...)" if probe(dataset, "dataset") is not None else None,
         )
     if not num_samples:
         raise CannotPack("the dataset has no samples")

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from penstock.trace.record import Kind, span
+from penstock.user_objects import probe
 
 _COMPOSE_METHODS = (
     ("torchvision.transforms.v2._container", "forward"),
@@ -52,7 +53,8 @@ class _TimedCompose:
 
 
 def _timed(transform: Any) -> Any:
-    name = getattr(transform, "__name__", None) or type(transform).__name__
+    own = probe(transform, "__name__")
+    name = own if isinstance(own, str) and own else type(transform).__name__
 
     def call(*inputs: Any) -> Any:
         with span(name, kind=Kind.TRANSFORM):

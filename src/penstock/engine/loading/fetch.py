@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
 from typing import Any
 
 from penstock.order.sample_randomness import SampleRandomness
+from penstock.user_objects import probe
 
 
 class EndOfStream(Exception):
@@ -31,10 +33,12 @@ def call_user(
 
 
 def getter(dataset: Any) -> Callable[[Any], Any]:
-    """``dataset[i]`` as a function; operator.getitem for objects that are not subscriptable, whose
-    TypeError is the one that torch's users know."""
-    found: Callable[[Any], Any] | None = getattr(dataset, "__getitem__", None)
-    return found if found is not None else functools.partial(operator.getitem, dataset)
+    """``dataset[i]`` as a function. Of the class, as the interpreter has it: an object that hands
+    unknown names on to another is no detour to that one's samples."""
+    found = getattr(type(dataset), "__getitem__", None)
+    if isinstance(found, FunctionType):
+        return MethodType(found, dataset)
+    return functools.partial(operator.getitem, dataset)
 
 
 def one_getter(dataset: Any) -> Callable[[Any], Any]:
@@ -53,7 +57,7 @@ def takes_batches(dataset: Any) -> bool:
 
     while type(dataset) is Subset and hasattr(dataset, "__getitems__"):
         dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))
+    return callable(probe(dataset, "__getitems__"))
 
 
 def fetch_map(

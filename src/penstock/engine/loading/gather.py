@@ -15,9 +15,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from penstock.engine.loading.collate import is_default_collate
-from penstock.engine.loading.in_place import offers, unwrap_subsets
+from penstock.engine.loading.in_place import unwrap_subsets
 from penstock.engine.memory.batch_layout import Layout, LayoutError, read_layout, view_batch
 from penstock.engine.memory.ring import Ring
+from penstock.user_objects import offers
 
 TRY_OTHER_EVERY = 64
 """Copies after which both ways are timed once more."""

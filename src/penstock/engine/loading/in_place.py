@@ -17,6 +17,7 @@ from torch.utils.data import Subset
 
 from penstock.engine.loading.collate import BatchWriter
 from penstock.order.split import PermutedSubset
+from penstock.user_objects import offers
 
 Rows = Sequence["np.ndarray | None"]
 
@@ -75,16 +76,3 @@ def unwrap_subsets(dataset: Any) -> tuple[Any, list[Any]]:
         indices.append(dataset.indices)
         dataset = dataset.dataset
     return dataset, indices
-
-
-def offers(dataset: Any, name: str) -> bool:
-    """Has it this method, and from the class that its ``__getitem__`` is from (or a later one)?
-
-    A class that inherits the method and overrides ``__getitem__`` means the latter.
-    """
-    for kind in type(dataset).__mro__:
-        if name in vars(kind):
-            return callable(getattr(dataset, name, None))
-        if "__getitem__" in vars(kind):
-            return False
-    return False

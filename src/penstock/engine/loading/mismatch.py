@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.errors import MismatchedSamples
+from penstock.user_objects import probe
 
 
 def find_mismatch(
@@ -67,9 +68,9 @@ def _first_difference(values: list[Any], path: str) -> tuple[str, int, str, str]
 
 
 def _describe(value: Any) -> str:
-    shape = getattr(value, "shape", None)
+    shape = probe(value, "shape")
     if shape is not None:
-        return f"{type(value).__name__} {getattr(value, 'dtype', '')} of shape {tuple(shape)}"
+        return f"{type(value).__name__} {probe(value, 'dtype', '')} of shape {tuple(shape)}"
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with keys {sorted(map(repr, value))}"
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):

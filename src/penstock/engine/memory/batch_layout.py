@@ -107,7 +107,7 @@ def _read_tree(value: Any, leaves: list[LeafSpec]) -> TreeSpec | None:
         kind, keys, children = "dict", tuple(value), value.values()
     elif cls is list or cls is tuple:
         kind = "list"
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+    elif isinstance(value, tuple) and hasattr(type(value), "_fields"):
         kind = "namedtuple"
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind, keys = "dataclass", tuple(field.name for field in dataclasses.fields(value))

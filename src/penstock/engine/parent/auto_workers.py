@@ -27,6 +27,7 @@ from penstock.engine.pickling.environment import import_path
 from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import CannotTravel
 from penstock.machine.host import queued_s
+from penstock.user_objects import probe
 
 GLANCE_FROM, GLANCE_AT, CLEARLY_SLOW_S = 1, 3, 1e-3
 """If the second and third sample are clearly slow, a fork server may be started already, while the
@@ -226,7 +227,7 @@ def _busy_s() -> float:
 
 def _num_bytes(batch: Any) -> int:
     """Bytes of the tensors and arrays in a batch."""
-    nbytes = getattr(batch, "nbytes", None)
+    nbytes = probe(batch, "nbytes")
     if isinstance(nbytes, int):
         return nbytes
     if isinstance(batch, dict):

@@ -24,7 +24,8 @@ from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent import fork_server as fork_servers
 from penstock.engine.pickling.environment import describe_environment
 from penstock.engine.pickling.pickler import PickledObjects, PickleFile
-from penstock.errors import StartFailed
+from penstock.engine.pickling.process_bound import find_inherited
+from penstock.errors import StartFailed, warn_user
 from penstock.machine.host import usable_cores
 
 MAX_UNREAD_BYTES = 64 << 10
@@ -117,7 +118,10 @@ class Launcher:
         self._objects = objects
         self._memory = memory
         self._pickle_file: PickleFile | None = None
-        if method != "fork":
+        self._inherited: tuple[str, ...] = ()
+        if method == "fork":
+            self._inherited = _warn_of_inherited(objects)
+        else:
             self._pickle_file = (pickled or PickledObjects(objects)).to_shared_file()
         self._environment = describe_environment()
         self.waiting: deque[tuple[SpawnedWorker, Any]] = deque()
@@ -167,7 +171,7 @@ class Launcher:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was done with open handles and large arrays on the way to the workers."""
-        return () if self._pickle_file is None else self._pickle_file.notes
+        return self._inherited if self._pickle_file is None else self._pickle_file.notes
 
     def close(self) -> None:
         """Close the pickle file; workers that are running have mapped it."""
@@ -228,3 +232,16 @@ class Launcher:
         )
         process.start()
         return process
+
+
+def _warn_of_inherited(objects: dict[str, Any]) -> tuple[str, ...]:
+    """Name the sockets, pipes and files that forked workers share; nothing else is done to them."""
+    notes = tuple(
+        f"{path} ({type(part).__module__}.{type(part).__qualname__}) is shared by this process and "
+        "all forked workers, which take each other's data. Open it on first use in the worker, or "
+        "leave out multiprocessing_context='fork'"
+        for path, part in find_inherited(objects)
+    )
+    for note in notes:
+        warn_user(note)
+    return notes

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import CodeType, GeneratorType
+from types import CodeType, FunctionType, GeneratorType
 from typing import Any
 
 from penstock.engine.pickling.handles import is_handle
+from penstock.engine.pickling.process_bound import is_suspect, why_bound
 from penstock.errors import CannotTravel
+from penstock.user_objects import own_attributes
 
 _MAX_DEPTH = 12
 _LIKELY_FORK_CONTEXT = (
@@ -30,11 +34,12 @@ def explain(
         reason = _failure(value, dump)
         if reason is None:
             continue
-        path, part, reason = _descend(name, value, reason, dump)
+        path, part, reason, own_path = _descend(name, value, reason, dump)
+        is_own = own_path == path
         return CannotTravel(
             f"{path} ({_kind(part)}) cannot be sent to a worker process: {reason}",
             likely=_LIKELY_FORK_CONTEXT if "fork context" in str(reason) else None,
-            remedy=_remedy(path, part, str(reason)),
+            remedy=_remedy(own_path, part if is_own else None, str(reason)),
             path=path,
         )
     return CannotTravel(f"the dataset could not be serialised: {error}", path="dataset")
@@ -50,8 +55,13 @@ def _failure(value: Any, dump: Callable[[Any], None]) -> BaseException | None:
 
 def _descend(
     path: str, value: Any, reason: BaseException, dump: Callable[[Any], None]
-) -> tuple[str, Any, BaseException]:
+) -> tuple[str, Any, BaseException, str]:
+    """Path, value and reason of the part at fault, and the path of what the user has of it.
+
+    The latter ends where objects of a library begin: a session, not the socket deep inside it.
+    """
     seen = {id(value)}
+    own_path, is_own = path, True
     for _ in range(_MAX_DEPTH):
         for step, child in _children(value):
             if id(child) in seen:
@@ -59,40 +69,48 @@ def _descend(
             seen.add(id(child))
             deeper = _failure(child, dump)
             if deeper is not None:
+                is_own = is_own and not _is_of_library(type(value))
                 path, value, reason = path + step, child, deeper
+                own_path = path if is_own else own_path
                 break
         else:
             break
-    return path, value, reason
+    return path, value, reason, own_path
+
+
+def _is_of_library(kind: type) -> bool:
+    """Is the class an installed library's? Containers and functions are nobody's."""
+    name = kind.__module__
+    if name in ("builtins", "functools", "collections", "types"):
+        return False
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    if type(value).__module__.startswith("multiprocessing") or is_handle(value):
+    kind = type(value)
+    if kind.__module__.startswith("multiprocessing") or is_handle(value):
         return  # a lock, queue or open file is at fault as such, not some inner part of it
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    if is_suspect(kind) and why_bound(value):
+        return
+    if issubclass(kind, dict):
+        yield from ((f"[{key!r}]", item) for key, item in dict.items(value))
+    elif issubclass(kind, (list, tuple, set, frozenset)):
         yield from ((f"[{place}]", item) for place, item in enumerate(value))
-    if isinstance(getattr(value, "__code__", None), CodeType):
+    if hasattr(kind, "__code__") and isinstance(value.__code__, CodeType):
         yield from _captured(value)
-    owner = getattr(value, "__self__", None)
-    if owner is not None and callable(value):
-        yield ".__self__", owner
-    for name in ("func", "args", "keywords") if type(value).__name__ == "partial" else ():
+    if hasattr(kind, "__self__") and callable(value):
+        yield ".__self__", value.__self__
+    for name in ("func", "args", "keywords") if kind is functools.partial else ():
         yield f".{name}", getattr(value, name)
-    try:
-        attributes = vars(value)
-    except TypeError:
-        attributes = {}
-    if not isinstance(value, type):
-        yield from ((f".{name}", item) for name, item in attributes.items())
-        if type(value).__module__ == "__main__":  # its class is pickled, too, with its methods
-            methods = vars(type(value)).items()
-            yield from ((f".{name}", one) for name, one in methods if hasattr(one, "__code__"))
-    for slot_owner in type(value).__mro__:
-        for name in getattr(slot_owner, "__slots__", ()) or ():
-            if isinstance(name, str) and hasattr(value, name):
-                yield f".{name}", getattr(value, name)
+    if issubclass(kind, type):
+        return
+    yield from ((f".{name}", item) for name, item in own_attributes(value).items())
+    if kind.__module__ == "__main__":  # its class is pickled, too, with its methods
+        methods = vars(kind).items()
+        yield from ((f".{name}", one) for name, one in methods if type(one) is FunctionType)
 
 
 def _captured(function: Any) -> Iterator[tuple[str, Any]]:
@@ -124,6 +142,8 @@ def _remedy(path: str, part: Any, reason: str) -> str:
         )
     if "tensor on" in reason:
         return f"{path}.cpu() before the loader is made; move batches to the device in the loop"
+    if "end of a pipe" in reason:
+        return f"a queue of multiprocessing.get_context('spawn') in the place of {path}"
     if isinstance(part, GeneratorType):
         return (
             f"a class whose __iter__ makes the generator, in the place of {path}: it can be "

@@ -57,7 +57,7 @@ class HandleReducer:
         Raises:
             TypeError: It is one, and cannot be opened again.
         """
-        if isinstance(obj, io.IOBase):
+        if issubclass(type(obj), io.IOBase):
             return _reduce_file(obj) if _is_open_file(obj) else None
         module = _module_of(obj)
         if module is not None:
@@ -67,20 +67,31 @@ class HandleReducer:
 
 def is_handle(obj: Any) -> bool:
     """Is this something that is open, at fault as such and not some inner part of it?"""
-    return _is_open_file(obj) if isinstance(obj, io.IOBase) else _module_of(obj) is not None
+    is_file = issubclass(type(obj), io.IOBase)
+    return _is_open_file(obj) if is_file else _module_of(obj) is not None
+
+
+def is_handle_class(kind: type) -> bool:
+    """Is every instance of this class a handle?"""
+    return issubclass(kind, io.IOBase) or _module_of_class(kind) is not None
 
 
 def _module_of(obj: Any) -> str | None:
     """The library of an archive or a database; None for anything else."""
-    name = type(obj).__name__
+    return _module_of_class(type(obj))
+
+
+def _module_of_class(kind: type) -> str | None:
+    name = kind.__name__
     module = _MODULES.get(name)
-    is_of_it = module is not None and type(obj) is getattr(sys.modules.get(module), name, None)
+    is_of_it = module is not None and kind is getattr(sys.modules.get(module), name, None)
     return module if is_of_it else None
 
 
 def _is_open_file(obj: io.IOBase) -> bool:
     in_memory = isinstance(obj, (io.BytesIO, io.StringIO))
-    return not in_memory and obj not in (sys.stdin, sys.stdout, sys.stderr)
+    is_standard = any(obj is stream for stream in (sys.stdin, sys.stdout, sys.stderr))
+    return not in_memory and not is_standard
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@
 Lambdas, closures, local classes and everything from ``__main__``, a notebook or a module that a
 worker cannot import are pickled by value (cloudpickle). Arrays and tensors leave the pickle stream
 as buffers that every worker maps copy-on-write. multiprocessing primitives are sent as under spawn,
-open handles are opened again. An object that cannot be pickled is named down to its attribute.
+open handles are opened again, sockets are refused. An object that cannot be pickled is named down
+to its attribute.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from penstock.engine.memory.messages import PickleLocation
 from penstock.engine.memory.shared_file import FileHandle, SharedFile
 from penstock.engine.pickling import reducers, shared_arrays
 from penstock.engine.pickling.by_value import ByValueModules
+from penstock.engine.pickling.dynamic_attributes import computes_attributes, reduce_by_class
 from penstock.engine.pickling.error_path import explain
-from penstock.engine.pickling.handles import HandleReducer
+from penstock.engine.pickling.handles import HandleReducer, is_handle_class
+from penstock.engine.pickling.process_bound import connections_of_queue, is_suspect, why_bound
 
 _BUFFER_GRAIN = 64
 _MAX_FDS = 200
@@ -106,6 +109,8 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.large_tensors: list[Any] = []
         self.handles = HandleReducer()
         self.process = _SpawningProcess()
+        self._classes: dict[type, tuple[bool, bool]] = {}
+        self._guarded_pipes: dict[int, Any] = {}
         self._reducers = _process_reducers()
 
     def dump(self, obj: Any) -> None:
@@ -114,21 +119,27 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        owner = obj if isinstance(obj, (type, FunctionType, reducers.Cached)) else kind
-        name = getattr(owner, "__module__", None)
+        is_named = issubclass(kind, (type, FunctionType, reducers.Cached))
+        name = getattr(obj if is_named else kind, "__module__", None)
         if isinstance(name, str):
-            self._add_module(obj.__name__ if isinstance(obj, ModuleType) else name)
+            self._add_module(obj.__name__ if issubclass(kind, ModuleType) else name)
         if obj is random._inst:
             return getattr, (random, "_inst")  # the worker's own, not a copy of ours
         if obj is np.random.mtrand._rand:
             return getattr, (np.random.mtrand, "_rand")
         torch = sys.modules.get("torch")
-        if torch is not None and isinstance(obj, torch.Tensor):
+        if torch is not None and issubclass(kind, torch.Tensor):
             reduced = _reduce_tensor(obj)
             if reduced is not None:
                 if obj.numel() * obj.element_size() >= shared_arrays.MIN_BYTES:
                     self.large_tensors.append(obj)
                 return reduced
+        is_suspected, is_dynamic = self._classes.get(kind) or self._classify(kind)
+        if is_suspected:
+            self._refuse_bound(obj)
+        if is_dynamic:
+            reduced = reduce_by_class(obj)
+            return super().reducer_override(obj) if reduced is None else reduced
         reduced = reducers.reduce(obj) or self.handles.reduce(obj)
         if reduced is not None:
             return reduced
@@ -139,6 +150,21 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if synchronize is not None and isinstance(obj, synchronize.SemLock):
             _refuse_fork_primitive(obj)
         return super().reducer_override(obj)
+
+    def _refuse_bound(self, obj: Any) -> None:
+        for pipe in connections_of_queue(obj):
+            self._guarded_pipes[id(pipe)] = pipe
+        if id(obj) not in self._guarded_pipes:
+            reason = why_bound(obj)
+            if reason:
+                raise TypeError(reason)
+
+    def _classify(self, kind: type) -> tuple[bool, bool]:
+        """Is it a class of things that are bound to a process? Is it pickled by its class?"""
+        has_reducer = kind in self.dispatch_table or kind in self._reducers or is_handle_class(kind)
+        found = (is_suspect(kind), computes_attributes(kind) and not has_reducer)
+        self._classes[kind] = found
+        return found
 
     def _add_module(self, name: str) -> None:
         if name not in self.modules:
@@ -169,7 +195,7 @@ def _reduce_tensor(obj: Any) -> Any:
 
 
 def _process_reducers() -> dict[type, Callable[[Any], Any]]:
-    """What multiprocessing and torch register for connections, sockets, heaps and shared storages.
+    """What multiprocessing and torch register for connections, heaps and shared storages.
 
     Tensors are left out: only shared ones are reduced by torch, see :func:`_reduce_tensor`.
     """

@@ -1,0 +1,110 @@
+"""Objects that are bound to one process: sockets, pipes, child processes, running threads.
+
+    pickler: why_bound(obj) -> why a worker cannot have it
+    fork:    find_inherited(objects) -> what all workers would share with the parent
+
+A socket can be handed to another process, and multiprocessing does so. Workers that use one
+connection at the same time read each other's answers, and no lock of theirs keeps them apart.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.engine.pickling.handles import is_handle
+from penstock.order.object_walk import ObjectWalk
+from penstock.user_objects import probe
+
+_MAX_HOLDERS = 10_000
+
+
+_CLASSES = (
+    ("_socket", "socket"),
+    ("multiprocessing.connection", "_ConnectionBase"),
+    ("subprocess", "Popen"),
+    ("multiprocessing.process", "BaseProcess"),
+    ("threading", "Thread"),
+    ("multiprocessing.queues", "Queue"),
+    ("multiprocessing.queues", "SimpleQueue"),
+)
+"""Classes that this module knows; a module that is not loaded has no instances."""
+
+
+def is_suspect(kind: type) -> bool:
+    """May an instance of this class be bound to its process, or be a queue? By class, so cheap."""
+    return any(issubclass(kind, _known(module, name)) for module, name in _CLASSES)
+
+
+def _known(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, ())
+
+
+def why_bound(obj: Any) -> str:
+    """Why this object is of no use in another process; empty: it is not one of these."""
+    kind = type(obj)
+    if issubclass(kind, _known("_socket", "socket")):
+        return f"a socket{_peer_of(obj)} that several processes use mixes up their messages"
+    if issubclass(kind, _known("multiprocessing.connection", "_ConnectionBase")):
+        return "an end of a pipe that several processes use mixes up their messages"
+    if issubclass(kind, _known("subprocess", "Popen")) and obj.returncode is None:
+        return f"a child process (pid {obj.pid}) answers to the process that started it"
+    if issubclass(kind, _known("multiprocessing.process", "BaseProcess")):
+        return _why_process(obj)
+    if issubclass(kind, threading.Thread) and threading.Thread.is_alive(obj):
+        return f"a running thread ({obj.name}) exists in its own process only"
+    return ""
+
+
+def _peer_of(obj: Any) -> str:
+    try:
+        peer = obj.getpeername()
+    except Exception:  # not connected, or closed
+        return ""
+    if isinstance(peer, tuple):
+        peer = ":".join(str(part) for part in peer[:2])
+    return f" (connected to {peer})" if peer else ""
+
+
+def _why_process(process: Any) -> str:
+    popen = vars(process).get("_popen")
+    if popen is None or probe(popen, "returncode") is not None:
+        return ""
+    return f"a child process (pid {popen.pid}) answers to the process that started it"
+
+
+def connections_of_queue(obj: Any) -> list[Any]:
+    """The pipes inside a queue of multiprocessing's: its locks, shared by all, guard them."""
+    queues = tuple(_known("multiprocessing.queues", name) for name in ("Queue", "SimpleQueue"))
+    if not issubclass(type(obj), queues):
+        return []
+    ends = [vars(obj).get("_reader"), vars(obj).get("_writer")]
+    # torch's queues wrap each end in an object of theirs.
+    return [end for each in ends if each is not None for end in (each, probe(each, "conn"))]
+
+
+# -- workers that are forked -----------------------------------------------------------------------
+
+
+def find_inherited(objects: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The sockets, pipes, databases and files in objects that forked workers would share."""
+    for name, value in objects.items():
+        walk = ObjectWalk(_is_end_of_walk)
+        for path, part in walk.find(name, value, max_holders=_MAX_HOLDERS):
+            if _is_shared_by_forks(part):
+                yield path, part
+
+
+def _is_end_of_walk(value: Any) -> bool:
+    is_closed = issubclass(type(value), (io.IOBase, logging.Logger))
+    return is_closed or _is_shared_by_forks(value) or bool(connections_of_queue(value))
+
+
+def _is_shared_by_forks(value: Any) -> bool:
+    if issubclass(type(value), io.IOBase):
+        return is_handle(value) and not value.closed and value.readable()
+    return is_handle(value) or (is_suspect(type(value)) and bool(why_bound(value)))
