@@ -239,6 +239,18 @@ def signal_name(exit_code: int) -> str:
 # In the child
 
 
+def watched_parent(parent: int) -> Callable[[], bool]:
+    """A function that tells whether the process that started this one still runs."""
+    import psutil
+
+    try:
+        return psutil.Process(parent).is_running
+    except psutil.Error:  # it has ended, or there is no /proc to see it in
+        if sys.platform == "win32":
+            return lambda: False
+    return lambda: os.getppid() == parent
+
+
 def end_with_parent(parent: int, clean_up: Callable[[], None] | None = None) -> None:
     """End this process when its parent does: one that is killed cannot end its children.
 
@@ -253,13 +265,11 @@ def end_with_parent(parent: int, clean_up: Callable[[], None] | None = None) -> 
         if os.getppid() != parent:
             os._exit(1)  # it was killed while we started
         return
-    import psutil
+    is_running = watched_parent(parent)
 
     def watch() -> None:
-        with suppress(psutil.NoSuchProcess):  # it was killed while we started
-            process = psutil.Process(parent)
-            while process.is_running():
-                time.sleep(_PARENT_POLL_S)
+        while is_running():
+            time.sleep(_PARENT_POLL_S)
         if clean_up is not None:
             clean_up()
         if sys.platform != "win32" and os.getpgrp() == os.getpid():

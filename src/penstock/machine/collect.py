@@ -84,6 +84,7 @@ def _basic_facts() -> Machine:
         max_fds=_known(host.max_fds, None),
         is_frozen=host.is_frozen(),
         can_start_python=host.can_start_python(),
+        has_proc=host.has_proc(),
         torch=torch.version,
         torch_build=torch.build,
         torch_build_version=torch.build_version,

@@ -58,6 +58,7 @@ class Machine:
         memory_limit_bytes: The cgroup's limit, where there is one below the machine's memory.
         shm_bytes: Size of ``/dev/shm``.
         max_fds: How many descriptors this process may hold; None also where there is no limit.
+        has_proc: Whether ``/proc`` is there on Linux; some chroots and sandboxes have none.
         torch_build: ``"cuda"``, ``"hip"``, ``"xpu"``, ``"mps"``, ``"cpu"``, or ``"none"`` without
             torch; ``torch_build_version`` is the toolkit's, as in ``"12.8"``.
         gpus: As the drivers list them, whatever ``CUDA_VISIBLE_DEVICES`` hides.
@@ -93,6 +94,7 @@ class Machine:
     is_notebook: bool = False
     is_frozen: bool = False
     can_start_python: bool = True
+    has_proc: bool = True
     python: str = ""
     torch: str | None = None
     numpy: str | None = None

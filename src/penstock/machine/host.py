@@ -145,7 +145,7 @@ def usable_cores(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """How much memory this computer has, and how much of it is free to take.
+    """How much memory this computer has, and how much of it is free to take; 0: unknown.
 
     Example:
         >>> total, available = memory_bytes()
@@ -154,8 +154,26 @@ def memory_bytes() -> tuple[int, int]:
     """
     import psutil  # late: it costs 10 ms, and the front page must stay cheap
 
-    memory = psutil.virtual_memory()
+    try:
+        memory = psutil.virtual_memory()
+    except (psutil.Error, OSError):  # there is no /proc
+        return _sysconf_bytes("SC_PHYS_PAGES"), _sysconf_bytes("SC_AVPHYS_PAGES")
     return int(memory.total), int(memory.available)
+
+
+def _sysconf_bytes(name: str) -> int:
+    try:
+        return max(0, os.sysconf(name) * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):
+        return 0
+
+
+def has_proc() -> bool:
+    """Whether Linux's ``/proc`` is there; True on other systems, which have none.
+
+    A chroot and some build sandboxes have none: then threads and other processes cannot be seen.
+    """
+    return sys.platform != "linux" or os.path.exists("/proc/self/task")
 
 
 def shm_bytes(folder: str = _SHM) -> int | None:

@@ -138,6 +138,8 @@ def choose_start_method(machine: Machine, request: LoaderRequest) -> Choice:
     asked = request.start_method
     if asked in ("fork", "spawn"):
         return Choice(asked, f"multiprocessing_context={asked!r} was given", "asked")
+    if machine.os == "linux" and not machine.has_proc:
+        return Choice("spawn", "without /proc no process is known to be safe to fork", "rule")
     if machine.os == "linux":
         reason = "a clean process forks workers in milliseconds, whatever this one holds"
         source: Source = "asked" if asked == "forkserver" else "rule"

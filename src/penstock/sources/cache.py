@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import AlreadyThere, BadStore, CannotPack, CannotWrite
+from penstock.machine.host import has_proc, memory_bytes
 from penstock.order.global_generators import preserved_generators
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.array_files import HEADER_BYTES, MappedArray
@@ -249,15 +250,13 @@ def _probe(dataset: Any) -> list[tuple[int, Any]]:
 
 def _make_memory(num_bytes: int) -> CacheFolder:
     """Memory that workers can open; where the system has none, a temporary folder."""
-    import psutil
-
-    free = psutil.virtual_memory().available
-    if num_bytes > free:
+    _, free = memory_bytes()
+    if free and num_bytes > free:
         raise CannotWrite(
             f"about {num_bytes / 1e9:.1f} GB of memory are needed, and {free / 1e9:.1f} are free",
             remedy="cached(dataset, 'a folder on a fast disk')",
         )
-    if hasattr(os, "memfd_create"):
+    if hasattr(os, "memfd_create") and has_proc():  # they are opened by their names in /proc
         return CacheMemory()
     files = CacheFolder(tempfile.mkdtemp(prefix="penstock-"))
     weakref.finalize(files, shutil.rmtree, files.folder, ignore_errors=True)
@@ -341,15 +340,23 @@ def _check_after_boot(cache: Cached, files: CacheFolder, is_new: bool) -> None:
     try:
         now = read_text("/proc/sys/kernel/random/boot_id").strip()
     except OSError:
-        import psutil
-
-        now = str(int(psutil.boot_time()) // 60)
+        now = _boot_minute()
     before = read_text(files.path(_BOOT)) if os.path.exists(files.path(_BOOT)) else None
-    if before == now:
+    if before == now and now:
         return
     if not is_new:
         cache.forget_damaged()
     write_whole(files.folder, _BOOT, now)
+
+
+def _boot_minute() -> str:
+    """When the machine was started, as text; empty where the system does not tell."""
+    import psutil
+
+    try:
+        return str(int(psutil.boot_time()) // 60)
+    except (psutil.Error, OSError, RuntimeError):
+        return ""
 
 
 def _check_names(schemas: tuple[FieldSchema, ...]) -> None:

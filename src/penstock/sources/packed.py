@@ -18,10 +18,10 @@ from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import psutil
 
 from penstock.errors import BadArgument
 from penstock.images.crops import Crop, open_image
+from penstock.machine.host import memory_bytes
 from penstock.order.ranks import RankShard
 from penstock.order.samplers import BlockOrder
 from penstock.sources.columns import Column, FixedColumn, RaggedColumn
@@ -61,7 +61,7 @@ class ColumnDataset:
         self._transforms: dict[str, Callable[[Any], Any]] = {}
         self._read_ahead = read_ahead
         if read_ahead is None:
-            read_ahead = files.num_bytes > psutil.virtual_memory().total
+            read_ahead = files.num_bytes > (memory_bytes()[0] or sys.maxsize)
         for column in self._columns if read_ahead else ():
             if isinstance(column, FixedColumn):
                 column.read_ahead()

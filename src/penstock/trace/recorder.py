@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import psutil
-
+from penstock.machine.host import memory_bytes
 from penstock.options import Tracing
 from penstock.trace.record import (
     ASKED_TRACE_BYTES,
@@ -32,7 +31,7 @@ from penstock.trace.record import (
     process_buffer,
     read_records,
 )
-from penstock.trace.worker_recorder import memory_and_faults, next_look_ns
+from penstock.trace.worker_recorder import memory_and_faults, next_look_ns, own_process
 
 LOOK_NS = 200_000_000
 """How often buffers are read where a trace was asked for."""
@@ -137,7 +136,7 @@ class Recorder:
         self._next_look_ns = 0
         self._num_ready = self._num_looks = 0
         self._is_close = False
-        self._process = psutil.Process() if self.trace_bytes else None
+        self._process = own_process() if self.trace_bytes else None
         self.on_end: Callable[[], None] = lambda: None
         """Called at the end of an epoch."""
 
@@ -261,12 +260,8 @@ class Recorder:
     def _look(self, buffer: TraceBuffer, at_ns: int) -> None:
         self._num_looks += 1
         self._next_look_ns = next_look_ns(at_ns, self._num_looks)
-        assert self._process is not None
         num_bytes, faults = memory_and_faults(self._process)
-        try:
-            left = psutil.virtual_memory().available >> 20
-        except OSError:
-            left = 0
+        left = memory_bytes()[1] >> 20
         cpu_ms = int(time.process_time() * 1000)
         buffer.add(Kind.MEMORY, at_ns, at_ns, rows=cpu_ms, a=num_bytes >> 10, b=faults, extra=left)
         if self.keeps_all and at_ns - self._read_ns > LOOK_NS:

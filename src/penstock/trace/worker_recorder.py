@@ -56,7 +56,7 @@ class WorkerRecorder:
         self._queued_s = 0.0
         self._is_close = False
         self._position = 0
-        self._process = psutil.Process() if not is_thread else None
+        self._process = own_process() if not is_thread else None
         if buffer is not None:
             self._buffer = TraceBuffer(buffer)
             self._buffer.add(Kind.START, now_ns(), now_ns(), a=os.getpid())
@@ -140,8 +140,18 @@ class WorkerRecorder:
             buffer.add(Kind.MEMORY, end_ns, end_ns, a=num_bytes >> 10, b=faults)
 
 
-def memory_and_faults(process: psutil.Process) -> tuple[int, int]:
-    """Resident memory of a process in bytes, and its major page faults."""
+def own_process() -> psutil.Process | None:
+    """This process, as psutil sees it; None where there is no ``/proc``."""
+    try:
+        return psutil.Process()
+    except (psutil.Error, OSError):
+        return None
+
+
+def memory_and_faults(process: psutil.Process | None) -> tuple[int, int]:
+    """Resident memory of a process in bytes, and its major page faults; 0: unknown."""
+    if process is None:
+        return 0, 0
     try:
         num_bytes = process.memory_info().rss
     except (psutil.Error, OSError):  # no descriptor to be had, say

@@ -192,10 +192,14 @@ def kill_workers(batches: Any) -> None:
     """Kill the worker processes of an iterator, as the memory limit of a container would."""
     import psutil
 
-    own = {child.pid for child in psutil.Process().children(recursive=True)}
+    workers = [worker for worker in getattr(batches, "_workers", ()) if hasattr(worker, "pid")]
     try:
-        for worker in getattr(batches, "_workers", ()):
-            if getattr(worker, "pid", None) in own:
+        own = {child.pid for child in psutil.Process().children(recursive=True)}
+    except psutil.Error:  # there is no /proc
+        own = {worker.pid for worker in workers if worker.pid is not None}
+    try:
+        for worker in workers:
+            if worker.pid in own:
                 os.kill(worker.pid, getattr(signal, "SIGKILL", signal.SIGTERM))
         time.sleep(0.05)
     except (RuntimeError, ProcessLookupError):

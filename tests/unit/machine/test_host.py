@@ -175,3 +175,24 @@ def test_macos_asks_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert cpu_model() == "Apple M2"
     assert asked[0][-1] == "machdep.cpu.brand_string"
+
+
+def fail(*_: object, **__: object) -> None:
+    raise FileNotFoundError("/proc/meminfo")
+
+
+def test_memory_is_known_or_unknown_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    monkeypatch.setattr(psutil, "virtual_memory", fail)
+    total, available = host.memory_bytes()
+    assert total >= available >= 0
+    monkeypatch.setattr(os, "sysconf", fail, raising=False)
+    assert host.memory_bytes() == (0, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_a_linux_without_proc_is_told_from_one_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.has_proc()
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert not host.has_proc()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.machine.facts import Gpu, Machine
-from penstock.planning.decisions import make_plan
+from penstock.planning.decisions import choose_start_method, make_plan
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
 
@@ -150,3 +150,11 @@ def test_a_dataset_smaller_than_a_batch_is_not_counted_as_a_whole_one() -> None:
     one = Workload(sample_s=0.02, busy_share=1.0, num_samples=1)
     pair = Machine(os="linux", num_cpus=2)
     assert make_plan(pair, LoaderRequest(batch_size=64), one).num_workers.value == 0
+
+
+@pytest.mark.parametrize("asked", [None, "forkserver"])
+def test_without_proc_workers_are_spawned(asked: str | None) -> None:
+    request = LoaderRequest(start_method=asked)
+    choice = choose_start_method(Machine(os="linux", has_proc=False), request)
+    assert (choice.value, "without /proc" in choice.reason) == ("spawn", True)
+    assert choose_start_method(Machine(os="linux"), request).value == "forkserver"

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import psutil
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data import dataloader as torch_loader
 
@@ -23,6 +22,7 @@ from penstock.engine.memory.pinned_ring import PinnedRing, Pinner
 from penstock.engine.memory.ring import Ring
 from penstock.engine.parent.faults import Faults
 from penstock.errors import warn_user
+from penstock.machine.host import memory_bytes
 from penstock.order.dataset_generators import module_states
 from penstock.order.epoch_state import EpochState, Progress
 from penstock.order.global_generators import replaced_bit_generator
@@ -172,6 +172,11 @@ class BatchProducer(Protocol):
         """End the workers, if there are any."""
 
 
+_UNKNOWN_BYTES = 4 << 30
+"""Taken to be free where the system does not tell."""
+
+
 def max_held_bytes() -> int:
     """How much of the machine's free memory batches that the user keeps may occupy in the ring."""
-    return int(psutil.virtual_memory().available) // 4
+    _, available_bytes = memory_bytes()
+    return (available_bytes or _UNKNOWN_BYTES) // 4

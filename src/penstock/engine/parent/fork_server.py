@@ -77,7 +77,7 @@ class ForkedWorker:
         """Has it ended although the fork server, which is stopped or busy, does not say so?"""
         try:
             return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
+        except psutil.Error:
             return False  # it was reaped, and the report is on its way
 
     def join(self, timeout: float | None = None) -> None:

@@ -156,7 +156,10 @@ def _import_all(modules: Any, path: list[str]) -> tuple[str, str] | None:
             importlib.import_module(name)
         except BaseException:
             continue  # the worker meets the same error, and reports it with its place
-    num_threads = len(os.listdir("/proc/self/task"))
+    try:
+        num_threads = len(os.listdir("/proc/self/task"))
+    except OSError as error:
+        return "tainted", f"its threads cannot be counted ({error})"
     if num_threads != 1:
         reason = f"importing {', '.join(new) or 'torch'} started {num_threads - 1} thread(s)"
         return "tainted", reason

@@ -27,6 +27,7 @@ from penstock.engine.memory.messages import (
 )
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.pickling.environment import apply_environment
+from penstock.machine.child_process import watched_parent
 
 _OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"
 
@@ -183,15 +184,12 @@ def spawned_main(handle: int) -> None:
 
 def watch_parent(parent: int) -> None:
     """End this process within about a second of the parent's end, also while user code runs."""
-    import psutil
-
-    try:
-        process = psutil.Process(parent)
-    except psutil.NoSuchProcess:
+    is_running = watched_parent(parent)
+    if not is_running():
         os._exit(1)
 
     def watch() -> None:
-        while process.is_running():
+        while is_running():
             time.sleep(1.0)
         os._exit(1)
 
