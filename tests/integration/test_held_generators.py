@@ -79,6 +79,16 @@ class MadeOnFirstUse(Base):
         return float(self.rng.random())
 
 
+class MadeByALaterSample(Base):
+    rng: Any = None
+
+    def __getitem__(self, index: int) -> float:
+        if self.rng is None and index % 4:
+            return index / 100  # not drawn
+        self.rng = self.rng or np.random.default_rng(0)
+        return float(self.rng.random()) if not index % 4 else index / 100
+
+
 class BehindACache(Base):
     def __getitem__(self, index: int) -> float:
         return float(cached_rng().random())
@@ -146,6 +156,7 @@ DATASETS = {
     "behind a function": BehindAFunction,
     "in an object of the module": InAModuleObject,
     "made on first use": MadeOnFirstUse,
+    "made by a later sample": MadeByALaterSample,
     "behind a cache": BehindACache,
     "in a class body": InAClassBody,
     "the 71st attribute": InManyAttributes,
@@ -164,7 +175,8 @@ def two_epochs(dataset: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("name", DATASETS)
 def test_samples_draw_the_same_wherever_the_generator_lies(name: str) -> None:
     inline = two_epochs(DATASETS[name](), **WAYS["inline"])
-    assert len(set(itertools.chain(*inline))) > NUM_SAMPLES  # control: they do draw, in each epoch
+    epochs = inline[: len(inline) // 2], inline[len(inline) // 2 :]
+    assert sorted(itertools.chain(*epochs[0])) != sorted(itertools.chain(*epochs[1]))  # control
     for way in ("1 worker", "2 workers", "2 threads"):
         if name == "in an iterator's function" and way != "2 threads":
             continue  # such an object cannot be sent to a process
@@ -421,3 +433,26 @@ def test_a_bit_generator_that_the_user_gave_numpy_is_used_in_workers() -> None:
     assert all(run == runs[0] for run in runs)
     assert runs[0] != usual  # control: it is another generator
     assert two_epochs(FromNumpy(), **WAYS["inline"]) == usual
+
+
+class MadeLate(Base):
+    """Makes its generator with the 30th sample that it loads."""
+
+    def __init__(self) -> None:
+        self.rng, self.num_loaded = None, 0
+
+    def __getitem__(self, index: int) -> float:
+        self.num_loaded += 1
+        if self.num_loaded < 30:
+            return 0.0
+        self.rng = self.rng or np.random.default_rng(0)
+        return float(self.rng.random())
+
+
+def test_a_generator_that_is_made_late_is_warned_about_in_the_next_epoch() -> None:
+    loader = DataLoader(MadeLate(), batch_size=4, num_workers=1, persistent_workers=True, seed=0)
+    list(loader)
+    assert not loader.plan.notes
+    with pytest.warns(UserWarning, match="dataset.rng .* was made after the first samples"):
+        list(loader)
+    loader.close()

@@ -31,7 +31,14 @@ from typing import Any
 import numpy as np
 
 from penstock.order.keys import mix64
-from penstock.order.object_walk import MAX_OBJECTS, ObjectWalk
+from penstock.order.object_walk import (
+    CONTAINERS,
+    MAX_OBJECTS,
+    ObjectWalk,
+    module_of,
+    plain_items,
+    plain_length,
+)
 from penstock.user_objects import own_attributes
 
 _GENERATORS = (
@@ -40,6 +47,7 @@ _GENERATORS = (
     np.random.BitGenerator,
     random.Random,
 )
+_TORCH_GENERATOR = ("torch._C", "Generator")
 _MAKERS = (
     {"default_rng", "Generator", "RandomState", "Random", "SystemRandom", "SeedSequence"}
     | {"PCG64", "PCG64DXSM", "Philox", "SFC64", "MT19937"}
@@ -47,6 +55,7 @@ _MAKERS = (
 )
 """Names in code that makes generators, or asks the operating system for randomness."""
 SLOW_SEARCH_S = 0.05
+_PLAIN = (str, bytes, int, float, complex, type(None))
 _MAX_HOLDERS = 64
 _CHECKED_ITEMS = 256
 _CHECKED_BYTES = 1 << 16
@@ -205,11 +214,6 @@ class DatasetGenerators:
         return dict(item for holder in walk.holders for item in _contents_of(*holder))
 
 
-def find_generators(dataset: Any, *, is_worker: bool = False) -> list[FoundGenerator]:
-    """List the generators that ``dataset`` holds, or its code reaches."""
-    return DatasetGenerators(dataset, is_worker=is_worker).found
-
-
 def module_states(root: Any, path: str = "dataset") -> dict[str, State]:
     """States of generators in modules, by path. A worker process may import those modules anew.
 
@@ -249,35 +253,33 @@ def describe_search_limit(path: str) -> str:
 
 
 def _contents_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (list, tuple, dict, set, frozenset)):
-        yield path, len(value)
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        if len(value) <= _CHECKED_ITEMS:
-            for key, item in list(items):
-                if not _is_plain(item):
-                    yield f"{path}[{key!r:.60}]", _identity(item)
-        return
-    for name, item in own_attributes(value).items():
-        if not (_is_plain(item) or _is_generator(item)):
-            yield f"{path}.{name}", _identity(item)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (str, bytes, int, float, complex))
+    items: list[tuple[str, Any]] = []
+    if issubclass(type(value), CONTAINERS):
+        length = plain_length(value)
+        yield path, length
+        if length <= _CHECKED_ITEMS:
+            items = [(f"[{key}]", item) for key, item in plain_items(value)]
+    else:
+        items = [(f".{name}", item) for name, item in own_attributes(value).items()]
+    for name, item in items:
+        if not (issubclass(type(item), _PLAIN) or _is_generator(item)):
+            yield path + name, _identity(item)
 
 
 def _identity(value: Any) -> Any:
     """Another one after a change of an array's elements, too."""
-    if isinstance(value, (list, tuple, dict, set, frozenset)):
-        return id(value), len(value)
-    try:
-        flat = np.asarray(value).reshape(-1) if hasattr(type(value), "__array__") else None
-        if flat is not None and not flat.dtype.hasobject and flat.size:
-            few = flat[:: 1 + flat.nbytes // _CHECKED_BYTES]
-            return id(value), flat.size, zlib.crc32(few.tobytes())
-    except Exception:  # a tensor on a GPU, an array type with a will of its own
-        pass
+    torch = sys.modules.get("torch")
+    if torch is not None and type(value) is torch.Tensor and value.device.type == "cpu":
+        with suppress(RuntimeError, TypeError):  # a layout or type that NumPy does not have
+            return id(value), _checksum(value.detach().numpy())
+    if issubclass(type(value), np.ndarray) and not value.dtype.hasobject:
+        return id(value), _checksum(value)
     return id(value)
+
+
+def _checksum(array: Any) -> int:
+    flat = np.ndarray.reshape(array, -1)
+    return zlib.crc32(flat[:: 1 + flat.nbytes // _CHECKED_BYTES].tobytes())
 
 
 # -- recognising and setting generators ------------------------------------------------------------
@@ -285,9 +287,9 @@ def _identity(value: Any) -> Any:
 
 def _is_generator(value: Any) -> bool:
     kind = type(value)
-    if issubclass(kind, _GENERATORS) or kind.__module__ == "torch._C":
-        return issubclass(kind, _GENERATORS) or kind.__name__ == "Generator"
-    return kind.__module__.startswith("albumentations.") and _takes_states(value)
+    if issubclass(kind, _GENERATORS) or (module_of(kind), kind.__name__) == _TORCH_GENERATOR:
+        return True
+    return module_of(kind).startswith("albumentations.") and _takes_states(value)
 
 
 def _recognise(path: str, value: Any, is_worker: bool) -> FoundGenerator | None:
@@ -316,6 +318,9 @@ def _recognise(path: str, value: Any, is_worker: bool) -> FoundGenerator | None:
 def _settable(path: str, kind: str, access: GeneratorAccess) -> FoundGenerator:
     try:
         state = access.save() if access.save is not None else None
+    except Exception:  # a class that can be seeded, but not read
+        access, state = GeneratorAccess(seed=access.seed), None
+    try:
         access.seed(0)
         if access.restore is not None:
             access.restore(state)

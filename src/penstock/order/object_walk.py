@@ -29,10 +29,13 @@ MAX_DEPTH = 32
 MANY_ITEMS = 64
 """Containers with more items are searched in bulk: their items have no path of their own."""
 
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _BUILTIN_CONTAINERS = frozenset((list, tuple, dict, set, frozenset))
 _PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range, memoryview, slice)
-_OPAQUE = (*_PLAIN, PurePath, np.generic, np.dtype, types.ModuleType, types.CodeType)
+_OPAQUE = (
+    *(*_PLAIN, PurePath, np.generic, np.dtype, types.ModuleType, types.CodeType),
+    *(types.FrameType, types.TracebackType),
+)
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _FOLLOWED_ALONE = (type, types.FunctionType, functools.partial, *_METHODS)
 LIBRARIES = frozenset(("torch", "torchvision", "numpy", "penstock")) | sys.stdlib_module_names
@@ -130,7 +133,7 @@ class ObjectWalk:
     def _inside(self, path: str, value: Any) -> Iterator[Placed]:
         kind = type(value)
         if issubclass(kind, np.ndarray):
-            yield path, value.ravel().tolist()
+            yield path, np.ndarray.ravel(value).tolist()
         elif issubclass(kind, functools.partial):
             yield f"{path}.func", value.func
             yield f"{path}.args", value.args
@@ -148,27 +151,28 @@ class ObjectWalk:
     def _of_instance(self, path: str, value: Any) -> Iterator[Placed]:
         kind = type(value)
         self.holders.append((path, value))
-        if issubclass(kind, _CONTAINERS):
-            if len(value) > MANY_ITEMS:
-                yield from self._in_bulk(path, value)
+        if issubclass(kind, CONTAINERS):
+            length = plain_length(value)
+            if length > MANY_ITEMS:
+                yield from self._in_bulk(path, value, length)
             else:
-                yield from _items(path, value)
+                yield from ((f"{path}[{key}]", item) for key, item in plain_items(value))
         attributes = own_attributes(value)
         for name, item in attributes.items():
-            if isinstance(item, types.ModuleType):
+            if issubclass(type(item), types.ModuleType):
                 self._held_modules.append(item)
             yield f"{path}.{name}", item
-        is_opaque = not attributes or kind.__module__.partition(".")[0] in sys.stdlib_module_names
-        if is_opaque and not issubclass(kind, _CONTAINERS):
+        is_opaque = not attributes or _top_of(kind) in sys.stdlib_module_names
+        if is_opaque and not issubclass(kind, CONTAINERS):
             # Written in C: an iterator, a cache, the frame of a generator.
             for number, item in enumerate(gc.get_referents(value)):
-                if not isinstance(item, type) and not _is_globals(item):
+                if not (issubclass(type(item), type) or _is_globals(item)):
                     yield f"{path}.<{number}>", item
         yield from self._of_class(kind)
 
-    def _in_bulk(self, path: str, container: Any) -> Iterator[Placed]:
+    def _in_bulk(self, path: str, container: Any, length: int) -> Iterator[Placed]:
         """What a large container holds, level by level."""
-        if self._barren.get(id(container)) == len(container):
+        if self._barren.get(id(container)) == length:
             return
         number, level, seen, is_plain = 0, [container], {id(container)}, True
         for _ in range(MAX_DEPTH):
@@ -181,7 +185,7 @@ class ObjectWalk:
                 level = [item for item in items if type(item) in kinds]
                 continue
             is_plain = False
-            for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
+            for kind in sorted(kinds, key=lambda kind: (module_of(kind), kind.__qualname__)):
                 yield from self._of_class(kind)
             new = {id(item): item for item in items if type(item) in kinds}
             level = [item for key, item in new.items() if key not in seen]
@@ -198,7 +202,7 @@ class ObjectWalk:
         else:
             self.is_complete = False
         if is_plain:
-            self._barren[id(container)] = len(container)
+            self._barren[id(container)] = length
 
     def _is_met_alone(self, kind: type, example: Any) -> bool:
         return issubclass(kind, _FOLLOWED_ALONE) or self._is_sought(example)
@@ -208,16 +212,16 @@ class ObjectWalk:
     def _of_class(self, cls: type) -> Iterator[Placed]:
         """What the bodies of a class and its bases hold, and what their methods name."""
         for base in cls.__mro__:
-            if base in self._classes or base.__module__.partition(".")[0] in LIBRARIES:
+            if base in self._classes or _top_of(base) in LIBRARIES:
                 continue
             self._classes.add(base)
-            self.modules.add(base.__module__)
+            self.modules.add(module_of(base))
             for name, item in list(vars(base).items()):
                 path = f"{base.__qualname__}.{name}"
                 for part in (item, *_parts_of_descriptor(item)):
-                    if isinstance(part, types.FunctionType):
+                    if issubclass(type(part), types.FunctionType):
                         yield from self._of_function(path, part)
-                    elif not is_library(base.__module__) or self._is_sought(part):
+                    elif not is_library(module_of(base)) or self._is_sought(part):
                         yield path, part
 
     def _of_function(self, path: str, function: types.FunctionType) -> Iterator[Placed]:
@@ -239,11 +243,11 @@ class ObjectWalk:
         if is_own:
             self.names.update(used)
         for name in used:
-            item = function.__globals__.get(name, sys.modules.get(name))
-            if isinstance(item, types.ModuleType):
-                yield from self._of_module(item, used, is_own=is_own)
-            elif is_own or self._is_sought(item):
-                yield f"{module}.{name}", item
+            named: Any = function.__globals__.get(name, sys.modules.get(name))
+            if issubclass(type(named), types.ModuleType):
+                yield from self._of_module(named, used, is_own=is_own)
+            elif is_own or self._is_sought(named):
+                yield f"{module}.{name}", named
 
     def _of_held_modules(self) -> Iterator[Placed]:
         """What code can mean that has modules in attributes: ``self.ops.augment(x)``."""
@@ -259,8 +263,8 @@ class ObjectWalk:
         if not is_own or is_library(module.__name__):
             return
         for name in used:
-            item = vars(module).get(name)
-            if not isinstance(item, types.ModuleType):
+            item: Any = vars(module).get(name)
+            if not issubclass(type(item), types.ModuleType):
                 yield f"{module.__name__}.{name}", item
             elif item.__name__.startswith(f"{module.__name__}."):
                 yield from self._of_module(item, used, is_own=True)
@@ -285,21 +289,46 @@ def _may_hold_objects(kind: type) -> bool:
 
 
 def _holds_objects(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.hasobject
+    return issubclass(type(value), np.ndarray) and bool(value.dtype.hasobject)
 
 
 def _is_globals(value: Any) -> bool:
     return type(value) is dict and "__builtins__" in value
 
 
-def _items(path: str, container: Any) -> Iterator[Placed]:
-    if not isinstance(container, dict):
-        for number, item in enumerate(list(container)):
-            yield f"{path}[{number}]", item
-        return
-    for key, item in list(container.items()):
-        is_plain = isinstance(key, _PLAIN)  # another's __repr__ is user code
-        yield (f"{path}[{key!r:.60}]" if is_plain else f"{path}[<{type(key).__name__}>]"), item
+def module_of(cls: type) -> str:
+    """The name of the module of a class. ``__module__`` may be anything."""
+    return str(cls.__module__)
+
+
+def _top_of(cls: type) -> str:
+    return module_of(cls).partition(".")[0]
+
+
+def plain_length(container: Any) -> int:
+    """``len`` of a container, without a method of a subclass."""
+    return int(_base_of(container).__len__(container))
+
+
+def plain_items(container: Any) -> list[tuple[str, Any]]:
+    """Keys, as texts for paths, and items, without a method of a subclass.
+
+    Example:
+        >>> class Lazy(dict):
+        ...     def items(self):
+        ...         raise RuntimeError("called")
+        >>> plain_items(Lazy(a=1)), plain_items([2])
+        ([("'a'", 1)], [('0', 2)])
+    """
+    base = _base_of(container)
+    if base is dict:
+        pairs = list(dict.items(container))
+        return [(f"{key!r:.60}" if type(key) in _PLAIN else "...", item) for key, item in pairs]
+    return [(str(number), item) for number, item in enumerate(list(base.__iter__(container)))]
+
+
+def _base_of(container: Any) -> Any:
+    return next(base for base in CONTAINERS if issubclass(type(container), base))
 
 
 def _parts_of_descriptor(item: Any) -> list[Any]:

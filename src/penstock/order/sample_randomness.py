@@ -74,6 +74,10 @@ _MADE_IN_COLLATE = (
     "collate_fn made a generator in its first call and could not be called again: what it drew for "
     "that batch depends on who loads it. Make the generator before the loader is used"
 )
+_MADE_LATE = (
+    "{generator} was made after the first samples: what they drew from it depends on who loaded "
+    "them. Make it in __init__"
+)
 _UNREPEATABLE = (
     "a sample that was loaded twice with the same seeds was not the same: it draws from a "
     "generator that it makes without a seed, or asks the operating system. Use penstock.rng() "
@@ -133,11 +137,11 @@ class SampleRandomness:
         self._own = dataset_generators
         self._set_own = dataset_generators.set if dataset_generators else None
         self._is_first = dataset_generators is not None
-        self._num_watched = 0 if dataset_generators else NUM_OBSERVED
+        self._num_watched = NUM_OBSERVED
         self._keeps_first, self._checks_repeats = keeps_first, checks_repeats
         self.notes: list[str] = []
         self.warnings: list[str] = []
-        can_peek = self._can_peek = self._python.is_known and self._numpy.is_known
+        can_peek = self._python.is_known and self._numpy.is_known
         if can_peek:
             self._cells = (*self._python.cells(), *self._numpy.cells())
             self._seen = self._peek()
@@ -155,6 +159,7 @@ class SampleRandomness:
 
     def begin(self, epoch: int) -> None:
         """Turn to another epoch."""
+        self._find_late_generators()
         self._epoch = epoch
         self._seeds: list[tuple[int, int]] = []
         self._first_seed = 0
@@ -216,13 +221,9 @@ class SampleRandomness:
             if self._is_first:
                 return self._call_first(function, index, position)
             self.set_generators(position)
-            if not self.needs_seeding:
-                return self._observe(function, index)
-            return (
-                function(index)
-                if self._num_watched >= NUM_OBSERVED
-                else self._watch(function, index)
-            )
+            if self._num_watched < NUM_OBSERVED:
+                return self._watch(function, index, position)
+            return function(index) if self.needs_seeding else self._observe(function, index)
         finally:
             rng.position = OUTSIDE
 
@@ -269,7 +270,7 @@ class SampleRandomness:
         has_moved = self._keeps_first and own.save() != states
         has_made = bool(own.search())
         self._set_own = own.set if own else None
-        self._num_watched = 0 if own else NUM_OBSERVED
+        self._num_watched = 0 if own or own.makes_generators else NUM_OBSERVED
         self.needs_seeding = self.needs_seeding or bool(own)
         return has_moved or has_made
 
@@ -288,19 +289,35 @@ class SampleRandomness:
         if first != second:
             self.warnings.append(_UNREPEATABLE)
 
-    def _watch(self, function: Function, index: Any) -> Any:
-        """One of the first samples: does the dataset keep something while it draws?"""
+    def _watch(self, function: Function, index: Any, position: int) -> Any:
+        """One of the first samples: does it make a generator, or keep things while it draws?"""
         own = self._own
         assert own is not None
         self._num_watched += 1
-        before, states = own.contents(), own.save()
-        sample = function(index)
+        before, states = own.contents() if own else {}, own.save()
+        sample = function(index) if self.needs_seeding else self._observe(function, index)
         if own.save() != states:
             changed = [path for path, held in own.contents().items() if before.get(path) != held]
             if changed:
-                self._num_watched = NUM_OBSERVED
                 self.notes.append(_KEEPS_DRAWS.format(path=changed[0]))
+        if own.makes_generators and self._keeps_first and own.search():
+            self._set_own, self.needs_seeding = own.set, True
+            self.is_torch_only = self.is_unseeded = False
+            return self._call_again(function, index, position)
+        if self.notes:
+            self._num_watched = NUM_OBSERVED
         return sample
+
+    def _find_late_generators(self) -> None:
+        """Samples of the last epoch may have made generators after the first ones were watched."""
+        own = self._own
+        if own is None or self._is_first or not own.makes_generators:
+            return
+        late = own.search()
+        if late:
+            self._set_own, self.needs_seeding = own.set, True
+            self.is_torch_only = self.is_unseeded = False
+            self.warnings += [_MADE_LATE.format(generator=one) for one in late]
 
     def set_generators(self, position: int) -> None:
         """Set all generators to the state of the sample at ``position``."""

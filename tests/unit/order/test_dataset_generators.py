@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.order.dataset_generators import DatasetGenerators, find_generators
+from penstock.order.dataset_generators import DatasetGenerators
 from penstock.order.global_generators import preserved_generators
 from penstock.order.sample_randomness import SampleRandomness
 
@@ -56,7 +56,7 @@ def closed_over(rng: Any) -> Any:
 
 
 def paths(dataset: Any) -> list[str]:
-    return [one.path for one in find_generators(dataset)]
+    return [one.path for one in DatasetGenerators(dataset).found]
 
 
 GENERATORS: dict[str, tuple[Any, Any]] = {
@@ -132,7 +132,7 @@ def test_the_global_generators_are_not_the_dataset_s_own() -> None:
 
 
 def test_what_cannot_be_set_is_named_with_the_reason() -> None:
-    (found,) = find_generators(Holder(rng=random.SystemRandom()))
+    (found,) = DatasetGenerators(Holder(rng=random.SystemRandom())).found
     assert not found.can_be_set
     assert str(found) == "dataset.rng (random.SystemRandom): it asks the operating system"
 
@@ -145,7 +145,7 @@ def test_one_that_refuses_is_named_too() -> None:
 
     stubborn = Stubborn()
     stubborn.ready = True  # type: ignore[attr-defined]
-    (found,) = find_generators(Holder(rng=stubborn))
+    (found,) = DatasetGenerators(Holder(rng=stubborn)).found
     assert not found.can_be_set
     assert "no" in (found.why_not or "")
 
@@ -259,7 +259,7 @@ def test_opencv_is_set_where_the_dataset_s_code_names_it(monkeypatch: pytest.Mon
     cv2 = types.ModuleType("cv2")
     cv2.setRNGSeed = seeds.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cv2", cv2)
-    assert find_generators(Holder()) == []  # loaded, but not by this dataset's code
+    assert DatasetGenerators(Holder()).found == []  # loaded, but not by this dataset's code
     monkeypatch.setitem(globals(), "cv2", cv2)
     function = types.FunctionType(compile("cv2.randn", "data.py", "eval"), {"cv2": cv2})
     own = DatasetGenerators(Holder(transform=function))
