@@ -42,13 +42,15 @@ def fork_server_pid() -> int | None:
 
 
 def _fds_that_stay() -> set[int | None]:
-    """Descriptors that live as long as we do: to the fork server, to multiprocessing's tracker."""
+    """Descriptors that live as long as we do: to the fork server, to multiprocessing's tracker,
+    and the pipe that forked children inherit."""
     module = sys.modules.get("penstock.engine.parent.fork_server")
     fork_server = getattr(module, "_current", None)
     fds = {resource_tracker._resource_tracker._fd}  # type: ignore[attr-defined]
     if fork_server is not None:
         fds.add(fork_server._control.fileno())
-    return fds
+    watch = sys.modules.get("penstock.engine.memory.fork_watch")
+    return fds if watch is None else fds.union(watch.process_forks.fds)
 
 
 def _descendants() -> list[psutil.Process]:

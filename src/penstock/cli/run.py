@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import functools
 import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from penstock.conv.bypass import Bypass
     from penstock.integrations.patched_loader import PatchReport
 
-_ENGINE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "engine", "")
 NESTED = "PENSTOCK_RUN"
 """Set in the environment of a run: programs that it starts report only what they changed."""
 _OPTIONS = [option.name for option in options_of(PatchOptions).values() if option.flag]
@@ -94,7 +94,7 @@ class _PatchedRun:
         self._owner = os.getpid()
         self._report: PatchReport | None = None
         self._is_nested = False
-        self._num_forks = 0
+        self._forks: list[None] = []
         self._seeded = ""
         self._notes: list[str] = []
         self._bypass: Bypass | None = None
@@ -129,21 +129,17 @@ class _PatchedRun:
             self._seeded = f"; seed {seed}"
             self._notes = hash_notes(seed)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_parent=self._count_fork)
+            # No Python runs in this hook: a Ctrl-C would be lost in it.
+            os.register_at_fork(after_in_parent=functools.partial(self._forks.append, None))
         self._is_nested = NESTED in os.environ
         os.environ.setdefault(NESTED, str(self._owner))
         atexit.register(self.print)
 
-    def _count_fork(self) -> None:
-        """Called in this process after each fork of it, with the forking code on the stack."""
-        frame: Any = sys._getframe()
-        while frame is not None and not frame.f_code.co_filename.startswith(_ENGINE):
-            frame = frame.f_back
-        self._num_forks += frame is None
-
     def _own_processes(self) -> list[str]:
         """What the script does about processes by itself."""
         import multiprocessing
+
+        from penstock.engine.parent.launcher import Launcher
 
         lines = []
         method = multiprocessing.get_start_method(allow_none=True)
@@ -152,9 +148,10 @@ class _PatchedRun:
                 f"the script has multiprocessing start processes by {method!r}: its own are, "
                 "workers come as they would without it"
             )
-        if self._num_forks:
+        num_forks = len(self._forks) - Launcher.num_forks
+        if num_forks > 0:
             lines.append(
-                f"{self._num_forks} process(es) were forked from the script by itself: their "
+                f"{num_forks} process(es) were forked from the script by itself: their "
                 "loaders run on the engine too, and are not counted here"
             )
         return lines

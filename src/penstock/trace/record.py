@@ -23,6 +23,7 @@ import functools
 import itertools
 import os
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -276,14 +277,11 @@ def _register_thread() -> tuple[TraceBuffer | None, int]:
     return _thread_buffer.writer
 
 
-def _leave_parent_buffer() -> None:
-    """Called from: a child process that the user has forked."""
-    global _process_buffer, _thread_buffer
-    _process_buffer, _thread_buffer = None, _ThreadBuffer()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_parent_buffer)
+    # A child that the user forks leaves its parent's buffer. No Python runs in these hooks: a
+    # Ctrl-C would be lost in it.
+    for owner, name in ((sys.modules[__name__], "_process_buffer"), (_thread_buffer, "writer")):
+        os.register_at_fork(after_in_child=functools.partial(setattr, owner, name, None))
 
 
 def _as_name(value: Any) -> str:

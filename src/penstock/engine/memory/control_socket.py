@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,8 @@ from penstock.engine.memory.shared_file import FileHandle
 _BODY_BYTES = struct.Struct("!I")
 _MAX_FDS = 250
 _MAX_WAIT_MS = 60_000
+_LOOK_MS = 1_000
+"""How often to look for the parent where the kernel does not say that it has ended."""
 
 
 class ControlSocket:
@@ -86,6 +89,12 @@ class ControlSocket:
     def close(self) -> None:
         self._socket.close()
 
+    def hang_up(self) -> None:
+        """Close the connection, also where a forked child holds a copy of this end."""
+        with suppress(OSError):  # the other side has done so
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
 
 def place_fds(assignment: WorkerAssignment, fds: list[int]) -> WorkerAssignment:
     """Put the received descriptor numbers into an assignment."""
@@ -105,13 +114,16 @@ def watch_process(pid: int) -> int:
 
 
 def wait_readable(control: int, wake: int, parent: int) -> bool:
-    """Wait for a request (True) or a child's end (False). The parent's end counts as a request:
-    reading then finds that it hung up."""
+    """Wait for a request (True), a child's end or nothing for a while (False).
+
+    Raises:
+        SystemExit: The parent has ended.
+    """
     poller = select.poll()
     for fd in (control, wake, parent):
         if fd >= 0:
             poller.register(fd, select.POLLIN)
-    ready = {fd for fd, _ in poller.poll(_MAX_WAIT_MS)}
+    ready = {fd for fd, _ in poller.poll(_MAX_WAIT_MS if parent >= 0 else _LOOK_MS)}
     if wake in ready:
         try:
             while os.read(wake, 512):

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
+from penstock.engine.memory.fork_watch import ForkWatch, process_forks
 from penstock.engine.memory.ring import Ring, Slot, SlotRef
 from penstock.engine.memory.shared_file import SharedFile, round_up
 from penstock.errors import DeviceFailed
@@ -61,8 +62,9 @@ class PinnedRing(Ring):
         pinner: Pinner,
         max_held_bytes: int,
         note: Callable[[str], None] = lambda text: None,
+        forks: ForkWatch = process_forks,
     ) -> None:
-        super().__init__(file, max_held_bytes=max_held_bytes, note=note)
+        super().__init__(file, max_held_bytes=max_held_bytes, note=note, forks=forks)
         self._pinner = pinner
         self._returned: _ReturnQueue = _ReturnQueue()
         self._pinned: set[Slot] = set()
@@ -123,10 +125,11 @@ class PinnedRing(Ring):
             time.sleep(50e-6)
             self._collect()
 
+    def _recycle(self, slot: Slot) -> None:
+        (self._resting if slot.pinned_bytes else self._free).append(slot)
+
     def _collect(self) -> None:
-        while self._has_returned():
-            slot = self._take_back()
-            (self._resting if slot.pinned_bytes else self._free).append(slot)
+        super()._collect()
         if not (self._resting or self._cooling) or not self._pinner.may_ask():
             return
         if self._resting and (not self._free or 2 * len(self._resting) >= self.num_slots):
@@ -160,7 +163,7 @@ class PinnedRing(Ring):
         self._is_closed = True
         self._returned.on_return = self._unpin_later  # from now on the last view unpins
         while self._returned:
-            self._take_back()
+            self._end_loan(self._returned.popleft().slot)
         self._resting, self._cooling = [], deque()
         held = {slot: slot.ref for slot in self._held}
         super().close()

@@ -9,6 +9,8 @@ Rules that keep this safe (each one was broken once in a prototype):
   chains and a weak reference on a slice fires early;
 - the callback may run inside garbage collection while a lock is held: it is a deque's own append;
 - a forked child must not use its parent's slots again: what comes back there is dropped;
+- a child that was forked while a slot was viewed may still read it: the slot is parked until that
+  child has ended or called exec (:mod:`penstock.engine.memory.fork_watch`);
 - nothing is ever unmapped by hand.
 
 A raw ``data_ptr()`` kept after its tensor is gone cannot be seen: copy it.
@@ -18,13 +20,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from penstock.engine.memory.fork_watch import Eras, ForkWatch, process_forks
 from penstock.engine.memory.shared_file import SharedFile, round_up
 
 PROVISIONAL_BYTES = 1 << 30
@@ -53,7 +57,7 @@ class SlotRef(weakref.ref["np.ndarray"]):
 class Slot:
     """The memory of one batch: a place in a segment, mapped here."""
 
-    __slots__ = ("capacity", "mapping", "pinned_bytes", "ref", "segment", "start")
+    __slots__ = ("capacity", "era", "mapping", "pinned_bytes", "ref", "segment", "start")
 
     def __init__(self, segment: Segment, start: int, capacity: int, mapping: mmap.mmap) -> None:
         self.segment = segment
@@ -61,12 +65,22 @@ class Slot:
         self.capacity = capacity
         self.mapping = mapping
         self.ref: SlotRef | None = None
+        self.era = 0
+        """When it was lent, counted in forks."""
         self.pinned_bytes = 0
         """See :mod:`penstock.engine.memory.pinned_ring`."""
 
     def view(self, num_bytes: int) -> np.ndarray:
         """A fresh root array over the first ``num_bytes``."""
         return np.frombuffer(self.mapping, dtype=np.uint8, count=num_bytes, offset=self.start)
+
+
+class ParkedSlot(NamedTuple):
+    """A slot that nobody views here, but children that were forked in ``eras`` may."""
+
+    slot: Slot
+    eras: Eras
+    num_bytes: int
 
 
 class Ring:
@@ -76,6 +90,7 @@ class Ring:
         file: The shared file that the slots are cut from.
         max_held_bytes: How much memory the user may hold in views before deliveries become copies.
         note: Takes a note when memory is not to be had as usual.
+        forks: The forks of this process. Private memory is copied by a fork, and needs no watch.
     """
 
     def __init__(
@@ -84,6 +99,7 @@ class Ring:
         *,
         max_held_bytes: int,
         note: Callable[[str], None] = lambda text: None,
+        forks: ForkWatch = process_forks,
     ) -> None:
         self._file = file
         self._note = note
@@ -94,6 +110,11 @@ class Ring:
         self._owner = os.getpid()
         self._held: dict[Slot, int] = {}
         self._held_bytes = 0
+        self._forks = None if file.is_private else forks
+        self._parked: list[ParkedSlot] = []
+        self._parked_bytes = 0
+        if self._forks is not None:
+            self._forks.add_owner(self)
         self._refusal: OSError | None = None
         self.num_slots = 0
         self.has_lent_pinned = False
@@ -130,7 +151,7 @@ class Ring:
 
     def take_if_any(self) -> Slot | None:
         """As :meth:`take`, but None where there is none."""
-        if self._returned:
+        if self._returned or self._parked:
             self._collect()
         if self._free and self._free[-1].capacity >= self.needed_bytes:
             return self._free.pop()
@@ -152,6 +173,8 @@ class Ring:
         assert error is not None
         need = round_up(self.needed_bytes or PROVISIONAL_BYTES_ON_DISK) / (1 << 20)
         held = f", beside {len(self._held)} that you keep" if self._held else ""
+        if self._parked:
+            held += f" and {len(self._parked)} that processes which you forked may read"
         return OSError(
             error.errno,
             f"no memory for another batch ({need:.3g} MiB{held}): {error.strerror}, a smaller "
@@ -199,11 +222,14 @@ class Ring:
     def is_crowded(self) -> bool:
         """Does the user hold too many views, so that the next batch should be a copy?"""
         self._collect()
-        return self._refusal is not None or self._held_bytes >= self._max_held_bytes
+        in_use = self._held_bytes + self._parked_bytes
+        return self._refusal is not None or in_use >= self._max_held_bytes
 
     def lend(self, slot: Slot, num_bytes: int) -> np.ndarray:
         """The root array of a delivery; the slot comes back when its last view is gone."""
         root = slot.view(num_bytes)
+        if self._forks is not None:
+            slot.era = self._forks.era()
         slot.ref = ref = SlotRef(root, self._returned.append)
         ref.slot = slot
         self._held[slot] = num_bytes
@@ -212,7 +238,47 @@ class Ring:
 
     def _collect(self) -> None:
         while self._has_returned():
-            self._free.append(self._take_back())
+            slot = self._returned.popleft().slot
+            is_parked = self._park_if_forked(slot)
+            self._end_loan(slot)
+            if not is_parked:
+                self._recycle(slot)
+        if self._parked and os.getpid() == self._owner:
+            self._recycle_parked()
+
+    def _recycle(self, slot: Slot) -> None:
+        """Nothing on this machine's CPUs reads the slot any more."""
+        self._free.append(slot)
+
+    def _park_if_forked(self, slot: Slot) -> bool:
+        """Set a slot aside if there was a fork since it was lent."""
+        era = slot.era if self._forks is None else self._forks.era()
+        if era == slot.era:
+            return False
+        num_bytes = self._held.get(slot, 0)
+        self._parked.append(ParkedSlot(slot, Eras(slot.era, era), num_bytes))
+        self._parked_bytes += num_bytes
+        return True
+
+    def _recycle_parked(self) -> None:
+        """Use slots again whose readers have ended."""
+        assert self._forks is not None
+        living = self._forks.living()
+        kept: list[ParkedSlot] = []
+        over: list[ParkedSlot] = []
+        for one in self._parked:
+            (kept if any(map(one.eras.overlaps, living)) else over).append(one)
+        if over:
+            self._parked, self._parked_bytes = kept, sum(one.num_bytes for one in kept)
+        for one in over:
+            self._recycle(one.slot)
+
+    def eras_in_use(self) -> Iterator[Eras]:
+        """See :class:`penstock.engine.memory.fork_watch.SlotOwner`. Called from any thread."""
+        for slot in list(self._held):
+            yield Eras(slot.era, sys.maxsize)
+        for one in list(self._parked):
+            yield one.eras
 
     def _has_returned(self) -> bool:
         """Is there a slot to take back? Not in a forked child: its parent may still view it."""
@@ -220,17 +286,16 @@ class Ring:
             self._returned.clear()
         return bool(self._returned)
 
-    def _take_back(self) -> Slot:
-        slot = self._returned.popleft().slot
+    def _end_loan(self, slot: Slot) -> None:
         slot.ref = None
         self._held_bytes -= self._held.pop(slot, 0)
-        return slot
 
     def close(self) -> None:
         """Forget the slots. Views that the user still holds stay valid."""
         for slot in self._held:
             slot.ref = None  # it does not come back any more
         self._held.clear()
+        self._parked.clear()
         self._free.clear()
         self._returned.clear()
         self._file.close()

@@ -56,6 +56,9 @@ class SharedFile:
     Pairs with: :meth:`close`. Mappings stay valid after it, until their last view is gone.
     """
 
+    is_private = False
+    """Does a fork copy the memory, so that the child never sees what is written later?"""
+
     def __init__(self, fd: int, *, path: str = "", is_sparse: bool) -> None:
         self.fd = fd
         self.path = path
@@ -230,6 +233,8 @@ def _open_by_name(path: str) -> int:
 class PrivateFile(SharedFile):
     """The same interface over memory of this process alone: no descriptor, no file."""
 
+    is_private = True
+
     def __init__(self) -> None:
         super().__init__(-1, is_sparse=True)
 
@@ -240,10 +245,11 @@ class PrivateFile(SharedFile):
 
     def map(self, offset: int, num_bytes: int, *, private: bool = False) -> mmap.mmap:
         size = round_up(max(num_bytes, 1), mmap.PAGESIZE)
-        if not hasattr(mmap, "MADV_HUGEPAGE"):
+        if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, where nothing forks
             return mmap.mmap(-1, size)
-        # Pages of 2 MiB, which memory that processes share gets nowhere by default.
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without them
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Pages of 2 MiB, which memory that processes share gets nowhere by default.
+            with suppress(OSError):  # a kernel without them
+                mapping.madvise(mmap.MADV_HUGEPAGE)
         return mapping

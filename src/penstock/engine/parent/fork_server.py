@@ -20,14 +20,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psutil
 
 from penstock.engine.memory.control_socket import ControlSocket
 from penstock.engine.memory.messages import WorkerAssignment
+from penstock.engine.parent.ctrl_c import deferred_ctrl_c
 from penstock.engine.pickling.environment import THREAD_LIMITS, import_path
 from penstock.errors import StartFailed
 
@@ -209,10 +210,11 @@ class ForkServer:
     def close(self) -> None:
         """End the fork server and every worker of it."""
         if self._owner != os.getpid():
-            return  # a forked child of the user's: not its to end
+            self._control.close()  # a forked child of the user's: not its to end
+            return
         with self._lock:
             self.is_lost = True
-            self._control.close()
+            self._control.hang_up()
         try:
             self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
@@ -305,7 +307,7 @@ def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     else:
         options: dict[str, Any] = {"pass_fds": fds}
     try:
-        with _sigint_blocked():
+        with deferred_ctrl_c():
             return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, **options)
     except OSError as error:
         raise StartFailed(
@@ -313,19 +315,6 @@ def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
             likely="there is no such program, or too many files, processes or pages are in use.",
             remedy='DataLoader(..., pool="thread")',
         ) from error
-
-
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """A child started in here ignores Ctrl-C until it says otherwise: no tracebacks of imports."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _current: ForkServer | None = None
@@ -382,13 +371,7 @@ def close_fork_server() -> None:
         fork_server.close()
 
 
-def _forget_after_fork() -> None:
-    """A forked child of the parent must not speak on the parent's control socket."""
-    global _current, _guard
-    _guard = threading.Lock()
-    _current = None
-
-
 atexit.register(close_fork_server)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
+    # Another thread may hold it. No Python runs here: a Ctrl-C would be lost in it.
+    os.register_at_fork(after_in_child=_guard._at_fork_reinit)  # type: ignore[attr-defined]

@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import connection
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from penstock.engine.memory.messages import WorkerAssignment, WorkerTask
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent import fork_server as fork_servers
+from penstock.engine.parent.ctrl_c import deferred_ctrl_c
 from penstock.engine.pickling.environment import describe_environment
 from penstock.engine.pickling.pickler import PickledObjects, PickleFile
 from penstock.engine.pickling.process_bound import find_inherited
@@ -30,6 +31,8 @@ from penstock.machine.host import usable_cores
 
 MAX_UNREAD_BYTES = 64 << 10
 """What a pipe surely takes while nobody reads it."""
+
+KILL_LIMIT_S = 5.0
 
 
 class Process(Protocol):
@@ -99,6 +102,9 @@ class Launcher:
         objects: dataset, collate_fn, worker_init_fn by name; pickled once, except under fork.
         pickled: ``objects``, where that was done before.
     """
+
+    num_forks: ClassVar[int] = 0
+    """Forks of this process by any launcher."""
 
     def __init__(
         self,
@@ -230,7 +236,15 @@ class Launcher:
             name=name,
             daemon=True,
         )
-        process.start()
+        Launcher.num_forks += 1
+        try:
+            with deferred_ctrl_c():
+                process.start()
+        except BaseException:  # a Ctrl-C, say: nobody will know of the process
+            if process.pid is not None:
+                process.kill()
+                process.join(KILL_LIMIT_S)
+            raise
         return process
 
 

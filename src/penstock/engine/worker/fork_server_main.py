@@ -50,12 +50,15 @@ def fork_server_main(control_fd: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     gc.collect()
     gc.freeze()  # pages of what is loaded so far stay shared with every worker
-    parent = control_socket.watch_process(os.getppid())
+    parent_pid = os.getppid()
+    parent = control_socket.watch_process(parent_pid)
     children: set[int] = set()
     try:
         control.send(("ready", os.getpid()))
         while True:
             is_request = control_socket.wait_readable(control.fileno(), wake_read, parent)
+            if os.getppid() != parent_pid:
+                break  # the control socket stays open while a forked child of the parent lives
             _reap(children, control)
             if is_request and not _serve_request(control, children, (wake_read, wake_write)):
                 break
