@@ -36,5 +36,5 @@ def deferred_ctrl_c() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if callable(handler) and is_main:
             signal.signal(signal.SIGINT, handler)
-    if noted and callable(handler):
-        handler(*noted[-1])
+            if noted:
+                handler(*noted[-1])
