@@ -44,6 +44,36 @@ def warn_user(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
+class NoStopIteration:
+    """While this lasts, a StopIteration of user code is a RuntimeError that names the function.
+
+    It would read as the end of the epoch. Python does the same inside generators.
+
+    Args:
+        function: The user's function, as in ``"collate_fn"``.
+
+    Example:
+        >>> with NoStopIteration("collate_fn"):
+        ...     next(iter([]))
+        Traceback (most recent call last):
+        RuntimeError: collate_fn raised StopIteration
+    """
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, StopIteration):
+            raise self.error_for(self._function) from error
+
+    @staticmethod
+    def error_for(function: str) -> RuntimeError:
+        return RuntimeError(f"{function} raised StopIteration")
+
+
 class PenstockError(Exception):
     """Base of every error that Penstock raises on its own account.
 

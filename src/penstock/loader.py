@@ -24,7 +24,7 @@ from penstock.engine.parent.context import EngineSettings, LoaderParts
 from penstock.engine.parent.dataset_changes import DatasetChanges
 from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.iterator import LoaderIterator
-from penstock.errors import BadArgument, warn_user
+from penstock.errors import BadArgument, NoStopIteration, warn_user
 from penstock.machine.collect import quick_facts
 from penstock.machine.host import memory_bytes, usable_cores
 from penstock.options import (
@@ -40,6 +40,7 @@ from penstock.options import (
 )
 from penstock.order.bucketing import BucketedBatches
 from penstock.order.epoch_state import (
+    SAMPLING,
     EpochIndices,
     EpochPosition,
     EpochState,
@@ -142,38 +143,40 @@ class DataLoader(TorchDataLoader[_T_co]):
         order = None
         is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         if sampler is None and batch_sampler is None and not is_iterable:
-            order = make_order(
-                dataset,
-                seed=self.seed,
-                shuffle=bool(shuffle),
-                batch_size=batch_size,
-                drop_last=drop_last,
-                ranks=(self.shard, self.rank, self.world_size),
-                padding=self.padding,
-            )
+            with NoStopIteration("dataset.__len__"):
+                order = make_order(
+                    dataset,
+                    seed=self.seed,
+                    shuffle=bool(shuffle),
+                    batch_size=batch_size,
+                    drop_last=drop_last,
+                    ranks=(self.shard, self.rank, self.world_size),
+                    padding=self.padding,
+                )
         elif self.shard or self.rank is not None or self.world_size is not None:
             raise BadArgument(
                 "ranks are shared out only where no sampler was given and samples have an index",
                 remedy="DataLoader(..., shard=True) without sampler and batch_sampler",
             )
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle if order is None else None,
-            sampler if order is None else order,
-            batch_sampler,
-            num_workers,  # type: ignore[arg-type]
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            **keywords,
-        )
+        with NoStopIteration("dataset.__len__"):
+            super().__init__(
+                dataset,
+                batch_size,
+                shuffle if order is None else None,
+                sampler if order is None else order,
+                batch_sampler,
+                num_workers,  # type: ignore[arg-type]
+                collate_fn,
+                pin_memory,
+                drop_last,
+                timeout,
+                worker_init_fn,
+                multiprocessing_context,
+                generator,
+                persistent_workers=persistent_workers,
+                pin_memory_device=pin_memory_device,
+                **keywords,
+            )
         self.in_order, self.shuffle = in_order, shuffle
         if self._is_auto:  # what needs no measuring is known now
             self.num_workers = self._auto_workers = self.plan.num_workers.value
@@ -255,7 +258,15 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     # -- iterators -------------------------------------------------------------------------------
 
+    def __len__(self) -> int:
+        with NoStopIteration("dataset.__len__"):
+            return super().__len__()
+
     def _get_iterator(self) -> Any:
+        with NoStopIteration(SAMPLING):
+            return self._begin_iterator()
+
+    def _begin_iterator(self) -> Any:
         is_auto = self._request().num_workers == "auto"
         if is_auto and self.persistent_workers and self._iterator is not None:
             # No worker was worth it: the base seed is drawn once all the same, so that the bits

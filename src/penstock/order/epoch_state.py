@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.errors import NoStopIteration
 from penstock.order.keys import WORKER_STREAM, make_key
 from penstock.order.samplers import Order
 from penstock.user_objects import probe
@@ -248,6 +249,10 @@ class _Noted:
             setattr(self._epoch_state, name, value)
 
 
+SAMPLING = "the sampler or dataset.__len__"
+"""Whose StopIteration it may be while indices are drawn."""
+
+
 class EpochIndices:
     """The batches of indices of an epoch, from where the epoch starts.
 
@@ -312,9 +317,15 @@ class EpochIndices:
     def _without(self, batches: Iterator[Any], num_over: int) -> Iterator[Any]:
         """What is left after ``num_over``, whose samples are counted: a batch may be short."""
         self._num_dropped = 0
-        for batch in itertools.islice(batches, num_over):
-            self._num_dropped += len(list(batch)) if self._is_batched else 1
-        yield from batches
+        try:
+            for batch in itertools.islice(batches, num_over):
+                self._num_dropped += len(list(batch)) if self._is_batched else 1
+            yield from batches
+        except RuntimeError as error:
+            if not isinstance(error.__cause__, StopIteration):
+                raise
+            # Python's own message names neither: "generator raised StopIteration".
+            raise NoStopIteration.error_for(SAMPLING) from error.__cause__
 
     def _drawn(self) -> Iterator[Any]:
         """The user's own sampler; what torch's RandomSampler draws for itself is noted."""

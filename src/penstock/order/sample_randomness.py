@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.errors import NoStopIteration
 from penstock.order.dataset_generators import DatasetGenerators, describe_search_limit
 from penstock.order.global_generators import (
     counting_state_reads,
@@ -425,14 +426,15 @@ class SampleRandomness:
 
         Called from: between :meth:`begin_unseeded` and :meth:`end_unseeded`.
         """
-        if not self._tracks_positions:
-            for _, index in placed:
+        with NoStopIteration("dataset[i]"):
+            if not self._tracks_positions:
+                for _, index in placed:
+                    yield function(index)
+                return
+            rng = self._rng
+            for position, index in placed:
+                rng.position = position  # the dataset asks for rng()
                 yield function(index)
-            return
-        rng = self._rng
-        for position, index in placed:
-            rng.position = position  # the dataset asks for rng()
-            yield function(index)
 
     def end_unseeded(self) -> None:
         """Check that the samples since :meth:`begin_unseeded` drew nothing.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -205,9 +207,9 @@ def test_a_class_that_cannot_be_sent_becomes_a_runtime_error_with_the_same_text(
     assert "bad pixel" in str(error)
 
 
-def test_a_class_with_its_own_new_arrives_one_way_or_another() -> None:
+def test_a_class_with_its_own_new_keeps_its_type() -> None:
     error = across(lambda: throw(OwnNew(code=5)))
-    assert isinstance(error, (OwnNew, RuntimeError))
+    assert isinstance(error, OwnNew)
     assert "Caught OwnNew" in str(error)
 
 
@@ -227,3 +229,86 @@ def test_a_traceback_of_another_error_would_not_pass() -> None:
     text = str(across(lambda: throw(ValueError("other"))))
     assert "bad pixel" not in text
     assert "sample 8" not in text
+
+
+# -- groups, and classes that forbid subclasses ----------------------------------------------------
+
+
+groups = pytest.mark.skipif(sys.version_info < (3, 11), reason="groups exist from Python 3.11 on")
+
+
+def make_group(*members: BaseException) -> Any:
+    return builtins.ExceptionGroup("several", list(members))  # type: ignore[attr-defined]
+
+
+@groups
+@pytest.mark.parametrize(
+    "name", [name for name in ERRORS if name not in ("a broken __str__", "a broken __repr__")]
+)
+def test_a_group_keeps_its_type_and_the_types_of_its_members(name: str) -> None:
+    member = ERRORS[name]
+    error: Any = across(lambda: throw(make_group(ValueError("plain"), member)))
+    assert isinstance(error, builtins.ExceptionGroup)  # type: ignore[attr-defined]
+    assert [type(one) for one in error.exceptions] == [ValueError, type(member)]
+    assert "Caught ExceptionGroup" in str(error)
+
+
+@groups
+def test_a_member_keeps_its_arguments_and_attributes_also_two_groups_deep() -> None:
+    inner = make_group(NoArgumentsKept("a.jpg", line=3), OwnNew(code=5))
+    error: Any = across(lambda: throw(make_group(inner)))
+    first, second = error.exceptions[0].exceptions
+    assert (type(first), first.path, first.line) == (NoArgumentsKept, "a.jpg", 3)
+    assert (type(second), second.args) == (OwnNew, (5,))
+
+
+@groups
+def test_pickle_alone_would_lose_such_a_group() -> None:
+    """The control: what these tests send cannot be sent as it is."""
+    packed = pickle.dumps(make_group(NoArgumentsKept("a.jpg", line=3)))
+    with pytest.raises(TypeError):
+        pickle.loads(packed)
+
+
+@groups
+def test_a_member_that_cannot_be_sent_costs_the_others_nothing() -> None:
+    lock = threading.Lock()
+
+    class Unsendable(Exception):
+        held = lock
+
+    group = make_group(Unsendable("bad pixel"), KeyError("k"))
+    error: Any = across(lambda: throw(group))
+    assert [type(one) for one in error.exceptions] == [RuntimeError, KeyError]
+    assert str(error.exceptions[0]) == "Unsendable: bad pixel"
+
+
+class Final(ValueError):
+    """Forbids subclasses."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("no subclasses")
+
+
+class NeedsKeyword(ValueError):
+    """Its subclasses must say something."""
+
+    def __init_subclass__(cls, *, code: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [Final, NeedsKeyword])
+def test_a_class_that_forbids_subclasses_keeps_its_type(kind: Any) -> None:
+    error = across(lambda: throw(kind("bad pixel")))
+    assert type(error) is kind
+    assert error.args == ("bad pixel",)
+    assert "in throw" in str(error.__cause__)
+    if sys.version_info >= (3, 11):
+        assert f"Caught {kind.__name__} in DataLoader worker process 3" in error.__notes__[0]
+
+
+def test_such_a_class_has_no_subclasses() -> None:
+    """The control: the usual way is closed."""
+    for kind in (Final, NeedsKeyword):
+        with pytest.raises(TypeError):
+            type("Other", (kind,), {})

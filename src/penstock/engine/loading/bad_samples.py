@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from penstock.engine.loading.bad_sample_file import plain_index
 from penstock.engine.loading.sample_path import find_path
 from penstock.engine.pickling.exceptions import safe_text
-from penstock.errors import NoSubstitute, PenstockError
+from penstock.errors import NoStopIteration, NoSubstitute, PenstockError
 from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix64
 
 MAX_SUBSTITUTES = 16
@@ -149,7 +149,12 @@ class BadSamplePolicy:
         """What the user's function says: one sample, or none."""
         assert callable(self._on_error)
         on_error = self._on_error
-        sample = call(lambda one: on_error(one, error), index, position)
+
+        def ask(one: Any) -> Any:
+            with NoStopIteration("on_error"):
+                return on_error(one, error)
+
+        sample = call(ask, index, position)
         self._note(index, position, error, "skip" if sample is None else "replace")
         return [] if sample is None else [sample]
 

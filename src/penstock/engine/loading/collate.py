@@ -36,6 +36,7 @@ from penstock.engine.memory.batch_layout import (
     restore,
     split_columns,
 )
+from penstock.errors import NoStopIteration
 
 STREAM_BYTES = 4096
 """Samples from this size on are copied row by row as they come. A guess, not
@@ -285,7 +286,8 @@ def _stack(leaf: LeafSpec, column: Sequence[Any], out: torch.Tensor) -> None:
 def default_collate(samples: list[Any], indices: list[Any], path: str = "") -> Any:
     """torch's own collate; when it fails because samples differ, the samples are named."""
     try:
-        return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
+        with NoStopIteration("default_collate"):
+            return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
     except (RuntimeError, TypeError, KeyError, ValueError, IndexError) as error:
         if all(map(dataclasses.is_dataclass, samples)):
             return _collate_dataclasses(samples, indices, path)

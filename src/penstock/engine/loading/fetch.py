@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
+from penstock.errors import NoStopIteration
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.user_objects import probe
 
@@ -24,12 +25,23 @@ class EmptyBatch(Exception):
 
 
 def call_user(
-    function: Callable[[Any], Any], index: Any, position: int, randomness: SampleRandomness | None
+    function: Callable[[Any], Any],
+    index: Any,
+    position: int,
+    randomness: SampleRandomness | None,
+    name: str = "dataset[i]",
 ) -> Any:
-    """One call of user code, with the randomness of the sample (or batch) at ``position``."""
-    if randomness is None:
-        return function(index)
-    return randomness.call(function, index, position)
+    """One call of user code, with the randomness of the sample (or batch) at ``position``.
+
+    Args:
+        name: The function, as the user knows it.
+    """
+    try:
+        if randomness is None:
+            return function(index)
+        return randomness.call(function, index, position)
+    except StopIteration as error:
+        raise NoStopIteration.error_for(name) from error
 
 
 def getter(dataset: Any) -> Callable[[Any], Any]:
@@ -67,11 +79,13 @@ def fetch_map(
     if takes_batches(dataset):
         if randomness is not None:
             randomness.snapshot()
-        return list(call_user(dataset.__getitems__, indices, position, randomness))
+        get_many, name = dataset.__getitems__, "dataset.__getitems__"
+        return list(call_user(get_many, indices, position, randomness, name))
     get = getter(dataset)
-    if randomness is None:
-        return [get(index) for index in indices]
-    return randomness.call_many(get, indices, position)
+    with NoStopIteration("dataset[i]"):
+        if randomness is None:
+            return [get(index) for index in indices]
+        return randomness.call_many(get, indices, position)
 
 
 TakeNext = Callable[[Iterator[Any], int], list[Any]]
@@ -93,7 +107,8 @@ class Stream:
         drop_last: bool,
         take_next: TakeNext | None = None,
     ) -> None:
-        self._samples = iter(dataset)
+        with NoStopIteration("dataset.__iter__"):
+            self._samples = iter(dataset)
         self._take_next = take_next
         self._auto_collation = auto_collation
         self._drop_last = drop_last

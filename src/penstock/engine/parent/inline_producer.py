@@ -26,7 +26,7 @@ from penstock.engine.memory.batch_layout import LayoutError
 from penstock.engine.memory.ring import Ring
 from penstock.engine.memory.shared_file import PrivateFile
 from penstock.engine.parent.context import EpochPass, LoadContext
-from penstock.errors import NoSubstitute
+from penstock.errors import NoStopIteration, NoSubstitute
 from penstock.order.global_generators import preserved_generators
 from penstock.order.sample_randomness import SampleRandomness, make_randomness
 from penstock.trace.record import now_ns
@@ -145,7 +145,7 @@ class InlineProducer:
                 self._record_bad()
                 continue
             except StopIteration as error:  # of the user's code: not the end of the epoch
-                raise RuntimeError("dataset[i] raised StopIteration") from error
+                raise NoStopIteration.error_for("dataset[i]") from error
             except NoSubstitute:
                 self._record_bad()
                 raise
@@ -210,7 +210,7 @@ class InlineProducer:
             indices = [] if self._stream is not None else list(index)
             indices = indices if len(indices) == len(samples) else []  # some were left out
             return collate.default_collate(samples, indices)
-        return self._collate_fn(samples)
+        return call_user(self._collate_fn, samples, 0, None, "collate_fn")
 
     def _load_carefully(
         self, index: Any, bad_policy: BadSamplePolicy, poison_rows: PoisonRows
@@ -245,10 +245,9 @@ class InlineProducer:
         if self._collate_randomness is not None and self._randomness is not None:
             self._collate_randomness.snapshot(is_used=self._randomness.needs_seeding)
             with self._collate_randomness.preserved_own():
-                return call_user(
-                    self._collate_fn, samples, self._position, self._collate_randomness
-                )
-        return self._collate_fn(samples)
+                position, randomness = self._position, self._collate_randomness
+                return call_user(self._collate_fn, samples, position, randomness, "collate_fn")
+        return call_user(self._collate_fn, samples, 0, None, "collate_fn")
 
     def _fetch(self, index: Any) -> Any:
         if not self._auto_collation:

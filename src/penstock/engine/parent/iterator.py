@@ -22,8 +22,8 @@ from penstock.engine.parent.context import (
     LoadContext,
     LoaderParts,
 )
-from penstock.errors import DeviceFailed
-from penstock.order.epoch_state import Effect, EpochIndices, Progress
+from penstock.errors import DeviceFailed, NoStopIteration
+from penstock.order.epoch_state import SAMPLING, Effect, EpochIndices, Progress
 from penstock.trace.record import now_ns
 
 
@@ -108,7 +108,8 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         ours = self._loader()
         if ours is not None:
             ours._begin_epoch()
-        super()._reset(loader, first_iter)
+        with NoStopIteration(SAMPLING):
+            super()._reset(loader, first_iter)
         self._progress.begin()
         self._context.dataset, self._context.shared_seed = self._dataset, self._shared_seed
         self._start_epoch()

@@ -15,6 +15,7 @@ from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent.launcher import Process
 from penstock.engine.parent.pools import GRACE_S, living_pools
 from penstock.engine.parent.stacks import stack_of_thread
+from penstock.errors import NoStopIteration
 
 
 class WorkerThread(threading.Thread):
@@ -115,7 +116,8 @@ class ThreadPool:
 def _call_init(init_fn: Any, num_workers: int) -> BaseException | None:
     try:
         for number in range(num_workers) if init_fn is not None else ():
-            init_fn(number)
+            with NoStopIteration("worker_init_fn"):
+                init_fn(number)
     except Exception as error:
         return error
     return None

@@ -11,9 +11,12 @@ attributes, knows ``sample_index`` and ``worker_id``, and reads as PyTorch's mes
 
 from __future__ import annotations
 
+import functools
 import inspect
+import io
 import pickle
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +37,8 @@ class ErrorReport:
     worker: int
     index: bytes | None = None
     ours: bytes | None = None
-    whole: bytes | None = None
-    bare: bytes | None = None
+    forms: tuple[bytes | None, ...] = ()
+    """What it is rebuilt from, best first: see :func:`_forms_of`."""
 
 
 class WorkerTraceback(Exception):
@@ -63,8 +66,7 @@ def describe(error: BaseException, *, worker: int, where: str, index: Any = None
         worker=worker,
         index=_dump(index),
         ours=_dump(error) if isinstance(error, PenstockError) else None,
-        whole=_dump((type(error), error.args, _native_state(error), _own_state(error))),
-        bare=_dump((type(error), (safe_text(error),), {}, {})),
+        forms=_forms_of(error),
     )
 
 
@@ -77,15 +79,8 @@ def rebuild(report: ErrorReport) -> BaseException:
     index = _load(report.index)
     where = report.where if index is None else f"{report.where} while loading {_name(index)}"
     message = f"Caught {report.kind} {where}.\nOriginal {report.trace}"
-    for packed in (report.whole, report.bare):
-        content = _load(packed)
-        if content is None or not issubclass(content[0], Exception):
-            continue  # SystemExit and its like are not ours to raise in the user's program
-        with suppress(Exception):
-            error = _with_message(message, *content)
-            break
-    else:
-        error = RuntimeError(message)
+    make = functools.partial(_with_message, message)
+    error = _first_that_works(report.forms, make) or RuntimeError(message)
     error.__dict__.update(sample_index=index, worker_id=report.worker)
     error.__cause__ = WorkerTraceback(report.trace)
     return error
@@ -93,6 +88,42 @@ def rebuild(report: ErrorReport) -> BaseException:
 
 def _name(index: Any) -> str:
     return f"samples {index!r}" if isinstance(index, list) else f"sample {index!r}"
+
+
+def _forms_of(error: BaseException) -> tuple[bytes | None, ...]:
+    """Class, arguments and state; without its own state; with its text as the only argument."""
+    kind, native, own = type(error), _native_state(error), _own_state(error)
+    return (
+        _dump((kind, error.args, native, own)),
+        _dump((kind, error.args, native, {})) if own else None,
+        _dump((kind, (safe_text(error),), {}, {})),
+    )
+
+
+def _first_that_works(
+    forms: tuple[bytes | None, ...], make: Callable[..., Exception]
+) -> Exception | None:
+    for packed in forms:
+        content = _load(packed)
+        if content is None or not issubclass(content[0], Exception):
+            continue  # SystemExit and its like are not ours to raise in the user's program
+        with suppress(Exception):
+            return make(*content)
+    return None
+
+
+def _reduce_error(error: Any) -> Any:
+    """How an exception inside another one is pickled: as several forms, like the outer one.
+
+    None for other objects, and for our own errors, which pickle themselves.
+    """
+    if not isinstance(error, BaseException) or isinstance(error, PenstockError):
+        return None
+    return _member, (type(error).__name__, safe_text(error), _forms_of(error))
+
+
+def _member(kind: str, text: str, forms: tuple[bytes | None, ...]) -> Exception:
+    return _first_that_works(forms, _plain) or RuntimeError(f"{kind}: {text}")
 
 
 def _with_message(
@@ -109,13 +140,23 @@ def _with_message(
         "__str__": lambda self: message,
         "__reduce__": lambda self: (_plain, (kind, args, native, own)),
     }
-    return _plain(type(kind.__name__, (kind,), namespace), args, native, own)
+    try:
+        return _plain(type(kind.__name__, (kind,), namespace), args, native, own)
+    except Exception:  # a class that forbids subclasses, or wants arguments for them
+        error = _plain(kind, args, native, own)
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(message)
+        return error
 
 
 def _plain(
     kind: type[Exception], args: tuple[Any, ...], native: dict[str, Any], own: dict[str, Any]
 ) -> Exception:
-    error = kind.__new__(kind, *args)
+    try:
+        error = kind.__new__(kind, *args)
+    except Exception:  # its own __new__ wants something else
+        native_kind: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        error = native_kind.__new__(kind, *args)
     error.args = args
     for name, value in native.items():
         with suppress(AttributeError, TypeError):
@@ -133,7 +174,8 @@ def _native_state(error: BaseException) -> dict[str, Any]:
         for name, member in vars(base).items():
             if inspect.ismemberdescriptor(member) or inspect.isgetsetdescriptor(member):
                 value = getattr(error, name, None)
-                if value is not None and not name.startswith("__"):
+                # The members of a group are in its args already.
+                if value is not None and not name.startswith("__") and name != "exceptions":
                     state[name] = value
     return state
 
@@ -172,11 +214,23 @@ def safe_text(error: BaseException) -> str:
 def _dump(value: Any) -> bytes | None:
     if value is None:
         return None
-    dumps = (pickle.dumps, cloudpickle.dumps) if payload.is_forked() else (cloudpickle.dumps,)
-    for dump in dumps:
+    kinds = (_ByNamePickler, _ByValuePickler) if payload.is_forked() else (_ByValuePickler,)
+    for kind in kinds:
         with suppress(Exception):  # by value, or the plainer form beside it, which always works
-            return bytes(dump(value))
+            stream = io.BytesIO()
+            kind(stream, protocol=5).dump(value)
+            return stream.getvalue()
     return None
+
+
+class _ByNamePickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        return _reduce_error(obj) or NotImplemented
+
+
+class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        return _reduce_error(obj) or super().reducer_override(obj)
 
 
 def _load(data: bytes | None) -> Any:

@@ -51,8 +51,9 @@ from penstock.engine.memory.messages import (
     WorkerTask,
     trace_buffers,
 )
-from penstock.engine.pickling.exceptions import describe
+from penstock.engine.pickling.exceptions import ErrorReport, describe
 from penstock.engine.worker.parent_link import Connection, PassOver, WorkerStatus
+from penstock.errors import NoStopIteration
 from penstock.order.epoch_state import own_state_of
 from penstock.order.sample_randomness import (
     SampleRandomness,
@@ -197,8 +198,7 @@ class WorkerLoop:
         except EndOfStream:
             kind, content = "end", None
         except self._caught as error:
-            index, kind = self._status.index, "error"
-            content = describe(error, worker=self._number, where=self._where, index=index)
+            kind, content = "error", self._describe(error)
         self._status.show_done()
         is_loaded = kind not in ("dropped", "empty", "end", "error")
         busy_ns = self._recorder.end(is_loaded=is_loaded)
@@ -207,6 +207,13 @@ class WorkerLoop:
         return Reply(
             *lease[:3], kind, content, needed_bytes, busy_ns, is_slot_lost, state, bad_samples
         )
+
+    def _describe(self, error: BaseException) -> ErrorReport:
+        if isinstance(error, StopIteration):  # of the user's code: not the end of the epoch
+            made = NoStopIteration.error_for("user code")
+            made.__cause__, error = error, made
+        index = self._status.index
+        return describe(error, worker=self._number, where=self._where, index=index)
 
     def _load(self, lease: Lease) -> Loaded:
         if (lease.poison_rows or lease.is_suspect) and self._bad_policy is not None:
@@ -299,8 +306,8 @@ class WorkerLoop:
         if self._takes_batches:
             self._status.show(lease.position, list(lease.index), len(lease.index))
             with self._guard():
-                get = self._dataset.__getitems__
-                return call_user(get, lease.index, lease.position, self._randomness)
+                get, name = self._dataset.__getitems__, "dataset.__getitems__"
+                return call_user(get, lease.index, lease.position, self._randomness, name)
         return self._recorder.watch(self._one_by_one(lease))
 
     def _take_again(self, stream: Stream, index: Any) -> None:
@@ -340,13 +347,11 @@ class WorkerLoop:
                         randomness.snapshot()
                     sample = call_user(get, index, position, randomness)
                 yield sample
-        elif randomness is None:
-            yield from (get(index) for _, index in self._walk(lease))
-        elif randomness.is_unseeded:
+        elif randomness is not None and randomness.is_unseeded:
             yield from self._load_unseeded(lease, get, randomness)
         else:
             for position, index in self._walk(lease):
-                yield randomness.call(get, index, position)
+                yield call_user(get, index, position, randomness)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -442,7 +447,7 @@ class WorkerLoop:
             position, randomness = lease.position, self._collate_randomness
             if randomness is not None and self._randomness is not None:
                 randomness.snapshot(is_used=self._randomness.needs_seeding)
-            batch = call_user(self._collate, samples, position, randomness)
+            batch = call_user(self._collate, samples, position, randomness, "collate_fn")
         self._recorder.collated(start_ns)
         written = payload.write(batch, root, allocator.used)
         alive = weakref.ref(root)

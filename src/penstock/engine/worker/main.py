@@ -27,6 +27,7 @@ from penstock.engine.memory.messages import (
 )
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.pickling.environment import apply_environment
+from penstock.errors import NoStopIteration
 from penstock.machine.child_process import watched_parent
 
 _OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"
@@ -126,7 +127,8 @@ def prepare_worker(
         init_fn = objects.get("worker_init_fn")
         if init_fn is not None:
             before = torch.initial_seed()
-            init_fn(number)
+            with NoStopIteration("worker_init_fn"):
+                init_fn(number)
             is_set = torch.initial_seed() != before
             objects["keeps_init_seed"] = is_set and task.keeps_init_seed
     except Exception as error:
