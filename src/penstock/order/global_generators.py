@@ -104,7 +104,7 @@ class NumpyGenerator:
         if values is not None and values == self._values_without_normal:
             # Nothing was drawn since it was known that no variate is cached: a copy will do.
             return ctypes.string_at(self._address, _STATE_BYTES + 4), values
-        state: Any = np.random.get_state(legacy=False)
+        state: Any = np.random.mtrand._rand.get_state(legacy=False)  # uncounted
         if state["has_gauss"]:
             np.random.set_state({**state, "has_gauss": 0})
         return state, values

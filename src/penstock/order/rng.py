@@ -33,11 +33,13 @@ class SampleRng:
     happens for each of them.
     """
 
-    __slots__ = ("_generator", "_key", "_state", "position", "was_asked")
+    __slots__ = ("_generator", "_key", "_state", "is_shared", "position", "was_asked")
 
     def __init__(self) -> None:
         self.position = OUTSIDE
         self.was_asked = False
+        self.is_shared = False
+        """Other threads load samples now: no generator may be set."""
         self._generator: np.random.Generator | None = None
         self._key = (0, 0)
 

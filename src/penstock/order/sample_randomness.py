@@ -186,6 +186,15 @@ class SampleRandomness:
         """Has any sample moved or read one of the global generators?"""
         return self.needs_seeding or self._has_drawn_torch
 
+    def skip_observation(self) -> None:
+        """Count the dataset as one that draws nothing, until it does.
+
+        Called from: a cache, whose samples were observed before, maybe in another process.
+        """
+        if not self.has_drawn:
+            self.is_torch_only = self.is_unseeded = True
+            self._rng.was_asked = True  # positions are always told
+
     # -- one sample ------------------------------------------------------------------------------
 
     def call(self, function: Function, index: Any, position: int) -> Any:
@@ -418,6 +427,7 @@ class SampleRandomness:
         rng = self._rng
         self._outer_rng, active.rng = active.rng, rng
         rng.position, self._tracks_positions = UNKNOWN, rng.was_asked
+        rng.is_shared = is_shared
 
     def unseeded_samples(
         self, function: Function, placed: Iterable[tuple[int, Any]]
@@ -442,7 +452,7 @@ class SampleRandomness:
         Raises:
             UnexpectedDraw: They did. This object seeds from now on: load the run again.
         """
-        self._rng.position = OUTSIDE
+        self._rng.position, self._rng.is_shared = OUTSIDE, False
         active.rng, self._outer_rng = self._outer_rng, None
         normals = self._cached_normals
         has_kept = normals is None or normals == self._get_cached_normals()

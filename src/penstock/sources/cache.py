@@ -31,10 +31,9 @@ import numpy as np
 
 from penstock.errors import AlreadyThere, BadStore, CannotPack, CannotWrite
 from penstock.machine.host import has_proc, memory_bytes
-from penstock.order.global_generators import preserved_generators
-from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.array_files import HEADER_BYTES, MappedArray
 from penstock.sources.cache_files import CacheFolder, CacheMemory
+from penstock.sources.cache_randomness import CacheRandomness, make_cache_key
 from penstock.sources.columns import FixedColumn, ShardRows
 from penstock.sources.fields import (
     Field,
@@ -58,9 +57,15 @@ class Cached:
     """A dataset whose samples are kept; see :func:`cached`."""
 
     def __init__(
-        self, dataset: Any, files: CacheFolder, form: str, schemas: tuple[FieldSchema, ...]
+        self,
+        dataset: Any,
+        files: CacheFolder,
+        form: str,
+        schemas: tuple[FieldSchema, ...],
+        randomness: CacheRandomness,
     ) -> None:
         self.dataset = dataset
+        self._randomness = randomness
         self._files = files
         self._form = form
         self._schemas = schemas
@@ -79,7 +84,13 @@ class Cached:
                 self._columns.append(FixedColumn([rows]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Cached, (self.dataset, self._files, self._form, self._schemas)
+        return Cached, (
+            self.dataset,
+            self._files,
+            self._form,
+            self._schemas,
+            self._randomness,
+        )
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -113,7 +124,7 @@ class Cached:
             names = [schema.name for schema in self._schemas]
             values = list(map(decode_value, self._schemas, self._read(row)))
             return join_sample(self._form, names, values)
-        sample = self.dataset[index]
+        sample = self._randomness.compute(index, row)
         self.keep(row, sample)
         return sample
 
@@ -179,15 +190,19 @@ class Cached:
                 self._files.write(_READY, HEADER_BYTES + row, b"\x00")
 
 
-def cached(dataset: Any, path: str | os.PathLike[str]) -> Cached:
+def cached(dataset: Any, path: str | os.PathLike[str], *, seed: int = 0) -> Cached:
     """A dataset that computes each sample once: the first epoch fills, later ones map.
 
-    What is random in a sample is frozen with it: cache what comes before the augmentation.
+    What is random in a sample is frozen with it: cache what comes before the augmentation. It is a
+    function of ``seed`` and the index, whichever loader, worker or epoch computes the sample; and
+    reading a cache moves no generator, whether the sample is in it or not.
 
     Args:
         dataset: With ``len()`` and ``dataset[i]``; samples as :func:`penstock.pack` takes them.
         path: A folder, which all workers and ranks of this machine may fill at once, and the next
             run goes on with; or ``"ram"``: memory of this process, seen by its workers.
+        seed: Of what samples draw while they are computed. Caches of one class and length draw the
+            same numbers unless their seeds differ.
 
     Example:
         >>> import tempfile, penstock
@@ -204,7 +219,12 @@ def cached(dataset: Any, path: str | os.PathLike[str]) -> Cached:
         >>> data[2], data[2]
         (3.0, 3.0)
     """
-    probes = _probe(dataset)
+    if not len(dataset):
+        raise CannotPack("the dataset has no samples")
+    randomness = CacheRandomness(
+        dataset, make_cache_key(seed, type(dataset).__qualname__, len(dataset))
+    )
+    probes = _probe(len(dataset), randomness)
     form, names, _ = split_sample(probes[0][1])
     split = [split_sample(sample)[1:] for _, sample in probes]
     columns = [[values[found.index(name)] for found, values in split] for name in names]
@@ -220,26 +240,21 @@ def cached(dataset: Any, path: str | os.PathLike[str]) -> Cached:
     if os.fspath(path) == "ram":
         files = _make_memory(length * sum(map(mean_bytes, schemas, columns)))
         _make_files(files, length, schemas)
-        cache = Cached(dataset, files, form, schemas)
+        cache = Cached(dataset, files, form, schemas, randomness)
     else:
         files = CacheFolder(os.path.abspath(path))
         with _opening(files):
             is_new = _begin(files, length, form, schemas, fingerprint)
-            cache = Cached(dataset, files, form, schemas)
+            cache = Cached(dataset, files, form, schemas, randomness)
             _check_after_boot(cache, files, is_new)
     for index, sample in probes:
         cache.keep(index, sample)
     return cache
 
 
-def _probe(dataset: Any) -> list[tuple[int, Any]]:
+def _probe(length: int, randomness: CacheRandomness) -> list[tuple[int, Any]]:
     """The first, middle and last sample, without those unlike the first."""
-    if not len(dataset):
-        raise CannotPack("the dataset has no samples")
-    places = sorted({0, len(dataset) // 2, len(dataset) - 1})
-    with preserved_generators():
-        randomness = SampleRandomness(0)
-        probes = [(i, randomness.call(dataset.__getitem__, i, i)) for i in places]
+    probes = [(i, randomness.compute(i, i)) for i in sorted({0, length // 2, length - 1})]
     wanted = kinds_of(probes[0][1])
     found = probes[:1]
     for index, sample in probes[1:]:
