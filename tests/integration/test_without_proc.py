@@ -45,7 +45,7 @@ loader.close()
 assert str(penstock.Timeline.load(folder + "/t.json").verdict)
 assert numbers(DataLoader(Data(), batch_size=2, num_workers="auto")) == whole
 penstock.pack(Data(), folder + "/packed")
-for dataset in (penstock.Packed(folder + "/packed"), penstock.cached(Data())):
+for dataset in (penstock.Packed(folder + "/packed"), penstock.cached(Data(), "ram")):
     assert numbers(DataLoader(dataset, batch_size=2)) == whole
 facts = penstock.machine()
 assert facts.has_proc is False
