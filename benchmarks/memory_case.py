@@ -29,7 +29,7 @@ CONTENDERS = {
     "penstock-fork-server": ("penstock", None),
     "penstock-spawn": ("penstock", "spawn"),
     "penstock-fork-server-plain-list": ("penstock", None),
-    "penstock-fork-server-copied": ("penstock", None),
+    "penstock-fork-server-one-copy": ("penstock", None),
 }
 
 
@@ -95,8 +95,8 @@ def measure(data: str, contender: str, length: int, is_empty: bool) -> dict[str,
     make: Any = torch.utils.data.DataLoader
     if loader_name == "penstock":
         from penstock.loader import DataLoader as make
-    if contender.endswith("copied"):
-        os.environ["PENSTOCK_ADOPT"] = "0"
+    if contender.endswith("one-copy"):
+        os.environ["PENSTOCK_SHARE_ARRAYS"] = "1"
     start_s = time.perf_counter()
     dataset, one_copy, expected = make_dataset(data, contender, length, is_empty)
     made_s = time.perf_counter()

@@ -51,6 +51,22 @@ def memory_limit_bytes(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> in
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def memory_left_bytes(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int | None:
+    """How much more memory this process's groups may take; None without a limit.
+
+    Example:
+        >>> left = memory_left_bytes()
+        >>> left is None or left >= 0
+        True
+    """
+    found = []
+    for version, group in groups_above("memory", mount, membership):
+        limit, used = memory_limit_of(version, group), _memory_used_by(version, group)
+        if limit is not None and used is not None:
+            found.append(max(0, limit - used))
+    return min(found, default=None)
+
+
 def groups_above(
     controller: str, mount: Path = MOUNT, membership: Path = MEMBERSHIP
 ) -> Iterator[tuple[int, Path]]:
@@ -78,6 +94,18 @@ def memory_limit_of(version: int, group: Path) -> int | None:
     name = "memory.max" if version == 2 else "memory.limit_in_bytes"
     limit = parse_count(read_text(group / name))  # "max" is none
     return limit if limit and limit < _NO_MEMORY_LIMIT else None
+
+
+def _memory_used_by(version: int, group: Path) -> int | None:
+    """What a group holds, less the cached files that the kernel would drop for it."""
+    name = "memory.current" if version == 2 else "memory.usage_in_bytes"
+    used = parse_count(read_text(group / name))
+    if used is None:
+        return None
+    field = "inactive_file" if version == 2 else "total_inactive_file"
+    lines = [line.split() for line in read_text(group / "memory.stat").splitlines()]
+    cached = next((parse_count(line[1]) for line in lines if line[:1] == [field] and line[1:]), 0)
+    return max(0, used - (cached or 0))
 
 
 def _own_groups(membership: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.machine.cgroup import MEMBERSHIP, MOUNT, cpu_quota
+from penstock.machine.cgroup import MEMBERSHIP, MOUNT, cpu_quota, memory_left_bytes
 from penstock.machine.vendor_tools import run_tool
 
 _resource: Any = None
@@ -159,6 +159,18 @@ def memory_bytes() -> tuple[int, int]:
     except (psutil.Error, OSError):  # there is no /proc
         return _sysconf_bytes("SC_PHYS_PAGES"), _sysconf_bytes("SC_AVPHYS_PAGES")
     return int(memory.total), int(memory.available)
+
+
+def free_memory_bytes() -> int:
+    """How much memory can be taken now: the machine's, or what a container has left; 0: unknown.
+
+    Example:
+        >>> free_memory_bytes() >= 0
+        True
+    """
+    _, available = memory_bytes()
+    left = memory_left_bytes()
+    return available if left is None else min(available or left, left)
 
 
 def _sysconf_bytes(name: str) -> int:

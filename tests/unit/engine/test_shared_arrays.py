@@ -1,4 +1,4 @@
-"""A large array and its workers share one copy; where that is not safe, it is copied and said."""
+"""A large array is copied for the workers; where that does not fit, it is shared, if it is safe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from penstock.device.on_demand_thread import OnDemandThread
-from penstock.engine.pickling import shared_arrays
+from penstock.engine.pickling import pickler, shared_arrays
 from penstock.engine.pickling.pickler import PickledObjects, PickleFile
 from penstock.engine.pickling.process_maps import is_unwritten, list_mappings
 from pickled import arrive
@@ -38,6 +38,12 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shared_arrays, "_busy_threads", list)
 
 
+@pytest.fixture(autouse=True)
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine on which a copy does not fit."""
+    monkeypatch.setattr(pickler, "free_memory_bytes", lambda: 1 << 20)
+
+
 def numbers(num_bytes: int = NUM_BYTES) -> np.ndarray:
     return np.arange(num_bytes // 8)
 
@@ -56,7 +62,7 @@ def own_bytes() -> int:
 
 
 def is_shared(pickle_file: PickleFile) -> bool:
-    shared = [note.endswith("no copy") for note in pickle_file.notes]
+    shared = ["is not copied" in note for note in pickle_file.notes]
     assert shared
     assert len(pickle_file.location.separate) == sum(shared)
     return all(shared)
@@ -140,13 +146,62 @@ def test_there_is_one_copy_and_without_sharing_there_are_two(
     pickle_file = pack(value)
     assert own_bytes() - before < -NUM_BYTES + SLACK  # our pages are the file's now
     pickle_file.close()
-    monkeypatch.setenv("PENSTOCK_ADOPT", "0")
+    monkeypatch.setattr(pickler, "free_memory_bytes", lambda: 1 << 40)
     value = numbers()
     before = own_bytes()
     pickle_file = pack(value)
     assert abs(own_bytes() - before) < SLACK  # ours, and a copy in the pickle file
     assert pickle_file.location.num_bytes > NUM_BYTES
-    assert "PENSTOCK_ADOPT=0" in pickle_file.notes[0]
+    assert pickle_file.notes == ("a buffer of 0.07 GB is copied once for all workers",)
+    pickle_file.close()
+
+
+def mapping_under(value: Any) -> list[str]:
+    address = as_array(value).ctypes.data
+    return [one.name for one in list_mappings(address, address + value.nbytes)]
+
+
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_where_a_copy_fits_or_nobody_knows_the_user_s_memory_is_not_touched(
+    monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    monkeypatch.setattr(pickler, "free_memory_bytes", lambda: free)
+    value = numbers()
+    before = mapping_under(value)
+    pickle_file = pack(value)
+    assert mapping_under(value) == before
+    assert not any("memfd" in name for name in before)
+    assert pickle_file.location.separate == ()
+    assert not shared_arrays._shared
+    value.resize(2 * len(value), refcheck=False)  # nobody watches it
+    np.testing.assert_array_equal(arrive(pickle_file), numbers())
+    pickle_file.close()
+
+
+def test_where_a_copy_does_not_fit_the_note_says_what_was_done() -> None:
+    value = numbers()
+    pickle_file = pack(value)
+    assert any("memfd" in name for name in mapping_under(value))
+    (note,) = pickle_file.notes
+    assert "a copy does not fit: 0.00 GB are free" in note
+    assert "shared memory is mapped over the array" in note
+    pickle_file.close()
+
+
+def test_copies_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pickler, "free_memory_bytes", lambda: 2 * NUM_BYTES)
+    pickle_file = pack([numbers(), numbers()])
+    assert ["is not copied" in note for note in pickle_file.notes] == [False, True]
+    pickle_file.close()
+
+
+@pytest.mark.parametrize(("setting", "free"), [("1", 1 << 40), ("0", 1 << 20)])
+def test_the_variable_is_obeyed(monkeypatch: pytest.MonkeyPatch, setting: str, free: int) -> None:
+    monkeypatch.setattr(pickler, "free_memory_bytes", lambda: free)
+    monkeypatch.setenv(shared_arrays.VARIABLE, setting)
+    pickle_file = pack(numbers())
+    assert is_shared(pickle_file) == (setting == "1")
+    assert f"{shared_arrays.VARIABLE}={setting}" in pickle_file.notes[0]
     pickle_file.close()
 
 
@@ -272,6 +327,7 @@ def test_a_tensor_of_another_allocator_is_copied() -> None:
 
 def test_not_while_another_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(pickler, "free_memory_bytes", lambda: 1 << 20)
     done = threading.Event()
     thread = threading.Thread(target=done.wait, name="busy")
     thread.start()

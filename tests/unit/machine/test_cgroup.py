@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine.cgroup import cpu_quota, memory_limit_bytes
+from penstock.machine.cgroup import cpu_quota, memory_left_bytes, memory_limit_bytes
 
 pytestmark = pytest.mark.legacy
 
@@ -139,3 +139,26 @@ def test_an_odd_membership_leaves_the_mount_itself(tmp_path: Path, line: str) ->
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path / "none", tmp_path / "none") is None
     assert memory_limit_bytes(tmp_path / "none", tmp_path / "none") is None
+
+
+def test_what_is_left_is_the_limit_less_what_is_held_and_not_cached(tmp_path: Path) -> None:
+    mount = tree(
+        tmp_path / "cgroup",
+        pod__memory_dot_max=str(8 * GIB),
+        pod__memory_dot_current=str(5 * GIB),
+        pod__memory_dot_stat=f"anon 1\ninactive_file {2 * GIB}\nodd\n",
+        pod__box__memory_dot_max="max",
+        pod__box__memory_dot_current=str(GIB),
+    )
+    assert memory_left_bytes(mount, member(tmp_path, "0::/pod/box")) == 5 * GIB
+    assert memory_left_bytes(mount, member(tmp_path, "0::/other")) is None
+
+
+def test_version_1_has_names_of_its_own_for_what_is_held(tmp_path: Path) -> None:
+    mount = tree(
+        tmp_path / "cgroup",
+        memory__box__memory_dot_limit_in_bytes=str(4 * GIB),
+        memory__box__memory_dot_usage_in_bytes=str(6 * GIB),
+        memory__box__memory_dot_stat=f"inactive_file 5\ntotal_inactive_file {GIB}",
+    )
+    assert memory_left_bytes(mount, member(tmp_path, "4:memory:/box")) == 0  # never below

@@ -35,6 +35,7 @@ from penstock.engine.pickling.dynamic_attributes import computes_attributes, red
 from penstock.engine.pickling.error_path import explain
 from penstock.engine.pickling.handles import HandleReducer, is_handle_class
 from penstock.engine.pickling.process_bound import connections_of_queue, is_suspect, why_bound
+from penstock.machine.host import free_memory_bytes
 
 _BUFFER_GRAIN = 64
 _MAX_FDS = 200
@@ -250,8 +251,8 @@ class PickledObjects:
     def to_shared_file(self) -> PickleFile:
         """Copy stream and buffers into shared memory. Pairs with :meth:`PickleFile.close`.
 
-        A large buffer that can be shared with this process is not copied: see
-        :mod:`penstock.engine.pickling.shared_arrays`.
+        A large buffer whose copy does not fit in memory is shared with this process, where that is
+        safe: see :mod:`penstock.engine.pickling.shared_arrays`.
         """
         content, fds = self.stream.getbuffer(), self._process.fds
         views = [buffer.raw() for buffer in self.buffers]
@@ -287,18 +288,25 @@ class PickledObjects:
         """The buffers that need no copy, by place; and the notes on the large ones."""
         shared: dict[int, shared_arrays.SharedBuffer] = {}
         notes = list(self.notes)
-        for place, view in enumerate(views):
-            if view.nbytes < shared_arrays.MIN_BYTES:
+        large = [item for item in enumerate(views) if item[1].nbytes >= shared_arrays.MIN_BYTES]
+        budget = shared_arrays.CopyBudget(free_memory_bytes() if large else 0)
+        for place, view in large:
+            copied = f"a buffer of {view.nbytes / 1e9:.2f} GB is copied once for all workers"
+            why = budget.why_share(view.nbytes)
+            if not why:
+                notes.append(copied)
                 continue
-            size = f"{view.nbytes / 1e9:.2f} GB"
             outcome: shared_arrays.SharedBuffer | str = "too many descriptors"
             if len(self._process.fds) + len(shared) < _MAX_FDS:
                 outcome = shared_arrays.share_buffer(view, self._large_tensors)
             if isinstance(outcome, str):
-                notes.append(f"a buffer of {size} is copied once for all workers: {outcome}")
+                notes.append(f"{copied}, although {why}. It cannot be shared: {outcome}")
             else:
                 shared[place] = outcome
-                notes.append(f"a buffer of {size} is shared with this process: no copy")
+                notes.append(
+                    f"a buffer of {view.nbytes / 1e9:.2f} GB is not copied ({why}): shared memory "
+                    "is mapped over the array of this process"
+                )
         return shared, notes
 
 

@@ -1,5 +1,8 @@
 """Shares large arrays of the parent with the workers without a second copy (Linux).
 
+Done only where a copy would not fit in the memory that is free, or where the user asks for it
+(``PENSTOCK_SHARE_ARRAYS=1``): it maps shared memory over arrays of the user's.
+
     before   parent's pages (anonymous)                 the pickle file would hold a second copy
     after    parent's pages --private map--> memfd <--private map-- every worker
 
@@ -42,6 +45,10 @@ from penstock.engine.pickling.process_maps import (
     list_mappings,
 )
 
+VARIABLE = "PENSTOCK_SHARE_ARRAYS"
+"""``1``: share always, where that is safe. ``0``: never. Not set: where a copy does not fit."""
+_COPY_SHARE = 0.8
+"""Of the free memory that copies may take: batches and workers need some as well."""
 MIN_BYTES = 64 << 20
 """glibc serves blocks of more than 32 MiB by mmap always; below this a copy costs little."""
 CHUNK_BYTES = 16 << 20
@@ -80,6 +87,28 @@ def whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
         True
     """
     return -(-address // _PAGE) * _PAGE, (address + num_bytes) // _PAGE * _PAGE
+
+
+class CopyBudget:
+    """Decides which large buffers are copied: those that fit in the memory that is free.
+
+    Args:
+        free_bytes: 0: unknown, so everything is copied.
+    """
+
+    def __init__(self, free_bytes: int) -> None:
+        self._free_bytes = free_bytes
+        self._left_bytes = int(free_bytes * _COPY_SHARE) if free_bytes else sys.maxsize
+        self._setting = os.environ.get(VARIABLE)
+
+    def why_share(self, num_bytes: int) -> str:
+        """Why a buffer is to be shared; empty: it is to be copied."""
+        if self._setting == "1":
+            return f"{VARIABLE}=1"
+        if num_bytes <= self._left_bytes:
+            self._left_bytes -= num_bytes
+            return ""
+        return f"a copy does not fit: {self._free_bytes / 1e9:.2f} GB are free"
 
 
 def share_buffer(view: memoryview, owners: Iterable[Any] = ()) -> SharedBuffer | str:
@@ -140,8 +169,8 @@ def _is_unchanged(known: SharedBuffer, view: memoryview, under: list[MemoryMappi
 
 
 def _why_not_here() -> str:
-    if os.environ.get("PENSTOCK_ADOPT") == "0":
-        return "PENSTOCK_ADOPT=0"
+    if os.environ.get(VARIABLE) == "0":
+        return f"{VARIABLE}=0"
     if sys.platform != "linux" or sys.maxsize < 2**32:
         return "only 64-bit Linux can map a file over memory that is in use"
     if platform.libc_ver()[0] != "glibc":
