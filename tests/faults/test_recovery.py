@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 import leftovers
 from mishaps import DEATHS, Fateful, FatefulBatches, FatefulStream, Log, ResumableStream, leave
 from penstock import DataLoader
+from penstock.engine.parent.restart_decision import NO_PROGRESS
 from penstock.errors import WorkerDied
 from specimens import PROCESS_WAYS, WAYS, Unequal, assert_same, collect, differences
 
@@ -453,13 +454,57 @@ def poisoned(log: Log, at: Any = (13,), **arguments: Any) -> Fateful:
 
 
 @pytest.mark.parametrize("way", PROCESS_WAYS)
-def test_a_sample_that_takes_down_two_workers_is_named_and_not_tried_a_third_time(
-    way: str, log: Log
+@pytest.mark.parametrize("name", DEATHS)
+def test_a_sample_that_ends_workers_alone_is_named_after_four_deaths(
+    name: str, way: str, log: Log
 ) -> None:
-    with pytest.raises(WorkerDied, match=r"sample 13.*second") as info:
-        batches(poisoned(log), **WAYS[way])
+    dataset = Fateful({13: name}, log, times=99)
+    with pytest.raises(WorkerDied, match=r"sample 13.*4 workers.*2 of them.*alone") as info:
+        batches(dataset, **WAYS[way])
     assert info.value.sample_index == 13  # type: ignore[attr-defined]
+    assert log.lines == ["13"] * 4
+
+
+def test_a_sample_that_is_loaded_alone_without_harm_is_not_left_out(
+    log: Log, restarts: Any
+) -> None:
+    """Two deaths there, as by chance: the trial of the third worker succeeds."""
+    loader = DataLoader(
+        Fateful({13: "SIGKILL"}, log, times=2),
+        batch_size=4,
+        shuffle=True,
+        seed=3,
+        num_workers=2,
+        on_error="skip",
+    )
+    assert_same(collect(loader), batches(Fateful()))
     assert log.lines == ["13", "13"]
+    assert restarts() == 2
+    assert loader.bad_samples == []
+
+
+class DiesInCompany(Fateful):
+    """Sample 13 ends a worker that has loaded another sample before."""
+
+    num_loaded = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 13 and self.num_loaded:
+            leave()
+        self.num_loaded += index != 13
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_ends_no_worker_alone_is_not_blamed_and_the_loop_has_an_end(
+    restarts: Any,
+) -> None:
+    loader = DataLoader(
+        DiesInCompany(), batch_size=8, num_workers=2, on_error="skip", max_restarts=10**6
+    )
+    with pytest.raises(WorkerDied, match=f"{NO_PROGRESS} were lost in its place"):
+        collect(loader)
+    assert restarts() == NO_PROGRESS - 1
+    assert loader.bad_samples == []
 
 
 @pytest.mark.parametrize("way", PROCESS_WAYS)
@@ -509,7 +554,7 @@ def test_poison_is_not_tried_again_in_later_epochs(is_persistent: bool, log: Log
     )
     for epoch in range(3):
         assert sum(len(batch) for batch in loader) == 47, epoch
-    assert log.lines == ["13", "13"]
+    assert log.lines == ["13"] * 4
     assert [(one.index, one.count) for one in loader.bad_samples] == [(13, 3)]
     loader.close()
 
@@ -533,7 +578,7 @@ def test_poison_is_remembered_by_a_saved_state(num_workers: Any, log: Log) -> No
     found += collect(other)
     assert sum(len(batch) for batch in found) == 47
     assert sum(len(batch) for batch in other) == 47  # the whole next epoch
-    assert log.lines == ["13", "13"]
+    assert log.lines == ["13"] * 4
 
 
 @pytest.mark.parametrize("kind", [int, torch.tensor, str])
@@ -547,7 +592,7 @@ def test_poison_is_remembered_whatever_an_index_is(kind: Any, log: Log) -> None:
     loader = DataLoader(dataset, batch_size=4, sampler=sampler, on_error="skip", num_workers=2)
     for _ in range(2):
         assert sum(len(batch) for batch in loader) == 19
-    assert log.lines == ["13", "13"]
+    assert log.lines == ["13"] * 4
 
 
 def test_a_substitute_that_is_poison_too_gives_way_to_the_next(log: Log) -> None:
@@ -567,7 +612,7 @@ def test_poison_in_a_first_batch_of_many_parts_is_found(log: Log) -> None:
     assert sorted(one.index for one in loader.bad_samples) == [0, 1, 3]
 
 
-def test_a_collate_fn_that_kills_twice_is_an_error_also_where_samples_are_skipped() -> None:
+def test_a_collate_fn_that_kills_is_an_error_also_where_samples_are_skipped() -> None:
     loader = DataLoader(
         Fateful(), batch_size=4, num_workers=2, collate_fn=lambda samples: leave(), on_error="skip"
     )
@@ -579,6 +624,6 @@ def test_a_collate_fn_that_kills_twice_is_an_error_also_where_samples_are_skippe
 def test_a_stream_that_always_dies_at_one_place_is_an_error(log: Log) -> None:
     stream = FatefulStream({13: "os._exit"}, log)
     stream.fate.times = 99
-    with pytest.raises(WorkerDied, match="second"):
+    with pytest.raises(WorkerDied, match="4 workers were lost there"):
         collect(DataLoader(stream, batch_size=2, num_workers=2, on_error="skip"))
-    assert log.lines == ["13", "13"]
+    assert log.lines == ["13"] * 4

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.parent.crash_report import WorkerFault, describe_crash
-from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
+from penstock.engine.parent.crash_report import (
+    WorkerFault,
+    describe_crash,
+    describe_server_losses,
+)
+from penstock.engine.parent.restart_decision import Place, RestartDecision, RestartPolicy
+from penstock.errors import StartFailed
 
 pytestmark = pytest.mark.legacy
 
@@ -57,3 +62,36 @@ def test_a_hang_is_told_with_its_time_and_its_stack() -> None:
     assert "sample 7" in str(error)
     assert "File decode.py" in str(error)
     assert (error.seconds, error.sample_index, error.stack) == (2.5, 7, "  File decode.py")
+
+
+def judged(policy: RestartPolicy, *is_alone: bool) -> RestartDecision:
+    place = Place("sample", (0, 0, 0), 7)
+    return [policy.judge(0, place, is_alone=one) for one in is_alone][-1]
+
+
+def test_a_poisonous_sample_is_told_with_the_workers_that_it_cost() -> None:
+    fault = WorkerFault(worker=0, pid=1, exit_code=-9, index=7)
+    policy = RestartPolicy(max_restarts=100)
+    decision = judged(policy, False, False, True, True)
+    text = str(describe_crash(fault, decision, policy))
+    assert "4 workers were lost there, 2 of them while it was loaded alone" in text
+    assert 'on_error="skip"' in text
+    other = RestartPolicy(max_restarts=100)
+    text = str(describe_crash(fault, judged(other, False, False), other))  # control
+    assert "another takes its place, and loads it alone" in text
+
+
+def test_losses_without_progress_are_told_with_their_number() -> None:
+    fault = WorkerFault(worker=0, pid=1, exit_code=-9)
+    policy = RestartPolicy(max_restarts=100)
+    text = str(describe_crash(fault, RestartDecision.NO_PROGRESS, policy))
+    assert "20 were lost in its place, one after the other" in text
+
+
+def test_fork_servers_that_were_lost_are_told_with_the_limit_that_was_met() -> None:
+    error = StartFailed("the fork server was ended", likely="a kill.", remedy="less")
+    policy = RestartPolicy(max_restarts=17)
+    assert "max_restarts=17" in str(describe_server_losses(error, RestartDecision.LIMIT, policy))
+    text = str(describe_server_losses(error, RestartDecision.NO_PROGRESS, policy))
+    assert "20 in a row were, before they had started a worker" in text
+    assert "max_restarts" not in text

@@ -3,6 +3,7 @@ asleep."""
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,8 @@ from penstock.engine.memory.messages import (
 from penstock.engine.parent import restarts as recovery
 from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.in_flight import LeaseQueue
-from penstock.engine.parent.restarts import WorkerRestarts
+from penstock.engine.parent.restart_decision import DEATHS_ALONE, SUSPECT, RestartPolicy
+from penstock.engine.parent.restarts import WorkerRestarts, is_crash
 from penstock.errors import SampleTimeout, Stuck, WorkerDied
 from penstock.options import SharedOptions, options_of
 from penstock.order.epoch_state import EpochState
@@ -48,7 +50,7 @@ class Pool:
     can_replace = True
 
     def __init__(self) -> None:
-        self.processes = [SimpleNamespace(pid=100), SimpleNamespace(pid=101)]
+        self.processes = [SimpleNamespace(pid=pid, exitcode=None) for pid in (100, 101)]
         self.replaced: list[int] = []
 
     def stack_of(self, worker: int) -> str:
@@ -82,6 +84,7 @@ class Scene:
                 base_seed=0,
                 shared_seed=None,
             ),
+            policy=RestartPolicy(self.faults.max_restarts),
         )
         self.recovery.begin(PASS_NUMBER, None)
         self.lease_queue.give(
@@ -189,25 +192,106 @@ def test_waiting_for_nobody_is_stuck(clock: Clock) -> None:
         wait(scene, clock, recovery.OWN_LIMIT_S + 1)
 
 
-def lose(scene: Scene, position: int) -> None:
+def lose(scene: Scene, position: int, **facts: Any) -> list[Any]:
+    """Worker 0 dies there; returns what its replacement hears first."""
     scene.load(position, 0)
-    death = SimpleNamespace(pid=100, exit_code=-11, is_orphaned=False)
-    scene.recovery.replace(scene.recovery.fault_of(0, death))  # type: ignore[arg-type]
+    death = SimpleNamespace(pid=100, exit_code=-11, **{"is_orphaned": False, **facts})
+    return scene.recovery.replace(scene.recovery.fault_of(0, death))  # type: ignore[arg-type]
+
+
+DEATHS = SUSPECT + DEATHS_ALONE
+
+
+def test_a_sample_is_tried_alone_from_the_second_death_on(clock: Clock) -> None:
+    scene = Scene(on_error="skip")
+    assert lose(scene, 22) == []
+    (trial,) = lose(scene, 22)
+    assert trial.trial == (2, 1)
+    assert lose(scene, 22) == [trial]
+    assert lose(scene, 22) == []  # it is left out
+    assert list(scene.faults.poison) == [72]
+
+
+def test_a_trial_is_repeated_by_a_worker_that_was_lost_before_it(clock: Clock) -> None:
+    scene = Scene()
+    lose(scene, 22)
+    (trial,) = lose(scene, 22)
+    for _ in range(3):
+        assert lose(scene, NOTHING, is_orphaned=True) == [trial]
+
+
+def test_a_trial_that_succeeds_clears_the_sample(clock: Clock) -> None:
+    scene = Scene()
+    for _ in range(4):
+        lose(scene, 22)
+        assert len(lose(scene, 22)) == 1
+        scene.recovery.note_trial(0)
+    assert not scene.faults.poison
+
+
+@pytest.mark.parametrize("how", ["idle", "together", "orphaned", "one after the other", "none"])
+def test_a_loss_that_no_sample_explains_is_known(clock: Clock, how: str) -> None:
+    scene = Scene()
+    if how == "together":
+        scene.pool.processes[1].exitcode = -9
+    scene.load(22, 0)
+    scene.show(IS_IDLE, int(how == "idle"))
+    death: Any = SimpleNamespace(pid=100, exit_code=-9, is_orphaned=how == "orphaned")
+    fault = scene.recovery.fault_of(0, death)
+    assert fault.is_outside is (how in ("idle", "together", "orphaned"))
+    clock.now_s += 10.0 if how == "one after the other" else 0.01
+    scene.cells[position_cell(1) + IS_IDLE] = 0
+    fault = scene.recovery.fault_of(1, death)
+    assert fault.is_outside is (how != "one after the other")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="exit codes do not tell there")
+def test_an_exit_code_tells_a_crash_from_a_kill() -> None:
+    kills = [-9, -15, -1, -2, -3, None]
+    assert [code for code in (*kills, -11, -6, -7, 0, 1, 7) if is_crash(code)] == [
+        -11,
+        -6,
+        -7,
+        0,
+        1,
+        7,
+    ]
+
+
+def test_two_that_crash_at_once_were_not_killed_from_outside(clock: Clock) -> None:
+    scene = Scene()
+    scene.pool.processes[1].exitcode = -11
+    scene.load(22, 0)
+    for code, is_outside in ((-11, False), (-9, True)):
+        death: Any = SimpleNamespace(pid=100, exit_code=code, is_orphaned=False)
+        assert scene.recovery.fault_of(0, death).is_outside is is_outside
+
+
+def test_a_stopped_worker_is_no_hung_sample(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(sample_timeout_s=2.0)
+    monkeypatch.setattr(scene.recovery, "_is_stopped", lambda worker: True)
+    for _ in range(SUSPECT + DEATHS_ALONE):  # a hang is the end the second time
+        scene.load(22, clock.now_s)
+        (fault,) = wait(scene, clock, 3)
+        scene.recovery.replace(fault)
+    assert scene.pool.replaced == [0] * 4
 
 
 def test_what_is_left_out_once_and_still_loses_workers_is_the_end(clock: Clock) -> None:
     scene = Scene(on_error="skip")
-    lose(scene, 22)
-    lose(scene, 22)
+    for _ in range(DEATHS):
+        lose(scene, 22)
     assert [row for row, _ in scene.lease_queue.owed(0)[0].poison_rows] == [2]
     assert list(scene.faults.poison) == [72]
+    for _ in range(DEATHS - 1):
+        lose(scene, 22)
     with pytest.raises(WorkerDied):
         lose(scene, 22)  # a function for on_error that crashes, say
 
 
 def test_substitutes_that_lose_workers_are_passed_over_up_to_their_number(clock: Clock) -> None:
     scene = Scene(on_error="replace")
-    for _ in range(MAX_SUBSTITUTES + 2):
+    for _ in range(DEATHS * (MAX_SUBSTITUTES + 2) - 1):
         lose(scene, 22)
     assert [row for row, _ in scene.lease_queue.owed(0)[0].poison_rows] == [2] * (
         MAX_SUBSTITUTES + 1

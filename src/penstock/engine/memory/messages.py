@@ -81,6 +81,9 @@ class Lease(NamedTuple):
     :data:`penstock.engine.loading.bad_samples.PoisonRows`."""
     is_suspect: bool = False
     """One of these samples takes down workers: load them one by one, to see which."""
+    trial: tuple[int, int] | None = None
+    """First row and number of rows that are loaded alone, to see whether that ends the worker. The
+    result is dropped."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -117,7 +120,8 @@ class Reply(NamedTuple):
 
     ``kind``: "fixed" (content: layout number, layout or None, filled rows, objects), "payload"
     (content: PayloadLocation), "odd" (send it whole), "error" (content: ErrorReport), "end" (an
-    iterable is exhausted), "dropped" (its pass is over), "empty" (all samples were bad).
+    iterable is exhausted), "dropped" (its pass is over), "empty" (all samples were bad), "tried" (a
+    trial is over, and the worker lives).
     """
 
     pass_number: int

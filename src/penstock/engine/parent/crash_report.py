@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
-from penstock.errors import PenstockError, SampleTimeout, Stuck, WorkerDied, WorkerTimeout
+from penstock.engine.parent.restart_decision import (
+    NO_PROGRESS,
+    Place,
+    RestartDecision,
+    RestartPolicy,
+)
+from penstock.errors import (
+    PenstockError,
+    SampleTimeout,
+    StartFailed,
+    Stuck,
+    WorkerDied,
+    WorkerTimeout,
+)
 
 _CAUSES = {
     "SIGKILL": "something killed it from outside; the kernel has counted no kill for want of "
@@ -27,8 +38,11 @@ class WorkerFault:
         how: "died"; "hung": a sample took longer than allowed; "silent": it does not take its work.
         index: The sample that it was loading, a list of them, or None.
         position: Where that stands in the epoch.
-        suspect: What is to blame, as :class:`penstock.engine.parent.restart_decision.RestartPolicy`
+        place: What it was at, as :class:`penstock.engine.parent.restart_decision.RestartPolicy`
             counts it.
+        is_crash: Its own code ended it, as its exit code shows.
+        is_outside: No sample explains the loss.
+        is_stopped: It was stopped by a signal when it was looked at.
         stack: Where it stood, if it was alive.
         oom: What the kernel's own count says about kills for want of memory; empty: none.
         peak_kb: The most memory each worker has held, as far as known.
@@ -41,7 +55,10 @@ class WorkerFault:
     is_orphaned: bool = False
     index: Any = None
     position: int | None = None
-    suspect: Hashable | None = None
+    place: Place | None = None
+    is_crash: bool = False
+    is_outside: bool = False
+    is_stopped: bool = False
     seconds: float = 0.0
     stack: str = ""
     oom: str = ""
@@ -61,17 +78,11 @@ def describe_crash(
     elif fault.index is not None:
         sample = f" while loading sample {fault.index!r}"
         remedy = f"dataset[{fault.index!r}] alone, in this process"
-    elif isinstance(fault.suspect, tuple) and fault.suspect[0] == "batch":
-        sample = f" while putting batch {fault.suspect[1][1]} together (collate_fn, or sending it)"
-    elif fault.how == "hung" and fault.suspect is None:
+    elif fault.place is not None and fault.place.kind == "batch":
+        sample = f" while putting batch {fault.place.lease[1]} together (collate_fn, or sending it)"
+    elif fault.how == "hung" and fault.place is None:
         sample = " while it got ready (unpacking the dataset, or worker_init_fn)"
-    end = {
-        RestartDecision.RETRY: "; another takes its place" if policy is not None else "",
-        RestartDecision.POISON: "; it is the second that was lost there",
-        RestartDecision.HELPLESS: "; a thread cannot be ended from outside",
-        RestartDecision.HOPELESS: "; like those before it, it was not ready yet",
-        RestartDecision.LIMIT: _limit(policy),
-    }[decision]
+    end = _describe_decision(decision, policy)
     if decision is RestartDecision.POISON and fault.index is not None:
         remedy += '; DataLoader(..., on_error="skip") leaves such samples out'
     facts: dict[str, Any] = {
@@ -104,6 +115,26 @@ def _memory(fault: WorkerFault) -> str:
     return f"The most that each held up to its last batch: {each}."
 
 
+def _describe_decision(decision: RestartDecision, policy: RestartPolicy | None) -> str:
+    return {
+        RestartDecision.RETRY: "; another takes its place" if policy is not None else "",
+        RestartDecision.ISOLATE: "; another takes its place, and loads it alone",
+        RestartDecision.POISON: _losses_there(policy),
+        RestartDecision.HELPLESS: "; a thread cannot be ended from outside",
+        RestartDecision.HOPELESS: "; like those before it, it was not ready yet",
+        RestartDecision.LIMIT: _limit(policy),
+        RestartDecision.NO_PROGRESS: f"; {NO_PROGRESS} were lost in its place, one after the "
+        "other, and nothing was loaded in between",
+    }[decision]
+
+
+def _losses_there(policy: RestartPolicy | None) -> str:
+    if policy is None:
+        return ""
+    alone = f", {policy.num_alone} of them while it was loaded alone" if policy.num_alone else ""
+    return f"; {policy.num_there} workers were lost there{alone}"
+
+
 def _limit(policy: RestartPolicy | None) -> str:
     if policy is None or not policy.max_restarts:
         return ""
@@ -113,13 +144,28 @@ def _limit(policy: RestartPolicy | None) -> str:
     )
 
 
+def describe_server_losses(
+    error: StartFailed, decision: RestartDecision, policy: RestartPolicy
+) -> StartFailed:
+    """The error for fork servers that were killed in a row; ``error``: the last one's."""
+    end = _limit(policy)
+    if decision is RestartDecision.NO_PROGRESS:
+        end = f"; {NO_PROGRESS} in a row were, before they had started a worker"
+    return StartFailed(f"{error.what}{end}", likely=error.likely, remedy=error.remedy)
+
+
+def signal_name(exit_code: int) -> str:
+    """The name of the signal that ended a process."""
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
 def _how_it_ended(exit_code: int | None) -> tuple[str, str | None]:
     """The wording is PyTorch's, which people and programs look for."""
     if exit_code is not None and exit_code < 0:
-        try:
-            name = signal.Signals(-exit_code).name
-        except ValueError:
-            name = f"signal {-exit_code}"
+        name = signal_name(exit_code)
         return f"is killed by signal: {name}", _CAUSES.get(name)
     if exit_code is None:
         return "is gone; how is not known", "the fork server, which would know, does not answer."

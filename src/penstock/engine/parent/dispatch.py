@@ -28,6 +28,7 @@ from penstock.engine.parent.context import EpochPass, LoadContext
 from penstock.engine.parent.crash_report import WorkerFault
 from penstock.engine.parent.in_flight import LeaseQueue, PendingBatch
 from penstock.engine.parent.pools import Pool, WorkerExit
+from penstock.engine.parent.restart_decision import RestartPolicy
 from penstock.engine.parent.restarts import WorkerRestarts
 from penstock.engine.pickling.exceptions import ErrorReport, rebuild
 from penstock.errors import PenstockError, warn_user
@@ -40,6 +41,7 @@ class Dispatcher:
     Args:
         cells: The control page: see :mod:`penstock.engine.memory.messages`.
         can_split: May one batch be filled by several workers?
+        policy: Judges the losses of the pool's workers.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Dispatcher:
         task: WorkerTask,
         context: LoadContext,
         can_split: bool,
+        policy: RestartPolicy,
     ) -> None:
         self.pool = pool
         self.ring = ring
@@ -80,6 +83,7 @@ class Dispatcher:
             cells=cells,
             faults=self._faults,
             task=task,
+            policy=policy,
         )
         self._pending: dict[tuple[int, int], PendingBatch] = {}
         self._failure: BaseException | None = None
@@ -309,10 +313,13 @@ class Dispatcher:
         raise error
 
     def _take(self, worker: int, reply: Reply) -> None:
+        if reply.kind == "tried":
+            self._restarts.note_trial(worker)
+            return
         pending = self._pending[reply.pass_number, reply.batch]
         first, last = pending.parts[reply.part]
         self._lease_queue.take_back(worker, reply.key)
-        if self._task.is_iterable:
+        if self._restarts.needs_replies:
             self._restarts.note_reply(worker, reply)
         self.ring.fit(reply.needed_bytes)
         layout = None

@@ -76,7 +76,7 @@ class Faults:
             self.poison.setdefault(index, RuntimeError("it took down workers in an earlier run"))
 
     def add_poison(self, index: Any, error: Exception) -> None:
-        """A sample took down workers twice."""
+        """A sample took down workers, also when it was loaded alone."""
         self.poison[plain_index(index)] = error
 
     def count_restart(self) -> None:

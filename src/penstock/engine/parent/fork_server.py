@@ -109,7 +109,7 @@ class ForkServer:
         self._without = without
         self._lock = threading.RLock()
         self._exit_codes: dict[int, int] = {}
-        self.is_lost = self.was_killed = False
+        self.is_lost = self.was_killed = self.was_killed_from_outside = False
         self._owner = os.getpid()
         try:
             self._process = start_child(
@@ -274,6 +274,7 @@ class ForkServer:
             self._process.wait(0.5)
         code = self._process.poll()
         self.was_killed = code is not None and code < 0
+        self.was_killed_from_outside = code in (-signal.SIGKILL, -signal.SIGTERM)
         if code is None:  # one that is stopped would not see that we end
             self._process.kill()
             state, likely = "does not answer", "it was stopped (SIGSTOP, a debugger, a frozen "

@@ -22,13 +22,17 @@ from typing import Any, ClassVar, Protocol
 from penstock.engine.memory.messages import WorkerAssignment, WorkerTask
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent import fork_server as fork_servers
+from penstock.engine.parent.crash_report import describe_server_losses
 from penstock.engine.parent.ctrl_c import deferred_ctrl_c
+from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
 from penstock.engine.pickling.environment import describe_environment
 from penstock.engine.pickling.pickler import PickledObjects, PickleFile
 from penstock.engine.pickling.process_bound import find_inherited
 from penstock.errors import StartFailed, warn_user
 from penstock.machine.host import usable_cores
 
+MAX_FORK_SERVERS = 3
+"""Fork servers that may be unfit, or end by themselves, before a worker is started."""
 MAX_UNREAD_BYTES = 64 << 10
 """What a pipe surely takes while nobody reads it."""
 
@@ -100,6 +104,7 @@ class Launcher:
         method: "forkserver", "spawn" or "fork".
         worker_entry: See :class:`penstock.engine.parent.context.LoaderParts`.
         objects: dataset, collate_fn, worker_init_fn by name; pickled once, except under fork.
+        policy: Says how many fork servers may be lost.
         pickled: ``objects``, where that was done before.
     """
 
@@ -115,6 +120,7 @@ class Launcher:
         num_workers: int,
         objects: dict[str, Any],
         memory: SharedFile,
+        policy: RestartPolicy,
         pickled: PickledObjects | None = None,
     ) -> None:
         self._method = method
@@ -123,6 +129,7 @@ class Launcher:
         self._num_workers = num_workers
         self._objects = objects
         self._memory = memory
+        self._policy = policy
         self._pickle_file: PickleFile | None = None
         self._inherited: tuple[str, ...] = ()
         if method == "fork":
@@ -200,18 +207,31 @@ class Launcher:
     def _from_fork_server(self, number: int, channel: Any, name: str) -> Process:
         assert self._pickle_file is not None
         fds = [channel.fileno(), self._memory.fd, self._pickle_file.file.fd, *self._pickle_file.fds]
-        for _ in range(3):
+        num_left, may_be_stale = MAX_FORK_SERVERS, True
+        while True:
             fork_server = fork_servers.current_fork_server()
             try:
-                return fork_server.fork(self._assignment(number), fds, name)
+                process = fork_server.fork(self._assignment(number), fds, name)
             except StartFailed as error:
-                last = error
                 unfit = error.facts.get("unfit")
                 if unfit is not None:
                     fork_servers.replace_fork_server(fork_server, unfit)  # type: ignore[arg-type]
+                elif may_be_stale and fork_server.was_ready:
+                    may_be_stale = False  # it was lost since the last worker was started
+                    continue
+                elif fork_server.was_killed_from_outside:
+                    decision = self._policy.judge_fork_server()
+                    if decision is not RestartDecision.RETRY:
+                        raise describe_server_losses(error, decision, self._policy) from error
+                    continue
                 elif not fork_server.was_ready and not fork_server.was_killed:
-                    raise  # it never came up; one that was killed is replaced
-        raise last
+                    raise  # it never came up
+                num_left -= 1
+                if not num_left:
+                    raise
+            else:
+                self._policy.note_start()
+                return process
 
     def _spawned(self, number: int, channel: Any, name: str) -> Process:
         assert self._pickle_file is not None

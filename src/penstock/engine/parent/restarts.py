@@ -1,7 +1,8 @@
 """Replaces workers that died or hang, and has their work loaded again.
 
     WorkerExit (its pipe ended), or overdue() (it hangs) -> WorkerFault -> RestartPolicy's decision
-        -> a new worker with the same number, which loads again what the old one owed
+        -> a new worker with the same number, which loads again what the old one owed; a sample
+           that is suspected of ending workers is tried alone before
 
 What it owed goes into the same rows of the same slots with the same randomness, so the batches are
 the same. An iterable dataset has no positions: its replacement goes on from the state that the
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import sys
 import time
-from collections.abc import Hashable
 from typing import Any
 
 import psutil
@@ -25,6 +26,7 @@ from penstock.engine.memory.messages import (
     PEAK_KB,
     SINCE,
     NewPass,
+    ParentMessage,
     Reply,
     ResumeStream,
     WorkerTask,
@@ -35,11 +37,12 @@ from penstock.engine.parent.crash_report import (
     describe_crash,
     describe_stuck,
     describe_timeout,
+    signal_name,
 )
 from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.in_flight import LeaseQueue
 from penstock.engine.parent.pools import Pool, WorkerExit
-from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
+from penstock.engine.parent.restart_decision import Place, RestartDecision, RestartPolicy
 from penstock.engine.parent.stacks import all_stacks
 from penstock.errors import StartFailed, Stuck, WorkerTimeout
 from penstock.machine.oom import OomCount
@@ -54,11 +57,23 @@ LOOK_S = 0.2
 STARTING_S = 60.0
 """Where samples have a limit, a worker that takes longer (and longer than that limit) to get ready
 hangs in the user's code: the dataset's ``__setstate__``, or ``worker_init_fn``."""
+AT_ONCE_S = 0.1
+"""Workers that are lost within this time are lost at once."""
 ASLEEP_S = 5.0
 """Looks this far apart mean that this process itself was stopped: nobody is blamed for it."""
 _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 START_PAUSES_S = (0.1, 0.5, 2.0)
 """A worker that does not start (no memory, no process to be had) is tried again after these."""
+
+
+_SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
+
+
+def is_crash(exit_code: int | None) -> bool:
+    """Has the worker's own code ended it? Windows says the same of one that others ended."""
+    if exit_code is None or sys.platform == "win32":
+        return False
+    return exit_code >= 0 or signal_name(exit_code) not in _SENT_BY_OTHERS
 
 
 class WorkerRestarts:
@@ -67,6 +82,7 @@ class WorkerRestarts:
     Args:
         lease_queue: What each worker has not answered yet.
         faults: What the user allows; told of restarts, and of samples that take down workers.
+        policy: Judges losses; the launcher tells it of fork servers.
     """
 
     def __init__(
@@ -77,13 +93,18 @@ class WorkerRestarts:
         cells: memoryview,
         faults: Faults,
         task: WorkerTask,
+        policy: RestartPolicy,
     ) -> None:
         self._pool = pool
         self._lease_queue = lease_queue
         self._cells = cells
         self._faults = faults
         self._task = task
-        self._policy = RestartPolicy(faults.max_restarts)
+        self._policy = policy
+        self._trials: dict[int, Place] = {}
+        """What a worker loads alone before its leases."""
+        self._lost_ns: dict[int, int] = {}
+        self._lost_together: set[int] = set()
         self.patience_s = 1.0 if faults.sample_timeout_s is None else LOOK_S
         """How long the parent may sleep before it looks again."""
         self._oom = OomCount.now()
@@ -101,10 +122,23 @@ class WorkerRestarts:
         self._pass_number, self._fresh = pass_number, fresh
         self._answers = [0] * len(self._answers)
         self._states = [None] * len(self._states)
-        self._policy.forget_strikes()
+        self._policy.forget_places()
+        self._trials.clear()
+
+    @property
+    def needs_replies(self) -> bool:
+        """Must :meth:`note_reply` be called?"""
+        return self._task.is_iterable or self._policy.is_counting
+
+    def note_trial(self, worker: int) -> None:
+        """A worker has loaded alone what others were lost at, and lives."""
+        place = self._trials.pop(worker, None)
+        if place is not None:
+            self._policy.clear(place)
 
     def note_reply(self, worker: int, reply: Reply) -> None:
         """A worker has answered."""
+        self._policy.note_answer(worker, reply.key)
         if reply.pass_number == self._pass_number and self._task.is_iterable:
             self._answers[worker] += 1
             self._states[worker] = reply.state
@@ -130,17 +164,19 @@ class WorkerRestarts:
             return position, indices[row : row + num_samples] if num_samples > 1 else indices[row]
         return None, None
 
-    def _suspect(self, worker: int, how: str) -> Hashable | None:
+    def _place_of(self, worker: int, how: str) -> Place | None:
         owed = self._lease_queue.owed(worker)
         if not owed or owed[0].pass_number != self._pass_number:
             return None
         if how == "silent":
-            return how, owed[0].key
+            return Place(how, owed[0].key)
         position, index = self._current_sample(worker)
         if position is not None:
-            return "samples" if isinstance(index, list) else "sample", position
+            is_list = isinstance(index, list)
+            kind, num_samples = ("samples", len(index)) if is_list else ("sample", 1)
+            return Place(kind, owed[0].key, position, num_samples)
         is_at_work = self._cells[position_cell(worker) + IS_IDLE] == 0
-        return ("batch", owed[0].key) if is_at_work else None
+        return Place("batch", owed[0].key) if is_at_work else None
 
     def _seconds(self, worker: int) -> float:
         """For how long a worker has run the user's code; 0 where that is not measured."""
@@ -181,8 +217,9 @@ class WorkerRestarts:
 
     def _is_out_of_work(self, worker: int) -> bool:
         """Does a worker that has work not do it? It waits for some, or somebody stopped it."""
-        if self._cells[position_cell(worker) + IS_IDLE] == 1:
-            return True
+        return self._cells[position_cell(worker) + IS_IDLE] == 1 or self._is_stopped(worker)
+
+    def _is_stopped(self, worker: int) -> bool:
         try:
             return psutil.Process(self._pool.processes[worker].pid).status() == "stopped"
         except psutil.Error:
@@ -213,7 +250,8 @@ class WorkerRestarts:
             how=how,
             index=index,
             position=position,
-            suspect=self._suspect(worker, how),
+            place=self._place_of(worker, how),
+            is_stopped=self._is_stopped(worker),
             seconds=seconds,
             stack=self._pool.stack_of(worker),  # last: the signal may end a wait, and it moves on
         )
@@ -230,7 +268,9 @@ class WorkerRestarts:
             is_orphaned=exit.is_orphaned,
             index=index,
             position=position,
-            suspect=None if exit.is_orphaned else self._suspect(worker, "died"),
+            place=None if exit.is_orphaned else self._place_of(worker, "died"),
+            is_crash=is_crash(exit.exit_code),
+            is_outside=self._is_from_outside(worker, exit),
             oom=str(kills),
             peak_kb={
                 other: self._cells[position_cell(other) + PEAK_KB]
@@ -238,9 +278,30 @@ class WorkerRestarts:
             },
         )
 
+    def _is_from_outside(self, worker: int, exit: WorkerExit) -> bool:
+        """Does no sample explain this loss? It did nothing, or others were lost at once."""
+        was_idle = self._cells[position_cell(worker) + IS_IDLE] == 1
+        now_ns, processes = time.monotonic_ns(), self._pool.processes
+        before_ns = [moment for other, moment in self._lost_ns.items() if other != worker]
+        self._lost_ns[worker] = now_ns
+        dead = {
+            other
+            for other, process in enumerate(processes)
+            if other != worker and process.exitcode is not None
+        }
+        is_one_of_several = (
+            bool(dead)
+            or worker in self._lost_together
+            or any(now_ns - moment < AT_ONCE_S * 1e9 for moment in before_ns)
+        )
+        self._lost_together.discard(worker)
+        self._lost_together |= dead
+        is_unexplained = exit.is_orphaned or was_idle or is_one_of_several
+        return is_unexplained and not is_crash(exit.exit_code)
+
     # -- acting ----------------------------------------------------------------------------------
 
-    def replace(self, fault: WorkerFault) -> list[NewPass | ResumeStream]:
+    def replace(self, fault: WorkerFault) -> list[ParentMessage]:
         """Start another worker in the place of the lost one.
 
         Returns what the new one must hear before the leases that the old one owed; a lease with a
@@ -249,15 +310,24 @@ class WorkerRestarts:
         Raises:
             WorkerDied, SampleTimeout, Stuck, StartFailed: This cannot or shall not go on.
         """
-        worker, position = fault.worker, fault.position
+        worker, position, place = fault.worker, fault.position, fault.place
         if not self._pool.can_replace:
             raise describe_crash(fault, RestartDecision.HELPLESS)
         was_ready = fault.is_orphaned or self._cells[position_cell(worker) + IS_IDLE] != NOTHING
-        decision = self._policy.judge(worker, fault.suspect, was_ready=was_ready)
+        decision = self._policy.judge(
+            worker,
+            place,
+            is_alone=place is not None and self._trials.get(worker) == place,
+            is_hang=fault.how != "died" and not (fault.how == "hung" and fault.is_stopped),
+            is_crash=fault.is_crash,
+            is_outside=fault.is_outside or fault.is_stopped,
+            was_ready=was_ready,
+        )
         if decision is RestartDecision.POISON and fault.how == "silent":
             raise self._stuck(f"worker {worker} has work and does not take it")
         is_skipped = decision is RestartDecision.POISON and self._may_skip(worker, position)
-        if decision is not RestartDecision.RETRY and not is_skipped:
+        goes_on = decision in (RestartDecision.RETRY, RestartDecision.ISOLATE) or is_skipped
+        if not goes_on:
             raise describe_crash(fault, decision, self._policy)
         if fault.is_orphaned:
             log.warning("worker %d (pid %s) ended with its fork server", worker, fault.pid)
@@ -265,7 +335,11 @@ class WorkerRestarts:
             said = describe_crash(fault, decision, self._policy)
             log.warning("%s%s", said.what, f"\n  Likely: {said.likely}" if said.likely else "")
         if position is not None and is_skipped:
-            self._skip_sample(worker, fault.index, position, describe_crash(fault, decision, None))
+            self._trials.pop(worker, None)
+            error = describe_crash(fault, decision, self._policy)
+            self._skip_sample(worker, fault.index, position, error)
+        elif decision is RestartDecision.ISOLATE and place is not None:
+            self._trials[worker] = place
         self._start(worker)
         self._faults.count_restart()
         return self._first_messages(worker)
@@ -278,6 +352,8 @@ class WorkerRestarts:
             except (StartFailed, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in _PASSING:
                     raise  # not about starting: a signal handler of the user's, say
+                if self._policy.is_spent:
+                    raise
                 log.warning("worker %d was not replaced, in %g s again: %s", worker, pause_s, error)
                 time.sleep(pause_s)
         return self._pool.replace(worker)
@@ -301,13 +377,18 @@ class WorkerRestarts:
             )
         self._lease_queue.amend(worker, lease)
 
-    def _first_messages(self, worker: int) -> list[NewPass | ResumeStream]:
-        messages: list[NewPass | ResumeStream] = [] if self._fresh is None else [self._fresh]
+    def _first_messages(self, worker: int) -> list[ParentMessage]:
+        messages: list[ParentMessage] = [] if self._fresh is None else [self._fresh]
         if self._task.is_iterable and (self._answers[worker] or self._pass_number):
             state, num_batches = self._states[worker], self._answers[worker]
             messages.append(
                 ResumeStream(self._pass_number, state, 0 if state is not None else num_batches)
             )
+        place = self._trials.get(worker)
+        if place is not None and place.position is not None:
+            lease = self._lease_queue.owed(worker)[0]
+            trial = (place.position - lease.position, place.num_samples)
+            messages.append(lease._replace(trial=trial))
         return messages
 
     # -- saying ----------------------------------------------------------------------------------

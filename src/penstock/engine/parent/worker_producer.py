@@ -17,6 +17,7 @@ from penstock.engine.parent.dispatch import Dispatcher
 from penstock.engine.parent.launcher import Launcher
 from penstock.engine.parent.pools import Pool, control_cells
 from penstock.engine.parent.process_pool import ProcessPool
+from penstock.engine.parent.restart_decision import RestartPolicy
 from penstock.engine.parent.thread_pool import ThreadPool
 from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import StartFailed
@@ -67,13 +68,15 @@ class WorkerProducer:
             traces_samples=recorder.traces_samples,
             traces_steps=recorder.traces_steps,
         )
+        policy = RestartPolicy(context.parts.faults.max_restarts)
         self.dispatcher = Dispatcher(
-            pool=self._make_pool(task, memory, cells, pickled),
+            pool=self._make_pool(task, memory, cells, policy, pickled),
             ring=context.make_ring(memory),
             cells=cells,
             task=task,
             context=context,
             can_split=self._can_split(task),
+            policy=policy,
         )
         recorder.record_launch(start_ns, settings.num_workers)
 
@@ -91,6 +94,7 @@ class WorkerProducer:
         task: WorkerTask,
         memory: SharedFile,
         cells: memoryview,
+        policy: RestartPolicy,
         pickled: PickledObjects | None,
     ) -> Pool:
         context, settings = self._context, self._context.settings
@@ -112,6 +116,7 @@ class WorkerProducer:
             num_workers=settings.num_workers,
             objects=objects,
             memory=memory,
+            policy=policy,
             pickled=pickled,
         )
         for note in launcher.notes:

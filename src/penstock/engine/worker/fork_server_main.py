@@ -121,6 +121,7 @@ def _serve_request(control: Any, children: set[int], wake: tuple[int, int]) -> b
     modules, path, payload = body
     with _ending_with_parent(control):
         answer, pid = _import_all(modules, path), 0
+    fork_server = os.getpid()
     if answer is None:
         try:
             pid = os.fork()
@@ -136,7 +137,7 @@ def _serve_request(control: Any, children: set[int], wake: tuple[int, int]) -> b
             os.close(fd)
         signal.set_wakeup_fd(-1)
         control.close()
-        _become_worker(payload, fds)
+        _become_worker(payload, fds, fork_server)
     for fd in fds:
         os.close(fd)
     children.add(pid)
@@ -175,7 +176,7 @@ def _import_all(modules: Any, path: list[str]) -> tuple[str, str] | None:
 _generations: dict[str, int] = {}
 
 
-def _become_worker(body: bytes, fds: list[int]) -> None:
+def _become_worker(body: bytes, fds: list[int], fork_server: int) -> None:
     """The rest of a forked child's life."""
 
     def become() -> None:
@@ -183,9 +184,8 @@ def _become_worker(body: bytes, fds: list[int]) -> None:
         import ctypes
         from multiprocessing import connection, util
 
-        fork_server = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != fork_server:
+        if os.getppid() != fork_server:  # it ended before the kernel knew of our wish
             os._exit(1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         atexit._clear()

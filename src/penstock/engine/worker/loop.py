@@ -17,6 +17,7 @@ The same class runs in worker processes and in worker threads; only the connecti
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
@@ -185,12 +186,15 @@ class WorkerLoop:
         self._recorder.begin(lease)
         needed_bytes, is_slot_lost = 0, False
         try:
-            if self._init_error is not None:
+            if self._init_error is not None and lease.trial is None:
                 error, self._init_error = self._init_error, None
                 raise error
             if self._bad_policy is not None:
                 self._bad_policy.found = []
-            kind, content, needed_bytes, is_slot_lost = self._load(lease)
+            if lease.trial is None:
+                kind, content, needed_bytes, is_slot_lost = self._load(lease)
+            else:
+                kind, content = self._load_alone(lease, *lease.trial), None
         except PassOver:
             kind, content = "dropped", None
         except EmptyBatch:
@@ -200,7 +204,7 @@ class WorkerLoop:
         except self._caught as error:
             kind, content = "error", self._describe(error)
         self._status.show_done()
-        is_loaded = kind not in ("dropped", "empty", "end", "error")
+        is_loaded = kind not in ("dropped", "empty", "end", "error", "tried")
         busy_ns = self._recorder.end(is_loaded=is_loaded)
         state = own_state_of(self._dataset) if self._task.is_iterable and kind != "error" else None
         bad_samples = tuple(self._bad_policy.found) if self._bad_policy is not None else ()
@@ -235,6 +239,19 @@ class WorkerLoop:
         """One sample at a time, in spite of bad ones."""
         if bad_policy.needs_whole_batch and not lease.is_whole:
             return "odd", None, 0, False
+        samples = self._samples_carefully(lease, bad_policy, lease.index)
+        if not samples:
+            if not lease.is_whole:
+                return "odd", None, 0, False
+            raise EmptyBatch
+        if self._writes_slots:
+            return self._fill(lease, samples)
+        return self._collate_freely(lease, samples if self._task.auto_collation else samples[0])
+
+    def _samples_carefully(
+        self, lease: Lease, bad_policy: BadSamplePolicy, batch: Any
+    ) -> list[Any]:
+        """``batch``: all indices among which a substitute may be found."""
         self._status.check_pass(lease.pass_number)
         self._begin_randomness(lease)
         get = one_getter(self._dataset)
@@ -245,18 +262,38 @@ class WorkerLoop:
                     self._randomness.snapshot()
                 return call_user(function, index, position, self._randomness)
 
-        index = lease.index if self._task.auto_collation else [lease.index]
+        indices = list(batch) if self._task.auto_collation else [batch]
         placed = self._walk(lease)
-        samples = bad_policy.samples(
-            call, get, placed, lease.key_epoch, list(index), lease.poison_rows
+        return bad_policy.samples(call, get, placed, lease.key_epoch, indices, lease.poison_rows)
+
+    def _load_alone(self, lease: Lease, first: int, count: int) -> str:
+        """Load a few rows of a lease into memory that nobody reads: does that end this process?
+
+        What they raise does not matter here: the lease itself is loaded next.
+        """
+        index = lease.index
+        if self._task.auto_collation:
+            index = list(index)[first : first + count]
+        rows = range(first, first + count)
+        alone = lease._replace(
+            index=index,
+            position=lease.position + first,
+            poison_rows=tuple(
+                (row - first, error) for row, error in lease.poison_rows if row in rows
+            ),
         )
-        if not samples:
-            if not lease.is_whole:
-                return "odd", None, 0, False
-            raise EmptyBatch
-        if self._writes_slots:
-            return self._fill(lease, samples)
-        return self._collate_freely(lease, samples if self._task.auto_collation else samples[0])
+        with suppress(Exception):
+            self._status.check_pass(lease.pass_number)
+            if self._bad_policy is not None and (lease.poison_rows or lease.is_suspect):
+                samples: Any = self._samples_carefully(alone, self._bad_policy, lease.index)
+            else:
+                samples = self._samples(alone)
+            if self._writes_slots:
+                writer = collate.BatchWriter(np.empty(lease.slot_bytes, dtype=np.uint8), count, 0)
+                writer.take(iter(samples))
+            elif self._task.auto_collation:
+                deque(samples, maxlen=0)
+        return "tried"
 
     def _load_once(self, lease: Lease) -> Loaded:
         self._status.check_pass(lease.pass_number)
