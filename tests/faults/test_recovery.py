@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -481,6 +484,41 @@ def test_a_sample_that_is_loaded_alone_without_harm_is_not_left_out(
     assert log.lines == ["13", "13"]
     assert restarts() == 2
     assert loader.bad_samples == []
+
+
+@pytest.mark.parametrize("kind", [{"collate_fn": torch.stack}, {"batch_size": None}], ids=str)
+def test_poison_is_found_however_samples_are_put_together(kind: Any, log: Log) -> None:
+    quiet = [
+        batch[batch[:, 0] != 13] if batch.ndim == 2 else batch
+        for batch in batches(Fateful(), **kind)
+        if batch.ndim == 2 or int(batch[0]) != 13
+    ]
+    found = batches(poisoned(log), num_workers=2, on_error="skip", **kind)
+    assert_same(found, quiet)
+    assert log.lines == ["13"] * 4
+
+
+class Truncated(Fateful):
+    """Sample 13 lies in a file that is cut off, which is noticed when the sample is copied."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index != 13 or self.log is None:
+            return torch.full((1 << 18,), index, dtype=torch.int64)
+        self.log.add(index)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()
+        path = f"{self.log.path}-{os.getpid()}"
+        mapped = np.memmap(path, dtype=np.int64, mode="w+", shape=(1 << 18,))
+        os.truncate(path, 0)
+        return torch.from_numpy(mapped)
+
+
+def test_a_sample_that_kills_when_it_is_copied_is_found_alone(log: Log) -> None:
+    loader = DataLoader(Truncated({}, log, length=20), batch_size=4, num_workers=2, on_error="skip")
+    found = [int(row[0]) for batch in loader for row in batch]
+    assert found == [*range(13), *range(14, 20)]
+    assert log.lines == ["13"] * 4
+    assert "SIGBUS" in loader.bad_samples[0].error
 
 
 class DiesInCompany(Fateful):

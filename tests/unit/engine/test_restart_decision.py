@@ -150,6 +150,15 @@ def test_losses_without_progress_are_the_end_and_an_answer_is_progress() -> None
     assert policy.judge(0, None, is_outside=True) is RestartDecision.NO_PROGRESS
 
 
+def test_a_worker_without_work_may_be_lost_as_often_as_the_budget_allows() -> None:
+    policy = RestartPolicy(3 * NO_PROGRESS)
+    decisions = [
+        policy.judge(0, None, is_outside=True, has_work=False) for _ in range(3 * NO_PROGRESS)
+    ]
+    assert set(decisions) == {RETRY}
+    assert policy.judge(0, None, has_work=False) is RestartDecision.LIMIT
+
+
 def test_fork_servers_are_replaced_within_the_same_budget() -> None:
     policy = RestartPolicy(3)
     policy.judge(0, None)

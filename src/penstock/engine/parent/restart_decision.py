@@ -35,7 +35,7 @@ HANGS = 2
 STILLBORN = 3
 """Workers that die one after the other before they are ready, without such doubts."""
 NO_PROGRESS = 20
-"""Losses in a row of one worker that answers nothing in between, or of fork servers that start no
+"""Losses in a row of one worker that has work and answers nothing, or of fork servers that start no
 worker: the end, whatever ``max_restarts`` says."""
 WINDOW_S = 600.0
 """Restarts are counted within this time: ten days of training may see more than ``max_restarts``,
@@ -131,6 +131,7 @@ class RestartPolicy:
         is_crash: bool = False,
         is_outside: bool = False,
         was_ready: bool = True,
+        has_work: bool = True,
     ) -> RestartDecision:
         """A worker was lost.
 
@@ -141,6 +142,7 @@ class RestartPolicy:
             is_crash: How it ended shows that its own code did it.
             is_outside: No sample explains this loss.
             was_ready: Had it come so far that it could take work?
+            has_work: Does it owe an answer? One that does not makes no progress, and needs none.
         """
         if is_outside:
             self._outside_s = self._now()
@@ -163,7 +165,7 @@ class RestartPolicy:
         if decision is RestartDecision.POISON:
             self._num_in_a_row.pop(worker, None)  # a cause is found: that is progress
             return decision
-        self._num_in_a_row[worker] += 1
+        self._num_in_a_row[worker] += has_work
         if self._num_in_a_row[worker] >= NO_PROGRESS:
             return RestartDecision.NO_PROGRESS
         return decision

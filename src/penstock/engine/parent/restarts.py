@@ -322,6 +322,7 @@ class WorkerRestarts:
             is_crash=fault.is_crash,
             is_outside=fault.is_outside or fault.is_stopped,
             was_ready=was_ready,
+            has_work=bool(self._lease_queue.owed(worker)),
         )
         if decision is RestartDecision.POISON and fault.how == "silent":
             raise self._stuck(f"worker {worker} has work and does not take it")
