@@ -84,3 +84,39 @@ def test_programs_that_get_ctrl_c_at_random_moments_end(tmp_path: Path) -> None:
     endings = interrupts.interrupt(tmp_path, NUM_PROGRAMS)
     assert len(endings) == NUM_PROGRAMS
     assert [ending for ending in endings if not ending.is_clean] == []
+
+
+HOOKS = """
+import os, sys, types
+
+def is_python(hook):
+    return not isinstance(getattr(hook, "func", hook), types.BuiltinFunctionType)
+
+def record(**hooks):
+    caller = sys._getframe(1).f_globals["__name__"]
+    found.extend((caller, is_python(hook)) for hook in hooks.values())
+    register(**hooks)
+
+found, register, os.register_at_fork = [], os.register_at_fork, record
+from penstock.cli.run import _PatchedRun
+import penstock.engine.parent.launcher
+import torch
+_PatchedRun().patch_torch({"seed": None}, conv=None, trace=None)
+ours = [one for one in found if one[0].startswith("penstock.")]
+print(*sorted({caller for caller, _ in ours}))
+print([caller for caller, is_bad in ours if is_bad])
+print(sum(is_bad for _, is_bad in found) > 0)
+"""
+
+
+def test_no_at_fork_hook_of_ours_runs_python(tmp_path: Path) -> None:
+    result = scripting.run(HOOKS, tmp_path)
+    names, ours, has_others = result.stdout.splitlines()
+    assert names.split() == [
+        "penstock.cli.run",
+        "penstock.engine.memory.fork_watch",
+        "penstock.engine.parent.fork_server",
+        "penstock.trace.record",
+    ]
+    assert ours == "[]"
+    assert has_others == "True"  # control: those of other libraries do

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 import leftovers
 import scripting
 from penstock import DataLoader
+from penstock.engine.memory.control_socket import ControlSocket
 from penstock.engine.memory.ring import Ring
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent import fork_server as fork_servers
@@ -365,3 +366,63 @@ if pid:
 def test_parent_and_forked_child_may_both_go_on_loading(tmp_path: Path) -> None:
     result = scripting.run(FORKING, tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_a_forked_child_does_not_keep_the_fork_server_from_ending(
+    hangs_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds a copy of the control socket. Control: one that is only closed stays open there."""
+    assert load() == GOOD
+    process = fork_servers.current_fork_server()._process
+    if not hangs_up:
+        monkeypatch.setattr(ControlSocket, "hang_up", ControlSocket.close)
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(tell)
+        os.read(told, 1)
+        os._exit(0)
+    fork_servers.close_fork_server()
+    assert process.returncode == (0 if hangs_up else -signal.SIGKILL)
+    os.close(tell)
+    os.close(told)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+HELD_OPEN = """
+import os, time
+from penstock import DataLoader
+from penstock.engine.parent.fork_server import current_fork_server
+
+iterator = iter(DataLoader(range(8), num_workers=1))
+next(iterator)
+child = os.fork()
+if child == 0:
+    os.setsid()
+    time.sleep(60)
+    os._exit(0)
+print(current_fork_server().pid, child, flush=True)
+time.sleep(60)
+"""
+WITHOUT_PIDFD = "import os\nif hasattr(os, 'pidfd_open'): del os.pidfd_open\n"
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_nor_where_its_parent_is_killed(
+    has_pidfd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_pidfd:  # as in older kernels
+        (tmp_path / "sitecustomize.py").write_text(WITHOUT_PIDFD)
+        path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    with scripting.running(HELD_OPEN, tmp_path) as program:
+        assert program.stdout is not None
+        fork_server, child = map(int, program.stdout.readline().split())
+        program.kill()
+        program.wait()
+        try:
+            assert leftovers.wait_until_gone([fork_server], 10.0) == []
+            os.kill(child, 0)  # control: the child lives
+        finally:
+            os.kill(child, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import multiprocessing
 import os
 import select
@@ -19,11 +20,12 @@ import scripting
 from penstock import DataLoader
 from penstock.engine.memory.fork_watch import process_forks
 from penstock.engine.memory.ring import FIRST_SLOTS, Ring, Slot
-from penstock.engine.memory.shared_file import SharedFile
+from penstock.engine.memory.shared_file import PrivateFile, SharedFile
 from specimens import Numbers
 
 pytestmark = [
     pytest.mark.fault,
+    pytest.mark.legacy,
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
 ]
 
@@ -118,9 +120,18 @@ def test_it_does_where_slots_are_not_parked(way: str, monkeypatch: pytest.Monkey
     assert batch_changes_under_a_child(by_fork, loader)
 
 
-def test_memory_of_a_loader_without_workers_is_copied_by_the_fork() -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_memory_of_a_loader_without_workers_is_copied_by_the_fork(
+    is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_shared:  # control: such memory is not
+
+        def map_shared(file: Any, offset: int, num_bytes: int, **_: Any) -> mmap.mmap:
+            return mmap.mmap(-1, num_bytes)
+
+        monkeypatch.setattr(PrivateFile, "map", map_shared)
     loader = DataLoader(TensorDataset(torch.arange(4000.0).reshape(400, 10)), batch_size=4)
-    assert not batch_changes_under_a_child(by_fork, loader)
+    assert batch_changes_under_a_child(by_fork, loader) == is_shared
 
 
 # -- when a slot is free again ---------------------------------------------------------------------
