@@ -59,9 +59,11 @@ def run_forked_worker(
     from penstock.engine.worker import main
     from penstock.engine.worker.loop import WorkerLoop
     from penstock.engine.worker.parent_link import PipeConnection, offer_stack
+    from penstock.engine.worker.torch_templates import keep_generated_modules_in_memory
 
     task, number, num_workers, parent = given
     main.quiet_signals()
+    keep_generated_modules_in_memory()
     main.watch_parent(parent)
     torch.set_num_threads(1)
     cells = memoryview(memory.map(0, control_bytes(num_workers, task.trace_bytes))).cast("q")

@@ -27,6 +27,7 @@ from penstock.engine.worker.main import (
     leave_ctrl_c_to_parent,
     worker_main,
 )
+from penstock.engine.worker.torch_templates import keep_generated_modules_in_memory
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.25
@@ -36,6 +37,7 @@ def fork_server_main(control_fd: int) -> None:
     """Entry of the fork server: import what workers need, then fork on request until hung up on."""
     control = control_socket.ControlSocket.from_fd(control_fd)
     leave_ctrl_c_to_parent()
+    keep_generated_modules_in_memory()
     with _ending_with_parent(control):
         import torch  # noqa: F401
 

@@ -27,6 +27,7 @@ from penstock.engine.memory.messages import (
 )
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.pickling.environment import apply_environment
+from penstock.engine.worker.torch_templates import keep_generated_modules_in_memory
 from penstock.errors import NoStopIteration
 from penstock.machine.child_process import watched_parent
 
@@ -50,6 +51,7 @@ def worker_main(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> N
 
 def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> Any:
     quiet_signals()
+    keep_generated_modules_in_memory()
     apply_environment(assignment.environment)
     import torch
 
