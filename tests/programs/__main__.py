@@ -13,7 +13,6 @@ TEMPLATE = '''"""{problem}"""
 import sys
 
 from programs.driver import Session
-
 from programs.record import Program
 
 session = Session(0)
@@ -33,13 +32,12 @@ def main() -> int:
     parser.add_argument("--found", type=Path, help="a folder that gets a script for each failure")
     parser.add_argument("--results", type=Path, help="a file that gets the summary")
     parser.add_argument("--one", help="check this program, as it was printed")
-    parser.add_argument("--sabotage", default="")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=float, metavar="LIMIT_S", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        driver.serve()
+        driver.serve(given.serve)
         return 0
-    session = driver.Session(given.seed, sabotage=given.sabotage)
+    session = driver.Session(given.seed)
     if given.one:
         problems = session.check(record.parse(given.one))
         session.close()

@@ -1,10 +1,10 @@
 """Compares a program with its references; returns what differs, in words.
 
-    samples    torch's own loader without workers, over the same dataset and indices, where nothing
-               is drawn
-    bits       our loader without workers, without deaths and without resuming
-    the loop   draws what it would draw around torch's loader; what it holds does not change
-    the end    no process, descriptor, segment, mapping or thread is left
+samples    torch's own loader without workers, over the same dataset and indices, where nothing
+           is drawn
+bits       our loader without workers, without deaths and without resuming
+the loop   draws what it would draw around torch's loader; what it holds does not change
+the end    no process, descriptor, segment, mapping or thread is left
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def without_workers(program: Program) -> Program:
         prefetch_factor=None,
         in_order=True,
         worker_init="",
+        sample_ms=0,
         events=program.events_of("break"),
     )
 
@@ -100,7 +101,9 @@ def _compare_with_torch(program: Program) -> Iterator[str]:
     yield from _compare_drawn(ours, theirs, "torch's loader")
 
 
-def _compare(run: running.Run, reference: running.Run, name: str, *, in_order: bool) -> Iterator[str]:
+def _compare(
+    run: running.Run, reference: running.Run, name: str, *, in_order: bool
+) -> Iterator[str]:
     pairs = itertools.zip_longest(run.epochs, reference.epochs, fillvalue=())
     for epoch, (batches, others) in enumerate(pairs):
         if not in_order:

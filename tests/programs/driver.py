@@ -34,8 +34,9 @@ TESTS = Path(__file__).resolve().parents[1]
 # -- the child -------------------------------------------------------------------------------------
 
 
-def serve() -> None:
+def serve(limit_s: float = LIMIT_S) -> None:
     """Answer programs until standard input ends."""
+    import gc
     import logging
 
     from programs.checking import check
@@ -44,13 +45,10 @@ def serve() -> None:
     os.dup2(2, 1)  # what user code prints is no answer
     warnings.simplefilter("ignore")
     logging.getLogger("penstock").setLevel(logging.CRITICAL)
-    sabotage = os.environ.get("PROGRAMS_SABOTAGE")
-    if sabotage:
-        from programs import sabotages
-
-        sabotages.SABOTAGES[sabotage]()
+    gc.collect()
+    gc.freeze()  # torch is not looked at in each of the many collections
     for line in sys.stdin:
-        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+        faulthandler.dump_traceback_later(limit_s, exit=True)
         problems = check(record.parse(line))
         faulthandler.cancel_dump_traceback_later()
         answers.write(json.dumps(problems) + "\n")
@@ -60,11 +58,12 @@ def serve() -> None:
 class Child:
     """A process that checks programs, one after the other."""
 
-    def __init__(self, sabotage: str = "") -> None:
-        self._errors = tempfile.TemporaryFile()
-        paths = [str(TESTS), str(TESTS.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the child)
+        given = os.environ.get("PYTHONPATH")
+        paths = [str(TESTS), str(TESTS.parent / "src"), *([given] if given else [])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "programs", "--serve"],
+            [sys.executable, "-m", "programs", "--serve", str(limit_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -72,7 +71,6 @@ class Child:
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(paths),
-                "PROGRAMS_SABOTAGE": sabotage,
                 "NO_ALBUMENTATIONS_UPDATE": "1",
             },
         )
@@ -99,8 +97,9 @@ class Child:
         status = self._process.wait()
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace")
-        kind = "hangs" if "Timeout (" in said else f"ended the process with status {status}"
-        return [f"{kind}: {said[-3000:]}"]
+        if "Timeout (" in said:
+            return [f"hangs: {said[said.rindex('Timeout (') :][:3000]}"]
+        return [f"ended the process with status {status}: {said[-3000:]}"]
 
     def close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
@@ -160,13 +159,11 @@ class Session:
     """Draws programs from a seed, checks them, and shrinks those that fail.
 
     Args:
-        sabotage: A defect to put into the child; see :mod:`programs.sabotages`.
         num_shrunk: How many failures of one kind are made smaller.
     """
 
-    def __init__(self, seed: int, *, sabotage: str = "", num_shrunk: int = 1) -> None:
+    def __init__(self, seed: int, *, num_shrunk: int = 1) -> None:
         self.report = Report(seed)
-        self._sabotage = sabotage
         self._num_shrunk = num_shrunk
         self._child: Child | None = None
         self._kinds: Counter[str] = Counter()
@@ -182,7 +179,7 @@ class Session:
         if self._child is None or self._child.num_checked >= PROGRAMS_PER_CHILD:
             self.close()
         if self._child is None:
-            self._child = Child(self._sabotage)
+            self._child = Child()
         problems = self._child.check(program)
         if problems:
             self.close()  # what failed may have left something

@@ -131,6 +131,7 @@ class Holder:
         self.slotted = _Slotted()
         self.many = [np.random.default_rng(12 + n) for n in range(60)]
         self.lazy: Any = None
+        self.folds = np.random.default_rng(80)
         self.kept: Any = None
         self.pipeline: Any = _make_pipelines(draws)
 
@@ -144,7 +145,7 @@ class Holder:
 
     def draw_once(self, index: int) -> int:
         if self.kept is None:
-            self.kept = np.random.permutation(1000)
+            self.kept = self.folds.permutation(1000)
         return int(self.kept[index % 1000])
 
 
@@ -229,7 +230,11 @@ def _make_pipelines(draws: tuple[str, ...]) -> dict[str, Any]:
         from torchvision.transforms import v2
 
         made["torchvision v2"] = v2.Compose(
-            [v2.RandomResizedCrop(8, antialias=True), v2.RandomVerticalFlip(), v2.RandomPosterize(4)]
+            [
+                v2.RandomResizedCrop(8, antialias=True),
+                v2.RandomVerticalFlip(),
+                v2.RandomPosterize(4),
+            ]
         )
     if "albumentations" in draws:
         import albumentations as A

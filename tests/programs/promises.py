@@ -1,7 +1,8 @@
 """The combinations that the documentation excludes, each with the sentence that does so.
 
-:func:`settle` turns any record into a program that everything is promised for: what is excluded is
-set to its default. The checks then have no exceptions but those at the end of this module.
+:func:`settle` turns any record into a program that can be built and that everything is promised
+for: what is excluded is set to its default. The functions at the end say which comparisons a
+program allows. Nothing else in this package knows an exception.
 """
 
 from __future__ import annotations
@@ -9,9 +10,54 @@ from __future__ import annotations
 from programs import parts
 from programs.record import Program
 
-COMPATIBILITY = "docs/compatibility.md"
-REPRODUCIBILITY = "docs/reproducibility.md"
-FAULTS = "docs/faults.md"
+EXCEPTIONS: dict[str, tuple[str, str]] = {
+    "out of order": ("explain/order.md", "(`in_order=False` gives that up)"),
+    "one death": ("faults.md", "Two losses at the same sample are the sample's own doing"),
+    "worker seeds after a loss": (
+        "faults.md",
+        "no promise: the new worker starts from the lost one's seed",
+    ),
+    "iterable datasets": (
+        "compatibility.md",
+        'An iterable dataset has no positions: there `randomness` is `"worker"`.',
+    ),
+    "streams go round": ("compatibility.md", "whole batches go round the workers as in PyTorch"),
+    "streams in threads": ("compatibility.md", "An iterable dataset gets one thread"),
+    "threads without seeds": (
+        "compatibility.md",
+        "nothing is seeded: numbers are not repeatable",
+    ),
+    "draws beside threads": (
+        "compatibility.md",
+        "What your loop draws while the threads load is neither repeatable nor harmless to them",
+    ),
+    "one dataset in threads": (
+        "compatibility.md",
+        "All threads use one dataset. It must bear that.",
+    ),
+    "later epochs without a seed": (
+        "reproducibility.md",
+        "resumes the epoch that was under way; the ones after it are drawn anew",
+    ),
+    "samplers asked again": (
+        "reproducibility.md",
+        "Other samplers are asked for their indices from the first one on",
+    ),
+    "dataclasses": ("compatibility.md", "also takes dataclasses"),
+    "unseeded generators": (
+        "compatibility.md",
+        "nor is one that a sample makes for itself without a seed",
+    ),
+    "persistent workers": (
+        "compatibility.md",
+        "`persistent_workers=True` gives other numbers than `False` from the second epoch on",
+    ),
+    "what is stored": (
+        "packed-sets.md",
+        "what is random in a sample is frozen with",
+    ),
+}
+"""Each exception with the page and the sentence that makes it; a test looks for the sentence."""
 
 
 def settle(program: Program) -> Program:
@@ -39,12 +85,14 @@ def _source_rules(p: Program) -> Program:
         p = p.having(wraps=())
     if "stack" in p.wraps and not hasattr(parts.torch.utils.data, "StackDataset"):
         p = p.having(wraps=tuple(wrap for wrap in p.wraps if wrap != "stack"))
+    if "stack" in p.wraps and p.bad_kind == "none":  # a tuple of two None is not None
+        p = p.having(bad_kind="raises")
     p = p.having(bad=tuple(index for index in p.bad if index < p.length))
     return p if p.bad else p.having(bad=(), bad_kind="raises", on_error="raise")
 
 
 def _storing_rules(p: Program) -> Program:
-    """Packed sets and caches take samples of plain values, and at least one of them."""
+    """ "what is stored"; packed sets and caches take plain values, and at least one sample."""
     storing = [wrap for wrap in p.wraps if wrap in parts.STORING]
     if not storing:
         return p
@@ -80,16 +128,14 @@ def _batch_rules(p: Program) -> Program:
 
 def _loop_rules(p: Program) -> Program:
     if p.num_workers == 0:
-        p = p.having(
-            pool="auto", start_method=None, prefetch_factor=None, persistent_workers=False
-        )
+        p = p.having(pool="auto", start_method=None, prefetch_factor=None, persistent_workers=False)
     if p.pool == "thread":
         p = p.having(start_method=None)
     if p.pool == "thread" or p.num_workers in (0, "auto"):
         p = p.having(events=p.events_of("fork", "break", "resume"))
     if p.num_workers == "auto":
         p = p.having(prefetch_factor=None)
-    # Two losses at the same sample "are the sample's own doing" (docs/faults.md): one death.
+    # "one death"
     first_kill = p.events_of("kill", "kill_server")[:1]
     resumes = p.events_of("resume")[:1]
     breaks = p.events_of("break")[:1] if not resumes else ()
@@ -101,7 +147,7 @@ def _loop_rules(p: Program) -> Program:
 
 
 def _order_rules(p: Program) -> Program:
-    """``in_order=False``: batches come as they are ready; which are first is not promised."""
+    """ "out of order": which batches are first is not promised."""
     if not p.in_order:
         p = p.having(events=p.events_of("fork", "kill", "kill_server"))
         if p.source == "iterable":
@@ -110,14 +156,7 @@ def _order_rules(p: Program) -> Program:
 
 
 def _worker_randomness_rules(p: Program) -> Program:
-    """Randomness that belongs to the worker.
-
-    docs/compatibility.md: "An iterable dataset has no positions: there `randomness` is "worker"."
-    docs/faults.md: "`randomness="worker"`: no promise: the new worker starts from the lost one's
-    seed."
-    docs/compatibility.md, threads: "With `randomness="worker"` your code runs in parallel, and
-    nothing is seeded: numbers are not repeatable."
-    """
+    """ "iterable datasets", "worker seeds after a loss", "threads without seeds"."""
     if p.source != "iterable" and p.randomness == "sample":
         return p
     p = p.having(draws=tuple(name for name in p.draws if name in parts.GLOBAL_DRAWS))
@@ -130,12 +169,7 @@ def _worker_randomness_rules(p: Program) -> Program:
 
 
 def _thread_rules(p: Program) -> Program:
-    """Threads share the dataset and the generators.
-
-    docs/compatibility.md, threads: "What your loop draws while the threads load is neither
-    repeatable nor harmless to them: draw before, or use processes."
-    docs/compatibility.md, threads: "All threads use one dataset. It must bear that."
-    """
+    """ "draws beside threads", "one dataset in threads"."""
     if p.pool != "thread":
         return p
     p = p.having(draws_between=False, worker_init="")
@@ -143,13 +177,7 @@ def _thread_rules(p: Program) -> Program:
 
 
 def _resume_rules(p: Program) -> Program:
-    """Resuming.
-
-    docs/reproducibility.md: "Without `seed=`, Lightning resumes the epoch that was under way; the
-    ones after it are drawn anew".
-    docs/reproducibility.md: "Other samplers are asked for their indices from the first one on", so
-    a generator of the user's is the user's to restore, but for torch's RandomSampler.
-    """
+    """ "later epochs without a seed", "samplers asked again"."""
     resumes = p.events_of("resume")
     if not resumes:
         return p
@@ -188,19 +216,15 @@ def belongs_to_worker(p: Program) -> bool:
 
 
 def has_torch_reference(p: Program) -> bool:
-    """Can torch's own loader run it?
-
-    docs/compatibility.md: "the default one [...] also takes dataclasses"; ``on_error`` is ours.
-    """
+    """Can torch's own loader run it? "dataclasses"; and ``on_error`` is ours."""
     is_default = p.collate == "default" and p.batch_size is not None
     return p.on_error == "raise" and not (is_default and p.form == "dataclass")
 
 
 def keeps_user_generators(p: Program) -> bool:
-    """Are the loop's own draws those of a loop over torch's loader?
+    """Are the loop's own draws those of a loop without workers? "draws beside threads".
 
-    docs/compatibility.md: "With 0 workers your own generators are left as they were." Threads: see
-    above. A loader that resumes draws its base seed once more.
+    A loader that resumes draws its base seed once more.
     """
     return p.pool != "thread" and not p.events_of("resume")
 

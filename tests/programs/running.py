@@ -77,7 +77,11 @@ def describe(value: Any) -> Any:
 def _describe_array(array: Any) -> tuple[Any, ...]:
     content = array.tobytes()
     if len(content) <= MAX_SHOWN_BYTES:
-        return (array.shape, repr(array.tolist()), content.hex() if array.dtype.kind in "fc" else "")
+        return (
+            array.shape,
+            repr(array.tolist()),
+            content.hex() if array.dtype.kind in "fc" else "",
+        )
     return (array.shape, hashlib.sha256(content).hexdigest()[:16])
 
 
@@ -85,9 +89,16 @@ def describe_error(error: Exception) -> Any:
     """An exception as its class and arguments; the engine adds a text to its class."""
     if isinstance(error, parts.BadFile):
         return ("error", "BadFile", repr(error.args))
+    if _is_deserved(error):
+        return ("error", type(error).__name__)
     kinds = (KeyError, IndexError, TypeError, ValueError, RuntimeError, OSError)
     kind = next((kind.__name__ for kind in kinds if isinstance(error, kind)), type(error).__name__)
     return ("error", kind)
+
+
+def _is_deserved(error: Exception) -> bool:
+    """An error of ours that the documentation announces for a program as it is."""
+    return isinstance(error, penstock.errors.NoSubstitute)
 
 
 # -- loaders ---------------------------------------------------------------------------------------
@@ -179,8 +190,8 @@ class Loop:
         except StopIteration:
             return False
         except Exception as error:
-            if type(error).__module__.startswith("penstock"):
-                raise  # of our own: no program here deserves one
+            if isinstance(error, penstock.errors.PenstockError) and not _is_deserved(error):
+                raise
             seen.append(describe_error(error))
             return len(seen) < MAX_ERRORS
         seen.append(describe(batch))

@@ -71,9 +71,7 @@ def _weight(program: Program) -> tuple[int, ...]:
     given = sum(
         getattr(program, field.name) != field.default for field in dataclasses.fields(program)
     )
-    parts = sum(
-        len(getattr(program, name)) for name in ("draws", "wraps", "bad", "events")
-    )
+    parts = sum(len(getattr(program, name)) for name in ("draws", "wraps", "bad", "events"))
     places = sum(event[1] * 100 + event[2] for event in program.events)
     workers = program.num_workers if isinstance(program.num_workers, int) else 9
     numbers = workers + program.epochs + program.keep + (program.batch_size or 5)
