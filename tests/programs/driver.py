@@ -23,11 +23,12 @@ from pathlib import Path
 
 from programs import record
 from programs.record import Program
-from programs.shrinking import shrink
+from programs.shrinking import MAX_TRIES, shrink
 
-LIMIT_S = 120.0
+LIMIT_S = 90.0
 """A program takes well under a second, one with spawned workers some seconds."""
 PROGRAMS_PER_CHILD = 40
+MAX_TRIES_OF_HANGS = 8
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -227,7 +228,9 @@ class Session:
                     return True
                 return False
 
-            smallest = shrink(program, fails)
+            # Each program that hangs takes its whole limit.
+            is_slow = kind.startswith("hangs")
+            smallest = shrink(program, fails, MAX_TRIES_OF_HANGS if is_slow else MAX_TRIES)
             problems = last[smallest]
         found = Found(number, program, smallest, problems)
         self.report.found.append(found)

@@ -43,6 +43,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
         "reproducibility.md",
         "Other samplers are asked for their indices from the first one on",
     ),
+    "samples unlike": ("compatibility.md", "Samples that do not stack: [S01]"),
     "dataclasses": ("compatibility.md", "also takes dataclasses"),
     "unseeded generators": (
         "compatibility.md",
@@ -195,6 +196,17 @@ def _resume_rules(p: Program) -> Program:
     return p.having(events=(*others, ("resume", epoch, batch, num_workers)))
 
 
+# -- open defects ----------------------------------------------------------------------------------
+# Each is left out until it is mended, so that the others are looked for. Remove it with the defect.
+
+
+def _open_defects(p: Program) -> Program:
+    # A dataclass inside a tuple: TypeError without workers, a batch with them.
+    if p.form == "dataclass" and p.collate == "default" and (p.draws or "stack" in p.wraps):
+        p = p.having(form="tuple")
+    return p
+
+
 RULES = (
     _source_rules,
     _storing_rules,
@@ -204,6 +216,7 @@ RULES = (
     _worker_randomness_rules,
     _thread_rules,
     _resume_rules,
+    _open_defects,
 )
 
 
@@ -216,9 +229,11 @@ def belongs_to_worker(p: Program) -> bool:
 
 
 def has_torch_reference(p: Program) -> bool:
-    """Can torch's own loader run it? "dataclasses"; and ``on_error`` is ours."""
+    """Can torch's own loader run it? "dataclasses", "samples unlike"; and ``on_error`` is ours."""
     is_default = p.collate == "default" and p.batch_size is not None
-    return p.on_error == "raise" and not (is_default and p.form == "dataclass")
+    if is_default and (p.form == "dataclass" or (p.bad and p.bad_kind == "none")):
+        return False
+    return p.on_error == "raise"
 
 
 def keeps_user_generators(p: Program) -> bool:

@@ -98,7 +98,8 @@ def describe_error(error: Exception) -> Any:
 
 def _is_deserved(error: Exception) -> bool:
     """An error of ours that the documentation announces for a program as it is."""
-    return isinstance(error, penstock.errors.NoSubstitute)
+    known = (penstock.errors.NoSubstitute, penstock.errors.MismatchedSamples)
+    return isinstance(error, known)
 
 
 # -- loaders ---------------------------------------------------------------------------------------

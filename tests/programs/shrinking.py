@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from programs import promises
 from programs.record import Program
 
-MAX_TRIES = 120
+MAX_TRIES = 80
 
 Fails = Callable[[Program], bool]
 
