@@ -47,7 +47,8 @@ format: env-core
 
 soak: env-core env-vision
 	$(BIN)/python -m pytest -m soak --timeout=3600 $(ARGS)
-	.venv-vision/bin/python -m pytest -m soak --timeout=3600 tests/soak/test_fuzzed_soak.py
+	.venv-vision/bin/python -m pytest -m soak --timeout=3600 tests/soak/test_fuzzed_soak.py \
+		tests/soak/test_random_programs_soak.py
 
 bench: env-core
 	$(BIN)/python benchmarks/loader.py $(ARGS)

@@ -1,0 +1,47 @@
+"""Random programs whose samples go through torchvision's and albumentations' transforms."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from programs import parts, promises, record
+from programs.driver import Session
+from programs.record import Program
+
+pytestmark = pytest.mark.vision
+
+NUM_PROGRAMS = 12
+TRANSFORMS = ("torchvision", "torchvision v2", "albumentations")
+
+
+def draw_with_transforms(number: int) -> Program:
+    chance = random.Random(f"vision {number}")
+    program = record.draw_program(chance, allows_spawn=False)
+    draws = tuple(chance.sample(TRANSFORMS, 2))
+    return promises.settle(
+        program.having(source="made", draws=draws, length=13, randomness="sample")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_random_programs_with_transforms_agree_with_their_references() -> None:
+    assert set(TRANSFORMS) <= set(parts.usable_draws())
+    session = Session(0)
+    found = {}
+    try:
+        for number in range(NUM_PROGRAMS):
+            program = draw_with_transforms(number)
+            problems = session.check(program)
+            if problems:
+                found[program] = problems
+    finally:
+        session.close()
+    assert not found, "\n".join(f"{program!r}\n  {text}" for program, text in found.items())
+
+
+def test_most_of_these_programs_use_a_transform() -> None:
+    used = [draw_with_transforms(number).draws for number in range(NUM_PROGRAMS)]
+    assert sum(map(bool, used)) > NUM_PROGRAMS // 2

@@ -1,0 +1,27 @@
+"""Random programs for as long as SOAK_PROGRAM_MINUTES says: `make soak`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+
+from programs.driver import Session
+
+MINUTES = float(os.environ.get("SOAK_PROGRAM_MINUTES", "120"))
+SEED = int(os.environ.get("PROGRAMS_SEED", time.strftime("%Y%m%d")))
+"""Another one each day; it is printed with the result."""
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(MINUTES * 60 + 3600)]
+
+
+def test_random_programs_agree_with_their_references(note: Callable[[str], None]) -> None:
+    session = Session(SEED)
+    found = []
+    for one in session.run(minutes=MINUTES):
+        note(str(one))
+        found.append(one)
+    note(str(session.report))
+    assert not found
