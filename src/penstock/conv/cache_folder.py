@@ -35,7 +35,7 @@ def read_json(name: str) -> Any:
     """What is kept under ``name``; None if nothing is, or nothing that can be read."""
     try:
         return json.loads((cache_folder() / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # not there, not JSON, or nested too deeply
         return None
 
 

@@ -144,14 +144,20 @@ def _choices(name: str) -> dict[str, str]:
     """The choices of a file, read once for a process."""
     if name not in _files:
         content = cache_folder.read_json(name)
-        _files[name] = content if isinstance(content, dict) else {}
+        _files[name] = _plain(content)
     return _files[name]
+
+
+def _plain(content: Any) -> dict[str, str]:
+    """The choices in what a file held, whatever that is."""
+    items = content.items() if isinstance(content, dict) else ()
+    return {key: value for key, value in items if isinstance(value, str)}
 
 
 def save() -> None:
     """Write what was measured; called when Python ends."""
     for name in sorted(_dirty):
         before = cache_folder.read_json(name)  # another process may have measured other shapes
-        merged = {**(before if isinstance(before, dict) else {}), **_files[name]}
+        merged = {**_plain(before), **_files[name]}
         cache_folder.write_json(name, merged)
     _dirty.clear()

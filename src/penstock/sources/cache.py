@@ -122,8 +122,11 @@ class Cached:
             raise IndexError(f"index {index} is out of range for {len(self)} samples")
         if self._ready[row]:
             names = [schema.name for schema in self._schemas]
-            values = list(map(decode_value, self._schemas, self._read(row)))
-            return join_sample(self._form, names, values)
+            try:
+                values = list(map(decode_value, self._schemas, self._read(row)))
+                return join_sample(self._form, names, values)
+            except (ValueError, OSError, OverflowError, MemoryError):
+                pass  # a file was changed: the sample is computed each time
         sample = self._randomness.compute(index, row)
         self.keep(row, sample)
         return sample
@@ -318,9 +321,9 @@ def _begin(
         AlreadyThere: There are files of others, which stay as they are.
     """
     if os.path.exists(files.path(_CACHE)):
-        if json.loads(read_text(files.path(_CACHE))).get("fingerprint") != fingerprint:
+        if _kept_fingerprint(files.path(_CACHE)) != fingerprint:
             raise BadStore(
-                f"the cache at {files} belongs to another dataset, or this one has changed",
+                f"the cache at {files} belongs to another dataset, or one of the two has changed",
                 remedy=f"remove {files}, or choose another folder",
             )
         return False
@@ -350,13 +353,24 @@ def _begin(
     return True
 
 
+def _kept_fingerprint(path: str) -> Any:
+    """The fingerprint in a cache's description; None where that is damaged."""
+    try:
+        content = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content.get("fingerprint") if isinstance(content, dict) else None
+
+
 def _check_after_boot(cache: Cached, files: CacheFolder, is_new: bool) -> None:
     """Check all samples of a cache that was written before the machine was started."""
     try:
         now = read_text("/proc/sys/kernel/random/boot_id").strip()
     except OSError:
         now = _boot_minute()
-    before = read_text(files.path(_BOOT)) if os.path.exists(files.path(_BOOT)) else None
+    before = None
+    with contextlib.suppress(OSError, ValueError):  # not there, or not text
+        before = read_text(files.path(_BOOT))
     if before == now and now:
         return
     if not is_new:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from penstock.errors import BadArgument
+from penstock.errors import BadArgument, Damaged
 from penstock.images.crops import Crop, open_image
 from penstock.machine.host import memory_bytes
 from penstock.order.ranks import RankShard
@@ -116,8 +116,22 @@ class ColumnDataset:
             stored = column.view(row)
             is_encoded = schema.encoding == "file"
             return open_image(stored, transform, is_encoded=is_encoded, out=place)
-        value = decode_value(schema, column.row(row))
+        value = self._decode(schema, column.row(row), row)
         return value if transform is None else transform(value)
+
+    def _decode(self, schema: FieldSchema, stored: np.ndarray, row: int) -> Any:
+        try:
+            return decode_value(schema, stored)
+        except UnicodeDecodeError as error:
+            path = getattr(self._files[0], "path", None)
+            raise Damaged(
+                f"field {schema.name!r} of sample {row} is no UTF-8 text: {error}",
+                where=path,
+                likely="the files were changed, or made by something else than Penstock.",
+                remedy="copy the folder again from where it was made, or pack again",
+                path=path,
+                field=schema.name,
+            ) from None
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], list[Any]]:
@@ -139,7 +153,12 @@ class ColumnDataset:
             out = np.empty((len(rows), *schema.shape), schema.stored)
             flat = out.reshape(-1).view(np.uint8).reshape(len(rows), schema.row_bytes)
             column.take(rows, flat)
-            columns.append([decode_value(schema, np.asarray(row)) for row in out])
+            columns.append(
+                [
+                    self._decode(schema, np.asarray(one), row)
+                    for one, row in zip(out, rows.tolist(), strict=True)
+                ]
+            )
         names = self.fields
         return [join_sample(self._form, names, values) for values in zip(*columns, strict=True)]
 

@@ -21,6 +21,7 @@ import functools
 import hashlib
 import json
 import mmap
+import operator
 import os
 import secrets
 import shutil
@@ -348,7 +349,8 @@ def _finished_shards(folder: str, spec: PackSpec) -> dict[int, dict[str, Any]]:
             record = json.loads(read_text(os.path.join(folder, _record_name(number))))
             entries = read_shard(record).entries
             sizes = [os.path.getsize(os.path.join(folder, entry.name)) for entry in entries]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            record["bad"] = [(operator.index(index), str(text)) for index, text in record["bad"]]
+        except Exception:  # it is not there, or not ours any more: the shard is packed again
             continue
         if sizes == [entry.bytes for entry in entries]:
             records[number] = record

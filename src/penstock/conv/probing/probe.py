@@ -154,8 +154,8 @@ def probe(
     if kept is not None:
         try:
             return ProbeResult.from_dict(kept)
-        except (KeyError, TypeError, ValueError):
-            pass  # written by another version: try again
+        except Exception:  # written by another version, or by anybody: try again
+            pass
     result = _try(device, here, about, limit_s or LIMITS_S[device], on_verdict)
     cache_folder.write_json(name, result.to_dict())
     return result
