@@ -34,6 +34,8 @@ class Run:
     launcher: tuple[str, ...] = ()
     """What stands before ``-m penstock run``, as in ``torchrun -m penstock run``."""
     arguments: tuple[str, ...] = ()
+    is_plain: bool = False
+    """Without Penstock."""
     kill_at: str = ""
     """A worker is killed when the output matches this."""
 
@@ -53,7 +55,8 @@ class End:
 
 def train(run: Run, folder: Path) -> End:
     """Run it to its end, in a folder of its own."""
-    command = [sys.executable, *run.launcher, "-m", "penstock", "run", *run.options]
+    ours = () if run.is_plain else ("-m", "penstock", "run", *run.options)
+    command = [sys.executable, *run.launcher, *ours]
     process = subprocess.Popen(
         [*command, str(EXAMPLES / f"{run.example}.py"), *run.arguments],
         stdout=subprocess.PIPE,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ NEEDS = {
     "lightning_fit": "pytorch_lightning",
     "torchvision_v2": "torchvision",
     "accelerate_loop": "accelerate",
+    "monai_images": "monai",
+    "fastai_learner": "fastai",
     "albumentations_images": "albumentations",
     "torchdata_nodes": "torchdata",
     "webdataset_shards": "webdataset",
@@ -43,6 +47,11 @@ RUNS |= {
 }
 RUNS["accelerate_loop", "other"] = Run(example="accelerate_loop", launcher=ACCELERATE)
 RUNS["ddp_gloo", "workers"] = Run(example="ddp_gloo", launcher=TORCHRUN)
+RUNS |= {
+    (example, "plain"): Run(example=example, is_plain=True, arguments=("0",))
+    for example in ("monai_images", "fastai_learner")
+}
+RUNS["fastai_learner", "own"] = Run(example="fastai_learner", arguments=("0", "own"))
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +101,55 @@ def test_each_rank_has_its_own_samples_and_its_own_report(ends: dict[Any, Any]) 
     end = end_of(("ddp_gloo", "workers"), ends)
     assert end.told("each") == ["each once True"]
     assert all(f"penstock (rank {rank}): 1 loader ran" in end.err for rank in range(3))
+
+
+# -- MONAI, fastai, torchrun with a checkpoint -----------------------------------------------------
+
+
+def order_of(end: End) -> list[int]:
+    (line,) = end.told("order")
+    order: list[int] = json.loads(line.removeprefix("order "))
+    return order
+
+
+def test_monai_gets_the_order_of_torch_s_loader(ends: dict[Any, Any]) -> None:
+    ours, plain = (end_of(("monai_images", way), ends) for way in ("workers", "plain"))
+    assert order_of(ours) == order_of(plain)
+    assert ours.told("pixels") == end_of(("monai_images", "other"), ends).told("pixels")
+    assert ours.told("pixels") != plain.told("pixels")  # drawn from other generators
+
+
+def test_fastai_gets_each_sample_of_an_epoch(ends: dict[Any, Any]) -> None:
+    for way in ("workers", "other", "plain", "own"):
+        assert sorted(order_of(end_of(("fastai_learner", way), ends))) == list(range(32))
+
+
+def test_fastai_s_own_loader_is_left_alone_and_the_report_says_so(ends: dict[Any, Any]) -> None:
+    end = end_of(("fastai_learner", "own"), ends)
+    assert "no loader was changed; seed 0" in end.err
+    assert "note: fastai's own DataLoader does not use torch's class" in end.err
+    assert "note: fastai" not in end_of(("fastai_learner", "workers"), ends).err
+
+
+def test_ranks_go_on_from_a_checkpoint_as_torch_s_loader_without_a_stop(tmp_path: Path) -> None:
+    """The samples draw nothing, so torch's loader has the same bits."""
+    plain = resume(tmp_path / "plain.pt", "4", "0", is_plain=True)
+    first, second = (resume(tmp_path / "ours.pt", num_epochs) for num_epochs in ("2", "4"))
+    for word in ("order", "loss"):
+        assert first.told(word) + second.told(word) == plain.told(word)
+        assert len(second.told(word)) == 2
+        assert second.told(word) != plain.told(word)[:2]  # the epochs differ
+    for end in (first, second):
+        assert all(f"penstock (rank {rank}): 1 loader ran" in end.err for rank in range(2))
+
+
+def resume(checkpoint: Path, *arguments: str, is_plain: bool = False) -> End:
+    run = Run(
+        example="ddp_resume",
+        launcher=("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"),
+        arguments=(str(checkpoint), *arguments),
+        is_plain=is_plain,
+    )
+    end = train(run, checkpoint.parent)
+    assert end.status == 0, end.err[-3000:]
+    return end

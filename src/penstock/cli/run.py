@@ -158,6 +158,8 @@ class _PatchedRun:
 
     def print(self) -> None:
         """One paragraph on stderr, at the very end."""
+        from penstock.integrations.fastai import explain_unreached
+
         report = self._report
         if report is None or os.getpid() != self._owner:
             return
@@ -165,6 +167,7 @@ class _PatchedRun:
             return
         if not report.num_loaders:
             lines = [f"no DataLoader of torch's was iterated: no loader was changed{self._seeded}"]
+            lines += [f"note: {line}" for line in explain_unreached()]
             lines += [] if self._trace is None else self._trace.write()
         else:
             loaders = f"{report.num_loaders} loader{'s' if report.num_loaders > 1 else ''}"

@@ -55,6 +55,8 @@ LIBRARIES = tuple(
         ("accelerate", "accelerate", "0.34.2", "2"),
         ("albumentations", "albumentations", "2.0.0", "2.1"),
         ("datasets", "datasets", "4.0.0", "6"),
+        ("fastai", "fastai", "2.8.12", "2.9"),
+        ("monai", "monai", "1.6.1", "1.7"),
         ("pytorch_lightning", "pytorch-lightning", "2.6.0", "2.7"),
         ("timm", "timm", "1.0.15", "1.1"),
         ("torchdata", "torchdata", "0.10.1", "0.12"),
