@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ STREAM_BYTES = 4096
 """Samples from this size on are copied row by row as they come. A guess, not
 a measurement: small samples are cheaper in one ``torch.stack``, large ones are copied out of the
 cache."""
+
+_DTYPE_AND_DEVICE = operator.attrgetter("dtype", "is_cpu")
 
 STANDARD_COLLATORS: dict[Any, Any] = dict(torch_collate.default_collate_fn_map)
 
@@ -256,7 +259,7 @@ def _stack(leaf: LeafSpec, column: Sequence[Any], out: torch.Tensor) -> None:
     if leaf.kind == "tensor":
         if kinds != {torch.Tensor}:
             column = [plain_tensor(value) for value in column]
-        if {value.dtype for value in column} != {out.dtype}:
+        if set(map(_DTYPE_AND_DEVICE, column)) != {(out.dtype, True)}:
             raise LayoutError
         try:
             if out.numel():

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data._utils import worker as torch_worker
 
 from penstock.engine.loading.collate import STANDARD_COLLATORS
 from penstock.engine.memory.shared_file import round_up
@@ -61,12 +62,23 @@ def _collate_tensor(batch: list[torch.Tensor], *, collate_fn_map: Any = None) ->
     first = batch[0]
     if not all(isinstance(value, torch.Tensor) for value in batch):
         return torch.stack(batch, 0)  # says what is wrong, as it does without workers
-    is_plain = set(map(type, batch)) == {torch.Tensor} and first.layout is torch.strided
-    if not is_plain or first.is_nested or first.device.type != "cpu":
-        by_torch: torch.Tensor = _TORCH_COLLATE_TENSOR(batch, collate_fn_map=collate_fn_map)
-        return by_torch
+    if first.layout is not torch.strided or first.is_nested:
+        return _collate_as_inline(batch, collate_fn_map)
     allocator: SlotAllocator | None = getattr(_present, "allocator", None)
-    return allocator.stack(batch) if allocator is not None else torch.stack(batch, 0)
+    is_plain = set(map(type, batch)) == {torch.Tensor}
+    if is_plain and allocator is not None:
+        return allocator.stack(batch)
+    return torch.stack(batch, 0)
+
+
+def _collate_as_inline(batch: list[torch.Tensor], collate_fn_map: Any) -> torch.Tensor:
+    """torch's own, as it is without workers: in one it makes a shared file, and fails for some."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        collated: torch.Tensor = _TORCH_COLLATE_TENSOR(batch, collate_fn_map=collate_fn_map)
+        return collated
+    finally:
+        torch_worker._worker_info = info
 
 
 def install_slot_collate() -> None:

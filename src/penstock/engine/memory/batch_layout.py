@@ -159,7 +159,7 @@ def read_leaf(value: Any) -> LeafSpec:
             raise LayoutError  # torch refuses those, with its own advice
         return LeafSpec("array", _torch_dtype(value.dtype), value.shape, value.nbytes)
     if isinstance(value, (np.number, np.bool_)):
-        return LeafSpec("scalar", _torch_dtype(value.dtype), (), value.nbytes)
+        return LeafSpec("scalar", _scalar_dtype(value.dtype), (), value.nbytes)
     raise LayoutError
 
 
@@ -172,6 +172,17 @@ def _torch_dtype(dtype: np.dtype[Any]) -> str:
         return str(torch.as_tensor(np.empty(0, dtype=dtype)).dtype)
     except TypeError:
         raise LayoutError from None
+
+
+@functools.lru_cache(maxsize=256)
+def _scalar_dtype(dtype: np.dtype[Any]) -> str:
+    """The name of torch's dtype for a scalar of NumPy's. Of uint64, torch takes arrays only."""
+    if dtype.kind == "u":
+        try:
+            torch.as_tensor([dtype.type(0)])
+        except TypeError:
+            raise LayoutError from None
+    return _torch_dtype(dtype)
 
 
 def plain_tensor(value: Any) -> torch.Tensor:

@@ -82,11 +82,20 @@ def reduce_special(tensor: Any) -> Any:
 
     The plain tensor shares the memory of ``tensor``, and is pickled by the same pickler.
     """
-    is_parameter = type(tensor) is torch.nn.Parameter
-    if type(tensor) is not torch.Tensor and not is_parameter:
-        return None
+    if type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.requires_grad:
+        if tensor.is_mkldnn:
+            return _mkldnn, (tensor.to_dense(),)
+        if tensor.layout is torch.sparse_coo:
+            parts = (tensor._indices(), tensor._values())
+            return _sparse_coo, (*parts, tuple(tensor.shape), tensor.is_coalesced())
+        if tensor.layout in _COMPRESSED:
+            parts = tuple(getattr(tensor, name)() for name in _COMPRESSED[tensor.layout])
+            return _sparse_compressed, (*parts, tensor.values(), tuple(tensor.shape), tensor.layout)
     if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_nested:
         return None
+    is_parameter = type(tensor) is torch.nn.Parameter
+    if type(tensor) is not torch.Tensor and not is_parameter:
+        return None if tensor.requires_grad else reduce_subclass(tensor)
     if tensor.requires_grad or is_parameter:
         if not tensor.is_leaf or tensor._backward_hooks or vars(tensor):
             return None
@@ -98,6 +107,42 @@ def reduce_special(tensor: Any) -> Any:
         base = torch._neg_view(base) if tensor.is_neg() else base
         return _with_bits, (base, tensor.is_conj(), tensor.is_neg())
     return None
+
+
+def reduce_subclass(tensor: Any) -> Any:
+    """A tensor of the user's own class: a tensor of torch's, the class, and its attributes."""
+    plain = tensor.as_subclass(torch.Tensor)
+    return finish_tensor, (plain, type(tensor), dict(vars(tensor)) or None)
+
+
+# torch keeps a reference to every sparse tensor that its own functions rebuild.
+_BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices"), ("ccol_indices", "row_indices")
+_COMPRESSED = {
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
+}
+
+_UNCHECKED: Any = {"check_invariants": False} if hasattr(torch.Tensor, "untyped_storage") else {}
+"""torch 1.13 checks always."""
+
+
+def _sparse_coo(indices: Any, values: Any, shape: tuple[int, ...], is_coalesced: bool) -> Any:
+    made = torch.sparse_coo_tensor(indices, values, shape, **_UNCHECKED)
+    return made._coalesced_(is_coalesced)
+
+
+def _sparse_compressed(
+    compressed: Any, plain: Any, values: Any, shape: tuple[int, ...], layout: torch.layout
+) -> Any:
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, dtype=values.dtype, layout=layout, **_UNCHECKED
+    )
+
+
+def _mkldnn(tensor: Any) -> Any:
+    return tensor.to_mkldnn()
 
 
 def _leaf(tensor: Any, is_parameter: bool, requires_grad: bool) -> Any:

@@ -184,15 +184,26 @@ def _is_unshared_storage(obj: Any) -> bool:
 def _reduce_tensor(obj: Any) -> Any:
     if obj.device.type not in ("cpu", "meta"):
         raise TypeError(f"a tensor on {obj.device} cannot be sent to a worker process")
-    from penstock.engine.memory.tensor_reducers import reduce_special, reduce_tensor
+    import torch
+    from torch.multiprocessing import reductions
 
-    if obj.is_shared():  # its owner wants writes to be seen everywhere: torch's own way
-        from torch.multiprocessing import reductions
+    from penstock.engine.memory import tensor_reducers
 
-        has_bits = obj.is_conj() or obj.is_neg()  # which torch's way loses
-        reduced = reduce_special(obj) if has_bits else None
-        return reduced or reductions.reduce_tensor(obj)  # type: ignore[no-untyped-call]
-    return reduce_tensor(obj)
+    # Its owner wants writes to be seen everywhere: torch's own way, which loses scales.
+    if not _is_shared(obj) or obj.is_quantized or tensor_reducers.has_own_pickling(obj):
+        return tensor_reducers.reduce_tensor(obj)
+    if obj.is_conj() or obj.is_neg():  # which it loses, too
+        return tensor_reducers.reduce_special(obj)
+    if type(obj) is not torch.Tensor and type(obj) is not torch.nn.Parameter:  # and the class
+        return tensor_reducers.reduce_subclass(obj)
+    return reductions.reduce_tensor(obj)  # type: ignore[no-untyped-call]
+
+
+def _is_shared(tensor: Any) -> bool:
+    try:
+        return bool(tensor.is_shared())
+    except (NotImplementedError, RuntimeError):  # sparse, say: it has no storage of its own
+        return False
 
 
 def _process_reducers() -> dict[type, Callable[[Any], Any]]:
