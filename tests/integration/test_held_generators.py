@@ -395,8 +395,8 @@ class Unseeded(Base):
 
 
 class Seeded(Base):
-    def __getitem__(self, index: int) -> float:
-        return float(np.random.default_rng(index).random())
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(np.random.default_rng(index).random(3))
 
 
 @pytest.mark.parametrize("way", WAYS)

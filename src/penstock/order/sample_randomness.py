@@ -27,6 +27,7 @@ that goes on keeping things while it draws is named in ``notes``.
 
 from __future__ import annotations
 
+import io
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -292,8 +293,10 @@ class SampleRandomness:
     def _check_repeat(self, function: Function, index: Any, position: int, sample: Any) -> None:
         """Is the sample the same with the same generators? Else it draws from one unknown."""
         try:
-            first = pickle.dumps(sample)
-            second = pickle.dumps(self._call_again(function, index, position))
+            first, second = (
+                _bytes_of(sample),
+                _bytes_of(self._call_again(function, index, position)),
+            )
         except Exception:
             return  # it cannot be compared
         if first != second:
@@ -559,6 +562,29 @@ def make_randomness(
             if not generators.is_complete:
                 samples.notes.append(describe_search_limit(generators.path))
     return samples, batches
+
+
+class _ValuePickler(pickle.Pickler):
+    """Equal samples give equal bytes: tensors by value, and no object by reference to another."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.fast = True
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        data = plain.flatten().view(torch.uint8).numpy().tobytes()
+        return tuple, ((str(value.dtype), tuple(value.shape), data),)
+
+
+def _bytes_of(sample: Any) -> bytes:
+    file = io.BytesIO()
+    _ValuePickler(file).dump(sample)
+    return file.getvalue()
 
 
 def _hash_seeds(seed: int, epoch: int, position: int) -> list[tuple[int, int]]:
