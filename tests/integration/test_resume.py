@@ -404,3 +404,21 @@ def test_a_state_is_refused_in_the_middle_of_an_epoch_without_harm() -> None:
 def test_a_bad_state_is_a_value_error_that_says_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"(?s)another loader.*Try: the dataset, seed="):
         make(Numbers(23)).load_state_dict(dict(STATE))
+
+
+@legacy
+@pytest.mark.parametrize("pool", ["process", "thread"])
+def test_a_later_epoch_of_persistent_workers_is_resumed_without_a_seed(pool: str) -> None:
+    first = DataLoader(
+        Draws(LENGTH), batch_size=4, num_workers=2, pool=pool, persistent_workers=True
+    )
+    collect(first)
+    iterator = iter(first)
+    next(iterator)
+    state = first.state_dict()
+    rest = list(iterator)
+    first.close()
+    other = DataLoader(Draws(LENGTH), batch_size=4)
+    other.load_state_dict(state)
+    assert_same(collect(other), rest)
+    assert differences(collect(DataLoader(Draws(LENGTH), batch_size=4))[1:], rest)  # control

@@ -173,8 +173,7 @@ def _thread_rules(p: Program) -> Program:
     """ "draws beside threads", "one dataset in threads"."""
     if p.pool != "thread":
         return p
-    p = p.having(draws_between=False, worker_init="")
-    return p.having(draws=tuple(name for name in p.draws if name not in ("first use", "kept")))
+    return p.having(draws_between=False, worker_init="")
 
 
 def _resume_rules(p: Program) -> Program:
@@ -191,8 +190,6 @@ def _resume_rules(p: Program) -> Program:
     if p.seed is None:
         p = p.having(epochs=epoch + 1)
     others = tuple(event for event in others if event[1] < p.epochs)
-    if "kept" in p.draws or "first use" in p.draws:
-        p = p.having(draws=tuple(name for name in p.draws if name not in ("kept", "first use")))
     return p.having(events=(*others, ("resume", epoch, batch, num_workers)))
 
 

@@ -111,6 +111,11 @@ class EpochState:
             self.base_seed, self.base_epoch = drawn, self.epoch
         return self.base_seed
 
+    def keep_base(self, base_seed: int) -> None:
+        """The iterator goes on with persistent workers, and with the base seed that they have."""
+        if self.base_seed is None:
+            self.base_seed = base_seed
+
     def worker_seed(self, base_seed: int) -> int:
         """The base seed of workers whose generators run on: with a seed, another in each epoch.
 

@@ -108,6 +108,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         ours = self._loader()
         if ours is not None:
             ours._begin_epoch()
+        self._parts.epoch_state.keep_base(self._base_seed)
         with NoStopIteration(SAMPLING):
             super()._reset(loader, first_iter)
         self._progress.begin()
