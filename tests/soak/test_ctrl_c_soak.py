@@ -1,4 +1,4 @@
-"""Ctrl-C at 300 random moments of programs that fork workers: every one of them ends."""
+"""Ctrl-C at 200 random moments of programs that fork workers: every one of them ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
 ]
 
-NUM_ROUNDS, NUM_PROGRAMS = 10, 30
+NUM_ROUNDS, NUM_PROGRAMS = 10, 20
 
 
 def test_programs_that_fork_workers_end_with_ctrl_c(
