@@ -205,7 +205,9 @@ def test_whatever_a_sample_raises_it_is_left_out(error: Any, way: str) -> None:
     dataset.error = lambda index: error()
     loader = make(dataset, on_error="skip", **WAYS[way])
     assert_same(collect(loader), without_bad(quiet(), {5}))
-    assert loader.bad_samples[0].error.startswith(error.__name__)
+    name = error.__name__
+    expected = f"RuntimeError: dataset[i] raised {name}" if error is StopIteration else name
+    assert loader.bad_samples[0].error.startswith(expected)
 
 
 def test_ctrl_c_in_a_sample_is_not_swallowed() -> None:

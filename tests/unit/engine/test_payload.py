@@ -189,7 +189,9 @@ def test_a_storage_comes_back_and_shares_memory_with_its_tensor() -> None:
     tensor = torch.arange(LARGE, dtype=torch.float32)
     typed = storage_of(tensor)
     untyped = typed.untyped()
-    result, whole, words = through_slot([tensor[7:], untyped, typed])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result, whole, words = through_slot([tensor[7:], untyped, typed])
     assert type(whole) is type(untyped)
     assert len(whole) == LARGE * 4
     assert words.dtype == torch.float32

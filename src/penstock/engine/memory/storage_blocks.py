@@ -214,4 +214,6 @@ def _tensor(
 
 
 def _typed_storage(untyped: Any, dtype: torch.dtype) -> Any:
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype)  # type: ignore[no-untyped-call]
+    # Without the warning that such storages are to be removed; torch 1.13 has none.
+    quiet: Any = {"_internal": True} if hasattr(torch.Tensor, "untyped_storage") else {}
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, **quiet)  # type: ignore[no-untyped-call]
