@@ -171,6 +171,18 @@ def test_a_dataclass_is_collated_field_by_field(way: str) -> None:
     assert batches[1].image.tolist() == [[2, 2], [3, 3]]
 
 
+@legacy
+@pytest.mark.parametrize("way", QUICK_WAYS)
+def test_a_dataclass_inside_containers_is_collated_as_well(way: str) -> None:
+    dataset = Samples(lambda i: (i, {"records": [Record(torch.ones(2), i)]}), 4)
+    batch = next(iter(DataLoader(dataset, batch_size=2, **WAYS[way])))
+    (record,) = batch[1]["records"]
+    assert type(record) is Record
+    assert record.label.tolist() == batch[0].tolist() == [0, 1]
+    with pytest.raises(TypeError):
+        torch.utils.data.default_collate([dataset[0]])  # control: torch does not do this
+
+
 @pytest.mark.parametrize("way", WORKER_WAYS)
 def test_images_flipped_by_a_negative_stride_are_treated_as_without_workers(way: str) -> None:
     dataset = Samples(lambda i: np.arange(6 + i, 12 + i).reshape(2, 3)[:, ::-1])

@@ -193,17 +193,6 @@ def _resume_rules(p: Program) -> Program:
     return p.having(events=(*others, ("resume", epoch, batch, num_workers)))
 
 
-# -- open defects ----------------------------------------------------------------------------------
-# Each is left out until it is mended, so that the others are looked for. Remove it with the defect.
-
-
-def _open_defects(p: Program) -> Program:
-    # A dataclass inside a tuple: TypeError without workers, a batch with them.
-    if p.form == "dataclass" and p.collate == "default" and (p.draws or "stack" in p.wraps):
-        p = p.having(form="tuple")
-    return p
-
-
 RULES = (
     _source_rules,
     _storing_rules,
@@ -213,7 +202,6 @@ RULES = (
     _worker_randomness_rules,
     _thread_rules,
     _resume_rules,
-    _open_defects,
 )
 
 

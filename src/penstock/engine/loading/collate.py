@@ -294,6 +294,9 @@ def default_collate(samples: list[Any], indices: list[Any], path: str = "") -> A
     except (RuntimeError, TypeError, KeyError, ValueError, IndexError) as error:
         if all(map(dataclasses.is_dataclass, samples)):
             return _collate_dataclasses(samples, indices, path)
+        kinds = _dataclasses_in(samples[0]) if samples else set()
+        if kinds:
+            return _collate_with_dataclasses(samples, kinds)
         named = find_mismatch(samples, indices, error, path)
         if named is None:
             raise
@@ -310,3 +313,34 @@ def _collate_dataclasses(samples: list[Any], indices: list[Any], path: str) -> A
         name: default_collate(column, indices, f"{path}.{name}") for name, column in columns.items()
     }
     return make_dataclass(type(samples[0]), fields)
+
+
+def _dataclasses_in(sample: Any) -> set[type]:
+    """The dataclasses inside the containers of a sample."""
+    if isinstance(sample, dict):
+        return set().union(*map(_dataclasses_in, sample.values()))
+    if isinstance(sample, (list, tuple)):
+        return set().union(*map(_dataclasses_in, sample))
+    if not dataclasses.is_dataclass(sample):
+        return set()
+    inside = [getattr(sample, field.name) for field in dataclasses.fields(sample)]
+    return {type(sample)}.union(*map(_dataclasses_in, inside))
+
+
+def _collate_with_dataclasses(samples: list[Any], kinds: set[type]) -> Any:
+    """torch's own collate, which learns these dataclasses for the call."""
+
+    def collate_fields(records: list[Any], *, collate_fn_map: Any) -> Any:
+        columns = {
+            field.name: [getattr(record, field.name) for record in records]
+            for field in dataclasses.fields(records[0])
+        }
+        fields = {
+            name: torch_collate.collate(column, collate_fn_map=collate_fn_map)
+            for name, column in columns.items()
+        }
+        return make_dataclass(type(records[0]), fields)
+
+    known: dict[Any, Any] = dict(torch_collate.default_collate_fn_map)
+    known.update(dict.fromkeys(kinds, collate_fields))
+    return torch_collate.collate(samples, collate_fn_map=known)
