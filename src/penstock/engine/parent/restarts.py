@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import sys
+import os
 import time
 from typing import Any
 
@@ -71,7 +71,7 @@ _SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"
 
 def is_crash(exit_code: int | None) -> bool:
     """Has the worker's own code ended it? Windows says the same of one that others ended."""
-    if exit_code is None or sys.platform == "win32":
+    if exit_code is None or os.name == "nt":
         return False
     return exit_code >= 0 or signal_name(exit_code) not in _SENT_BY_OTHERS
 
