@@ -124,7 +124,8 @@ class Holder:
         self.generator = np.random.default_rng(7)
         self.state = np.random.RandomState(8)
         self.random = random.Random(9)
-        self.torch_generator = torch.Generator()
+        # Old torch cannot pickle it, so only a dataset that draws from it has one.
+        self.torch_generator = torch.Generator() if "torch generator" in draws else None
         self.transform = {"steps": [_Flip(None), _Flip(np.random.default_rng(10))]}
         self.closure = _closure()
         self.partial = functools.partial(_draw_from, random.Random(11))
@@ -198,12 +199,15 @@ _NEEDED_PACKAGE = {
 
 
 def usable_draws() -> list[str]:
-    """Those whose packages are installed."""
-    return [
+    """Those whose packages are installed, and that torch can send to a worker."""
+    usable = [
         name
         for name in DRAWS
         if name not in _NEEDED_PACKAGE or importlib.util.find_spec(_NEEDED_PACKAGE[name])
     ]
+    if int(torch.__version__.split(".")[0]) < 2:
+        usable.remove("torch generator")
+    return usable
 
 
 def _image(index: int) -> Any:

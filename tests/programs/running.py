@@ -98,8 +98,8 @@ def describe_error(error: Exception) -> Any:
 
 def _is_deserved(error: Exception) -> bool:
     """An error of ours that the documentation announces for a program as it is."""
-    known = (penstock.errors.NoSubstitute, penstock.errors.MismatchedSamples)
-    return isinstance(error, known)
+    names = ("NoSubstitute", "MismatchedSamples", "TooManyBad")
+    return isinstance(error, tuple(getattr(penstock.errors, name) for name in names))
 
 
 # -- loaders ---------------------------------------------------------------------------------------

@@ -410,7 +410,9 @@ def _random_state_access(value: np.random.RandomState) -> GeneratorAccess:
 
 def _takes_states(value: Any) -> bool:
     """Is this a pipeline (or transform) of albumentations 1.4.22 or newer? Older ones draw from the
-    global generators."""
+    global generators. A class of theirs, which code names, is none."""
+    if isinstance(value, type):
+        return False
     try:
         parameters = inspect.signature(value.set_random_state).parameters
     except (AttributeError, TypeError, ValueError):

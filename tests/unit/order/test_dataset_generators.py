@@ -229,6 +229,11 @@ def test_a_pipeline_of_albumentations_is_one_thing_whose_transforms_draw_apart()
     assert first != second
 
 
+def test_a_class_of_albumentations_that_code_names_is_no_pipeline() -> None:
+    own = DatasetGenerators(Holder(kinds={"crop": Transform}, transform=Transform()))
+    assert [str(one) for one in own.found] == ["dataset.transform (albumentations)"]
+
+
 def test_threads_that_share_a_pipeline_each_set_what_it_draws_from() -> None:
     dataset = Holder(transform=Transform())
     owns = [DatasetGenerators(dataset) for _ in range(3)]
