@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from typing import Any
@@ -422,3 +423,26 @@ def test_a_later_epoch_of_persistent_workers_is_resumed_without_a_seed(pool: str
     other.load_state_dict(state)
     assert_same(collect(other), rest)
     assert differences(collect(DataLoader(Draws(LENGTH), batch_size=4))[1:], rest)  # control
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            raise OSError("broken")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("way", ["inline", "1 worker", "threads"])
+def test_a_batch_that_failed_is_over_once_a_later_one_was_delivered(way: str) -> None:
+    def rest(num_calls: int) -> list[Any]:
+        loader = DataLoader(Broken(8), batch_size=2, **WORKERS[way])
+        batches = iter(loader)
+        for _ in range(num_calls):
+            with contextlib.suppress(OSError):
+                next(batches)
+        other = DataLoader(Numbers(8), batch_size=2)
+        other.load_state_dict(loader.state_dict())
+        return [labels.tolist() for _, labels in other]
+
+    assert rest(3) == [[6, 7]]
+    assert rest(2) == [[2, 3], [4, 5], [6, 7]]  # a loop that ended there tries it again

@@ -162,11 +162,13 @@ class Progress:
         self._epoch_state = epoch_state
         self._is_deferred = is_deferred
         self._pending: list[Effect] = []
+        self._num_failed = 0
         self.begin()
 
     def begin(self) -> None:
         """The loader has begun another epoch."""
         self._epoch_number = self._epoch_state.num_begun
+        self._num_failed = 0
         self._pending.clear()
 
     @property
@@ -175,9 +177,14 @@ class Progress:
         return self._epoch_state.num_begun == self._epoch_number
 
     def count(self, num_batches: int) -> None:
-        """Batches were handed out."""
+        """Batches were handed out. Those that failed before them are over, too."""
         if self.is_current:
-            self._epoch_state.num_batches += num_batches
+            self._epoch_state.num_batches += num_batches + self._num_failed
+            self._num_failed = 0
+
+    def count_failed(self) -> None:
+        """A batch raised. A loop that ends there loads it again when it is resumed."""
+        self._num_failed += 1
 
     def count_empty(self, num_batches: int = 1) -> None:
         """Batches of which nothing is left take their place in the epoch all the same."""

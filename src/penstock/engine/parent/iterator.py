@@ -144,6 +144,10 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             self._parts.faults.end_epoch(self._num_yielded)
             recorder.end_epoch()
             raise
+        except Exception:
+            if not self._context.is_iterable:
+                self._progress.count_failed()
+            raise
         self._progress.count(1)
         self._returned_ns = recorder.record_batch(
             start_ns,
