@@ -198,9 +198,6 @@ def _resume_rules(p: Program) -> Program:
 
 
 def _open_defects(p: Program) -> Program:
-    # A batch that failed is not counted in the state, so a resumed loop gets a later one twice.
-    if p.bad and p.on_error in ("raise", "function") and p.events_of("resume"):
-        p = p.having(events=tuple(event for event in p.events if event[0] != "resume"))
     # num_workers="auto" that stays without workers draws a base seed for each epoch all the same.
     if p.num_workers == "auto" and p.persistent_workers:
         p = p.having(persistent_workers=False)
