@@ -276,6 +276,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._begin_epoch()
         iterator = self._make_iterator()
         self._skip_delivered(iterator)
+        if is_auto and self.persistent_workers:
+            self._iterator = iterator  # torch's keeps one only where there are workers
         return iterator
 
     def _make_iterator(self) -> LoaderIterator:

@@ -90,10 +90,13 @@ def test_the_bits_do_not_depend_on_where_the_change_came() -> None:
     assert_same(kept, epochs(num_workers=2, persistent_workers=True))
 
 
-def test_the_bits_of_persistent_workers_do_not_depend_on_whether_they_pay() -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: Samples(draw, 40), lambda: TensorDataset(torch.arange(40))]
+)
+def test_the_bits_of_persistent_workers_do_not_depend_on_whether_they_pay(make: Any) -> None:
     def epochs(**arguments: Any) -> list[Any]:
         torch.manual_seed(0)
-        data = Samples(draw, 40)
+        data = make()
         loader = DataLoader(data, 8, shuffle=True, persistent_workers=True, **arguments)
         batches = [list(loader) for _ in range(3)]
         loader.close()

@@ -198,9 +198,6 @@ def _resume_rules(p: Program) -> Program:
 
 
 def _open_defects(p: Program) -> Program:
-    # num_workers="auto" that stays without workers draws a base seed for each epoch all the same.
-    if p.num_workers == "auto" and p.persistent_workers:
-        p = p.having(persistent_workers=False)
     # How far a sampler ran ahead when the loop breaks is seen in the user's generator, as in torch.
     if p.events_of("break") and p.order in ("shuffle generator", "batch sampler", "replacement"):
         p = p.having(events=tuple(event for event in p.events if event[0] != "break"))
