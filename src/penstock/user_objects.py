@@ -25,6 +25,8 @@ def own_attributes(value: Any) -> dict[str, Any]:
     """
     found = {str(name): item for name, item in list(instance_dict(value).items())}
     for cls in type(value).__mro__:
+        if "__slots__" not in vars(cls):  # members of classes written in C are not the user's
+            continue
         for name, member in list(vars(cls).items()):
             if isinstance(member, MemberDescriptorType):
                 try:

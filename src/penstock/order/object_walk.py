@@ -142,6 +142,9 @@ class ObjectWalk:
             yield from self._of_function(path, value)
         elif issubclass(kind, type):
             yield from self._of_class(value)
+        elif issubclass(kind, types.GeneratorType):
+            held = value.gi_frame.f_locals if value.gi_frame is not None else {}
+            yield from ((f"{path}.{name}", item) for name, item in held.items())
         elif issubclass(kind, _METHODS) or kind.__name__ == "cython_function_or_method":
             yield f"{path}.__self__", getattr(value, "__self__", None)
             yield f"{path}.__func__", getattr(value, "__func__", None)
