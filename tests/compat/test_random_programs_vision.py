@@ -10,6 +10,8 @@ from programs import parts, promises, record
 from programs.driver import Session
 from programs.record import Program
 
+pytest.importorskip("torchvision")
+pytest.importorskip("albumentations")
 pytestmark = pytest.mark.vision
 
 NUM_PROGRAMS = 12

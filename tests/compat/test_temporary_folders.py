@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("torchvision")
+
 pytestmark = pytest.mark.vision
 
 PROGRAM = """
