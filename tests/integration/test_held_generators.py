@@ -389,6 +389,57 @@ def test_draws_that_are_kept_later_are_named_in_the_plan(way: str) -> None:
     assert not any("changed while" in note for note in calm.plan.notes)  # control
 
 
+class KeptFromGlobals(Kept):
+    """Draws on first use from NumPy's global generator."""
+
+    def draw(self) -> Any:
+        return np.random.permutation(NUM_SAMPLES)
+
+
+class OpenedOnFirstUse(Base):
+    file: Any = None
+
+    def __getitem__(self, index: int) -> float:
+        self.file = self.file or Path(__file__).open()  # noqa: SIM115
+        return float(np.random.rand())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_kept_draws_of_global_generators_are_named_in_the_plan(way: str) -> None:
+    loader = DataLoader(KeptFromGlobals(), batch_size=4, seed=0, **WAYS[way])
+    list(loader)
+    assert any("dataset.kept changed while" in note for note in loader.plan.notes)
+    opened = OpenedOnFirstUse()
+    calm = DataLoader(opened, batch_size=4, seed=0, **WAYS[way])
+    list(calm)
+    if opened.file is not None:
+        opened.file.close()
+    assert not any("changed while" in note for note in calm.plan.notes)  # control
+
+
+def seed_numpy(worker: int) -> None:
+    np.random.seed(42)
+
+
+def seed_numpy_by_worker(worker: int) -> None:
+    np.random.seed(42 + worker)
+
+
+def test_numpy_s_seed_of_worker_init_fn_makes_kept_draws_equal_in_every_worker() -> None:
+    def values(init_fn: Any) -> list[int]:
+        loader = DataLoader(KeptFromGlobals(), batch_size=4, num_workers=2, worker_init_fn=init_fn)
+        return [int(value) for batch in loader for value in batch]
+
+    np_state = np.random.RandomState(42)
+    assert values(seed_numpy) == np_state.permutation(NUM_SAMPLES).tolist()  # as in PyTorch
+    assert len(set(values(seed_numpy_by_worker))) < NUM_SAMPLES  # control, also as in PyTorch
+
+
+def test_samples_draw_their_own_bits_after_a_seed_of_worker_init_fn() -> None:
+    by_hand = two_epochs(FromNumpy(), num_workers=2, worker_init_fn=seed_numpy)
+    assert by_hand == two_epochs(FromNumpy(), **WAYS["inline"])
+
+
 class Unseeded(Base):
     def __getitem__(self, index: int) -> float:
         return float(np.random.default_rng().random())

@@ -62,6 +62,8 @@ _CHECKED_BYTES = 1 << 16
 
 State = Any
 """A generator's state: compared with ``==``, and given back."""
+Contents = dict[tuple[str, str], Any]
+"""What objects hold: (path of the object, name in it) and something that changes with the value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,12 +208,27 @@ class DatasetGenerators:
 
     # -- changes of the dataset ------------------------------------------------------------------
 
-    def contents(self) -> dict[str, Any]:
-        """What the dataset's nearest objects hold now, by path, for a comparison. Plain values are
-        left out: they change all the time (counters)."""
+    def contents(self, *, only_data: bool = False) -> Contents:
+        """What the dataset's nearest objects hold now, for :func:`changed_paths`.
+
+        Plain values are left out: they change all the time (counters).
+
+        Args:
+            only_data: Arrays, tensors and containers; not files that were opened, and the like.
+        """
         walk = ObjectWalk(_is_generator, _barren_of(self._root))
         deque(walk.find(self.path, self._root, _MAX_HOLDERS), maxlen=0)
-        return dict(item for holder in walk.holders for item in _contents_of(*holder))
+        items = (item for holder in walk.holders for item in _contents_of(*holder))
+        return {place: held for place, held, is_data in items if is_data or not only_data}
+
+
+def changed_paths(before: Contents, after: Contents) -> list[str]:
+    """Where objects that were there before hold something else now."""
+    return [
+        holder + name
+        for (holder, name), held in after.items()
+        if (holder, "") in before and before.get((holder, name)) != held
+    ]
 
 
 def module_states(root: Any, path: str = "dataset") -> dict[str, State]:
@@ -252,18 +269,26 @@ def describe_search_limit(path: str) -> str:
     )
 
 
-def _contents_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _contents_of(path: str, value: Any) -> Iterator[tuple[tuple[str, str], Any, bool]]:
+    """Places, identities, and whether that is data; first the object itself."""
     items: list[tuple[str, Any]] = []
     if issubclass(type(value), CONTAINERS):
         length = plain_length(value)
-        yield path, length
+        yield (path, ""), length, True
         if length <= _CHECKED_ITEMS:
             items = [(f"[{key}]", item) for key, item in plain_items(value)]
     else:
+        yield (path, ""), None, True
         items = [(f".{name}", item) for name, item in own_attributes(value).items()]
     for name, item in items:
         if not (issubclass(type(item), _PLAIN) or _is_generator(item)):
-            yield path + name, _identity(item)
+            yield (path, name), _identity(item), _is_data(item)
+
+
+def _is_data(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    kinds = (*CONTAINERS, np.ndarray, *([torch.Tensor] if torch is not None else []))
+    return issubclass(type(value), kinds)
 
 
 def _identity(value: Any) -> Any:

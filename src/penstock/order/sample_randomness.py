@@ -21,8 +21,9 @@ draw has one run loaded twice per worker; what the user sees is always the seede
 Generators that the dataset holds itself are set for each sample, too, but for the first one that
 this object loads. A dataset that draws a permutation on first use and keeps it must draw the same
 one in every worker, as it does in PyTorch's, so that sample finds them as the user left them. If it
-drew from one of them, it is loaded once more for its bits; what the dataset kept stays. A dataset
-that goes on keeping things while it draws is named in ``notes``.
+drew from one of them, it is loaded once more for its bits; what the dataset kept stays. The same
+holds for Python's and NumPy's generators where worker_init_fn set them. A dataset that goes on
+keeping things while it draws, or keeps what it drew from a global generator, is named in ``notes``.
 """
 
 from __future__ import annotations
@@ -37,12 +38,19 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import NoStopIteration
-from penstock.order.dataset_generators import DatasetGenerators, describe_search_limit
+from penstock.order.dataset_generators import (
+    Contents,
+    DatasetGenerators,
+    changed_paths,
+    describe_search_limit,
+)
 from penstock.order.global_generators import (
     counting_state_reads,
     numpy_generator,
     preserved_generators,
     python_generator,
+    restore_generators,
+    save_generators,
     state_reads,
 )
 from penstock.order.keys import (
@@ -72,6 +80,10 @@ _KEEPS_DRAWS = (
     "there, they differ between workers: draw them in __init__, or from a generator made of the "
     "index, numpy.random.default_rng([seed, index])"
 )
+_KEEPS_GLOBAL_DRAWS = (
+    "{path} changed while a sample drew from a global generator. If drawn numbers are kept there, "
+    "they differ between workers, as they do in PyTorch's: draw them in __init__"
+)
 _MADE_IN_COLLATE = (
     "collate_fn made a generator in its first call and could not be called again: what it drew for "
     "that batch depends on who loads it. Make the generator before the loader is used"
@@ -100,6 +112,8 @@ class SampleRandomness:
         dataset_generators: Those that only the dataset knows; they are set for each sample, too.
             Where there are any, every sample is seeded.
         keeps_first: The first call finds the dataset's own generators as the user left them.
+        init_states: Of Python's and NumPy's generators, as worker_init_fn left them, if it set
+            them. The first call finds these.
         checks_repeats: Load the first sample twice where the code makes generators of its own, to
             see whether it is the same.
 
@@ -125,6 +139,7 @@ class SampleRandomness:
         with_torch: bool = True,
         dataset_generators: DatasetGenerators | None = None,
         keeps_first: bool = True,
+        init_states: bytes | None = None,
         checks_repeats: bool = False,
     ) -> None:
         import torch
@@ -141,6 +156,7 @@ class SampleRandomness:
         self._is_first = dataset_generators is not None
         self._num_watched = NUM_OBSERVED
         self._keeps_first, self._checks_repeats = keeps_first, checks_repeats
+        self._init_states = init_states
         self.notes: list[str] = []
         self.warnings: list[str] = []
         can_peek = self._python.is_known and self._numpy.is_known
@@ -254,18 +270,23 @@ class SampleRandomness:
         own = self._own
         assert own is not None
         self._is_first = False
-        states = own.save()
+        states, data = own.save(), own.contents(only_data=True) if self._keeps_first else {}
         if self._keeps_first:
             self._set_own = own.set_unreadable
         self.set_generators(position)
+        if self._init_states is not None:
+            restore_generators(self._init_states)
+        before = save_generators(), self._torch.get_state()
         try:
             sample = function(index) if self.needs_seeding else self._observe(function, index)
         except Exception:
-            if not self._has_used_own(own, states):
+            if not self._must_repeat(own, states, before[0]):
                 raise
             sample = self._call_again(function, index, position)
         else:
-            if self._has_used_own(own, states):
+            if self._keeps_first and self._has_drawn_since(*before):
+                self._note_changes(_KEEPS_GLOBAL_DRAWS, data, own.contents(only_data=True))
+            if self._must_repeat(own, states, before[0]):
                 try:
                     sample = self._call_again(function, index, position)
                 except Exception:
@@ -276,14 +297,25 @@ class SampleRandomness:
             self._check_repeat(function, index, position, sample)
         return sample
 
-    def _has_used_own(self, own: DatasetGenerators, states: list[Any]) -> bool:
-        """After the first sample: did it draw from a generator of the dataset's, or make one?"""
+    def _must_repeat(self, own: DatasetGenerators, states: list[Any], before: bytes) -> bool:
+        """After the first sample: did it make a generator, or draw from one not set for it?"""
         has_moved = self._keeps_first and own.save() != states
         has_made = bool(own.search())
         self._set_own = own.set if own else None
         self._num_watched = 0 if own or own.makes_generators else NUM_OBSERVED
         self.needs_seeding = self.needs_seeding or bool(own)
-        return has_moved or has_made
+        has_drawn = self._init_states is not None and save_generators() != before
+        return has_moved or has_made or has_drawn
+
+    def _has_drawn_since(self, before: bytes, torch_before: Any) -> bool:
+        """Has a global generator moved?"""
+        has_moved = not self._are_equal(self._torch.get_state(), torch_before)
+        return has_moved or save_generators() != before
+
+    def _note_changes(self, note: str, before: Contents, after: Contents) -> None:
+        changed = changed_paths(before, after)
+        if changed:
+            self.notes.append(note.format(path=changed[0]))
 
     def _call_again(self, function: Function, index: Any, position: int) -> Any:
         self._rng.position = position
@@ -310,9 +342,7 @@ class SampleRandomness:
         before, states = own.contents() if own else {}, own.save()
         sample = function(index) if self.needs_seeding else self._observe(function, index)
         if own.save() != states:
-            changed = [path for path, held in own.contents().items() if before.get(path) != held]
-            if changed:
-                self.notes.append(_KEEPS_DRAWS.format(path=changed[0]))
+            self._note_changes(_KEEPS_DRAWS, before, own.contents())
         if own.makes_generators and self._keeps_first and own.search():
             self._set_own, self.needs_seeding = own.set, True
             self.is_torch_only = self.is_unseeded = False
@@ -528,6 +558,7 @@ def make_randomness(
     is_worker: bool = False,
     checks_repeats: bool = False,
     states: Mapping[str, Any] | None = None,
+    init_states: bytes | None = None,
 ) -> tuple[SampleRandomness, SampleRandomness]:
     """The randomness of samples, and that of batches in ``collate_fn`` (None: torch's own).
 
@@ -536,10 +567,15 @@ def make_randomness(
 
     Args:
         states: See :class:`DatasetGenerators`.
+        init_states: See :class:`SampleRandomness`.
     """
     own = DatasetGenerators(dataset, is_worker=is_worker, states=states)
     samples = SampleRandomness(
-        seed, with_torch=with_torch, dataset_generators=own, checks_repeats=checks_repeats
+        seed,
+        with_torch=with_torch,
+        dataset_generators=own,
+        init_states=init_states,
+        checks_repeats=checks_repeats,
     )
     of_collate = None
     if collate_fn is not None:

@@ -130,6 +130,7 @@ class WorkerLoop:
                 is_worker=not is_thread,
                 checks_repeats=number == 0,
                 states=states,
+                init_states=objects.get("init_states"),
             )
         self._writes_slots = task.auto_collation and is_default_collate(self._collate)
         on_error = objects.get("on_error", "raise")

@@ -118,6 +118,7 @@ def prepare_worker(
     from torch.utils.data._utils import worker as torch_worker
 
     from penstock.engine.loading.fetch import seed_pipes
+    from penstock.order.global_generators import save_generators
     from penstock.order.sample_randomness import seed_worker
 
     seed = seed_worker(task.base_seed, number)
@@ -128,11 +129,13 @@ def prepare_worker(
     try:
         init_fn = objects.get("worker_init_fn")
         if init_fn is not None:
-            before = torch.initial_seed()
+            before, states = torch.initial_seed(), save_generators()
             with NoStopIteration("worker_init_fn"):
                 init_fn(number)
             is_set = torch.initial_seed() != before
             objects["keeps_init_seed"] = is_set and task.keeps_init_seed
+            left = save_generators()
+            objects["init_states"] = left if left != states else None
     except Exception as error:
         objects["init_error"] = error
 
