@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BUILD_INPUTS = pyproject.toml requirements/build.txt requirements/test.txt tools/make_env.sh
 BIN = .venv/bin
-OTHERS = $(addprefix tests/,faults compat gpu property unit house)
+OTHERS = $(addprefix tests/,faults compat gpu property unit repo)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format soak bench docs coverage clean \

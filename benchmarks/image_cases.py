@@ -28,7 +28,7 @@ from penstock.images.pixels import to_tensor
 from penstock.machine.collect import machine
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from made_images import encode, make_pixels
+from support.generated_images import encode, make_pixels
 
 TORCH: Any = torch.utils.data.DataLoader
 OURS: Any = penstock.DataLoader

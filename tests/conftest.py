@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import leftovers
+from support import leftovers
 
 FAILED = pytest.StashKey[bool]()
 
@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # its import asks the network otherwise
     # torch says this whenever a test asks for more workers than the machine has cores. How many
-    # that is depends on the machine, so it cannot be an error; test_arguments.py checks that it is
+    # that is depends on the machine, so it cannot be an error; test_options.py checks that it is
     # said.
     config.addinivalue_line(
         "filterwarnings", "ignore:This DataLoader will create .* worker processes:UserWarning"
@@ -60,7 +60,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves something (tests/house/test_leftovers.py shows that this notices)."""
+    """Fail a test that leaves something (tests/repo/test_leftovers.py shows that this notices)."""
     if request.node.get_closest_marker("gpu") is not None:
         _open_gpu()
     before = leftovers.look()

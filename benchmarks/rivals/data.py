@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from made_images import encode, make_pixels
+from support.generated_images import encode, make_pixels
 
 NUM_CLASSES = 8
 

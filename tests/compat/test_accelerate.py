@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock import DataLoader
 from penstock.errors import BadArgument, BadState
-from specimens import Draws, Numbers, Samples, Shards
+from support.datasets import Draws, Numbers, Samples, Shards
 
 pytestmark = pytest.mark.vision
 accelerate: Any = pytest.importorskip("accelerate")

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 import penstock
-import streams
 from penstock import DataLoader
+from support import stream_hash
 
 pytestmark = pytest.mark.vision
 A = pytest.importorskip("albumentations")
@@ -56,7 +56,7 @@ class Images(Dataset):
 
 def ours(**arguments: Any) -> str:
     loader = DataLoader(Images(), batch_size=7, shuffle=True, seed=5, **arguments)
-    return streams.hashed(streams.whole(loader))
+    return stream_hash.hashed(stream_hash.whole(loader))
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_each_epoch_and_each_sample_is_augmented_anew() -> None:
             return super().__getitem__(0)[0]
 
     loader = DataLoader(Same(), batch_size=10, seed=5, num_workers=2)
-    seen = {streams.numbers_of(image) for _ in range(2) for batch in loader for image in batch}
+    seen = {stream_hash.numbers_of(image) for _ in range(2) for batch in loader for image in batch}
     assert len(seen) > 70  # of 80; a flip alone gives few that differ
 
 
@@ -92,6 +92,6 @@ def test_torch_s_own_loader_fails_with_1_against_2_workers() -> None:
         random.seed(0)
         np.random.seed(0)
         loader = TorchDataLoader(Images(), batch_size=7, num_workers=num_workers)
-        return streams.hashed(streams.whole(loader))
+        return stream_hash.hashed(stream_hash.whole(loader))
 
     assert len({theirs(0), theirs(1), theirs(2)}) == 3

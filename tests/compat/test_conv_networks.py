@@ -6,19 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import broken_convolution
-import scripting
 from penstock.conv import bypass_convolutions
+from support import broken_convolution, scripts
+from support.paths import EXAMPLES
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(300)]
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def resnet18() -> nn.Module:
@@ -124,7 +122,7 @@ def yolo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             check=False,
         )
 
-    return scripting.run_all(one, list(RUNS))
+    return scripts.run_all(one, list(RUNS))
 
 
 def loss_of(result: subprocess.CompletedProcess[str]) -> list[float]:
@@ -133,7 +131,7 @@ def loss_of(result: subprocess.CompletedProcess[str]) -> list[float]:
 
 
 def test_yolov8n_trains_through_penstock_run(yolo: dict[str, Any]) -> None:
-    broken, healthy = (scripting.told(yolo[name]) for name in ("broken, auto", "healthy"))
+    broken, healthy = (scripts.told(yolo[name]) for name in ("broken, auto", "healthy"))
     assert healthy.returncode == 0, healthy.stderr[-3000:]
     assert broken.returncode == 0, broken.stderr[-3000:]
     assert loss_of(broken) == pytest.approx(loss_of(healthy), rel=1e-2)
@@ -142,6 +140,6 @@ def test_yolov8n_trains_through_penstock_run(yolo: dict[str, Any]) -> None:
 
 
 def test_yolov8n_fails_without_it(yolo: dict[str, Any]) -> None:
-    result = scripting.told(yolo["broken, off"])
+    result = scripts.told(yolo["broken, off"])
     assert result.returncode != 0
     assert "miopenStatusUnknownError" in result.stderr + result.stdout

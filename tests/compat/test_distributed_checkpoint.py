@@ -11,7 +11,7 @@ import torch
 
 from penstock import DataLoader
 from penstock.errors import BadState
-from specimens import Draws, collect, differences
+from support.datasets import Draws, collect, differences
 
 checkpoint: Any = pytest.importorskip("torch.distributed.checkpoint")
 stateful = pytest.importorskip("torch.distributed.checkpoint.stateful")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-import fuzzed
 from penstock import DataLoader
 from penstock.engine.loading.bad_sample_file import read
 from penstock.errors import TooManyBad
-from specimens import WAYS
+from support import fuzzed_jpegs
+from support.datasets import WAYS
 
 pytest.importorskip("PIL")
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(120)]
@@ -28,16 +28,16 @@ MAX_GROWTH_KB = 300 << 10
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> fuzzed.Images:
+def images(tmp_path_factory: pytest.TempPathFactory) -> fuzzed_jpegs.Images:
     folder = tmp_path_factory.mktemp("images")
-    return fuzzed.Images(fuzzed.make_folder(folder, NUM_BROKEN, num_good=NUM_GOOD))
+    return fuzzed_jpegs.Images(fuzzed_jpegs.make_folder(folder, NUM_BROKEN, num_good=NUM_GOOD))
 
 
 @pytest.fixture(scope="module")
-def bad(images: fuzzed.Images) -> set[int]:
+def bad(images: fuzzed_jpegs.Images) -> set[int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pillow about odd tags
-        return fuzzed.bad_ones(images)
+        return fuzzed_jpegs.bad_ones(images)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -49,7 +49,7 @@ def bad(images: fuzzed.Images) -> set[int]:
     ],
 )
 def test_every_broken_file_is_listed_and_every_good_one_is_loaded(
-    on_error: str, way: str, images: fuzzed.Images, bad: set[int], tmp_path: Path
+    on_error: str, way: str, images: fuzzed_jpegs.Images, bad: set[int], tmp_path: Path
 ) -> None:
     path = tmp_path / "bad.jsonl"
     limit: dict[str, Any] = {} if way == "inline" else {"sample_timeout_s": 20}
@@ -63,7 +63,7 @@ def test_every_broken_file_is_listed_and_every_good_one_is_loaded(
         **limit,
         **WAYS[way],
     )
-    indices, pixels, most_kb = fuzzed.load(loader)
+    indices, pixels, most_kb = fuzzed_jpegs.load(loader)
     good = set(range(len(images))) - bad
     assert set(pixels) == good
     assert len(indices) == (len(good) if on_error == "skip" else len(images))
@@ -76,21 +76,23 @@ def test_every_broken_file_is_listed_and_every_good_one_is_loaded(
 
 
 def test_most_of_what_was_broken_is_bad_and_nothing_else(
-    images: fuzzed.Images, bad: set[int]
+    images: fuzzed_jpegs.Images, bad: set[int]
 ) -> None:
     """A control: bits may be flipped in vain, and good files are good."""
     names = [Path(images.files[index]).name for index in bad]
     assert not any("good" in name for name in names)
     assert len(bad) > NUM_BROKEN * 2 // 3
     for kind in ("truncated", "wrong-type", "zero-length", "huge-header", "unreadable"):
-        assert sum(kind in name for name in names) > NUM_BROKEN // len(fuzzed.WAYS) // 2, kind
+        assert sum(kind in name for name in names) > NUM_BROKEN // len(fuzzed_jpegs.WAYS) // 2, kind
 
 
-def test_without_on_error_the_first_one_ends_it(images: fuzzed.Images) -> None:
+def test_without_on_error_the_first_one_ends_it(images: fuzzed_jpegs.Images) -> None:
     with pytest.raises((OSError, ValueError)):
-        fuzzed.load(DataLoader(images, batch_size=16, num_workers=2))
+        fuzzed_jpegs.load(DataLoader(images, batch_size=16, num_workers=2))
 
 
-def test_a_budget_ends_it_with_names(images: fuzzed.Images) -> None:
+def test_a_budget_ends_it_with_names(images: fuzzed_jpegs.Images) -> None:
     with pytest.raises(TooManyBad, match=r"\.jpg"):
-        fuzzed.load(DataLoader(images, batch_size=16, num_workers=2, on_error="skip", max_bad=0.05))
+        fuzzed_jpegs.load(
+            DataLoader(images, batch_size=16, num_workers=2, on_error="skip", max_bad=0.05)
+        )

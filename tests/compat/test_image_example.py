@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from support.paths import EXAMPLES
+
 pytestmark = pytest.mark.vision
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "image_folder.py"
+EXAMPLE = EXAMPLES / "image_folder.py"
 NAME = "image_folder"
 
 

@@ -19,13 +19,13 @@ from torchvision.transforms import v2  # noqa: E402
 from torchvision.transforms.v2 import functional  # noqa: E402
 
 import penstock  # noqa: E402
-from made_images import encode, make_folder, make_pixels  # noqa: E402
 from penstock import DataLoader, ImageFolder, Packed, pack  # noqa: E402
 from penstock.errors import BadImage  # noqa: E402
 from penstock.images.decode import find_scale  # noqa: E402
 from penstock.images.jpeg_codecs import available_decoders, jpeg_decoder  # noqa: E402
 from penstock.images.pixels import resize  # noqa: E402
 from penstock.machine.image_libraries import find_decoders  # noqa: E402
+from support.generated_images import encode, make_folder, make_pixels  # noqa: E402
 
 pytestmark = pytest.mark.vision
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-import scripting
 from penstock import DataLoader
-from specimens import Draws
-from training import QUIET
+from support import scripts
+from support.datasets import Draws
+from support.example_runs import QUIET
+from support.paths import TESTS
 
 pytestmark = [
     pytest.mark.vision,
@@ -37,7 +38,7 @@ import json, os, sys, time
 from pathlib import Path
 import torch
 from penstock import DataLoader
-from specimens import Draws
+from support.datasets import Draws
 
 stop_at = int(sys.argv[1])
 loader = DataLoader(Draws(24), batch_size=5, shuffle=True, seed=3, num_workers=2)
@@ -115,7 +116,7 @@ def start(case: Case, folder: Path, stop_at: int) -> list[subprocess.Popen[str]]
     """The ranks, as a launcher starts them; it would be one more process that imports torch."""
     program = folder / "program.py"
     program.write_text(BEGIN + case.training)
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), *sys.path)))
+    path = os.pathsep.join(filter(None, (str(TESTS), *sys.path)))
     environ = {**os.environ, **QUIET, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true"}
     if case.num_ranks > 1:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -140,7 +141,7 @@ def kill_half_way(case: Case, folder: Path) -> None:
     ranks = start(case, folder, case.stop_at)
     try:
         for rank in ranks:
-            scripting.read_line(rank, "waiting")
+            scripts.read_line(rank, "waiting")
     finally:
         for rank in ranks:  # the workers notice by themselves
             rank.kill()
@@ -167,7 +168,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             assert rank.returncode == 0, errors[-3000:]
         return before, seen_by(case, folder)
 
-    return scripting.run_all(both, list(CASES))
+    return scripts.run_all(both, list(CASES))
 
 
 def epochs(loader: Any) -> list[Any]:
@@ -178,7 +179,7 @@ def epochs(loader: Any) -> list[Any]:
 def test_a_script_killed_half_way_goes_on_with_exactly_what_was_missing(
     name: str, seen: dict[str, Any]
 ) -> None:
-    (before,), (after,) = scripting.told(seen[name])
+    (before,), (after,) = scripts.told(seen[name])
     assert len(before) == CASES[name].stop_at
     assert [fields for fields, *_ in after] == epochs(DataLoader(Draws(24), **KEYWORDS))
 
@@ -186,7 +187,7 @@ def test_a_script_killed_half_way_goes_on_with_exactly_what_was_missing(
 def test_two_ranks_killed_half_way_go_on_with_exactly_what_was_missing(
     seen: dict[str, Any],
 ) -> None:
-    before, after = scripting.told(seen["accelerate, 2 ranks"])
+    before, after = scripts.told(seen["accelerate, 2 ranks"])
     for rank in (0, 1):
         loader = DataLoader(Draws(24), **KEYWORDS)
         assert not loader._is_accelerate_prepared  # type: ignore[attr-defined]
@@ -199,7 +200,7 @@ def test_two_ranks_killed_half_way_go_on_with_exactly_what_was_missing(
 
 def test_two_ranks_gather_each_sample_once_and_sync_at_the_end(seen: dict[str, Any]) -> None:
     """The last batch of an epoch is filled up with samples of its first: they do not count."""
-    _, after = scripting.told(seen["accelerate, 2 ranks"])
+    _, after = scripts.told(seen["accelerate, 2 ranks"])
     plain = [index for fields in epochs(DataLoader(Draws(24), **KEYWORDS)) for index in fields[0]]
     for rank in (0, 1):
         assert [index for _, gathered, _ in after[rank] for index in gathered] == plain

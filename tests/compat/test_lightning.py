@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock import DataLoader
 from penstock.machine.collect import quick_facts
-from specimens import Draws
+from support.datasets import Draws
 
 pytestmark = [
     pytest.mark.vision,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import scripting
-from training import End, Run, train
+from support import scripts
+from support.example_runs import End, Run, train
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(600)]
 # One of the scripts needs nothing but torch; the core leg has its like in test_run_training.py.
@@ -63,13 +63,13 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
         folder.mkdir()
         return train(RUNS[key], folder)
 
-    return scripting.run_all(one, [key for key in RUNS if is_there(key[0])])
+    return scripts.run_all(one, [key for key in RUNS if is_there(key[0])])
 
 
 def end_of(key: tuple[str, str], ends: dict[Any, Any]) -> End:
     if not is_there(key[0]):
         pytest.skip(f"{NEEDS[key[0]]} is not installed")
-    end: End = scripting.told(ends[key])
+    end: End = scripts.told(ends[key])
     assert end.status == 0, end.err[-3000:]
     # timm keeps its loader to the very end, when of our modules nothing is left but names.
     assert "Exception ignored" not in end.err

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from programs import parts, promises, record
-from programs.driver import Session
-from programs.record import Program
+from support.programs import parts, promises, record
+from support.programs.driver import Session
+from support.programs.record import Program
 
 pytest.importorskip("torchvision")
 pytest.importorskip("albumentations")

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import penstock
-import streams
 from penstock import DataLoader
-from specimens import assert_same
+from support import stream_hash
+from support.datasets import assert_same
 
 pytest.importorskip("torchvision")
 v2 = pytest.importorskip("torchvision.transforms.v2")
@@ -22,7 +22,7 @@ from torchvision import datasets  # noqa: E402
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(240)]
 
-QUICK = streams.grid(("thread", "forkserver"))
+QUICK = stream_hash.grid(("thread", "forkserver"))
 TRANSFORM = v2.Compose(
     [
         v2.ToImage(),
@@ -61,12 +61,12 @@ def make(**arguments: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    return streams.hashed(streams.whole(make()))
+    return stream_hash.hashed(stream_hash.whole(make()))
 
 
 @pytest.mark.parametrize("way", QUICK)
 def test_transforms_give_one_hash(way: str, expected: str) -> None:
-    assert streams.hashed(streams.whole(make(**QUICK[way]))) == expected
+    assert stream_hash.hashed(stream_hash.whole(make(**QUICK[way]))) == expected
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_transforms_give_one_hash(way: str, expected: str) -> None:
 )
 def test_transforms_give_one_hash_when_killed_and_resumed(way: str, expected: str) -> None:
     ways = itertools.cycle([QUICK[way], {}, {"num_workers": 3}])
-    assert streams.hashed(streams.interrupted(make, ways, random.Random(way))) == expected
+    assert stream_hash.hashed(stream_hash.interrupted(make, ways, random.Random(way))) == expected
 
 
 @pytest.mark.slow
 def test_transforms_give_one_hash_under_spawn(expected: str) -> None:
     loader = make(num_workers=2, multiprocessing_context="spawn", persistent_workers=True)
-    assert streams.hashed(streams.whole(loader)) == expected
+    assert stream_hash.hashed(stream_hash.whole(loader)) == expected
     loader.close()
 
 
@@ -100,7 +100,7 @@ def test_torch_s_own_loader_fails_with_2_against_4_workers() -> None:
     def theirs(num_workers: int) -> str:
         torch.manual_seed(0)
         loader = TorchDataLoader(IMAGES, batch_size=7, num_workers=num_workers)
-        return streams.hashed(streams.whole(loader))
+        return stream_hash.hashed(stream_hash.whole(loader))
 
     assert theirs(2) != theirs(4)
     assert theirs(2) == theirs(2)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate
 
 from penstock import DataLoader
-from specimens import QUICK_WAYS, WAYS, assert_same, collect, differences
+from support.datasets import QUICK_WAYS, WAYS, assert_same, collect, differences
 
 torchvision = pytest.importorskip("torchvision")
 tv_tensors = pytest.importorskip("torchvision.tv_tensors")

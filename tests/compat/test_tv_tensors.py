@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from collated import compare, outcomes
 from penstock import DataLoader
-from specimens import WAYS, Samples
+from support.collate_cases import compare, outcomes
+from support.datasets import WAYS, Samples
 
 pytestmark = pytest.mark.vision
 tv_tensors = pytest.importorskip("torchvision.tv_tensors")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import scripting
-from training import End, Run, train
+from support import scripts
+from support.example_runs import End, Run, train
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(400)]
 pytest.importorskip("ultralytics")
@@ -38,12 +38,12 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         folder.mkdir()
         return train(RUNS[name], folder)
 
-    return scripting.run_all(one, list(RUNS))
+    return scripts.run_all(one, list(RUNS))
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_yolo_trains_two_epochs_unmodified(name: str, ends: dict[str, Any]) -> None:
-    end = scripting.told(ends[name])
+    end = scripts.told(ends[name])
     assert end.status == 0, end.err[-3000:]
     assert len(end.told("loss")) == 1
     assert "2 loaders ran on Penstock's engine" in end.err
@@ -54,11 +54,11 @@ def test_yolo_trains_two_epochs_unmodified(name: str, ends: dict[str, Any]) -> N
 def test_a_worker_killed_half_way_changes_no_bit_of_the_loss(
     name: str, ends: dict[str, Any]
 ) -> None:
-    end = scripting.told(ends[name])
+    end = scripts.told(ends[name])
     assert "1 lost worker(s) were replaced" in end.err
-    assert end.told("loss") == scripting.told(ends["inline"]).told("loss")
+    assert end.told("loss") == scripts.told(ends["inline"]).told("loss")
 
 
 def test_another_seed_gives_another_loss(ends: dict[str, Any]) -> None:
-    other, first = (scripting.told(ends[name]) for name in ("another seed", "inline"))
+    other, first = (scripts.told(ends[name]) for name in ("another seed", "inline"))
     assert other.told("loss") != first.told("loss")

@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-import scripting
 from penstock import DataLoader
 from penstock.errors import WorkerTimeout
-from specimens import PROCESS_WAYS, WAYS, Draws, Numbers, assert_same, collect
+from support import scripts
+from support.datasets import PROCESS_WAYS, WAYS, Draws, Numbers, assert_same, collect
+from support.paths import TESTS
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 
-TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "troubleshooting.md"
 
 
@@ -58,7 +58,7 @@ print("all right")
 def test_a_loader_neither_settles_the_start_method_nor_minds_one_that_is_settled(
     tmp_path: Path,
 ) -> None:
-    result = scripting.run(CONTEXT, tmp_path)
+    result = scripts.run(CONTEXT, tmp_path)
     lines = result.stdout.splitlines()
     assert lines == ["context has already been set", "all right"], result.stderr
 
@@ -154,9 +154,9 @@ print(*[batch.tolist() for batch in DataLoader(
 
 @pytest.mark.soak  # test_scripts.py shows the first half in every run; the second takes long
 def test_a_script_without_a_guard_starts_workers_and_torch_s_loader_cannot(tmp_path: Path) -> None:
-    ours = scripting.run(UNGUARDED.format(package="penstock"), tmp_path)
+    ours = scripts.run(UNGUARDED.format(package="penstock"), tmp_path)
     assert (ours.stdout, ours.stderr) == ("[0, 1] [2, 3]\n", "")
-    theirs = scripting.run(UNGUARDED.format(package="torch.utils.data"), tmp_path)
+    theirs = scripts.run(UNGUARDED.format(package="torch.utils.data"), tmp_path)
     assert "finished its bootstrapping phase" in " ".join(theirs.stderr.split())
     assert "exited unexpectedly" in theirs.stderr
 

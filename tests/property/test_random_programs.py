@@ -10,25 +10,24 @@ import os
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import leftovers
 from penstock.engine.parent.iterator import LoaderIterator
 from penstock.loader import DataLoader
 from penstock.order.sample_randomness import SampleRandomness
-from programs import checking, driver, promises, record, running
-from programs.record import Program
-from programs.shrinking import shrink
+from support import leftovers
+from support.paths import DOCS
+from support.programs import checking, driver, promises, record, running
+from support.programs.record import Program
+from support.programs.shrinking import shrink
 
 # Programs ask for more workers than there are cores, make generators without a seed, and so on.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SEED = int(os.environ.get("PROGRAMS_SEED", "0"))
 NUM_PROGRAMS = 50
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.mark.slow

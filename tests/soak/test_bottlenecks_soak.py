@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import bottlenecks
+from support import bottlenecks
 
 pytestmark = pytest.mark.soak
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.conv import bypass_convolutions
-from small_network import NUM_LAYERS, X, assert_close, gradients, net
+from support.small_network import NUM_LAYERS, X, assert_close, gradients, net
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
 

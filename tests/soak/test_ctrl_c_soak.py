@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import interrupts
+from support import interrupts
 
 pytestmark = [
     pytest.mark.soak,

@@ -18,10 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-import leftovers
-import streams
 from penstock import DataLoader
-from tolls import DEATHS, HANGS, Tolled, Tolls, spread
+from support import leftovers, stream_hash
+from support.fault_file import DEATHS, HANGS, Tolled, Tolls, spread
 
 pytestmark = [pytest.mark.soak, pytest.mark.fault, pytest.mark.timeout(1800)]
 
@@ -46,7 +45,7 @@ def timed(loader: Any) -> tuple[str, int, float]:
             count += 1
             yield batch
 
-    found = streams.hashed(counted())
+    found = stream_hash.hashed(counted())
     return found, count, time.perf_counter() - started
 
 
@@ -131,7 +130,7 @@ def test_the_same_with_tiny_batches_for_the_record(tmp_path: Path, note: Any) ->
 def test_another_seed_or_sample_has_another_hash(tmp_path: Path) -> None:
     def hashed(**arguments: Any) -> str:
         tolls = Tolls(tmp_path / "tolls", 400)
-        return streams.hashed(DataLoader(Tolled(tolls, wait_s=0.0), **{"seed": 3, **arguments}))
+        return stream_hash.hashed(DataLoader(Tolled(tolls, wait_s=0.0), **{"seed": 3, **arguments}))
 
     assert hashed() == hashed()
     assert hashed() != hashed(seed=4)

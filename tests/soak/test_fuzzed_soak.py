@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import fuzzed
 from penstock import DataLoader
 from penstock.engine.loading.bad_sample_file import read
+from support import fuzzed_jpegs
 
 pytest.importorskip("PIL")
 pytestmark = [
@@ -29,9 +29,9 @@ def test_2_000_broken_files_are_all_listed(
 ) -> None:
     caplog.set_level(logging.WARNING, "penstock")
     (tmp_path / "images").mkdir()
-    files = fuzzed.make_folder(tmp_path / "images", NUM_BROKEN, num_good=2 * NUM_BROKEN)
-    images = fuzzed.Images(files)
-    bad = fuzzed.bad_ones(images)
+    files = fuzzed_jpegs.make_folder(tmp_path / "images", NUM_BROKEN, num_good=2 * NUM_BROKEN)
+    images = fuzzed_jpegs.Images(files)
+    bad = fuzzed_jpegs.bad_ones(images)
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     most_kb, started = 0, time.monotonic()
     for on_error in ("skip", "replace"):
@@ -46,14 +46,14 @@ def test_2_000_broken_files_are_all_listed(
             bad_samples_file=path,
             sample_timeout_s=20,
         )
-        indices, pixels, peak_kb = fuzzed.load(loader)
+        indices, pixels, peak_kb = fuzzed_jpegs.load(loader)
         most_kb = max(most_kb, peak_kb)
         assert set(pixels) == set(range(len(images))) - bad
         assert len(indices) == len(images) - (len(bad) if on_error == "skip" else 0)
         assert {one.index for one in loader.bad_samples} == bad
         assert {one.index for one in read(path).samples} == bad
     grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb
-    kinds = ", ".join(fuzzed.WAYS)
+    kinds = ", ".join(fuzzed_jpegs.WAYS)
     note(
         f"2,000 broken JPEG files ({kinds}) among 4,000 good ones: {len(bad)} cannot be decoded, "
         f"all are listed, by skip and by replace, all others loaded; no worker lost, "

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from penstock import DataLoader
-from specimens import Numbers
+from support.datasets import Numbers
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 

@@ -16,8 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-import leftovers
-import scripting
+from support import leftovers, scripts
 
 pytestmark = [pytest.mark.soak, pytest.mark.fault, pytest.mark.timeout(1800)]
 
@@ -91,7 +90,7 @@ class Zygote:
         self.process.stdin.flush()
         pid = int(self.read())
         time.sleep(moment_s)
-        family = scripting.family_of(pid)
+        family = scripts.family_of(pid)
         os.kill(pid, signal.SIGKILL)
         assert self.read() == "ended"
         left = leftovers.wait_until_gone(family, GONE_S)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-import streams
-from killer import Killer
-from mishaps import DEATHS, Fateful, Log
 from penstock import DataLoader
+from support import stream_hash
+from support.killer import Killer
+from support.worker_faults import DEATHS, Fateful, Log
 
 pytestmark = [pytest.mark.soak, pytest.mark.fault, pytest.mark.timeout(3000)]
 
@@ -35,7 +35,7 @@ class Slowly(Fateful):
 
 def epoch_of(dataset: Any, **arguments: Any) -> tuple[str, Any]:
     loader = DataLoader(dataset, batch_size=4, shuffle=True, seed=3, on_error="skip", **arguments)
-    return streams.hashed(loader), [one.index for one in loader.bad_samples]
+    return stream_hash.hashed(loader), [one.index for one in loader.bad_samples]
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-import scripting
-from packed import Mixed, digest, pack_server
 from penstock import pack
+from support import scripts
+from support.packed_sets import Mixed, digest, pack_server
+from support.paths import TESTS
 
 pytestmark = pytest.mark.soak
 
@@ -52,16 +53,17 @@ def test_a_packing_killed_a_hundred_times_ends_with_the_same_bytes(
 
 
 def _paths() -> str:
-    return os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    return os.pathsep.join([str(TESTS), *sys.path])
 
 
 RAY = """
 import os, signal, sys, time
-import packed, penstock
+import penstock
+from support import packed_sets
 from penstock.integrations.ray_packing import ray_map
 from ray.cluster_utils import Cluster
 
-class Slow(packed.Mixed):
+class Slow(packed_sets.Mixed):
     def __getitem__(self, index):
         time.sleep(0.01)
         return super().__getitem__(index)
@@ -98,7 +100,7 @@ def test_a_ray_cluster_that_loses_a_node_packs_the_whole_set(
     tmp_path: Path, note: Callable[[str], None]
 ) -> None:
     start = time.perf_counter()
-    result = scripting.run(RAY, tmp_path, str(tmp_path / "set"), "ray", PYTHONPATH=_paths())
+    result = scripts.run(RAY, tmp_path, str(tmp_path / "set"), "ray", PYTHONPATH=_paths())
     took_s = time.perf_counter() - start
     assert result.returncode == 0, result.stderr[-3000:]
     assert "nodes 2" in result.stdout

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from programs.driver import Session
+from support.programs.driver import Session
 
 MINUTES = float(os.environ.get("SOAK_PROGRAM_MINUTES", "120"))
 SEED = int(os.environ.get("PROGRAMS_SEED", time.strftime("%Y%m%d")))

@@ -1,6 +1,6 @@
 """The Triton kernel of :mod:`penstock.device.image_finisher`. Importing it needs Triton.
 
-Tests: tests/gpu/test_to_the_gpu.py.
+Tests: tests/gpu/device/test_to_the_gpu.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,10 +11,10 @@ from rich.console import Console
 from penstock.cli.overview import print_overview
 from penstock.machine.facts import Machine
 from penstock.planning.safety import tabulate_safe_workers
+from support.paths import MACHINES
 
 pytestmark = pytest.mark.legacy
 
-MACHINES = Path(__file__).resolve().parents[2] / "machines"
 NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
 LINE = re.compile(r"^  requested +(\d+) -> safe +(\d+)  \(.+\)$", re.MULTILINE)
 

@@ -7,29 +7,29 @@ from collections.abc import Iterator
 
 import pytest
 
-import pretend_gpu
 from penstock.device.cuda_runtime import CudaRuntime
 from penstock.device.fences import EventFence, IsDone, SynchronizingFence, choose_fence
-from pretend_gpu import PretendGpu
+from support import fake_gpu
+from support.fake_gpu import PretendGpu
 
 pytestmark = pytest.mark.legacy
 
 
 @pytest.fixture(params=["cuda", "hip"])
 def gpu(request: pytest.FixtureRequest) -> Iterator[PretendGpu]:
-    with pretend_gpu.pretended(request.param) as gpu:
+    with fake_gpu.pretended(request.param) as gpu:
         yield gpu
 
 
 @pytest.fixture
 def nvidia() -> Iterator[PretendGpu]:
-    with pretend_gpu.pretended("cuda") as gpu:
+    with fake_gpu.pretended("cuda") as gpu:
         yield gpu
 
 
 @pytest.fixture
 def amd() -> Iterator[PretendGpu]:
-    with pretend_gpu.pretended("hip") as gpu:
+    with fake_gpu.pretended("hip") as gpu:
         yield gpu
 
 
@@ -48,7 +48,7 @@ def test_nvidia_gets_events_of_the_context_and_amd_a_thread_that_waits(gpu: Pret
 def test_a_driver_without_events_of_the_context_gets_the_thread(
     nvidia: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(pretend_gpu.Driver, "cuCtxRecordEvent")  # older than 12.5
+    monkeypatch.delattr(fake_gpu.Driver, "cuCtxRecordEvent")  # older than 12.5
     assert isinstance(choose_fence(CudaRuntime(0)), SynchronizingFence)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.device.on_demand_thread import OnDemandThread
-from scripting import run
+from support.scripts import run
 
 LEAVING = """
 import time

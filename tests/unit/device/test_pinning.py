@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-import pretend_gpu
 from penstock.device import pinning
 from penstock.device.pinning import SlotPinner, choose_index
 from penstock.engine.memory.pinned_ring import PinnedRing
 from penstock.engine.memory.ring import FIRST_SLOTS
 from penstock.engine.memory.shared_file import GRAIN, SharedFile
-from pretend_gpu import PretendGpu
+from support import fake_gpu
+from support.fake_gpu import PretendGpu
 
 pytestmark = pytest.mark.legacy
 
@@ -26,7 +26,7 @@ NUM_BYTES = 4096
 
 @pytest.fixture(params=["cuda", "hip"])
 def gpu(request: pytest.FixtureRequest) -> Iterator[PretendGpu]:
-    with pretend_gpu.pretended(request.param) as gpu:
+    with fake_gpu.pretended(request.param) as gpu:
         yield gpu
         assert gpu.wait_until_unpinned(), "something is left pinned"
         assert not gpu.unmapped
@@ -105,7 +105,7 @@ def test_memory_is_unregistered_before_it_is_unmapped(gpu: PretendGpu) -> None:
     assert gpu.wait_until_unpinned()
     assert not gpu.unmapped
     gc.collect()
-    wait_until(lambda: not pretend_gpu.is_mapped(address, GRAIN))  # its thread lets go of it last
+    wait_until(lambda: not fake_gpu.is_mapped(address, GRAIN))  # its thread lets go of it last
 
 
 def test_a_ring_that_nobody_closes_unpins_its_slots(gpu: PretendGpu) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import pretend_gpu
 from penstock import DataLoader, to_device
 from penstock.device.setup import resolve
 from penstock.errors import BadArgument, NoSuchDevice
 from penstock.options import check_device, check_prefetch
+from support import fake_gpu
 
 pytestmark = pytest.mark.legacy
 
@@ -34,7 +34,7 @@ def test_a_gpu_on_a_machine_without_one_is_said_before_any_worker_starts() -> No
 
 
 def test_a_number_that_is_not_there_is_told_with_those_that_are() -> None:
-    with pretend_gpu.pretended("cuda"):
+    with fake_gpu.pretended("cuda"):
         assert resolve(torch.device("cuda")) == torch.device("cuda", 0)
         assert resolve(torch.device("cuda:1")) == torch.device("cuda", 1)
         with pytest.MonkeyPatch.context() as patch:
@@ -44,7 +44,7 @@ def test_a_number_that_is_not_there_is_told_with_those_that_are() -> None:
 
 
 def test_a_gpu_without_a_number_is_the_current_one_of_this_rank() -> None:
-    with pretend_gpu.pretended("hip") as gpu:
+    with fake_gpu.pretended("hip") as gpu:
         gpu.current = 1
         assert resolve(torch.device("cuda")) == torch.device("cuda", 1)
 
@@ -102,7 +102,7 @@ def test_arguments_are_attributes_so_that_others_can_rebuild_the_loader() -> Non
 def test_who_pins_and_for_which_gpu(
     arguments: dict[str, Any], index: Any, is_fenced: bool | None
 ) -> None:
-    with pretend_gpu.pretended("cuda") as gpu:
+    with fake_gpu.pretended("cuda") as gpu:
         pinner = DataLoader(range(4), **arguments)._parts().device_setup.pinner
         found = ("nobody", None) if pinner is None else (pinner._index, pinner._is_fenced)
         assert found == (index, is_fenced)

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from penstock.machine.facts import Machine
+from support.paths import MACHINES
 
 pytestmark = pytest.mark.legacy
 
-FOLDER = Path(__file__).resolve().parents[2] / "machines"
-FILES = sorted(FOLDER.glob("*.json"))
+FILES = sorted(MACHINES.glob("*.json"))
 SEERS = {"nvml", "nvidia-smi", "kfd", "platform", "torch", "nobody"}
 
 
 def load(name: str) -> Machine:
-    return Machine.from_json((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return Machine.from_json((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def test_there_are_at_least_twenty() -> None:
@@ -41,7 +41,7 @@ def test_a_machine_makes_sense(path: Path) -> None:
 
 def test_each_has_its_line_in_the_list_and_each_line_its_file() -> None:
     listed = re.findall(
-        r"^\| `([^`]+)` \|", (FOLDER / "README.md").read_text("utf-8"), re.MULTILINE
+        r"^\| `([^`]+)` \|", (MACHINES / "README.md").read_text("utf-8"), re.MULTILINE
     )
     assert sorted(listed) == sorted(path.stem for path in FILES)
 

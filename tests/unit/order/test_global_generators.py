@@ -17,7 +17,7 @@ from penstock.order.global_generators import (
     python_generator,
     state_reads,
 )
-from specimens import assert_same, differences
+from support.datasets import assert_same, differences
 
 pytestmark = pytest.mark.legacy
 

@@ -13,7 +13,7 @@ import torch
 from penstock.order import global_generators as generators
 from penstock.order.global_generators import counting_state_reads, preserved_generators
 from penstock.order.sample_randomness import NUM_OBSERVED, SampleRandomness, seed_worker
-from specimens import assert_same, differences
+from support.datasets import assert_same, differences
 
 pytestmark = pytest.mark.legacy
 

@@ -16,7 +16,7 @@ import torch
 from penstock import seed_all, seeded
 from penstock.errors import BadArgument
 from penstock.order import seeding
-from specimens import assert_same
+from support.datasets import assert_same
 
 pytestmark = pytest.mark.legacy
 

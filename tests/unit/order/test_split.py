@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, random_split
 
 from penstock import DataLoader, split
 from penstock.errors import BadArgument
-from specimens import Batched, Numbers
+from support.datasets import Batched, Numbers
 
 pytestmark = pytest.mark.legacy
 

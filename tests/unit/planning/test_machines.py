@@ -10,7 +10,6 @@ difference of:
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -19,10 +18,10 @@ from penstock.planning.decisions import make_plan
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Plan, Problem
 from penstock.planning.problems import find_problems
+from support.paths import MACHINES
 
 pytestmark = pytest.mark.legacy
 
-MACHINES = Path(__file__).resolve().parents[2] / "machines"
 EXPECTED = MACHINES / "expected"
 NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
 

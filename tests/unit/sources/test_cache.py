@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packed import digest
 from penstock import cached, pack
 from penstock.errors import AlreadyThere, CannotPack
+from support.packed_sets import digest
 
 SAMPLES = [{"x": float(index)} for index in range(5)]
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from packed import Mixed, Pixels, digest
 from penstock import Field, Packed, pack
 from penstock.errors import AlreadyThere, BadArgument, CannotPack, CannotWrite, TooManyBad
 from penstock.sources.file_locks import packing_lock
+from support.packed_sets import Mixed, Pixels, digest
 
 
 class Given:

@@ -19,11 +19,11 @@ import psutil
 import pytest
 import torch
 
-from packed import Mixed, Pixels, digest, flip
 from penstock import BlockOrder, DataLoader, Packed, pack
 from penstock.engine.loading.gather import RowGatherer, find_gatherer
 from penstock.errors import BadArgument, BadStore, CannotPack, Damaged
 from penstock.sources.columns import TRY_OTHER_EVERY, RowTable
+from support.packed_sets import Mixed, Pixels, digest, flip
 
 pytestmark = pytest.mark.legacy
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from packed import Mixed
 from penstock import CenterCrop, Field, Packed, Resize, pack
 from penstock.errors import BadArgument, BadStore
+from support.packed_sets import Mixed
 
 
 def make(tmp_path: Path) -> Packed:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-import traces
 from penstock import Timeline
 from penstock.trace.accounting import Account, compare
+from support import synthetic_traces
 
 pytestmark = pytest.mark.legacy
 
@@ -16,7 +16,7 @@ MS = 1e-3
 
 
 def account_of(**changes: Any) -> Account:
-    return Timeline(traces.make_records(**changes)).account
+    return Timeline(synthetic_traces.make_records(**changes)).account
 
 
 def test_the_first_batch_of_an_epoch_is_start_up_and_the_rest_is_steady() -> None:
@@ -54,7 +54,8 @@ def test_the_part_behind_the_longest_stalls_is_found() -> None:
 
 def test_two_runs_side_by_side_say_which_is_better() -> None:
     slow, fast = (
-        Timeline(traces.make_records(num_batches=60, num_workers=n)).account for n in (1, 4)
+        Timeline(synthetic_traces.make_records(num_batches=60, num_workers=n)).account
+        for n in (1, 4)
     )
     lines = {line.what: line for line in compare(slow, fast)}
     assert lines["samples a second"].is_better is True

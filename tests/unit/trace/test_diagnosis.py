@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-import traces
 from penstock import Timeline
 from penstock.trace.accounting import Account, WorkerAccount
 from penstock.trace.diagnosis import CAUSES, diagnose
 from penstock.trace.record import Kind, Record
 from penstock.trace.recorder import merge_records
+from support import synthetic_traces
 
 pytestmark = pytest.mark.legacy
 
 
 def cause_of(**changes: Any) -> str:
-    return Timeline(traces.make_records(num_batches=60, **changes)).verdict.cause
+    return Timeline(synthetic_traces.make_records(num_batches=60, **changes)).verdict.cause
 
 
 def test_workers_that_compute_are_decoding() -> None:
@@ -37,10 +37,10 @@ def test_a_long_way_to_the_device() -> None:
 
 def test_copies_that_only_the_device_sees() -> None:
     def with_device(copy_share: float, gpu_share: float) -> Timeline:
-        records = traces.make_records(num_batches=60, fetch_ms=1.0, step_ms=20.0)
+        records = synthetic_traces.make_records(num_batches=60, fetch_ms=1.0, step_ms=20.0)
         main = records["lanes"][0]["spans"]
         for span in [span for span in main if span.kind == Kind.BATCH]:
-            start, step = span.end_ns, 20 * traces.MS
+            start, step = span.end_ns, 20 * synthetic_traces.MS
             copied = start + int(step * copy_share)
             main.append(Record(Kind.COPY, "", start, copied, batch=span.batch))
             main.append(
@@ -110,7 +110,9 @@ def test_a_start_in_every_epoch() -> None:
     def three_epochs(start_ms: float) -> Timeline:
         starts = (1_000.0, 11_000.0, 21_000.0)
         return Timeline(
-            merge_records([traces.make_records(start_ms=start_ms, at_ms=start) for start in starts])
+            merge_records(
+                [synthetic_traces.make_records(start_ms=start_ms, at_ms=start) for start in starts]
+            )
         )
 
     assert three_epochs(1000.0).verdict.cause == "start-up"
@@ -130,7 +132,9 @@ def test_a_start_that_is_paid_once_says_nothing_about_more_epochs() -> None:
 
 @pytest.mark.parametrize(("in_order", "is_proposed"), [(True, True), (False, False)])
 def test_whoever_waits_for_one_worker_is_told_not_to(in_order: bool, is_proposed: bool) -> None:
-    records = traces.make_records(num_batches=60, num_workers=4, slow_worker=2, in_order=in_order)
+    records = synthetic_traces.make_records(
+        num_batches=60, num_workers=4, slow_worker=2, in_order=in_order
+    )
     assert ("in_order=False" in Timeline(records).verdict.remedy) is is_proposed
 
 
@@ -151,13 +155,13 @@ def test_cores_that_others_hold_are_not_blamed_on_decoding(cpu_s: float, says: s
 
 
 def test_what_more_workers_would_bring_is_a_sentence() -> None:
-    verdict = Timeline(traces.make_records(num_batches=60, num_workers=1)).verdict
+    verdict = Timeline(synthetic_traces.make_records(num_batches=60, num_workers=1)).verdict
     assert "in workers limit: 8 workers instead of 1 would bring" in verdict.sentence
     assert any(line.startswith("1 worker,") for line in verdict.evidence)
 
 
 def with_collating(share: float) -> dict[str, Any]:
-    records = traces.make_records(num_batches=60)
+    records = synthetic_traces.make_records(num_batches=60)
     for lane in records["lanes"][1:]:
         for span in list(lane["spans"])[1:]:
             start = int(span.end_ns - (span.end_ns - span.start_ns) * share)
@@ -171,7 +175,7 @@ def test_collating_that_takes_most_of_the_time() -> None:
 
 
 def test_pages_that_come_back_from_the_disk() -> None:
-    records = traces.make_records(num_batches=60)
+    records = synthetic_traces.make_records(num_batches=60)
     last = records["lanes"][1]["spans"][-1].end_ns
     records["lanes"][1]["spans"].append(Record(Kind.MEMORY, "", last, last, a=1000, b=100))
     assert Timeline(records).verdict.cause == "decode"
@@ -201,13 +205,13 @@ def test_without_workers_the_training_process_loads() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_too_few_batches_say_nothing(count: int) -> None:
-    verdict = Timeline(traces.make_records(num_batches=count)).verdict
+    verdict = Timeline(synthetic_traces.make_records(num_batches=count)).verdict
     assert verdict.cause == "nothing"
     assert "too few" in verdict.sentence
 
 
 def test_a_verdict_has_numbers_evidence_and_a_line_to_paste() -> None:
-    verdict = Timeline(traces.make_records(num_batches=60)).verdict
+    verdict = Timeline(synthetic_traces.make_records(num_batches=60)).verdict
     assert verdict.cause in CAUSES
     assert "%" in verdict.sentence
     assert "8 workers instead of 2 would bring" in verdict.sentence

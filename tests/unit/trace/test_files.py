@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-import traces
 from penstock import Timeline
 from penstock.errors import BadTrace
 from penstock.trace.files import dump_records, read_records, write_records
 from penstock.trace.record import Kind, Record
+from support import synthetic_traces
 
 pytestmark = pytest.mark.legacy
 
@@ -123,12 +123,12 @@ def test_a_lane_with_a_spoiled_field_is_damaged(tmp_path: Path, field: str) -> N
 
 def test_a_trace_that_claims_a_billion_cores_is_judged_all_the_same() -> None:
     odd = {"cores": 2**31, "prefetch_factor": 0}
-    verdict = Timeline(traces.make_records(num_workers=2, **odd)).verdict
+    verdict = Timeline(synthetic_traces.make_records(num_workers=2, **odd)).verdict
     assert verdict.cause == "decode"
 
 
 def test_a_queue_that_counts_below_zero_is_drawn() -> None:
-    records = traces.make_records(num_workers=2)
+    records = synthetic_traces.make_records(num_workers=2)
     main = records["lanes"][0]["spans"]
     main[3] = main[3]._replace(part=-(2**63))
     assert "worker 0" in Timeline(records).draw()

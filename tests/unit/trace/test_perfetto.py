@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-import traces
 from penstock import Timeline
 from penstock.trace.record import Kind, Record
 from penstock.trace.recorder import merge_records
+from support import synthetic_traces
 
 pytestmark = pytest.mark.legacy
 
@@ -94,7 +94,7 @@ def _badly_flowing(flows: dict[Any, list[Any]], rows: dict[Any, list[Any]]) -> l
 
 
 def test_an_exported_run_is_valid() -> None:
-    records = traces.make_records(num_batches=30, spans_per_part=3, transfer_ms=1.0)
+    records = synthetic_traces.make_records(num_batches=30, spans_per_part=3, transfer_ms=1.0)
     trace = Timeline(records).to_perfetto()
     assert faults_of(trace) == []
     kinds = {event.get("cat") for event in trace["traceEvents"]}
@@ -104,18 +104,18 @@ def test_an_exported_run_is_valid() -> None:
 
 
 def test_every_part_flows_to_its_batch() -> None:
-    trace = Timeline(traces.make_records(num_batches=30)).to_perfetto()
+    trace = Timeline(synthetic_traces.make_records(num_batches=30)).to_perfetto()
     assert sum(event["ph"] == "s" for event in trace["traceEvents"]) == 30
 
 
-@pytest.mark.parametrize("records", [{}, traces.make_records(num_batches=0)])
+@pytest.mark.parametrize("records", [{}, synthetic_traces.make_records(num_batches=0)])
 def test_a_run_of_nothing_is_valid_too(records: Any) -> None:
     assert faults_of(Timeline(records).to_perfetto()) == []
 
 
 def test_a_file_of_it_is_packed_json(tmp_path: Path) -> None:
     path = tmp_path / "run.perfetto.json.gz"
-    Timeline(traces.make_records(name='"<é>')).save(path)
+    Timeline(synthetic_traces.make_records(name='"<é>')).save(path)
     assert faults_of(json.loads(gzip.decompress(path.read_bytes()))) == []
 
 
@@ -130,20 +130,20 @@ def test_a_file_of_it_is_packed_json(tmp_path: Path) -> None:
     ],
 )
 def test_a_fault_would_be_noticed(spoil: dict[str, Any], words: str) -> None:
-    trace = Timeline(traces.make_records(spans_per_part=2)).to_perfetto()
+    trace = Timeline(synthetic_traces.make_records(spans_per_part=2)).to_perfetto()
     inner = [event for event in trace["traceEvents"] if event.get("cat") == "user"][1]
     inner.update(spoil)
     assert any(words in fault for fault in faults_of(trace))
 
 
 def test_a_flow_without_an_end_would_be_noticed() -> None:
-    trace = Timeline(traces.make_records()).to_perfetto()
+    trace = Timeline(synthetic_traces.make_records()).to_perfetto()
     trace["traceEvents"] = [event for event in trace["traceEvents"] if event["ph"] != "f"]
     assert any("no pair" in fault for fault in faults_of(trace))
 
 
 def test_spans_that_overlap_their_neighbours_get_a_line_of_their_own() -> None:
-    records = traces.make_records(num_batches=8, num_workers=1)
+    records = synthetic_traces.make_records(num_batches=8, num_workers=1)
     first, *_, last = records["lanes"][1]["spans"][1:]
     middle = (first.start_ns + first.end_ns) // 2
     around = Record(Kind.USER, "around a yield", middle, last.end_ns - 5)
@@ -156,5 +156,5 @@ def test_spans_that_overlap_their_neighbours_get_a_line_of_their_own() -> None:
 
 
 def test_two_loaders_that_run_at_once_are_two_lines() -> None:
-    both = [traces.make_records(at_ms=at_ms) for at_ms in (1000.0, 1007.0)]
+    both = [synthetic_traces.make_records(at_ms=at_ms) for at_ms in (1000.0, 1007.0)]
     assert faults_of(Timeline(merge_records(both)).to_perfetto()) == []

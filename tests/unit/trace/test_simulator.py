@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import traces
 from penstock.errors import BadTrace
 from penstock.trace.model import make_model
 from penstock.trace.record import Kind, Record
@@ -19,6 +18,7 @@ from penstock.trace.simulator import (
     measure_costs,
     simulate_run,
 )
+from support import synthetic_traces
 
 pytestmark = pytest.mark.legacy
 
@@ -122,4 +122,4 @@ def test_the_same_seed_is_the_same_run() -> None:
 @pytest.mark.parametrize("count", [0, 2])
 def test_too_short_a_run_is_said_to_be_one(count: int) -> None:
     with pytest.raises(BadTrace, match="too few"):
-        measure_costs(make_model(traces.make_records(num_batches=count)), 10)
+        measure_costs(make_model(synthetic_traces.make_records(num_batches=count)), 10)

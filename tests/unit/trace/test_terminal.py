@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import traces
 from penstock import Timeline
 from penstock.trace.model import Span
 from penstock.trace.terminal import STYLES, paint
+from support import synthetic_traces
 
 pytestmark = pytest.mark.legacy
 
@@ -24,7 +24,9 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def run(**changes: Any) -> Timeline:
-    return Timeline(traces.make_records(**{"num_workers": 3, "num_batches": 12, **changes}))
+    return Timeline(
+        synthetic_traces.make_records(**{"num_workers": 3, "num_batches": 12, **changes})
+    )
 
 
 def lines_of(text: str) -> list[str]:
@@ -95,7 +97,7 @@ def test_what_takes_most_of_a_column_is_what_it_shows() -> None:
 
 
 def test_what_is_short_beside_a_column_is_not_lost() -> None:
-    records = traces.make_records(num_batches=8, fetch_ms=0.5, step_ms=50.0)
+    records = synthetic_traces.make_records(num_batches=8, fetch_ms=0.5, step_ms=50.0)
     drawn = Timeline(records).draw(60)
     (worker,) = [line for line in lines_of(drawn) if line.strip().startswith("worker 0")]
     assert "·" in worker

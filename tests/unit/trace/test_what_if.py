@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 import penstock
-import traces
 from penstock import Timeline
 from penstock.errors import BadArgument
+from support import synthetic_traces
 
 pytestmark = pytest.mark.legacy
 
 
 def trace(**changes: Any) -> Timeline:
-    return Timeline(traces.make_records(**{"num_batches": 80, "step_ms": 1.0, **changes}))
+    return Timeline(synthetic_traces.make_records(**{"num_batches": 80, "step_ms": 1.0, **changes}))
 
 
 def test_a_run_imagined_as_it_was_comes_out_as_it_was() -> None:
@@ -34,7 +34,7 @@ def test_other_numbers_of_workers_come_out_as_runs_with_them(num_workers: int) -
 
 def test_cores_that_others_held_are_not_counted_on() -> None:
     def with_queueing(share: float) -> float:
-        records = traces.make_records(num_batches=80, cores=4, cpu_share=1.0 - share)
+        records = synthetic_traces.make_records(num_batches=80, cores=4, cpu_share=1.0 - share)
         for lane in records["lanes"][1:]:
             lane["spans"] = [
                 span._replace(b=int((span.end_ns - span.start_ns) * share)) if span.rows else span

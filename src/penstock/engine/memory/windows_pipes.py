@@ -1,8 +1,9 @@
 """Windows only: handles for child processes. No other module of the engine asks for the system.
 
 Everything else follows from what is missing there (``fork``, ``poll``, ``memfd_create``, signal
-masks) and is tested on Linux with those taken away: tests/integration/test_without_posix.py. These
-lines run on Windows alone, in the hosted CI's Windows leg:
+masks) and is tested on Linux with those taken away:
+``tests/integration/engine/test_without_posix.py``. These lines run on Windows alone, in the hosted
+CI's Windows leg:
 
 - a child inherits the handles that are named, and no Ctrl-C of the console;
 - the end of a pipe is a handle, which multiprocessing wraps in a class of its own.

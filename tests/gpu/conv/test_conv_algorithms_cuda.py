@@ -1,0 +1,44 @@
+"""Every way to compute a convolution, on a real GPU, against float64. Needs a CUDA machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.conv.algorithms.candidates import candidates
+from penstock.conv.geometry import PASSES
+from support import conv_cases
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
+    pytest.mark.timeout(600),  # kernels are compiled the first time
+]
+
+CAPS = (1 << 28, 1)
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("case", conv_cases.CASES, ids=lambda case: case.name)
+def test_every_way_is_within_its_bound(case: conv_cases.Case, dtype: torch.dtype) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    exact = conv_cases.exact(case, dtype, "cuda")
+    wrong = []
+    for is_last in (False, True):
+        geometry = case.geometry(is_channels_last=is_last)
+        for which in PASSES:
+            for way in candidates(geometry, which, dtype, "cuda"):
+                for cap in CAPS:
+                    result = way.run(geometry, *exact.arguments(which), cap)
+                    off = conv_cases.distance(result, exact.results[which], exact.scales[which])
+                    if not off <= conv_cases.bound(way.name, dtype):
+                        wrong.append(f"{which} by {way.name}, last={is_last}, cap={cap}: {off:.1e}")
+    assert wrong == []
+
+
+def test_triton_s_ways_are_among_them() -> None:
+    pytest.importorskip("triton")
+    geometry = conv_cases.CASES[1].geometry(is_channels_last=True)
+    names = {way.name for way in candidates(geometry, "forward", torch.float32, "cuda")}
+    assert {"implicit product", "winograd, fused", "columns"} <= names

@@ -1,0 +1,148 @@
+"""``penstock bench``: stages, settings, the ceiling, and what it recommends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import bench_report
+from penstock.cli.bench_dataset import BenchDataset, open_dataset
+from penstock.cli.bench_measurement import BenchResult, StageTime, WorkersRate, measure
+from penstock.errors import BadTarget
+from support import command_line
+
+
+class Waiting:
+    """Samples that wait: every worker brings as much as the one before."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> float:
+        import time
+
+        time.sleep(0.02)
+        return float(index)
+
+
+def test_more_workers_are_recommended_where_they_bring_more() -> None:
+    told: list[str] = []
+    source = BenchDataset(name="waiting", dataset=Waiting())
+    found = measure(source, batch_size=4, workers=(0, 3), seconds=1.0, tell=told.append)
+    none, three = found.runs
+    assert three.rate > 1.5 * none.rate
+    assert found.recommended is three
+    assert found.ceiling > 2 * three.rate
+    assert found.stages[0].sample_ms == pytest.approx(20.0, rel=0.5)
+    assert "waiting" in found.stages[0].note
+    assert told == ["one sample at a time", "0 workers", "3 workers", told[-1]]
+
+
+def some_result() -> BenchResult:
+    runs = [
+        WorkersRate(workers=0, rate=100.0, stall_share=0.9, verdict="<slow>"),
+        WorkersRate(workers=2, rate=196.0, stall_share=0.8, verdict="", predicted=190.0),
+        WorkersRate(workers=4, rate=200.0, stall_share=0.7, verdict="", predicted=310.0),
+    ]
+    stages = [StageTime(name="dataset[i]", sample_ms=9.0, note="<b>")]
+    return BenchResult(name="<x>", batch_size=8, stages=stages, ceiling=900.0, runs=runs)
+
+
+def test_the_fewest_workers_that_come_near_the_best_are_recommended() -> None:
+    assert some_result().line == "DataLoader(..., batch_size=8, num_workers=2)"
+
+
+def test_the_page_and_the_json_hold_it_all() -> None:
+    page = bench_report.make_page(some_result(), {"cores": 2})
+    assert "<x>" not in page
+    assert "<b>" not in page
+    assert page.count("<rect") == 3
+    assert "http" not in page
+    content = json.loads(bench_report.dump(some_result(), {"cores": 2}))
+    assert content["recommended"].endswith("num_workers=2)")
+    assert [trial["workers"] for trial in content["trials"]] == [0, 2, 4]
+
+
+SCRIPT = """
+from torch.utils.data import DataLoader
+class Numbers:
+    def __len__(self):
+        return 32
+    def __getitem__(self, i):
+        return float(i)
+loader = DataLoader(Numbers(), batch_size=16)
+number = 3
+"""
+
+
+@pytest.fixture
+def own_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script takes the place of ``__main__``, the path and the arguments: for this test only."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+
+
+@pytest.mark.usefixtures("own_main")
+def test_a_script_s_loader_is_measured_with_its_batches(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    out = tmp_path / "bench.json"
+    words = ["bench", f"{script}:loader", "--workers", "0", "--seconds", "0.1", "--out", str(out)]
+    done = command_line.invoke(*words)
+    assert done.exit_code == 0, done.output
+    assert "Recommended: DataLoader(..., batch_size=16, num_workers=0)" in done.output
+    assert json.loads(out.read_text())["batch_size"] == 16
+
+
+@pytest.mark.usefixtures("own_main")
+def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    for target in (f"{script}:number", f"{script}:nothing", str(tmp_path)):
+        with pytest.raises(BadTarget), open_dataset(target, ()):
+            pass
+
+
+class Raising(Waiting):
+    def __getitem__(self, index: int) -> float:
+        raise KeyError("oops")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"), [([], "is empty"), (Raising(), r"dataset\[0\] raises KeyError")]
+)
+def test_a_dataset_that_gives_nothing_is_named(dataset: Any, words: str) -> None:
+    with pytest.raises(BadTarget, match=words):
+        measure(
+            BenchDataset(name="x", dataset=dataset),
+            batch_size=4,
+            workers=(),
+            seconds=0.1,
+            tell=print,
+        )
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_missing() -> None:
+    done = command_line.invoke("bench", "no such folder")
+    assert done.exit_code == 2
+    assert "no folder" in done.output
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (("--out", "no such folder/b.html"), "there is no folder"),
+        (("--workers", "0,100000"), "1024 at most"),
+    ],
+)
+def test_what_would_fail_later_is_refused_before_anything_is_measured(
+    option: tuple[str, str], words: str
+) -> None:
+    done = command_line.invoke("bench", "train.py:dataset", *option)
+    assert done.exit_code == 2
+    assert words in done.output

@@ -1,0 +1,55 @@
+"""``penstock demo``, shortened: it trains, races, says what it saw, and leaves a page."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from penstock import DataLoader
+from penstock.cli import demo
+from support.datasets import Numbers
+
+SHORT = """
+import sys
+from penstock.cli import demo, main
+demo.NUM_TURNS, demo.WARM_UP_S, demo.WINDOW_S = 1, 0.05, 0.1
+main(["demo", "--seconds", "1", "--workers", "1", "--images", "32", "--page", sys.argv[1]])
+"""
+
+
+def show(page: Path) -> str:
+    command = [sys.executable, "-c", SHORT, str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_it_ends_with_the_verdict_and_a_page_for_the_browser(tmp_path: Path) -> None:
+    page = tmp_path / "demo.html"
+    printed = show(page)
+    assert "images a second" in printed
+    story, _, end = printed.partition("Where the time of the training went")
+    assert "loss" in story
+    assert "batches" in end or "waits" in end, end
+    assert end.rstrip().endswith(f"open {page} in a browser")
+    content = page.read_text(encoding="utf-8")
+    assert content.lstrip().lower().startswith("<!doctype html>")
+    assert "http://" not in content.replace("http://www.w3.org", "")
+
+
+def test_a_page_that_cannot_be_written_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loader = DataLoader(Numbers(8), batch_size=2)
+    for _ in loader:
+        pass
+    page = tmp_path / "no such folder" / "demo.html"
+    demo._show_timeline(loader.timeline(), page, Console())
+    told = capsys.readouterr().out.rpartition("The page of it could not be written: ")[2]
+    assert str(page) in told
+    assert "no such folder" in told.partition(str(page))[2]

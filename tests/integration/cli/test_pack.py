@@ -1,0 +1,90 @@
+"""``penstock pack`` as a person types it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import Packed
+from support import command_line
+
+DATASET = """
+import numpy as np
+
+class Squares:
+    def __len__(self):
+        return 50
+    def __getitem__(self, i):
+        if i == 7:
+            raise ValueError("torn")
+        return {"n": i, "square": np.float32(i * i)}
+
+dataset = Squares()
+def make_loader():
+    import torch
+    return torch.utils.data.DataLoader(dataset)
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", "pack", *arguments],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_dataset_of_a_script_is_packed_and_its_bad_sample_listed(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(DATASET)
+    # A loader's dataset, as doctor and bench take it, too.
+    result = run(tmp_path, "data.py:make_loader", "out", "--on-error", "skip", "--workers", "2")
+    assert result.returncode == 0, result.stderr
+    assert "49 samples of n, square" in result.stdout
+    assert "sample 7 is bad: ValueError: torn" in result.stdout
+    packed = Packed(tmp_path / "out")
+    assert packed[7]["n"] == 8
+    assert packed[7]["square"] == 64.0
+    assert result.stderr == ""  # no bar where nobody is watching
+    again = run(tmp_path, "data:dataset", "out", "--on-error", "skip")
+    assert again.returncode == 2
+    assert "AlreadyThere [F05]" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere", "out"), "no folder, and not SCRIPT.py:DATASET"),
+        (("nosuch_module:x", "out"), "cannot be found"),
+        (("empty", "out"), "no subfolder for any class"),
+        (("data.py", "out"), "Try: penstock pack data.py:dataset packed/"),
+        (("data.py:dataset", "out", "--quality", "90"), "for folders of images"),
+        (("data.py:dataset", "out", "--on", "mars"), "neither here nor ray"),
+        (("data.py:dataset", "out", "--on", "ray"), 'Try: pip install "penstock[ray]"'),
+    ],
+)
+def test_what_cannot_be_packed_is_said(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "data.py").write_text(DATASET)
+    (tmp_path / "empty").mkdir()
+    before, path = Path.cwd(), list(sys.path)
+    os.chdir(tmp_path)
+    try:
+        result = command_line.invoke("pack", *arguments)
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+    if "ray" in arguments and importlib.util.find_spec("ray"):
+        pytest.skip("ray is installed here")
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,171 @@
+"""``penstock trace`` and ``penstock run --trace``: what they print, write, and refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import Timeline
+from penstock.cli import trace as trace_module
+from support import command_line, synthetic_traces
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """A slow run and a quick one."""
+    paths = []
+    for name, workers in (("slow", 1), ("quick", 4)):
+        path = tmp_path / f"{name}.json.gz"
+        Timeline(synthetic_traces.make_records(num_workers=workers, num_batches=60)).save(path)
+        paths.append(str(path))
+    return paths[0], paths[1]
+
+
+def penstock(*arguments: str) -> command_line.Done:
+    return command_line.invoke("trace", *arguments)
+
+
+def test_show_draws_and_judges(files: tuple[str, str]) -> None:
+    done = penstock("show", files[0], "--width", "90")
+    assert done.exit_code == 0
+    lines = done.output.splitlines()
+    assert lines[0].startswith("worker 0 ▕")
+    assert any(line.startswith("The training loop waits") for line in lines)
+    assert any("Try: DataLoader(" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "part", [("--from", "99"), ("--from", "0.5", "--to", "0.1"), ("--to", "nan")]
+)
+def test_a_part_that_the_trace_does_not_have_is_named(
+    files: tuple[str, str], part: tuple[str, ...]
+) -> None:
+    done = penstock("show", files[0], *part)
+    assert done.exit_code == 2
+    assert "the trace goes from 0 to" in done.output
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_where_there_are_no_blocks_it_is_drawn_without(
+    files: tuple[str, str], encoding: str
+) -> None:
+    command = [sys.executable, "-m", "penstock", "trace", "show", files[0]]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=60)
+    lines = done.stdout.decode(encoding).splitlines()
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert lines[0].startswith("worker 0 |")
+    assert "###" in lines[0]
+    assert any(line.startswith("The training loop waits") for line in lines)
+
+
+def test_show_for_a_program_is_json(files: tuple[str, str]) -> None:
+    content = json.loads(penstock("show", files[0], "--json").output)
+    assert content["verdict"]["cause"] == "decode"
+    assert content["account"]["num_batches"] == 60
+
+
+@pytest.mark.parametrize("name", ["out.html", "out.perfetto.json.gz", "out.json"])
+def test_export_writes_other_forms(files: tuple[str, str], tmp_path: Path, name: str) -> None:
+    done = penstock("export", files[0], str(tmp_path / name))
+    assert done.exit_code == 0
+    assert "spans" in done.output
+    assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_compare_sets_two_side_by_side(files: tuple[str, str]) -> None:
+    done = penstock("compare", *files)
+    assert "samples a second" in done.output
+    assert "better" in done.output
+    content = json.loads(penstock("compare", *files, "--json").output)
+    before, after = content["samples a second"]
+    assert after > 2 * before
+
+
+def test_open_hands_a_page_to_the_browser(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(trace_module.tempfile, "tempdir", None)
+    opened: list[str] = []
+    monkeypatch.setattr(trace_module.webbrowser, "open", lambda url: bool(opened.append(url)))
+    done = penstock("open", files[0])
+    assert opened[0].endswith("slow.html")
+    assert "No browser could be started" in done.output
+    monkeypatch.setattr(trace_module.tempfile, "tempdir", None)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("show", "x.json"), ("compare", "x.json", "y.json"), ("export", "x", "y.html")]
+)
+def test_what_is_no_trace_is_an_error_of_two_lines(arguments: tuple[str, ...]) -> None:
+    done = penstock(*arguments)
+    assert done.exit_code == 2
+    assert "BadTrace [L01]" in done.output
+
+
+TRAIN = """
+import time, torch
+from torch.utils.data import DataLoader
+train = DataLoader([torch.zeros(4)] * 64, batch_size=4)
+valid = DataLoader([torch.zeros(4)] * 16, batch_size=4)
+for _ in range(2):
+    for batch in train:
+        time.sleep(0.01)
+for batch in valid:
+    pass
+"""
+
+
+def test_run_writes_the_timeline_of_all_loaders_and_says_what_limits(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "run", "--trace", "run.json.gz", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "penstock: trace: " in done.stderr
+    timeline = Timeline.load(tmp_path / "run.json.gz")
+    assert timeline.num_batches == 36
+    assert timeline.verdict.cause != "nothing"
+    for line in str(timeline.verdict).splitlines():  # which it is depends on the machine's load
+        assert f"penstock: {line}\n" in done.stderr
+
+
+def test_run_traces_a_script_that_has_our_loader_already(tmp_path: Path) -> None:
+    script = (
+        "import penstock\nfor batch in penstock.DataLoader(range(12), batch_size=2):\n    pass\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "run", "--trace", "run.json", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "penstock: trace: " in done.stderr
+    assert Timeline.load(tmp_path / "run.json").num_batches == 6
+
+
+def test_run_refuses_a_trace_that_cannot_be_written_before_the_script_runs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('ran')")
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "run", "--trace", "run.txt", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert "BadArgument" in done.stderr
+    assert "ran" not in done.stdout

@@ -1,0 +1,371 @@
+"""The bypass at the dispatcher: what it catches, how results lie, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from penstock.conv import bypass_convolutions
+from penstock.conv.bypass import Bypass, OverrideTaken, current
+from penstock.errors import BadArgument
+from support import broken_convolution, scripts
+from support.small_network import NUM_LAYERS, X, assert_close, gradients, net
+
+pytestmark = pytest.mark.legacy
+IS_OLD = torch.__version__.startswith("1.")
+needs_torch_2 = pytest.mark.skipif(IS_OLD, reason="torch 1.13 has no such thing")
+
+
+@pytest.fixture
+def on() -> Iterator[Bypass]:
+    """The bypass is on, and torch's own convolutions raise: nothing can pass by."""
+    with broken_convolution.breaking("all:raises") as native:
+        with bypass_convolutions("on", devices=("cpu",)) as bypass:
+            yield bypass
+        assert native.num_calls == 0
+
+
+# -- what is caught --------------------------------------------------------------------------------
+
+
+def test_every_layer_and_gradient_of_a_network_is_caught() -> None:
+    native = gradients(net(), X)
+    bypass = bypass_convolutions("on", devices=("cpu",))
+    with bypass, broken_convolution.breaking("all:raises"):
+        ours = gradients(net(), X)
+    assert_close(ours, native, 1e-5)
+    assert bypass.num_caught == 3 * NUM_LAYERS
+    assert bypass.counts["1x1 product"] == 3
+    assert bypass.counts["shifts"] == 3
+
+
+def test_the_control_without_it_fails() -> None:
+    with broken_convolution.breaking("all:raises"), pytest.raises(RuntimeError, match="miopen"):
+        gradients(net(), X)
+
+
+def test_autocast_and_checkpointing(on: Bypass) -> None:
+    model = net()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)
+        assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert on.num_caught == NUM_LAYERS + 3 * NUM_LAYERS
+
+
+def test_unbatched_input_and_all_padding_modes(on: Bypass) -> None:
+    for mode in ("zeros", "reflect", "replicate", "circular"):
+        layer = nn.Conv2d(3, 4, 3, padding=1, padding_mode=mode)
+        assert layer(X).shape == (2, 4, 10, 12)
+    assert nn.Conv2d(3, 4, 3, padding=1)(X[0]).shape == (4, 10, 12)
+    assert on.num_caught == 5
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_and_traced_modules(on: Bypass) -> None:
+    scripted = torch.jit.script(net())
+    traced = torch.jit.trace(net(), X)
+    before = on.num_caught
+    torch.testing.assert_close(scripted(X), traced(X))
+    assert on.num_caught == before + 2 * NUM_LAYERS
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_module_traced_inside_is_torch_s_again_outside() -> None:
+    native = net()(X)
+    with bypass_convolutions("on", devices=("cpu",)):
+        traced = torch.jit.trace(net(), X)
+    kinds = [node.kind() for node in traced.inlined_graph.nodes()]
+    assert kinds.count("aten::_convolution") == NUM_LAYERS
+    assert not {"aten::as_strided", "aten::bmm", "aten::mm"} & set(kinds)
+    assert torch.equal(traced(X), native)
+
+
+@needs_torch_2
+def test_vmap_and_other_transforms(on: Bypass) -> None:
+    from torch.func import functional_call, grad, jacrev, vmap
+
+    layer = nn.Conv2d(3, 4, 3, padding=1)
+    many = torch.stack([layer.weight.detach() * n for n in (1, 2, 3)])
+    y = vmap(lambda w: functional.conv2d(X, w, padding=1))(many)
+    torch.testing.assert_close(y[2], functional.conv2d(X, many[2], padding=1), atol=1e-4, rtol=1e-4)
+    per_sample = vmap(
+        grad(lambda p, x: functional_call(layer, p, (x[None],)).sum()), in_dims=(None, 0)
+    )(dict(layer.named_parameters()), X)
+    assert per_sample["weight"].shape == (2, 4, 3, 3, 3)
+    assert jacrev(lambda w: functional.conv2d(X[:1, :, :4, :4], w))(layer.weight).dim() == 8
+    assert on.num_caught > 5
+
+
+@needs_torch_2
+def test_an_exported_program(on: Bypass) -> None:
+    program = torch.export.export(net().eval(), (X,))
+    before = on.num_caught
+    assert program.module()(X).shape == (2, 2, 10, 12)
+    assert on.num_caught == before + NUM_LAYERS
+
+
+@needs_torch_2
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_training_reads_the_results_as_they_lie() -> None:
+    """One layer, because kernels beside it cost seconds of C++ compiler; see tests/soak."""
+    x = X.contiguous(memory_format=torch.channels_last)
+    model = nn.Conv2d(3, 8, 3, 2, 1, bias=False).to(memory_format=torch.channels_last)
+    native = gradients(model, x)
+    torch._dynamo.reset()
+    with bypass_convolutions("on", devices=("cpu",)) as bypass:
+        ours = gradients(torch.compile(model), x)
+    torch._dynamo.reset()
+    assert_close(ours, native, 1e-4)
+    assert (bypass.num_caught, bypass.num_native) == (3, 0)
+
+
+# -- how results lie -------------------------------------------------------------------------------
+
+SHAPES = [
+    ((2, 3, 8, 9), (4, 3, 3, 3), False, 1),
+    ((2, 4, 8, 9), (4, 1, 3, 3), False, 4),
+    ((2, 4, 1, 1), (4, 4, 1, 1), False, 1),
+    ((2, 1, 8, 9), (4, 1, 3, 3), False, 1),
+    ((1, 4, 8, 9), (4, 4, 3, 3), True, 1),
+    ((2, 3, 9), (4, 3, 3), False, 1),
+    ((2, 3, 4, 5, 6), (4, 3, 3, 3, 3), False, 1),
+]
+
+
+@needs_torch_2
+@pytest.mark.parametrize("which", ["neither", "input", "weight", "both"])
+@pytest.mark.parametrize(("shape", "kernel", "is_transposed", "groups"), SHAPES)
+def test_strides_are_as_torch_predicts(
+    shape: Any, kernel: Any, is_transposed: bool, groups: int, which: str
+) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    num = len(kernel) - 2
+    kind = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}[num]
+
+    def make(size: Any, is_last: bool) -> torch.Tensor:
+        return torch.randn(size).contiguous(
+            memory_format=kind if is_last else torch.contiguous_format
+        )
+
+    arguments = ([1] * num, [1] * num, [1] * num, is_transposed, [0] * num, groups)
+    aten = torch.ops.aten
+
+    def passes() -> list[torch.Tensor]:
+        x, w = make(shape, which in ("input", "both")), make(kernel, which in ("weight", "both"))
+        y = aten.convolution(x, w, None, *arguments)
+        dx, dw, _ = aten.convolution_backward(y, x, w, None, *arguments, [True, True, False])
+        return [y, dx, dw]
+
+    with FakeTensorMode():
+        predicted = [(t.shape, significant(t)) for t in passes()]
+    with bypass_convolutions("on", devices=("cpu",)):
+        assert [(t.shape, significant(t)) for t in passes()] == predicted
+
+
+def significant(t: torch.Tensor) -> list[int | None]:
+    """Strides, but not of axes with one element: they say nothing."""
+    return [s if n > 1 else None for s, n in zip(t.stride(), t.shape, strict=True)]
+
+
+# -- on and off ------------------------------------------------------------------------------------
+
+
+def test_when_it_is_off_torch_is_as_before_to_the_bit() -> None:
+    before = gradients(net(), X)
+    with bypass_convolutions("on", devices=("cpu",)):
+        gradients(net(), X)
+    assert current() is None
+    assert all(torch.equal(a, b) for a, b in zip(gradients(net(), X), before, strict=True))
+
+
+def test_twice_on_is_on_once_and_one_undo_ends_it() -> None:
+    first = bypass_convolutions("on", devices=("cpu",))
+    second = bypass_convolutions("on", devices=("cpu",))
+    net()(X)
+    assert first.num_caught == second.num_caught == NUM_LAYERS
+    second.undo()
+    assert not first.is_on
+    net()(X)
+    assert first.num_caught == NUM_LAYERS
+    first.undo()
+
+
+def test_a_nested_with_leaves_the_outer_one_on() -> None:
+    with bypass_convolutions("on", devices=("cpu",)) as outer:
+        with bypass_convolutions("on", devices=("cpu",)):
+            pass
+        with bypass_convolutions("on", devices=("cpu",), memory_cap_bytes=1 << 20) as other:
+            net()(X)
+        assert other.num_caught == NUM_LAYERS
+        assert outer.is_on
+        net()(X)
+        assert outer.num_caught == NUM_LAYERS
+    assert current() is None
+
+
+def test_an_exception_inside_undoes_it_as_well() -> None:
+    with pytest.raises(ValueError, match="mine"), bypass_convolutions("on", devices=("cpu",)):
+        raise ValueError("mine")
+    assert current() is None
+
+
+@pytest.mark.parametrize("arguments", [{"mode": "off"}, {"mode": "on", "devices": ("tpu",)}])
+def test_unknown_words_are_refused(arguments: Any) -> None:
+    with pytest.raises(BadArgument):
+        bypass_convolutions(**arguments)
+    assert current() is None
+
+
+def test_a_memory_cap_from_outside_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CONV_MEMORY_MB", "3")
+    with bypass_convolutions("on", devices=("cpu",)) as bypass:
+        assert bypass.memory_cap_bytes == 3 << 20
+
+
+@needs_torch_2
+def test_another_library_that_takes_the_override_is_noticed() -> None:
+    taker: Any = torch.library.Library("aten", "IMPL")
+    with bypass_convolutions("on", devices=("cpu",)) as bypass:
+        assert bypass.check() == []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options = {"allow_override": True} if torch.__version__ >= "2.8" else {}
+            taker.impl("convolution", lambda x, *rest: x, "CPU", **options)
+        try:
+            with pytest.warns(OverrideTaken, match=r"aten::convolution \(cpu\)"):
+                assert bypass.check() == ["aten::convolution (cpu)"]
+            weight = torch.ones(1, 1, 1, 1)
+            rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
+            backward = torch.ops.aten.convolution_backward
+            with pytest.warns(OverrideTaken):  # by itself, while training goes on
+                _ = [backward(weight, weight, weight, *rest) for _ in range(70)]
+        finally:
+            taker._destroy()
+        assert bypass.check() == []
+
+
+def test_looking_for_others_disturbs_no_convolution_of_another_thread() -> None:
+    model = net()
+    with torch.no_grad(), bypass_convolutions("on", devices=("cpu",)) as bypass:
+        expected = model(X)
+        wrong: list[int] = []
+
+        def compute() -> None:
+            with torch.no_grad():
+                wrong.extend(n for n in range(60) if not torch.equal(model(X), expected))
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        while thread.is_alive():
+            assert bypass.check() == []
+        thread.join()
+    assert wrong == []
+
+
+def test_the_order_of_algorithms_is_fixed_when_determinism_is_asked_for() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with bypass_convolutions("on", devices=("cpu",)):
+            first, second = gradients(net(), X), gradients(net(), X)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Forgetful(dict[Any, Any]):
+    """Plans that are not kept."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+@pytest.mark.skipif(
+    "COVERAGE_PROCESS_START" in os.environ, reason="each line costs more while coverage looks"
+)
+def test_the_hook_costs_less_than_the_smallest_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of many rounds, in turn: other programs' turns are not the hook's cost."""
+    from penstock.conv.algorithms import pointwise
+
+    x, w = torch.randn(1, 4, 2, 2), torch.randn(4, 4, 1, 1)
+    arguments = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+    def cost_s(call: Any) -> float:
+        started = time.perf_counter()
+        for _ in range(50):
+            call()
+        return time.perf_counter() - started
+
+    def ratio(geometry: Any, limit_s: float) -> float:
+        """What a call through the hook costs, in calls of the algorithm."""
+        through = alone = float("inf")
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until and not through < 2 * alone < float("inf"):
+            for _ in range(40):
+                through = min(through, cost_s(lambda: torch.convolution(x, w, *arguments)))
+                alone = min(alone, cost_s(lambda: pointwise.forward(geometry, x, w, 1 << 20)))
+        return through / alone
+
+    with torch.no_grad(), bypass_convolutions("on", devices=("cpu",)) as bypass:
+        torch.convolution(x, w, *arguments)
+        (plan,) = bypass._hook._plans.values()
+        assert ratio(plan.geometry, 10.0) < 2
+        monkeypatch.setattr(bypass._hook, "_plans", Forgetful())
+        assert ratio(plan.geometry, 1.0) > 2  # each call makes its plan
+
+
+def test_a_kernel_of_triton_s_that_fails_is_left_out_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from penstock.conv import tuning
+    from penstock.conv.algorithms import triton_launch
+    from penstock.conv.algorithms.candidates import Candidate
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        raise RuntimeError("this card has no such instruction")
+
+    monkeypatch.setattr(triton_launch, "_failure", "")
+    choose = tuning.choose
+    fails = Candidate("implicit product", fail, needs_triton=True)
+    monkeypatch.setattr(
+        tuning, "choose", lambda *rest: choose(*rest) if triton_launch._failure else (fails, True)
+    )
+    with bypass_convolutions("on", devices=("cpu",)) as bypass:
+        with pytest.warns(RuntimeWarning, match="no such instruction"):
+            net()(X)
+        assert bypass.num_caught == NUM_LAYERS
+    assert "implicit product" not in bypass.counts
+    assert not triton_launch.is_available()
+
+
+# -- from outside ----------------------------------------------------------------------------------
+
+SCRIPT = """
+import penstock
+import torch
+layer = torch.nn.Conv2d(3, 4, 3)
+print(layer(torch.zeros(1, 3, 8, 8)).shape)
+from penstock.conv.bypass import current
+print(current())
+"""
+
+
+@pytest.mark.parametrize(("mode", "said"), [("on", "columns 1"), ("off", "None")])
+def test_an_environment_variable_switches_it_on(tmp_path: Path, mode: str, said: str) -> None:
+    result = scripts.run(SCRIPT, tmp_path, PENSTOCK_CONV=mode)
+    assert result.returncode == 0, result.stderr
+    assert said in result.stdout

@@ -1,0 +1,139 @@
+"""Threads keep the bits: samples that draw run one at a time, the others at once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import DataLoader, rng
+from penstock.engine.loading.generator_lock import GeneratorLock
+from support.datasets import Draws, Samples, assert_same, collect
+
+pytestmark = pytest.mark.legacy
+
+
+class Crowd:
+    """How many samples are being loaded at the same time, at most?"""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.now = self.most = 0
+
+    def enter(self, seconds: float = 0.01) -> None:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(seconds)
+        with self.lock:
+            self.now -= 1
+
+
+def load_in_threads(draw_one: Any) -> tuple[int, DataLoader[Any]]:
+    """The most samples at once, and the loader, after an epoch."""
+    crowd = Crowd()
+
+    def load(index: int) -> float:
+        crowd.enter()
+        return float(draw_one())
+
+    loader = DataLoader(Samples(load, 96), batch_size=4, num_workers=4, pool="thread", seed=0)
+    assert len(list(loader)) == 24
+    return crowd.most, loader
+
+
+@pytest.mark.parametrize(
+    ("name", "draw_one", "is_together"),
+    [
+        ("nothing", lambda: 0.0, True),
+        ("rng()", lambda: rng().random(), True),
+        ("random", lambda: random.random(), False),
+        ("numpy", lambda: np.random.rand(), False),
+        ("torch", lambda: torch.rand(1).item(), False),
+    ],
+)
+def test_samples_run_at_once_unless_they_draw_from_what_all_share(
+    name: str, draw_one: Any, is_together: bool
+) -> None:
+    most, loader = load_in_threads(draw_one)
+    assert (most > 1) == is_together
+    assert any("one at a time" in note for note in loader.plan.notes) != is_together
+
+
+@pytest.mark.parametrize("draw_one", [lambda: rng().random(), lambda: random.random()])
+def test_the_bits_are_those_of_no_worker(draw_one: Any) -> None:
+    def epochs(**arguments: Any) -> list[Any]:
+        dataset = Samples(lambda i: (i, float(draw_one())), 80)
+        loader = DataLoader(dataset, batch_size=4, shuffle=True, seed=3, **arguments)
+        return [collect(loader) for _ in range(2)]
+
+    assert_same(epochs(num_workers=4, pool="thread"), epochs())
+
+
+def test_a_late_draw_among_silent_threads_is_done_right() -> None:
+    def load(index: int) -> tuple[int, float]:
+        time.sleep(0.0005)
+        return index, random.random() if index >= 100 else 0.0
+
+    def epoch(**arguments: Any) -> list[Any]:
+        return collect(DataLoader(Samples(load, 160), batch_size=8, seed=1, **arguments))
+
+    for _ in range(3):
+        assert_same(epoch(num_workers=4, pool="thread"), epoch())
+
+
+def test_samples_of_every_generator_have_the_same_bits_in_threads() -> None:
+    def epoch(**arguments: Any) -> list[Any]:
+        return collect(DataLoader(Draws(60), batch_size=5, shuffle=True, seed=9, **arguments))
+
+    assert_same(epoch(num_workers=3, pool="thread"), epoch())
+
+
+def test_one_alone_waits_for_those_together_and_the_other_way_round() -> None:
+    gate, seen = GeneratorLock(), []
+
+    def shared() -> None:
+        with gate.shared():
+            seen.append("in")
+            time.sleep(0.05)
+            seen.append("out")
+
+    def exclusive() -> None:
+        with gate.exclusive():
+            seen.append("alone")
+            time.sleep(0.02)
+            seen.append("left")
+
+    threads = [threading.Thread(target=run) for run in (shared, shared, exclusive, shared)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.01)
+    for thread in threads:
+        thread.join(10)
+    place = seen.index("alone")
+    assert seen[place + 1] == "left"
+    assert seen[:place].count("in") == seen[:place].count("out")
+
+
+def test_a_loader_that_is_collected_in_one_of_its_own_threads_ends_cleanly() -> None:
+    """The collector runs wherever something is allocated: also in a worker."""
+    holder: list[Any] = []
+    seen = threading.Event()
+
+    def drop(index: int) -> int:
+        if index == 8 and seen.wait(5.0):
+            holder.clear()  # the last reference: it is ended from within
+        return index
+
+    holder.append(iter(DataLoader(Samples(drop), batch_size=2, num_workers=2, pool="thread")))
+    assert next(holder[0]).tolist() == [0, 1]
+    seen.set()
+    limit = time.monotonic() + 5.0
+    while holder and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert not holder  # and conftest.py finds neither threads nor memory of it

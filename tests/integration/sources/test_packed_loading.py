@@ -1,0 +1,246 @@
+"""Packed sets under real workers: same bits, little memory, caches that many fill at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from penstock import DataLoader, Packed, cached, pack
+from penstock.errors import BadStore, CannotPack, Damaged
+from support.packed_sets import Mixed, Pixels, digest, flip
+
+MAX_PRIVATE_BYTES = 50 << 20
+
+
+@pytest.fixture(scope="module")
+def pixels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pixels") / "set"
+    pack(Pixels(800, 4096), folder, workers=0, shard_bytes=1 << 20)
+    return folder
+
+
+def epoch(dataset: Any, **keywords: Any) -> list[torch.Tensor]:
+    loader = DataLoader(dataset, batch_size=50, shuffle=True, seed=1, **keywords)
+    return [x for x, _ in loader]
+
+
+def test_a_packed_set_gives_the_same_bits_for_any_workers(pixels: Path) -> None:
+    packed = Packed(pixels)
+    alone = epoch(packed)
+    assert alone[0].shape == (50, 4096)
+    for keywords in ({"num_workers": 1}, {"num_workers": 3}, {"num_workers": 2, "pool": "thread"}):
+        assert all(map(torch.equal, alone, epoch(packed, **keywords)))
+    assert not all(map(torch.equal, alone, epoch(packed.subset(range(799, -1, -1)))))
+
+
+@pytest.mark.legacy
+def test_packing_with_workers_gives_the_same_bytes(tmp_path: Path) -> None:
+    for workers in (0, 2):
+        pack(Mixed(), tmp_path / str(workers), workers=workers, shard_bytes=2000)
+    assert digest(tmp_path / "0") == digest(tmp_path / "2")
+    assert len(list((tmp_path / "0").glob("image-*.npy"))) > 2
+
+
+class Torn(Mixed):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 33:
+            raise ValueError("torn")
+        sample = super().__getitem__(index)
+        return {**sample, "label": "many"} if index == 45 else sample
+
+
+def test_a_sample_that_cannot_be_packed_is_named_from_a_worker(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"while loading sample 33[^0-9](.|\n)*torn") as caught:
+        pack(Torn(), tmp_path / "one", workers=2, shard_bytes=2000)
+    assert caught.value.sample_index == 33  # type: ignore[attr-defined]
+    with pytest.raises(CannotPack, match="sample 45: field 'label' is text"):
+        pack(Torn(), tmp_path / "two", workers=2, shard_bytes=2000, on_error=_give_first)
+
+
+def _give_first(index: int, error: Exception) -> Any:
+    if isinstance(error, CannotPack):
+        raise error
+    return Mixed()[0]
+
+
+def test_damage_is_named_from_a_worker(pixels: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(pixels, tmp_path / "set"))
+    flip(broken / "field_0-00001.npy", 500_000)
+    with pytest.raises(Damaged, match=r"field_0-00001\.npy is damaged"):
+        epoch(Packed(broken), num_workers=2)
+
+
+def test_workers_check_each_block_once_for_all(pixels: Path) -> None:
+    packed = Packed(pixels)
+    epoch(packed, num_workers=2)
+    assert packed._files[0].checked.blocks.all()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="counted from /proc")
+def test_reading_adds_little_private_memory_to_a_worker(tmp_path: Path) -> None:
+    """A set of 200 MB, every page of it read by one worker, beside one of a few pages."""
+    large = pack(Sparse(200), tmp_path / "large", workers=0)
+    small = pack(Sparse(2), tmp_path / "small", workers=0)
+    measured = {}
+    for name, dataset in (("large", large), ("small", small), ("hoarded", Hoarding(large))):
+        loader = DataLoader(dataset, batch_size=2, num_workers=1, persistent_workers=True)
+        for _ in loader:
+            pass
+        (worker,) = loader._iterator._workers  # type: ignore[union-attr]
+        measured[name] = private_bytes(worker.pid)
+        loader.close()
+    assert measured["large"] - measured["small"] < MAX_PRIVATE_BYTES
+    # The negative control: a dataset that keeps what it has read.
+    assert measured["hoarded"] - measured["small"] > 3 * MAX_PRIVATE_BYTES
+
+
+class Hoarding:
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.kept = dataset, []
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        self.kept.append(self.dataset[index])
+        return self.kept[-1]
+
+
+class Sparse:
+    """A megabyte each."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.full(1 << 20, index % 251, np.uint8)
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that only this process has: what its pages of the page cache are not."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Private_Dirty:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(psutil.Process(pid))
+
+
+# Caches
+
+
+class Counted:
+    """Notes each sample that is computed in a file."""
+
+    def __init__(self, notes: Path, length: int = 40, ragged: bool = False) -> None:
+        self.notes, self.length, self.ragged = notes, length, ragged
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        with open(self.notes, "a") as file:
+            file.write(f"{index}\n")
+        size = 1 + index % 5 if self.ragged else 16
+        return np.full(size, index, np.int32), index
+
+    def counts(self) -> Counter[str]:
+        return Counter(self.notes.read_text().split())
+
+
+@pytest.mark.parametrize("where", ["ram", "folder"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_cache_computes_each_sample_once(where: str, ragged: bool, tmp_path: Path) -> None:
+    source = Counted(tmp_path / "notes", ragged=ragged)
+    data = cached(source, where if where == "ram" else tmp_path / "cache")
+    for num_workers in (2, 0, 1):
+        loader = DataLoader(data, batch_size=8, num_workers=num_workers, collate_fn=list)
+        samples = [sample for batch in loader for sample in batch]
+        sizes = [1 + y % 5 if ragged else 16 for _, y in samples]
+        assert [y for _, y in samples] == list(range(40))
+        assert all((x == y).all() for x, y in samples)
+        assert [len(x) for x, _ in samples] == sizes
+    assert data.num_ready == 40
+    assert source.counts() == Counter(str(index) for index in range(40))
+
+
+def test_without_a_cache_each_sample_is_computed_each_time(tmp_path: Path) -> None:
+    source = Counted(tmp_path / "notes")
+    for _ in range(2):
+        list(DataLoader(source, batch_size=8))
+    assert source.counts()["7"] == 2
+
+
+def test_a_full_cache_is_mapped_and_computes_nothing(tmp_path: Path) -> None:
+    source = Counted(tmp_path / "notes")
+    data = cached(source, tmp_path / "cache")
+    first = [x for x, _ in DataLoader(data, batch_size=8, num_workers=2)]
+    computed = source.counts()
+    assert set(computed) == {str(i) for i in range(40)}
+    for num_workers in (0, 2):
+        again = [x for x, _ in DataLoader(data, batch_size=8, num_workers=num_workers)]
+        assert all(map(torch.equal, first, again))
+    assert source.counts() == computed
+    other = cached(source, tmp_path / "cache")  # the next run
+    assert other.num_ready == 40
+    assert callable(other.read_rows)
+
+
+def test_two_ranks_fill_one_cache_at_once(tmp_path: Path) -> None:
+    source = Counted(tmp_path / "notes", 200)
+    with ThreadPoolExecutor(2) as executor:  # both find no cache, and one of them makes it
+        ranks = list(executor.map(lambda _: cached(source, tmp_path / "cache"), range(2)))
+    loaders = [
+        DataLoader(data, batch_size=8, num_workers=1, shuffle=True, seed=rank)
+        for rank, data in enumerate(ranks)
+    ]
+    for batches in zip(*loaders, strict=True):
+        assert all((x == y[:, None]).all() for x, y in batches)
+    assert [data.num_ready for data in ranks] == [200, 200]
+    assert all((cached(source, tmp_path / "cache")[i][0] == i).all() for i in (0, 77, 199))
+
+
+def test_a_cache_of_another_dataset_is_refused(tmp_path: Path) -> None:
+    cached(Counted(tmp_path / "notes"), tmp_path / "cache")
+    with pytest.raises(BadStore, match="another dataset"):
+        cached(Counted(tmp_path / "notes", 41), tmp_path / "cache")
+
+
+def test_a_cache_that_was_torn_by_a_power_cut_forgets_what_is_wrong(tmp_path: Path) -> None:
+    source = Counted(tmp_path / "notes")
+    data = cached(source, tmp_path / "cache")
+    for index in range(40):
+        data[index]
+    flip(tmp_path / "cache" / "field_0.npy")  # of the last sample
+    (tmp_path / "cache" / "boot").write_text("before")
+    again = cached(source, tmp_path / "cache")
+    assert (again[39][0] == 39).all()
+    flip(tmp_path / "cache" / "field_0.npy")  # the negative control: without a new start, trusted
+    assert not (cached(source, tmp_path / "cache")[39][0] == 39).all()
+
+
+class Doubled(Packed):
+    """A set whose samples are changed by the class, not by a transform."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) * 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_class_that_changes_samples_is_not_passed_over(num_workers: int, tmp_path: Path) -> None:
+    arrays = [np.full(3, number, np.float32) for number in range(4)]
+    pack(arrays, tmp_path / "set", workers=0)
+    changed = next(iter(DataLoader(Doubled(tmp_path / "set"), 4, num_workers=num_workers)))
+    assert changed[:, 0].tolist() == [0.0, 2.0, 4.0, 6.0]
+    plain = next(iter(DataLoader(Packed(tmp_path / "set"), 4, num_workers=num_workers)))
+    assert plain[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -1,0 +1,149 @@
+"""Do the commands in the documents work as they are written? Files, changes and commands, in order.
+
+A block of code in a document is one of these, and nothing else is:
+
+    ```python               part of the document's script: test_documentation.py
+    ```python title="x.py"  a file that the commands below it find
+    ```diff title="x.py"    a change of that file
+    ```console              commands behind "$ ", and lines that they print
+    ```text                 something to look at
+
+``<!-- not run: why -->`` above a block leaves it out, by name; ``<!-- status: 1 -->`` expects that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import scripts, typed_commands
+from support.paths import REPO
+
+KINDS = {"python", "diff", "console", "text"}
+COMMAND = re.compile(r"(\$ )?(penstock|python3?|make|pip|git|torchrun|accelerate|export) ")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks for each command")
+
+
+def documents() -> list[Path]:
+    """What a reader may copy commands from."""
+    pages = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
+    return [*pages, REPO / "benchmarks" / "README.md"]
+
+
+def typed_texts() -> dict[str, str]:
+    """The documents with commands, by their names."""
+    texts = {path.relative_to(REPO).as_posix(): path.read_text("utf-8") for path in documents()}
+    return {
+        name: text
+        for name, text in texts.items()
+        if any(step["kind"] == "console" for step in typed_commands.steps_of(text))
+    }
+
+
+TEXTS = typed_texts()
+
+
+def type_documents(texts: list[str], folders: list[Path]) -> list[list[dict[str, Any]]]:
+    """What came of each command of each document."""
+    jobs = [
+        {"folder": str(folder), "steps": typed_commands.steps_of(text)}
+        for text, folder in zip(texts, folders, strict=True)
+    ]
+    plan = folders[0] / "jobs.json"
+    plan.write_text(json.dumps(jobs), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-W", "default", typed_commands.__file__, str(plan)],
+        env={**os.environ, "PYTHONHASHSEED": "0", "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / "typed.json").read_text("utf-8")) for folder in folders]
+
+
+def faults_of(typed: list[dict[str, Any]]) -> list[str]:
+    """What did not go as written."""
+    faults = []
+    for one in typed:
+        missing = [line for line in one["shown"] if line.strip() and line not in one["said"]]
+        if one["status"] not in one["status_expected"] or (missing and one["is_last"]):
+            faults.append(f"$ {one['command']}\n{one['said']}\nstatus {one['status']}: {missing}")
+    return faults
+
+
+@pytest.fixture(scope="module")
+def typed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    cases = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = {case.params.get("name") for case in cases if case is not None}
+    names = [name for name in TEXTS if name in wanted]
+    folders = [scripts.make_folder(tmp_path_factory, "typed") for _ in names]
+    results = type_documents([TEXTS[name] for name in names], folders)
+    return dict(zip(names, results, strict=True))
+
+
+@pytest.mark.timeout(300)  # the documents share one set-up
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_commands_of_a_document_work_as_written(
+    name: str, typed: dict[str, list[dict[str, Any]]]
+) -> None:
+    assert typed[name]
+    assert faults_of(typed[name]) == []
+
+
+def test_a_command_that_fails_or_prints_something_else_would_be_noticed(tmp_path: Path) -> None:
+    text = (
+        '```python title="a.py"\nimport sys\nprint("one")\nsys.exit(3)\n```\n'
+        '```diff title="a.py"\n-print("one")\n+print("two")\n```\n'
+        "```console\n$ python a.py\none\n```\n"
+        "<!-- status: 3 -->\n```console\n$ python a.py  # as it should\ntwo\n```\n"
+        "```console\n$ rm a.py\n```\n"
+        "<!-- not run: not here -->\n```console\n$ python b.py\n```\n"
+    )
+    (results,) = type_documents([text], [tmp_path])
+    first, third = faults_of(results)
+    assert "status 3: ['one']" in first
+    assert "nobody here can type that" in third
+    assert len(results) == 3
+
+
+def strange_blocks(text: str) -> list[str]:
+    """Blocks that are none of the kinds, or commands in disguise."""
+    found = []
+    for match in typed_commands.FENCE.finditer(text):
+        kind = match["info"].strip().split(" ")[0] or "text"
+        is_left_out = (match["note"] or "").startswith("not run: ")
+        if kind not in KINDS:
+            found.append(f"a block of {kind!r}")
+        elif kind == "text" and not is_left_out:
+            found += [line for line in match["body"].splitlines() if COMMAND.match(line)]
+        elif kind == "console" and is_left_out and len(match["note"]) < 15:
+            found.append(f"no reason: {match['note']}")
+    return found
+
+
+def test_every_block_of_every_document_is_of_a_kind_that_is_run_or_says_why_not() -> None:
+    found = {str(path): strange_blocks(path.read_text("utf-8")) for path in documents()}
+    assert {path: blocks for path, blocks in found.items() if blocks} == {}
+
+
+def test_a_strange_block_would_be_noticed() -> None:
+    text = "```sh\nls\n```\n```text\npenstock doctor\n```\n```text\n a drawing\n```\n"
+    assert strange_blocks(text) == ["a block of 'sh'", "penstock doctor"]
+
+
+def test_a_change_whose_lines_are_not_there_is_no_change() -> None:
+    assert typed_commands.changed("a\nb\nc\n", "-a\n+x\n-c\n+y\n+z\n") == "x\nb\ny\nz\n"
+    with pytest.raises(ValueError, match="not there"):
+        typed_commands.changed("a\n", "-b\n+c\n")

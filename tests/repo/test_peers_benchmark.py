@@ -1,0 +1,31 @@
+"""Does benchmarks/peers.py still run? Two contenders, tiny sizes, this interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support.paths import REPO
+
+
+def test_two_loaders_take_turns_and_a_peer_that_is_not_installed_has_a_row(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
+    script = str(REPO / "benchmarks" / "peers.py")
+    options = ["--here", "--quick", "--only", "numbers", "--contenders", "torch,penstock,ffcv"]
+    ended = subprocess.run(
+        [sys.executable, script, *options, "--rows", "PyTorch;Penstock", "--home", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=110,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    _, transport, tiny, first, later = ended.stdout.split("\n\n")
+    for table in (transport, tiny, first, later):
+        rows = {line[2:42].strip(): line[43:] for line in table.splitlines()[1:]}
+        assert {"PyTorch", "Penstock", "FFCV"} <= set(rows)
+        assert "No module named 'ffcv'" in rows["FFCV"]
+        assert all(" to " in rows[name] for name in ("PyTorch", "Penstock")), table

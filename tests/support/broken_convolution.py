@@ -1,0 +1,145 @@
+"""Native convolutions that fail on purpose: they raise, give wrong numbers, crash or hang.
+
+Torch's own kernels stand under ``CompositeExplicitAutograd``; these take their place there. So
+whatever reaches torch's convolution meets the fault, and what the bypass catches before does not,
+exactly as with a library that is broken.
+
+In this process: ``with breaking("all:raises") as native: ...``; ``native.num_calls`` counts what
+got through. In child processes: :func:`environment` is an environment in which every Python that
+imports torch has the fault.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from support.paths import TESTS
+
+VARIABLE = "BROKEN_CONVOLUTION"
+MESSAGE = "miopenStatusUnknownError"
+SITE = f"""
+import sys
+sys.path.append({str(TESTS)!r})
+from support import broken_convolution
+broken_convolution.break_when_torch_comes()
+"""
+
+
+class Native:
+    """The fault, and what met it.
+
+    Args:
+        spec: ``"all:raises"``, or some kinds: ``"strided:crashes,grouped:wrong"``; the other kinds
+            work.
+    """
+
+    def __init__(self, spec: str) -> None:
+        self.num_calls = 0
+        self.faults = dict(part.split(":") for part in spec.split(","))
+        self.library: Any = None
+
+    def install(self) -> None:
+        import torch
+
+        self.library = torch.library.Library("aten", "IMPL")
+        kernels: dict[str, Callable[..., Any]] = {
+            "convolution": self.forward,
+            "_convolution": self.forward,
+            "convolution_backward": self.backward,
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that its own kernel is overridden
+            for name, kernel in kernels.items():
+                self.library.impl(name, kernel, "CompositeExplicitAutograd")
+
+    def remove(self) -> None:
+        if hasattr(self.library, "_destroy"):
+            self.library._destroy()
+        else:
+            self.library.__del__()
+            self.library._op_impls = set()
+
+    def forward(self, x: Any, w: Any, b: Any, *rest: Any) -> Any:
+        from penstock.conv.algorithms import im2col, phases
+
+        g, is_transposed, factor = self.meet(x, w, rest)
+        if is_transposed:
+            y = phases.input_gradient(g, x, w, lambda g, a, b: im2col.forward(g, a, b, 1 << 26))
+        else:
+            y = im2col.forward(g, x, w, 1 << 26)
+        return (y if b is None else y + b.view(-1, *(1,) * g.num_dims)) * factor
+
+    def backward(self, dy: Any, x: Any, w: Any, sizes: Any, *rest: Any) -> Any:
+        from penstock.conv.algorithms import im2col, phases
+
+        g, is_transposed, factor = self.meet(x, w, rest)
+        if is_transposed:
+            dx = im2col.forward(g, dy, w, 1 << 26)
+            dw = im2col.weight_gradient(g, dy, x, 1 << 26)
+        else:
+            dx = phases.input_gradient(g, dy, w, lambda g, a, b: im2col.forward(g, a, b, 1 << 26))
+            dw = im2col.weight_gradient(g, x, dy, 1 << 26)
+        return dx * factor, dw * factor, dy.sum((0, *range(2, dy.dim())))
+
+    def meet(self, x: Any, w: Any, rest: Any) -> tuple[Any, bool, float]:
+        """The fault of this kind of convolution; a factor for the result if it is no error."""
+        from penstock.conv.convolution import geometry_of
+
+        self.num_calls += 1
+        g = geometry_of(x, w, rest[:6])
+        assert g is not None
+        kind = "transposed" if rest[3] else g.kind
+        fault = self.faults.get(kind, self.faults.get("all"))
+        if fault == "raises":
+            raise RuntimeError(MESSAGE)
+        if fault == "crashes":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if fault == "hangs":
+            time.sleep(3600)
+        return g, rest[3], 1.5 if fault == "wrong" else 1.0
+
+
+@contextmanager
+def breaking(spec: str) -> Iterator[Native]:
+    """Torch's own convolutions are broken inside."""
+    native = Native(spec)
+    native.install()
+    try:
+        yield native
+    finally:
+        native.remove()
+
+
+def environment(spec: str, folder: Path) -> dict[str, str]:
+    """Environment variables for a child process in which convolutions are broken."""
+    site = folder / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(SITE)
+    paths = [str(site), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        "PYTHONPATH": os.pathsep.join(paths),
+        VARIABLE: spec,
+        "PENSTOCK_CACHE_DIR": str(folder / "cache"),
+    }
+
+
+def break_when_torch_comes() -> None:
+    """Called by the child's sitecustomize."""
+    spec = os.environ.get(VARIABLE)
+    if not spec:
+        return
+    try:
+        from penstock.integrations.script_runner import when_imported
+    except ImportError:  # a Python without Penstock, such as a tool's
+        return
+    native = Native(spec)
+    sys.modules[__name__].native = native  # type: ignore[attr-defined]
+    when_imported("torch", native.install)

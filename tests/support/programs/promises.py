@@ -1,0 +1,247 @@
+"""The combinations that the documentation excludes, each with the sentence that does so.
+
+:func:`settle` turns any record into a program that can be built and that everything is promised
+for: what is excluded is set to its default. The functions at the end say which comparisons a
+program allows. Nothing else in this package knows an exception.
+"""
+
+from __future__ import annotations
+
+from support.programs import parts
+from support.programs.record import Program
+
+EXCEPTIONS: dict[str, tuple[str, str]] = {
+    "out of order": ("explain/order.md", "(`in_order=False` gives that up)"),
+    "one death": ("faults.md", "against the sample, and a sample that loads is cleared"),
+    "worker seeds after a loss": (
+        "faults.md",
+        "no promise: the new worker starts from the lost one's seed",
+    ),
+    "iterable datasets": (
+        "compatibility.md",
+        'An iterable dataset has no positions: there `randomness` is `"worker"`.',
+    ),
+    "streams go round": ("compatibility.md", "whole batches go round the workers as in PyTorch"),
+    "streams in threads": ("compatibility.md", "An iterable dataset gets one thread"),
+    "threads without seeds": (
+        "compatibility.md",
+        "nothing is seeded: numbers are not repeatable",
+    ),
+    "draws beside threads": (
+        "compatibility.md",
+        "What your loop draws while the threads load is neither repeatable nor harmless to them",
+    ),
+    "one dataset in threads": (
+        "compatibility.md",
+        "All threads use one dataset. It must bear that.",
+    ),
+    "later epochs without a seed": (
+        "reproducibility.md",
+        "resumes the epoch that was under way; the ones after it are drawn anew",
+    ),
+    "samplers asked again": (
+        "reproducibility.md",
+        "Other samplers are asked for their indices from the first one on",
+    ),
+    "samples unlike": ("compatibility.md", "Samples that do not stack: [S01]"),
+    "dataclasses": ("compatibility.md", "also takes dataclasses"),
+    "unseeded generators": (
+        "compatibility.md",
+        "nor is one that a sample makes for itself without a seed",
+    ),
+    "persistent workers": (
+        "compatibility.md",
+        "`persistent_workers=True` gives other numbers than `False` from the second epoch on",
+    ),
+    "what is stored": (
+        "packed-sets.md",
+        "what is random in a sample is frozen with",
+    ),
+}
+"""Each exception with the page and the sentence that makes it; a test looks for the sentence."""
+
+
+def settle(program: Program) -> Program:
+    """The nearest program that can be built and that the documentation promises everything for."""
+    for rule in RULES:
+        program = rule(program)
+    return program
+
+
+# -- what cannot be built --------------------------------------------------------------------------
+
+
+def _source_rules(p: Program) -> Program:
+    if p.source != "made":
+        p = p.having(wraps=tuple(wrap for wrap in p.wraps if wrap != "getitems"))
+    if p.source not in ("made", "iterable"):
+        p = p.having(draws=(), bad=(), sample_ms=0)
+    if p.source in ("range", "tensors"):
+        p = p.having(form="int")
+    if p.source == "iterable":  # neither indices nor a length
+        p = p.having(order="sequential", wraps=(), bad=(), seed=None)
+        if p.form == "dataclass":  # torch's collate makes the reference
+            p = p.having(form="tuple")
+    if p.source == "shared_dict":  # a mapping: torch's wrappers take it for a list of keys
+        p = p.having(wraps=())
+    if "stack" in p.wraps and not hasattr(parts.torch.utils.data, "StackDataset"):
+        p = p.having(wraps=tuple(wrap for wrap in p.wraps if wrap != "stack"))
+    if "stack" in p.wraps and p.bad_kind == "none":  # a tuple of two None is not None
+        p = p.having(bad_kind="raises")
+    p = p.having(bad=tuple(index for index in p.bad if index < p.length))
+    return p if p.bad else p.having(bad=(), bad_kind="raises", on_error="raise")
+
+
+def _storing_rules(p: Program) -> Program:
+    """ "what is stored"; packed sets and caches take plain values, and at least one sample."""
+    storing = [wrap for wrap in p.wraps if wrap in parts.STORING]
+    if not storing:
+        return p
+    is_nested = p.wraps.index(storing[0]) != 0 or bool(p.draws)
+    if p.length < 4 or p.form not in parts.PACKABLE or p.bad or is_nested or len(storing) > 1:
+        return p.having(wraps=tuple(wrap for wrap in p.wraps if wrap not in parts.STORING))
+    return p
+
+
+def _batch_rules(p: Program) -> Program:
+    if p.order in parts.BATCH_ORDERS:
+        # Without automatic batching there is nothing to drop.
+        p = p.having(batch_size=p.batch_size or 2, seed=None)
+        if p.order in ("batches", "batch list"):
+            p = p.having(drop_last=False, batch_size=2)
+    if p.batch_size is None:
+        p = p.having(drop_last=False, collate="default")
+        if p.bad:
+            p = p.having(bad=(), bad_kind="raises", on_error="raise")
+    if p.length < 4 and p.order != "sequential":
+        p = p.having(order="sequential")  # torch refuses empty samplers, and wrappers make it less
+    if p.length < 8 and any(wrap in ("subset", "split") for wrap in p.wraps):
+        p = p.having(wraps=())
+    stacks = p.collate in ("default", "draws") and p.batch_size is not None
+    if stacks and (p.form in parts.RAGGED or (p.form == "dataclass" and p.collate == "draws")):
+        p = p.having(collate="list")
+    if p.changes_batches and p.collate != "default":
+        p = p.having(changes_batches=False)  # what a list holds may be the dataset's own
+    if p.changes_batches and p.batch_size is None:
+        p = p.having(changes_batches=False)
+    return p
+
+
+def _loop_rules(p: Program) -> Program:
+    if p.num_workers == 0:
+        p = p.having(pool="auto", start_method=None, prefetch_factor=None, persistent_workers=False)
+    if p.pool == "thread":
+        p = p.having(start_method=None)
+    if p.pool == "thread" or p.num_workers in (0, "auto"):
+        p = p.having(events=p.events_of("fork", "break", "resume"))
+    if p.num_workers == "auto":
+        p = p.having(prefetch_factor=None)
+    # "one death"
+    first_kill = p.events_of("kill", "kill_server")[:1]
+    resumes = p.events_of("resume")[:1]
+    breaks = p.events_of("break")[:1] if not resumes else ()
+    p = p.having(events=p.events_of("fork")[:2] + first_kill + breaks + resumes)
+    return p.having(events=tuple(event for event in p.events if event[1] < p.epochs))
+
+
+# -- what is not promised --------------------------------------------------------------------------
+
+
+def _order_rules(p: Program) -> Program:
+    """ "out of order": which batches are first is not promised."""
+    if not p.in_order:
+        p = p.having(events=p.events_of("fork", "kill", "kill_server"))
+        if p.source == "iterable":
+            p = p.having(draws=())
+    return p
+
+
+def _worker_randomness_rules(p: Program) -> Program:
+    """ "iterable datasets", "worker seeds after a loss", "threads without seeds"."""
+    if p.source != "iterable" and p.randomness == "sample":
+        return p
+    p = p.having(draws=tuple(name for name in p.draws if name in parts.GLOBAL_DRAWS))
+    if p.collate in ("draws", "held"):
+        p = p.having(collate="list")
+    disturbed = p.events_of("kill", "kill_server", "break", "resume")
+    if disturbed or p.pool == "thread" or p.num_workers == "auto" or p.bad or not p.in_order:
+        p = p.having(draws=())
+    return p
+
+
+def _thread_rules(p: Program) -> Program:
+    """ "draws beside threads", "one dataset in threads"."""
+    if p.pool != "thread":
+        return p
+    return p.having(draws_between=False, worker_init="")
+
+
+def _resume_rules(p: Program) -> Program:
+    """ "later epochs without a seed", "samplers asked again"."""
+    resumes = p.events_of("resume")
+    if not resumes:
+        return p
+    (_, epoch, batch, num_workers) = resumes[0]
+    others = tuple(event for event in p.events if event not in resumes)
+    if p.source == "iterable":  # docs/reproducibility.md names indices only
+        return p.having(events=others)
+    if p.order == "weighted generator":
+        epoch, p = 0, p.having(epochs=1)
+    if p.seed is None:
+        p = p.having(epochs=epoch + 1)
+    others = tuple(event for event in others if event[1] < p.epochs)
+    return p.having(events=(*others, ("resume", epoch, batch, num_workers)))
+
+
+# -- open defects ----------------------------------------------------------------------------------
+# Each is left out until it is mended, so that the others are looked for. Remove it with the defect.
+
+
+def _open_defects(p: Program) -> Program:
+    # How far a sampler ran ahead when the loop breaks is seen in the user's generator, as in torch.
+    if p.events_of("break") and p.order in ("shuffle generator", "batch sampler", "replacement"):
+        p = p.having(events=tuple(event for event in p.events if event[0] != "break"))
+    return p
+
+
+RULES = (
+    _source_rules,
+    _storing_rules,
+    _batch_rules,
+    _loop_rules,
+    _order_rules,
+    _worker_randomness_rules,
+    _thread_rules,
+    _resume_rules,
+    _open_defects,
+)
+
+
+# -- which comparisons a program allows ------------------------------------------------------------
+
+
+def belongs_to_worker(p: Program) -> bool:
+    """Does what samples draw follow the worker?"""
+    return p.source == "iterable" or p.randomness == "worker"
+
+
+def has_torch_reference(p: Program) -> bool:
+    """Can torch's own loader run it? "dataclasses", "samples unlike"; and ``on_error`` is ours."""
+    is_default = p.collate == "default" and p.batch_size is not None
+    if is_default and (p.form == "dataclass" or (p.bad and p.bad_kind == "none")):
+        return False
+    return p.on_error == "raise"
+
+
+def keeps_user_generators(p: Program) -> bool:
+    """Are the loop's own draws those of a loop without workers? "draws beside threads".
+
+    A loader that resumes draws its base seed once more.
+    """
+    return p.pool != "thread" and not p.events_of("resume")
+
+
+def draws_differ(p: Program) -> bool:
+    """Must any two samples of the run draw different numbers?"""
+    repeats = any(name in parts.REPEATING_DRAWS for name in p.draws)
+    return bool(p.draws) and not repeats and not belongs_to_worker(p) and not p.bad

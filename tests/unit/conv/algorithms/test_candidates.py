@@ -1,0 +1,168 @@
+"""Every way to compute a convolution, against float64: each pass, layout and memory cap."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.conv import algorithms
+from penstock.conv.algorithms import im2col, phases, pointwise, winograd
+from penstock.conv.algorithms.candidates import candidates
+from penstock.conv.geometry import PASSES, Geometry
+from support import conv_cases
+
+pytestmark = pytest.mark.legacy
+
+CAPS = (1 << 30, 1000)
+TYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("case", conv_cases.CASES, ids=lambda case: case.name)
+def test_every_way_is_within_its_bound(case: conv_cases.Case, dtype: torch.dtype) -> None:
+    exact = conv_cases.exact(case, dtype)
+    for is_last in (False, True):
+        geometry = case.geometry(is_channels_last=is_last)
+        for which in PASSES:
+            truth, scale = exact.results[which], exact.scales[which]
+            for way in candidates(geometry, which, dtype, "cpu"):
+                for cap in CAPS:
+                    result = way.run(geometry, *exact.arguments(which), cap)
+                    assert result.shape == truth.shape
+                    off = conv_cases.distance(result, truth, scale)
+                    assert off <= conv_cases.bound(way.name, dtype), (which, way.name, cap)
+
+
+def test_a_wrong_result_would_be_noticed() -> None:
+    case = conv_cases.CASES[0]
+    exact = conv_cases.exact(case, torch.float32)
+    truth, scale = exact.results["forward"], exact.scales["forward"]
+    shifted = truth.roll(1, -1)
+    assert conv_cases.distance(shifted, truth, scale) > conv_cases.bound("columns", torch.float32)
+
+
+ONE_DTYPE = {"winograd._prepare", "winograd._prepare_weight_gradient"}
+"""They are for float32 alone."""
+
+
+def test_what_is_kept_for_a_device_is_kept_for_a_dtype() -> None:
+    """A kernel that was compiled for float32 reads and writes past the end of halves."""
+    kept = {}
+    for module in Path(algorithms.__file__).parent.glob("*.py"):
+        for node in ast.parse(module.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and "cache" in str(
+                [ast.unparse(one) for one in node.decorator_list]
+            ):
+                kept[f"{module.stem}.{node.name}"] = {one.arg for one in node.args.args}
+    on_device = {name for name, given in kept.items() if "device" in given}
+    assert {"implicit_gemm._prepare_merge", "implicit_gemm._prepare_forward"} <= on_device
+    assert {name for name in on_device if "dtype" not in kept[name]} == ONE_DTYPE
+
+
+def test_winograd_is_among_the_ways_of_a_wide_3x3_and_not_of_a_strided_one() -> None:
+    wide = conv_cases.CASES[1].geometry(is_channels_last=False)
+    strided = conv_cases.Case(name="", channels=40, outputs=36, stride=2)
+    names = {way.name for way in candidates(wide, "forward", torch.float32, "cpu")}
+    assert "winograd" in names
+    other = strided.geometry(is_channels_last=False)
+    assert "winograd" not in {w.name for w in candidates(other, "forward", torch.float32, "cpu")}
+
+
+def test_columns_stay_under_the_cap() -> None:
+    """The buffers of a call are counted: the columns, and the padded rows that they look at."""
+    case = conv_cases.Case(name="", channels=16, outputs=4, size=(32, 32), batch=4)
+    geometry = case.geometry(is_channels_last=True)
+    exact = conv_cases.exact(case, torch.float32)
+    whole = im2col.columns_bytes(geometry, 4)
+    for cap in (whole // 2, whole // 8, whole // 128):
+        largest = largest_allocation(
+            lambda cap=cap: im2col.forward(geometry, exact.x, exact.w, cap)
+        )  # type: ignore[misc]
+        assert largest <= max(cap, exact.results["forward"].numel() * 4)
+    seen = [  # torch 1.13's profiler loses an event now and then
+        largest_allocation(lambda: im2col.forward(geometry, exact.x, exact.w, whole))
+        for _ in range(3)
+    ]
+    assert max(seen) == whole
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """Where its memory begins; torch 1.13 has the older name."""
+    return int(getattr(tensor, "untyped_storage", tensor.storage)().data_ptr())
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest result of an operator that is no view."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        given = {place_of(one) for one in args if isinstance(one, torch.Tensor)}
+        if place_of(result) not in given:
+            self.num_bytes = max(self.num_bytes, result.numel() * result.element_size())
+        return result
+
+
+@pytest.mark.parametrize("size", [(2, 2), (16, 16)], ids=["copies", "products"])
+def test_a_pointwise_weight_gradient_stays_under_the_cap(size: tuple[int, int]) -> None:
+    case = conv_cases.Case(name="", channels=8, outputs=8, size=size, kernel=1, padding=0, batch=16)
+    geometry = case.geometry(is_channels_last=False)
+    exact = conv_cases.exact(case, torch.float32)
+
+    def largest(cap: int) -> int:
+        with Largest() as seen:
+            pointwise.weight_gradient(geometry, exact.x, exact.dy, cap)
+        return seen.num_bytes
+
+    assert largest(1024) <= 1024 < largest(1 << 20)
+
+
+def largest_allocation(run: object) -> int:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()  # type: ignore[operator]
+    sizes = [
+        getattr(event, "self_cpu_memory_usage", 0) or 0
+        for event in profiled.events()
+        if event.name.startswith("aten::empty") or event.name == "[memory]"
+    ]
+    return int(max(sizes))
+
+
+def num_multiplications(g: Geometry) -> int:
+    return g.batch * g.num_positions * g.out_channels * g.group_in * g.num_taps
+
+
+def test_phases_multiply_nothing_by_zero() -> None:
+    """A strided input gradient takes as many multiplications as the forward pass, or fewer."""
+    case = conv_cases.Case(name="", stride=2, size=(16, 16), kernel=3)
+    geometry = case.geometry(is_channels_last=False)
+    used: list[int] = []
+
+    def counted(g: Geometry, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        used.append(num_multiplications(g))
+        return im2col.forward(g, a, b, 1 << 20)
+
+    exact = conv_cases.exact(case, torch.float32)
+    phases.input_gradient(geometry, exact.dy, exact.w, counted)
+    assert len(used) == 4
+    assert sum(used) <= num_multiplications(geometry)
+
+
+def test_winograd_s_transforms_undo_each_other() -> None:
+    """F(m) of a kernel with one tap in the middle gives the input back, exactly."""
+    for dtype in (torch.float64, torch.bfloat16):
+        x = torch.arange(2 * 3 * 64.0).reshape(2, 3, 8, 8).remainder(7).to(dtype)
+        w = torch.zeros(3, 3, 3, 3, dtype=dtype)
+        for channel in range(3):
+            w[channel, channel, 1, 1] = 1
+        case = conv_cases.Case(name="", channels=3, outputs=3, size=(8, 8))
+        y = winograd.forward(case.geometry(is_channels_last=False), x, w, 1 << 20)
+        torch.testing.assert_close(y, x, rtol=2e-2 if dtype == torch.bfloat16 else 1e-12, atol=1e-1)

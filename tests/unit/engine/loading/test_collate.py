@@ -1,0 +1,313 @@
+"""A batch written into a slot and viewed again is what default_collate would have returned."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from penstock.engine.loading.collate import STREAM_BYTES, BatchWriter, TooSmall
+from penstock.engine.memory.batch_layout import LayoutError, view_batch
+from support.datasets import Pair, Record, assert_same, differences
+
+pytestmark = pytest.mark.legacy
+
+
+def through_slot(samples: list[Any], *, cuts: tuple[int, ...] = (), dirt: int = 0xA5) -> Any:
+    """Write ``samples`` into a dirty buffer, in parts that end at ``cuts``, and view the batch."""
+    buffer = np.full(1 << 22, dirt, dtype=np.uint8)
+    bounds = [0, *cuts, len(samples)]
+    layouts, objects, filled = [], [], 0
+    for first, last in itertools.pairwise(bounds):
+        writer = BatchWriter(buffer, len(samples), first)
+        for sample in samples[first:last]:
+            writer.add(sample)
+        columns = writer.finish()
+        objects = (
+            [a + b for a, b in zip(objects, columns, strict=True)] if layouts else list(columns)
+        )
+        filled += writer.num_filled
+        layouts.append(writer.layout)
+    assert len(set(layouts)) == 1
+    return view_batch(layouts[0], buffer, len(samples), filled, objects)
+
+
+TORCH_DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    torch.complex128,
+]
+NUMPY_DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+]
+
+
+def ramp(place: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    count = int(np.prod(shape, dtype=int))
+    return (torch.arange(count) * 7 + place * 3).remainder(101).reshape(shape).to(dtype)
+
+
+KINDS: dict[str, Any] = {
+    "int": lambda i: i - 2,
+    "big int": lambda i: 2**62 + i,
+    "float": lambda i: i / 3,
+    "float specials": lambda i: [float("nan"), float("inf"), -0.0, 5e-324][i],
+    "bool": lambda i: i % 2 == 0,
+    "str": lambda i: "ä" * i,
+    "bytes": lambda i: bytes(i),
+    "numpy scalars": lambda i: (
+        np.float32(i / 3),
+        np.float64(i / 3),
+        np.int16(i),
+        np.uint8(i),
+        np.bool_(i),
+    ),
+    "tensor without dimensions": lambda i: torch.tensor(i),
+    "tensor of one element": lambda i: torch.tensor([i]),
+    "tensor with no element": lambda i: torch.zeros(0),
+    "tensor with a zero dimension": lambda i: torch.zeros(3, 0, 2, dtype=torch.int16),
+    "array without dimensions": lambda i: np.array(i, dtype=np.float32),
+    "array with no element": lambda i: np.zeros((0, 2)),
+    "tensor that is not contiguous": lambda i: ramp(i, (4, 6), torch.float32).t(),
+    "tensor with a stride": lambda i: ramp(i, (4, 6), torch.int32)[::2, ::3],
+    "large tensor that is not contiguous": lambda i: ramp(i, (40, 60), torch.float32).t(),
+    "expanded tensor": lambda i: torch.full((1,), float(i)).expand(2000),
+    "array in Fortran order": lambda i: np.asfortranarray(np.arange(12.0).reshape(3, 4) + i),
+    "large array in Fortran order": lambda i: np.asfortranarray(np.ones((40, 50)) * i),
+    "read-only array": lambda i: np.frombuffer(bytes([i] * 16), dtype=np.uint8),
+    "tuple": lambda i: (torch.full((2,), float(i)), i),
+    "list": lambda i: [i, float(i)],
+    "dict": lambda i: {"x": torch.tensor([i]), "y": {"z": i}},
+    "namedtuple": lambda i: Pair(torch.tensor([i]), f"name {i}"),
+    "deep": lambda i: {"a": [(i, [i, (torch.ones(2) * i,)]), Pair(i, {"b": (str(i), i)})]},
+    "large and small together": lambda i: (torch.full((3, 40, 40), i, dtype=torch.uint8), i, "s"),
+    "large with strings": lambda i: {"image": np.full((64, 64), i, np.uint16), "name": f"{i}.jpg"},
+}
+for dtype in TORCH_DTYPES:
+    KINDS[f"tensor {dtype}"] = lambda i, dtype=dtype: ramp(i, (3, 5), dtype)
+    KINDS[f"large tensor {dtype}"] = lambda i, dtype=dtype: ramp(i, (40, 130), dtype)
+for name in NUMPY_DTYPES:
+    KINDS[f"array {name}"] = lambda i, name=name: np.arange(i, i + 6).reshape(2, 3).astype(name)
+    KINDS[f"large array {name}"] = lambda i, name=name: np.arange(i, i + 9000).astype(name)
+
+
+def unsigned_kind_torch_cannot_take() -> set[str]:
+    """Unsigned NumPy kinds that this torch does not know: default_collate refuses them too."""
+    try:
+        torch.as_tensor(np.zeros(1, np.uint16))
+    except TypeError:
+        return {"large with strings"}
+    return set()
+
+
+LEFT_OUT = unsigned_kind_torch_cannot_take()
+
+
+# torch warns about read-only arrays (it would wrap them); ours are copied out of them in any case.
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
+# torch 1.13.1 turns NumPy's booleans into a tensor by a way that NumPy 1 warns about.
+@pytest.mark.filterwarnings(
+    "ignore:In future, it will be an error for 'np.bool_':DeprecationWarning"
+)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LEFT_OUT])
+def test_a_batch_through_a_slot_equals_default_collate(kind: str) -> None:
+    samples = [KINDS[kind](place) for place in range(4)]
+    assert_same(through_slot(samples), default_collate(samples))
+
+
+@pytest.mark.parametrize("kind", ["deep", "large and small together", "str", "bool", "namedtuple"])
+@pytest.mark.parametrize("cuts", [(1,), (2, 3), (1, 2, 3)])
+def test_parts_written_by_several_workers_make_the_same_batch(kind: str, cuts: Any) -> None:
+    samples = [KINDS[kind](place) for place in range(4)]
+    assert_same(through_slot(samples, cuts=cuts), default_collate(samples))
+
+
+def test_a_batch_of_one_sample_keeps_its_batch_dimension() -> None:
+    assert_same(through_slot([(torch.ones(2), 3)]), default_collate([(torch.ones(2), 3)]))
+
+
+def test_the_comparison_notices_a_wrong_bit_a_wrong_dtype_and_a_wrong_container() -> None:
+    samples = [(torch.ones(2) * place, place) for place in range(4)]
+    good = default_collate(samples)
+    batch = through_slot(samples)
+    batch[0][3, 1] += 1
+    assert differences(batch, good)
+    assert differences([good[0], good[1].int()], good)
+    assert differences(tuple(good), good)
+    assert differences([good[0][:, :1], good[1]], good)
+    assert differences([-torch.zeros(1)], [torch.zeros(1)])
+
+
+def test_a_dataclass_becomes_a_dataclass_of_collated_fields() -> None:
+    batch = through_slot([Record(torch.ones(2) * place, place) for place in range(3)])
+    assert_same(
+        batch, Record(default_collate([torch.ones(2) * n for n in range(3)]), torch.arange(3))
+    )
+
+
+def test_a_tensor_subclass_that_stacks_to_plain_tensors_is_taken_as_plain() -> None:
+    class Tagged(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            with torch._C.DisableTorchFunction():
+                return func(*args, **(kwargs or {}))
+
+    samples = [(torch.ones(3) * place).as_subclass(Tagged) for place in range(3)]
+    assert_same(through_slot(samples), default_collate(samples))
+
+
+def test_a_tensor_subclass_that_keeps_its_class_is_left_to_torch() -> None:
+    class Sticky(torch.Tensor):
+        pass
+
+    samples = [(torch.ones(3) * place).as_subclass(Sticky) for place in range(3)]
+    assert type(default_collate(samples)) is Sticky
+    with pytest.raises(LayoutError):
+        through_slot(samples)
+
+
+ODD_PAIRS: dict[str, tuple[Any, Any]] = {
+    "int then float": (1, 2.5),
+    "float then int": (1.5, 2),
+    "bool then int": (True, 2),
+    "another shape": (torch.zeros(3), torch.zeros(4)),
+    "another shape, large": (torch.zeros(3000), torch.zeros(4000)),
+    "another dtype": (torch.zeros(3), torch.zeros(3, dtype=torch.int64)),
+    "another dtype, large": (torch.zeros(3000), torch.zeros(3000, dtype=torch.float64)),
+    "needs gradients": (torch.zeros(3), torch.zeros(3, requires_grad=True)),
+    "needs gradients, large": (torch.zeros(3000), torch.zeros(3000, requires_grad=True)),
+    "array of another shape": (np.zeros(3), np.zeros(4)),
+    "array that would broadcast": (np.zeros((2, 3000)), np.zeros((1, 3000))),
+    "array of another dtype, large": (np.zeros(3000), np.zeros(3000, np.float32)),
+    "array then tensor": (np.zeros(3), torch.zeros(3)),
+    "tensor then array": (torch.zeros(3), np.zeros(3)),
+    "str then number": ("a", 1),
+    "number then str": (1, "a"),
+    "numpy scalars of two kinds": (np.float32(1), np.int64(1)),
+}
+
+
+@pytest.mark.parametrize("name", ODD_PAIRS)
+def test_a_sample_that_is_unlike_the_first_is_odd(name: str) -> None:
+    first, other = ODD_PAIRS[name]
+    through_slot([first, first])  # control: alone it is fine
+    with pytest.raises(LayoutError):
+        through_slot([first, other])
+
+
+def add_and_finish(writer: BatchWriter, sample: Any) -> None:
+    """Large samples are refused at once, small ones when all are there."""
+    writer.add(sample)
+    writer.finish()
+
+
+@pytest.mark.parametrize("size", [4, 3 * STREAM_BYTES])
+def test_an_odd_sample_gives_back_the_samples_before_it_whole(size: int) -> None:
+    samples = [
+        {
+            "x": torch.full((size,), float(n)),
+            "y": np.full(size, n),
+            "n": n,
+            "name": str(n),
+            "t": (n,),
+        }
+        for n in range(3)
+    ]
+    writer = BatchWriter(np.zeros(1 << 22, np.uint8), 8, 2)
+    for sample in samples:
+        writer.add(sample)
+    with pytest.raises(LayoutError):
+        add_and_finish(writer, {"x": 1})
+    assert_same([*writer.recover(), *writer.refused], [*samples, {"x": 1}])
+
+
+def test_a_slot_that_is_too_small_says_how_much_is_needed() -> None:
+    writer = BatchWriter(np.zeros(1000, np.uint8), 8, 0)
+    with pytest.raises(TooSmall) as info:
+        writer.add(torch.zeros(100))
+    assert info.value.num_bytes == 8 * 400
+    BatchWriter(np.zeros(3200, np.uint8), 8, 0).add(torch.zeros(100))  # control: just enough
+
+
+def test_a_writer_never_touches_rows_of_another_part() -> None:
+    buffer = np.full(1 << 16, 0xA5, dtype=np.uint8)
+    writer = BatchWriter(buffer, 8, 2)
+    for _ in range(3):
+        writer.add(torch.zeros(64, dtype=torch.uint8))
+    writer.finish()
+    rows = buffer[: 8 * 64].reshape(8, 64)
+    assert (rows[2:5] == 0).all()
+    assert (rows[:2] == 0xA5).all()
+    assert (rows[5:] == 0xA5).all()
+
+
+def test_the_batch_is_a_view_of_the_slot_and_not_a_copy() -> None:
+    buffer = np.zeros(1 << 16, np.uint8)
+    writer = BatchWriter(buffer, 2, 0)
+    writer.add(torch.ones(4))
+    writer.add(torch.ones(4))
+    batch = view_batch(writer.layout, buffer, 2, 2, writer.finish())  # type: ignore[arg-type]
+    buffer[:] = 0
+    assert batch.sum() == 0
+
+
+# -- lazy bits -------------------------------------------------------------------------------------
+
+
+def numbers(row: int, size: int) -> torch.Tensor:
+    return torch.complex(torch.arange(float(size)) + row, torch.ones(size))
+
+
+LAZY: dict[str, Any] = {
+    "conjugated": lambda row, size: numbers(row, size).conj(),
+    "conjugated, not contiguous": lambda row, size: numbers(row, size * 2)[::2].conj(),
+    "negated": lambda row, size: numbers(row, size).conj().imag,
+    "both": lambda row, size: torch._neg_view(numbers(row, size).conj()),
+    "zeros without memory": lambda row, size: torch._efficientzerotensor(size),
+}
+
+
+@pytest.mark.parametrize("size", [4, STREAM_BYTES])
+@pytest.mark.parametrize("place", [1, 2, 3])
+@pytest.mark.parametrize("name", LAZY)
+def test_a_lazy_tensor_that_is_not_the_first_keeps_its_values(
+    name: str, place: int, size: int
+) -> None:
+    samples = [LAZY[name](row, size) for row in range(4)]
+    plain = [sample.clone().resolve_conj().resolve_neg() for sample in samples]
+    samples = [samples[row] if row == place else plain[row] for row in range(4)]
+    assert_same(through_slot(samples), default_collate(plain))
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_the_bytes_of_a_lazy_tensor_alone_would_be_noticed(name: str) -> None:
+    """The control of the test above: what a copy of the bytes gives is another value."""
+    if name == "zeros without memory":
+        assert LAZY[name](0, 4).data_ptr() == 0
+        return
+    value = LAZY[name](1, 4)
+    base = value.conj() if value.is_conj() else value
+    base = torch._neg_view(base) if value.is_neg() else base
+    assert differences(base, value)
+
+
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("size", [4, STREAM_BYTES])
+def test_a_lazy_tensor_that_is_the_first_is_left_to_torch(name: str, size: int) -> None:
+    with pytest.raises(LayoutError):
+        through_slot([LAZY[name](0, size)])

@@ -1,0 +1,130 @@
+"""A dataset that writes samples into their rows itself gives the batch that it would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset, default_collate
+
+from penstock.engine.loading.collate import BatchWriter
+from penstock.engine.loading.in_place import find_in_place_fetcher, offers
+from penstock.engine.memory.batch_layout import LayoutError, view_batch
+from support.datasets import assert_same
+
+pytestmark = pytest.mark.legacy
+SHAPE = (3, 40, 40)
+
+
+class Placing:
+    """Writes each sample into its row where one is offered; notes whether."""
+
+    def __init__(self, dtype: torch.dtype = torch.uint8) -> None:
+        self.dtype = dtype
+        self.offered: list[Any] = []
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read_into(index, ())
+
+    def read_into(self, index: int, rows: Sequence[Any]) -> Any:
+        row = rows[0] if rows else None
+        self.offered.append(row is not None)
+        tensor = torch.empty(SHAPE, dtype=self.dtype) if row is None else torch.from_numpy(row)
+        return tensor.fill_(index + 1), index
+
+
+def write(dataset: Any, indices: Sequence[int], buffer: np.ndarray) -> BatchWriter:
+    writer = BatchWriter(buffer, len(indices), 0)
+    placer = find_in_place_fetcher(dataset)
+    assert placer is not None
+    placer.begin(writer)
+    writer.take(placer.get(index) for index in indices)
+    return writer
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bool])
+def test_samples_in_their_rows_make_the_batch_of_default_collate(dtype: torch.dtype) -> None:
+    dataset, buffer = Placing(dtype), np.full(1 << 20, 0xA5, np.uint8)
+    writer = write(dataset, range(8), buffer)
+    objects = writer.finish()
+    assert writer.layout is not None
+    batch = view_batch(writer.layout, buffer, 8, writer.num_filled, objects)
+    assert_same(batch, default_collate([Placing(dtype)[index] for index in range(8)]))
+    assert dataset.offered == [False, *[True] * 7], "the first one shows what form they have"
+
+
+def test_the_samples_of_a_subset_are_found_by_its_indices() -> None:
+    dataset, buffer = Placing(), np.zeros(1 << 20, np.uint8)
+    writer = write(Subset(Subset(dataset, [7, 6, 5, 4]), [3, 1]), [1, 0], buffer)
+    assert [int(label) for _, label in writer.recover()] == [6, 4]
+    assert dataset.offered == [False, True]
+
+
+def test_a_dtype_that_numpy_has_not_is_copied() -> None:
+    dataset = Placing(torch.bfloat16)
+    write(dataset, range(3), np.zeros(1 << 20, np.uint8))
+    assert dataset.offered == [False] * 3
+
+
+def test_a_row_is_given_once_whatever_becomes_of_the_sample() -> None:
+    writer = BatchWriter(np.zeros(1 << 20, np.uint8), 4, 0)
+    assert writer.next_rows() == [], "no form is known"
+    writer.add(Placing()[0])
+    given = writer.next_rows()
+    assert given[0] is not None
+    assert given[0].shape == SHAPE
+    assert given[1] is None, "a number is not written by the dataset"
+    assert writer.next_rows() == [], "that sample failed, or was not added yet"
+    writer.add(Placing()[1])
+    assert writer.next_rows() != []
+
+
+def test_small_samples_get_no_rows() -> None:
+    writer = BatchWriter(np.zeros(1 << 20, np.uint8), 4, 0)
+    writer.add(torch.zeros(3))
+    assert writer.next_rows() == []
+
+
+def test_samples_before_an_odd_one_are_given_back_whole_and_later_ones_share_no_memory() -> None:
+    class Odd(Placing):
+        def read_into(self, index: int, rows: Sequence[Any]) -> Any:
+            if index == 2:
+                rows[0].fill(99)  # begun there, and then of another form
+                return torch.zeros(5), index
+            return super().read_into(index, rows)
+
+        __getitem__ = Placing.__getitem__
+
+    dataset, buffer = Odd(), np.zeros(1 << 20, np.uint8)
+    writer, placer = BatchWriter(buffer, 8, 0), find_in_place_fetcher(dataset)
+    assert placer is not None
+    placer.begin(writer)
+    samples = (placer.get(index) for index in range(5))
+    with pytest.raises(LayoutError):
+        writer.take(samples)
+    found = [*writer.recover(), *writer.refused, *samples]
+    assert [int(tensor.flatten()[0]) for tensor, _ in found] == [1, 2, 0, 4, 5]
+    assert [label for _, label in found] == [0, 1, 2, 3, 4]
+
+
+def test_a_class_with_its_own_getitem_is_asked_for_that() -> None:
+    class Doubled(Placing):
+        def __getitem__(self, index: int) -> Any:
+            tensor, label = super().__getitem__(index)
+            return tensor * 2, label
+
+    class Both(Doubled):
+        def read_into(self, index: int, rows: Sequence[Any]) -> Any:
+            return self[index]
+
+    assert offers(Placing(), "read_into")
+    assert not offers(Doubled(), "read_into")
+    assert offers(Both(), "read_into")
+    assert find_in_place_fetcher(Doubled()) is None
+    assert find_in_place_fetcher([1, 2]) is None
