@@ -1,7 +1,7 @@
 """Random programs around a loader agree with their references; see :mod:`programs`.
 
 ``PROGRAMS_SEED=5`` draws others. A failure prints the smallest program that shows it, which
-``cd tests && python -m programs --one 'Program(...)'`` runs again.
+``cd tests && python -m support.programs --one 'Program(...)'`` runs again.
 """
 
 from __future__ import annotations

@@ -91,10 +91,10 @@ class Outcome:
     said: str
 
 
-def run_scripts(scripts: Sequence[str], folders: Sequence[Path]) -> list[Outcome]:
+def run_scripts(texts: Sequence[str], folders: Sequence[Path]) -> list[Outcome]:
     """Run documents' scripts the way a reader would: files, in folders of their own."""
     paths = [folder / "script.py" for folder in folders]
-    for path, script in zip(paths, scripts, strict=True):
+    for path, script in zip(paths, texts, strict=True):
         path.write_text(script, encoding="utf-8")
     reader = subprocess.run(
         [sys.executable, "-W", "default", "-c", READER, *map(str, paths)],
@@ -130,9 +130,9 @@ def results(
 
     def run(part: int) -> dict[Path, Outcome]:
         paths = [path for path in WITH_CODE if path in wanted][part::2]
-        scripts = [source_of(path) for path in paths]
+        texts = [source_of(path) for path in paths]
         folders = [scripts.make_folder(tmp_path_factory, "document") for _ in paths]
-        return dict(zip(paths, run_scripts(scripts, folders) if paths else [], strict=True))
+        return dict(zip(paths, run_scripts(texts, folders) if paths else [], strict=True))
 
     parts = scripts.run_all(run, [0, 1])
     return {**scripts.told(parts[0]), **scripts.told(parts[1])}
@@ -169,11 +169,11 @@ def test_a_block_that_fails_would_be_noticed_and_keeps_no_other_from_running(
     tmp_path: Path,
 ) -> None:
     failing = script_of("```python\nx = 1\n```\n```python\nassert x == 2\n```\n")
-    scripts = [failing, "print('runs')", "raise SystemExit", "import os; os._exit(0)"]
-    folders = [tmp_path / str(number) for number in range(len(scripts))]
+    texts = [failing, "print('runs')", "raise SystemExit", "import os; os._exit(0)"]
+    folders = [tmp_path / str(number) for number in range(len(texts))]
     for folder in folders:
         folder.mkdir()
-    first, second, third, fourth = run_scripts(scripts, folders)
+    first, second, third, fourth = run_scripts(texts, folders)
     assert first.status == "1"
     assert "line 5" in first.said
     assert second == Outcome("0", "runs\n")

@@ -8,5 +8,5 @@
     shrinking   makes a failing program smaller by dropping parts of it
     driver      runs many programs in a child process that may hang or die
 
-``python -m programs --minutes 60 --seed 5`` in ``tests`` runs for an hour.
+``python -m support.programs --minutes 60 --seed 5`` in ``tests`` runs for an hour.
 """

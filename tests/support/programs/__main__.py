@@ -1,4 +1,4 @@
-"""``python -m programs --minutes N --seed S``: runs random programs, and prints what differs."""
+"""``python -m support.programs --minutes N --seed S``: run random programs, print differences."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Child:
         given = os.environ.get("PYTHONPATH")
         paths = [str(TESTS), str(TESTS.parent / "src"), *([given] if given else [])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "programs", "--serve", str(limit_s)],
+            [sys.executable, "-m", "support.programs", "--serve", str(limit_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

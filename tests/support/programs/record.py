@@ -21,9 +21,9 @@ class Program:
     source: str = "made"
     length: int = 8
     form: str = "int"
-    """What a sample looks like: a key of :data:`programs.parts.FORMS`."""
+    """What a sample looks like: a key of :data:`support.programs.parts.FORMS`."""
     draws: tuple[str, ...] = ()
-    """Where a sample draws from: keys of :data:`programs.parts.DRAWS`."""
+    """Where a sample draws from: keys of :data:`support.programs.parts.DRAWS`."""
     wraps: tuple[str, ...] = ()
     """Datasets around the dataset, the innermost first."""
     bad: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ class Program:
     draws_between: bool = False
     """The loop draws from the global generators after each batch."""
     events: tuple[Event, ...] = ()
-    """(what, epoch, after how many batches, ...); see :mod:`programs.running`."""
+    """(what, epoch, after how many batches, ...); see :mod:`support.programs.running`."""
 
     def __repr__(self) -> str:
         given = [

@@ -145,10 +145,13 @@ class Faults:
             ) from None
 
     def end_epoch(self, num_batches: int) -> None:
-        """An epoch is over; of one that was resumed, a part was delivered before.
+        """Check that an epoch delivered something. A resumed one did so before.
+
+        Args:
+            num_batches: Delivered, or raised as an error.
 
         Raises:
-            TooManyBad: Nothing of it was left.
+            TooManyBad: Every sample was bad.
         """
         state = self._epoch_state
         if not num_batches and not state.start and self.positions(state.epoch):

@@ -116,6 +116,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         self._start_epoch()
 
     def _start_epoch(self) -> None:
+        self._num_failed, self._is_over = 0, False
         indices = self._index_sampler
         position_of = indices.positions() if isinstance(indices, EpochIndices) else None
         self._producer.start_epoch(EpochPass(self._sampler_iter, position_of))
@@ -141,10 +142,13 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
                 self._parts.epoch_state.is_over = True
             if watch is not None:
                 watch.end_pass()
-            self._parts.faults.end_epoch(self._num_yielded)
             recorder.end_epoch()
+            if not self._is_over:  # later calls raise StopIteration
+                self._is_over = True
+                self._parts.faults.end_epoch(self._num_yielded + self._num_failed)
             raise
         except Exception:
+            self._num_failed += 1
             if not self._context.is_iterable:
                 self._progress.count_failed()
             raise

@@ -414,6 +414,28 @@ def test_an_epoch_of_which_nothing_is_left_is_an_error_without_a_budget_too(way:
         collect(make(Broken(range(LENGTH)), on_error="skip", **AUTO[way]))
 
 
+@pytest.mark.parametrize("way", EVERY)
+def test_an_epoch_without_samples_raises_once_and_then_ends(way: str) -> None:
+    batches = iter(make(Broken(range(LENGTH)), on_error="skip", **AUTO[way]))
+    with pytest.raises(TooManyBad, match="all samples of epoch 0"):
+        next(batches)
+    assert list(batches) == []
+
+
+def raise_for_even(index: int, error: Exception) -> None:
+    if index % 2 == 0:
+        raise error
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_an_error_that_was_raised_is_not_followed_by_one_about_the_whole_epoch(way: str) -> None:
+    dataset = Broken(range(LENGTH))
+    batches = iter(make(dataset, on_error=raise_for_even, batch_size=LENGTH, **AUTO[way]))
+    with pytest.raises(ValueError, match="truncated"):
+        next(batches)
+    assert list(batches) == []
+
+
 @pytest.mark.parametrize("max_bad", [-1, 1.0, 2.5, -0.1, True, "3", float("nan")])
 def test_a_budget_that_is_none_is_refused(max_bad: Any) -> None:
     with pytest.raises(BadArgument, match="max_bad"):
