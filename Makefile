@@ -12,12 +12,13 @@ BIN = .venv/bin
 OTHERS = $(addprefix tests/,faults compat gpu property unit repo)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak bench docs coverage clean \
+.PHONY: help demo test test-all check format soak bench docs coverage clean \
 	env-core env-vision env-legacy test-core test-integration test-others test-vision test-legacy
 
 help:
 	@echo 'make demo    train a small model through the loader'
 	@echo 'make test    all test legs: core, vision, legacy (one alone: make test-core)'
+	@echo 'make test-all  every leg there is: make test, and legs that need more than pip'
 	@echo 'make check   format, lint, types, layers, spelling'
 	@echo 'make format  rewrite the sources the way make check wants them'
 	@echo 'make soak    the long counts'
@@ -33,6 +34,9 @@ demo: env-core
 
 test:
 	@MAKE='$(MAKE)' tools/test_legs.sh
+
+# Every leg. Those of other platforms join here.
+test-all: test
 
 check: env-core
 	$(BIN)/ruff format --check .
@@ -71,16 +75,16 @@ test-core: env-core
 
 # Its halves, which run at once.
 test-integration: env-core
-	@tools/run_pytest.sh .venv/bin/python integration tests/integration $(ARGS)
+	@$(BIN)/python tools/run_pytest.py integration tests/integration $(ARGS)
 
 test-others: env-core
-	@tools/run_pytest.sh .venv/bin/python others $(OTHERS) $(ARGS)
+	@$(BIN)/python tools/run_pytest.py others $(OTHERS) $(ARGS)
 
 test-vision: env-vision
-	@tools/run_pytest.sh .venv-vision/bin/python vision -m vision tests/compat $(ARGS)
+	@.venv-vision/bin/python tools/run_pytest.py vision -m vision tests/compat $(ARGS)
 
 test-legacy: env-legacy
-	@tools/run_pytest.sh .venv-legacy/bin/python legacy -m legacy tests $(ARGS)
+	@.venv-legacy/bin/python tools/run_pytest.py legacy -m legacy tests $(ARGS)
 
 env-core: .venv/.ready ; @:
 env-vision: .venv-vision/.ready ; @:

@@ -14,10 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-DRIVER = shutil.which("chromedriver")
-WHY_NOT = "needs Debian's chromium and chromium-driver (tools/install_browser.sh gets them)"
-START_S = 30.0
+import psutil
+
+from support.paths import REPO
+
+WHY_NOT = "needs Debian's chromium and chromium-driver (tools/install_browser.sh installs them)"
+INSTALLING = REPO / "build" / "installing-browser"
+"""Holds the process number of tools/install_browser.sh while that runs."""
+INSTALL_S = 600.0
+START_S = 120.0
 KEYS = {
     "Enter": "\ue007",
     "Escape": "\ue00c",
@@ -27,6 +32,23 @@ KEYS = {
     "ArrowDown": "\ue015",
 }
 """Codes that the protocol has for keys without a character."""
+
+
+def find_programs() -> tuple[str, str] | None:
+    """Chromium and its driver. Waits for an installation that is under way."""
+    until = time.monotonic() + INSTALL_S
+    while time.monotonic() < until and _is_being_installed():
+        time.sleep(0.5)
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    driver = shutil.which("chromedriver")
+    return (chromium, driver) if chromium and driver else None
+
+
+def _is_being_installed() -> bool:
+    try:
+        return psutil.pid_exists(int(INSTALLING.read_text()))
+    except (OSError, ValueError):
+        return False
 
 
 class Browser:
@@ -123,17 +145,19 @@ def _request(method: str, url: str, body: Any = None) -> Any:
 
 
 @contextmanager
-def browser(width: int = 1200, height: int = 640) -> Iterator[Browser]:
-    """A browser without a screen, gone at the end with all of its processes."""
-    assert CHROMIUM is not None
-    assert DRIVER is not None
+def browser(
+    chromium: str, chromedriver: str, width: int = 1200, height: int = 640
+) -> Iterator[Browser]:
+    """A browser without a screen. Ends with all of its processes."""
     with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "driver.log"
         with log.open("wb") as out:
-            driver = subprocess.Popen([DRIVER, "--port=0"], stdout=out, stderr=subprocess.STDOUT)
+            driver = subprocess.Popen(
+                [chromedriver, "--port=0"], stdout=out, stderr=subprocess.STDOUT
+            )
         try:
             port = _port_of(log, driver)
-            wanted = _new_session(folder, width, height)
+            wanted = _new_session(chromium, folder, width, height)
             session = _request("POST", f"http://127.0.0.1:{port}/session", wanted)
             one = Browser(port, session["sessionId"])
             try:
@@ -155,9 +179,9 @@ def _port_of(log: Path, driver: subprocess.Popen[bytes]) -> int:
     raise AssertionError(f"chromedriver did not start: {log.read_text(errors='replace')}")
 
 
-def _new_session(folder: str, width: int, height: int) -> dict[str, Any]:
+def _new_session(chromium: str, folder: str, width: int, height: int) -> dict[str, Any]:
     options = {
-        "binary": CHROMIUM,
+        "binary": chromium,
         "args": [
             "--headless=new",
             "--no-sandbox",  # containers run as root, without user namespaces

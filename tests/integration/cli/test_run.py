@@ -327,3 +327,14 @@ def test_a_seed_settles_the_order_of_sets_unless_somebody_has(tmp_path: Path) ->
     assert " 5 " in shown[0]
     assert " None " in shown[2]  # the script's own argument
     assert " 9 " in shown[3]
+
+
+def test_a_plain_run_imports_nothing_slow(tmp_path: Any) -> None:
+    """The control: help needs rich."""
+    script = tmp_path / "program.py"
+    script.write_text("import sys; print({'torch', 'numpy', 'rich', 'zipfile'} & {*sys.modules})")
+    command = [sys.executable, "-m", "penstock", "run", "--workers", "2", str(script)]
+    end = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert end.stdout == "set()\n"
+    end = subprocess.run([*command[:4], "--help"], capture_output=True, text=True, check=True)
+    assert "--sample-timeout-s" in end.stdout

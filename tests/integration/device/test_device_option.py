@@ -26,7 +26,7 @@ from penstock.device import pinning, setup
 from penstock.device import prefetcher as prefetching
 from penstock.device.fences import SynchronizingFence
 from penstock.device.pinning import SlotPinner
-from penstock.errors import DeviceFailed
+from penstock.errors import DeviceFailed, NoSuchDevice
 from support import fake_gpu
 from support.datasets import WAYS, Draws, Numbers, Samples, Shards, assert_same, collect, snapshot
 from support.fake_gpu import PretendGpu
@@ -468,3 +468,12 @@ def test_batches_taken_while_a_graph_is_captured_ask_nothing(
     assert gpu.names() == before
     gpu.is_capturing = False
     del batches
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_on_a_machine_without_one_is_said_before_any_worker_starts() -> None:
+    loader = DataLoader(range(4), device="cuda", num_workers=2)
+    with pytest.raises(NoSuchDevice, match="device='cuda' does not exist here") as caught:
+        iter(loader)
+    assert "device='cpu'" in str(caught.value)
+    assert caught.value.device == "cuda"

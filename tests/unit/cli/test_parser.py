@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -149,14 +147,3 @@ def test_only_run_replaces_what_the_code_says(capsys: pytest.CaptureFixture[str]
         said = " ".join(capsys.readouterr().out.split())
         assert "--workers" in said
         assert ("number of workers, instead of what the code says" in said) is (command == "run")
-
-
-def test_a_plain_run_imports_nothing_slow(tmp_path: Any) -> None:
-    """The control: help needs rich."""
-    script = tmp_path / "program.py"
-    script.write_text("import sys; print({'torch', 'numpy', 'rich', 'zipfile'} & {*sys.modules})")
-    command = [sys.executable, "-m", "penstock", "run", "--workers", "2", str(script)]
-    end = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert end.stdout == "set()\n"
-    end = subprocess.run([*command[:4], "--help"], capture_output=True, text=True, check=True)
-    assert "--sample-timeout-s" in end.stdout

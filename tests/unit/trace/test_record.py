@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import timeit
 from collections.abc import Callable
@@ -147,24 +146,6 @@ def test_what_is_no_text_is_a_name_as_it_is_printed() -> None:
     with penstock.span(["odd", 5]):  # type: ignore[arg-type]
         pass
     assert own_spans()[-1].name == "['odd', 5]"
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_child_that_the_user_forks_does_not_write_into_the_parent_s_buffer() -> None:
-    with penstock.span("before the fork"):
-        pass
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with penstock.span("in the child"):
-            pass
-        os.write(writing, str([span.name for span in own_spans()]).encode())
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert os.read(reading, 1000) == b"['in the child']"
-    os.close(reading)
-    os.close(writing)
-    assert not any(span.name == "in the child" for span in own_spans())
 
 
 def cost_us(function: Callable[[], object], limit_us: float, num_looks: int = 20) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -689,3 +691,17 @@ def test_a_path_is_not_taken_from_the_error_of_another_sample(way: str) -> None:
     loader = make(dataset, on_error="skip", shuffle=False, **AUTO[way])
     collect(loader)
     assert [one.path for one in loader.bad_samples] == ["/data/4.png", None, None]
+
+
+def test_processes_that_append_at_once_do_not_mix_their_lines(tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    code = (
+        "import sys\nfrom penstock.engine.loading.bad_sample_file import append\n"
+        "for n in range(200):\n"
+        "    append(sys.argv[1], {'index': sys.argv[2] + str(n), 'error': 'x' * 900})\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    programs = [subprocess.Popen([sys.executable, "-c", code, str(file), name]) for name in "abc"]
+    assert [program.wait() for program in programs] == [0, 0, 0]
+    found = read(file)
+    assert (len(found.samples), found.num_unreadable) == (600, 0)

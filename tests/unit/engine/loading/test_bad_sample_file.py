@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -150,16 +148,3 @@ def test_a_file_that_cannot_be_opened_is_an_error_of_the_system_s(tmp_path: Path
 def test_a_full_disk_is_an_error_and_not_a_line_that_seems_written() -> None:
     with pytest.raises(OSError, match="No space left"):
         append("/dev/full", RECORD)
-
-
-def test_processes_that_append_at_once_do_not_mix_their_lines(file: Path) -> None:
-    code = (
-        "import sys\nfrom penstock.engine.loading.bad_sample_file import append\n"
-        "for n in range(200):\n"
-        "    append(sys.argv[1], {'index': sys.argv[2] + str(n), 'error': 'x' * 900})\n"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
-    )
-    programs = [subprocess.Popen([sys.executable, "-c", code, str(file), name]) for name in "abc"]
-    assert [program.wait() for program in programs] == [0, 0, 0]
-    found = read(file)
-    assert (len(found.samples), found.num_unreadable) == (600, 0)
