@@ -78,7 +78,7 @@ def test_an_exception_says_which_sample_which_worker_and_which_line(way: str) ->
     assert error.sample_index == 7
     assert error.worker_id in (0, 1)
     for text in (str(error), str(error.__cause__)):
-        assert "test_exceptions.py" in text
+        assert "test_user_exceptions.py" in text
         assert "this line is named in the traceback" in text
         assert "in corrupt_at_7" in text
     kind = "thread" if way == "thread" else "process"  # the latter in torch's own words
