@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -81,7 +80,7 @@ def test_a_segment_that_another_process_uses_is_not_blamed_on_us() -> None:
         assert named(before).count("segment") == 0
         holder = int((lines - {"holding"}).pop())
         os.kill(holder, signal.SIGKILL)
-        assert leftovers.wait_until_gone([holder], 10.0) == []
+        assert leftovers.wait_until_gone([holder]) == []
         assert "segment" in named(before)  # control: now nobody holds it
     finally:
         shell.stdout.close()
@@ -127,7 +126,5 @@ def test_a_zombie_counts_as_gone_and_a_sleeper_does_not() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
     assert leftovers.wait_until_gone([child.pid], 0.1) == [child.pid]
     child.kill()
-    started = time.monotonic()
-    assert leftovers.wait_until_gone([child.pid], 5.0) == []
-    assert time.monotonic() - started < 5.0
+    assert leftovers.wait_until_gone([child.pid]) == []
     child.wait()

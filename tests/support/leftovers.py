@@ -13,7 +13,9 @@ from multiprocessing import resource_tracker
 
 import psutil
 
-SETTLE_S = 10.0
+SETTLE_S = 60.0
+GONE_S = 60.0
+"""Limits that only something which never ends reaches, also on a busy machine."""
 """A stopped process needs a moment to disappear; what is there after this long is left over."""
 PREFIX = "penstock-"
 KEPT = ("/dev/nvidia", "/tmp/perf-", "/sys/")
@@ -176,7 +178,7 @@ def wait_until_clean(before: World, settle_s: float = SETTLE_S) -> list[str]:
         pause_s = 0.02  # what a collection does not cure needs time
 
 
-def wait_until_gone(pids: list[int], limit_s: float) -> list[int]:
+def wait_until_gone(pids: list[int], limit_s: float = GONE_S) -> list[int]:
     """Which of these processes still run after ``limit_s`` (zombies have ended)."""
     limit = time.monotonic() + limit_s
     while True:

@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -336,16 +335,17 @@ def test_under_torchrun_each_rank_runs_the_script_and_reports(tmp_path: Path) ->
 
 
 def test_starting_up_costs_little_more_than_python(tmp_path: Path) -> None:
-    """About 0.07 s on two quiet cores. The least of five: others' turns are not our cost."""
+    """About 0.07 s of processor time. Other programs do not count."""
     (tmp_path / "program.py").write_text("pass")
 
     def time_s(*command: str) -> float:
-        start = time.perf_counter()
+        start = os.times()
         subprocess.run([sys.executable, *command, "program.py"], cwd=tmp_path, check=True)
-        return time.perf_counter() - start
+        end = os.times()
+        return sum(end[2:4]) - sum(start[2:4])  # user and system time of children
 
     time_s("-m", "penstock", "run")  # writes the bytecode
     pairs = [(time_s(), time_s("-m", "penstock", "run")) for _ in range(5)]
     more_s = min(ours for _, ours in pairs) - min(py for py, _ in pairs)
-    print(f"{more_s:.3f} s more than python")
+    print(f"{more_s:.3f} s more processor time than python")
     assert more_s < 0.5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,6 @@ def test_the_probe_tells_the_five_apart(tmp_path: Path, monkeypatch: pytest.Monk
     for name, value in broken_convolution.environment(MIXED, tmp_path).items():
         monkeypatch.setenv(name, value)
     kinds = ("depthwise", "plain", "strided", "grouped", "dilated", "1-d")
-    started_s = time.monotonic()
     verdicts = run_steps("cpu", [step(kind) for kind in kinds], limit_s=4.0)
     words = {verdict.step.kind: verdict.word for verdict in verdicts}
     assert words == {
@@ -106,7 +104,6 @@ def test_the_probe_tells_the_five_apart(tmp_path: Path, monkeypatch: pytest.Monk
     notes = {verdict.step.kind: verdict.note for verdict in verdicts}
     assert broken_convolution.MESSAGE in notes["plain"]
     assert "SIGSEGV" in notes["strided"]
-    assert time.monotonic() - started_s < 60
 
 
 HANGING = """
@@ -128,7 +125,7 @@ def test_a_child_that_hangs_ends_with_a_parent_that_is_killed(
         process.kill()
         process.wait()
         try:
-            assert leftovers.wait_until_gone(family, 60.0) == []
+            assert leftovers.wait_until_gone(family) == []
         finally:
             for pid in family:
                 with suppress(ProcessLookupError):

@@ -57,7 +57,7 @@ IDLE = (
 )
 STARTING = RUNNING
 METHODS = ["forkserver", "fork", "spawn"]
-GONE_S = 8.0
+GONE_S = 60.0
 """It takes 0.1 s, on a busy machine more. Stuck samples sleep for 60 s, so none of them has ended
 by itself by then; the same holds for the limits below."""
 

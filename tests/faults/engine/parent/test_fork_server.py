@@ -45,7 +45,7 @@ def test_after_the_fork_server_was_killed_the_next_loader_works() -> None:
     os.kill(old, signal.SIGKILL)
     assert load() == GOOD
     assert leftovers.fork_server_pid() != old
-    assert leftovers.wait_until_gone([old], 3.0) == []
+    assert leftovers.wait_until_gone([old]) == []
 
 
 def test_a_fork_server_that_is_stopped_is_ended_and_replaced(
@@ -57,7 +57,7 @@ def test_a_fork_server_that_is_stopped_is_ended_and_replaced(
     os.kill(old, signal.SIGSTOP)
     monkeypatch.setattr(fork_servers, "STOPPED_LIMIT_S", 1.0)
     assert load() == GOOD
-    assert leftovers.wait_until_gone([old], 3.0) == []
+    assert leftovers.wait_until_gone([old]) == []
     assert "does not answer: it was stopped for 1 s" in caplog.text
 
 
@@ -82,7 +82,7 @@ def test_one_that_never_comes_up_is_an_error_that_says_so(monkeypatch: pytest.Mo
     with pytest.raises(StartFailed, match="does not answer: no answer in 1 s") as caught:
         next(iter(loader))
     assert "it was stopped" in str(caught.value)
-    assert leftovers.wait_until_gone([old], 3.0) == []
+    assert leftovers.wait_until_gone([old]) == []
     monkeypatch.undo()
     assert load() == GOOD
 
@@ -94,11 +94,9 @@ def test_without_restarts_a_loader_whose_fork_server_was_killed_says_so() -> Non
     fork_server = leftovers.fork_server_pid()
     assert fork_server is not None
     os.kill(fork_server, signal.SIGKILL)
-    started = time.monotonic()
     with pytest.raises(WorkerDied):
         collections.deque(iterator, maxlen=0)
-    assert time.monotonic() - started < 8.0
-    assert leftovers.wait_until_gone(pids, 8.0) == []
+    assert leftovers.wait_until_gone(pids) == []
     assert load() == GOOD
 
 
@@ -421,7 +419,7 @@ def test_nor_where_its_parent_is_killed(
         program.kill()
         program.wait()
         try:
-            assert leftovers.wait_until_gone([fork_server], 10.0) == []
+            assert leftovers.wait_until_gone([fork_server]) == []
             os.kill(child, 0)  # control: the child lives
         finally:
             os.kill(child, signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +66,7 @@ def test_without_a_gpu_it_is_one_line_and_no_child(gpus: Any, why: str) -> None:
 
 def test_a_child_that_comes_to_its_end_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRETEND_COPIES", "work")
-    copies = measure_copies((H200,), 60.0, check="pretend_copies:pretend")
+    copies = measure_copies((H200,), 60.0, check="support.fake_copies:pretend")
     assert copies == measured()
 
 
@@ -83,9 +82,9 @@ def test_a_child_that_is_lost_is_told_with_what_it_was_doing(
     fate: str, limit_s: float, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRETEND_COPIES", fate)
-    start_s = time.monotonic()
-    copies = measure_copies((replace(H200, vendor="amd"),), limit_s, check="pretend_copies:pretend")
-    assert time.monotonic() - start_s < 30
+    copies = measure_copies(
+        (replace(H200, vendor="amd"),), limit_s, check="support.fake_copies:pretend"
+    )
     assert words in copies["failure"]
     assert [gpu["name"] for gpu in copies["gpus"]] == ["NVIDIA H200"], "what was measured is kept"
     (problem,) = copy_problems(copies)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -147,7 +146,7 @@ def test_a_gpu_that_never_gets_done_is_an_error_in_words(monkeypatch: pytest.Mon
 
 def test_during_a_capture_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one who captures is the one who would wait."""
-    monkeypatch.setattr(pinned, "MAX_COOLING_S", 3.0)
+    monkeypatch.setattr(pinned, "MAX_COOLING_S", 3600.0)
     pinner = Pinner()
     pinner.is_busy = True
     ring = ring_of(pinner, max_held_bytes=1)
@@ -155,9 +154,7 @@ def test_during_a_capture_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch)
         deliver(ring)
     ring._collect()
     pinner.can_ask = False
-    start_s = time.monotonic()
     ring.give_back(ring.take())
-    assert time.monotonic() - start_s < 2.0
     pinner.can_ask = True
     pinner.is_busy = False
     ring.close()
