@@ -232,9 +232,11 @@ def test_an_iterator_may_be_dropped_at_any_moment(way: str) -> None:
     loader = DataLoader(Slow(40, sample_s=0.002), batch_size=2, **WAYS[way])
     for num_batches in (0, 1, 5):
         iterator = iter(loader)
-        for _ in range(num_batches):
-            next(iterator)
+        pids = [worker.pid for worker in iterator._workers] if way != "thread" else []
+        found = [next(iterator).tolist() for _ in range(num_batches)]
         del iterator
+        assert found == expected(40, 2)[:num_batches]
+        assert leftovers.wait_until_gone(pids) == []
 
 
 def test_an_iterator_in_a_reference_cycle_goes_with_the_garbage() -> None:
