@@ -1,1 +1,1 @@
-"""What parent and workers share: the shared file, slots, batch layout, payloads, messages."""
+"""Memory and messages shared by the parent and its workers: files, slots, layouts, payloads."""

@@ -1,8 +1,8 @@
-"""The layout of a batch: the nesting of its samples and, for each leaf, dtype, shape and place.
+"""The layout of a batch: the nesting of its samples and the dtype, shape and offset of each leaf.
 
-A layout describes what default_collate would make of such samples, field by field: tensors, arrays
-and numbers become one tensor each at a fixed place in the slot; strings and bytes stay a list.
-Workers read it from a batch's first sample; the parent builds views from it.
+A layout describes the result of default_collate field by field. Tensors, arrays and numbers become
+one tensor each, at a fixed offset in the slot. Strings and bytes become a list. Workers derive the
+layout from a batch's first sample, and the parent builds views from it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 class LayoutError(Exception):
-    """A sample that the layout at hand (or any layout) cannot hold; torch's own collate decides."""
+    """The layout cannot hold a sample. The caller falls back to torch's own collate."""
 
 
 class LeafSpec(NamedTuple):
@@ -43,14 +43,14 @@ class LeafSpec(NamedTuple):
 
     @property
     def is_array(self) -> bool:
-        """Is it copied by itself, where samples are large?"""
+        """True for tensors and arrays, which are copied one by one when samples are large."""
         return self.kind in ("tensor", "array")
 
 
 class TreeSpec(NamedTuple):
-    """One container: its class, its keys or field names, and its children (None: a leaf).
+    """One container: its class, its keys or field names, and its children (None for a leaf).
 
-    ``kind`` is dict, list (also of a tuple), namedtuple or dataclass.
+    ``kind`` is dict, list (also used for tuples), namedtuple or dataclass.
     """
 
     kind: str
@@ -64,13 +64,13 @@ class TreeSpec(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The whole layout. Equal layouts compare equal, so parts of a batch can be checked."""
+    """The whole layout. Layouts compare by value, which is how parts of a batch are checked."""
 
     tree: Any
     leaves: tuple[LeafSpec, ...]
 
     def offsets(self, rows: int) -> tuple[list[int], int]:
-        """The byte offset of each leaf's field for ``rows`` samples, and the end of the last."""
+        """Return the byte offset of each field for ``rows`` samples, and the total size."""
         offsets, end = [], 0
         for leaf in self.leaves:
             offsets.append(end)
@@ -90,10 +90,10 @@ class Layout(NamedTuple):
 
 
 def read_layout(sample: Any) -> Layout:
-    """The layout of one sample.
+    """Return the layout of one sample.
 
     Raises:
-        LayoutError: It holds something that only torch's own collate treats, or nothing does.
+        LayoutError: The sample contains a value that no layout can hold.
     """
     leaves: list[LeafSpec] = []
     tree = _read_tree(sample, leaves)
@@ -119,7 +119,7 @@ def _read_tree(value: Any, leaves: list[LeafSpec]) -> TreeSpec | None:
 
 
 def is_plain_tensor(tensor: Any) -> bool:
-    """Is it a CPU tensor whose bytes, dtype and strides are all there is to it?"""
+    """Return True for a CPU tensor fully described by its bytes, dtype, shape and strides."""
     return (
         tensor.layout is torch.strided
         and tensor.is_cpu
@@ -133,10 +133,10 @@ def is_plain_tensor(tensor: Any) -> bool:
 
 
 def read_leaf(value: Any) -> LeafSpec:
-    """What a leaf is and how default_collate would store it.
+    """Return the kind of a leaf and how default_collate stores it.
 
     Raises:
-        LayoutError: Only torch knows.
+        LayoutError: No layout can hold the value.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -156,7 +156,7 @@ def read_leaf(value: Any) -> LeafSpec:
         return LeafSpec("object", "", (), 0)
     if kind is np.ndarray:
         if any(stride < 0 for stride in value.strides):
-            raise LayoutError  # torch refuses those, with its own advice
+            raise LayoutError  # torch rejects these with its own error message
         return LeafSpec("array", _torch_dtype(value.dtype), value.shape, value.nbytes)
     if isinstance(value, (np.number, np.bool_)):
         return LeafSpec("scalar", _scalar_dtype(value.dtype), (), value.nbytes)
@@ -165,7 +165,7 @@ def read_leaf(value: Any) -> LeafSpec:
 
 @functools.lru_cache(maxsize=256)
 def _torch_dtype(dtype: np.dtype[Any]) -> str:
-    """The name of torch's dtype for one of NumPy's."""
+    """Return the name of the torch dtype that matches a NumPy dtype."""
     if dtype.kind not in _NUMPY_KINDS or not dtype.isnative:
         raise LayoutError
     try:
@@ -176,7 +176,7 @@ def _torch_dtype(dtype: np.dtype[Any]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _scalar_dtype(dtype: np.dtype[Any]) -> str:
-    """The name of torch's dtype for a scalar of NumPy's. Of uint64, torch takes arrays only."""
+    """Like :func:`_torch_dtype`, for NumPy scalars. torch accepts uint64 only as an array."""
     if dtype.kind == "u":
         try:
             torch.as_tensor([dtype.type(0)])
@@ -186,7 +186,7 @@ def _scalar_dtype(dtype: np.dtype[Any]) -> str:
 
 
 def plain_tensor(value: Any) -> torch.Tensor:
-    """The value as a plain tensor.
+    """Return the value as a plain tensor.
 
     Raises:
         LayoutError: It is not a tensor, or default_collate would keep its class.
@@ -200,9 +200,9 @@ def plain_tensor(value: Any) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _stacks_to_plain(kind: type) -> bool:
-    """Do tensors of this subclass (torchvision's images, say) collate to plain tensors?"""
+    """Return True if tensors of this subclass (torchvision images) collate to plain tensors."""
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # type: ignore[attr-defined]
-        return False  # it may have no memory of its own
+        return False  # may not own any memory
     try:
         example: torch.Tensor = torch.zeros(1).as_subclass(kind)
         return type(torch.stack([example, example])) is torch.Tensor
@@ -210,11 +210,11 @@ def _stacks_to_plain(kind: type) -> bool:
         return False
 
 
-# -- taking samples apart --------------------------------------------------------------------------
+# -- flattening samples ----------------------------------------------------------------------------
 
 
 def compile_flatten(tree: TreeSpec | None) -> Callable[[Any], list[Any]]:
-    """A function from a sample of this form to its leaves; raises LayoutError for another form."""
+    """Return a function that maps a sample to its leaves. It raises LayoutError on a mismatch."""
     if tree is None:
         return lambda sample: [sample]
     children_of = _compile_children(tree)
@@ -256,10 +256,10 @@ def _compile_children(tree: TreeSpec) -> Callable[[Any], list[Any]]:
 
 
 def split_columns(tree: TreeSpec | None, samples: list[Any]) -> Iterable[Any]:
-    """One sequence of values per leaf, for samples that all have this form.
+    """Return one sequence of values per leaf. All samples must have this structure.
 
     Raises:
-        LayoutError: One has not.
+        LayoutError: A sample has a different structure.
     """
     if tree is None:
         return [samples]
@@ -272,11 +272,11 @@ def split_columns(tree: TreeSpec | None, samples: list[Any]) -> Iterable[Any]:
     return zip(*map(compile_flatten(tree), samples), strict=True)
 
 
-# -- putting samples and batches together ----------------------------------------------------------
+# -- building samples and batches ------------------------------------------------------------------
 
 
 def field_view(buffer: Any, leaf: LeafSpec, offset: int, rows: int) -> torch.Tensor:
-    """One field of a slot, as a tensor over ``buffer``."""
+    """Return one field of a slot, as a tensor over ``buffer``."""
     shape, dtype = (rows, *leaf.shape), _DTYPES[leaf.dtype]
     if leaf.item_bytes == 0 or rows == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -286,12 +286,12 @@ def field_view(buffer: Any, leaf: LeafSpec, offset: int, rows: int) -> torch.Ten
 
 
 def restore(tree: TreeSpec | None, values: list[Any]) -> Any:
-    """The sample that was taken apart into ``values``: the inverse of flatten."""
+    """Rebuild a sample from its leaves. The inverse of flatten."""
     return _build(tree, iter(values), is_batch=False)
 
 
 def assemble(tree: TreeSpec | None, fields: list[Any]) -> Any:
-    """The batch, in the form that default_collate gives it, from one collated value per leaf."""
+    """Build a batch from one collated value per leaf, with the structure of default_collate."""
     return _build(tree, iter(fields), is_batch=True)
 
 
@@ -300,7 +300,7 @@ def _build(tree: TreeSpec | None, fields: Iterator[Any], *, is_batch: bool) -> A
         return next(fields)
     values = [_build(child, fields, is_batch=is_batch) for child in tree.children]
     if is_batch and tree.kind in ("list", "namedtuple"):
-        # default_collate transposes sequences with zip, so strings in them come as tuples.
+        # default_collate transposes sequences with zip, so strings in them become tuples.
         values = [
             tuple(value) if child is None and isinstance(value, list) else value
             for child, value in zip(tree.children, values, strict=True)
@@ -313,11 +313,11 @@ def _build(tree: TreeSpec | None, fields: Iterator[Any], *, is_batch: bool) -> A
         return make_dataclass(tree.cls, dict(zip(tree.keys, values, strict=True)))
     if tree.cls is tuple and not is_batch:
         return tuple(values)
-    return values  # default_collate turns tuples into lists as well
+    return values  # default_collate also turns tuples into lists
 
 
 def make_dataclass(cls: Any, fields: dict[str, Any]) -> Any:
-    """An instance with these fields, made without its constructor."""
+    """Create an instance with these fields without calling its constructor."""
     made = object.__new__(cls)
     for name, value in fields.items():
         object.__setattr__(made, name, value)
@@ -327,7 +327,7 @@ def make_dataclass(cls: Any, fields: dict[str, Any]) -> Any:
 def view_batch(
     layout: Layout, root: np.ndarray | memoryview, rows: int, filled: int, objects: list[list[Any]]
 ) -> Any:
-    """The batch as views of ``root``. Called from: the parent, when the batch is complete."""
+    """Return the batch as views of ``root``. Called by the parent when the batch is complete."""
     offsets, _ = layout.offsets(rows)
     columns = iter(objects)
     fields: list[Any] = [

@@ -1,4 +1,4 @@
-"""Messages between the parent and the fork server, with descriptors.
+"""Messages between the parent and the fork server, with file descriptors.
 
 parent -> fork server   ("fork", (modules, path, assignment)) + [channel, memory, objects, extra...]
 parent -> fork server   ("import", (modules, path))
@@ -25,11 +25,11 @@ _BODY_BYTES = struct.Struct("!I")
 _MAX_FDS = 250
 _MAX_WAIT_MS = 60_000
 _LOOK_MS = 1_000
-"""How often to look for the parent where the kernel does not say that it has ended."""
+"""Polling interval for the parent's exit on kernels without pidfd."""
 
 
 class ControlSocket:
-    """One end of the control socket. Not safe for several threads at once: the holder locks."""
+    """One end of the control socket. Not thread-safe: the owner must lock."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -44,17 +44,17 @@ class ControlSocket:
     def send(self, message: tuple[Any, ...], fds: Sequence[int] = ()) -> None:
         body = pickle.dumps(message, protocol=5)
         if len(fds) > _MAX_FDS:
-            raise OSError(f"{len(fds)} descriptors do not fit one message ({_MAX_FDS} do)")
+            raise OSError(f"cannot send {len(fds)} descriptors in one message (maximum {_MAX_FDS})")
         header = _BODY_BYTES.pack(len(body))
         if fds:
-            # Descriptors ride on the header, so that one recvmsg takes both.
+            # Descriptors are sent with the header, so that one recvmsg returns both.
             socket.send_fds(self._socket, [header], list(fds))
         else:
             self._socket.sendall(header)
         self._socket.sendall(body)
 
     def receive(self) -> tuple[Any, list[int]] | None:
-        """The next message and its descriptors; None when the other side hung up."""
+        """Return the next message and its descriptors, or None if the peer has closed."""
         try:
             header, fds, _, _ = socket.recv_fds(self._socket, _BODY_BYTES.size, _MAX_FDS)
         except ConnectionResetError:
@@ -69,7 +69,7 @@ class ControlSocket:
         while num_bytes:
             part = self._socket.recv(min(num_bytes, 1 << 20))
             if not part:
-                raise EOFError("the other side hung up in the middle of a message")
+                raise EOFError("the peer closed the connection in the middle of a message")
             parts.append(part)
             num_bytes -= len(part)
         return b"".join(parts)
@@ -78,7 +78,7 @@ class ControlSocket:
         return self._poll(select.POLLIN, timeout_s)
 
     def has_hung_up(self) -> bool:
-        """Has the other side closed its end? What it said before may still be read."""
+        """Return True if the peer has closed its end. Earlier messages may still be readable."""
         return self._poll(0, 0.0)
 
     def _poll(self, events: int, timeout_s: float) -> bool:
@@ -90,14 +90,14 @@ class ControlSocket:
         self._socket.close()
 
     def hang_up(self) -> None:
-        """Close the connection, also where a forked child holds a copy of this end."""
-        with suppress(OSError):  # the other side has done so
+        """Close the connection, even if a forked child holds a copy of this end."""
+        with suppress(OSError):  # already closed by the peer
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def place_fds(assignment: WorkerAssignment, fds: list[int]) -> WorkerAssignment:
-    """Put the received descriptor numbers into an assignment."""
+    """Return the assignment with the received descriptor numbers filled in."""
     return replace(
         assignment,
         memory=FileHandle(fd=fds[1]),
@@ -106,7 +106,7 @@ def place_fds(assignment: WorkerAssignment, fds: list[int]) -> WorkerAssignment:
 
 
 def watch_process(pid: int) -> int:
-    """A descriptor that becomes readable when ``pid`` ends; -1 where the kernel has none."""
+    """Return a descriptor that becomes readable when ``pid`` exits, or -1 without pidfd support."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -114,10 +114,10 @@ def watch_process(pid: int) -> int:
 
 
 def wait_readable(control: int, wake: int, parent: int) -> bool:
-    """Wait for a request (True), a child's end or nothing for a while (False).
+    """Wait for a request, a child's exit or a timeout. Return True only for a request.
 
     Raises:
-        SystemExit: The parent has ended.
+        SystemExit: The parent has exited.
     """
     poller = select.poll()
     for fd in (control, wake, parent):

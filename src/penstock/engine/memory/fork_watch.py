@@ -1,24 +1,24 @@
-"""Tells which batches a process that the user forked may still read.
+"""Tracks which slots may still be read by processes that the user forked.
 
-Slots are shared memory. A child that was forked while the user held a batch goes on seeing its
-slot, so the slot is not used again before that child has ended or called exec.
+Slots are shared memory. A child that was forked while the user held a batch continues to see its
+slot, so the slot is not reused until that child has exited or called exec.
 
     era 0       | fork | era 1            | fork | era 2
-    lend slot A          lend slot B               slots A and B come back
+    lend slot A          lend slot B               slots A and B are returned
                                                    A waits for eras 0 and 1, B for era 1
 
-Forks divide time into eras. Every child inherits the writing end of a close-on-exec pipe. The next
-era has a pipe of its own, and the old one reports its end once no child holds it any more.
+Forks divide time into eras. Every child inherits the write end of a close-on-exec pipe. The next
+era has its own pipe. The read end of the old pipe reports a hang-up once no child holds the pipe.
 
-- The hook that counts forks is a C callable: a KeyboardInterrupt in a Python hook would be lost.
-- Forks are noticed when a slot is lent or comes back, and an interrupt at any point of
-  :meth:`ForkWatch.era` only makes it notice them again.
-- Few pipes are open at once. Where there are more eras, or no descriptors are left, a pipe serves
-  several eras: slots wait longer, but no slot is used too early.
-- A forked child starts with pipes of its own and keeps those of its parent open, for its own
-  children as well.
+- The hook that counts forks is a C callable, because a KeyboardInterrupt in a Python hook would be
+  lost.
+- Forks are detected when a slot is lent or returned. After an interrupt at any point of
+  :meth:`ForkWatch.era`, the next call detects them again.
+- The number of open pipes is limited. With more eras, or when no descriptors are left, one pipe
+  covers several eras. Slots then wait longer, but no slot is reused too early.
+- A forked child opens its own pipes. It keeps its parent's pipes open, and so do its own children.
 
-A fork by native code, without Python, is not seen.
+A fork by native code that bypasses Python is not detected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import NamedTuple, Protocol
 
 _CAN_FORK = hasattr(os, "register_at_fork") and hasattr(select, "poll")
 MAX_PIPES = 32
-"""Pipes that wait for children of different eras. One more is open for the present era."""
+"""Maximum number of pipes for past eras. One more is open for the current era."""
 
 
 class Eras(NamedTuple):
@@ -47,14 +47,14 @@ class Eras(NamedTuple):
 
 
 class SlotOwner(Protocol):
-    """Has slots that children may read: a ring."""
+    """An owner of slots that forked children may read, such as a ring."""
 
     def eras_in_use(self) -> Iterable[Eras]:
-        """The eras in which its slots were viewed; an open end for those that still are."""
+        """Return the eras in which its slots were viewed. Open-ended for slots still in use."""
 
 
 class _Pipe:
-    """Held open by the children of some eras; without descriptors, its end is never seen."""
+    """A pipe held open by the children of some eras. Without descriptors, it never ends."""
 
     __slots__ = ("first", "last", "read_fd", "write_fd")
 
@@ -79,12 +79,12 @@ class _Pipe:
 
 
 class ForkWatch:
-    """The forks of one process. All methods may be called from any thread.
+    """Tracks the forks of one process. All methods are thread-safe.
 
     Example:
         >>> watch = ForkWatch()
         >>> before = watch.era()
-        >>> watch.note_fork()  # what a fork calls
+        >>> watch.note_fork()  # the at-fork hook
         >>> watch.era() > before
         True
     """
@@ -92,16 +92,16 @@ class ForkWatch:
     def __init__(self) -> None:
         self._forks: list[None] = []
         self.note_fork = functools.partial(self._forks.append, None)
-        """Called before each fork of this process. No Python runs in it."""
+        """The hook called before each fork of this process. It runs no Python code."""
         self.lock = threading.RLock()
         self._number = 0
         self._pipes: list[_Pipe] = []
-        """The last one is inherited by the next fork."""
+        """The next fork inherits the last pipe."""
         self._owners: weakref.WeakSet[SlotOwner] = weakref.WeakSet()
         self._process = os.getpid()
 
     def add_owner(self, owner: SlotOwner) -> None:
-        """Watch forks from now on for the slots of ``owner``."""
+        """Start watching forks for the slots of ``owner``."""
         with self.lock:
             self._owners.add(owner)
             self.era()
@@ -110,13 +110,13 @@ class ForkWatch:
                 self._pipes.append(_Pipe(self._number, _open_pipe() or (-1, -1)))
 
     def era(self) -> int:
-        """The number of the present era. Another number than before: there was a fork meanwhile."""
+        """Return the number of the current era. It changes after every fork."""
         if self._forks:
             self._begin_era()
         return self._number
 
     def living(self) -> list[Eras]:
-        """Eras with children that may still be there; those that touch are one."""
+        """Return the eras whose children may still be alive. Adjacent eras are merged."""
         with self.lock:
             self.era()
             self._close_unused(with_unwanted=False)
@@ -132,14 +132,14 @@ class ForkWatch:
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors that are open for this."""
+        """The open descriptors of all pipes."""
         fds = [fd for pipe in self._pipes for fd in (pipe.read_fd, pipe.write_fd)]
         return [fd for fd in fds if fd >= 0]
 
     def _begin_era(self) -> None:
         with self.lock:
             num_forks = len(self._forks)
-            if self._process != os.getpid():  # a child: the pipes are its parent's, and stay open
+            if self._process != os.getpid():  # in a child: keep the parent's pipes open
                 self._pipes, self._owners = [], weakref.WeakSet()
                 self._process = os.getpid()
             self._number += 1
@@ -150,7 +150,7 @@ class ForkWatch:
             del self._forks[:num_forks]
 
     def _begin_pipe(self) -> bool:
-        """Let the present era have a pipe of its own, if it has none and one can be opened."""
+        """Open a pipe for the current era if it has none. Return True if one was opened."""
         if not self._pipes or self._pipes[-1].first == self._number:
             return False
         fds = _open_pipe() if len(self._pipes) <= MAX_PIPES else None
@@ -161,10 +161,10 @@ class ForkWatch:
         return True
 
     def _close_unused(self, *, with_unwanted: bool) -> None:
-        """Close pipes whose children are gone, and those that no slot waits for."""
+        """Close pipes whose children are gone and, optionally, pipes that no slot waits for."""
         past = self._pipes[:-1]
         for pipe in past:
-            pipe.close_write()  # again, where an interrupt came in between
+            pipe.close_write()  # in case an interrupt prevented it
         unused = _find_ended(past)
         if with_unwanted and past:
             wanted = [eras for owner in self._owners for eras in owner.eras_in_use()]
@@ -176,7 +176,7 @@ class ForkWatch:
 
 
 def _find_ended(pipes: list[_Pipe]) -> list[_Pipe]:
-    """The pipes that no process holds open for writing."""
+    """Return the pipes that no process holds open for writing."""
     by_fd = {pipe.read_fd: pipe for pipe in pipes if pipe.read_fd >= 0}
     if not by_fd:
         return []
@@ -187,7 +187,7 @@ def _find_ended(pipes: list[_Pipe]) -> list[_Pipe]:
 
 
 def _open_pipe() -> tuple[int, int] | None:
-    """None: there are no descriptors left, or no forks on this system."""
+    """Return a new pipe, or None if no descriptors are left or the platform has no fork."""
     try:
         return os.pipe() if _CAN_FORK else None
     except OSError:

@@ -1,12 +1,12 @@
-"""Messages between parent and workers: leases and replies, plain tuples of a few bytes each.
+"""Messages between the parent and its workers: leases and replies, tuples of a few bytes each.
 
-    parent -> worker   [Lease | NewPass | ResumeStream, ...]    load parts in order; None: stop
-    worker -> parent   Reply                                    one per lease, at once
-    worker -> parent   ("failed", report)                       it could not start
-    worker -> parent   ("warning" | "note", text)               to be raised; for the plan
+    parent -> worker   [Lease | NewPass | ResumeStream, ...]    load in order; None means stop
+    worker -> parent   Reply                                    one per lease, sent immediately
+    worker -> parent   ("failed", report)                       the worker could not start
+    worker -> parent   ("warning" | "note", text)               a warning to issue; a plan note
 
-The first page of the shared file is the control page: 64-bit cells that need no message. Behind it
-lies a trace buffer for each worker, where it notes what it does (see
+The first page of the shared file is the control page. Its 64-bit cells are read and written without
+messages. It is followed by one trace buffer per worker, where the worker records its activity (see
 :mod:`penstock.trace.worker_recorder`).
 """
 
@@ -21,47 +21,47 @@ from penstock.engine.memory.shared_file import FileHandle
 CONTROL_BYTES = 65536
 CELLS_PER_WORKER = 8
 PASS_CELL = 0
-"""The pass that counts now; a worker drops leases of another one. -1: stop."""
+"""The current pass. A worker drops leases of any other pass. -1 means stop."""
 STOP = -1
 NOTHING = -1
 
 
 def control_bytes(num_workers: int, trace_bytes: int) -> int:
-    """The control page and all trace buffers."""
+    """Return the size of the control page and all trace buffers."""
     return CONTROL_BYTES + num_workers * trace_bytes
 
 
 def trace_buffers(cells: memoryview, num_workers: int, trace_bytes: int) -> list[memoryview]:
-    """The memory where each worker records what it does; none where nothing is recorded."""
+    """Return the trace buffer of each worker. The list is empty if tracing is off."""
     first, size = CONTROL_BYTES // 8, trace_bytes // 8
     starts = range(first, first + num_workers * size, size) if size else ()
     return [cells[start : start + size].cast("B") for start in starts]
 
 
 def position_cell(worker: int) -> int:
-    """The control cell where a worker notes the position that it is loading (or NOTHING).
+    """Return the control cell that holds the position a worker is loading (or NOTHING).
 
-    The cells after it are named by the constants below.
+    The constants below are offsets from this cell.
     """
     return CELLS_PER_WORKER * (1 + worker)
 
 
 NUM_SAMPLES = 1
-"""How many samples the worker loads at once: more than 1 with ``__getitems__``."""
+"""The number of samples being loaded together. More than 1 with ``__getitems__``."""
 SINCE = 2
-"""Since when (time.monotonic_ns) it runs the user's code; 0: it does not. Only with a limit."""
+"""When user code started (time.monotonic_ns), or 0 if none runs. Set only with a time limit."""
 PEAK_KB = 3
-"""The most memory that it has held so far, as of its last reply."""
+"""The worker's peak memory, as of its last reply."""
 STACK_FD = 4
-"""The descriptor, in the worker, of the file that its stack is written to when asked for."""
+"""The worker's descriptor of the file that receives its stack on STACK_SIGNAL."""
 IS_IDLE = 5
-"""1 while it waits for leases."""
+"""1 while the worker waits for leases."""
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
-"""Makes a worker write its stack. No real-time signal of libc, Python or torch."""
+"""Makes a worker write its stack. libc, Python and torch do not use this real-time signal."""
 
 
 class Lease(NamedTuple):
-    """One part of one batch for one worker: which samples, and where they belong."""
+    """One part of a batch, assigned to one worker: its samples and their place in the slot."""
 
     pass_number: int
     batch: int
@@ -75,15 +75,15 @@ class Lease(NamedTuple):
     start: int
     slot_bytes: int
     key_epoch: int = 0
-    """The epoch that randomness is computed for; ``pass_number`` counts passes of the engine."""
+    """The epoch used to compute randomness. ``pass_number`` counts passes of the engine."""
     poison_rows: tuple[tuple[int, Exception], ...] = ()
-    """Rows (counted from this part's first) that are not to be loaded, and why: see
+    """Rows of this part (0 is its first row) that must not be loaded, and why. See
     :data:`penstock.engine.loading.bad_samples.PoisonRows`."""
     is_suspect: bool = False
-    """One of these samples takes down workers: load them one by one, to see which."""
+    """True if one of these samples kills workers. They are loaded one by one to find it."""
     trial: tuple[int, int] | None = None
-    """First row and number of rows that are loaded alone, to see whether that ends the worker. The
-    result is dropped."""
+    """First row and number of rows to load separately, to find out whether they kill the worker.
+    The result is dropped."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -95,16 +95,17 @@ class Lease(NamedTuple):
 
 
 class NewPass(NamedTuple):
-    """A new pass of persistent workers, with the seed that torch's DataPipes share."""
+    """Starts a new pass of persistent workers, with the shared seed of torch's DataPipes."""
 
     pass_number: int
     shared_seed: int
 
 
 class ResumeStream(NamedTuple):
-    """To a replacement, before its first lease: where its stream of an iterable dataset stood.
+    """Tells a replacement worker where to resume an iterable dataset. Sent before its first lease.
 
-    ``state``: what the dataset said of itself; without one, ``num_batches`` are taken and dropped.
+    ``state`` is the dataset's own ``state_dict()``. Without one, the worker loads and drops
+    ``num_batches`` batches.
     """
 
     pass_number: int
@@ -116,12 +117,18 @@ ParentMessage = Lease | NewPass | ResumeStream
 
 
 class Reply(NamedTuple):
-    """What became of a lease.
+    """The result of a lease.
 
-    ``kind``: "fixed" (content: layout number, layout or None, filled rows, objects), "payload"
-    (content: PayloadLocation), "odd" (send it whole), "error" (content: ErrorReport), "end" (an
-    iterable is exhausted), "dropped" (its pass is over), "empty" (all samples were bad), "tried" (a
-    trial is over, and the worker lives).
+    ``kind`` is one of:
+
+    - "fixed" (content: layout number, layout or None, filled rows, objects)
+    - "payload" (content: PayloadLocation)
+    - "odd": the batch must be loaded whole, by one worker
+    - "error" (content: ErrorReport)
+    - "end": the iterable dataset is exhausted
+    - "dropped": the pass is over
+    - "empty": all samples were bad
+    - "tried": a trial is over, and the worker survived it
     """
 
     pass_number: int
@@ -132,11 +139,11 @@ class Reply(NamedTuple):
     needed_bytes: int
     busy_ns: int
     is_slot_lost: bool = False
-    """The worker still holds a tensor in the slot, which is not used again."""
+    """True if the worker still holds a tensor in the slot. The slot is then not reused."""
     state: Any = None
-    """What an iterable dataset says of itself after this batch, where it has a state_dict."""
+    """The ``state_dict()`` of an iterable dataset after this batch, if it has one."""
     bad_samples: tuple[Any, ...] = ()
-    """What was wrong with samples that were left out or replaced: SampleFailure."""
+    """One SampleFailure for each sample that was skipped or replaced."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -145,7 +152,7 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PickleLocation:
-    """Where the pickled dataset and functions lie in shared memory.
+    """Location of the pickled dataset and functions in shared memory.
 
     Written and read by :mod:`penstock.engine.pickling.pickler`.
     """
@@ -155,14 +162,14 @@ class PickleLocation:
     spans: tuple[tuple[int, int], ...]
     num_bytes: int
     modules: tuple[tuple[str, int], ...]
-    """Modules to import first, and how often each was reloaded in the parent."""
+    """Modules to import first, and how many times the parent reloaded each."""
     separate: tuple[tuple[int, int], ...] = ()
-    """Buffers in a file of their own: which span, and which of the worker's descriptors."""
+    """Buffers in separate files: the span, and the worker's descriptor of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerTask:
-    """What a worker does, as plain values; sent once, when it starts."""
+    """Settings of a worker, as plain values. Sent once, when it starts."""
 
     is_iterable: bool
     auto_collation: bool
@@ -171,20 +178,20 @@ class WorkerTask:
     base_seed: int
     shared_seed: int | None
     has_limit: bool = False
-    """Is it noted since when the user's code runs?"""
+    """True if the worker records when user code starts, for ``sample_timeout_s``."""
     num_indices: int | None = None
     """See :class:`penstock.engine.loading.bad_samples.BadSamplePolicy`."""
     keeps_init_seed: bool = True
-    """Is a seed that worker_init_fn gives to torch kept?"""
+    """True if a torch seed set in worker_init_fn is kept."""
     trace_bytes: int = 0
-    """Room for what each worker notes, behind the control page; 0: nothing is noted."""
+    """Size of each worker's trace buffer, after the control page. 0 if tracing is off."""
     traces_samples: bool = False
     traces_steps: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerAssignment:
-    """Everything that makes a bare process into worker ``worker``."""
+    """Everything a new process needs to become worker number ``worker``."""
 
     worker: int
     num_workers: int

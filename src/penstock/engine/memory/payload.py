@@ -1,13 +1,13 @@
-"""Batches that no layout can hold: pickle 5 in the slot, with the buffers beside the stream.
+"""Payloads: batches that no layout can hold, pickled into a slot with out-of-band buffers.
 
     worker: write(value, slot) -- stream and buffers in the slot --> parent: read(slot view)
 
-Large arrays and tensors are never copied through the pickle stream, and tensors that share memory
-share it again (:mod:`penstock.engine.memory.storage_blocks`). A tensor that already lies in the
-slot (``default_collate`` put it there, see :mod:`penstock.engine.loading.slot_collate`) is not
-copied at all. A class from ``__main__`` costs 0.7 ms each time it is pickled by value; the worker
-sends back the identity that cloudpickle gave it on the way in, and the parent finds its own class
-by it.
+Large arrays and tensors are never copied through the pickle stream. Tensors that share memory in
+the worker share it in the parent (:mod:`penstock.engine.memory.storage_blocks`). A tensor that is
+already in the slot, because ``default_collate`` wrote it there, is not copied at all (see
+:mod:`penstock.engine.loading.slot_collate`). Pickling a class from ``__main__`` by value costs
+0.7 ms each time. The worker sends cloudpickle's tracker id of the class instead, and the parent
+uses it to find its own class.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from penstock.engine.memory.shared_file import round_up
 
 _GRAIN = 64
 _SMALL_BYTES = 512
-"""Buffers below this stay in the stream: a view costs more than the copy."""
+"""Smaller buffers stay in the stream, because a view costs more than the copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PayloadLocation:
-    """Where the parts of a payload lie: in the slot when ``inline`` is None, else in ``inline``."""
+    """Location of the parts of a payload: in the slot if ``inline`` is None, else in ``inline``."""
 
     stream_start: int
     blocks: tuple[tuple[int, int], ...]
-    """Start and length of each piece of memory that tensors lie in."""
+    """Start and length of each block of memory that holds tensors."""
     places: tuple[Any, ...]
-    """Where in the blocks each tensor begins."""
+    """The position of each tensor in the blocks."""
     spans: tuple[tuple[int, int], ...]
     """Start and length of every other buffer."""
     num_bytes: int
@@ -50,7 +50,7 @@ def _class_by_id(tracker_id: str) -> Any:
 
 
 class _ByNamePickler(pickle.Pickler):
-    """For a forked worker: it has the parent's own modules, so its classes are found by name."""
+    """Pickles classes by name. For forked workers, which have the parent's own modules."""
 
     collector: Any = None
 
@@ -80,7 +80,10 @@ class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _lost_its_slots(obj: Any) -> bool:
-    """cloudpickle rebuilds a class with ``__slots__`` as one with a dict; the parent's has none."""
+    """Return True if cloudpickle gave the class of ``obj`` a dict in place of ``__slots__``.
+
+    The parent's own class has no dict.
+    """
     kind = type(obj)
     return (
         "__slots__" in vars(kind)
@@ -92,26 +95,26 @@ def _lost_its_slots(obj: Any) -> bool:
 
 
 def remember_parent_classes() -> None:
-    """Note which by-value classes came from the parent: only those may go back as an identity.
+    """Record which by-value classes came from the parent. Only those are sent back as an id.
 
-    Called from: a worker, after it unpickled its objects.
+    Called by a worker after it has unpickled its objects.
     """
     known = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
     _ResultPickler.from_parent = frozenset(known.keys())
 
 
 def prefer_references() -> None:
-    """Pickle classes by name. Called from: a worker that was forked from the parent itself."""
+    """Pickle classes by name. Called by a worker that was forked from the parent itself."""
     _ResultPickler.is_forked = True
 
 
 def is_forked() -> bool:
-    """Was this worker forked from the parent itself, so that it has the parent's modules?"""
+    """Return True if this worker was forked from the parent and so has its modules."""
     return _ResultPickler.is_forked
 
 
 def _reduce_memory(obj: Any, collector: Any) -> Any:
-    """How a tensor or storage is pickled; None for other objects, which know that themselves."""
+    """Reduce a tensor or storage. Return None for other objects, which use their own reducers."""
     if collector is not None:
         return collector.reduce(obj) if isinstance(obj, collector.kinds) else None
     torch = sys.modules.get("torch")
@@ -125,16 +128,16 @@ def _reduce_memory(obj: Any, collector: Any) -> Any:
 def dump(
     value: Any, buffer_callback: Any = None, collector: Any = None, on_retry: Any = None
 ) -> memoryview:
-    """One pickle stream, with the parent's own classes by name or as identities.
+    """Pickle ``value`` to a stream. The parent's own classes are stored by name or id.
 
     Args:
-        collector: Takes the tensors; None: they are pickled into the stream.
+        collector: Receives the tensors. If None, they are pickled into the stream.
         on_retry: Called before the value is pickled a second time.
     """
     if _ResultPickler.is_forked:
         try:
             return _dump_by(_ByNamePickler, value, buffer_callback, collector)
-        except Exception:  # a local class, say: by value then
+        except Exception:  # for example a local class: retry by value
             if on_retry is not None:
                 on_retry()
     return _dump_by(_ResultPickler, value, buffer_callback, collector)
@@ -149,11 +152,10 @@ def _dump_by(kind: Any, value: Any, buffer_callback: Any, collector: Any) -> mem
 
 
 def write(value: Any, slot: np.ndarray, start: int = 0) -> PayloadLocation:
-    """Pickle ``value`` into ``slot`` from ``start`` on; inline bytes when it does not fit.
+    """Pickle ``value`` into ``slot`` from offset ``start``, or to inline bytes if it does not fit.
 
-    Memory that already lies inside the slot is only pointed at.
-
-    Called from: the worker that fills the slot.
+    Memory that is already in the slot is referenced, not copied. Called by the worker that fills
+    the slot.
     """
     from penstock.engine.memory.storage_blocks import BlockCollector, StorageBlock
 
@@ -200,7 +202,7 @@ def write(value: Any, slot: np.ndarray, start: int = 0) -> PayloadLocation:
 
 
 def _pack_inline(content: memoryview, sources: list[Any]) -> tuple[bytes, list[Any], int]:
-    """All parts in one string of bytes, the stream last; and where the parts lie in it."""
+    """Return all parts as one bytes object, the spans of the buffers, and the stream's offset."""
     parts, spans, end = [], [], 0
     for address, length in sources:
         spans.append((end, length))
@@ -210,7 +212,7 @@ def _pack_inline(content: memoryview, sources: list[Any]) -> tuple[bytes, list[A
 
 
 def read(payload: PayloadLocation, slot: Any) -> Any:
-    """Rebuild the value in the parent; its buffers are views of ``slot`` or of the inline bytes."""
+    """Rebuild the value. Its buffers are views of ``slot`` or of the inline bytes."""
     from penstock.engine.memory.storage_blocks import rebuilding
 
     if payload.inline is not None:

@@ -1,10 +1,10 @@
-"""A ring of pinned slots: the GPU copies straight out of them, and is waited for.
+"""A ring of pinned slots, which the GPU copies from directly.
 
-    last view gone --> resting --(fence)--> cooling --(fence is over)--> free --> a worker
+    last view gone --> resting --(fence)--> cooling --(fence passed)--> free --> a worker
 
-The views of a slot may be gone while a copy that the user asked for still reads it. So a slot rests
-until a fence, which stands after everything asked of the GPU so far, is over. One fence serves all
-slots that rest. Who pins, and what a fence is, the caller says: see :class:`Pinner`.
+When the last view of a slot is gone, an asynchronous copy to the GPU may still be reading it. The
+slot is reused only after a fence has passed. The fence comes after all GPU work queued so far, and
+one fence covers all resting slots. The caller provides pinning and fences: see :class:`Pinner`.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from penstock.engine.memory.shared_file import SharedFile, round_up
 from penstock.errors import DeviceFailed
 
 MAX_COOLING_S = 120.0
-"""How long a ring that may not grow any more waits for the GPU before it gives up."""
+"""How long a ring at its maximum size waits for the GPU before it raises an error."""
 
 
 class Pinner(Protocol):
-    """Page-locks memory, and knows when no GPU reads it any more."""
+    """Page-locks memory and creates fences for GPU copies."""
 
     def may_pin(self) -> bool:
-        """May memory be pinned and unpinned now? Not while a graph is captured."""
+        """Return True if memory can be pinned and unpinned now. False during graph capture."""
 
     def pin(self, memory: np.ndarray, owner: object) -> bool:
-        """Page-lock it; False where that is not to be had. Keeps ``owner`` until it is undone."""
+        """Page-lock ``memory``. Return False on failure. Keeps ``owner`` alive until unpinned."""
 
     def unpin(self, memory: np.ndarray) -> None:
-        """Undo :meth:`pin`; nothing reads the memory."""
+        """Undo :meth:`pin`. Nothing is reading the memory."""
 
     def unpin_later(self, pieces: list[np.ndarray]) -> None:
-        """Undo it once nothing reads them any more. May be called inside garbage collection."""
+        """Unpin once nothing reads the pieces. Can be called during garbage collection."""
 
     def may_ask(self) -> bool:
-        """May the GPU be asked anything now? Not while a graph is captured."""
+        """Return True if the GPU can be queried now. False during graph capture."""
 
     def fence(self) -> Callable[[], bool]:
-        """A question to ask again and again: are all copies until this call complete?"""
+        """Return a function to poll. It returns True once all copies queued so far are complete."""
 
 
 class PinnedRing(Ring):
-    """As :class:`Ring`, over pinned memory.
+    """A :class:`Ring` over pinned memory.
 
     Args:
-        pinner: Does the pinning. Slots that it refuses are handed out as they are.
+        pinner: Pins the slots. Slots that cannot be pinned are handed out unpinned.
     """
 
     def __init__(
@@ -76,16 +76,17 @@ class PinnedRing(Ring):
         if slot.pinned_bytes < num_bytes and self._pinner.may_pin():
             self._pin(slot, num_bytes)
         self.has_lent_pinned = slot.pinned_bytes >= num_bytes
-        if 0 < slot.pinned_bytes < num_bytes:  # in part only: no GPU copies from such memory
+        if 0 < slot.pinned_bytes < num_bytes:  # partly pinned: a GPU cannot copy from it
             copied: np.ndarray = slot.view(num_bytes).copy()
             self.give_back(slot)
             return copied
         return super().lend(slot, num_bytes)
 
     def _pin(self, slot: Slot, num_bytes: int) -> None:
-        """Pin what is used, not the whole of a provisional slot; more where batches grow.
+        """Pin the used part of a slot, with 25 % extra if batches have grown.
 
-        1.5 microseconds a page: 4 ms for 10 MB (H200 host, pages of 4 KiB).
+        A provisional slot is much larger than a batch. Pinning costs 1.5 microseconds per page:
+        4 ms for 10 MB (H200 host, pages of 4 KiB).
         """
         wanted = num_bytes
         if slot.pinned_bytes:
@@ -97,7 +98,7 @@ class PinnedRing(Ring):
             self._pinned.add(slot)
 
     def _unpin(self, slot: Slot) -> None:
-        """At once: it was free a moment ago, so no GPU reads it."""
+        """Unpin immediately. The slot was just free, so no GPU is reading it."""
         self._pinner.unpin(slot.view(slot.pinned_bytes))
         self._pinned.discard(slot)
         slot.pinned_bytes = 0
@@ -112,15 +113,15 @@ class PinnedRing(Ring):
         return self.num_slots * self.needed_bytes > self._max_held_bytes
 
     def _wait(self) -> None:
-        """The ring has grown enough: wait for the GPU."""
+        """Wait for the GPU until a slot is free, because the ring must not grow further."""
         until_s = time.monotonic() + MAX_COOLING_S
         while not self._free and self._cooling:
             if time.monotonic() > until_s:
                 raise DeviceFailed(
-                    f"the GPU has not finished its work within {MAX_COOLING_S:.0f} s, and copies "
-                    f"from {self.num_slots} pinned batches may still be under way",
-                    likely="a kernel that hangs, or another process that holds the GPU",
-                    remedy="nvidia-smi (rocm-smi) to see who uses it",
+                    f"the GPU did not finish its work within {MAX_COOLING_S:.0f} s, and copies "
+                    f"from {self.num_slots} pinned batches may still be running",
+                    likely="a kernel hangs, or another process blocks the GPU",
+                    remedy="nvidia-smi (or rocm-smi) to list the processes that use the GPU",
                 )
             time.sleep(50e-6)
             self._collect()
@@ -141,7 +142,7 @@ class PinnedRing(Ring):
     def drop(self, slot: Slot) -> None:
         if slot.pinned_bytes:
             if self._pinner.may_pin():
-                self._unpin(slot)  # before the batch in it is handed out, as ordinary memory
+                self._unpin(slot)  # its batch is handed out as ordinary memory
             else:
                 self._unpin_later(slot)
         super().drop(slot)
@@ -156,12 +157,12 @@ class PinnedRing(Ring):
             self._pinner.unpin_later([slot.view(slot.pinned_bytes) for slot in pinned])
 
     def close(self) -> None:
-        """Unpin what is not viewed once the GPU is done with it, the rest with its last view.
+        """Unpin all slots: unused ones when the GPU is done, viewed ones with their last view.
 
-        What workers had when they were stopped is unpinned like what was free.
+        Slots that were assigned to workers count as unused.
         """
         self._is_closed = True
-        self._returned.on_return = self._unpin_later  # from now on the last view unpins
+        self._returned.on_return = self._unpin_later  # the last view of a slot unpins it
         while self._returned:
             self._end_loan(self._returned.popleft().slot)
         self._resting, self._cooling = [], deque()
@@ -169,7 +170,9 @@ class PinnedRing(Ring):
         super().close()
         for slot, ref in held.items():
             if ref is not None and ref() is not None:
-                slot.ref = ref  # the pinner keeps the slot, and so this, until it is unpinned
+                slot.ref = (
+                    ref  # the pinner keeps the slot, and with it the ref, until it is unpinned
+                )
         self._unpin_later(*[slot for slot in list(self._pinned) if slot.ref is None])
 
     def __del__(self) -> None:
@@ -178,7 +181,7 @@ class PinnedRing(Ring):
 
 
 class _ReturnQueue(deque[SlotRef]):
-    """Slots whose last view is gone; ``on_return`` takes them once the ring has closed."""
+    """Slots whose last view is gone. Once the ring is closed, ``on_return`` receives them."""
 
     on_return: Callable[[Slot], None] | None = None
 

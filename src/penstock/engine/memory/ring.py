@@ -1,19 +1,19 @@
-"""A ring of slots: batch memory that is written once, viewed by the user, and used again.
+"""A ring of slots: batch memory that a worker writes, the user views, and the ring reuses.
 
-A slot goes back to the ring when the last view of it is gone. That moment is seen through a weak
-reference on the *root* array of a delivery: slices, ``.numpy()``, ``.detach()``, tensors saved for
-backward and memoryviews all keep the root alive; ``clone()`` does not need to.
+A slot returns to the ring when the last view of it is gone. The ring detects this with a weak
+reference to the *root* array of a delivery. Slices, ``.numpy()``, ``.detach()``, tensors saved for
+backward and memoryviews all keep the root alive. A ``clone()`` does not need the slot.
 
-Rules that keep this safe (each one was broken once in a prototype):
-- the root comes from ``np.frombuffer`` on the mapping itself, because NumPy collapses ``.base``
-  chains and a weak reference on a slice fires early;
-- the callback may run inside garbage collection while a lock is held: it is a deque's own append;
-- a forked child must not use its parent's slots again: what comes back there is dropped;
-- a child that was forked while a slot was viewed may still read it: the slot is parked until that
-  child has ended or called exec (:mod:`penstock.engine.memory.fork_watch`);
-- nothing is ever unmapped by hand.
+Safety rules:
+- The root comes from ``np.frombuffer`` on the mapping itself, because NumPy collapses ``.base``
+  chains and a weak reference to a slice fires early.
+- The callback can run during garbage collection while a lock is held, so it is ``deque.append``.
+- A forked child must not reuse its parent's slots. Slots returned in a child are dropped.
+- A child that was forked while a slot was viewed may still read the slot. The slot is parked until
+  that child has exited or called exec (:mod:`penstock.engine.memory.fork_watch`).
+- Memory is never unmapped explicitly.
 
-A raw ``data_ptr()`` kept after its tensor is gone cannot be seen: copy it.
+A raw ``data_ptr()`` kept after its tensor is gone is not detected. Copy the data instead.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from penstock.engine.memory.fork_watch import Eras, ForkWatch, process_forks
 from penstock.engine.memory.shared_file import SharedFile, round_up
 
 PROVISIONAL_BYTES = 1 << 30
-"""Room of a slot before the first batch is known, where memory is sparse: address space only."""
+"""Capacity of a slot before the first batch. Sparse memory, so this is only address space."""
 PROVISIONAL_BYTES_ON_DISK = 1 << 20
 FIRST_SLOTS, MAX_SLOTS_PER_SEGMENT = 8, 128
 
 
 class Segment(NamedTuple):
-    """A piece of the shared file that holds several slots: one mapping, one descriptor."""
+    """A part of the shared file that holds several slots, with one mapping and one descriptor."""
 
     offset: int
     num_bytes: int
 
 
 class SlotRef(weakref.ref["np.ndarray"]):
-    """Goes to the ring when the last view of its slot is gone.
+    """A weak reference that is queued for the ring when the last view of its slot is gone.
 
-    No Python runs then: a Ctrl-C that comes in such a moment would be swallowed.
+    Its callback runs no Python code, because a Ctrl-C during the callback would be lost.
     """
 
     __slots__ = ("slot",)
@@ -55,7 +55,7 @@ class SlotRef(weakref.ref["np.ndarray"]):
 
 
 class Slot:
-    """The memory of one batch: a place in a segment, mapped here."""
+    """The memory of one batch: a range of a mapped segment."""
 
     __slots__ = ("capacity", "era", "mapping", "pinned_bytes", "ref", "segment", "start")
 
@@ -66,17 +66,17 @@ class Slot:
         self.mapping = mapping
         self.ref: SlotRef | None = None
         self.era = 0
-        """When it was lent, counted in forks."""
+        """The fork era in which the slot was lent."""
         self.pinned_bytes = 0
         """See :mod:`penstock.engine.memory.pinned_ring`."""
 
     def view(self, num_bytes: int) -> np.ndarray:
-        """A fresh root array over the first ``num_bytes``."""
+        """Return a new root array over the first ``num_bytes``."""
         return np.frombuffer(self.mapping, dtype=np.uint8, count=num_bytes, offset=self.start)
 
 
 class ParkedSlot(NamedTuple):
-    """A slot that nobody views here, but children that were forked in ``eras`` may."""
+    """A slot without views in this process that children forked in ``eras`` may still read."""
 
     slot: Slot
     eras: Eras
@@ -84,13 +84,13 @@ class ParkedSlot(NamedTuple):
 
 
 class Ring:
-    """All slots of one loader. Used by the parent only; workers get places.
+    """All slots of one loader. Used only by the parent; workers receive offsets.
 
     Args:
-        file: The shared file that the slots are cut from.
-        max_held_bytes: How much memory the user may hold in views before deliveries become copies.
-        note: Takes a note when memory is not to be had as usual.
-        forks: The forks of this process. Private memory is copied by a fork, and needs no watch.
+        file: The shared file that contains the slots.
+        max_held_bytes: Above this amount of memory held in views, batches are delivered as copies.
+        note: Called with a message if slots cannot be allocated in the usual way.
+        forks: Tracks forks of this process. Not used for private memory, which a fork copies.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Ring:
         self._refusal: OSError | None = None
         self.num_slots = 0
         self.has_lent_pinned = False
-        """Is what was lent last in pinned memory?"""
+        """True if the slot lent last is pinned."""
 
     def has_room(self) -> bool:
-        """Is there a slot to take? One is made if it can be.
+        """Return True if there is a slot to take. Adds slots if possible.
 
-        Where it cannot (a full disk), a slot that is too small must do: what does not fit it comes
-        through the pipe. And batches are delivered as copies from then on, so that slots come back:
-        a caller that has others under way should wait for one of those.
+        If no slot can be added (for example on a full disk), slots that are too small are used, and
+        data that does not fit is sent through the pipe. Batches are then delivered as copies, so
+        that slots return sooner. A caller with other batches in flight should wait for one of them.
         """
         self._collect()
         if self._free and self.fits(self._free[-1]):
@@ -134,7 +134,7 @@ class Ring:
         if small and self._refusal is not None:
             return True
         self._free = [slot for slot in self._free if self.fits(slot)]
-        self.num_slots -= len(small)  # too small by now: let them go
+        self.num_slots -= len(small)  # too small now: release them
         try:
             if not self._free:
                 self._add_segment()
@@ -147,10 +147,10 @@ class Ring:
         return bool(self._free)
 
     def _let_go(self, slots: list[Slot]) -> None:
-        """These are not used again. Nobody views them."""
+        """Called with slots that have no views and are not used again."""
 
     def take_if_any(self) -> Slot | None:
-        """As :meth:`take`, but None where there is none."""
+        """Like :meth:`take`, but return None if no slot is available."""
         if self._returned or self._parked:
             self._collect()
         if self._free and self._free[-1].capacity >= self.needed_bytes:
@@ -158,27 +158,27 @@ class Ring:
         return self._free.pop() if self.has_room() else None
 
     def take(self) -> Slot:
-        """A slot that is not viewed and is large enough: a free one, or a new one.
+        """Return an unused slot that is large enough. Adds slots if none is free.
 
         Raises:
-            OSError: There is none, and no memory to make one. Nothing has changed: it may be tried
-                again when views of batches are gone.
+            OSError: No slot is free, and there is no memory for a new one. The ring is unchanged,
+                so the call can be repeated once views of batches are gone.
         """
         if not self.has_room():
             raise self._out_of_memory() from None
-        return self._free.pop()  # the last one used: its pages are mapped and in the cache
+        return self._free.pop()  # the most recently used one: its pages are mapped and cached
 
     def _out_of_memory(self) -> OSError:
         error = self._refusal
         assert error is not None
         need = round_up(self.needed_bytes or PROVISIONAL_BYTES_ON_DISK) / (1 << 20)
-        held = f", beside {len(self._held)} that you keep" if self._held else ""
+        held = f"; batches your code holds: {len(self._held)}" if self._held else ""
         if self._parked:
-            held += f" and {len(self._parked)} that processes which you forked may read"
+            held += f"; batches your forked processes may read: {len(self._parked)}"
         return OSError(
             error.errno,
             f"no memory for another batch ({need:.3g} MiB{held}): {error.strerror}, a smaller "
-            "batch_size or prefetch_factor=, or batch.clone() for batches to keep",
+            "batch_size or prefetch_factor=, or batch.clone() for batches you keep",
         )
 
     def _add_segment(self) -> None:
@@ -191,8 +191,9 @@ class Ring:
             self._add_slots(capacity, count)
         except OSError as error:
             self._note(
-                f"slots are made one at a time ({os.strerror(error.errno or 0)}): a limit on "
-                "address space, file size or open files (ulimit -v, -f, -n), or a full disk"
+                f"slots are allocated one at a time ({os.strerror(error.errno or 0)}) because of "
+                "a limit on address space, file size or open files (ulimit -v, -f, -n), or a full "
+                "disk"
             )
             self._add_slots(round_up(self.needed_bytes or PROVISIONAL_BYTES_ON_DISK), 1)
 
@@ -204,29 +205,29 @@ class Ring:
         self.num_slots += count
 
     def give_back(self, slot: Slot) -> None:
-        """Return a slot of which no view was handed out."""
+        """Return a slot that was never lent."""
         self._free.append(slot)
 
     def fit(self, num_bytes: int) -> None:
-        """Learn that batches need this much: slots taken from now on are large enough."""
+        """Raise the required slot size to ``num_bytes`` for slots taken later."""
         self.needed_bytes = max(self.needed_bytes, num_bytes)
 
     def fits(self, slot: Slot) -> bool:
-        """Is the slot large enough for what batches are known to need?"""
+        """Return True if the slot is large enough for the batches seen so far."""
         return slot.capacity >= self.needed_bytes
 
     def drop(self, slot: Slot) -> None:
-        """Never use a slot again: a worker keeps a tensor that lies in it."""
+        """Stop using a slot, because a worker keeps a tensor in it."""
         self.num_slots -= 1
 
     def is_crowded(self) -> bool:
-        """Does the user hold too many views, so that the next batch should be a copy?"""
+        """Return True if the next batch should be a copy, because views hold too much memory."""
         self._collect()
         in_use = self._held_bytes + self._parked_bytes
         return self._refusal is not None or in_use >= self._max_held_bytes
 
     def lend(self, slot: Slot, num_bytes: int) -> np.ndarray:
-        """The root array of a delivery; the slot comes back when its last view is gone."""
+        """Return the root array of a delivery. The slot returns when its last view is gone."""
         root = slot.view(num_bytes)
         if self._forks is not None:
             slot.era = self._forks.era()
@@ -247,11 +248,11 @@ class Ring:
             self._recycle_parked()
 
     def _recycle(self, slot: Slot) -> None:
-        """Nothing on this machine's CPUs reads the slot any more."""
+        """Reuse a slot that no process reads."""
         self._free.append(slot)
 
     def _park_if_forked(self, slot: Slot) -> bool:
-        """Set a slot aside if there was a fork since it was lent."""
+        """Park a slot if the process has forked since it was lent. Return True if parked."""
         era = slot.era if self._forks is None else self._forks.era()
         if era == slot.era:
             return False
@@ -261,7 +262,7 @@ class Ring:
         return True
 
     def _recycle_parked(self) -> None:
-        """Use slots again whose readers have ended."""
+        """Recycle parked slots whose readers have exited."""
         assert self._forks is not None
         living = self._forks.living()
         kept: list[ParkedSlot] = []
@@ -274,14 +275,14 @@ class Ring:
             self._recycle(one.slot)
 
     def eras_in_use(self) -> Iterator[Eras]:
-        """See :class:`penstock.engine.memory.fork_watch.SlotOwner`. Called from any thread."""
+        """See :class:`penstock.engine.memory.fork_watch.SlotOwner`. Thread-safe."""
         for slot in list(self._held):
             yield Eras(slot.era, sys.maxsize)
         for one in list(self._parked):
             yield one.eras
 
     def _has_returned(self) -> bool:
-        """Is there a slot to take back? Not in a forked child: its parent may still view it."""
+        """Return True if a slot was returned. Never in a forked child: the parent may view it."""
         if self._returned and os.getpid() != self._owner:
             self._returned.clear()
         return bool(self._returned)
@@ -291,9 +292,9 @@ class Ring:
         self._held_bytes -= self._held.pop(slot, 0)
 
     def close(self) -> None:
-        """Forget the slots. Views that the user still holds stay valid."""
+        """Release the slots. Views held by the user stay valid."""
         for slot in self._held:
-            slot.ref = None  # it does not come back any more
+            slot.ref = None  # the slot does not return
         self._held.clear()
         self._parked.clear()
         self._free.clear()

@@ -1,13 +1,13 @@
-"""Millions of small objects in shared memory, as one column of bytes.
+"""Columns: millions of small objects in shared memory, stored as bytes.
 
     ColumnWriter.add(chunk) ... finish() -> SharedColumn   one file: elements, offsets, index
     SharedColumn.read(place) -> object                     in any process that maps the file
 
-A Python object has a reference count inside it, so that reading a list of objects writes to every
-page of it, and each forked worker ends up with a copy. Bytes in a file have none. A column of one
-exact type (``str``, ``bytes``, ``int`` of 64 bits, ``float``) is stored without pickle; otherwise
-each element that is none of these is a pickle of its own, and a byte per element says which is
-which.
+Every Python object contains a reference count. Reading a list of objects therefore writes to all of
+its pages, and each forked worker ends up with a copy. Bytes in a file have no reference counts. A
+column of one exact type (``str``, ``bytes``, 64-bit ``int`` or ``float``) is stored without pickle.
+In a mixed column, elements of other types are pickled one by one, and a tag byte per element gives
+its type.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WIDTH = 8
 _MAX_CHUNK = 4096
 _NUM_SHOWN = 3
 _CHUNK_BYTES = 1 << 20
-"""A chunk of elements is encoded at once: about this many bytes, so that building holds no more."""
+"""Approximate size of a chunk of elements. It bounds the memory needed to build a column."""
 
 
 def _encode_text(text: str) -> bytes:
@@ -45,7 +45,7 @@ def _encode_text(text: str) -> bytes:
 
 
 def _decode_text(raw: bytes) -> str:
-    return raw.decode("utf-8", "surrogatepass")  # half of a pair, as file names may have
+    return raw.decode("utf-8", "surrogatepass")  # file names can contain lone surrogates
 
 
 _ENCODERS: tuple[Callable[[Any], bytes], ...] = (
@@ -65,7 +65,7 @@ _DECODERS: tuple[Callable[[bytes], Any], ...] = (
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """Where the pieces of a column lie in its file."""
+    """Offsets of the parts of a column in its file."""
 
     kind: int
     count: int
@@ -78,9 +78,9 @@ class ColumnLayout:
 
 
 class SharedColumn:
-    """Objects in shared memory, read by place; it never changes.
+    """Immutable objects in shared memory, read by position.
 
-    Sent to worker processes as a descriptor, and as a copy of its bytes everywhere else.
+    Pickled as a descriptor for worker processes, and as a copy of its bytes everywhere else.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class SharedColumn:
 
     @property
     def index(self) -> memoryview:
-        """What :meth:`ColumnWriter.finish` was given beside the elements, as 64-bit numbers."""
+        """The ``index`` passed to :meth:`ColumnWriter.finish`, as 64-bit integers."""
         return self._bytes[self.map.index_at : self.map.num_bytes].cast("q")
 
     def _make_reader(self) -> Callable[[int], Any]:
-        """``read(place)``: one element, as a new object."""
+        """Return ``read(place)``, which returns one element as a new object."""
         kind, count = self.map.kind, self.map.count
         if kind in _ARRAYS:
             return self._bytes[: _WIDTH * count].cast(_ARRAYS[kind]).__getitem__  # type: ignore[call-overload, no-any-return]
-        data = self._mapping  # slicing it gives bytes faster than slicing a memoryview
+        data = self._mapping  # slicing an mmap to bytes is faster than slicing a memoryview
         start = self.map.offsets_at
         offsets = self._bytes[start : start + _WIDTH * (count + 1)].cast("q")
         tags = self._bytes[self.map.tags_at : self.map.tags_at + count]
@@ -136,10 +136,10 @@ class SharedColumn:
 
 
 def _passport(column: SharedColumn, spawning: Any) -> Any:
-    """What finds a column's file in the worker that is being started: a path or a descriptor."""
+    """Return what a new worker needs to open the column's file: a path or a descriptor."""
     kept = getattr(spawning, "kept", None)
     if kept is not None:
-        kept.append(column)  # its descriptor must stay open as long as workers may be started
+        kept.append(column)  # its descriptor must stay open while workers can be started
     if column.file.path:  # pragma: no cover
         return column.file.handle()
     return spawning.DupFd(spawning.duplicate_for_child(column.file.fd))
@@ -159,7 +159,7 @@ def _copied(content: Any, layout: ColumnLayout) -> SharedColumn:
 
 
 class ReadOnlyCollection:
-    """What SharedList and SharedDict have in common: nothing in them can be changed."""
+    """Base class of SharedList and SharedDict. Rejects every modification."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
@@ -170,7 +170,7 @@ class ReadOnlyCollection:
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self  # nothing of it can change, and each read gives new objects
+        return self  # immutable, and each read returns new objects
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise TypeError(self._refusal("item assignment"))
@@ -187,14 +187,14 @@ class ReadOnlyCollection:
     def _refusal(self, what: str) -> str:
         kind, plain = type(self).__name__, self._plain_name
         return (
-            f"{kind} has no {what}: workers read the same memory, so it never changes. Change a "
-            f"plain {plain} (shared.copy()) before the loader is made, and make {kind}(changed) "
-            "of it."
+            f"{kind} does not support {what}: it is immutable, because workers read the same "
+            f"memory. Modify a plain {plain} (shared.copy()) before you create the loader, and "
+            f"pass it to {kind}()."
         )
 
 
 def abbreviated(items: Iterable[str], num_items: int) -> str:
-    """The first items of a ``repr``, and how many more there are."""
+    """Return the first items of a ``repr`` and the number of remaining items."""
     shown = list(islice(items, _NUM_SHOWN))
     if num_items > len(shown):
         shown.append(f"... {num_items - len(shown):,} more")
@@ -205,9 +205,9 @@ def abbreviated(items: Iterable[str], num_items: int) -> str:
 
 
 class Definitions:
-    """Classes and functions that are pickled by value: stored once, named in each element.
+    """Classes and functions pickled by value: stored once, referenced by each element.
 
-    A class of ``__main__`` takes about a kilobyte and 0.7 ms by value.
+    A class from ``__main__`` takes about a kilobyte and 0.7 ms by value.
     """
 
     def __init__(self, token: int, blob: memoryview | None = None) -> None:
@@ -234,7 +234,7 @@ class Definitions:
         return self._objects[place]
 
     def dump(self) -> bytes:
-        """By value, and by name: where the script itself runs, its own class is meant."""
+        """Pickle the definitions by value, with names so that the script finds its own classes."""
         if not self._objects:
             return b""
         names = [(one.__module__, one.__qualname__) for one in self._objects]
@@ -244,7 +244,7 @@ class Definitions:
 
 
 def _find(module: str, qualname: str) -> Any:
-    """What has this name in this process, or None."""
+    """Return the object with this name in this process, or None."""
     found: Any = sys.modules.get(module)
     for name in qualname.split("."):
         found = getattr(found, name, None)
@@ -284,14 +284,14 @@ class _ElementPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def chunks_of(items: Iterable[Any], size: Callable[[], int]) -> Iterator[list[Any]]:
-    """The items in lists of ``size()``, asked for each time."""
+    """Yield the items in lists of ``size()``, which is called for each list."""
     stream = iter(items)
     while chunk := list(islice(stream, size())):
         yield chunk
 
 
 class ColumnWriter:
-    """Makes a column chunk by chunk; holds one chunk and eight bytes for each element."""
+    """Writes a column chunk by chunk. Holds one chunk and eight bytes per element."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -300,13 +300,13 @@ class ColumnWriter:
         self._offsets = array("q", [0])
         self._tags = bytearray()
         self._end = 0
-        # Not from `random`: the user's generators must not move.
+        # Not from `random`, which would advance the user's generator.
         self._definitions = Definitions(int.from_bytes(os.urandom(7), "little"))
         self._stream = io.BytesIO()
         self._pickler = _ElementPickler(self._stream, self._definitions)
 
     def chunk_size(self) -> int:
-        """How many elements the next chunk may have: fewer when they are large."""
+        """Return the size of the next chunk in elements. Smaller for large elements."""
         mean = self._end // (self.count or 1) + 1
         return max(1, min(_MAX_CHUNK if self.count else 64, _CHUNK_BYTES // mean))
 
@@ -315,7 +315,7 @@ class ColumnWriter:
             self.add(chunk)
 
     def add(self, chunk: list[Any]) -> None:
-        """Encode some elements and write them."""
+        """Encode a chunk of elements and write it."""
         types = set(map(type, chunk))
         code = _CODES.get(types.pop(), PICKLE) if len(types) == 1 else MIXED
         encoded: list[bytes] = []
@@ -344,7 +344,7 @@ class ColumnWriter:
         self.count += len(chunk)
 
     def _become_mixed(self) -> None:
-        """From now on a tag says what each element is."""
+        """Switch to a mixed column, with a type tag for each element."""
         assert self._kind is not None
         if self._kind == MIXED:
             return
@@ -361,10 +361,10 @@ class ColumnWriter:
         return self._stream.getvalue()
 
     def finish(self, index: Iterable[Any] = ()) -> SharedColumn:
-        """Write what finds the elements and close the column.
+        """Write the offsets, tags, definitions and index, and return the column.
 
         Args:
-            index: Arrays of 64-bit numbers to keep beside the elements, one after the other.
+            index: Arrays of 64-bit integers to store after the elements.
         """
         kind = TEXT if self._kind is None else self._kind
         append = self._file.append

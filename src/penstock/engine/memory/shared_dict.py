@@ -1,10 +1,11 @@
-"""A dict that all workers read from the same memory, however they are started.
+"""SharedDict: a read-only dict in memory shared by all workers, with any start method.
 
-    keys     SharedColumn of the keys in order; beside it the sorted hashes, and the place of each
+    keys     SharedColumn of the keys in order. Its index holds the sorted hashes and the position
+             of each key.
     values   SharedColumn of the values in the same order
 
-Python's ``hash()`` of a string differs from process to process, so keys have a hash of their own:
-of an encoding that is equal for keys that are equal, as ``1``, ``1.0`` and ``True`` are.
+Python's ``hash()`` of a string differs between processes, so SharedDict hashes an encoding of the
+key. Equal keys, such as ``1``, ``1.0`` and ``True``, have the same encoding.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ V = TypeVar("V")
 
 
 class SharedDict(ReadOnlyCollection, Mapping[K, V]):
-    """A dict that never changes, in flat memory that every worker process shares.
+    """An immutable dict in flat memory shared by all worker processes.
 
-    See :class:`penstock.SharedList` for why. It offers what a dict offers for reading, in the order
-    of insertion. Each read makes a new object.
+    See :class:`penstock.SharedList` for the motivation. It supports all read operations of a dict
+    and keeps the insertion order. Each read returns a new object.
 
     Args:
-        items: A mapping, or pairs of key and value (a generator too; of equal keys the last value
-            counts). Keys are ``str``, ``bytes``, ``int``, ``float`` (not NaN), ``bool``, ``None``,
-            NumPy's numbers, and tuples of these. Values as in :class:`penstock.SharedList`.
+        items: A mapping or an iterable of (key, value) pairs, such as a generator. If a key occurs
+            more than once, the last value is used. Keys are ``str``, ``bytes``, ``int``, ``float``
+            (not NaN), ``bool``, ``None``, NumPy numbers, and tuples of these. For values, see
+            :class:`penstock.SharedList`.
 
     Raises:
-        TypeError: A key is of another type.
+        TypeError: A key has an unsupported type.
 
     Example:
         >>> from penstock import SharedDict
@@ -77,7 +79,7 @@ class SharedDict(ReadOnlyCollection, Mapping[K, V]):
         self._order = keys.index[count : 2 * count]
 
     def _repeats(self, hashes: Any) -> dict[int, int]:
-        """Places of keys that were given before -> the place where the key was given first."""
+        """Map the position of each repeated key to the first position of that key."""
         suspects = np.flatnonzero(hashes[1:] == hashes[:-1]) + 1 if len(hashes) else ()
         repeats: dict[int, int] = {}
         for rank in map(int, suspects):
@@ -88,7 +90,7 @@ class SharedDict(ReadOnlyCollection, Mapping[K, V]):
         return repeats
 
     def _rebuild_without(self, repeats: dict[int, int]) -> None:
-        """As in a dict: the first place, the last value."""
+        """Keep the first position and the last value of each repeated key, like a dict."""
         last = {first: place for place, first in sorted(repeats.items())}
         kept = [place for place in range(self._keys.map.count) if place not in repeats]
         read, value = self._keys.read, self._values.read
@@ -96,7 +98,7 @@ class SharedDict(ReadOnlyCollection, Mapping[K, V]):
         self._settle(once._keys, once._values)
 
     def _find(self, key: Any) -> int:
-        """The place of a key; -1 when it is not there. Of equal hashes the first place counts."""
+        """Return the first position of a key, or -1 if it is missing."""
         try:
             number = _hash(encode_key(key))
         except _NaNKey:
@@ -113,7 +115,7 @@ class SharedDict(ReadOnlyCollection, Mapping[K, V]):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of shared memory it takes, with what is needed to find a key."""
+        """Size in shared memory, in bytes, including the index."""
         return self._keys.map.num_bytes + self._values.map.num_bytes
 
     def __getitem__(self, key: K) -> V:
@@ -124,7 +126,7 @@ class SharedDict(ReadOnlyCollection, Mapping[K, V]):
         return value
 
     def get(self, key: Any, /, default: Any = None) -> Any:
-        """The value of ``key``, or ``default``."""
+        """Return the value of ``key``, or ``default``."""
         place = self._find(key)
         return default if place < 0 else self._values.read(place)
 
@@ -141,7 +143,7 @@ class SharedDict(ReadOnlyCollection, Mapping[K, V]):
         return map(self._keys.read, reversed(range(len(self))))
 
     def copy(self) -> dict[K, V]:
-        """A plain dict of this process alone."""
+        """Return a plain dict with the same content."""
         return dict(self.items())
 
     def __eq__(self, other: object) -> bool:
@@ -168,7 +170,7 @@ def _over(keys: SharedColumn, values: SharedColumn) -> SharedDict[Any, Any]:
 
 class _NaNKey(TypeError):
     def __init__(self) -> None:
-        super().__init__("NaN cannot be a key of a SharedDict: it equals nothing, itself included")
+        super().__init__("NaN cannot be a SharedDict key, because it is not equal to itself")
 
 
 def _hash(code: bytes) -> int:
@@ -176,7 +178,7 @@ def _hash(code: bytes) -> int:
 
 
 def encode_key(key: Any) -> bytes:
-    """Bytes that are equal exactly when the keys are. NaN, which equals nothing, has none.
+    """Encode a key as bytes. Two encodings are equal exactly if the keys are. Rejects NaN.
 
     Example:
         >>> encode_key(1) == encode_key(1.0) == encode_key(True) != encode_key("1")
@@ -206,16 +208,16 @@ def _encode_int(number: int) -> bytes:
 
 
 def _plain(key: Any) -> Any:
-    """The built-in object that this key equals: of a NumPy number, or of a subclass."""
+    """Return the equal built-in object for a NumPy number or an instance of a subclass."""
     if isinstance(key, np.generic) and not isinstance(key.item(), np.generic):
         return key.item()
     bases: tuple[Any, ...] = (str, bytes, int, float, tuple)
     for base in bases:
         if isinstance(key, base) and _compares_as(type(key), base):
             return base.__getnewargs__(key)[0]
-    hash(key)  # a list is not a key of any dict: the usual words for it
+    hash(key)  # raises Python's usual error for unhashable keys
     raise TypeError(
-        f"{key!r} ({type(key).__name__}) cannot be a key of a SharedDict: it takes str, bytes, "
+        f"{key!r} ({type(key).__name__}) cannot be a SharedDict key. Supported are str, bytes, "
         "int, float, bool, None, NumPy numbers, and tuples of these. Use str(key), or a tuple of "
         "its parts."
     )

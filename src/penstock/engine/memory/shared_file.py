@@ -1,7 +1,8 @@
-"""Memory that several processes share: one file, mapped piece by piece, gone with its holders.
+"""Shared memory: one file that processes map in parts, removed when its last user closes it.
 
-Linux uses a memfd, which no ``/dev/shm`` limit touches and which is sparse: an untouched page costs
-nothing. Elsewhere it is one temporary file that disappears when the last holder closes it.
+Linux uses a memfd. It is not subject to ``/dev/shm`` limits, and it is sparse: a page that was
+never written costs nothing. Other platforms use one temporary file, which disappears when the last
+process closes it.
 
     parent: SharedFile.create() -- fd (POSIX) or path (Windows) --> worker: SharedFile.attach()
 """
@@ -20,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 GRAIN = max(mmap.ALLOCATIONGRANULARITY, 65536)
-"""Offsets of mappings are multiples of this (Windows: 64 KiB; some arm64 kernels: 64 KiB pages)."""
+"""Alignment of mapping offsets. Windows needs 64 KiB. Some arm64 kernels have 64 KiB pages."""
 _ZEROS = bytes(1 << 20)
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-"""What some file systems answer to ``posix_fallocate``."""
+"""Errors from file systems that do not support ``posix_fallocate``."""
 _REMEDIES = {
     errno.EMFILE: "ulimit -n 4096",
     errno.ENFILE: "ulimit -n 4096",
@@ -33,7 +34,7 @@ _REMEDIES = {
 
 
 def round_up(num_bytes: int, grain: int = GRAIN) -> int:
-    """The next multiple of ``grain``.
+    """Round up to a multiple of ``grain``.
 
     Example:
         >>> round_up(1, 64), round_up(64, 64)
@@ -44,20 +45,20 @@ def round_up(num_bytes: int, grain: int = GRAIN) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class FileHandle:
-    """How another process opens a :class:`SharedFile`: an inherited descriptor, or a path."""
+    """What another process needs to open a :class:`SharedFile`: an inherited fd or a path."""
 
     fd: int = -1
     path: str = ""
 
 
 class SharedFile:
-    """A growing file in memory. One process owns its size; any number map pieces of it.
+    """A growing file in memory. Its owner grows it, and any number of processes can map it.
 
-    Pairs with: :meth:`close`. Mappings stay valid after it, until their last view is gone.
+    Mappings stay valid after :meth:`close`, until their last view is gone.
     """
 
     is_private = False
-    """Does a fork copy the memory, so that the child never sees what is written later?"""
+    """True if a fork copies the memory, so that the child does not see later writes."""
 
     def __init__(self, fd: int, *, path: str = "", is_sparse: bool) -> None:
         self.fd = fd
@@ -71,7 +72,7 @@ class SharedFile:
 
     @classmethod
     def create(cls, *, allow_memfd: bool = True) -> SharedFile:
-        """Make an empty one: a memfd where the system has it, else a temporary file.
+        """Create an empty file: a memfd if available, otherwise a temporary file.
 
         Example:
             >>> file = SharedFile.create()
@@ -85,9 +86,9 @@ class SharedFile:
             try:
                 return cls(os.memfd_create("penstock", os.MFD_CLOEXEC), is_sparse=True)
             except OSError as error:  # an old kernel or a seccomp filter
-                if error.errno in _REMEDIES:  # a file would not do better
+                if error.errno in _REMEDIES:  # a temporary file would fail too
                     raise explained(error) from None
-                note = f"batches lie in a file in {_temporary_folder()}: no memfd here ({error})"
+                note = f"batches are stored in {_temporary_folder()}: no memfd ({error})"
         fd, path = tempfile.mkstemp(prefix="penstock-", dir=_temporary_folder())
         if hasattr(os, "O_TEMPORARY"):  # Windows: workers open it by name, see FileHandle
             os.close(fd)
@@ -99,23 +100,23 @@ class SharedFile:
 
     @classmethod
     def attach(cls, handle: FileHandle) -> SharedFile:
-        """Open in a worker what the parent created. Pairs with :meth:`handle`."""
+        """Open the parent's file in a worker, from the result of :meth:`handle`."""
         fd = _open_by_name(handle.path) if handle.path else handle.fd
         return cls(fd, is_sparse=False)
 
     def handle(self) -> FileHandle:
-        """What :meth:`attach` needs in the other process."""
+        """Return the argument for :meth:`attach` in a different process."""
         return FileHandle(path=self.path) if self.path else FileHandle(fd=self.fd)
 
     def grow(self, num_bytes: int) -> int:
-        """Add room at the end and return its offset. Only the owner calls this.
+        """Grow the file and return the offset of the new part. Only the owner calls this.
 
-        A file on disk is really allocated, so that a full disk is an ``OSError`` here and not a
-        SIGBUS in a worker.
+        Space on disk is allocated immediately, so that a full disk raises ``OSError`` here and does
+        not cause a SIGBUS in a worker.
         """
         offset, room = self.num_bytes, round_up(max(num_bytes, 1))
         try:
-            if self.is_sparse or not hasattr(os, "pwrite"):  # Windows allocates what it is told
+            if self.is_sparse or not hasattr(os, "pwrite"):  # Windows always allocates
                 os.ftruncate(self.fd, offset + room)
             else:
                 self._allocate(offset, room)
@@ -138,15 +139,15 @@ class SharedFile:
                 if written < min(len(_ZEROS), offset + room - first):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            os.ftruncate(self.fd, offset)  # what it did get is of no use
+            os.ftruncate(self.fd, offset)  # give back the partial allocation
             raise
 
     def append(self, content: Any, grain: int = 1) -> int:
-        """Write at the end, through the descriptor; returns where. Pairs with :meth:`settle`.
+        """Write at the end of the file and return the offset. Call :meth:`settle` when done.
 
         Args:
-            content: Anything with a contiguous buffer.
-            grain: It begins at a multiple of this.
+            content: Any object with a contiguous buffer.
+            grain: Alignment of the offset.
         """
         start = round_up(self.num_bytes, grain)
         for piece in (bytes(start - self.num_bytes), content):
@@ -162,15 +163,15 @@ class SharedFile:
         return start
 
     def settle(self) -> None:
-        """Round the size up after the last :meth:`append`, so that all of it can be mapped."""
+        """Round the size up after the last :meth:`append`, so that the whole file can be mapped."""
         self.num_bytes = round_up(max(self.num_bytes, 1))
         os.ftruncate(self.fd, self.num_bytes)
 
     def map(self, offset: int, num_bytes: int, *, private: bool = False) -> mmap.mmap:
-        """Map a piece; ``private`` gives copy-on-write pages of this process."""
+        """Map a part of the file. With ``private``, the pages are copy-on-write."""
         if private:
             return self._map(offset, num_bytes, mmap.ACCESS_COPY)
-        # Every mapping costs a descriptor (mmap keeps its own), so threads share theirs.
+        # Each mmap object holds its own descriptor, so threads share mappings.
         mapping = self._mappings.get((offset, num_bytes))
         if mapping is None:
             mapping = self._map(offset, num_bytes, mmap.ACCESS_WRITE)
@@ -178,7 +179,7 @@ class SharedFile:
         return mapping
 
     def map_readonly(self, num_bytes: int) -> mmap.mmap:
-        """Map the beginning read-only."""
+        """Map the first ``num_bytes`` read-only."""
         return self._map(0, num_bytes, mmap.ACCESS_READ)
 
     def _map(self, offset: int, num_bytes: int, access: int) -> mmap.mmap:
@@ -189,7 +190,7 @@ class SharedFile:
             raise explained(error) from None
 
     def close(self) -> None:
-        """Close the descriptor; the memory goes with the last mapping."""
+        """Close the descriptor. The memory is freed with the last mapping."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -200,7 +201,7 @@ class SharedFile:
 
 
 def explained(error: OSError) -> OSError:
-    """The same error, with what to do about it.
+    """Return the same error with a remedy added to its message.
 
     Example:
         >>> print(explained(OSError(errno.EMFILE, "Too many open files")))
@@ -208,7 +209,7 @@ def explained(error: OSError) -> OSError:
     """
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        why += f" in {_temporary_folder()}, where shared memory lies as there is no memfd here"
+        why += f" in {_temporary_folder()}, which holds shared memory because there is no memfd"
     remedy = _REMEDIES.get(error.errno or 0, "TMPDIR=/a/folder/with/room")
     return OSError(error.errno, f"{why}. Try: {remedy}")
 
@@ -219,19 +220,19 @@ def _temporary_folder() -> str:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"memory for batches needs memfd_create or a folder to write to, and there is neither: "
-            f"{error.strerror}. Try: TMPDIR=/a/folder/with/room",
+            f"cannot allocate memory for batches: there is no memfd_create and no writable "
+            f"temporary folder ({error.strerror}). Try: TMPDIR=/a/folder/with/room",
         ) from None
 
 
 def _open_by_name(path: str) -> int:
-    """A descriptor with which the file disappears once all others of it are closed, too."""
+    """Open ``path``. On Windows, the file is deleted when its last descriptor is closed."""
     flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_TEMPORARY", 0)
     return os.open(path, flags)
 
 
 class PrivateFile(SharedFile):
-    """The same interface over memory of this process alone: no descriptor, no file."""
+    """A SharedFile over private memory of this process, without a descriptor or file."""
 
     is_private = True
 
@@ -245,11 +246,11 @@ class PrivateFile(SharedFile):
 
     def map(self, offset: int, num_bytes: int, *, private: bool = False) -> mmap.mmap:
         size = round_up(max(num_bytes, 1), mmap.PAGESIZE)
-        if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, where nothing forks
+        if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no fork
             return mmap.mmap(-1, size)
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Pages of 2 MiB, which memory that processes share gets nowhere by default.
-            with suppress(OSError):  # a kernel without them
+            # 2 MiB pages. No system uses them by default for shared memory.
+            with suppress(OSError):  # not supported by the kernel
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         return mapping

@@ -1,4 +1,4 @@
-"""A list that all workers read from the same memory, however they are started."""
+"""SharedList: a read-only list in memory shared by all workers, with any start method."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ T = TypeVar("T")
 
 
 class SharedList(ReadOnlyCollection, Sequence[T]):
-    """A list that never changes, in flat memory that every worker process shares.
+    """An immutable list in flat memory shared by all worker processes.
 
-    A plain list of five million strings costs each worker a copy of its own: a forked one because
-    reading an object writes its reference count, any other because the list is sent to it. This
-    one is sent as a descriptor. It offers what a list offers for reading; slices are views, not
-    copies. Each read makes a new object, so changing an element that was read changes nothing here.
+    With a plain list of five million strings, each worker ends up with its own copy. In a forked
+    worker, reading an object writes its reference count and so copies the page. Any other worker
+    receives the list pickled. A SharedList is sent as a descriptor. It supports all read operations
+    of a list. Slices are views, not copies. Each read returns a new object, so modifying an element
+    after reading it does not change the list.
 
     Args:
-        items: Anything that can be iterated over, a generator too: the elements are never held as
-            Python objects all at once. ``str``, ``bytes``, ``int`` and ``float`` are stored as they
-            are; any other element must be one that pickle, or cloudpickle, takes.
+        items: Any iterable, such as a generator. The elements are never all held as Python objects
+            at the same time. ``str``, ``bytes``, ``int`` and ``float`` are stored directly. Other
+            elements must be picklable by pickle or cloudpickle.
 
     Example:
         >>> from penstock import SharedList
@@ -59,7 +60,7 @@ class SharedList(ReadOnlyCollection, Sequence[T]):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of shared memory all elements take, with what is needed to find them."""
+        """Size of all elements in shared memory, in bytes, including the index."""
         return self._column.map.num_bytes
 
     def __len__(self) -> int:
@@ -82,14 +83,14 @@ class SharedList(ReadOnlyCollection, Sequence[T]):
             raise
         except IndexError:
             if -len(self._places) <= operator.index(index) < len(self._places):
-                raise  # it came from unpickling the element
+                raise  # raised while unpickling the element
             raise IndexError("list index out of range") from None
 
     def __iter__(self) -> Iterator[T]:
         return map(self._read, self._places)
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
-        """The first place of ``value``, as ``list.index`` counts it."""
+        """Return the first position of ``value``, like ``list.index``."""
         for place in range(len(self))[start:stop]:
             item = self[place]
             if item is value or item == value:
@@ -97,7 +98,7 @@ class SharedList(ReadOnlyCollection, Sequence[T]):
         raise ValueError(f"{value!r} is not in list")
 
     def copy(self) -> list[T]:
-        """A plain list of this process alone."""
+        """Return a plain list with the same elements."""
         return list(self)
 
     def __eq__(self, other: object) -> bool:
@@ -123,7 +124,7 @@ class SharedList(ReadOnlyCollection, Sequence[T]):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_part = len(self._places) < self._column.map.count
         if is_part and context.get_spawning_popen() is None:
-            whole: SharedList[T] = SharedList(self)  # not the megabytes that the view leaves out
+            whole: SharedList[T] = SharedList(self)  # leaves out elements outside the view
             return _view, (whole._column, whole._places)
         return _view, (self._column, self._places)
 

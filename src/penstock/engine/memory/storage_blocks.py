@@ -1,11 +1,11 @@
-"""Tensors and storages of a payload: memory that they share is sent once, and shared again.
+"""Tensors and storages of a payload. Memory shared between tensors is sent once.
 
     worker: BlockCollector.reduce(tensor) for each one, then settle() -> blocks of memory, places
     parent: rebuilding(blocks, places) while the stream is unpickled -> tensors over the blocks
 
-PyTorch's workers move whole storages to shared memory and rebuild every tensor over them. Here a
-block is the part of a storage that the tensors of one payload use: ten rows of a large tensor send
-ten rows. Tensors keep their strides, and those that overlapped overlap again.
+PyTorch's workers move whole storages to shared memory and rebuild every tensor over them. Here, a
+block is the part of a storage that the tensors of one payload use. For ten rows of a large tensor,
+only ten rows are sent. Tensors keep their strides, and overlapping tensors still overlap.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from penstock.engine.memory.tensor_reducers import (
 )
 
 _GRAIN = 16
-"""Blocks begin at a multiple of this in their storage, so that views of any dtype fit."""
+"""Alignment of a block in its storage, so that it can be viewed as any dtype."""
 _MAX_SPREAD = 4
-"""A tensor that lies alone in more than this many times its own size is packed: the memory between
-its elements is not sent, and its strides are lost."""
+"""A tensor that spans more than this many times its own size is packed, if no other tensor shares
+the block. The memory between its elements is not sent, and its strides are lost."""
 
 
 class StorageBlock(NamedTuple):
-    """Memory of the worker that is sent."""
+    """A range of worker memory to send."""
 
     address: int
     num_bytes: int
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor begins: a block, and a number of bytes in it."""
+    """The position of a tensor: a block and a byte offset in it."""
 
     block: int
     start: int
@@ -61,9 +61,9 @@ class _Extent(NamedTuple):
 
 
 class BlockCollector:
-    """Takes the tensors and storages of one payload while it is pickled, and keeps them alive.
+    """Collects the tensors and storages of one payload during pickling and keeps them alive.
 
-    Called from: the worker, one for each payload.
+    Used in the worker, one per payload.
     """
 
     kinds = (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)
@@ -76,7 +76,7 @@ class BlockCollector:
         self._extents.clear()
 
     def reduce(self, obj: Any) -> Any:
-        """How it is pickled; None where only its own pickling understands it."""
+        """Reduce a tensor or storage. Return None if only its own reducer can pickle it."""
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
         if isinstance(obj, torch.UntypedStorage):
@@ -116,7 +116,7 @@ class BlockCollector:
         return len(self._extents) - 1
 
     def settle(self) -> tuple[list[StorageBlock], tuple[TensorPlace, ...]]:
-        """The blocks to send, and the place of each tensor in them."""
+        """Return the blocks to send, and the place of each tensor in them."""
         blocks: list[StorageBlock] = []
         places: dict[int, TensorPlace] = {}
         for group in self._groups():
@@ -131,7 +131,7 @@ class BlockCollector:
         return blocks, tuple(places[number] for number in range(len(places)))
 
     def _groups(self) -> Iterator[list[int]]:
-        """Numbers of extents that overlap or touch, sorted by their start."""
+        """Yield groups of overlapping or adjacent extents, as numbers sorted by start."""
         extents = self._extents
         numbers = sorted(range(len(extents)), key=lambda one: extents[one][:2])
         for _, members in groupby(numbers, key=lambda one: extents[one].storage):
@@ -146,7 +146,7 @@ class BlockCollector:
             yield group
 
     def _pack(self, extent: _Extent, block: StorageBlock) -> StorageBlock | None:
-        """The elements alone, where they lie far apart and nothing else shares their memory."""
+        """Copy the elements to a compact block. Return None if they are already close together."""
         if not isinstance(extent.owner, torch.Tensor):
             return None
         num_bytes = extent.owner.numel() * extent.owner.element_size()
@@ -160,7 +160,7 @@ class BlockCollector:
 
 
 class _Rebuilding(threading.local):
-    """The blocks and places of the payload that this thread unpickles."""
+    """The blocks and places of the payload that this thread is unpickling."""
 
     blocks: Sequence[Any] = ()
     places: Sequence[TensorPlace] = ()
@@ -172,7 +172,7 @@ _present = _Rebuilding()
 
 @contextmanager
 def rebuilding(blocks: Sequence[Any], places: Sequence[TensorPlace]) -> Iterator[None]:
-    """While this lasts, tensors that are unpickled lie in ``blocks``: writable buffers."""
+    """Within this context, unpickled tensors are views of ``blocks``, which are writable."""
     outer = dict(vars(_present))
     _present.blocks, _present.places, _present.storages = blocks, places, {}
     try:
@@ -207,13 +207,13 @@ def _tensor(
     place, storage = _present.places[number], _storage(number)
     tensor = torch.empty(0, dtype=dtype, device="cpu")
     if place.is_packed:
-        tensor = tensor.set_(storage).view(shape)  # the block is this tensor
+        tensor = tensor.set_(storage).view(shape)  # the block holds only this tensor
     else:
         tensor.set_(storage, place.start // tensor.element_size(), shape, strides)
     return finish_tensor(tensor, kind, state)
 
 
 def _typed_storage(untyped: Any, dtype: torch.dtype) -> Any:
-    # Without the warning that such storages are to be removed; torch 1.13 has none.
+    # Suppress the deprecation warning of typed storages. torch 1.13 does not have it.
     quiet: Any = {"_internal": True} if hasattr(torch.Tensor, "untyped_storage") else {}
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, **quiet)  # type: ignore[no-untyped-call]

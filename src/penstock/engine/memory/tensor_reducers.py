@@ -1,7 +1,7 @@
-"""Reducers for tensors: plain ones as their bytes, special ones as a plain one and the rest.
+"""Reducers for tensors: plain tensors as bytes, special ones as a plain tensor plus attributes.
 
-A lazily conjugated or negated tensor has the bytes of its base and a bit, which torch 1.13 and
-torch's own workers lose. Here the base is pickled, and the bit is set again.
+A lazily conjugated or negated tensor has the bytes of its base plus a flag bit. torch 1.13 and
+torch's own workers lose that bit. Here the base is pickled, and the bit is restored.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from penstock.engine.memory.batch_layout import is_plain_tensor
 
 
 def reduce_tensor(tensor: Any) -> Any:
-    """How a CPU tensor is pickled: dtype, shape, and its bytes as a buffer.
+    """Reduce a CPU tensor to its dtype, its shape, and its bytes as a buffer.
 
-    Returns None for tensors that only their own pickling understands.
+    Returns None for tensors that only their own reducers can pickle.
     """
     if has_own_pickling(tensor):
         return None
@@ -26,7 +26,7 @@ def reduce_tensor(tensor: Any) -> Any:
     kind = None if type(tensor) is torch.Tensor else type(tensor)
     state = dict(vars(tensor)) or None
     plain = tensor.detach().as_subclass(torch.Tensor)
-    # As it lies in memory: channels_last and permuted tensors keep their strides.
+    # In memory order, so that channels_last and permuted tensors keep their strides.
     order = sorted(range(plain.dim()), key=plain.stride, reverse=True)
     lying = plain.permute(order)
     if not lying.is_contiguous():
@@ -49,7 +49,7 @@ def _tensor_from(
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
     else:
         if isinstance(raw, bytes):
-            raw = bytearray(raw)  # in the stream after all: torch wants writable memory
+            raw = bytearray(raw)  # stored in the stream: torch needs writable memory
         tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape)
     if order != tuple(range(len(order))):
         tensor = tensor.permute([order.index(dim) for dim in range(len(order))])
@@ -66,7 +66,7 @@ def finish_tensor(tensor: Any, kind: Any, state: dict[str, Any] | None) -> Any:
 
 
 def has_own_pickling(tensor: Any) -> bool:
-    """Is it of a class that says itself how it is pickled, or that has no memory of its own?"""
+    """Return True if the class defines its own pickling or may have no memory of its own."""
     kind: Any = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return False
@@ -78,9 +78,9 @@ def has_own_pickling(tensor: Any) -> bool:
 
 
 def reduce_special(tensor: Any) -> Any:
-    """A tensor that is a plain one and something more. None: only torch understands it.
+    """Reduce a tensor to plain tensors plus attributes. Return None if only torch can pickle it.
 
-    The plain tensor shares the memory of ``tensor``, and is pickled by the same pickler.
+    The plain tensors share the memory of ``tensor`` and are pickled by the same pickler.
     """
     if type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.requires_grad:
         if tensor.is_mkldnn:
@@ -110,12 +110,12 @@ def reduce_special(tensor: Any) -> Any:
 
 
 def reduce_subclass(tensor: Any) -> Any:
-    """A tensor of the user's own class: a tensor of torch's, the class, and its attributes."""
+    """Reduce a tensor of a user's subclass to a plain tensor, the class and its attributes."""
     plain = tensor.as_subclass(torch.Tensor)
     return finish_tensor, (plain, type(tensor), dict(vars(tensor)) or None)
 
 
-# torch keeps a reference to every sparse tensor that its own functions rebuild.
+# torch's own rebuild functions keep a reference to every sparse tensor, so they are not used.
 _BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices"), ("ccol_indices", "row_indices")
 _COMPRESSED = {
     torch.sparse_csr: _BY_ROWS,
@@ -125,7 +125,7 @@ _COMPRESSED = {
 }
 
 _UNCHECKED: Any = {"check_invariants": False} if hasattr(torch.Tensor, "untyped_storage") else {}
-"""torch 1.13 checks always."""
+"""torch 1.13 always checks."""
 
 
 def _sparse_coo(indices: Any, values: Any, shape: tuple[int, ...], is_coalesced: bool) -> Any:

@@ -1,15 +1,16 @@
-"""Windows only: handles for child processes. No other module of the engine asks for the system.
+"""Windows only: handles for child processes.
 
-Everything else follows from what is missing there (``fork``, ``poll``, ``memfd_create``, signal
-masks) and is tested on Linux with those taken away:
-``tests/integration/engine/test_without_posix.py``. These lines run on Windows alone, in the hosted
-CI's Windows leg:
+This is the only module of the engine that checks the platform. All other differences follow from
+missing features (``fork``, ``poll``, ``memfd_create``, signal masks). They are tested on Linux with
+those features removed: tests/integration/engine/test_without_posix.py. This module runs only on Windows,
+in the Windows job of the hosted CI.
 
-- a child inherits the handles that are named, and no Ctrl-C of the console;
-- the end of a pipe is a handle, which multiprocessing wraps in a class of its own.
+- A child inherits only the listed handles, and does not receive Ctrl-C from the console.
+- The end of a pipe is a handle, which multiprocessing wraps in its own class.
 
-Descriptors of multiprocessing's locks and queues are not sent to workers there (a handle would
-have to be duplicated into each process); the dataset that holds one is refused by name.
+On Windows, multiprocessing locks and queues are not sent to workers, because each handle would have
+to be duplicated into each process. A dataset that holds one is rejected with an error that names
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ assert sys.platform == "win32"
 
 
 def inheriting(handles: tuple[int, ...]) -> dict[str, Any]:
-    """How subprocess.Popen starts a child that has ``handles``."""
+    """Return the subprocess.Popen arguments for a child that inherits ``handles``."""
     for handle in handles:
         os.set_handle_inheritable(handle, True)
     return {
@@ -33,7 +34,7 @@ def inheriting(handles: tuple[int, ...]) -> dict[str, Any]:
 
 
 def connect(handle: int) -> Any:
-    """The worker's end of the pipe."""
+    """Return the worker's end of the pipe."""
     from multiprocessing import connection
 
     return connection.PipeConnection(handle)

@@ -280,7 +280,7 @@ def test_the_error_counts_what_the_user_keeps() -> None:
     ring = make_small_ring([])
     ring.fit(NUM_BYTES)
     kept = [lend_tensor(ring), lend_tensor(ring)]
-    with pytest.raises(OSError, match="beside 2 that you keep"):
+    with pytest.raises(OSError, match="batches your code holds: 2"):
         ring.take()
     del kept
     gc.collect()
