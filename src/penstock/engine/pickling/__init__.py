@@ -1,1 +1,1 @@
-"""Pickles the user's objects for the workers, and exceptions for the way back."""
+"""Pickling of user objects for the workers, and of exceptions for the parent."""

@@ -1,6 +1,6 @@
-"""Has cloudpickle take modules by value that a worker cannot import.
+"""Registers modules that workers cannot import, so that cloudpickle pickles them by value.
 
-Plugin loaders, config systems and ``runpy`` execute a file under a name that no import finds.
+Plugin loaders, config systems and ``runpy`` execute files under names that cannot be imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KNOWN = (
 
 
 class ByValueModules:
-    """Registers modules with cloudpickle; they are unregistered when it is left."""
+    """Registers modules with cloudpickle. A context manager that unregisters them on exit."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -31,17 +31,17 @@ class ByValueModules:
                 cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
     def check(self, name: str) -> None:
-        """Before anything of the module is written."""
+        """Register the module if needed. Called before any of its objects is pickled."""
         module = sys.modules.get(name)
         if module is None or name.partition(".")[0] in _KNOWN or _is_found(name, module):
             return
-        if name not in cloudpickle.list_registry_pickle_by_value():  # else the user registered it
+        if name not in cloudpickle.list_registry_pickle_by_value():  # not registered by the user
             cloudpickle.register_pickle_by_value(module)
             self.names.add(name)
 
 
 def _is_found(name: str, module: Any) -> bool:
-    """Would an import find this very file? What is no Python source has to be found."""
+    """Return True if an import finds this file. Anything but Python source counts as found."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py"):
         return True
@@ -50,7 +50,7 @@ def _is_found(name: str, module: Any) -> bool:
 
 
 def _spec_of(name: str) -> Any:
-    """What an import in another process would find, the packages around it included."""
+    """Return the spec that an import in a new process would find, or None."""
     path = None
     parent = name.rpartition(".")[0]
     if parent:

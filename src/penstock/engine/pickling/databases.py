@@ -1,7 +1,8 @@
-"""Opens HDF5 files, LMDB environments and SQLite connections again in a worker.
+"""Reopens HDF5 files, LMDB environments and SQLite connections in a worker.
 
-Each by its path, for reading only, with the options that it can tell. The parent's handle stays as
-it is. Nothing here imports a library in the parent: the handle's own module is loaded already.
+Each is reopened by its path, read-only, with all options that can be read from the handle. The
+parent's handle is not changed. No library is imported in the parent, because the module of the
+handle is already loaded.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from typing import Any
 
 _HDF5_DRIVERS = ("sec2", "stdio", "core", "windows")
 _LMDB_MAX_DBS = 128
-"""An environment does not tell how many named databases it allows; this many cost nothing."""
+"""An environment does not expose its limit on named databases. This many cost nothing."""
 
 
 # -- HDF5 ------------------------------------------------------------------------------------------
 
 
 class Hdf5Reducer:
-    """Reduces the HDF5 handles of one pickle: a worker opens each file once."""
+    """Reduces the HDF5 handles of one pickle. A worker opens each file only once."""
 
     def __init__(self) -> None:
         self._files: dict[int, Any] = {}
-        """By their identifier in the library: ``dataset.file`` makes a new Python object each
-        time, and all of them are one file."""
+        """Files by their id in the HDF5 library. ``dataset.file`` returns a new Python object for
+        the same file each time."""
 
     def reduce(self, obj: Any) -> tuple[Any, ...]:
-        """A file by its path; a group or dataset by its name in the file."""
+        """Reduce a file to its path, and a group or dataset to its file and name."""
         if not obj:
-            raise TypeError("an HDF5 handle that is closed")
+            raise TypeError("the HDF5 handle is closed")
         is_file = isinstance(obj, sys.modules["h5py"].File)
         file = self._files.setdefault(obj.file.id.id, obj if is_file else obj.file)
         if obj is file:
@@ -39,7 +40,7 @@ class Hdf5Reducer:
         if is_file:
             return _same, (file,)
         if obj.name is None:
-            raise TypeError(f"an HDF5 {type(obj).__name__.lower()} without a name in its file")
+            raise TypeError(f"the HDF5 {type(obj).__name__.lower()} has no name in its file")
         return operator.getitem, (file, obj.name)
 
 
@@ -57,13 +58,13 @@ def _describe_hdf5(file: Any) -> tuple[str, dict[str, Any]]:
     path = os.path.abspath(os.fsdecode(file.filename))
     if file.mode != "r":
         raise TypeError(
-            f"an HDF5 file that is open for writing ({path}, mode {file.mode!r}): what is not "
-            "saved yet would be missing. Close it and open it with h5py.File(path, 'r')"
+            f"the HDF5 file is open for writing ({path}, mode {file.mode!r}), and unsaved changes "
+            "would be missing. Close it and open it with h5py.File(path, 'r')"
         )
     if file.driver not in _HDF5_DRIVERS:
-        raise TypeError(f"an HDF5 file of driver {file.driver!r} ({path}), which has no path")
+        raise TypeError(f"the HDF5 driver {file.driver!r} does not use a path ({path})")
     if not os.path.isfile(path):
-        raise TypeError(f"an HDF5 file that is no longer at {path}")
+        raise TypeError(f"the HDF5 file does not exist anymore ({path})")
     access = file.id.get_access_plist()
     _, slots, num_bytes, preemption = access.get_cache()
     options = {
@@ -85,16 +86,18 @@ def _describe_hdf5(file: Any) -> tuple[str, dict[str, Any]]:
 
 
 def reduce_lmdb(environment: Any) -> tuple[Any, ...]:
-    """By its path and flags. One process can open a path once only, and pickle's memo sees to it
-    that an environment which several objects hold is opened once.
+    """Reduce an environment to its path and flags.
+
+    A process can open a path only once. Pickle's memo ensures that an environment held by several
+    objects is opened once.
     """
     try:
         path, flags, info = environment.path(), environment.flags(), environment.info()
-    except Exception as error:  # lmdb.Error, of a module that we do not import
-        raise TypeError(f"an LMDB environment that is closed ({error})") from error
+    except Exception as error:  # lmdb.Error, but lmdb is not imported here
+        raise TypeError(f"the LMDB environment is closed ({error})") from error
     if not flags["readonly"]:
         raise TypeError(
-            f"an LMDB environment that is open for writing ({path}). Open it with "
+            f"the LMDB environment is open for writing ({path}). Open it with "
             "lmdb.open(path, readonly=True)"
         )
     options = {name: flags[name] for name in ("subdir", "lock", "readahead") if name in flags}
@@ -112,24 +115,24 @@ def _reopen_lmdb(path: str, options: dict[str, Any]) -> Any:
 
 
 def reduce_sqlite(connection: Any, notes: list[str]) -> tuple[Any, ...]:
-    """By the path of its database, read-only."""
+    """Reduce a connection to the path of its database, to be opened read-only."""
     if connection.in_transaction:
-        raise TypeError("a SQLite connection with changes that are not committed")
+        raise TypeError("the SQLite connection has uncommitted changes")
     cursor = connection.cursor()
-    cursor.row_factory = None  # the user's may give anything
+    cursor.row_factory = None  # the user's factory may return anything
     rows = cursor.execute("PRAGMA database_list").fetchall()
     found = {os.fsdecode(name): os.fsdecode(file) for _, name, file in rows}
     extra = sorted(found.keys() - {"main", "temp"})
     if extra:
-        raise TypeError(f"a SQLite connection with attached databases ({', '.join(extra)})")
+        raise TypeError(f"the SQLite connection has attached databases ({', '.join(extra)})")
     path = found["main"]
     if not path:
-        raise TypeError("a SQLite connection to a database in memory (':memory:')")
+        raise TypeError("the SQLite database is in memory (':memory:')")
     if not os.path.isfile(path):
-        raise TypeError(f"a SQLite connection whose file is no longer at {path}")
+        raise TypeError(f"the SQLite database does not exist anymore ({path})")
     notes.append(
-        f"the SQLite connection to {path} is opened again in each worker, read-only; functions, "
-        "converters (detect_types) and temporary tables do not come along"
+        f"the SQLite connection to {path} is reopened read-only in each worker, without its "
+        "functions, converters (detect_types) and temporary tables"
     )
     factories = (connection.row_factory, connection.text_factory)
     return _reopen_sqlite, (path, connection.isolation_level, *factories)

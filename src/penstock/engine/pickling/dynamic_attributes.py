@@ -1,13 +1,13 @@
-"""Pickles objects whose class computes attributes, without asking them for any.
+"""Pickles objects whose class computes attributes, without calling ``__getattr__`` on them.
 
     class Wrapper:
         def __getattr__(self, name):
             return getattr(self.dataset, name)
 
-pickle restores the state of an object by ``instance.__setstate__``. The instance is still empty
-then, so this ``__getattr__`` asks for ``self.dataset``, which asks for ``__getattr__``, and so on.
-One that answers every name swallows the state. Here the hooks of pickle are looked up on the class
-alone, as the interpreter does for all other special methods.
+pickle looks up ``instance.__setstate__`` to restore the state of an object. At that point the
+instance is empty, so this ``__getattr__`` reads ``self.dataset``, which calls ``__getattr__`` again
+without end. A ``__getattr__`` that returns a value for every name loses the state. Here, the hooks
+of pickle are looked up only on the class, as the interpreter does for other special methods.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POINTER_BYTES = struct.calcsize("P")
 
 
 def computes_attributes(cls: type) -> bool:
-    """Does the class define ``__getattr__`` or ``__getattribute__`` in Python?"""
+    """Return True if the class defines ``__getattr__`` or ``__getattribute__`` in Python."""
     if issubclass(cls, type):
         return False
     own = class_attribute(cls, "__getattribute__")
@@ -33,10 +33,10 @@ def computes_attributes(cls: type) -> bool:
 
 
 def reduce_by_class(obj: Any) -> Any:
-    """How to make such an object again, as pickle takes it; None: pickle's own way, which refuses.
+    """Return a reduce value for the object. None means that pickle's default must reject it.
 
     Raises:
-        Whatever the pickling methods of the class raise.
+        Exception: Any exception of the class's own pickling methods.
     """
     cls = type(obj)
     own_method = _reduce_method(obj)
@@ -55,7 +55,7 @@ def reduce_by_class(obj: Any) -> Any:
 
 
 def _bound(obj: Any, name: str) -> Callable[..., Any] | None:
-    """A method of the object's class, bound to it; None where the class has none."""
+    """Return a method of the object's class, bound to the object, or None."""
     found = class_attribute(type(obj), name)
     if found is None:
         return None
@@ -66,17 +66,17 @@ def _bound(obj: Any, name: str) -> Callable[..., Any] | None:
 
 
 def _reduce_method(obj: Any) -> Callable[[], Any] | None:
-    """The class's own ``__reduce_ex__`` or ``__reduce__``, ready to be called."""
+    """Return the class's own ``__reduce_ex__`` or ``__reduce__`` as a callable, or None."""
     reduce_ex = _bound(obj, "__reduce_ex__")
     return _bound(obj, "__reduce__") if reduce_ex is None else lambda: reduce_ex(5)
 
 
 def _with_setter(reduced: Any) -> Any:
-    """The result of a class's own method, with our way of restoring its state."""
+    """Add :func:`_set_state` to the reduce value of a class's own method."""
     if not isinstance(reduced, tuple):
         return reduced
     if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # pickle compares its class with obj.__class__, which a wrapper may hand on as well.
+        # pickle compares cls with obj.__class__, which a wrapper may forward too.
         cls, *arguments = reduced[1]
         reduced = (_new_instance, (cls, tuple(arguments), {}), *reduced[2:])
     padded = (*reduced, *(None,) * (6 - len(reduced)))
@@ -94,7 +94,7 @@ def _new_arguments(obj: Any) -> tuple[Any, Any] | None:
 
 
 def _has_hidden_state(cls: type) -> bool:
-    """Has a compiled base class memory that no attribute shows? pickle's own test."""
+    """Return True if a compiled base class has state outside attributes. pickle's own test."""
     num_bytes = object.__basicsize__
     num_bytes += _POINTER_BYTES * ((cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0))
     for base in cls.__mro__:
@@ -121,7 +121,7 @@ def _new_instance(cls: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
 
 
 def _set_state(obj: Any, state: Any) -> None:
-    """Restore a state as pickle does, except that ``__setstate__`` is the class's own."""
+    """Restore the state like pickle, but look up ``__setstate__`` on the class."""
     set_state = _bound(obj, "__setstate__")
     if set_state is not None:
         set_state(state)

@@ -1,9 +1,9 @@
-"""The parent's environment variables, folder, import path and torch settings, for a worker.
+"""Copies the parent's environment variables, folder, import path and torch settings to a worker.
 
     parent: describe_environment() -> plain values --> worker: apply_environment(environment)
 
-The fork server may be older than the loader, so each worker is given the parent's present
-environment rather than what the fork server started with.
+The fork server may have started before the loader was created. Each worker therefore receives the
+parent's current environment instead of the fork server's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from contextlib import suppress
 from typing import Any
 
 THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Set to 1 while a worker imports its libraries: one thread each, so that a fork server may
-fork."""
+"""Set to 1 while a worker imports its libraries. With one thread each, the fork server can fork."""
 
 
 def describe_environment() -> dict[str, Any]:
-    """The parent's environment as they are now. Called from: the parent."""
+    """Return the current environment. Called by the parent."""
     torch = sys.modules.get("torch")
     return {
         "environ": dict(os.environ),
@@ -43,21 +42,21 @@ def _folder() -> str | None:
     try:
         return os.getcwd()
     except OSError:
-        return None  # the folder was deleted under us; the worker stays where it is
+        return None  # the folder was deleted; the worker keeps its own
 
 
 def import_path() -> list[str]:
-    """sys.path as another process can use it: the empty entry is the present folder."""
+    """Return sys.path for use in a different process, with empty entries made absolute."""
     folder = _folder() or ""
     return [entry or folder for entry in sys.path]
 
 
 def apply_environment(environment: dict[str, Any]) -> None:
-    """Make this process look like the parent. Called from: a worker, before it unpickles."""
+    """Apply the parent's environment. Called by a worker before it unpickles its objects."""
     os.environ.clear()
     os.environ.update(environment["environ"])
     if environment["folder"]:
-        with suppress(OSError):  # gone meanwhile: the user's relative paths fail, by name
+        with suppress(OSError):  # deleted since: the user's relative paths fail with their names
             os.chdir(environment["folder"])
     sys.path[:] = environment["path"]
     sys.argv[:] = environment["argv"]

@@ -1,4 +1,4 @@
-"""Finds the attribute of an object that cannot be pickled, and writes the error that names it."""
+"""Finds the attribute that cannot be pickled and creates the error that names it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from penstock.user_objects import own_attributes
 
 _MAX_DEPTH = 12
 _LIKELY_FORK_CONTEXT = (
-    "semaphores of the fork context have no name that another process could open; "
-    "workers here are never forked from your process."
+    "semaphores of the fork context have no name that a different process can open, "
+    "and workers are not forked from your process"
 )
 
 
 def explain(
     objects: dict[str, Any], error: BaseException, dump: Callable[[Any], None]
 ) -> CannotTravel:
-    """The error to raise for ``objects``, which could not be pickled because of ``error``.
+    """Return the error to raise for ``objects``, which failed to pickle with ``error``.
 
     Args:
-        dump: Pickles one object, and raises where that fails.
+        dump: Pickles one object. Raises on failure.
     """
     for name, value in objects.items():
         reason = _failure(value, dump)
@@ -42,7 +42,7 @@ def explain(
             remedy=_remedy(own_path, part if is_own else None, str(reason)),
             path=path,
         )
-    return CannotTravel(f"the dataset could not be serialised: {error}", path="dataset")
+    return CannotTravel(f"the dataset could not be pickled: {error}", path="dataset")
 
 
 def _failure(value: Any, dump: Callable[[Any], None]) -> BaseException | None:
@@ -56,9 +56,9 @@ def _failure(value: Any, dump: Callable[[Any], None]) -> BaseException | None:
 def _descend(
     path: str, value: Any, reason: BaseException, dump: Callable[[Any], None]
 ) -> tuple[str, Any, BaseException, str]:
-    """Path, value and reason of the part at fault, and the path of what the user has of it.
+    """Return the path, value and error of the failing part, and the path of the user's object.
 
-    The latter ends where objects of a library begin: a session, not the socket deep inside it.
+    The user's path stops at the first library object. It names a session, not the socket inside it.
     """
     seen = {id(value)}
     own_path, is_own = path, True
@@ -79,7 +79,7 @@ def _descend(
 
 
 def _is_of_library(kind: type) -> bool:
-    """Is the class an installed library's? Containers and functions are nobody's."""
+    """Return True for classes of libraries, but not for built-in containers and functions."""
     name = kind.__module__
     if name in ("builtins", "functools", "collections", "types"):
         return False
@@ -92,7 +92,7 @@ def _is_of_library(kind: type) -> bool:
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     kind = type(value)
     if kind.__module__.startswith("multiprocessing") or is_handle(value):
-        return  # a lock, queue or open file is at fault as such, not some inner part of it
+        return  # report the lock, queue or open file itself, not a part of it
     if is_suspect(kind) and why_bound(value):
         return
     if issubclass(kind, dict):
@@ -108,17 +108,17 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if issubclass(kind, type):
         return
     yield from ((f".{name}", item) for name, item in own_attributes(value).items())
-    if kind.__module__ == "__main__":  # its class is pickled, too, with its methods
+    if kind.__module__ == "__main__":  # its class is pickled too, with its methods
         methods = vars(kind).items()
         yield from ((f".{name}", one) for name, one in methods if type(one) is FunctionType)
 
 
 def _captured(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function takes along: closure, defaults, and globals where it is pickled by value."""
+    """Yield what is pickled with a function: closure, defaults, and globals if by value."""
     code = function.__code__
     closure = getattr(function, "__closure__", None) or ()
     for name, cell in zip(code.co_freevars, closure, strict=False):
-        with suppress(ValueError):  # a cell that was never filled
+        with suppress(ValueError):  # an empty cell
             yield f".<closure {name}>", cell.cell_contents
     for parameter in inspect.signature(function, follow_wrapped=False).parameters.values():
         if parameter.default is not inspect.Parameter.empty:
@@ -141,16 +141,16 @@ def _remedy(path: str, part: Any, reason: str) -> str:
             "or DataLoader(..., multiprocessing_context='fork')"
         )
     if "tensor on" in reason:
-        return f"{path}.cpu() before the loader is made; move batches to the device in the loop"
+        return f"{path}.cpu() before you create the loader; move batches to the device in the loop"
     if "end of a pipe" in reason:
-        return f"a queue of multiprocessing.get_context('spawn') in the place of {path}"
+        return f"a queue of multiprocessing.get_context('spawn') instead of {path}"
     if isinstance(part, GeneratorType):
         return (
-            f"a class whose __iter__ makes the generator, in the place of {path}: it can be "
-            "started anew in each worker and epoch. DataLoader(..., pool='thread') needs no travel."
+            f"a class whose __iter__ creates the generator, instead of {path}, so that each worker "
+            "and epoch starts a new one. DataLoader(..., pool='thread') needs no pickling."
         )
     return (
-        f"open it on first use in the worker: keep {path} = None in __init__ and fill it in "
-        "__getitem__, or leave it out in __getstate__. DataLoader(..., pool='thread') needs no "
-        "travel."
+        f"create it on first use in the worker: keep {path} = None in __init__ and set it in "
+        "__getitem__, or exclude it in __getstate__. DataLoader(..., pool='thread') needs no "
+        "pickling."
     )

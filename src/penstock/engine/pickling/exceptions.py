@@ -1,12 +1,12 @@
-"""Sends an exception of a worker to the parent, which raises it again with its own type.
+"""Sends an exception from a worker to the parent, which raises it with its original type.
 
     worker: describe(error) -- plain values, always picklable --> parent: rebuild(report)
 
-PyTorch re-creates the exception from a message, which loses the type of any class whose
-constructor wants more than one argument, and hangs when the exception cannot be pickled. Here the
-report carries several ways to rebuild it, from best to plainest, and the parent takes the first
-that works. The rebuilt exception is an instance of the original class, keeps its ``args`` and
-attributes, knows ``sample_index`` and ``worker_id``, and reads as PyTorch's message does.
+PyTorch rebuilds the exception from its message. That loses the type of any class whose constructor
+takes more than one argument, and hangs if the exception cannot be pickled. Here, the report
+contains several forms of the exception, from the most complete to the simplest, and the parent uses
+the first that works. The rebuilt exception is an instance of the original class. It keeps ``args``
+and attributes, has ``sample_index`` and ``worker_id``, and its message has PyTorch's format.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.errors import PenstockError
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
-    """What a worker says about an exception; holds bytes and text only."""
+    """A worker's report of an exception. Contains only bytes, text and numbers."""
 
     kind: str
     trace: str
@@ -38,7 +38,7 @@ class ErrorReport:
     index: bytes | None = None
     ours: bytes | None = None
     forms: tuple[bytes | None, ...] = ()
-    """What it is rebuilt from, best first: see :func:`_forms_of`."""
+    """Pickled forms of the exception, best first. See :func:`_forms_of`."""
 
 
 class WorkerTraceback(Exception):
@@ -53,11 +53,11 @@ class WorkerTraceback(Exception):
 
 
 def describe(error: BaseException, *, worker: int, where: str, index: Any = None) -> ErrorReport:
-    """Turn an exception into a report that can always be sent. Called from: the worker."""
+    """Convert an exception to a report that can always be sent. Called by the worker."""
     trace = "".join(traceback.format_exception(type(error), error, _own_frames_cut(error)))
     trace += _advice_on(error)
     own = getattr(error, "sample_index", None)
-    if isinstance(own, int):  # raised while one item of ours loads many samples
+    if isinstance(own, int):  # raised while one Penstock item loads many samples
         index = own
     return ErrorReport(
         kind=type(error).__name__,
@@ -71,7 +71,7 @@ def describe(error: BaseException, *, worker: int, where: str, index: Any = None
 
 
 def rebuild(report: ErrorReport) -> BaseException:
-    """The exception to raise in the parent. Called from: the parent, when its batch is due."""
+    """Return the exception to raise. Called by the parent when the batch is due."""
     ours: PenstockError | None = _load(report.ours)
     if ours is not None:
         ours.__cause__ = WorkerTraceback(report.trace)
@@ -91,7 +91,7 @@ def _name(index: Any) -> str:
 
 
 def _forms_of(error: BaseException) -> tuple[bytes | None, ...]:
-    """Class, arguments and state; without its own state; with its text as the only argument."""
+    """Return three pickled forms: complete, without instance attributes, and with text only."""
     kind, native, own = type(error), _native_state(error), _own_state(error)
     return (
         _dump((kind, error.args, native, own)),
@@ -106,16 +106,16 @@ def _first_that_works(
     for packed in forms:
         content = _load(packed)
         if content is None or not issubclass(content[0], Exception):
-            continue  # SystemExit and its like are not ours to raise in the user's program
+            continue  # do not raise SystemExit and similar in the user's program
         with suppress(Exception):
             return make(*content)
     return None
 
 
 def _reduce_error(error: Any) -> Any:
-    """How an exception inside another one is pickled: as several forms, like the outer one.
+    """Reduce a nested exception to several forms, like the outer one.
 
-    None for other objects, and for our own errors, which pickle themselves.
+    Returns None for other objects and for Penstock errors, which have their own pickling.
     """
     if not isinstance(error, BaseException) or isinstance(error, PenstockError):
         return None
@@ -133,7 +133,7 @@ def _with_message(
     native: dict[str, Any],
     own: dict[str, Any],
 ) -> Exception:
-    """An instance of ``kind`` that keeps its arguments but whose text is ``message``."""
+    """Create an instance of ``kind`` with its arguments but with ``message`` as its text."""
     namespace = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -142,9 +142,9 @@ def _with_message(
     }
     try:
         return _plain(type(kind.__name__, (kind,), namespace), args, native, own)
-    except Exception:  # a class that forbids subclasses, or wants arguments for them
+    except Exception:  # the class forbids subclasses or needs class arguments
         error = _plain(kind, args, native, own)
-        if hasattr(error, "add_note"):  # from Python 3.11 on
+        if hasattr(error, "add_note"):  # Python 3.11 and later
             error.add_note(message)
         return error
 
@@ -154,7 +154,7 @@ def _plain(
 ) -> Exception:
     try:
         error = kind.__new__(kind, *args)
-    except Exception:  # its own __new__ wants something else
+    except Exception:  # its own __new__ has different arguments
         native_kind: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
         error = native_kind.__new__(kind, *args)
     error.args = args
@@ -166,7 +166,7 @@ def _plain(
 
 
 def _native_state(error: BaseException) -> dict[str, Any]:
-    """What built-in exceptions keep outside ``args``: a file name, an encoding, a missing name."""
+    """Return fields of built-in exceptions outside ``args``, such as a file name or encoding."""
     state = {}
     for base in type(error).__mro__:
         if base.__module__ != "builtins" or base is BaseException:
@@ -181,7 +181,7 @@ def _native_state(error: BaseException) -> dict[str, Any]:
 
 
 def _own_frames_cut(error: BaseException) -> Any:
-    """The traceback from the user's first frame on; ours say nothing to the user."""
+    """Return the traceback from the first user frame on, without Penstock's frames."""
     trace = error.__traceback__
     while trace is not None and "penstock" in trace.tb_frame.f_globals.get("__name__", ""):
         trace = trace.tb_next
@@ -193,22 +193,22 @@ def _own_state(error: BaseException) -> dict[str, Any]:
 
 
 def _advice_on(error: BaseException) -> str:
-    """A pool that user code starts in a worker sends functions by name, ours sends them whole."""
+    """Return advice if a process pool in user code cannot pickle a function of the script."""
     if isinstance(error, pickle.PicklingError) and "__main__" in safe_text(error):
         return (
-            "  Likely: a process pool inside a worker sends what stands in the script by its name, "
-            "and the script is not run in workers.\n"
+            "  Likely: a process pool inside a worker pickles functions of the script by name, and "
+            "workers do not run the script.\n"
             "  Try: put the function in a module and import it from there.\n"
         )
     return ""
 
 
 def safe_text(error: BaseException) -> str:
-    """``str(error)``, whatever the class of the user's own does."""
+    """Return ``str(error)``. Never raises."""
     try:
         return str(error)
     except Exception:
-        return "<the exception's own text raised>"
+        return "<str() of the exception failed>"
 
 
 def _dump(value: Any) -> bytes | None:
@@ -216,7 +216,7 @@ def _dump(value: Any) -> bytes | None:
         return None
     kinds = (_ByNamePickler, _ByValuePickler) if payload.is_forked() else (_ByValuePickler,)
     for kind in kinds:
-        with suppress(Exception):  # by value, or the plainer form beside it, which always works
+        with suppress(Exception):  # the next pickler or a simpler form is tried instead
             stream = io.BytesIO()
             kind(stream, protocol=5).dump(value)
             return stream.getvalue()

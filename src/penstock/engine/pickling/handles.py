@@ -1,12 +1,12 @@
-"""Opens in each worker what a dataset holds open: files, archives, databases, mapped arrays.
+"""Reopens a dataset's open handles in each worker: files, archives, databases, mapped arrays.
 
-    parent: HandleReducer.reduce(handle) -> "open that file, like this, at this place"
-    worker: opens it, for reading
+    parent: HandleReducer.reduce(handle) -> path, options and position
+    worker: opens the path for reading
 
-An open file belongs to the process that opened it: two processes that share one also share its
-position. What was opened for reading, by name, is opened again in each worker. Anything else is
-refused with the reason, and :mod:`penstock.engine.pickling.error_path` says where it was found. No
-library is imported for this: what is not loaded cannot be held.
+An open file belongs to the process that opened it. Two processes that share a file also share its
+position. A handle that was opened by name for reading is reopened in each worker. Any other handle
+is rejected with a reason, and :mod:`penstock.engine.pickling.error_path` adds its location. No
+library is imported for this, because a library that is not loaded has no open handles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.engine.pickling import databases
 from penstock.engine.pickling.memmaps import MemmapReducer
 
 _MAX_TEXT_BYTES = 64 << 20
-"""How much of a text file is searched for carriage returns; a quarter of a second, uncached."""
+"""Text files up to this size are searched for carriage returns. Takes 0.25 s, uncached."""
 _MODULES = {
     "ZipFile": "zipfile",
     "TarFile": "tarfile",
@@ -33,11 +33,11 @@ _MODULES = {
     "Dataset": "h5py",
     "Environment": "lmdb",
 }
-"""Classes of things that are open, and the modules that have them."""
+"""Classes of open handles, and their modules."""
 
 
 class HandleReducer:
-    """Reduces the open handles of one pickle. ``notes``: what the user should know about it."""
+    """Reduces the open handles of one pickle. ``notes`` collects messages for the user."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -52,10 +52,10 @@ class HandleReducer:
         }
 
     def reduce(self, obj: Any) -> tuple[Any, ...] | None:
-        """How to open it again; None when it is no handle, or is pickled as anything else is.
+        """Return a reduce value that reopens the handle. None for objects pickled as usual.
 
         Raises:
-            TypeError: It is one, and cannot be opened again.
+            TypeError: The object is a handle that cannot be reopened.
         """
         if issubclass(type(obj), io.IOBase):
             return _reduce_file(obj) if _is_open_file(obj) else None
@@ -66,18 +66,18 @@ class HandleReducer:
 
 
 def is_handle(obj: Any) -> bool:
-    """Is this something that is open, at fault as such and not some inner part of it?"""
+    """Return True if the object is an open handle, which errors name as a whole."""
     is_file = issubclass(type(obj), io.IOBase)
     return _is_open_file(obj) if is_file else _module_of(obj) is not None
 
 
 def is_handle_class(kind: type) -> bool:
-    """Is every instance of this class a handle?"""
+    """Return True if instances of this class are handles."""
     return issubclass(kind, io.IOBase) or _module_of_class(kind) is not None
 
 
 def _module_of(obj: Any) -> str | None:
-    """The library of an archive or a database; None for anything else."""
+    """Return the module of an archive or database handle, or None."""
     return _module_of_class(type(obj))
 
 
@@ -99,19 +99,19 @@ def _is_open_file(obj: io.IOBase) -> bool:
 
 def _reduce_file(file: Any) -> tuple[Any, ...]:
     if file.closed:
-        raise TypeError("an open file was expected here; this one is closed")
+        raise TypeError("the file is closed")
     buffer = file.buffer if type(file) is io.TextIOWrapper else file
     raw = getattr(buffer, "raw", buffer)
     if type(raw) is not io.FileIO:
         kind = type(file).__name__
-        raise TypeError(f"an open file of this kind ({kind}) is bound to its process")
+        raise TypeError(f"an open file of type {kind} belongs to the process that opened it")
     if raw.writable():
-        raise TypeError("an open file that is written to belongs to the process that opened it")
+        raise TypeError("a file opened for writing belongs to the process that opened it")
     path = _path_of(raw, raw.name)
     try:
         position = file.tell()
     except OSError as error:
-        raise TypeError(f"an open file whose position is not known ({error})") from error
+        raise TypeError(f"the position of the open file is unknown ({error})") from error
     if type(file) is not io.TextIOWrapper:
         options: dict[str, Any] = {"mode": "rb", "buffering": 0 if file is raw else -1}
     else:
@@ -121,34 +121,37 @@ def _reduce_file(file: Any) -> tuple[Any, ...]:
 
 
 def _path_of(opened: Any, name: Any) -> str:
-    """The absolute name of an open file, if that name still leads to it."""
+    """Return the absolute path of an open file. Raises if the path is not that file."""
     if isinstance(name, int):
-        raise TypeError("an open file without a name (it was made from a descriptor)")
+        raise TypeError("the open file has no name (it was opened from a descriptor)")
     found = os.fstat(opened.fileno())
     if not stat.S_ISREG(found.st_mode):
-        raise TypeError(f"an open file that is a pipe, a socket or a device ({name})")
+        raise TypeError(f"the open file is a pipe, a socket or a device ({name})")
     path = os.path.abspath(os.fsdecode(name))
     try:
         is_same = os.path.samestat(found, os.stat(path))
     except OSError:
         is_same = False
     if not is_same:
-        raise TypeError(f"an open file that was deleted or replaced since it was opened ({path})")
+        raise TypeError(f"the open file was deleted or replaced after it was opened ({path})")
     return path
 
 
 def _refuse_carriage_returns(path: str) -> None:
-    """Python does not tell with which ``newline=`` a file was opened; without \\r all are alike."""
+    """Raise TypeError if the file contains carriage returns or is too large to search.
+
+    Python does not expose the ``newline=`` of a file. Without \\r, all values are equivalent.
+    """
     size = os.path.getsize(path)
     if size == 0:
         return
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if size <= _MAX_TEXT_BYTES and content.find(b"\r") < 0:
             return
-    what = "is large" if size > _MAX_TEXT_BYTES else "has carriage returns"
+    what = "is large" if size > _MAX_TEXT_BYTES else "contains carriage returns"
     raise TypeError(
-        f"an open file in text mode that {what} ({path}): nobody can tell with which newline= it "
-        "was opened. Opened with mode 'rb' it can travel"
+        f"the open text file {what} ({path}), and Python does not expose its newline= setting. "
+        "Open it with mode 'rb' instead"
     )
 
 
@@ -165,16 +168,16 @@ def _reduce_zip(archive: Any) -> tuple[Any, ...]:
     _check_archive(archive, is_closed=archive.fp is None)
     options = {"metadata_encoding": getattr(archive, "metadata_encoding", None)}
     options = {name: value for name, value in options.items() if value is not None}
-    # Made over a file object: that object is sent, by its own rules.
+    # If it was opened from a file object, that object is reduced in turn.
     source = archive.fp if archive._filePassed else _path_of(archive.fp, archive.filename)
     return _reopen_zip, (source, archive.pwd, options)
 
 
 def _check_archive(archive: Any, *, is_closed: bool) -> None:
     if is_closed:
-        raise TypeError("an open archive was expected here; this one is closed")
+        raise TypeError("the archive is closed")
     if archive.mode != "r":
-        raise TypeError(f"an open archive that is written to (mode {archive.mode!r})")
+        raise TypeError(f"the archive is open for writing (mode {archive.mode!r})")
 
 
 def _reopen_zip(source: Any, password: bytes | None, options: dict[str, Any]) -> Any:
@@ -188,7 +191,7 @@ def _reopen_zip(source: Any, password: bytes | None, options: dict[str, Any]) ->
 def _reduce_tar(archive: Any) -> tuple[Any, ...]:
     _check_archive(archive, is_closed=archive.closed)
     if archive._extfileobj or not hasattr(archive.fileobj, "fileno"):
-        raise TypeError("an open archive that was made over another file object or a stream")
+        raise TypeError("the archive was opened from a file object or a stream")
     path = _path_of(archive.fileobj, archive.name)
     return _reopen_tar, (path, archive.encoding, archive.errors)
 

@@ -1,10 +1,9 @@
-"""Sends arrays that are mapped from a file by the file's name: a worker maps the file again.
+"""Sends memory-mapped arrays by file name, so that each worker maps the file itself.
 
-A ``np.memmap`` is pickled by its bytes: a hundred gigabytes on disk would become a hundred
-gigabytes of memory. Here it is sent as the file's name and the place in it. The worker's mapping is
-private whatever the mode was: a worker that writes changes its own view only. An array is sent by
-value, as before, when its file is gone or replaced, or when it holds writes that are not in the
-file.
+NumPy pickles the bytes of a ``np.memmap``, so a hundred gigabytes on disk would become a hundred
+gigabytes of memory. Here, the file name and the offset are sent instead. The worker's mapping is
+always private, so writes in a worker change only its own view. An array is sent by value if its
+file was deleted or replaced, or if the array contains writes that are not in the file.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from penstock.engine.pickling.process_maps import (
 )
 
 _MIN_BYTES = 1 << 16
-"""A smaller array is cheaper in the pickle than as a mapping of its own."""
+"""Smaller arrays are cheaper to pickle than to map."""
 
 
 class MemmapReducer:
     """Reduces the mapped arrays of one pickle.
 
     Args:
-        notes: Gets a line for each array that is sent by value.
+        notes: Receives a line for each array that is sent by value.
     """
 
     def __init__(self, notes: list[str]) -> None:
         self._notes = notes
 
     def reduce(self, array: Any) -> tuple[Any, ...] | None:
-        """How to map it again; None: it is not a mapped array, or must be sent by value."""
+        """Return a reduce value that maps the array, or None if it must be sent by value."""
         root = _memmap_behind(array)
         if root is None or array.nbytes < _MIN_BYTES or array.dtype.hasobject:
             return None
@@ -48,7 +47,7 @@ class MemmapReducer:
         begin = address_of(root._mmap)
         reason = self._why_by_value(root, low, high, begin)
         if reason:
-            self._notes.append(f"an array of {root.filename} travels by value: {reason}")
+            self._notes.append(f"an array of {root.filename} is sent by value: {reason}")
             return None
         offset = root.offset - root.offset % mmap.ALLOCATIONGRANULARITY + low - begin
         place = int(array.ctypes.data) - low
@@ -57,21 +56,23 @@ class MemmapReducer:
 
     def _why_by_value(self, root: Any, low: int, high: int, begin: int) -> str:
         if not begin <= low <= high <= begin + len(root._mmap):
-            return "it does not lie inside the mapping"
+            return "it is not inside the mapping"
         try:
             if not _is_still_there(root.filename, self._mapping_at(begin)):
-                return "another file has that name now"
+                return "a different file has that name"
         except (OSError, ValueError) as error:
             return f"the file cannot be mapped again ({error})"
         if root.mode == "c" and not is_unwritten(low, high):
             return (
-                "mode 'c', and it holds writes that are not in the file (or may: nobody can tell)"
+                "its mode is 'c', and it contains (or may contain) writes that are not in the file"
             )
         return ""
 
     @functools.cached_property
     def _mappings(self) -> list[MemoryMapping]:
-        return list_mappings(0, sys.maxsize)  # once: a dataset may map thousands of files
+        return list_mappings(
+            0, sys.maxsize
+        )  # read only once, because a dataset may map thousands of files
 
     def _mapping_at(self, address: int) -> MemoryMapping | None:
         place = bisect_right(self._mappings, address, key=lambda mapping: mapping.start) - 1
@@ -83,9 +84,9 @@ class MemmapReducer:
 def _map_again(
     kind: Any, filename: str, offset: int, num_bytes: int, place: int, form: tuple[Any, ...]
 ) -> Any:
-    """The same array over a private mapping of this process. Called from: a worker."""
+    """Rebuild the array over a private mapping. Called by a worker."""
     if os.path.getsize(filename) < offset + num_bytes:
-        raise OSError(f"{filename} became shorter than the array that was mapped from it")
+        raise OSError(f"{filename} is now shorter than the array that was mapped from it")
     raw = np.memmap(filename, np.uint8, "c", offset, (num_bytes,))
     dtype, shape, strides, is_writeable = form
     array: Any = np.ndarray.__new__(kind, shape, dtype, raw, place, strides)
@@ -96,7 +97,7 @@ def _map_again(
 
 
 def _memmap_behind(array: Any) -> Any:
-    """The memmap that this array is, or is a view of."""
+    """Return the memmap that this array is or views, or None."""
     if type(array) is not np.ndarray and type(array) is not np.memmap:
         return None
     while isinstance(array, np.ndarray):
@@ -107,7 +108,7 @@ def _memmap_behind(array: Any) -> Any:
 
 
 def _bounds(array: Any) -> tuple[int, int]:
-    """The first byte and the byte after the last one, whatever the strides."""
+    """Return the address of the first byte and the end address, for any strides."""
     low = high = int(array.ctypes.data)
     for length, stride in zip(array.shape, array.strides, strict=True):
         low += min(0, (length - 1) * stride)
@@ -116,14 +117,14 @@ def _bounds(array: Any) -> tuple[int, int]:
 
 
 def _is_still_there(filename: Any, mapping: MemoryMapping | None) -> bool:
-    """Does the name still lead to the file that is mapped? True where the system does not tell."""
+    """Return True if the name still refers to the mapped file, or if that is unknown."""
     found = os.stat(filename)
     if mapping is None:
         return True
     device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
     if mapping.file == (device, str(found.st_ino)):
         return True
-    # Overlays and btrfs list other numbers than stat gives: compare like with like.
+    # On overlayfs and btrfs, these numbers differ from stat. Compare with a new mapping instead.
     with open(filename, "rb") as file:
         fresh = mmap.mmap(file.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ)
     place = address_of(fresh)

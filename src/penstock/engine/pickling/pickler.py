@@ -1,13 +1,13 @@
-"""Pickles the dataset and functions for the workers: once, with large buffers beside the stream.
+"""Pickles the dataset and functions once for all workers, with large buffers out of band.
 
     parent: PickledObjects(objects).to_shared_file() -> PickleFile
     worker: unpickle_objects(PickleFile.location) -> objects
 
 Lambdas, closures, local classes and everything from ``__main__``, a notebook or a module that a
-worker cannot import are pickled by value (cloudpickle). Arrays and tensors leave the pickle stream
-as buffers that every worker maps copy-on-write. multiprocessing primitives are sent as under spawn,
-open handles are opened again, sockets are refused. An object that cannot be pickled is named down
-to its attribute.
+worker cannot import are pickled by value (cloudpickle). Arrays and tensors are stored outside the
+pickle stream, as buffers that every worker maps copy-on-write. multiprocessing primitives are sent
+as with spawn, open handles are reopened, and sockets are rejected. The error for an object that
+cannot be pickled names the attribute.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from penstock.machine.host import free_memory_bytes
 
 _BUFFER_GRAIN = 64
 _MAX_FDS = 200
-"""One message to the fork server takes 250 descriptors, the engine's own among them."""
+"""A message to the fork server can carry 250 descriptors, including the engine's own."""
 _inherited_fds: list[int] = []
 
 
 @dataclass(frozen=True, kw_only=True)
 class PickleFile:
-    """Pickled objects in shared memory, as the parent holds them. Pairs with :meth:`close`."""
+    """The parent's view of pickled objects in shared memory. Must be closed."""
 
     file: SharedFile
     location: PickleLocation
     fds: list[int]
     kept: list[Any]
-    """The owners of these descriptors, which stay open while workers may be started."""
+    """Owners of the descriptors, which stay open while workers can be started."""
     notes: tuple[str, ...]
-    """What was done with open handles and large arrays, for the user."""
+    """Messages for the user about open handles and large arrays."""
 
     def close(self) -> None:
         self.file.close()
@@ -61,7 +61,7 @@ class PickleFile:
 
 
 class _InheritedFd:
-    """Names a descriptor that is sent beside the pickle; ``detach`` gives the worker's own."""
+    """A descriptor that is sent along with the pickle. ``detach`` returns it in the worker."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -71,7 +71,7 @@ class _InheritedFd:
 
 
 class _SpawningProcess:
-    """Stands where multiprocessing expects the process that is being spawned."""
+    """Replaces the Popen object that multiprocessing expects while it spawns a process."""
 
     def __init__(self) -> None:
         self.fds: list[int] = []
@@ -79,12 +79,12 @@ class _SpawningProcess:
 
     @property
     def is_full(self) -> bool:
-        """Would one more descriptor be too many? What can be sent as a copy then is."""
+        """True if no descriptor can be added. Objects are then sent as copies where possible."""
         return len(self.fds) >= _MAX_FDS
 
     def duplicate_for_child(self, fd: int) -> int:
         if sys.platform == "win32":  # pragma: no cover
-            raise RuntimeError("handles do not travel to workers on Windows yet")
+            raise RuntimeError("handles cannot be sent to workers on Windows")
         self.fds.append(fd)
         return len(self.fds) - 1
 
@@ -101,7 +101,7 @@ class _SpawningProcess:
 
 
 class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with tensors as buffers and multiprocessing's own reducers."""
+    """A cloudpickle pickler with out-of-band tensors and multiprocessing's reducers."""
 
     def __init__(self, file: Any, buffer_callback: Any) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
@@ -125,7 +125,7 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(name, str):
             self._add_module(obj.__name__ if issubclass(kind, ModuleType) else name)
         if obj is random._inst:
-            return getattr, (random, "_inst")  # the worker's own, not a copy of ours
+            return getattr, (random, "_inst")  # the worker's own generator, not a copy
         if obj is np.random.mtrand._rand:
             return getattr, (np.random.mtrand, "_rand")
         torch = sys.modules.get("torch")
@@ -161,7 +161,7 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 raise TypeError(reason)
 
     def _classify(self, kind: type) -> tuple[bool, bool]:
-        """Is it a class of things that are bound to a process? Is it pickled by its class?"""
+        """Return whether instances may be bound to a process, and whether to reduce by class."""
         has_reducer = kind in self.dispatch_table or kind in self._reducers or is_handle_class(kind)
         found = (is_suspect(kind), computes_attributes(kind) and not has_reducer)
         self._classes[kind] = found
@@ -174,7 +174,7 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_unshared_storage(obj: Any) -> bool:
-    """A storage that torch would move to shared memory under its owner's feet."""
+    """Return True for storages that torch would move to shared memory in place."""
     if not type(obj).__name__.endswith("Storage"):
         return False
     inner = getattr(obj, "_untyped_storage", None) or getattr(obj, "_storage", None) or obj
@@ -189,12 +189,13 @@ def _reduce_tensor(obj: Any) -> Any:
 
     from penstock.engine.memory import tensor_reducers
 
-    # Its owner wants writes to be seen everywhere: torch's own way, which loses scales.
+    # Writes to a shared tensor must be visible everywhere, so torch's reducer is used. That loses
+    # the scales of quantized tensors.
     if not _is_shared(obj) or obj.is_quantized or tensor_reducers.has_own_pickling(obj):
         return tensor_reducers.reduce_tensor(obj)
-    if obj.is_conj() or obj.is_neg():  # which it loses, too
+    if obj.is_conj() or obj.is_neg():  # lost by torch's reducer
         return tensor_reducers.reduce_special(obj)
-    if type(obj) is not torch.Tensor and type(obj) is not torch.nn.Parameter:  # and the class
+    if type(obj) is not torch.Tensor and type(obj) is not torch.nn.Parameter:  # class lost too
         return tensor_reducers.reduce_subclass(obj)
     return reductions.reduce_tensor(obj)  # type: ignore[no-untyped-call]
 
@@ -202,14 +203,14 @@ def _reduce_tensor(obj: Any) -> Any:
 def _is_shared(tensor: Any) -> bool:
     try:
         return bool(tensor.is_shared())
-    except (NotImplementedError, RuntimeError):  # sparse, say: it has no storage of its own
+    except (NotImplementedError, RuntimeError):  # for example sparse tensors, which have no storage
         return False
 
 
 def _process_reducers() -> dict[type, Callable[[Any], Any]]:
-    """What multiprocessing and torch register for connections, heaps and shared storages.
+    """Return the reducers of multiprocessing and torch for connections, heaps and storages.
 
-    Tensors are left out: only shared ones are reduced by torch, see :func:`_reduce_tensor`.
+    Tensors are not included, because torch reduces only shared ones. See :func:`_reduce_tensor`.
     """
     registered: dict[type, Callable[[Any], Any]] = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     return {
@@ -221,28 +222,30 @@ def _process_reducers() -> dict[type, Callable[[Any], Any]]:
 
 def _refuse_fork_primitive(lock: Any) -> None:
     is_fork = getattr(lock, "_is_fork_ctx", None)
-    if is_fork is None:  # Python 3.10 and early 3.11 do not keep the context: the name tells
+    if is_fork is None:  # Python 3.10 and early 3.11 do not store the context
         name = getattr(lock._semlock, "name", None)
         is_fork = name is None
     if is_fork:
-        raise TypeError(f"a {type(lock).__name__} made in the fork context exists in forks only")
+        raise TypeError(
+            f"a {type(lock).__name__} created in the fork context works only in forked processes"
+        )
 
 
 class PickledObjects:
-    """Objects as a pickle stream, made once for all workers.
+    """Objects as a pickle stream, created once for all workers.
 
-    Their large buffers are still the user's own memory.
+    Large buffers still refer to the user's own memory.
 
     Args:
-        objects: By the names used in error messages, as in ``{"dataset": dataset}``.
+        objects: Objects by the names used in error messages, such as ``{"dataset": dataset}``.
 
     Raises:
-        CannotTravel: Something inside cannot be pickled; the message names the attribute.
+        CannotTravel: An object cannot be pickled. The message names the attribute.
     """
 
     def __init__(self, objects: dict[str, Any]) -> None:
         main = sys.modules.get("__mp_main__")
-        if main is not None:  # we are in a spawned child, where the user's script has this name
+        if main is not None:  # a spawned child, where the user's script has this name
             cloudpickle.register_pickle_by_value(main)
         self.stream = io.BytesIO()
         self.buffers: list[pickle.PickleBuffer] = []
@@ -260,10 +263,10 @@ class PickledObjects:
         )
 
     def to_shared_file(self) -> PickleFile:
-        """Copy stream and buffers into shared memory. Pairs with :meth:`PickleFile.close`.
+        """Copy the stream and buffers to shared memory.
 
-        A large buffer whose copy does not fit in memory is shared with this process, where that is
-        safe: see :mod:`penstock.engine.pickling.shared_arrays`.
+        If a copy of a large buffer does not fit in memory, the buffer is shared with this process
+        if that is safe. See :mod:`penstock.engine.pickling.shared_arrays`.
         """
         content, fds = self.stream.getbuffer(), self._process.fds
         views = [buffer.raw() for buffer in self.buffers]
@@ -296,7 +299,7 @@ class PickledObjects:
     def _share(
         self, views: list[memoryview]
     ) -> tuple[dict[int, shared_arrays.SharedBuffer], list[str]]:
-        """The buffers that need no copy, by place; and the notes on the large ones."""
+        """Return the buffers that need no copy, by position, and notes on large buffers."""
         shared: dict[int, shared_arrays.SharedBuffer] = {}
         notes = list(self.notes)
         large = [item for item in enumerate(views) if item[1].nbytes >= shared_arrays.MIN_BYTES]
@@ -316,7 +319,7 @@ class PickledObjects:
                 shared[place] = outcome
                 notes.append(
                     f"a buffer of {view.nbytes / 1e9:.2f} GB is not copied ({why}): shared memory "
-                    "is mapped over the array of this process"
+                    "is mapped over the array in this process"
                 )
         return shared, notes
 
@@ -339,7 +342,7 @@ _seen_specs: dict[str, list[Any]] = {}
 
 
 def _generation(name: str) -> int:
-    """How often a module was reloaded since we first saw it: ``reload`` gives it a new spec."""
+    """Count how often a module was reloaded. Each ``reload`` gives it a new spec."""
     spec = sys.modules[name].__spec__
     seen = _seen_specs.setdefault(name, [spec])
     if seen[-1] is not spec:
@@ -348,7 +351,7 @@ def _generation(name: str) -> int:
 
 
 def unpickle_objects(location: PickleLocation, fds: list[int]) -> dict[str, Any]:
-    """Rebuild the objects in a worker; arrays are private views of the shared file."""
+    """Rebuild the objects in a worker. Arrays are private views of the shared file."""
     _inherited_fds[:] = fds
     whole = _map_private(location.handle, location.num_bytes)
     buffers = [whole[start : start + length] for start, length in location.spans]

@@ -1,10 +1,10 @@
 """Objects that are bound to one process: sockets, pipes, child processes, running threads.
 
-    pickler: why_bound(obj) -> why a worker cannot have it
-    fork:    find_inherited(objects) -> what all workers would share with the parent
+    pickler: why_bound(obj) -> why it cannot be sent to a worker
+    fork:    find_inherited(objects) -> objects that all workers would share with the parent
 
-A socket can be handed to another process, and multiprocessing does so. Workers that use one
-connection at the same time read each other's answers, and no lock of theirs keeps them apart.
+multiprocessing can send a socket to a different process. But workers that use one connection at the
+same time read each other's replies, and no lock prevents this.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _CLASSES = (
     ("multiprocessing.queues", "Queue"),
     ("multiprocessing.queues", "SimpleQueue"),
 )
-"""Classes that this module knows; a module that is not loaded has no instances."""
+"""Classes to check. If a module is not loaded, its classes have no instances."""
 
 
 def is_suspect(kind: type) -> bool:
-    """May an instance of this class be bound to its process, or be a queue? By class, so cheap."""
+    """Return True if instances may be bound to a process or be a queue. A cheap class check."""
     return any(issubclass(kind, _known(module, name)) for module, name in _CLASSES)
 
 
@@ -45,18 +45,20 @@ def _known(module: str, name: str) -> Any:
 
 
 def why_bound(obj: Any) -> str:
-    """Why this object is of no use in another process; empty: it is not one of these."""
+    """Return why this object cannot be used in a different process, or an empty string."""
     kind = type(obj)
     if issubclass(kind, _known("_socket", "socket")):
-        return f"a socket{_peer_of(obj)} that several processes use mixes up their messages"
+        return (
+            f"a socket{_peer_of(obj)} used by several processes delivers messages to the wrong one"
+        )
     if issubclass(kind, _known("multiprocessing.connection", "_ConnectionBase")):
-        return "an end of a pipe that several processes use mixes up their messages"
+        return "an end of a pipe used by several processes delivers messages to the wrong one"
     if issubclass(kind, _known("subprocess", "Popen")) and obj.returncode is None:
-        return f"a child process (pid {obj.pid}) answers to the process that started it"
+        return f"a child process (pid {obj.pid}) belongs to the process that started it"
     if issubclass(kind, _known("multiprocessing.process", "BaseProcess")):
         return _why_process(obj)
     if issubclass(kind, threading.Thread) and threading.Thread.is_alive(obj):
-        return f"a running thread ({obj.name}) exists in its own process only"
+        return f"a running thread ({obj.name}) exists only in its own process"
     return ""
 
 
@@ -74,24 +76,24 @@ def _why_process(process: Any) -> str:
     popen = vars(process).get("_popen")
     if popen is None or probe(popen, "returncode") is not None:
         return ""
-    return f"a child process (pid {popen.pid}) answers to the process that started it"
+    return f"a child process (pid {popen.pid}) belongs to the process that started it"
 
 
 def connections_of_queue(obj: Any) -> list[Any]:
-    """The pipes inside a queue of multiprocessing's: its locks, shared by all, guard them."""
+    """Return the pipes inside a multiprocessing queue. The queue's shared locks protect them."""
     queues = tuple(_known("multiprocessing.queues", name) for name in ("Queue", "SimpleQueue"))
     if not issubclass(type(obj), queues):
         return []
     ends = [vars(obj).get("_reader"), vars(obj).get("_writer")]
-    # torch's queues wrap each end in an object of theirs.
+    # torch's queues wrap each end in their own class.
     return [end for each in ends if each is not None for end in (each, probe(each, "conn"))]
 
 
-# -- workers that are forked -----------------------------------------------------------------------
+# -- forked workers --------------------------------------------------------------------------------
 
 
 def find_inherited(objects: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The sockets, pipes, databases and files in objects that forked workers would share."""
+    """Yield the sockets, pipes, databases and files that forked workers would share."""
     for name, value in objects.items():
         walk = ObjectWalk(_is_end_of_walk)
         for path, part in walk.find(name, value, max_holders=_MAX_HOLDERS):

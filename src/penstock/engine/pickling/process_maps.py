@@ -1,7 +1,7 @@
-"""The memory mappings of this process, from Linux's /proc; other systems list none.
+"""Memory mappings of this process, read from /proc on Linux. Empty on other systems.
 
-list_mappings(start, end)  the mappings that cover a range, with their file, rights and flags
-is_unwritten(start, end)   whether a range of a private mapping is still as its file has it
+list_mappings(start, end)  the mappings in a range, with their file, permissions and flags
+is_unwritten(start, end)   True if a range of a private mapping still equals its file
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 _ENTRY = re.compile(
     r"^([0-9a-f]+)-([0-9a-f]+) (....) ([0-9a-f]+) (\S+) (\d+) *(.*)\n((?:[A-Z].*\n)*)", re.MULTILINE
 )
-"""One mapping; in smaps, lines follow that begin with a capital letter."""
+"""One mapping. In smaps, it is followed by lines that start with a capital letter."""
 _FLAGS = re.compile(r"^VmFlags: (.*)", re.MULTILINE)
 _PAGE_ENTRY_BYTES = 8
 _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
 
 class MemoryMapping(NamedTuple):
-    """One mapping. ``file`` is device and inode, as this list writes them: for comparing only."""
+    """One mapping. ``file`` is device and inode as text, only for comparison."""
 
     start: int
     end: int
@@ -33,15 +33,15 @@ class MemoryMapping(NamedTuple):
     flags: frozenset[str] = frozenset()
 
     def offset_of(self, address: int) -> int:
-        """Where in its file a byte of this mapping comes from."""
+        """Return the file offset of an address in this mapping."""
         return self.offset + address - self.start
 
 
 def list_mappings(start: int, end: int, *, with_flags: bool = False) -> list[MemoryMapping]:
-    """The mappings between two addresses, in order; empty where the system does not tell.
+    """Return the mappings between two addresses, in order. Empty if they cannot be read.
 
     Args:
-        with_flags: Also what ``madvise``, ``mlock`` and drivers did to them; slower.
+        with_flags: Also read the flags set by ``madvise``, ``mlock`` and drivers. Slower.
     """
     try:
         with open("/proc/self/smaps" if with_flags else "/proc/self/maps") as file:
@@ -59,7 +59,7 @@ def list_mappings(start: int, end: int, *, with_flags: bool = False) -> list[Mem
 
 
 def covers(mappings: list[MemoryMapping], start: int, end: int) -> bool:
-    """Do these mappings cover the range without a hole?"""
+    """Return True if the mappings cover the range without gaps."""
     for mapping in mappings:
         if mapping.start > start:
             return False
@@ -68,9 +68,9 @@ def covers(mappings: list[MemoryMapping], start: int, end: int) -> bool:
 
 
 def is_unwritten(start: int, end: int) -> bool:
-    """Is every page here as its file has it? False also when the system does not tell.
+    """Return True if every page in the range still equals its file. False if unknown.
 
-    A page of a private mapping that was written to is no longer the file's but this process's own.
+    A write to a page of a private mapping replaces the file's page with a page of this process.
     """
     first, last = start // mmap.PAGESIZE, -(-end // mmap.PAGESIZE)
     try:
@@ -87,5 +87,5 @@ def is_unwritten(start: int, end: int) -> bool:
 
 
 def address_of(buffer: Any) -> int:
-    """Where the memory of an object with a buffer begins."""
+    """Return the address of an object's buffer."""
     return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)

@@ -1,10 +1,10 @@
-"""Reducers for objects that pickle refuses: an equivalent new one is made in the worker.
+"""Reducers for objects that pickle rejects. The worker creates an equivalent new object.
 
-a lock, a threading.local       a new one: each belongs to the threads of one process
-a ContextVar                    one of that name and default
-weak dictionaries and sets      with what is still referred to there
-a read-only view of a dict      of a copy
-functools.lru_cache(function)   the function, with an empty cache
+a lock, a threading.local       a new one, because it belongs to the threads of one process
+a ContextVar                    a new one with the same name and default
+weak dictionaries and sets      a new one with the live entries
+a read-only view of a dict      a view of a copy
+functools.lru_cache(function)   the function with an empty cache
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Cached: type = type(functools.lru_cache(lambda: None))
 
 
 def reduce(obj: Any) -> Any:
-    """How to make it again, as pickle takes it; None: not one of these."""
+    """Return a reduce value, or None for all other objects."""
     make = _REDUCERS.get(type(obj))
     return None if make is None else make(obj)
 
@@ -42,7 +42,7 @@ def _make_variable(name: str, default: Any) -> contextvars.ContextVar[Any]:
 
 
 def _reduce_cached(cached: Any) -> Any:
-    """By name where a worker finds it there; else in two steps: a function may call itself."""
+    """Pickle by name if a worker can import it. Otherwise in two steps, to allow recursion."""
     if _is_named(cached):
         return None
     return _make_cached, (cached.cache_parameters(),), cached.__wrapped__, None, None, _fill_cached
@@ -59,7 +59,7 @@ def _is_named(cached: Any) -> bool:
 
 
 class _LateBound:
-    """Calls a function that is set later: it may refer to its own cached self."""
+    """Calls a function that is set later, because it may refer to its own cached version."""
 
     function: Callable[..., Any]
 

@@ -1,23 +1,23 @@
 """Shares large arrays of the parent with the workers without a second copy (Linux).
 
-Done only where a copy would not fit in the memory that is free, or where the user asks for it
-(``PENSTOCK_SHARE_ARRAYS=1``): it maps shared memory over arrays of the user's.
+This maps shared memory over the user's arrays. It is done only if a copy does not fit in free
+memory, or if the user requests it (``PENSTOCK_SHARE_ARRAYS=1``).
 
     before   parent's pages (anonymous)                 the pickle file would hold a second copy
     after    parent's pages --private map--> memfd <--private map-- every worker
 
-The bytes are copied into a memfd piece by piece, and each piece is mapped over the very pages it
-came from. The array keeps its address, its content and its owner; there is one copy of it in the
-machine. Both sides map it privately: a process that writes gets a page of its own.
+The bytes are copied to a memfd in chunks, and each chunk is mapped over the pages it came from. The
+array keeps its address, content and owner, and the machine holds one copy of it. Both sides map it
+privately, so a process that writes gets its own copy of the page.
 
-This rests on facts that are checked each time; where one does not hold, the array is copied as
-before and the reason is kept:
+The following conditions are checked each time. If one does not hold, the array is copied and the
+reason is recorded:
 
-- Nothing writes between the copy and the mapping: no other thread runs Python code.
-- The memory is a block that glibc's malloc got by mmap, proven by its header. Freeing it is one
-  munmap, and resizing it falls back to a copy. Other allocators use pages again and rely on madvise
-  to zero them, which brings back the file's content in a mapping of a file.
-- No device or driver knows the pages: nothing is locked, registered or pinned.
+- Nothing writes between the copy and the mapping, because no other thread runs Python code.
+- The memory is a block that glibc's malloc allocated with mmap, as its header shows. Freeing it is
+  one munmap, and resizing it falls back to a copy. Other allocators reuse pages and rely on madvise
+  to zero them. In a file mapping, madvise restores the file's content instead.
+- No device or driver uses the pages. They are not locked, registered or pinned.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ from penstock.engine.pickling.process_maps import (
 )
 
 VARIABLE = "PENSTOCK_SHARE_ARRAYS"
-"""``1``: share always, where that is safe. ``0``: never. Not set: where a copy does not fit."""
+"""``1``: share whenever it is safe. ``0``: never. Not set: only if a copy does not fit."""
 _COPY_SHARE = 0.8
-"""Of the free memory that copies may take: batches and workers need some as well."""
+"""Fraction of free memory available for copies. Batches and workers need the rest."""
 MIN_BYTES = 64 << 20
-"""glibc serves blocks of more than 32 MiB by mmap always; below this a copy costs little."""
+"""glibc always allocates blocks above 32 MiB with mmap. Below 64 MiB, a copy is cheap."""
 CHUNK_BYTES = 16 << 20
-"""How much exists twice at any moment while an array is moved."""
+"""The amount that exists twice at any time while an array is moved."""
 _PAGE = mmap.PAGESIZE
 _HEADER_BYTES = 16
 _IS_MMAPPED = 2
 _HARMLESS_FLAGS = frozenset(
     ("rd", "wr", "mr", "mw", "me", "ac", "nr", "hg", "nh", "mg", "sd", "dd", "sr", "rr")
 )
-"""VmFlags of /proc/self/smaps: rights, accounting, advice. Not among them: locked, registered with
-a driver (not inherited by forks), watched by userfaultfd."""
+"""VmFlags of /proc/self/smaps for permissions, accounting and advice. Flags for locked memory, for
+memory registered with a driver (not inherited by forks) and for userfaultfd are not included."""
 _HARMLESS_THREADS = ("tqdm", "ipykernel", "IPython", "zmq", "debugpy", "_pydevd_bundle")
-"""Threads of these packages never touch the user's arrays."""
+"""Packages whose threads never access the user's arrays."""
 _HARMLESS_BARE = ("penstock.device.on_demand_thread",)
-"""Where bare threads begin that do not, either."""
+"""Modules whose threads, started without ``threading``, do not access them either."""
 _OTHER_GPU_LIBRARIES = ("cupy", "pycuda", "numba.cuda", "jax", "tensorflow")
 _NAME = "/memfd:penstock"
 
 
 class SharedBuffer(NamedTuple):
-    """An array whose pages are a memfd's: ``num_bytes`` bytes from ``start`` on in ``file``."""
+    """An array backed by a memfd: ``num_bytes`` bytes at offset ``start`` of ``file``."""
 
     file: SharedFile
     start: int
@@ -79,7 +79,7 @@ class SharedBuffer(NamedTuple):
 
 
 def whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
-    """The first and the last page boundary inside a range.
+    """Return the first and the last page boundary inside a range.
 
     Example:
         >>> whole_pages(mmap.PAGESIZE + 16, 3 * mmap.PAGESIZE) == (
@@ -90,10 +90,10 @@ def whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
 
 
 class CopyBudget:
-    """Decides which large buffers are copied: those that fit in the memory that is free.
+    """Decides which large buffers are copied: those that fit in free memory.
 
     Args:
-        free_bytes: 0: unknown, so everything is copied.
+        free_bytes: Free memory. 0 means unknown, and everything is copied.
     """
 
     def __init__(self, free_bytes: int) -> None:
@@ -102,22 +102,22 @@ class CopyBudget:
         self._setting = os.environ.get(VARIABLE)
 
     def why_share(self, num_bytes: int) -> str:
-        """Why a buffer is to be shared; empty: it is to be copied."""
+        """Return why a buffer should be shared, or an empty string if it should be copied."""
         if self._setting == "1":
             return f"{VARIABLE}=1"
         if num_bytes <= self._left_bytes:
             self._left_bytes -= num_bytes
             return ""
-        return f"a copy does not fit: {self._free_bytes / 1e9:.2f} GB are free"
+        return f"a copy does not fit in {self._free_bytes / 1e9:.2f} GB of free memory"
 
 
 def share_buffer(view: memoryview, owners: Iterable[Any] = ()) -> SharedBuffer | str:
-    """Share a buffer with its memfd; the reason when that is not possible.
+    """Back a buffer with a memfd. Return the reason if that is not possible.
+
+    Called only by the thread that starts the workers.
 
     Args:
-        owners: Tensors of the user's: a buffer of a tensor knows only a temporary view of it.
-
-    Called from: the thread that starts the workers, and no other.
+        owners: The user's tensors. The buffer of a tensor refers only to a temporary view of it.
     """
     reason = _why_not_here()
     if reason:
@@ -142,11 +142,11 @@ def share_buffer(view: memoryview, owners: Iterable[Any] = ()) -> SharedBuffer |
 
 
 _shared: dict[int, SharedBuffer] = {}
-"""By address. An entry, and its descriptor, goes with the array or tensor that lies there."""
+"""Shared buffers by address. An entry and its descriptor are freed with the array or tensor."""
 
 
 def _is_unchanged(known: SharedBuffer, view: memoryview, under: list[MemoryMapping]) -> bool:
-    """Is this still the mapping that we made, and was nothing written to it since?"""
+    """Return True if the buffer is still mapped to the memfd and was not written to."""
     low, high = whole_pages(known.address, known.num_bytes)
     if known.num_bytes != view.nbytes or not covers(under, low, high):
         return False
@@ -161,7 +161,7 @@ def _is_unchanged(known: SharedBuffer, view: memoryview, under: list[MemoryMappi
             return False
     for begin, end in ((0, low - known.address), (high - known.address, known.num_bytes)):
         if os.pread(known.file.fd, end - begin, known.start + begin) != view[begin:end]:
-            return False  # the edges are outside of the mapping, so they are compared
+            return False  # the edges are outside the mapping, so they are compared
     return is_unwritten(low, high)
 
 
@@ -177,12 +177,12 @@ def _why_not_here() -> str:
         return "the C library is not glibc"
     busy = _busy_threads()
     if busy:
-        return f"another thread is running and might write meanwhile ({busy[0]})"
+        return f"another thread is running and might write to it ({busy[0]})"
     return ""
 
 
 def _busy_threads() -> list[str]:
-    """Threads that run Python code and may hold the user's arrays."""
+    """Return the threads that run Python code and may hold the user's arrays."""
     own = threading.get_ident()
     threads = {thread.ident: thread for thread in threading.enumerate()}
     frames = sys._current_frames()
@@ -198,14 +198,14 @@ def _busy_threads() -> list[str]:
 
 
 def _starting_module(frame: FrameType) -> str:
-    """The module of the function that a thread was started with."""
+    """Return the module of the function that started a thread."""
     while frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__"))
 
 
 def _block_behind(view: memoryview, owners: Iterable[Any]) -> tuple[Any, int]:
-    """The owner of a buffer's memory, and where the block begins that malloc gave it."""
+    """Return the owner of a buffer's memory and the address of its malloc block."""
     owner: Any = view.obj
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base
@@ -225,13 +225,13 @@ def _storage_address(tensor: Any) -> int:
 
 
 def _why_not(under: list[MemoryMapping], block: int, end: int) -> str:
-    """Is this a block of glibc's own, in ordinary memory from its header to its end?"""
+    """Return why this is not an mmap block of glibc in ordinary memory, or an empty string."""
     if not covers(under, block - _HEADER_BYTES, end):
-        return "nobody can tell what lies at its address"
+        return "its memory mappings are unknown"
     for mapping in under:
-        is_own = mapping.name.startswith(_NAME)  # shared before, and written to since
+        is_own = mapping.name.startswith(_NAME)  # shared earlier and written to since
         if mapping.rights != "rw-p" or (mapping.name and not is_own):
-            return f"it lies in memory of another kind ({mapping.rights} {mapping.name})"
+            return f"it is not in ordinary private memory ({mapping.rights} {mapping.name})"
         strange = mapping.flags - _HARMLESS_FLAGS
         if strange or not mapping.flags:
             return f"its memory is locked, registered or otherwise special ({sorted(strange)})"
@@ -240,7 +240,7 @@ def _why_not(under: list[MemoryMapping], block: int, end: int) -> str:
     begin = block - _HEADER_BYTES - padding
     is_block = kind == _IS_MMAPPED and begin % _PAGE == 0 and (padding + size) % _PAGE == 0
     if not is_block or begin + padding + size < end:
-        return "it is not a block of its own from glibc's malloc"
+        return "it is not a separate block of glibc's malloc"
     return ""
 
 
@@ -252,7 +252,7 @@ def _why_pinned(view: memoryview, mappings: list[MemoryMapping]) -> str:
         return f"{others[0]} may have pinned it for a GPU"
     torch = sys.modules.get("torch")
     if torch is None:
-        return "a GPU driver is loaded, and nobody can tell whether it was pinned"
+        return "a GPU driver is loaded, and it is unknown whether the memory is pinned"
     if torch.cuda.is_initialized():
         flat = np.frombuffer(view, dtype=np.uint8)
         pieces = (flat[start : start + 1] for start in range(0, view.nbytes, CHUNK_BYTES))
@@ -267,12 +267,12 @@ def _why_pinned(view: memoryview, mappings: list[MemoryMapping]) -> str:
 def _move_to_memfd(view: memoryview, address: int) -> SharedBuffer | str:
     """Copy a buffer into a memfd and map the memfd over it, chunk by chunk.
 
-    A failure in the middle harms nothing: what is mapped by then holds the same bytes.
+    A failure part way is harmless, because the chunks already mapped hold the same bytes.
     """
     file = SharedFile.create()
     if not file.is_sparse:
-        return "there is no memfd here"
-    start = address % _PAGE  # the same place in its page, or it could not be mapped
+        return "memfd is not available"
+    start = address % _PAGE  # same offset in the page, as mmap requires
     low, high = whole_pages(address, view.nbytes)
     edges = [address, *range(low, high, CHUNK_BYTES), high, address + view.nbytes]
     try:
@@ -284,7 +284,7 @@ def _move_to_memfd(view: memoryview, address: int) -> SharedBuffer | str:
                 if failure:
                     return failure
     except OSError as error:
-        return f"copying it failed ({error})"
+        return f"copying failed ({error})"
     return SharedBuffer(file, start, address, view.nbytes)
 
 
@@ -295,12 +295,12 @@ def _write(file: SharedFile, piece: memoryview, offset: int) -> None:
 
 
 def _map_over(address: int, num_bytes: int, file: SharedFile, offset: int) -> str:
-    """Map a piece of the file over memory that holds the same bytes."""
+    """Map a part of the file over memory that holds the same bytes. Return any error."""
     rights = mmap.PROT_READ | mmap.PROT_WRITE
     number = _call_mmap(address, num_bytes, rights, mmap.MAP_PRIVATE, file.fd, offset)
     if not number:
         return ""
-    # The kernel may have taken the old pages away before it failed: put the bytes back.
+    # The kernel may have removed the old pages before the failure. Restore the bytes.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if _call_mmap(address, num_bytes, rights, flags, -1, 0):
         if not covers(list_mappings(address, address + num_bytes), address, address + num_bytes):
@@ -312,7 +312,7 @@ def _map_over(address: int, num_bytes: int, file: SharedFile, offset: int) -> st
 
 
 def _call_mmap(address: int, num_bytes: int, rights: int, flags: int, fd: int, offset: int) -> int:
-    """mmap(2) at a fixed address; returns 0 or the error number. Keeps the interpreter lock."""
+    """Call mmap(2) at a fixed address. Return 0 or the errno. Does not release the GIL."""
     libc = ctypes.PyDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [

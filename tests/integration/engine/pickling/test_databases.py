@@ -46,7 +46,7 @@ def test_sqlite_connections_that_live_in_this_process_are_refused(
     with closing(sqlite3.connect(":memory:")) as memory:
         assert "in memory" in refusal(memory)
     database.execute("INSERT INTO t VALUES (3)")
-    assert "not committed" in refusal(database)
+    assert "uncommitted changes" in refusal(database)
     database.rollback()
     database.execute("ATTACH ? AS other", (str(tmp_path / "other.db"),))
     assert "attached databases (other)" in refusal(database)
@@ -82,7 +82,7 @@ def test_an_hdf5_file_that_is_written_to_is_refused_with_the_reason(tmp_path: Pa
     with h5py.File(tmp_path / "w.h5", "w") as file:
         file["x"] = np.arange(3)
         assert "open for writing" in refusal(file)
-        assert "not saved yet" in refusal(file["x"])
+        assert "unsaved changes" in refusal(file["x"])
 
 
 def test_closed_and_pathless_hdf5_handles_are_refused(hdf5: Any) -> None:

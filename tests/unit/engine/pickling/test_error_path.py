@@ -107,7 +107,7 @@ def test_a_file_that_is_written_to_is_named_with_the_way_out(tmp_path: Path, mod
     with open(tmp_path / "data.bin", mode) as stream:
         error = blame(Thing(reader=Thing(handle=stream)))
     assert error.path == "dataset.reader.handle"  # type: ignore[attr-defined]
-    assert "open file" in str(error)
+    assert "a file opened for writing" in str(error)
     assert "Try:" in str(error)
     assert "dataset.reader.handle = None" in str(error)
 
@@ -135,7 +135,7 @@ def test_a_lock_of_the_spawn_context_travels() -> None:
 def test_a_generator_is_named_with_its_own_way_out() -> None:
     error = blame(Thing(stream=generator()))
     assert error.path == "dataset.stream"  # type: ignore[attr-defined]
-    assert "a class whose __iter__ makes the generator" in str(error)
+    assert "a class whose __iter__ creates the generator" in str(error)
 
 
 def test_a_fault_in_another_object_goes_by_that_object_s_name() -> None:

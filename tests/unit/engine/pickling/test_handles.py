@@ -69,7 +69,7 @@ def test_one_file_that_two_objects_hold_is_opened_once(lines: Path) -> None:
 
 def test_a_file_that_is_written_to_is_refused(lines: Path) -> None:
     with open(lines, "r+b") as file:
-        assert "written to" in refusal(file)
+        assert "opened for writing" in refusal(file)
 
 
 def test_a_file_that_was_deleted_or_replaced_is_refused(lines: Path) -> None:
@@ -90,9 +90,9 @@ def test_pipes_and_files_without_a_name_are_refused(lines: Path) -> None:
     read, write = os.pipe()
     os.close(write)
     with open(read, "rb") as pipe:
-        assert "without a name" in refusal(pipe)
+        assert "has no name" in refusal(pipe)
     with open(os.open(lines, os.O_RDONLY), "rb") as file:
-        assert "without a name" in refusal(file)
+        assert "has no name" in refusal(file)
     with open(os.devnull, "rb") as device:
         assert "pipe, a socket or a device" in refusal(device)
 
@@ -146,7 +146,7 @@ def test_a_zip_archive_over_a_file_object_takes_it_along(archive: Path) -> None:
 
 def test_a_zip_archive_that_is_written_to_is_refused(archive: Path) -> None:
     with zipfile.ZipFile(archive, "a") as opened:
-        assert "written to (mode 'a')" in refusal(opened)
+        assert "open for writing (mode 'a')" in refusal(opened)
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
@@ -155,6 +155,6 @@ def test_a_tar_archive_is_opened_again(tmp_path: Path, mode: str) -> None:
     with tarfile.open(tmp_path / "a.tar", mode) as made:  # type: ignore[call-overload]
         made.add(tmp_path / "x.txt", "x.txt")
         if mode == "w":
-            assert "written to" in refusal(made)
+            assert "open for writing" in refusal(made)
     with tarfile.open(tmp_path / "a.tar") as opened, arrived(opened) as again:
         assert again.extractfile("x.txt").read() == b"content"

@@ -47,24 +47,24 @@ def test_a_socket_is_refused_by_attribute_with_its_peer_and_the_way_out(
     client, port = connected
     text = refusal(client)
     assert "T01" in text
-    assert f"a socket (connected to 127.0.0.1:{port}) that several processes use" in text
+    assert f"a socket (connected to 127.0.0.1:{port}) used by several processes" in text
     assert "keep dataset.deep[0].handle = None in __init__" in text
 
 
 def test_a_socket_that_is_not_connected_or_closed_is_refused_too(
     sockets: tuple[socket.socket, socket.socket],
 ) -> None:
-    assert "a socket that several" in refusal(sockets[0])
+    assert "a socket used by several" in refusal(sockets[0])
     with socket.socket() as fresh:
-        assert "a socket that several" in refusal(fresh)
-    assert "a socket that several" in refusal(fresh)
+        assert "a socket used by several" in refusal(fresh)
+    assert "a socket used by several" in refusal(fresh)
 
 
 def test_a_tls_socket_is_refused(sockets: tuple[socket.socket, socket.socket]) -> None:
     context = ssl.create_default_context()
     context.check_hostname = False
     with context.wrap_socket(sockets[0], do_handshake_on_connect=False) as wrapped:
-        assert "a socket that several" in refusal(wrapped)
+        assert "a socket used by several" in refusal(wrapped)
 
 
 def test_a_file_over_a_socket_is_refused(sockets: tuple[socket.socket, socket.socket]) -> None:
@@ -76,8 +76,8 @@ def test_a_file_over_a_socket_is_refused(sockets: tuple[socket.socket, socket.so
 def test_both_ends_of_a_pipe_of_the_system_are_refused() -> None:
     reading, writing = os.pipe()
     with open(reading, "rb") as reader, open(writing, "wb") as writer:
-        assert "without a name" in refusal(reader)
-        assert "open file" in refusal(writer)
+        assert "has no name" in refusal(reader)
+        assert "opened for writing" in refusal(writer)
 
 
 def test_an_end_of_a_multiprocessing_pipe_is_refused() -> None:
