@@ -1,1 +1,1 @@
-"""In whichever process loads: fetching, collating, gathering and bad samples."""
+"""Loading of samples (in workers, threads or inline): fetching, collating, bad samples."""

@@ -1,10 +1,11 @@
-"""The file of bad samples: one line of JSON for each time that a sample failed.
+"""The bad-samples file: one line of JSON for each failure of a sample.
 
     {"index": 17, "path": "/data/a.jpg", "error": "OSError: image file is truncated", "count": 2,
      "epoch": 0, "position": 341, "time": "2026-11-15T08:00:00+00:00", "end": "skip"}
 
-The loader appends, ``penstock doctor bad.jsonl`` reads. A program may be killed while it writes,
-and people edit files: a line that is none costs that line. Neither side imports torch.
+The loader appends to the file, and ``penstock doctor bad.jsonl`` reads it. A line can be invalid,
+because a process was killed during a write or because the file was edited by hand. The reader skips
+invalid lines. Neither side imports torch.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from typing import Any, BinaryIO, TypeVar
 _T = TypeVar("_T")
 _MAX_LINE_BYTES = 1 << 16
 _MAX_TEXT = 2000
-"""Of an error's text this much is kept, so that a line stays far below the limit above."""
+"""Maximum length of an error text, so that lines stay far below the limit above."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BadSample:
-    """All that the file says about one sample.
+    """Everything the file contains about one sample.
 
     Args:
-        index: As the sampler gave it; anything but a number or a text is its ``repr``.
+        index: The index from the sampler. Stored as its ``repr`` unless it is a number or a string.
         error: Type and text of the last error.
-        count: How often it failed.
-        epoch, position, time, end: Of the last time; ``end`` is what was done about it.
+        count: Number of failures.
+        epoch, position, time, end: Details of the last failure. ``end`` is the action taken.
     """
 
     index: int | str
@@ -45,10 +46,10 @@ class BadSample:
 
     @staticmethod
     def read_file(path: str | os.PathLike[str]) -> list[BadSample]:
-        """The samples that a ``bad_samples_file`` names, in the order in which they failed first.
+        """Return the samples in a ``bad_samples_file``, in order of their first failure.
 
         Raises:
-            OSError: There is no such file, or it cannot be read.
+            OSError: The file does not exist or cannot be read.
 
         Example:
             >>> import pathlib, tempfile, penstock
@@ -63,7 +64,7 @@ class BadSample:
 
 @dataclass(frozen=True, kw_only=True)
 class BadSampleFile:
-    """What :func:`read` found, in the order in which samples failed first."""
+    """The result of :func:`read`. Samples are in order of their first failure."""
 
     samples: list[BadSample]
     num_lines: int
@@ -71,18 +72,22 @@ class BadSampleFile:
 
     @property
     def indices(self) -> list[int]:
-        """The indices that are numbers, for ``torch.utils.data.Subset``."""
+        """The integer indices, for ``torch.utils.data.Subset``."""
         return [sample.index for sample in self.samples if isinstance(sample.index, int)]
 
 
 def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Add one line. Several processes may add to one file; a torn line of before is closed first.
+    """Append one line. Several processes can append to one file.
+
+    If the last line of the file is incomplete, the new line starts after it.
 
     Args:
-        record: As in the module's example; ``index`` must be there, ``time`` is now if it is not.
+        record: Fields as in the example of this module. ``index`` is required. ``time`` defaults to
+            the current time.
 
     Raises:
-        OSError: The file cannot be written to: a full disk, a folder that is not there.
+        OSError: The file cannot be written, for example because the disk is full or the folder does
+            not exist.
 
     Example:
         >>> import tempfile
@@ -105,15 +110,15 @@ def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
             if file.read(1) != b"\n":
                 line = b"\n" + line
         rest = memoryview(line)
-        while rest.nbytes:  # a nearly full disk takes the first part, and refuses the second
+        while rest.nbytes:  # a nearly full disk may accept only a part
             rest = rest[file.write(rest) :]
 
 
 def read(path: str | os.PathLike[str]) -> BadSampleFile:
-    """What the file says, sample by sample. It is never held whole.
+    """Read the file and merge its lines by sample. Reads line by line, in bounded memory.
 
     Raises:
-        OSError: There is no such file, or it cannot be read.
+        OSError: The file does not exist or cannot be read.
     """
     found: dict[int | str, BadSample] = {}
     num_lines = num_unreadable = 0
@@ -132,11 +137,14 @@ def read(path: str | os.PathLike[str]) -> BadSampleFile:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """The lines that are not blank; None for one that is too long to be ours."""
+    """Yield the non-blank lines, and None for each line that is too long."""
     is_first = True
     while line := file.readline(_MAX_LINE_BYTES):
         if is_first:
-            is_first, line = False, line.removeprefix(b"\xef\xbb\xbf")  # what some editors add
+            is_first, line = (
+                False,
+                line.removeprefix(b"\xef\xbb\xbf"),
+            )  # a BOM, added by some editors
         if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
             while (rest := file.readline(_MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
                 pass
@@ -170,9 +178,9 @@ def _if_type(kind: type[_T], value: Any) -> _T | None:
 
 
 def _merge(earlier: BadSample, later: BadSample) -> BadSample:
-    """The later line counts; what it leaves out is taken from the earlier one.
+    """Merge two lines of one sample. Fields missing from the later line keep the earlier value.
 
-    A line has the count of its run. Where runs share a file, the lines themselves are counted.
+    The count in a line covers one run. If several runs share a file, lines are counted instead.
     """
     return replace(
         later,
@@ -185,7 +193,7 @@ def _merge(earlier: BadSample, later: BadSample) -> BadSample:
 
 
 def plain_index(index: Any) -> int | str:
-    """An index as the file and ``loader.bad_samples`` hold it."""
+    """Return an index in the form used by the file and ``loader.bad_samples``."""
     if isinstance(index, str):
         return index
     try:

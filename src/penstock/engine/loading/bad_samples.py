@@ -1,13 +1,13 @@
-"""The bad-sample policy: a bad sample is an error, left out, or replaced.
+"""The bad-sample policy: raise an error, skip the sample, or replace it.
 
-    load(index) raises (or kills workers, or returns None under the default collate)
+    load(index) raises (or kills workers, or returns None with the default collate)
         "skip"      the batch is shorter by one
-        "replace"   another sample stands in its row: a function of (seed, epoch, position, attempt)
-        a function  on_error(index, error) says: a sample to use, None to leave it out, or it raises
+        "replace"   a substitute, chosen as a function of (seed, epoch, position, attempt)
+        a function  on_error(index, error) returns a sample to use or None to skip, or it raises
 
-Whatever is done, every other sample stays in its place and draws what it would have drawn. The
-ordinary way of loading knows nothing of this: a part of a batch in which something went wrong is
-loaded again from its start, one sample at a time, by :class:`BadSamplePolicy`.
+All other samples keep their position and their random numbers. The normal loading code does not
+handle bad samples. If a part of a batch fails, :class:`BadSamplePolicy` loads the part again from
+its start, one sample at a time.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from penstock.errors import NoStopIteration, NoSubstitute, PenstockError
 from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix64
 
 MAX_SUBSTITUTES = 16
-"""Substitutes tried for one sample. Where half of a dataset is bad, 16 in a row are bad once in
-65,000 samples."""
+"""Maximum number of substitutes for one sample. If half of a dataset is bad, all 16 are bad for one
+sample in 65,000."""
 MAX_IN_A_ROW = 1000
-"""An iterable dataset that raises this often in a row raises for ever."""
+"""An iterable dataset with more consecutive errors than this is assumed to raise forever."""
 
 OnError = str | Callable[[Any, Exception], Any]
 Call = Callable[[Callable[[Any], Any], Any, int], Any]
-"""``call(function, index, position)``: user code, with the randomness of that position."""
+"""``call(function, index, position)`` calls user code with the randomness of that position."""
 Load = Callable[[Any, int], Any]
-"""``load(index, position)``: one sample with its own randomness."""
+"""``load(index, position)`` loads one sample with its own randomness."""
 
 
 class SampleFailure(NamedTuple):
@@ -44,16 +44,16 @@ class SampleFailure(NamedTuple):
     path: str | None
     error: str
     end: str
-    """What was done: "skip" or "replace"."""
+    """The action taken: "skip" or "replace"."""
 
 
 PoisonRows = tuple[tuple[int, Exception], ...]
-"""Rows that are not to be loaded, and why. A row that is there more than once has lost workers to
-its substitutes, too: the first of those are passed over."""
+"""Rows that must not be loaded, and why. If a row is listed more than once, its first substitutes
+killed workers too and are skipped."""
 
 
 def poison_among(poison: Mapping[int | str, Exception], indices: Iterable[Any]) -> PoisonRows:
-    """Which of these samples are known to take down workers; by their place in ``indices``."""
+    """Return the samples that are known to kill workers, by their position in ``indices``."""
     if not poison:
         return ()
     keys = enumerate(map(plain_index, indices))
@@ -61,16 +61,16 @@ def poison_among(poison: Mapping[int | str, Exception], indices: Iterable[Any]) 
 
 
 class EmptySample(ValueError):
-    """``dataset[i]`` is None, of which the default collate can make nothing."""
+    """``dataset[i]`` is None, which the default collate does not support."""
 
 
 class BadSamplePolicy:
-    """Loads samples one by one and does with bad ones as the user said.
+    """Loads samples one by one and applies the user's ``on_error`` to bad ones.
 
     Args:
-        num_indices: Substitutes are any of the dataset's this many samples; None: only others of
-            the same batch, because the sampler leaves some out or has reasons for its batches.
-        none_is_bad: Does None count as bad?
+        num_indices: Substitutes are chosen from this many samples of the dataset. If None, they are
+            chosen from the same batch, because the sampler may exclude samples or group them.
+        none_is_bad: Whether None counts as a bad sample.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class BadSamplePolicy:
         self._none_is_bad = none_is_bad
         self._num_in_a_row = 0
         self.found: list[SampleFailure] = []
-        """What was bad since this was last emptied."""
+        """Failures since the list was last cleared."""
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -104,13 +104,13 @@ class BadSamplePolicy:
         batch: Sequence[Any],
         poison_rows: PoisonRows = (),
     ) -> list[Any]:
-        """The samples at these positions; bad ones are left out or replaced.
+        """Return the samples at these positions. Bad ones are skipped or replaced.
 
         Args:
             placed: Positions and indices.
-            epoch: As randomness counts.
+            epoch: The epoch used to compute randomness.
             batch: All indices of the batch.
-            poison_rows: Those that must not be loaded.
+            poison_rows: Rows that must not be loaded.
         """
 
         def load(index: Any, position: int) -> Any:
@@ -146,7 +146,7 @@ class BadSamplePolicy:
         return sample
 
     def _ask(self, call: Call, index: Any, position: int, error: Exception) -> list[Any]:
-        """What the user's function says: one sample, or none."""
+        """Call the user's ``on_error``. Return a list with its sample, or an empty list."""
         assert callable(self._on_error)
         on_error = self._on_error
 
@@ -161,7 +161,7 @@ class BadSamplePolicy:
     def _load_first(
         self, load: Load, others: Iterable[Any], index: Any, position: int, error: Exception
     ) -> Any:
-        """The first of the other samples that can be loaded, with the position of the bad one."""
+        """Load the first substitute that works, with the position of the bad sample."""
         num_tried = 0
         for other in others:
             if _is_same(other, index):
@@ -171,20 +171,22 @@ class BadSamplePolicy:
                 return load(other, position)
             except Exception as another:
                 self._note(other, position, another, "replace")
-        what = f"sample {index!r} is bad, and nothing can stand in its place"
-        likely = "the dataset has no other sample."
+        what = f"sample {index!r} is bad, and there is no substitute for it"
+        likely = "the dataset has no other sample"
         if num_tried:
-            what = f"sample {index!r} is bad, and so were {num_tried} others in its place"
-            likely = "most of the dataset cannot be read: a missing disk, a wrong folder."
+            what = f"sample {index!r} is bad, and all {num_tried} substitutes are bad too"
+            likely = (
+                "most of the dataset cannot be read, for example a missing disk or a wrong folder"
+            )
         elif self.num_indices is None:
             likely = (
-                "there is no other sample in its batch, and with this sampler substitutes come "
-                "from there only."
+                "its batch contains no other sample, and with this sampler substitutes are chosen "
+                "only from the same batch"
             )
         raise NoSubstitute(
             what,
             likely=likely,
-            remedy=f"dataset[{index!r}] alone, in this process; or DataLoader(..., "
+            remedy=f"dataset[{index!r}] in this process to see the error, or DataLoader(..., "
             'on_error="skip")',
             sample_index=index,
         ) from error
@@ -206,9 +208,10 @@ class BadSamplePolicy:
         self.found.append(SampleFailure(index, position, path, text, end))
 
     def next_of(self, stream: Iterator[Any], position: int) -> list[Any]:
-        """The next sample of an iterable dataset, or none if it was bad and shall be left out.
+        """Return the next sample of an iterable dataset, or an empty list to skip a bad one.
 
-        A generator that raised has ended: going on would lose its rest silently, so it raises.
+        A generator ends when it raises. The error is raised again, because continuing would
+        silently lose the remaining samples.
         """
         while True:
             try:

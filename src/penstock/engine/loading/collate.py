@@ -1,14 +1,14 @@
-"""Collates: writes samples into their rows of a slot as they come.
+"""Collates samples directly into the rows of a slot.
 
     BatchWriter.take(samples), finish()   -> layout, number of rows, strings and bytes
 
 The parent views the slot as the batch that ``default_collate`` would have returned
 (``view_batch`` in :mod:`penstock.engine.memory.batch_layout`).
 
-Large samples are copied into their row as they come, while they are in the cache; small ones are
-gathered and stacked into the slot in one call; what a dataset wrote into its row itself
-(:mod:`penstock.engine.loading.in_place`) stays there. Whatever the layout cannot hold is left
-to torch's own ``default_collate``.
+Large samples are copied to their row as they arrive, while they are in the CPU cache. Small samples
+are collected and stacked into the slot in one call. Data that a dataset wrote to its row itself
+(:mod:`penstock.engine.loading.in_place`) is not copied. If the layout cannot hold a batch, torch's
+own ``default_collate`` is used.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ from penstock.engine.memory.batch_layout import (
 from penstock.errors import NoStopIteration
 
 STREAM_BYTES = 4096
-"""Samples from this size on are copied row by row as they come. A guess, not
-a measurement: small samples are cheaper in one ``torch.stack``, large ones are copied out of the
-cache."""
+"""Samples of at least this size are copied row by row as they arrive. An estimate, not measured:
+small samples are cheaper in one ``torch.stack``, and large ones are copied from the CPU cache."""
 
 _DTYPE_AND_DEVICE = operator.attrgetter("dtype", "is_cpu")
 
@@ -50,7 +49,7 @@ STANDARD_COLLATORS: dict[Any, Any] = dict(torch_collate.default_collate_fn_map)
 
 
 class TooSmall(Exception):
-    """The slot has less room than the batch needs."""
+    """The slot is too small for the batch."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes)
@@ -58,12 +57,12 @@ class TooSmall(Exception):
 
 
 def is_default_collate(collate_fn: Any) -> bool:
-    """Is this torch's own default_collate, with nothing registered by the user?"""
+    """Return True for torch's default_collate without collators registered by the user."""
     return collate_fn is torch_collate.default_collate and not custom_collators()
 
 
 def custom_collators() -> dict[Any, Any]:
-    """What the user registered in torch's ``default_collate_fn_map``; workers need it, too."""
+    """Return the user's entries in torch's ``default_collate_fn_map``, for the workers."""
     return {
         kind: function
         for kind, function in torch_collate.default_collate_fn_map.items()
@@ -72,19 +71,19 @@ def custom_collators() -> dict[Any, Any]:
 
 
 def register_collators(collators: dict[Any, Any]) -> None:
-    """Register in a worker what :func:`custom_collators` found in the parent."""
+    """Register the result of the parent's :func:`custom_collators` in a worker."""
     torch_collate.default_collate_fn_map.update(collators)
 
 
 class BatchWriter:
-    """Writes the samples of one part into its rows of a slot.
+    """Writes the samples of one part to its rows of a slot.
+
+    Used in a worker, one per part. The parent reads the batch with ``view_batch``.
 
     Args:
-        buffer: The slot's memory, writable.
-        rows: How many rows the whole batch has room for.
+        buffer: The slot's writable memory.
+        rows: Number of rows of the whole batch.
         first_row: The row of this part's first sample.
-
-    Called from: a worker, one per part. Pairs with ``view_batch`` in the parent.
     """
 
     def __init__(self, buffer: np.ndarray, rows: int, first_row: int) -> None:
@@ -102,19 +101,19 @@ class BatchWriter:
         self._given = -1
 
     def take(self, samples: Iterator[Any]) -> None:
-        """Take samples until the iterator ends; raises what :meth:`add` raises."""
+        """Add samples until the iterator ends. Raises the exceptions of :meth:`add`."""
         for sample in samples:
             self.add(sample)
-            del sample  # not kept while the next one is made: its memory is warm
+            del sample  # frees its memory for the next sample, while it is in the cache
             if not self._streams:
-                self._taken.extend(samples)  # small ones are looked at when all are here
+                self._taken.extend(samples)  # small samples are checked in finish()
 
     def add(self, sample: Any) -> None:
-        """Take one sample.
+        """Add one sample.
 
         Raises:
-            LayoutError: It does not have the form of the first one, or no layout can hold it. It is
-                kept as ``refused``. Small samples are only compared in :meth:`finish`.
+            LayoutError: The sample differs in layout from the first one, or no layout can hold it.
+                It is kept in ``refused``. Small samples are compared only in :meth:`finish`.
             TooSmall: The slot cannot hold the batch.
         """
         self.refused = [sample]
@@ -124,10 +123,10 @@ class BatchWriter:
         self.refused = []
 
     def next_rows(self) -> list[np.ndarray | None]:
-        """The memory of the next sample, leaf by leaf; None for leaves that are not tensors.
+        """Return the memory of the next sample, one array per leaf. None for non-tensor leaves.
 
-        Empty where that is not known yet, or small, or given out already: no two samples get the
-        same row, whatever becomes of the first.
+        Empty if the layout is not known yet, if samples are small, or if the row was already
+        returned. No two samples get the same row, even if the first one fails.
         """
         row = len(self._taken)
         if not self._streams or row == self._given:
@@ -172,7 +171,7 @@ class BatchWriter:
         return len(self._taken)
 
     def recover(self) -> list[Any]:
-        """The samples taken so far; streamed ones are read back from the slot."""
+        """Return the samples added so far. Large ones are read back from the slot."""
         if not self._streams or self.layout is None:
             return list(self._taken)
         samples = []
@@ -185,10 +184,10 @@ class BatchWriter:
         return samples
 
     def finish(self) -> list[list[Any]]:
-        """Stack what is still pending; returns one list of values per object leaf.
+        """Stack the pending values. Return one list of values per object leaf.
 
         Raises:
-            LayoutError: The samples do not have one form.
+            LayoutError: The samples do not all have the same layout.
         """
         objects: list[list[Any]] = []
         if self.layout is None:
@@ -208,7 +207,7 @@ class BatchWriter:
 
 
 def _row_writer(leaf: LeafSpec, field: Any) -> Callable[[int, Any], None] | None:
-    """A function that copies one value into its row; None for leaves stacked at the end."""
+    """Return a function that copies one value to its row, or None for leaves stacked at the end."""
     if not leaf.is_array:
         return None
     if leaf.kind == "array":
@@ -240,12 +239,12 @@ def _tensor_row_writer(
             or not value.is_cpu
         ):
             raise LayoutError
-        # Lazy bits change how the bytes are read: only torch's own copy knows them.
+        # Lazy bits change the meaning of the bytes. Only torch's own copy applies them.
         has_bits = value.is_conj() or value.is_neg() or value._is_zerotensor()
         if value.is_contiguous() and not has_bits:
             source, place = value.data_ptr(), start + row * num_bytes
-            if source != place:  # else the dataset wrote it there
-                # libc's copy does not read the destination first: 1.4 times torch's when cold.
+            if source != place:  # not already written there by the dataset
+                # memmove does not read the destination first: 1.4 times as fast as torch when cold.
                 memmove(place, source, num_bytes)
         else:
             field[row].copy_(value)
@@ -254,7 +253,7 @@ def _tensor_row_writer(
 
 
 def _stack(leaf: LeafSpec, column: Sequence[Any], out: torch.Tensor) -> None:
-    """One field of small samples, straight into its place."""
+    """Stack one field of small samples into ``out``."""
     kinds = set(map(type, column))
     if leaf.kind == "tensor":
         if kinds != {torch.Tensor}:
@@ -266,7 +265,7 @@ def _stack(leaf: LeafSpec, column: Sequence[Any], out: torch.Tensor) -> None:
                 torch.stack(tuple(column), out=out)
             elif any(value.shape != out.shape[1:] for value in column):
                 raise LayoutError
-        except RuntimeError:  # another shape, or one that wants gradients
+        except RuntimeError:  # shapes differ, or a tensor requires grad
             raise LayoutError from None
         return
     if leaf.kind == "array":
@@ -287,7 +286,7 @@ def _stack(leaf: LeafSpec, column: Sequence[Any], out: torch.Tensor) -> None:
 
 
 def default_collate(samples: list[Any], indices: list[Any], path: str = "") -> Any:
-    """torch's own collate; when it fails because samples differ, the samples are named."""
+    """Call torch's own collate. If it fails because samples differ, the error names them."""
     try:
         with NoStopIteration("default_collate"):
             return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
@@ -304,7 +303,7 @@ def default_collate(samples: list[Any], indices: list[Any], path: str = "") -> A
 
 
 def _collate_dataclasses(samples: list[Any], indices: list[Any], path: str) -> Any:
-    """Field by field, which torch's own collate does not do."""
+    """Collate dataclasses field by field, which torch's own collate does not support."""
     columns = {
         field.name: [getattr(sample, field.name) for sample in samples]
         for field in dataclasses.fields(samples[0])
@@ -316,7 +315,7 @@ def _collate_dataclasses(samples: list[Any], indices: list[Any], path: str) -> A
 
 
 def _dataclasses_in(sample: Any) -> set[type]:
-    """The dataclasses inside the containers of a sample."""
+    """Return the dataclasses nested in the containers of a sample."""
     if isinstance(sample, dict):
         return set().union(*map(_dataclasses_in, sample.values()))
     if isinstance(sample, (list, tuple)):
@@ -328,7 +327,7 @@ def _dataclasses_in(sample: Any) -> set[type]:
 
 
 def _collate_with_dataclasses(samples: list[Any], kinds: set[type]) -> Any:
-    """torch's own collate, which learns these dataclasses for the call."""
+    """Call torch's own collate with these dataclasses registered for the call."""
 
     def collate_fields(records: list[Any], *, collate_fn_map: Any) -> Any:
         columns = {

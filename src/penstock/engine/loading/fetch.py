@@ -1,6 +1,6 @@
-"""Calls the user's dataset: sample by sample, in batches where it offers that, or as a stream.
+"""Calls the user's dataset: by sample, by batch (``__getitems__``) or as a stream.
 
-Called from: a worker (process or thread), or the parent when it loads inline.
+Called by a worker (process or thread), or by the parent when it loads inline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class EndOfStream(Exception):
 
 
 class EmptyBatch(Exception):
-    """Every sample of a batch was bad: there is nothing to deliver."""
+    """Every sample of a batch was bad, so there is nothing to deliver."""
 
 
 def call_user(
@@ -31,10 +31,10 @@ def call_user(
     randomness: SampleRandomness | None,
     name: str = "dataset[i]",
 ) -> Any:
-    """One call of user code, with the randomness of the sample (or batch) at ``position``.
+    """Call user code with the randomness of the sample (or batch) at ``position``.
 
     Args:
-        name: The function, as the user knows it.
+        name: The name of the function in error messages.
     """
     try:
         if randomness is None:
@@ -45,8 +45,11 @@ def call_user(
 
 
 def getter(dataset: Any) -> Callable[[Any], Any]:
-    """``dataset[i]`` as a function. Of the class, as the interpreter has it: an object that hands
-    unknown names on to another is no detour to that one's samples."""
+    """Return ``dataset[i]`` as a function.
+
+    ``__getitem__`` is looked up on the class, as the interpreter does. A wrapper that forwards
+    unknown attributes to an inner dataset therefore does not bypass its own ``__getitem__``.
+    """
     found = getattr(type(dataset), "__getitem__", None)
     if isinstance(found, FunctionType):
         return MethodType(found, dataset)
@@ -54,16 +57,16 @@ def getter(dataset: Any) -> Callable[[Any], Any]:
 
 
 def one_getter(dataset: Any) -> Callable[[Any], Any]:
-    """One sample at a time, also of a dataset that loads whole batches."""
+    """Return a function that loads one sample, also for datasets with ``__getitems__``."""
     if not takes_batches(dataset):
         return getter(dataset)
     return lambda index: dataset.__getitems__([index])[0]
 
 
 def takes_batches(dataset: Any) -> bool:
-    """Does the dataset offer torch's batched ``__getitems__``?
+    """Return True if the dataset supports torch's batched ``__getitems__``.
 
-    torch's own Subset does (from 2.0 on), but only hands on what the dataset behind it offers.
+    torch's own Subset defines it (since 2.0), but only forwards to the dataset it wraps.
     """
     from torch.utils.data import Subset
 
@@ -75,7 +78,7 @@ def takes_batches(dataset: Any) -> bool:
 def fetch_map(
     dataset: Any, indices: list[Any], position: int, randomness: SampleRandomness | None
 ) -> list[Any]:
-    """The samples of ``indices``; ``position`` is the first one's place."""
+    """Load the samples of ``indices``. ``position`` is the position of the first one."""
     if takes_batches(dataset):
         if randomness is not None:
             randomness.snapshot()
@@ -89,14 +92,14 @@ def fetch_map(
 
 
 TakeNext = Callable[[Iterator[Any], int], list[Any]]
-"""Takes the next sample of an iterator: a list of one, or of none if it is to be left out."""
+"""Returns the next sample of an iterator in a list, or an empty list to skip a bad one."""
 
 
 class Stream:
     """One pass over an iterable dataset.
 
     Args:
-        take_next: Does with bad samples as the user said; None: they raise.
+        take_next: Applies the bad-sample policy. If None, bad samples raise.
     """
 
     def __init__(
@@ -115,11 +118,11 @@ class Stream:
         self._has_ended = False
 
     def fetch(self, index: Any, position: int = 0) -> Any:
-        """The next batch as a list of samples, or the next sample when batching is off.
+        """Return the next batch as a list of samples, or the next sample if batching is off.
 
         Raises:
-            EndOfStream: Nothing (or, with ``drop_last``, too little) is left.
-            EmptyBatch: There was something, and all of it is left out.
+            EndOfStream: No samples are left or, with ``drop_last``, too few for a batch.
+            EmptyBatch: All samples of the batch were bad and are skipped.
         """
         if self._has_ended:
             raise EndOfStream
@@ -143,7 +146,7 @@ class Stream:
 
 
 def seed_pipes(dataset: Any, shared_seed: int | None) -> Any:
-    """Give torch's DataPipes the seed that all workers share; other datasets are left alone."""
+    """Set the seed shared by all workers in torch's DataPipes. Other datasets are unchanged."""
     if shared_seed is None:
         return dataset
     import torch

@@ -1,7 +1,7 @@
-"""Gathers batches of datasets that are in memory already, without a loop over samples.
+"""Gathers batches of in-memory datasets without a loop over samples.
 
-Finds the tensors behind a ``TensorDataset`` (also through ``Subset``) and copies the rows of a
-batch into a slot in one call; or has a dataset do that which can (:class:`RowReader`). No user
+Finds the tensors of a ``TensorDataset`` (also inside ``Subset``) and copies the rows of a batch to
+a slot in one call. A dataset that implements :class:`RowReader` copies the rows itself. No user
 code runs, so no randomness is set.
 """
 
@@ -21,13 +21,13 @@ from penstock.engine.memory.ring import Ring
 from penstock.user_objects import offers
 
 TRY_OTHER_EVERY = 64
-"""Copies after which both ways are timed once more."""
+"""Number of copies after which both methods are timed again."""
 
 
 class RowReader(Protocol):
-    """A dataset that copies whole batches itself, straight into a slot.
+    """A dataset that copies whole batches directly to a slot.
 
-    Every sample must have the form of ``dataset[0]``, drawn from nothing but its index.
+    Every sample must have the layout of ``dataset[0]`` and depend only on its index.
     """
 
     def __len__(self) -> int: ...
@@ -35,17 +35,19 @@ class RowReader(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
     def read_rows(self, index: np.ndarray, out: list[np.ndarray]) -> None:
-        """Copy samples, by indices in range, into ``out``: for each leaf of a sample, in the order
-        in which they stand there, an array of bytes with one row for each index."""
+        """Copy the samples of ``index`` to ``out``. All indices are in range.
+
+        ``out`` contains one byte array per leaf of a sample, in order, with one row per index.
+        """
 
 
 class Gatherer:
-    """Rows of equally long fields, by index.
+    """Gathers rows of fields of equal length, by index.
 
     Args:
-        length: Of the dataset behind the subsets.
-        subsets: The index lists of the subsets around it, outermost first.
-        layout: The form of one sample.
+        length: Length of the dataset inside all subsets.
+        subsets: The index lists of the subsets, outermost first.
+        layout: The layout of one sample.
     """
 
     def __init__(self, length: int, subsets: list[Any], layout: Layout) -> None:
@@ -54,10 +56,10 @@ class Gatherer:
         self.layout = layout
 
     def fill(self, index: list[int], slot: np.ndarray, rows: int, first_row: int) -> None:
-        """Copy the rows of ``index`` into their places in a batch of ``rows``.
+        """Copy the rows of ``index`` to a batch of ``rows``, starting at ``first_row``.
 
         Raises:
-            LayoutError: The indices are not plain whole numbers, or there are none.
+            LayoutError: The indices are not plain integers, or there are none.
         """
         self._copy(self._resolve(index), slot, rows, first_row)
 
@@ -65,7 +67,7 @@ class Gatherer:
         raise NotImplementedError
 
     def gather(self, index: list[int], ring: Ring) -> Any:
-        """One batch in a slot of ``ring``, or in memory of its own when the user holds many."""
+        """Return one batch in a slot of ``ring``, or in new memory if the ring is crowded."""
         _, num_bytes = self.layout.offsets(len(index))
         ring.fit(num_bytes)
         if ring.is_crowded():
@@ -77,7 +79,7 @@ class Gatherer:
 
     def _resolve(self, index: list[int]) -> np.ndarray:
         if not len(index):
-            raise LayoutError  # torch's own collate says what is wrong with an empty batch
+            raise LayoutError  # torch's own collate raises the error for an empty batch
         for indices in self._subsets:
             many = getattr(indices, "at", None)  # a part of penstock.split
             index = many(index) if many is not None else [indices[place] for place in index]
@@ -85,7 +87,7 @@ class Gatherer:
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
             raise LayoutError
         chosen = chosen.astype(np.int64, copy=False)
-        # One look for most batches: as a word without sign, a negative index is a huge one.
+        # One check for most batches: as an unsigned integer, a negative index is very large.
         if int(chosen.view(np.uint64).max()) >= self._length:
             if chosen.min() < -self._length or chosen.max() >= self._length:
                 raise IndexError(f"index {index} is out of range for {self._length} samples")
@@ -94,7 +96,7 @@ class Gatherer:
 
 
 class TensorGatherer(Gatherer):
-    """Rows of CPU tensors. ``tensors``: what the dataset slices."""
+    """Gathers rows of the CPU tensors of a dataset."""
 
     def __init__(self, tensors: list[torch.Tensor], subsets: list[Any], layout: Layout) -> None:
         super().__init__(len(tensors[0]), subsets, layout)
@@ -113,7 +115,7 @@ class TensorGatherer(Gatherer):
 
 
 class RowGatherer(Gatherer):
-    """Rows that the dataset copies itself."""
+    """Gathers rows with the dataset's own ``read_rows``."""
 
     def __init__(self, reader: RowReader, subsets: list[Any], layout: Layout) -> None:
         super().__init__(len(reader), subsets, layout)
@@ -129,7 +131,7 @@ class RowGatherer(Gatherer):
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """A table of the widest whole numbers that fit a row: bytes are copied, not looked at."""
+    """Return the tensor as a table of the widest integers that fit a row, for fast copies."""
     tensor = tensor.contiguous()
     row_items = tensor[0].numel()
     row_bytes = row_items * tensor.element_size()
@@ -145,10 +147,10 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Copier:
-    """Copies rows by torch's own threads or by NumPy in this one, whichever is quicker now.
+    """Copies rows with torch's threads or with NumPy in this thread, whichever is faster.
 
-    Threads halve the time on an idle machine; where other processes hold the cores they wait for
-    each other and were seen to take about 15 times as long. So both are timed, again and again.
+    Threads halve the time on an idle machine. If other processes use the cores, the threads wait
+    for each other and can take about 15 times as long. Both methods are timed repeatedly.
     """
 
     def __init__(self) -> None:
@@ -169,7 +171,7 @@ class _Copier:
 
 
 def is_sliced(dataset: Any, batch_sampler: Any, collate_fn: Any) -> bool:
-    """Are batches of this dataset gathered in one call? Cheap: looks at types only."""
+    """Return True if batches are gathered in one call. Cheap: checks only types."""
     dataset, _ = unwrap_subsets(dataset)
     is_plain = _is_tensor_dataset(dataset) and len(dataset) > 0
     return is_plain and batch_sampler is not None and is_default_collate(collate_fn)
@@ -180,14 +182,14 @@ def _is_tensor_dataset(dataset: Any) -> bool:
 
 
 def find_gatherer(dataset: Any) -> Gatherer | None:
-    """The gatherer for a dataset that only slices tensors; None for any other."""
+    """Return the gatherer for a dataset of tensors or rows, or None for other datasets."""
     dataset, subsets = unwrap_subsets(dataset)
     reads_rows = offers(dataset, "read_rows")
     if not (_is_tensor_dataset(dataset) or reads_rows) or not len(dataset):
         return None
     try:
         layout = read_layout(dataset[0])
-    except Exception:  # no layout, or it cannot be read: the usual way shows it for what it is
+    except Exception:  # no layout, or an error: normal loading reports it
         return None
     if reads_rows:
         return None if layout.has_objects else RowGatherer(dataset, subsets, layout)

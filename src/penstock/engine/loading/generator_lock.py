@@ -1,10 +1,10 @@
 """A lock for worker threads, which share the global random generators.
 
-exclusive()   one thread runs user code: its sample's generators are set, and put back afterwards
-shared()      any number of threads run samples that draw nothing from the global generators
+exclusive()   one thread runs user code, with its sample's generators, which are restored afterwards
+shared()      any number of threads run samples that do not draw from the global generators
 
-Samples that have drawn nothing so far may run together, because no thread sets a generator
-meanwhile. If one draws after all, its run is loaded again under the exclusive lock.
+Samples that have not drawn so far can run concurrently, because no thread sets a generator during
+that time. If one does draw, its run is loaded again under the exclusive lock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GeneratorLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """No other thread runs user code; the generators are put back afterwards."""
+        """Hold the lock exclusively. The generators are restored afterwards."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_exclusive and not self._num_shared)
             self._is_exclusive = True
@@ -40,7 +40,7 @@ class GeneratorLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """No thread sets generators; others may hold the shared lock, too."""
+        """Hold the lock together with other threads. No thread sets the generators."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_exclusive)
             self._num_shared += 1

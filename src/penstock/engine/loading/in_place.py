@@ -1,9 +1,9 @@
-"""Datasets that write samples into the slot themselves, without a copy on the way.
+"""Datasets that write samples directly to the slot, without an intermediate copy.
 
     worker: InPlaceFetcher.get(index) -> dataset.read_into(index, rows of the next sample)
-            -> BatchWriter.add(sample), which finds the tensors where they belong
+            -> BatchWriter.add(sample), which finds the tensors already in place
 
-For a JPEG that becomes a crop of 224 pixels, the array in between and its copy were 80 of 1250
+For a JPEG decoded to a crop of 224 pixels, the intermediate array and its copy took 80 of 1250
 microseconds (2 x86-64 cores).
 """
 
@@ -23,28 +23,28 @@ Rows = Sequence["np.ndarray | None"]
 
 
 class InPlaceReader(Protocol):
-    """A dataset that can write tensors of a sample straight into a slot.
+    """A dataset that can write the tensors of a sample directly to a slot.
 
-    It draws and fails as it does in ``dataset[i]``, and samples may differ in form.
+    Random draws and errors are the same as in ``dataset[i]``. Samples can differ in layout.
     """
 
     def __getitem__(self, index: Any) -> Any: ...
 
     def read_into(self, index: Any, rows: Rows) -> Any:
-        """``self[index]``, of which any tensor may lie in its row.
+        """Return ``self[index]``. Any of its tensors can be a view of its row.
 
         Args:
-            rows: For each leaf of a sample, in the order in which they stand there, an array of
-                the form that the batch's first sample had there. None: it is not to be written
-                to. Empty: no form is known yet. A tensor over one of them, filled and returned as
-                that leaf, is not copied. None of them may be kept.
+            rows: One array per leaf of a sample, in order, with the shape and dtype of that leaf in
+                the batch's first sample. None for a leaf that must not be written. Empty if the
+                layout is not known yet. A tensor over one of the arrays, filled and returned as
+                that leaf, is not copied. The dataset must not keep any of the arrays.
         """
 
 
 class InPlaceFetcher:
-    """Loads samples into the rows that a writer has next. Pairs with :class:`BatchWriter`.
+    """Loads samples into the next rows of a :class:`BatchWriter`.
 
-    Called from: a worker process, which adds each sample before it asks for the next one.
+    Used in a worker process, which adds each sample to the writer before it loads the next one.
     """
 
     def __init__(self, read_into: Callable[[Any, Rows], Any], indices: list[Any]) -> None:
@@ -53,24 +53,24 @@ class InPlaceFetcher:
         self._writer: BatchWriter | None = None
 
     def begin(self, writer: BatchWriter) -> None:
-        """Samples go to this writer from now on."""
+        """Set the writer that provides the rows."""
         self._writer = writer
 
     def get(self, index: Any) -> Any:
-        """What ``dataset[index]`` is."""
+        """Return ``dataset[index]``."""
         for one in self._indices:
             index = one[index]
         return self._read_into(index, [] if self._writer is None else self._writer.next_rows())
 
 
 def find_in_place_fetcher(dataset: Any) -> InPlaceFetcher | None:
-    """The fetcher for a dataset that writes samples itself (also in a subset); None for others."""
+    """Return the fetcher for a dataset with ``read_into`` (also in a subset), or None."""
     dataset, indices = unwrap_subsets(dataset)
     return InPlaceFetcher(dataset.read_into, indices) if offers(dataset, "read_into") else None
 
 
 def unwrap_subsets(dataset: Any) -> tuple[Any, list[Any]]:
-    """The dataset inside all subsets, and the index lists of these, outermost first."""
+    """Return the dataset inside all subsets, and the subsets' index lists, outermost first."""
     indices = []
     while type(dataset) in (Subset, PermutedSubset):
         indices.append(dataset.indices)

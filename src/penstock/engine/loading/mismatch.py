@@ -1,4 +1,4 @@
-"""Names the sample that does not fit its batch, the field, and what to do about it."""
+"""Finds the sample and field that do not match the rest of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.user_objects import probe
 def find_mismatch(
     samples: list[Any], indices: list[Any], error: BaseException, path: str = ""
 ) -> MismatchedSamples | None:
-    """The named error for samples that default_collate refused; None when they do not differ."""
+    """Return the error for samples that default_collate rejected, or None if they match."""
     found = _first_difference(samples, path)
     if found is None:
         return None
@@ -22,8 +22,8 @@ def find_mismatch(
     return _class_for(type(error))(
         f"samples of one batch differ in {field}: sample {first} has {theirs}, sample {odd} has "
         f"{ours}. ({error})",
-        remedy="resize or pad in the dataset so that all are equal, or pass a collate_fn that "
-        "keeps them apart: DataLoader(..., collate_fn=list)",
+        remedy="resize or pad in the dataset so that all samples match, or pass a collate_fn that "
+        "does not stack them: DataLoader(..., collate_fn=list)",
         field=path,
         sample_index=indices[place] if place < len(indices) else None,
         expected=theirs,
@@ -32,7 +32,7 @@ def find_mismatch(
 
 
 def _class_for(kind: type[BaseException]) -> type[MismatchedSamples]:
-    """MismatchedSamples that is also what torch raised: an ``except`` for that still works."""
+    """Return a MismatchedSamples that is also a ``kind``, so that ``except kind`` still works."""
     if issubclass(MismatchedSamples, kind):
         return MismatchedSamples
     namespace = {"__module__": MismatchedSamples.__module__}

@@ -1,8 +1,8 @@
-"""Finds the file of a sample, for the report on a bad one, without loading anything.
+"""Finds the file of a bad sample for the report, without loading anything.
 
-The error often says it itself. If not, datasets keep their files in a list as long as they are
-themselves; a list of another length holds shards or folders, and says nothing about one sample.
-Only what lies in the dataset is looked at: a property would be the user's code.
+The error often contains the file name. Otherwise, the dataset is searched for a list of files with
+the same length as the dataset. A list of any other length holds shards or folders and does not
+identify one sample. Only plain attributes are read, because a property would run user code.
 """
 
 from __future__ import annotations
@@ -19,23 +19,29 @@ from typing import Any
 from penstock.engine.memory.shared_list import SharedList
 
 _NAMES = (
-    *("samples", "imgs"),  # torchvision's folders: pairs of path and class
-    *("im_files", "img_files", "image_files", "image_paths", "img_paths"),  # Ultralytics and kin
+    *("samples", "imgs"),  # torchvision folders: pairs of path and class
+    *(
+        "im_files",
+        "img_files",
+        "image_files",
+        "image_paths",
+        "img_paths",
+    ),  # Ultralytics and similar
     *("paths", "files", "filenames", "file_paths"),
 )
 _MAX_DEPTH = 16
 _MAX_LENGTH = 4096
 _LOOKS_LIKE_ONE = re.compile(r"[/\\]|\.\w{1,8}$")
-"""A separator or an ending: ``samples`` may as well be sentences, or names of classes."""
+"""A separator or an extension. ``samples`` may also hold sentences or class names."""
 _FILE_NAME = re.compile(r"[\w.-]*\w\.[A-Za-z]\w{1,4}\b")
 _MISSING = object()
 
 
 def find_path(dataset: Any, index: Any, error: BaseException | None = None) -> str | None:
-    """The file of sample ``index``, or None where it is not known. Never raises.
+    """Return the file of sample ``index``, or None if it is unknown. Never raises.
 
     Args:
-        error: What loading it raised, if it did.
+        error: The exception raised when the sample was loaded, if any.
 
     Example:
         >>> class Folder:
@@ -53,13 +59,16 @@ def find_path(dataset: Any, index: Any, error: BaseException | None = None) -> s
             return path
         path = _in_dataset(dataset, index)
         return None if path is None or _names_another_file(error, path) else path
-    except Exception:  # lengths, indices and paths of the user's own classes may do anything
+    except Exception:  # user classes for lengths, indices and paths can raise anything
         return None
 
 
 def _names_another_file(error: BaseException | None, path: str) -> bool:
-    """Does the error's text name files, and this is none of them? Then the dataset's list has
-    another order than its samples, and the guess would accuse a good file."""
+    """Return True if the error's text names files, but not this one.
+
+    The dataset's list then has a different order than its samples, and a good file would be
+    reported.
+    """
     named = _FILE_NAME.findall("" if error is None else str(error)[:_MAX_LENGTH])
     named = [name for name in named if not name.endswith((".py", ".pyx", ".c", ".cpp"))]  # code
     return bool(named) and os.path.basename(path) not in named
@@ -88,14 +97,14 @@ def _in_dataset(dataset: Any, index: Any) -> str | None:
 
 
 def _one_in(dataset: Any, place: int) -> tuple[Any, int] | None:
-    """The dataset inside a part or a chain of datasets, and the index there."""
+    """Return the dataset inside a subset or concatenation, and the index in it, or None."""
     inside, indices = _own(dataset, "dataset"), _own(dataset, "indices")
     if inside is not _MISSING and indices is not _MISSING:
         return inside, operator.index(indices[place])
     members, ends = _own(dataset, "datasets"), _own(dataset, "cumulative_sizes")
     if members is _MISSING or ends is _MISSING:
         return None
-    place = range(ends[-1])[place]  # a negative one counts from the end
+    place = range(ends[-1])[place]  # a negative index counts from the end
     number = bisect.bisect_right(ends, place)
     return members[number], place - (ends[number - 1] if number else 0)
 
@@ -116,7 +125,7 @@ def _in_lists(dataset: Any, place: int) -> str | None:
 
 
 def _own(value: Any, name: str) -> Any:
-    """An attribute that is simply there: not computed by a property or a ``__getattr__``."""
+    """Return a plain attribute, not one computed by a property or ``__getattr__``."""
     found = inspect.getattr_static(value, name, _MISSING)
     if isinstance(found, types.MemberDescriptorType):  # a slot
         return found.__get__(value)
@@ -124,7 +133,7 @@ def _own(value: Any, name: str) -> Any:
 
 
 def _is_list(value: Any) -> bool:
-    """Is it a list that answers at once? A class of the user's own may load what it gives."""
+    """Return True for lists with fast access. A user's own class may load data on access."""
     if type(value) in (list, tuple, SharedList):
         return True
     numpy = sys.modules.get("numpy")
@@ -133,7 +142,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _path_in(entry: Any) -> str | None:
-    """The path in an element of the list: itself, or the first of a pair."""
+    """Return the path in a list element: the element itself, or the first item of a pair."""
     if isinstance(entry, (tuple, list)) and entry:
         entry = entry[0]
     path = _plain_path(entry)

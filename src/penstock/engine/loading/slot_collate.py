@@ -1,8 +1,8 @@
 """Makes ``default_collate`` inside a user's ``collate_fn`` stack its tensors in the slot.
 
-In a PyTorch worker each of those tensors becomes a new shared-memory file (7.6 ms for a 9.6 MB
-batch against 0.7 ms; measured on a 2-core arm64 machine). Here it is stacked straight into the slot
-that the batch is sent in.
+In a PyTorch worker, each of these tensors becomes a new shared-memory file. Here it is stacked
+directly in the batch's slot (0.7 ms instead of 7.6 ms for a 9.6 MB batch, measured on a 2-core
+arm64 machine).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TORCH_COLLATE_TENSOR = STANDARD_COLLATORS[torch.Tensor]
 
 
 def _is_stackable(value: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Can ``torch.stack`` write it into given memory? Others are left to torch, errors too."""
+    """Return True if ``torch.stack`` can write it to given memory. torch handles the rest."""
     return (
         value.dtype is dtype
         and value.layout is torch.strided
@@ -35,7 +35,7 @@ def _is_stackable(value: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 class SlotAllocator:
-    """The room of one slot, given out from its start. Pairs with :func:`collating_into`."""
+    """Allocates memory from the start of one slot. Used with :func:`collating_into`."""
 
     def __init__(self, buffer: np.ndarray) -> None:
         self.buffer: np.ndarray | None = buffer
@@ -61,7 +61,7 @@ _present = threading.local()
 def _collate_tensor(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
     first = batch[0]
     if not all(isinstance(value, torch.Tensor) for value in batch):
-        return torch.stack(batch, 0)  # says what is wrong, as it does without workers
+        return torch.stack(batch, 0)  # raises the same error as without workers
     if first.layout is not torch.strided or first.is_nested:
         return _collate_as_inline(batch, collate_fn_map)
     allocator: SlotAllocator | None = getattr(_present, "allocator", None)
@@ -72,7 +72,10 @@ def _collate_tensor(batch: list[torch.Tensor], *, collate_fn_map: Any = None) ->
 
 
 def _collate_as_inline(batch: list[torch.Tensor], collate_fn_map: Any) -> torch.Tensor:
-    """torch's own, as it is without workers: in one it makes a shared file, and fails for some."""
+    """Call torch's own collator as if outside a worker.
+
+    In a worker, it creates a shared-memory file, which fails for some tensors.
+    """
     info, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         collated: torch.Tensor = _TORCH_COLLATE_TENSOR(batch, collate_fn_map=collate_fn_map)
@@ -82,7 +85,7 @@ def _collate_as_inline(batch: list[torch.Tensor], collate_fn_map: Any) -> torch.
 
 
 def install_slot_collate() -> None:
-    """Make default_collate in this worker write to our memory. Called once per worker process."""
+    """Make default_collate in this worker write to the slot. Called once per worker process."""
     if torch_collate.default_collate_fn_map[torch.Tensor] is _TORCH_COLLATE_TENSOR:
         torch_collate.default_collate_fn_map[torch.Tensor] = _collate_tensor
         STANDARD_COLLATORS[torch.Tensor] = _collate_tensor
@@ -90,7 +93,7 @@ def install_slot_collate() -> None:
 
 @contextmanager
 def collating_into(allocator: SlotAllocator) -> Iterator[None]:
-    """While this lasts, default_collate's tensors lie in ``allocator``."""
+    """Within this context, default_collate allocates its tensors from ``allocator``."""
     _present.allocator = allocator
     try:
         yield

@@ -189,8 +189,8 @@ def _reduce_tensor(obj: Any) -> Any:
 
     from penstock.engine.memory import tensor_reducers
 
-    # Writes to a shared tensor must be visible everywhere, so torch's reducer is used. That loses
-    # the scales of quantized tensors.
+    # A shared tensor uses torch's reducer, so that writes are visible everywhere. Quantized tensors
+    # do not, because that reducer loses their scales.
     if not _is_shared(obj) or obj.is_quantized or tensor_reducers.has_own_pickling(obj):
         return tensor_reducers.reduce_tensor(obj)
     if obj.is_conj() or obj.is_neg():  # lost by torch's reducer
