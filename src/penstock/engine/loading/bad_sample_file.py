@@ -141,10 +141,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
     is_first = True
     while line := file.readline(_MAX_LINE_BYTES):
         if is_first:
-            is_first, line = (
-                False,
-                line.removeprefix(b"\xef\xbb\xbf"),
-            )  # a BOM, added by some editors
+            is_first, line = False, line.removeprefix(b"\xef\xbb\xbf")  # a BOM of some editors
         if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
             while (rest := file.readline(_MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
                 pass

@@ -176,7 +176,7 @@ class BadSamplePolicy:
         if num_tried:
             what = f"sample {index!r} is bad, and all {num_tried} substitutes are bad too"
             likely = (
-                "most of the dataset cannot be read, for example a missing disk or a wrong folder"
+                "most of the dataset cannot be read (a missing disk or a wrong folder, for example)"
             )
         elif self.num_indices is None:
             likely = (

@@ -102,7 +102,7 @@ class NewPass(NamedTuple):
 
 
 class ResumeStream(NamedTuple):
-    """Tells a replacement worker where to resume an iterable dataset. Sent before its first lease.
+    """Where a replacement worker resumes an iterable dataset. Sent before its first lease.
 
     ``state`` is the dataset's own ``state_dict()``. Without one, the worker loads and drops
     ``num_batches`` batches.

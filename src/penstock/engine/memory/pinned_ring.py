@@ -170,9 +170,8 @@ class PinnedRing(Ring):
         super().close()
         for slot, ref in held.items():
             if ref is not None and ref() is not None:
-                slot.ref = (
-                    ref  # the pinner keeps the slot, and with it the ref, until it is unpinned
-                )
+                # The pinner keeps the slot, and with it the ref, until the slot is unpinned.
+                slot.ref = ref
         self._unpin_later(*[slot for slot in list(self._pinned) if slot.ref is None])
 
     def __del__(self) -> None:

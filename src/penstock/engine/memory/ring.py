@@ -205,7 +205,7 @@ class Ring:
         self.num_slots += count
 
     def give_back(self, slot: Slot) -> None:
-        """Return a slot that was never lent."""
+        """Return a slot to the ring. It must not have been lent."""
         self._free.append(slot)
 
     def fit(self, num_bytes: int) -> None:

@@ -178,7 +178,7 @@ def _hash(code: bytes) -> int:
 
 
 def encode_key(key: Any) -> bytes:
-    """Encode a key as bytes. Two encodings are equal exactly if the keys are. Rejects NaN.
+    """Encode a key as bytes. Encodings are equal if and only if the keys are. Rejects NaN.
 
     Example:
         >>> encode_key(1) == encode_key(1.0) == encode_key(True) != encode_key("1")

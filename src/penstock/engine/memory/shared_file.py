@@ -114,29 +114,29 @@ class SharedFile:
         Space on disk is allocated immediately, so that a full disk raises ``OSError`` here and does
         not cause a SIGBUS in a worker.
         """
-        offset, room = self.num_bytes, round_up(max(num_bytes, 1))
+        offset, size = self.num_bytes, round_up(max(num_bytes, 1))
         try:
             if self.is_sparse or not hasattr(os, "pwrite"):  # Windows always allocates
-                os.ftruncate(self.fd, offset + room)
+                os.ftruncate(self.fd, offset + size)
             else:
-                self._allocate(offset, room)
+                self._allocate(offset, size)
         except OSError as error:
             raise explained(error) from None
-        self.num_bytes = offset + room
+        self.num_bytes = offset + size
         return offset
 
-    def _allocate(self, offset: int, room: int) -> None:
+    def _allocate(self, offset: int, size: int) -> None:
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self.fd, offset, room)
+                os.posix_fallocate(self.fd, offset, size)
                 return
         except OSError as error:
             if error.errno not in _CANNOT_ALLOCATE:
                 raise
         try:
-            for first in range(offset, offset + room, len(_ZEROS)):
-                written = os.pwrite(self.fd, _ZEROS[: offset + room - first], first)
-                if written < min(len(_ZEROS), offset + room - first):
+            for first in range(offset, offset + size, len(_ZEROS)):
+                written = os.pwrite(self.fd, _ZEROS[: offset + size - first], first)
+                if written < min(len(_ZEROS), offset + size - first):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             os.ftruncate(self.fd, offset)  # give back the partial allocation
@@ -210,7 +210,7 @@ def explained(error: OSError) -> OSError:
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         why += f" in {_temporary_folder()}, which holds shared memory because there is no memfd"
-    remedy = _REMEDIES.get(error.errno or 0, "TMPDIR=/a/folder/with/room")
+    remedy = _REMEDIES.get(error.errno or 0, "TMPDIR=/path/with/free/space")
     return OSError(error.errno, f"{why}. Try: {remedy}")
 
 
@@ -221,7 +221,7 @@ def _temporary_folder() -> str:
         raise OSError(
             error.errno,
             f"cannot allocate memory for batches: there is no memfd_create and no writable "
-            f"temporary folder ({error.strerror}). Try: TMPDIR=/a/folder/with/room",
+            f"temporary folder ({error.strerror}). Try: TMPDIR=/path/with/free/space",
         ) from None
 
 

@@ -28,13 +28,13 @@ def reduce_tensor(tensor: Any) -> Any:
     plain = tensor.detach().as_subclass(torch.Tensor)
     # In memory order, so that channels_last and permuted tensors keep their strides.
     order = sorted(range(plain.dim()), key=plain.stride, reverse=True)
-    lying = plain.permute(order)
-    if not lying.is_contiguous():
-        order, lying = list(range(plain.dim())), plain.contiguous()
+    ordered = plain.permute(order)
+    if not ordered.is_contiguous():
+        order, ordered = list(range(plain.dim())), plain.contiguous()
     raw = None
     if plain.numel():
-        raw = pickle.PickleBuffer(lying.reshape(-1).view(torch.uint8).numpy())
-    return _tensor_from, (raw, tensor.dtype, tuple(lying.shape), tuple(order), kind, state)
+        raw = pickle.PickleBuffer(ordered.reshape(-1).view(torch.uint8).numpy())
+    return _tensor_from, (raw, tensor.dtype, tuple(ordered.shape), tuple(order), kind, state)
 
 
 def _tensor_from(
@@ -66,7 +66,7 @@ def finish_tensor(tensor: Any, kind: Any, state: dict[str, Any] | None) -> Any:
 
 
 def has_own_pickling(tensor: Any) -> bool:
-    """Return True if the class defines its own pickling or may have no memory of its own."""
+    """Return True if the class defines its own pickling or may not own any memory."""
     kind: Any = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return False

@@ -33,7 +33,7 @@ def computes_attributes(cls: type) -> bool:
 
 
 def reduce_by_class(obj: Any) -> Any:
-    """Return a reduce value for the object. None means that pickle's default must reject it.
+    """Return a reduce value for the object, or None if pickle's default must reject it.
 
     Raises:
         Exception: Any exception of the class's own pickling methods.

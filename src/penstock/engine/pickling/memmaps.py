@@ -70,9 +70,7 @@ class MemmapReducer:
 
     @functools.cached_property
     def _mappings(self) -> list[MemoryMapping]:
-        return list_mappings(
-            0, sys.maxsize
-        )  # read only once, because a dataset may map thousands of files
+        return list_mappings(0, sys.maxsize)  # read once: a dataset may map thousands of files
 
     def _mapping_at(self, address: int) -> MemoryMapping | None:
         place = bisect_right(self._mappings, address, key=lambda mapping: mapping.start) - 1
