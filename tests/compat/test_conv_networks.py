@@ -135,8 +135,8 @@ def test_yolov8n_trains_through_penstock_run(yolo: dict[str, Any]) -> None:
     assert healthy.returncode == 0, healthy.stderr[-3000:]
     assert broken.returncode == 0, broken.stderr[-3000:]
     assert loss_of(broken) == pytest.approx(loss_of(healthy), rel=1e-2)
-    assert "convolutions caught on cpu" in broken.stderr
-    assert "handed on to torch" not in broken.stderr
+    assert "convolutions intercepted on cpu" in broken.stderr
+    assert "passed to torch" not in broken.stderr
 
 
 def test_yolov8n_fails_without_it(yolo: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Convolutions where the GPU's own library fails, and faster models for inference.
+"""Convolution bypass for broken GPU libraries, and model optimization for inference.
 
-:func:`bypass_convolutions` computes convolutions from matrix products, without the vendor's
-library; :func:`probe` finds out whether that library fails; :func:`optimize` makes a model faster
-for inference. Nothing here touches the data; importing this package imports no torch.
+:func:`bypass_convolutions` computes convolutions with matrix products instead of the vendor's
+library. :func:`probe` checks whether that library works. :func:`optimize` makes a model faster for
+inference. This package does not process data, and importing it does not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Switches the convolution bypass on and off.
 
-``bypass_convolutions()`` is a call and a context manager; ``PENSTOCK_CONV=auto`` in the environment
-and ``penstock run --conv auto`` do the same from outside.
+``bypass_convolutions()`` is a function and a context manager. ``PENSTOCK_CONV=auto`` in the
+environment and ``penstock run --conv auto`` do the same without a change to the script.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ Mode = Literal["auto", "on"]
 MODES = ("auto", "on")
 
 Broken = frozenset[tuple[str, str, str, str]]
-"""Kind, type, layout and pass of what a probe found broken."""
+"""Kind, dtype, layout and pass of the convolutions that a probe found broken."""
 
 
 class OverrideTaken(UserWarning):
-    """Another library has overridden our kernels; some convolutions do not reach them."""
+    """Another library has overridden Penstock's kernels. Some convolutions do not reach them."""
 
 
 class Bypass:
-    """The bypass, switched on by :func:`bypass_convolutions`.
+    """The convolution bypass. Created by :func:`bypass_convolutions`.
 
     Attributes:
         mode: ``"auto"`` or ``"on"``.
-        devices: Where convolutions are caught; none where the probe found nothing broken.
-        broken: What the probe found, with ``"auto"``.
+        devices: Devices whose convolutions are intercepted. Empty if the probe found nothing
+            broken.
+        broken: The convolutions that the probe found broken, in mode ``"auto"``.
     """
 
     def __init__(
@@ -62,33 +63,36 @@ class Bypass:
 
     @property
     def is_on(self) -> bool:
-        """Whether convolutions are caught."""
+        """True while convolutions are intercepted."""
         return self._hook.is_installed
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many passes each algorithm has computed."""
+        """The number of passes that each algorithm has computed."""
         return dict(sorted(self._hook.runner.counts.items()))
 
     @property
     def num_caught(self) -> int:
-        """Passes that were computed here."""
+        """The number of passes computed by Penstock."""
         return sum(self._hook.runner.counts.values())
 
     @property
     def num_native(self) -> int:
-        """Calls that were handed on to torch."""
+        """The number of calls passed to torch."""
         return self._hook.num_native
 
     def check(self) -> list[str]:
-        """The operators that another library has taken over. Warns if there are any."""
+        """Return the operators that another library has overridden. Warns if there are any."""
         lost = self._hook.missing()
         if lost:
             _warn_of_loss(lost)
         return lost
 
     def undo(self) -> None:
-        """Switch the bypass off, whoever switched it on. A second call does nothing."""
+        """Switch off the active bypass, even if a different call switched it on.
+
+        A second call does nothing.
+        """
         _switch(None)
 
     def __enter__(self) -> Bypass:
@@ -106,11 +110,11 @@ class Bypass:
 
     def __str__(self) -> str:
         if not self.devices:
-            return "convolutions are left to torch: the probe found nothing broken"
+            return "convolution bypass not needed: the probe found nothing broken"
         caught = ", ".join(f"{name} {num}" for name, num in self.counts.items()) or "none so far"
-        state = "" if self.is_on else " (undone)"
-        return f"convolutions caught on {', '.join(self.devices)}{state}: {caught}" + (
-            f"; handed on to torch: {self.num_native}" if self.num_native else ""
+        state = "" if self.is_on else " (switched off)"
+        return f"convolutions intercepted on {', '.join(self.devices)}{state}: {caught}" + (
+            f"; passed to torch: {self.num_native}" if self.num_native else ""
         )
 
     def _is_ours(self, plan: ConvolutionPlan, dtype: torch.dtype, passes: Sequence[Pass]) -> bool:
@@ -134,23 +138,24 @@ def bypass_convolutions(
     devices: Sequence[str] | None = None,
     memory_cap_bytes: int | None = None,
 ) -> Bypass:
-    """Compute convolutions from matrix products, without the vendor's library.
+    """Compute convolutions with matrix products instead of the vendor's library.
 
-    From here on (or inside ``with``) every convolution of the given devices is computed by
-    Penstock, forwards and backwards, whoever calls it: modules, ``torch.nn.functional``, autocast,
-    checkpointing, ``torch.func``, TorchScript, compiled and exported models. Calling it again
-    changes nothing; ``.undo()`` takes all of it back.
+    After this call (or inside ``with``), Penstock computes the forward and backward pass of every
+    convolution on the given devices. This includes convolutions called by modules,
+    ``torch.nn.functional``, autocast, checkpointing, ``torch.func``, TorchScript, and compiled and
+    exported models. Calling it again with the same arguments has no effect. ``.undo()`` reverts it
+    completely.
 
     Args:
-        mode: ``"on"`` for all convolutions; ``"auto"`` for those that
-            :func:`penstock.conv.probe` finds broken, whose result is kept between runs.
-        devices: ``("cuda",)``, which is also ROCm's name, and ``("cpu",)``; by default the GPU if
-            there is one that this torch is built for, else the CPU.
-        memory_cap_bytes: For the buffers of one call; ``PENSTOCK_CONV_MEMORY_MB`` says it from
-            outside. By default 512 MiB on a GPU and 32 MiB on the CPU.
+        mode: ``"on"`` for all convolutions, or ``"auto"`` for those that
+            :func:`penstock.conv.probe` finds broken. The probe's result is kept between runs.
+        devices: ``("cuda",)`` (also for ROCm), ``("cpu",)``, or both. Defaults to the GPU if there
+            is one that this torch is built for, otherwise the CPU.
+        memory_cap_bytes: Limit for the buffers of one call. Defaults to the environment variable
+            ``PENSTOCK_CONV_MEMORY_MB``, otherwise 512 MiB on a GPU and 32 MiB on the CPU.
 
     Raises:
-        BadArgument: An unknown mode or device.
+        BadArgument: The mode or a device is unknown.
 
     Example:
         >>> x, layer = torch.ones(1, 3, 8, 8), torch.nn.Conv2d(3, 4, 1)
@@ -163,14 +168,14 @@ def bypass_convolutions(
     """
     if mode not in MODES:
         raise BadArgument(
-            f"mode={mode!r} is not known; it is one of 'auto', 'on'",
+            f"mode={mode!r} must be one of 'auto', 'on'",
             remedy="penstock.conv.bypass_convolutions('auto')",
         )
     found = tuple(devices) if devices is not None else default_devices()
     unknown = [device for device in found if device not in KEYS]
     if unknown:
         raise BadArgument(
-            f"devices={found!r}: {unknown[0]!r} is not known; there are 'cuda' and 'cpu'",
+            f"devices={found!r}: unknown device {unknown[0]!r}; must be 'cuda' or 'cpu'",
             remedy="penstock.conv.bypass_convolutions('on', devices=('cuda',))",
         )
     broken = None
@@ -188,14 +193,14 @@ def bypass_convolutions(
 
 
 def _nested(outer: Bypass) -> Bypass:
-    """The same switch for a `with` inside: its end leaves the outer one on."""
+    """Return a bypass for a nested ``with``. Leaving it keeps the outer bypass switched on."""
     inner = Bypass.__new__(Bypass)
     inner.__dict__ = {**outer.__dict__, "_before": outer}
     return inner
 
 
 def _switch(to: Bypass | None) -> None:
-    """Make ``to`` the one that is on."""
+    """Make ``to`` the active bypass. None switches the bypass off."""
     global _current
     if to is _current and (to is None or to.is_on):
         return
@@ -209,14 +214,14 @@ def _switch(to: Bypass | None) -> None:
 
 
 def current() -> Bypass | None:
-    """The switch that is on, if one is."""
+    """Return the active bypass, or None."""
     return _current
 
 
 def _warn_of_loss(names: list[str]) -> None:
     warnings.warn(
-        f"another library has taken over {', '.join(names)}: such convolutions do not reach "
-        "Penstock's bypass. Call penstock.conv.bypass_convolutions after importing it.",
+        f"another library has overridden {', '.join(names)}. These convolutions do not reach "
+        "Penstock's bypass. Call penstock.conv.bypass_convolutions after importing that library.",
         OverrideTaken,
         stacklevel=3,
     )

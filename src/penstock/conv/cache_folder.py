@@ -1,4 +1,4 @@
-"""The folder where measurements stay between runs: one for each user, files written whole."""
+"""The per-user cache folder for measurements. Files are written atomically."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ VARIABLE = "PENSTOCK_CACHE_DIR"
 
 
 def cache_folder() -> Path:
-    """The folder: what ``PENSTOCK_CACHE_DIR`` says, or this system's place for such files.
+    """Return ``PENSTOCK_CACHE_DIR``, or the platform's default folder for caches.
 
     Example:
         >>> cache_folder().name
         'penstock'
     """
-    told = os.environ.get(VARIABLE)
-    if told:
-        return Path(told)
+    override = os.environ.get(VARIABLE)
+    if override:
+        return Path(override)
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -32,18 +32,19 @@ def cache_folder() -> Path:
 
 
 def read_json(name: str) -> Any:
-    """What is kept under ``name``; None if nothing is, or nothing that can be read."""
+    """Return the content stored under ``name``, or None if it is missing or unreadable."""
     try:
         return json.loads((cache_folder() / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # not there, not JSON, or nested too deeply
+    except (OSError, ValueError, RecursionError):  # missing, not JSON, or nested too deeply
         return None
 
 
 def write_json(name: str, content: Any) -> bool:
-    """Keep ``content`` under ``name``; a reader sees the old file or the new one, never a part.
+    """Store ``content`` under ``name``. Readers see the old file or the new one, never a part.
 
     Returns:
-        Whether it could be written: a home that is read-only costs the measurement, not the run.
+        False if it could not be written. A read-only home directory is not an error: only the
+        measurement is lost.
     """
     folder = cache_folder()
     try:
@@ -62,7 +63,7 @@ def write_json(name: str, content: Any) -> bool:
 
 
 def remove(pattern: str) -> int:
-    """Delete the files that match; how many there were."""
+    """Delete the files that match ``pattern``. Returns how many there were."""
     paths = list(cache_folder().glob(pattern))
     for path in paths:
         path.unlink(missing_ok=True)

@@ -1,14 +1,14 @@
-"""A convolution as torch's dispatcher asks for it, computed by one of the algorithms.
+"""Computes a convolution, given the dispatcher's arguments, with one of the algorithms.
 
-Everything that depends on shapes alone is worked out once and kept as a :class:`ConvolutionPlan`:
-the geometry, and the layout of the results. What torch computes without a convolution library, or
-refuses, has no plan (None) and is left to torch: its results and its errors are then the same
-because they are torch's own.
+Everything that depends only on shapes is computed once and kept as a :class:`ConvolutionPlan`: the
+geometry, and the memory layout of the results. Convolutions that torch computes without a
+convolution library, or rejects, have no plan (None) and are left to torch. Their results and errors
+are therefore exactly torch's own.
 
-Results lie in memory as torch predicts it, because compiled code is made for those strides:
-``_select_conv_backend`` names the library that would have run, and
-``_conv_determine_backend_memory_format`` how its results lie. The first also checks shapes, with
-torch's own errors.
+Results have the strides that torch predicts, because compiled code relies on them.
+``_select_conv_backend`` returns the library that torch would have called, and
+``_conv_determine_backend_memory_format`` the memory layout of its results. The first also checks
+shapes, with torch's own errors.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ _TYPES = frozenset(
     }
 )
 Arguments = tuple[Any, ...]
-"""Stride, padding, dilation, transposed, output padding and groups, as the dispatcher has them."""
+"""Stride, padding, dilation, transposed, output padding and groups, in the dispatcher's form."""
 
 _select_backend: Any = torch._C._select_conv_backend
 _format_of: Any = getattr(torch._C, "_conv_determine_backend_memory_format", None)
-"""Not there before torch 2; nothing is compiled there either."""
+"""None before torch 2, where nothing is compiled and strides need not be predicted."""
 EMPTY_BACKENDS = frozenset({"Empty", "MkldnnEmpty"})
-"""Of convolutions of nothing, which no library computes."""
+"""Backends that torch selects for convolutions of empty tensors. No library is called."""
 
 _OUT_OF_MEMORY: type[Exception] = getattr(torch.cuda, "OutOfMemoryError", MemoryError)
 
 CAP_VARIABLE = "PENSTOCK_CONV_MEMORY_MB"
 DEFAULT_CAPS = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""On the CPU columns should stay near the caches; on a GPU large products are faster. Guesses that
-the curve of benchmarks/convolution.py checks."""
+"""On the CPU the columns should be near the size of the caches. On a GPU large products are faster.
+These values are estimates; benchmarks/convolution.py measures the curve."""
 
 
 def memory_cap_from_environment() -> int | None:
-    """The cap in bytes that ``PENSTOCK_CONV_MEMORY_MB`` sets."""
+    """Return the cap in bytes set by ``PENSTOCK_CONV_MEMORY_MB``, or None."""
     text = os.environ.get(CAP_VARIABLE, "")
     return int(text) << 20 if text.isdecimal() and int(text) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionPlan:
-    """What was worked out for calls with the same shapes and settings.
+    """The plan for calls with the same shapes and settings.
 
     Args:
-        kind: The probe's word for such convolutions.
-        chosen: The algorithms, once they are settled.
+        kind: The probe's name for this kind of convolution.
+        chosen: The algorithms chosen so far.
     """
 
     geometry: Geometry
@@ -83,10 +83,10 @@ def make_plan(
     arguments: Arguments,
     sizes: Any = None,
 ) -> ConvolutionPlan | None:
-    """The plan of a call, or None if it is torch's to compute or to refuse.
+    """Return the plan of a call, or None if torch should compute or reject it.
 
     Raises:
-        RuntimeError: As torch would: shapes that do not fit.
+        RuntimeError: Shapes do not match. The error is torch's own.
     """
     if x.dtype not in _TYPES or w.dtype != x.dtype or w.device != x.device:
         return None
@@ -108,7 +108,7 @@ def make_plan(
 
 
 def geometry_of(x: torch.Tensor, w: torch.Tensor, arguments: Arguments) -> Geometry | None:
-    """The sizes of a call, or None if torch refuses them."""
+    """Return the sizes of a call, or None if torch rejects them."""
     num = w.dim() - 2
     if num not in (1, 2, 3) or x.dim() != w.dim():
         return None
@@ -148,10 +148,10 @@ def geometry_of(x: torch.Tensor, w: torch.Tensor, arguments: Arguments) -> Geome
 def _backend_of(
     x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, sizes: Any, arguments: Arguments
 ) -> Any:
-    """The library that torch would call. Raises what torch raises for shapes that do not fit.
+    """Return the library that torch would call. Raises torch's error if shapes do not match.
 
     Args:
-        sizes: Those of the bias in a backward call, or None.
+        sizes: The sizes of the bias in a backward call, or None.
         arguments: Stride, padding, dilation, transposed, output padding and groups.
     """
     if b is None and sizes is not None and _format_of is not None:
@@ -160,7 +160,7 @@ def _backend_of(
 
 
 def _is_channels_last(x: torch.Tensor, w: torch.Tensor, backend: Any) -> bool:
-    """Whether the results have their channels innermost."""
+    """Return True if the results are in channels_last layout."""
     if w.dim() == 3:
         x, w = x.contiguous().unsqueeze(2), w.unsqueeze(2)
     if _format_of is None:
@@ -170,7 +170,7 @@ def _is_channels_last(x: torch.Tensor, w: torch.Tensor, backend: Any) -> bool:
 
 
 def to_layout(t: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
-    """``t`` in exactly that layout; itself where it lies so already."""
+    """Return ``t`` in this memory layout. No copy is made if it already has it."""
     if not channels_last:
         return t.contiguous()
     if t.dim() == 3:
@@ -180,10 +180,10 @@ def to_layout(t: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
 
 
 class ConvolutionRunner:
-    """Computes planned convolutions, and counts the algorithms used.
+    """Computes planned convolutions and counts the algorithms used.
 
     Args:
-        cap_bytes: For buffers of a call; None: the default of the device.
+        cap_bytes: Limit for the buffers of a call. None uses the default of the device.
     """
 
     def __init__(self, cap_bytes: int | None = None) -> None:
@@ -193,7 +193,7 @@ class ConvolutionRunner:
     def forward(
         self, plan: ConvolutionPlan, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
     ) -> torch.Tensor:
-        """What ``aten::convolution`` gives."""
+        """Return the result of ``aten::convolution``."""
         which = INPUT_GRADIENT if plan.is_transposed else FORWARD
         y = self._run(plan, which, x, w)
         return y if b is None else y.add_(b.view(-1, *(1,) * plan.geometry.num_dims))
@@ -206,7 +206,7 @@ class ConvolutionRunner:
         w: torch.Tensor,
         mask: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """What ``aten::convolution_backward`` gives: the gradients of x, w and the bias."""
+        """Return the result of ``aten::convolution_backward``: gradients of x, w and the bias."""
         dx = dw = db = None
         if mask[0]:
             which = FORWARD if plan.is_transposed else INPUT_GRADIENT
@@ -223,7 +223,7 @@ class ConvolutionRunner:
         self, plan: ConvolutionPlan, which: Pass, a: torch.Tensor, b: torch.Tensor
     ) -> torch.Tensor:
         if a.is_cuda and a.device.index != torch.cuda.current_device():
-            with torch.cuda.device(a.device):  # Triton starts kernels on the current one
+            with torch.cuda.device(a.device):  # Triton uses the current device
                 return self._run(plan, which, a, b)
         last = plan.geometry.is_channels_last
         a = to_layout(a.resolve_conj(), channels_last=last)

@@ -1,16 +1,17 @@
-"""Overrides convolution in torch's dispatcher, below autograd and autocast, above every library.
+"""Overrides convolution in torch's dispatcher, below autograd and autocast.
 
 ::
 
-    nn.Conv2d, F.conv2d, TorchScript, compiled code, other people's operators
+    nn.Conv2d, F.conv2d, TorchScript, compiled code, third-party operators
       -> autocast -> autograd -> vmap ...                         (all untouched)
            -> aten::convolution        \\
-           -> aten::_convolution        >  the device's key: ours, or handed on to torch's kernel
+           -> aten::_convolution        >  the device's key: Penstock's kernel, or torch's
            -> aten::convolution_backward/
 
-The derivative of a convolution is attached above and calls ``convolution_backward``, so training
-passes through here as well; double backward is made of convolutions again. Torch's own kernels are
-kept under ``CompositeExplicitAutograd`` and are reached there when a call is not ours.
+Autograd attaches the derivative of a convolution above this level. It calls
+``convolution_backward``, so training passes through here as well. Double backward consists of
+convolutions again. torch's own kernels stay registered under ``CompositeExplicitAutograd``. Calls
+that Penstock does not compute are sent there.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from penstock.machine.collect import machine
 OPERATORS = ("convolution", "_convolution", "convolution_backward")
 KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 MAX_PLANS = 4096
-"""The number of plans kept; beyond it all are made anew."""
+"""The number of plans kept. When it is exceeded, all plans are discarded and made again."""
 CHECK_EVERY = 64
-"""The number of calls after which another operator is checked; see :class:`DispatcherHook`."""
+"""Every this many calls, the hook checks that the other operator still reaches it."""
 
 IsOurs = Callable[[ConvolutionPlan, torch.dtype, Sequence[Pass]], bool]
 
@@ -39,24 +40,25 @@ _aten: Any = torch.ops.aten
 _c: Any = torch._C
 _cuda: Any = torch.cuda
 _native_key: Any = _c.DispatchKey.CompositeExplicitAutograd
-"""Of torch's own kernels; ``OpOverload._op_dk`` calls them past the key that we hold."""
+"""The key of torch's own kernels. ``OpOverload._op_dk`` calls them without going through the key
+that the hook overrides."""
 _tracing_state: Any = _c._get_tracing_state
 _NATIVE = object()
 
 
 def default_devices() -> tuple[str, ...]:
-    """The GPU if this torch is built for one that is here, else the CPU. Opens no GPU."""
+    """Return the GPU if there is one that this torch is built for, else the CPU. Opens no GPU."""
     is_gpu_build = torch.version.cuda or getattr(torch.version, "hip", None)
     has_gpu = is_gpu_build and any(gpu.vendor in ("nvidia", "amd") for gpu in machine().gpus)
     return ("cuda",) if has_gpu else ("cpu",)
 
 
 class DispatcherHook:
-    """Our kernels at the keys of some devices, from :meth:`install` to :meth:`remove`.
+    """Registers Penstock's kernels for some devices, from :meth:`install` to :meth:`remove`.
 
     Args:
-        is_ours: Which calls are computed here; the others are handed on to torch.
-        on_loss: Told the names of operators that somebody else has taken over.
+        is_ours: Returns True for calls to compute here. Other calls are passed to torch.
+        on_loss: Called with the names of operators that another library has overridden.
     """
 
     def __init__(
@@ -80,10 +82,10 @@ class DispatcherHook:
         return self._library is not None
 
     def install(self, devices: Sequence[str]) -> None:
-        """Put the kernels in place.
+        """Register the kernels.
 
         Raises:
-            RuntimeError: Torch 1.13 lets only one library override a key.
+            RuntimeError: With torch 1.13, if another library already overrides a key.
         """
         self._devices = tuple(devices)
         make: Any = torch.library.Library
@@ -91,7 +93,7 @@ class DispatcherHook:
         kernels = (self._convolution, self._convolution_flagged, self._backward)
         try:
             with warnings.catch_warnings():
-                # That a kernel is overridden is what this is for; CUDA has one for backward.
+                # Overriding a kernel is intended here. CUDA has one for the backward pass.
                 warnings.filterwarnings("ignore", message="(?s).*previously registered kernel")
                 for device in devices:
                     for name, kernel in zip(OPERATORS, kernels, strict=True):
@@ -102,7 +104,7 @@ class DispatcherHook:
         self._library = library
 
     def remove(self) -> None:
-        """Take them out again; torch is then as it was, to the bit."""
+        """Remove the kernels. torch then gives its original results, bit for bit."""
         if self._library is not None:
             _destroy(self._library)
             self._library = None
@@ -112,7 +114,7 @@ class DispatcherHook:
 
     def _convolution(self, x: Any, w: Any, b: Any, *arguments: Any) -> Any:
         if _tracing_state() is not None:
-            # A traced module must hold torch's operator, not our inside.
+            # A traced module must record torch's operator, not the operations in our kernel.
             return _aten._convolution(x, w, b, *arguments, *_flags())
         if self._canary is not None and self._is_canary("convolution"):
             return x.new_empty(0)
@@ -177,7 +179,7 @@ class DispatcherHook:
     # -- canary calls ------------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
-        """The operators that another library has overridden; a tiny call of each shows it."""
+        """Return the operators that another library has overridden, found by tiny test calls."""
         if self._library is None:
             return []
         pairs = [(name, device) for device in self._devices for name in OPERATORS]
@@ -185,7 +187,7 @@ class DispatcherHook:
                 if not self._is_reached(name, device)]  # fmt: skip
 
     def _is_canary(self, name: str) -> bool:
-        """Whether this is a canary call; other threads compute convolutions meanwhile."""
+        """Return True if this is a canary call. Other threads may be computing convolutions."""
         canary = self._canary
         if canary is None or self._canary_thread != threading.get_ident():
             return False
@@ -193,9 +195,9 @@ class DispatcherHook:
         return True
 
     def _is_reached(self, name: str, device: str) -> bool:
-        """Whether a tiny call of the operator comes here."""
+        """Return True if a tiny call of the operator reaches this hook."""
         if device == "cuda" and not _cuda.is_initialized():
-            return True  # nothing has run there, and we do not open a GPU to look
+            return True  # nothing has run there; do not open a GPU just to check
         tiny = torch.zeros((1, 1, 1, 1), device=device)
         arguments = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
         canary = set[str]()
@@ -210,13 +212,13 @@ class DispatcherHook:
                 else:
                     _aten.convolution_backward(tiny, tiny, tiny, None, *arguments, [True] * 3)
             except Exception:
-                pass  # whoever took it over may fail on such a call
+                pass  # the overriding library may not support this call
             finally:
                 self._canary = None
         return name in canary
 
     def _check_other(self, name: str, x: torch.Tensor) -> None:
-        """Check now and then that the other operator still comes here."""
+        """Check every :data:`CHECK_EVERY` calls that the other operator still reaches this hook."""
         self._num_calls += 1
         if self._num_calls % CHECK_EVERY or name in self._lost:
             return
@@ -230,7 +232,7 @@ class DispatcherHook:
 
 
 def _fits(plan: ConvolutionPlan, dy: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether ``dy`` is like the output. If not, torch raises its error."""
+    """Return True if ``dy`` matches the output. If not, torch raises its own error."""
     g = plan.geometry
     shape = (g.batch, g.in_channels, *g.in_size)
     if not plan.is_transposed:
@@ -243,12 +245,12 @@ def _hashable(value: Any) -> Any:
 
 
 def _settings() -> tuple[bool, bool]:
-    """What torch's choice of a library depends on, beside the call."""
+    """Return the global settings that torch's choice of a library depends on."""
     return _c._get_cudnn_enabled(), _c._get_mkldnn_enabled()
 
 
 def _flags() -> tuple[bool, bool, bool, bool]:
-    """What ``aten::convolution`` hands to ``aten::_convolution``."""
+    """Return the flags that ``aten::convolution`` passes to ``aten::_convolution``."""
     is_fixed = _c._get_cudnn_deterministic() or torch.are_deterministic_algorithms_enabled()
     return (
         _c._get_cudnn_benchmark(),

@@ -1,7 +1,7 @@
-"""Sizes of a convolution, and the slices, strides and tensors that follow from them.
+"""Sizes of a convolution, and the slices, strides and tensors derived from them.
 
-A transposed convolution is the input gradient of an ordinary one, so every algorithm knows only the
-ordinary kind and its three passes:
+A transposed convolution is the input gradient of an ordinary one, so every algorithm implements
+only the three passes of ordinary convolutions:
 
     forward           x, w   -> y
     input gradient    dy, w  -> dx
@@ -26,17 +26,18 @@ PASSES: tuple[Pass, ...] = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 Sizes = tuple[int, ...]
 Run = Callable[["Geometry", torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""An algorithm's pass: geometry, the two tensors (x, w; dy, w; or x, dy), memory cap in bytes."""
+"""One pass of an algorithm. Takes the geometry, two tensors (x, w; dy, w; or x, dy), and the memory
+cap in bytes."""
 MakeResult = Callable[[torch.Tensor], torch.Tensor]
 """Allocates a result on the device of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """An ordinary convolution of ``[batch, in_channels, *in_size]`` to ``[..., *out_size]``.
+    """An ordinary convolution from ``[batch, in_channels, *in_size]`` to ``[..., *out_size]``.
 
     Args:
-        is_channels_last: Whether the results lie in memory with the channels innermost.
+        is_channels_last: True if the results have the channels innermost in memory.
 
     Example:
         >>> Geometry(batch=2, in_channels=8, out_channels=16, groups=1, in_size=(9, 9),
@@ -63,12 +64,12 @@ class Geometry:
 
     @property
     def group_in(self) -> int:
-        """Input channels of one group."""
+        """The number of input channels of one group."""
         return self.in_channels // self.groups
 
     @property
     def group_out(self) -> int:
-        """Output channels of one group."""
+        """The number of output channels of one group."""
         return self.out_channels // self.groups
 
     @property
@@ -77,7 +78,7 @@ class Geometry:
 
     @property
     def num_positions(self) -> int:
-        """Places of the output, without the batch."""
+        """The number of output positions of one sample."""
         return prod(self.out_size)
 
     @property
@@ -102,7 +103,7 @@ class Geometry:
 
     @property
     def kind(self) -> str:
-        """The word under which the probe looks at such convolutions."""
+        """The probe's name for this kind of convolution."""
         if self.num_dims != 2:
             return f"{self.num_dims}-d"
         if self.is_depthwise:
@@ -114,7 +115,7 @@ class Geometry:
         return "plain" if self.is_unit_stride else "strided"
 
     def strides(self, channels: int, size: Sizes) -> Sizes:
-        """Strides of a result ``[batch, channels, *size]`` in the layout of this convolution.
+        """Return the strides of a result ``[batch, channels, *size]`` in this memory layout.
 
         Example:
             >>> Geometry(batch=2, in_channels=8, out_channels=16, groups=1, in_size=(9, 9),
@@ -128,11 +129,11 @@ class Geometry:
         return (channels * prod(size), prod(size), *spatial)
 
     def taps(self) -> Iterator[Sizes]:
-        """The places of the kernel, as indices along each axis."""
+        """Iterate over the taps of the kernel, as indices along each axis."""
         return product(*(range(k) for k in self.kernel))
 
     def tap_slices(self, tap: Sizes, out_size: Sizes | None = None) -> tuple[slice, ...]:
-        """The part of the padded input that one tap sees, along each axis."""
+        """Return the part of the padded input that one tap reads, along each axis."""
         axes = zip(tap, self.dilation, out_size or self.out_size, self.stride, strict=True)
         return tuple(slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in axes)
 
@@ -143,7 +144,7 @@ class Geometry:
 
 
 def empty(g: Geometry, channels: int, size: Sizes, dtype: torch.dtype) -> MakeResult:
-    """Prepare to allocate results ``[batch, channels, *size]``, laid out as the geometry says."""
+    """Return a function that allocates ``[batch, channels, *size]`` in the geometry's layout."""
     shape, strides = (g.batch, channels, *size), g.strides(channels, size)
 
     def make(like: torch.Tensor) -> torch.Tensor:
@@ -153,19 +154,19 @@ def empty(g: Geometry, channels: int, size: Sizes, dtype: torch.dtype) -> MakeRe
 
 
 def sum_dtype(t: torch.Tensor) -> torch.dtype:
-    """The type in which products are summed: float32 for half types, else that of the tensor."""
+    """Return the dtype for sums of products: float32 for half types, else that of the tensor."""
     return torch.float32 if t.element_size() == 2 else t.dtype
 
 
 def samples_under(cap_bytes: int, sample_bytes: int, batch: int) -> int:
-    """How many samples of a batch are computed at a time under the memory cap; at least one."""
+    """Return how many samples to compute at a time under the memory cap. At least one."""
     return max(1, min(batch, cap_bytes // max(1, sample_bytes)))
 
 
 def output_size(
     in_size: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
 ) -> Sizes:
-    """The size of the output of an ordinary convolution.
+    """Return the output size of an ordinary convolution.
 
     Example:
         >>> output_size((9, 9), (3, 3), (2, 2), (1, 1), (1, 1))
@@ -180,7 +181,7 @@ def output_size(
 def transposed_size(
     in_size: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, extra: Sizes
 ) -> Sizes:
-    """The size of the output of a transposed convolution; ``extra`` is its output padding.
+    """Return the output size of a transposed convolution. ``extra`` is its output padding.
 
     Example:
         >>> transposed_size((5, 5), (3, 3), (2, 2), (1, 1), (1, 1), (0, 0))

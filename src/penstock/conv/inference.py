@@ -1,7 +1,7 @@
-"""Makes a model faster for inference: by TensorRT, else Inductor, else channels_last with autocast.
+"""Makes a model faster for inference with TensorRT, Inductor, or channels_last and autocast.
 
-The first backend that builds, gives eager mode's outputs within its tolerance and is not slower is
-handed out; the report names the others, with the reason.
+Backends are tried in this order. The first one is used that builds, matches the outputs of eager
+mode within its tolerance, and is not slower. The report gives the reason for each rejected backend.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Inputs = tuple[Any, ...]
 
 
 class BackendUnavailable(Exception):
-    """This backend is not for this machine or model; the text says why."""
+    """A backend cannot be used on this machine or for this model. The message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceBackend:
-    """One way to make a model faster.
+    """A backend that makes a model faster.
 
     Args:
-        make: Makes a faster module of a model and its inputs, or raises.
+        make: Makes a faster module from a model and its inputs, or raises.
         tolerance: The largest error allowed, relative to the largest output of eager mode.
     """
 
@@ -46,13 +46,14 @@ class OptimizeReport:
     """Result of :func:`optimize`.
 
     Attributes:
-        backend: What runs: ``"tensorrt"``, ``"inductor"``, ``"autocast"``, or ``"eager"`` if none
-            was better.
-        ran_on: Device, type, and how many graphs were compiled, with breaks between them.
-        build_s: Seconds for building it, the first call included.
-        ms_before: Milliseconds of a call in eager mode; ``ms_after`` of the module handed out.
+        backend: The backend in use: ``"tensorrt"``, ``"inductor"``, ``"autocast"``, or ``"eager"``
+            if none was better.
+        ran_on: Device, dtype, and the number of compiled graphs and graph breaks.
+        build_s: Seconds to build the module, including the first call.
+        ms_before: Milliseconds per call in eager mode.
+        ms_after: Milliseconds per call of the returned module.
         largest_error: Relative to the largest output of eager mode.
-        rejected: Backends that were tried before, with the reason.
+        rejected: Backends that were tried before and rejected, with the reason.
     """
 
     backend: str
@@ -75,19 +76,19 @@ class OptimizeReport:
 def optimize(
     model: nn.Module, example_inputs: Any, target: str = "auto"
 ) -> tuple[nn.Module, OptimizeReport]:
-    """Make a model faster for inference, and say what was done.
+    """Make a model faster for inference, and report what was done.
 
     Args:
-        model: In evaluation mode, on the device where it is to run.
-        example_inputs: A tensor or a tuple of inputs, of the shapes to come.
-        target: ``"auto"`` tries TensorRT, Inductor and autocast; or begin at one of
-            ``"tensorrt"``, ``"inductor"``, ``"autocast"``.
+        model: In evaluation mode, on the device where it will run.
+        example_inputs: A tensor or a tuple of inputs, with the shapes used later.
+        target: ``"auto"`` tries TensorRT, Inductor and autocast, in this order. ``"tensorrt"``,
+            ``"inductor"`` or ``"autocast"`` starts at that backend.
 
     Returns:
         A module whose outputs were checked against eager mode, and the report.
 
     Raises:
-        BadArgument: An unknown target, or a model in training mode.
+        BadArgument: The target is unknown, or the model is in training mode.
 
     Example:
         >>> module, report = optimize(nn.Linear(2, 2).eval(), torch.ones(1, 2), target="autocast")
@@ -99,12 +100,12 @@ def optimize(
     if target != "auto" and target not in BACKENDS:
         known = ", ".join(map(repr, ("auto", *BACKENDS)))
         raise BadArgument(
-            f"target={target!r} is not known; it is one of {known}",
+            f"target={target!r} must be one of {known}",
             remedy='penstock.conv.optimize(model, inputs, target="auto")',
         )
     if model.training:
         raise BadArgument(
-            "the model is in training mode, and this is for inference",
+            "the model is in training mode, but optimize() is for inference",
             remedy="penstock.conv.optimize(model.eval(), inputs)",
         )
     inputs: Inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
@@ -118,7 +119,7 @@ def optimize(
                 module, found = _try(BACKENDS[name], model, inputs, expected, ms_before)
             except BackendUnavailable as reason:
                 rejected.append((name, str(reason)))
-            except Exception as error:  # a compiler's own, of any kind
+            except Exception as error:  # compilers raise any kind of exception
                 text = " ".join(str(error).split())
                 rejected.append((name, f"{type(error).__name__}: {text[:200]}"))
             else:
@@ -138,23 +139,23 @@ def optimize(
 def _try(
     backend: InferenceBackend, model: nn.Module, inputs: Inputs, expected: Any, ms_before: float
 ) -> tuple[nn.Module, OptimizeReport]:
-    """Build, check and time one backend; raises BackendUnavailable if it is wrong or slower."""
+    """Build, check and time one backend. Raises BackendUnavailable if it is wrong or slower."""
     device = device_of(model, inputs)
     counted = _graphs()
     started_s = time.perf_counter()
     module = backend.make(model, inputs)
-    # Copies: replayed graphs write the next outputs over these.
+    # Clone, because replayed graphs overwrite these outputs with the next ones.
     found = [t.detach().clone() for t in _tensors(module(*inputs))]
     _wait(device)
     build_s = time.perf_counter() - started_s
     error = _largest_error(found, expected)
     if not error <= backend.tolerance:
         raise BackendUnavailable(
-            f"its outputs are off by {error:.1e}, and {backend.tolerance:g} is allowed"
+            f"its outputs are off by {error:.1e}, but only {backend.tolerance:g} is allowed"
         )
     ms_after = _time_ms(lambda: module(*inputs), device)
     if ms_after > ms_before:
-        raise BackendUnavailable(f"it takes {ms_after:.2f} ms, and eager mode {ms_before:.2f} ms")
+        raise BackendUnavailable(f"it takes {ms_after:.2f} ms, but eager mode {ms_before:.2f} ms")
     graphs, breaks = (after - before for after, before in zip(_graphs(), counted, strict=True))
     ran_on = _describe(device, found)
     if graphs:
@@ -194,7 +195,7 @@ def _largest_error(found: Any, expected: Any) -> float:
 
 
 def _time_ms(run: Callable[[], Any], device: torch.device) -> float:
-    """The median of some calls."""
+    """Return the median time of a call."""
     for _ in range(NUM_WARM):
         run()
     times = []
@@ -213,8 +214,10 @@ def _wait(device: torch.device) -> None:
 
 
 def _graphs() -> tuple[int, int]:
-    """Graphs compiled and breaks between them, as torch counts them."""
-    if "torch._dynamo.utils" not in sys.modules:  # seconds to import; nothing was compiled
+    """Return torch's counts of compiled graphs and graph breaks."""
+    if (
+        "torch._dynamo.utils" not in sys.modules
+    ):  # importing takes seconds, and nothing was compiled
         return 0, 0
     from torch._dynamo.utils import counters
 
@@ -230,7 +233,7 @@ def _describe(device: torch.device, outputs: Any) -> str:
 
 
 class InferenceModule(nn.Module):
-    """A module that calls another in given surroundings; the other's weights are its own."""
+    """A module that holds a model and runs it through ``call`` without gradients."""
 
     def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -238,13 +241,13 @@ class InferenceModule(nn.Module):
         self._call = call
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's answer."""
+        """Return the model's outputs."""
         with torch.no_grad():
             return self._call(*inputs, **named)
 
 
 def device_of(model: nn.Module, inputs: Inputs) -> torch.device:
-    """Where the model runs: where its weights are, or else its inputs."""
+    """Return the device of the model's weights, or of its inputs if it has no weights."""
     tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, inputs)]
     return tensors[0].device if tensors else torch.device("cpu")
 
@@ -253,14 +256,14 @@ def _compiler(backend: str | None = None, mode: str | None = None) -> Any:
     compile_model = getattr(torch, "compile", None)
     if compile_model is None:
         raise BackendUnavailable(
-            f"torch {torch.__version__} has no torch.compile; it came with torch 2.0"
+            f"torch {torch.__version__} has no torch.compile; it needs torch 2.0 or newer"
         )
     options = {name: value for name, value in (("backend", backend), ("mode", mode)) if value}
     return lambda model: compile_model(model, **options)
 
 
 def with_tensorrt(model: nn.Module, inputs: Inputs) -> nn.Module:
-    """TensorRT through torch_tensorrt's dynamo backend, where it is registered."""
+    """Compile with TensorRT, through the dynamo backend of torch_tensorrt."""
     compile_model = _compiler(backend="tensorrt")
     try:
         import torch_tensorrt  # noqa: F401 (registers the backend)
@@ -275,13 +278,13 @@ def with_tensorrt(model: nn.Module, inputs: Inputs) -> nn.Module:
 
 
 def with_inductor(model: nn.Module, inputs: Inputs) -> nn.Module:
-    """Inductor; with CUDA graphs where every tensor is on one GPU."""
+    """Compile with Inductor, and with CUDA graphs if all tensors are on one GPU."""
     mode = "reduce-overhead" if graphs_are_safe(model, inputs) else None
     return InferenceModule(model, _compiler(mode=mode)(model))
 
 
 def graphs_are_safe(model: nn.Module, inputs: Inputs) -> bool:
-    """Whether launches can be recorded once and replayed: on one GPU, with fixed shapes.
+    """Return True if CUDA graphs can be used: all inputs are tensors, and everything is on one GPU.
 
     Example:
         >>> graphs_are_safe(nn.Linear(2, 2), (torch.zeros(1, 2),))
@@ -294,7 +297,7 @@ def graphs_are_safe(model: nn.Module, inputs: Inputs) -> bool:
 
 
 def with_autocast(model: nn.Module, inputs: Inputs) -> nn.Module:
-    """A copy with its channels innermost, run in half precision."""
+    """Make a channels_last copy of the model that runs in half precision."""
     device = device_of(model, inputs)
     turned = copy.deepcopy(model)
     for parameter in (*turned.parameters(), *turned.buffers()):
@@ -322,8 +325,8 @@ BACKENDS: dict[str, InferenceBackend] = {
     "inductor": InferenceBackend(name="inductor", make=with_inductor, tolerance=1e-3),
     "autocast": InferenceBackend(name="autocast", make=with_autocast, tolerance=5e-2),
 }
-"""In the order in which they are tried. The tolerances are for what each may change: TensorRT may
-use TF32, Inductor fuses, autocast rounds to half types."""
+"""Backends in the order in which they are tried. Their tolerances allow for what they change:
+TensorRT may use TF32, Inductor fuses operations, and autocast rounds to half types."""
 
 
 # -- TensorRT engines ------------------------------------------------------------------------------
@@ -332,23 +335,23 @@ use TF32, Inductor fuses, autocast rounds to half types."""
 def load_engine(path: str | Path) -> nn.Module:
     """Wrap a TensorRT engine file (``.engine``, ``.plan``) as a module.
 
-    Inputs and outputs are in the engine's own order. Written after torch_tensorrt's interface; not
-    run here: none of our machines has TensorRT.
+    Inputs and outputs are in the engine's own order. This function follows the documented interface
+    of torch_tensorrt. It has not been run, because no test machine has TensorRT.
 
     Raises:
-        BadArgument: There is no such file.
+        BadArgument: The file does not exist, or TensorRT cannot read it.
         MissingExtra: tensorrt or torch_tensorrt is not installed.
 
     Example:
         >>> load_engine("nowhere.engine")
         Traceback (most recent call last):
         ...
-        penstock.errors.BadArgument: BadArgument [A01]: there is no engine at 'nowhere.engine' ...
+        penstock.errors.BadArgument: BadArgument [A01]: no engine file at 'nowhere.engine' ...
     """
     file = Path(path)
     if not file.is_file():
         raise BadArgument(
-            f"there is no engine at {str(path)!r} ({Path.cwd()})",
+            f"no engine file at {str(path)!r} (working directory: {Path.cwd()})",
             remedy='penstock.conv.load_engine("model.engine")',
         )
     try:
@@ -356,7 +359,7 @@ def load_engine(path: str | Path) -> nn.Module:
         from torch_tensorrt.dynamo.runtime import TorchTensorRTModule
     except ImportError as error:
         raise MissingExtra(
-            f"{error.name or 'torch_tensorrt'} is not installed, and runs TensorRT's engines",
+            f"TensorRT engines need {error.name or 'torch_tensorrt'}, which is not installed",
             remedy="pip install torch-tensorrt",
         ) from error
     content = file.read_bytes()
@@ -368,13 +371,13 @@ def load_engine(path: str | Path) -> nn.Module:
 
 
 def _engine_names(tensorrt: Any, content: bytes) -> tuple[list[str], list[str]]:
-    """The names of an engine's inputs and outputs, in its order."""
+    """Return the names of an engine's inputs and outputs, in its order."""
     runtime = tensorrt.Runtime(tensorrt.Logger(tensorrt.Logger.WARNING))
     engine = runtime.deserialize_cuda_engine(content)
     if engine is None:
         raise BadArgument(
             "TensorRT cannot read this engine",
-            likely="it was built by another version of TensorRT, or for another GPU",
+            likely="it was built with a different version of TensorRT, or for a different GPU",
             remedy="build it again on this machine",
         )
     names = [engine.get_tensor_name(number) for number in range(engine.num_io_tensors)]

@@ -1,8 +1,8 @@
-"""The bypass for the layers of one model, without the dispatcher.
+"""The convolution bypass for the layers of a single model, without the dispatcher.
 
-:func:`patch_modules` changes the layers of one model and nothing else. What is not a convolution
-layer of torch (a call of ``torch.nn.functional``, a layer with a ``forward`` of its own) is left as
-it is; :func:`penstock.conv.bypass_convolutions` catches those too.
+:func:`patch_modules` changes only the convolution layers of one model. Calls of
+``torch.nn.functional``, and layers that override ``forward``, are left unchanged.
+:func:`penstock.conv.bypass_convolutions` intercepts those too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _runner = ConvolutionRunner()
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution with its derivative, computed here; the derivative has one, too."""
+    """A convolution computed by Penstock, with first and second derivatives."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, b: Any, arguments: Any) -> torch.Tensor:
         ctx.save_for_backward(x, w)
         ctx.arguments, ctx.bias = arguments, None if b is None else list(b.shape)
         plan = make_plan(x, w, b, arguments)
-        if plan is None:  # nothing to compute, or nothing that we know
+        if plan is None:  # empty, or not supported here
             return torch.convolution(x, w, b, *arguments)
         return _runner.forward(plan, x, w, b)
 
@@ -60,7 +60,10 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Second derivatives: ``dx`` is linear in ``dy`` and ``w``, ``dw`` in ``dy`` and ``x``."""
+        """Compute second derivatives.
+
+        ``dx`` is linear in ``dy`` and ``w``, and ``dw`` is linear in ``dy`` and ``x``.
+        """
         dy, x, w = ctx.saved_tensors
         ddx, ddw, ddb = grads
         gdy = gx = gw = None
@@ -82,7 +85,7 @@ def _gradients(dy: Any, x: Any, w: Any, arguments: Any) -> Any:
 
 
 def convolve(x: torch.Tensor, w: torch.Tensor, b: Any, arguments: Any) -> torch.Tensor:
-    """A convolution by Penstock's algorithms, with derivatives, without the dispatcher's hook.
+    """Compute a differentiable convolution with Penstock's algorithms, without the dispatcher hook.
 
     Args:
         arguments: Stride, padding, dilation, transposed, output padding and groups, as
@@ -97,7 +100,7 @@ def convolve(x: torch.Tensor, w: torch.Tensor, b: Any, arguments: Any) -> torch.
 
 
 def _layer_forward(layer: Any, x: torch.Tensor, output_size: Any = None) -> torch.Tensor:
-    """What the layer's own ``forward`` does, up to the convolution itself."""
+    """Do what the layer's own ``forward`` does, with Penstock's convolution."""
     num = layer.weight.dim() - 2
     is_unbatched = x.dim() == num + 1
     x = x.unsqueeze(0) if is_unbatched else x
@@ -122,7 +125,7 @@ def _layer_forward(layer: Any, x: torch.Tensor, output_size: Any = None) -> torc
 
 
 def _autocast_type(device: str) -> torch.dtype | None:
-    """What autocast would cast to; None where it is off."""
+    """Return the dtype that autocast casts to, or None if autocast is off."""
     get: Any = getattr(torch, "get_autocast_dtype", None)
     if get is not None:
         return get(device) if torch.is_autocast_enabled(device) else None
@@ -132,7 +135,7 @@ def _autocast_type(device: str) -> torch.dtype | None:
 
 
 class FallbackConv2d(nn.Conv2d):
-    """``torch.nn.Conv2d`` computed by Penstock; the same arguments, the same weights.
+    """``torch.nn.Conv2d`` computed by Penstock, with the same arguments and weights.
 
     Example:
         >>> layer = FallbackConv2d(3, 8, 3, stride=2, padding=1)
@@ -141,12 +144,12 @@ class FallbackConv2d(nn.Conv2d):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The convolution of ``input``."""
+        """Return the convolution of ``input``."""
         return _layer_forward(self, input)
 
     @classmethod
     def of(cls, layer: nn.Conv2d) -> FallbackConv2d:
-        """The same layer, with the same weights, computed by Penstock."""
+        """Return a layer that shares the weights of ``layer`` and is computed by Penstock."""
         new = cls.__new__(cls)
         new.__dict__ = layer.__dict__
         return new
@@ -154,7 +157,7 @@ class FallbackConv2d(nn.Conv2d):
 
 @dataclass(frozen=True, kw_only=True)
 class Patched:
-    """What :func:`patch_modules` did: one line for each layer, with its name in the model."""
+    """Result of :func:`patch_modules`: one line for each layer, with its name in the model."""
 
     layers: tuple[str, ...]
     left: tuple[str, ...] = ()
@@ -166,15 +169,15 @@ class Patched:
     def __str__(self) -> str:
         lines = [f"{self.num_patched} convolution layers are computed by Penstock"]
         lines += [f"  {line}" for line in self.layers]
-        lines += [f"  left as it is: {line}" for line in self.left]
+        lines += [f"  not patched: {line}" for line in self.left]
         return "\n".join(lines)
 
 
 def patch_modules(model: nn.Module) -> Patched:
-    """Let every convolution layer of a model be computed by Penstock.
+    """Patch every convolution layer of a model so that Penstock computes it.
 
-    Weights, hooks and names stay; :func:`unpatch_modules` takes it back. Layers with a ``forward``
-    of their own are left, and listed.
+    Weights, hooks and names do not change. :func:`unpatch_modules` reverts the patch. Layers that
+    override ``forward`` are not patched, and are listed in the result.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 3, 3))
@@ -194,7 +197,7 @@ def patch_modules(model: nn.Module) -> Patched:
         if own is None and type(layer).forward not in [kind.forward for kind in LAYERS]:
             own = type(layer).forward
         if own is not None and not is_ours:
-            left.append(f"{text} (has a forward of its own)")
+            left.append(f"{text} (has its own forward)")
             continue
         layer.forward = _layer_forward.__get__(layer)
         layers.append(text)
@@ -202,7 +205,7 @@ def patch_modules(model: nn.Module) -> Patched:
 
 
 def unpatch_modules(model: nn.Module) -> int:
-    """Take :func:`patch_modules` back; how many layers.
+    """Revert :func:`patch_modules`. Returns the number of layers.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3))
@@ -222,10 +225,10 @@ def unpatch_modules(model: nn.Module) -> int:
 def apply_full_patch(
     model: nn.Module | None = None, *, say: Callable[[str], None] = print
 ) -> Patched:
-    """Switch the whole bypass on, and list the convolution layers of a model if one is given.
+    """Switch on the bypass for all convolutions, and list the convolution layers of a given model.
 
-    The name that scripts for broken cards use. It catches everything, as
-    :func:`penstock.conv.bypass_convolutions` does, on the GPU and on the CPU.
+    Existing scripts for broken GPUs use this name. It intercepts all convolutions on the GPU and
+    the CPU, like :func:`penstock.conv.bypass_convolutions`.
 
     Example:
         >>> from penstock.conv.bypass import current
@@ -247,7 +250,7 @@ def apply_full_patch(
 def _check_model(model: Any, function: str) -> None:
     if not isinstance(model, nn.Module):
         raise BadArgument(
-            f"a model is a torch.nn.Module, not a {type(model).__name__}",
+            f"model must be a torch.nn.Module, got {type(model).__name__}",
             remedy=f"penstock.conv.{function}(model)",
         )
 

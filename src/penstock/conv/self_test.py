@@ -1,4 +1,4 @@
-"""Compares a grid of layers, computed by the bypass on one device, with float64 on the CPU."""
+"""Self-test of the bypass: compares a grid of layers on one device with float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTestReport:
-    """Result of :func:`selftest`; true if every layer is right."""
+    """Result of :func:`selftest`. True if every layer is right."""
 
     device: str
     lines: tuple[str, ...]
@@ -43,11 +43,11 @@ class SelfTestReport:
 
 
 def selftest(device: str | None = None, say: Callable[[str], None] = print) -> SelfTestReport:
-    """Compute a grid of layers through the bypass and compare with float64 on the CPU.
+    """Compute a grid of layers with the bypass and compare the results with float64 on the CPU.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``; by default the GPU if there is one.
-        say: Takes each line.
+        device: ``"cuda"`` or ``"cpu"``. Defaults to the GPU if there is one.
+        say: Called with each line of the report.
 
     Example:
         >>> report = selftest("cpu", say=lambda line: None)
@@ -58,20 +58,20 @@ def selftest(device: str | None = None, say: Callable[[str], None] = print) -> S
     lines: list[str] = []
     failures: list[str] = []
 
-    def tell(line: str) -> None:
+    def emit(line: str) -> None:
         lines.append(line)
         say(line)
 
-    tell(f"convolutions by Penstock on {device}")
-    for number, (kind, channels, size, told) in enumerate(GRID, 1):
-        options = {name: value for name, value in told.items() if name != "out"}
+    emit(f"Penstock's convolutions on {device}")
+    for number, (kind, channels, size, spec) in enumerate(GRID, 1):
+        options = {name: value for name, value in spec.items() if name != "out"}
         title = ", ".join(f"{name} {value}" for name, value in options.items())
-        tell(f"{number}. {kind} {channels} -> {told['out']}, {title}")
-        for line in _check(device, kind, channels, size, told["out"], options):
-            tell(f"   {line}")
+        emit(f"{number}. {kind} {channels} -> {spec['out']}, {title}")
+        for line in _check(device, kind, channels, size, spec["out"], options):
+            emit(f"   {line}")
             if not line.startswith("ok"):
                 failures.append(f"{number}. {kind}: {line}")
-    tell(f"{len(failures)} failed" if failures else f"all {len(GRID)} are right")
+    emit(f"{len(failures)} failed" if failures else f"all {len(GRID)} passed")
     return SelfTestReport(device=device, lines=tuple(lines), failures=tuple(failures))
 
 
@@ -85,7 +85,7 @@ def _check(
         with bypass_convolutions("on", devices=("cpu",) if device == "cpu" else ("cpu", device)):
             truth = _passes(layer.double(), x.double())
             ours = _passes(layer.to(device=device, dtype=torch.float32), x.to(device))
-    except Exception as error:  # the report is the place for it, whatever it is
+    except Exception as error:  # any error is part of the report
         return [f"failed: {type(error).__name__}: {error}"]
     names = ("forward", "input gradient", "weight gradient", "bias gradient")
     shape = f"{tuple(x.shape)} -> {tuple(truth[0].shape)}"

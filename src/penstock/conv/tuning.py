@@ -1,9 +1,9 @@
-"""Chooses the fastest algorithm for a shape on this machine: measured once, kept for later runs.
+"""Chooses the fastest algorithm for each shape, and caches the measurements for later runs.
 
-On a GPU the candidates of a shape are timed the first time it is seen, within a budget for the
-whole process; the result goes to a file for this torch, Triton and card. On the CPU, under
-``torch.use_deterministic_algorithms``, while a CUDA graph is captured, or when the budget is used
-up, the rule decides: the first candidate.
+On a GPU, the candidates for a shape are timed the first time it is seen, within a time budget for
+the whole process. The result is written to a file for this torch, Triton and GPU. The first
+candidate is used without measuring on the CPU, under ``torch.use_deterministic_algorithms``, while
+a CUDA graph is captured, and when the budget is used up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from penstock.conv.geometry import Geometry, Pass
 
 BUDGET_VARIABLE = "PENSTOCK_CONV_TUNE_S"
 DEFAULT_BUDGET_S = 60.0
-"""For one process, compiling of kernels included. A guess: an epoch on such cards takes minutes."""
+"""For one process, including the compilation of kernels. This value is an estimate: an epoch on the
+GPUs that need the bypass takes minutes."""
 NUM_ROUNDS, NUM_TIMED = 3, 4
 
 _files: dict[str, dict[str, str]] = {}
@@ -35,10 +36,14 @@ _spent_s = 0.0
 def choose(
     g: Geometry, which: Pass, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
 ) -> tuple[Candidate, bool]:
-    """The algorithm for this pass, and whether that is settled or may be measured later.
+    """Choose the algorithm for this pass.
+
+    Returns the candidate, and whether the choice is final. A choice that is not final can be
+    measured later.
 
     Args:
-        a: The tensors that it would be called with.
+        a: First tensor of the call.
+        b: Second tensor of the call.
 
     Example:
         >>> g = Geometry(batch=1, in_channels=4, out_channels=4, groups=1, in_size=(5, 5),
@@ -70,7 +75,7 @@ def choose(
 
 
 def forget() -> None:
-    """Forget the choices of this process, and begin with a new budget."""
+    """Discard the choices of this process and start with a new budget."""
     global _spent_s
     _files.clear()
     _dirty.clear()
@@ -78,7 +83,7 @@ def forget() -> None:
 
 
 def budget_s() -> float:
-    """Seconds that this process may spend on measuring, as told or the default."""
+    """Return the seconds this process can spend on measuring: ``PENSTOCK_CONV_TUNE_S``, or 60."""
     try:
         return float(os.environ.get(BUDGET_VARIABLE, ""))
     except ValueError:
@@ -88,7 +93,7 @@ def budget_s() -> float:
 def _measure(
     g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int, found: list[Candidate]
 ) -> Candidate:
-    """Time every candidate; one that fails is out, and the last is never left out."""
+    """Time every candidate and return the fastest. If all fail, returns the last."""
     global _spent_s
     started_s = time.perf_counter()
     best, best_ms = found[-1], float("inf")
@@ -107,9 +112,10 @@ def _measure(
 def time_once(
     candidate: Candidate, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
 ) -> float:
-    """Milliseconds of a call among others: the GPU's, or ours if starting it takes longer.
+    """Return the milliseconds per call: GPU time, or launch time if that is longer.
 
-    Some calls follow each other without waiting, as in a training; the best of some such rounds.
+    Several calls run back to back without waiting, as in training. Returns the best of several
+    rounds.
     """
     candidate.run(g, a, b, cap_bytes)
     event: Any = torch.cuda.Event
@@ -141,7 +147,7 @@ def _file_name(device: torch.device) -> str:
 
 
 def _choices(name: str) -> dict[str, str]:
-    """The choices of a file, read once for a process."""
+    """Return the choices in a file, which is read once per process."""
     if name not in _files:
         content = cache_folder.read_json(name)
         _files[name] = _plain(content)
@@ -149,13 +155,13 @@ def _choices(name: str) -> dict[str, str]:
 
 
 def _plain(content: Any) -> dict[str, str]:
-    """The choices in what a file held, whatever that is."""
+    """Return the valid choices in the content of a file, which can be anything."""
     items = content.items() if isinstance(content, dict) else ()
     return {key: value for key, value in items if isinstance(value, str)}
 
 
 def save() -> None:
-    """Write what was measured; called when Python ends."""
+    """Write the measured choices. Called when Python exits."""
     for name in sorted(_dirty):
         before = cache_folder.read_json(name)  # another process may have measured other shapes
         merged = {**_plain(before), **_files[name]}

@@ -1,15 +1,15 @@
-"""Batches on their way to the GPU, in the training process.
+"""Moves batches to the GPU, in the training process.
 
 ::
 
     workers write
          |
        slots, pinned once, reused when no copy reads them            pinning, fences
-         |  copied on a stream of their own, ahead of the step       prefetcher
+         |  copied on a separate stream, ahead of the step           prefetcher
        GPU memory
-         |  bytes to floats, normalised, in one pass                 image_finisher
+         |  bytes to normalized floats, in one pass                  image_finisher
      training step
 
 ``to_device`` does the same for any other iterable of batches. Nothing here opens a GPU before the
-first batch is delivered, and then only the one that was chosen.
+first batch is delivered, and then only the chosen GPU is opened.
 """

@@ -1,7 +1,7 @@
-"""Reusable memory for results: taken back when nothing refers to it any more.
+"""Reusable memory for results. A buffer is reused once nothing refers to it.
 
-A large tensor is new memory from the system each time, and the first touch of every page costs more
-than what is computed there: 0.3 of 0.5 ms for an image of 224 x 224 as floats (x86-64, virtual).
+Each large tensor is new memory from the operating system. The first access to its pages costs more
+than the computation: 0.3 of 0.5 ms for an image of 224 x 224 as floats (x86-64, virtual machine).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 MIN_BYTES = 1 << 20
-"""Less than this comes out of memory that the process has already."""
+"""Smaller allocations are served from memory that the process already has."""
 MAX_KEPT = 3
-"""A loop holds one batch, and the next before it lets go of the first."""
+"""A loop holds one batch, and receives the next before it releases the first."""
 
 
 class BufferPool:
-    """Hands out tensors over memory of its own; at most :data:`MAX_KEPT` buffers are kept.
+    """Allocates tensors in reusable buffers. Keeps at most :data:`MAX_KEPT` buffers.
 
-    A buffer is in use while the tensor over it or a view of that exists. The reference count says
-    when that is over, so nothing has to be given back.
+    A buffer is in use while a tensor on it, or a view of that tensor, exists. This is detected from
+    the reference count, so tensors need not be returned.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class BufferPool:
     def empty_like(
         self, like: torch.Tensor, dtype: torch.dtype, memory_format: torch.memory_format
     ) -> torch.Tensor:
-        """As ``torch.empty_like`` gives it."""
+        """Return the same kind of tensor as ``torch.empty_like``."""
         form = torch.empty_like(like, dtype=dtype, memory_format=memory_format, device="meta")
         num_bytes = form.numel() * form.element_size()
         if num_bytes < MIN_BYTES:
@@ -41,11 +41,11 @@ class BufferPool:
     def _take(self, num_bytes: int) -> np.ndarray:
         for _ in range(len(self._buffers)):
             try:
-                buffer = self._buffers.pop(0)  # no other thread sees it now
+                buffer = self._buffers.pop(0)  # now no other thread can take it
             except IndexError:
                 break
             if buffer.nbytes != num_bytes:
-                continue  # batches have another size now
+                continue  # the batch size has changed
             is_free = sys.getrefcount(buffer) <= _UNSHARED_COUNT
             self._buffers.append(buffer)
             if is_free:
@@ -60,7 +60,7 @@ class BufferPool:
 
 
 def _unshared_count() -> int:
-    """The reference count of an array that only a variable holds."""
+    """Return the reference count of an array that only one variable holds."""
     buffer = np.empty(0, np.uint8)
     return sys.getrefcount(buffer)
 

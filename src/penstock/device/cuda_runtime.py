@@ -1,7 +1,7 @@
-"""Calls of CUDA's or HIP's runtime that page-lock memory and ask about captures.
+"""Calls to the CUDA or HIP runtime that page-lock memory and query graph capture.
 
-torch carries the runtime's calls under CUDA's names in both builds (``torch.cuda.cudart()``), so
-registering is the same code on NVIDIA and AMD. Tests: test_pinning.py and test_fences.py.
+torch exposes the runtime under CUDA's names in both builds (``torch.cuda.cudart()``), so the same
+code registers memory on NVIDIA and AMD. Tests: test_pinning.py and test_fences.py.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from typing import Any
 import torch
 
 PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every GPU, not only the one that was current."""
+"""cudaHostRegisterPortable: pinned for every GPU, not only the current one."""
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED"""
 
 
 class CudaRuntime:
-    """Registering and unregistering, on one device.
+    """Registers and unregisters memory on one device.
 
     Args:
-        index: The GPU whose context does the work: no other one is opened.
+        index: The GPU whose context is used. No other GPU is opened.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.error = ""
-        """What the last call that failed said."""
+        """The message of the last failed call."""
 
     def register(self, address: int, num_bytes: int) -> bool:
-        """Page-lock a piece of mapped memory; False, and :attr:`error`, where that is refused."""
+        """Page-lock mapped memory. Returns False and sets :attr:`error` if the runtime refuses."""
         is_done = self._call("HostRegister", address, num_bytes, PORTABLE)
         if not is_done:
             self._forget_error()
         return is_done
 
     def unregister(self, address: int) -> bool:
-        """Undo :meth:`register`. Pairs with it, at the same address."""
+        """Undo :meth:`register` for the same address."""
         return self._call("HostUnregister", address)
 
     def is_capturing(self) -> bool:
-        """Is a graph being captured on this thread's current stream?"""
+        """Return True if a graph is being captured on this thread's current stream."""
         try:
             with torch.cuda.device(self.index):
                 return torch.cuda.is_current_stream_capturing()
-        except RuntimeError:  # a GPU that is lost captures nothing
+        except RuntimeError:  # the GPU is lost, so nothing is captured
             return False
 
     def _call(self, name: str, *arguments: int) -> bool:
@@ -59,34 +59,35 @@ class CudaRuntime:
             return False
         if status == 0:
             return True
-        self.error = f"{shown} answered {_describe(status)}"
+        self.error = f"{shown} returned {_describe(status)}"
         return False
 
     def _forget_error(self) -> None:
-        """The runtime keeps a thread's last error; the user's next kernel there would be blamed."""
+        """Clear the thread's last error, which the user's next kernel would otherwise report."""
         try:
             torch.zeros(1, device=f"cuda:{self.index}")
         except RuntimeError:
-            return  # that was it; now it is forgotten
+            return  # the pending error was raised, and is now cleared
 
 
 def allow_during_capture() -> None:
-    """Let this thread's calls pass while another thread captures a graph: they are no part of it.
+    """Allow this thread to call the driver while a different thread captures a graph.
 
-    Without this a question about an event, asked here, ends the capture there.
+    The calls are not part of the graph. Without this, querying an event in this thread ends the
+    capture.
     """
     try:
         mode = ctypes.c_int(_RELAXED)
         load_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     except (OSError, AttributeError):
-        return  # AMD's runtime, or none: nothing to relax
+        return  # AMD's runtime, or no driver: nothing to relax
 
 
 def load_driver() -> ctypes.CDLL:
-    """NVIDIA's driver.
+    """Load NVIDIA's driver library.
 
     Raises:
-        OSError: There is none.
+        OSError: The library is not installed.
     """
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
@@ -98,5 +99,5 @@ def _cudart() -> Any:
 def _describe(status: int) -> str:
     try:
         return f"{status} ({_cudart().cudaGetErrorString(_cudart().cudaError(status))})"
-    except Exception:  # the words are a courtesy
+    except Exception:  # the text is optional
         return str(status)

@@ -1,4 +1,4 @@
-"""Explains errors of a device: out of memory, lost, or busy with the capture of a graph."""
+"""Explains device errors: out of memory, GPU lost, or a graph capture in progress."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _DEVICE_WORDS = re.compile(
     r"re-initialize CUDA|no kernel image|device-side assert",
     re.IGNORECASE,
 )
-"""How torch's errors about a device read, among all those that are a plain RuntimeError."""
+"""Matches torch's device errors. torch raises them as a plain RuntimeError, like other errors."""
 
 
 @contextmanager
 def explained_errors(device: torch.device, batch: Any) -> Iterator[None]:
-    """Errors of the device inside become a :class:`DeviceFailed`, which is also of their class.
+    """Convert device errors to a :class:`DeviceFailed` that is also an instance of their class.
 
-    Others, such as those of a ``finish`` function of the user's, stay what they are.
+    Other errors, such as those of the user's ``finish`` function, are not changed.
     """
     try:
         yield
@@ -41,22 +41,25 @@ def explained_errors(device: torch.device, batch: Any) -> Iterator[None]:
 def _describe(device: torch.device, batch: Any, error: RuntimeError) -> DeviceFailed:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
     first_line = str(error).strip().split("\n")[0]
-    what = f"a batch of {num_bytes / (1 << 20):.4g} MiB did not get to {device}: {first_line}"
+    what = f"copying a batch of {num_bytes / (1 << 20):.4g} MiB to {device} failed: {first_line}"
     if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in first_line:
         likely = _memory_of(device)
         remedy = "a smaller batch_size, or DataLoader(..., device_prefetch=1)"
     elif "captur" in first_line:
-        likely = "a CUDA graph is being captured, and a batch was asked for meanwhile"
+        likely = "a batch was requested while a CUDA graph is being captured"
         remedy = "next(batches) before the capture; inside it, only copy into static tensors"
     else:
-        likely = "an earlier kernel failed, or the GPU was lost: errors show up late"
-        remedy = "CUDA_LAUNCH_BLOCKING=1 to see which call it was; dmesg | grep -i xid"
+        likely = "an earlier kernel failed, or the GPU was lost. GPU errors are reported late"
+        remedy = "CUDA_LAUNCH_BLOCKING=1 to find the failing call; dmesg | grep -i xid"
     cls = _also(type(error))
     return cls(what, likely=likely, remedy=remedy, device=str(device), batch_bytes=num_bytes)
 
 
 def _also(kind: type[RuntimeError]) -> type[DeviceFailed]:
-    """DeviceFailed that an ``except torch.cuda.OutOfMemoryError`` catches, too."""
+    """Return a DeviceFailed class that is also a ``kind``.
+
+    For example, ``except torch.cuda.OutOfMemoryError`` catches it too.
+    """
     if issubclass(DeviceFailed, kind):
         return DeviceFailed
     try:
@@ -67,7 +70,7 @@ def _also(kind: type[RuntimeError]) -> type[DeviceFailed]:
 
 
 def _reduce(error: DeviceFailed) -> tuple[object, ...]:
-    """In another process it is the plain class: this one cannot be found by its name."""
+    """Pickle as the plain DeviceFailed, because the derived class cannot be found by name."""
     plain = DeviceFailed(error.what)
     plain.args = error.args
     plain.__dict__.update(error.__dict__)
@@ -78,9 +81,9 @@ def _memory_of(device: torch.device) -> str:
     try:
         free, total = torch.cuda.mem_get_info(device)
         ours = torch.cuda.memory_reserved(device)
-    except (RuntimeError, ValueError):  # Apple's, say
-        return "its memory is full"
+    except (RuntimeError, ValueError):  # not CUDA, for example MPS
+        return "the device memory is full"
     return (
-        f"{free / _GIB:.2f} of {total / _GIB:.1f} GiB are free on {device}; "
+        f"{free / _GIB:.2f} of {total / _GIB:.1f} GiB free on {device}; "
         f"torch holds {ours / _GIB:.2f} GiB in this process"
     )

@@ -1,11 +1,11 @@
-"""``penstock.to_device``: batches of any iterable on a device, as ``DataLoader(device=)`` has them.
+"""``penstock.to_device``: moves the batches of any iterable to a device.
 
 ::
 
     a thread                                    the caller's thread
-    next(iterable), pinned  -- queue -->  copied ahead, on a stream of its own --> step
+    next(iterable), pinned  -- queue -->  copied ahead, on a separate stream --> step
 
-A loader of Penstock's needs no thread: its workers are ahead already.
+``DataLoader(device=)`` needs no thread, because its workers already load ahead.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def to_device(
     prefetch: int = 2,
     finish: Callable[[Any], Any] | None = None,
 ) -> DeviceIterable:
-    """Any iterable of batches, with its batches on ``device`` ahead of the step.
+    """Wrap an iterable of batches, and copy its batches to ``device`` ahead of the training step.
 
-    A thread takes the batches and pins them; copies run on a stream of their own. What the iterable
-    raises is raised here, in its turn, with its own traceback.
+    A thread fetches and pins the batches. Copies run on a separate stream. An exception from the
+    iterable is raised after the batches before it, with its own traceback.
 
     Args:
-        iterable: A loader of any kind. It is iterated anew with each ``for``.
-        prefetch: Batches that are on the device before they are asked for.
-        finish: Applied to each batch there, see :func:`penstock.finish`.
+        iterable: Any kind of loader. Each ``for`` loop iterates it again.
+        prefetch: Number of batches to copy to the device before they are requested.
+        finish: Applied to each batch on the device; see :func:`penstock.finish`.
 
     Example:
         >>> import torch, penstock
@@ -64,7 +64,10 @@ def to_device(
 
 @dataclass(eq=False, repr=False)
 class DeviceIterable:
-    """Made by :func:`to_device`. Iterable again and again, as what it was made from."""
+    """The batches of an iterable on a device. Created by :func:`to_device`.
+
+    It can be iterated repeatedly if the iterable can.
+    """
 
     iterable: Iterable[Any]
     device: torch.device
@@ -90,7 +93,7 @@ class DeviceIterable:
 
 
 class _FetchThread:
-    """Fetches and pins batches in a thread. Pairs with :meth:`stop`."""
+    """A thread that fetches and pins batches until :meth:`stop` is called."""
 
     def __init__(self, batches: Iterator[Any], depth: int, device: torch.device) -> None:
         self._fetched: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
@@ -99,8 +102,10 @@ class _FetchThread:
             target=self._run, args=(batches, device), name="penstock-to-device", daemon=True
         )
         _all.add(self)
-        atexit.unregister(_wait_for_all)  # the last comes first: before the workers of a loader,
-        atexit.register(_wait_for_all)  # whose batch the thread may be waiting for, are stopped
+        # Handlers run in reverse order. Registering again makes this one run before a loader stops
+        # its workers, because the thread may be waiting for a batch from them.
+        atexit.unregister(_wait_for_all)
+        atexit.register(_wait_for_all)
         self._thread.start()
 
     def take(self) -> tuple[Any, list[Callable[[], None]]]:
@@ -111,8 +116,8 @@ class _FetchThread:
             except queue.Empty:
                 if not self._thread.is_alive() and self._fetched.empty():
                     raise DeviceFailed(
-                        "the thread that takes batches for the device has ended",
-                        likely="the interpreter is going down",
+                        "the thread that fetches batches for the device has exited",
+                        likely="the interpreter is shutting down",
                     ) from None
         if error is not None:
             raise error
@@ -144,13 +149,13 @@ class _FetchThread:
         return False
 
     def stop(self) -> None:
-        """Have the thread end after the batch that it is fetching."""
+        """Stop the thread after the batch that it is fetching."""
         self._is_wanted = False
         while not self._fetched.empty():
             self._fetched.get()
 
     def wait(self, until_s: float) -> None:
-        """Wait for the thread, until ``until_s`` at the latest."""
+        """Wait for the thread until it exits, or until the time ``until_s``."""
         self._thread.join(max(0.0, until_s - time.monotonic()))
 
 
@@ -158,9 +163,9 @@ _all: weakref.WeakSet[_FetchThread] = weakref.WeakSet()
 
 
 def _wait_for_all() -> None:
-    """A thread that comes back from torch into an interpreter that is gone aborts the process.
+    """Stop and join all fetch threads. Called at exit.
 
-    Called from: the end of the program.
+    A thread that returns from torch after the interpreter has shut down aborts the process.
     """
     until_s = time.monotonic() + WAIT_AT_EXIT_S
     fetchers = list(_all)
@@ -171,7 +176,7 @@ def _wait_for_all() -> None:
 
 
 def _pinned(batch: Any, device: torch.device) -> Any:
-    """In pinned memory, from which a copy can overlap the step."""
+    """Return the batch in pinned memory, so that its copy can overlap the training step."""
     if device.type != "cuda":
         return batch
     return map_tensors(batch, _pin)

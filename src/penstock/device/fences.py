@@ -1,14 +1,14 @@
-"""Fences: when memory that a GPU may still be reading is free again.
+"""Fences that tell when a GPU no longer reads a piece of memory.
 
-A copy with ``non_blocking=True`` reads its source after the call has returned, on whatever stream
-the user chose, and the source tensor may be gone by then. An event on the current stream does not
-cover that copy: on an H200 every byte was wrong. So a fence stands after *everything* asked of the
-GPU so far:
+A copy with ``non_blocking=True`` reads its source after the call has returned, on any stream that
+the user chose, and the source tensor may be freed by then. An event on the current stream does not
+cover such a copy: in a test on an H200 every byte was wrong. So a fence covers *all* work submitted
+to the GPU so far:
 
-- ``EventFence``: one event for all streams of the context (NVIDIA's driver, 12.5 and newer).
-- ``SynchronizingFence``: elsewhere, and on AMD's GPUs, a thread synchronizes the whole device.
+- ``EventFence``: one event for all streams of the context (NVIDIA driver 12.5 and newer).
+- ``SynchronizingFence``: on older drivers and on AMD GPUs, a thread synchronizes the whole device.
 
-Neither is used while the user captures a graph: asking would break the capture.
+Neither is used while the user captures a graph, because querying the GPU would break the capture.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ IsDone = Callable[[], bool]
 _DISABLE_TIMING = 2
 _NOT_READY = 600
 _CAPTURING = range(900, 910)
-"""The driver's answers about captures of graphs."""
+"""Status codes of the driver that concern graph capture."""
 
 
 class Fence(Protocol):
-    """Between the last view of a slot and its next use. One for each GPU."""
+    """Separates the last use of a slot from its reuse. There is one fence for each GPU."""
 
     name: str
 
     def record(self) -> IsDone:
-        """A function to poll: is all that was asked of the GPU before this call done?"""
+        """Return a function to poll. It returns True once all work submitted before is done."""
 
 
 class SynchronizingFence:
-    """A thread waits until the GPU has done everything, once for all that asked meanwhile."""
+    """A fence whose thread synchronizes the device, once for all records made in the meantime."""
 
     name = "a thread that waits for the GPU"
 
@@ -49,28 +49,30 @@ class SynchronizingFence:
         self.thread: OnDemandThread[list[bool]] = OnDemandThread(self._wait)
 
     def record(self) -> IsDone:
-        done = [False]  # no threading.Event: its lock may be held when the collector calls us
+        done = [
+            False
+        ]  # not threading.Event: the garbage collector may call this while its lock is held
         self.thread.submit(done)
         return lambda: done[0]
 
     def _wait(self, asked: list[list[bool]]) -> None:
         try:
             torch.cuda.synchronize(self._runtime.index)
-        except RuntimeError:  # the GPU is lost: nothing reads any more
+        except RuntimeError:  # the GPU is lost, so nothing reads the memory
             pass
         for done in asked:
             done[0] = True
 
 
 class EventFence:
-    """One event for all streams of a GPU's context; events are reused.
+    """A fence that records one event for all streams of a GPU's context. Events are reused.
 
     Args:
-        index: The GPU, whose context exists.
-        fallback: Used where the driver refuses an event.
+        index: The GPU. Its context must exist.
+        fallback: Used if the driver refuses an event.
 
     Raises:
-        OSError, AttributeError: There is no such driver here, or it is older than 12.5.
+        OSError, AttributeError: There is no NVIDIA driver, or it is older than 12.5.
     """
 
     name = "an event of the whole GPU context"
@@ -101,9 +103,9 @@ class EventFence:
         return event
 
     def record_event(self, event: ctypes.c_void_p) -> bool:
-        """Put the event after everything that was asked of any stream so far.
+        """Record the event after all work submitted to any stream so far.
 
-        False: a graph is being captured in the context, and it is to be tried again later.
+        Returns False if a graph is being captured in the context. The caller must retry later.
         """
         status = int(self._record_event(self._context, event))
         if status in _CAPTURING:
@@ -112,12 +114,12 @@ class EventFence:
         return True
 
     def is_done(self, event: ctypes.c_void_p) -> bool:
-        """Is everything before the event done? True also once the GPU is lost."""
+        """Return True if all work before the event is done, or the GPU is lost."""
         return int(self._driver.cuEventQuery(event)) != _NOT_READY
 
 
 class _RecordedEvent:
-    """One event; it returns to the free ones when nothing polls it any more."""
+    """One recorded event. It returns to the free events when this object is deleted."""
 
     def __init__(self, fence: EventFence) -> None:
         self._fence = fence
@@ -132,27 +134,27 @@ class _RecordedEvent:
     def __call__(self) -> bool:
         if self._is_done:
             return True
-        if not self._is_recorded:  # another thread captured a graph: again, now
+        if not self._is_recorded:  # a graph was being captured: retry
             try:
                 self._is_recorded = self._fence.record_event(self._event)
             except OSError:
-                self._is_recorded = True  # the GPU is lost, as is_done will say
+                self._is_recorded = True  # the GPU is lost, so is_done returns True
         else:
             self._is_done = self._fence.is_done(self._event)
         return self._is_done
 
     def __del__(self) -> None:
         if hasattr(self, "_is_recorded"):
-            self._fence.free_events.append(self._event)  # recording it again replaces its meaning
+            self._fence.free_events.append(self._event)  # can be recorded again
 
 
 def _check(status: int) -> None:
     if status != 0:
-        raise OSError(f"the CUDA driver answered {status}")
+        raise OSError(f"the CUDA driver returned {status}")
 
 
 def choose_fence(runtime: CudaRuntime) -> Fence:
-    """The best that this driver offers. Called once the context exists."""
+    """Return the best fence that the driver supports. Called after the context exists."""
     waiting = SynchronizingFence(runtime)
     try:
         return EventFence(runtime.index, waiting)

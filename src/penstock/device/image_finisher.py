@@ -1,18 +1,18 @@
-"""``penstock.finish``: uint8 images to normalised floats, on the device.
+"""``penstock.finish``: converts uint8 images to normalized floats, on the device.
 
-Images are copied as uint8, a quarter of what float32 takes. A byte has 256 values, so everything
-that normalising does to a channel is a table of 256 floats. It is computed once, on the CPU, by the
-same operations as torchvision's: so the result is theirs to the last bit, also on GPUs, where
-dividing by a number is done another way and rounds differently.
+Images are copied as uint8, which takes a quarter of the bytes of float32. A byte has 256 values, so
+normalizing a channel is a lookup in a table of 256 floats. The table is computed once, on the CPU,
+with the same operations as torchvision. So the result equals torchvision's to the last bit, also on
+GPUs, where division is implemented differently and rounds differently.
 
-On a GPU with Triton one kernel reads each byte once and writes the result in its type and memory
-format, mirrored where that is asked for; without Triton, torch looks the same table up.
+On a GPU with Triton, one kernel reads each byte once and writes the result in its dtype and memory
+format, mirrored if requested. Without Triton, torch looks up the same table.
 
-On the CPU images are done one at a time, each of which stays in the cache. OpenCV, where it is
-installed, looks each byte up in the table: one pass, in the calling thread (87 microseconds for
-3 x 224 x 224, x86-64). Otherwise torchvision's operations are done themselves, in four passes
-(142), because torch has no such look-up for the CPU. Torch does those in several threads, which
-wait for each other where workers hold the cores.
+On the CPU, images are processed one at a time, so that each stays in the cache. If OpenCV is
+installed, it looks up each byte in the table: one pass, in the calling thread (87 microseconds for
+3 x 224 x 224, x86-64). Otherwise torchvision's operations are applied, in four passes (142
+microseconds), because torch has no such lookup for the CPU. torch runs them in several threads,
+which wait for each other when workers occupy the cores.
 """
 
 from __future__ import annotations
@@ -44,20 +44,23 @@ def finish(
     flip: int | str | None = None,
     scaling: str = "multiply",
 ) -> ImageFinisher:
-    """What turns batches of uint8 images into what a model takes, on the device.
+    """Make a function that converts batches of uint8 images to normalized floats, on the device.
 
-    Every uint8 tensor of shape (batch, channels, height, width) in a batch is changed; all else
-    stays. Give it to ``DataLoader(..., device=, finish=)``, or call it with a batch.
+    It converts every uint8 tensor of shape (batch, channels, height, width) in a batch and leaves
+    everything else unchanged. Pass it to ``DataLoader(..., device=, finish=)``, or call it with a
+    batch.
 
     Args:
-        mean, std: One number per channel, of values scaled to 0..1, as torchvision's ``Normalize``.
-            None: scale to 0..1 only.
-        dtype: Of the result.
-        memory_format: ``torch.channels_last`` is what convolutions like best.
-        flip: The field of the batch (its place or key) that holds one truth value per image:
-            those are mirrored left to right. The dataset draws it, so it stays reproducible.
-        scaling: ``"multiply"``: bytes times 1/255, as ``v2.ToDtype(scale=True)`` does it.
-            ``"divide"``: bytes by 255, as ``ToTensor`` does it. Some values differ in the last bit.
+        mean, std: One number per channel, for values scaled to 0..1, as in torchvision's
+            ``Normalize``. None only scales to 0..1.
+        dtype: Dtype of the result.
+        memory_format: Memory format of the result. Convolutions are usually fastest with
+            ``torch.channels_last``.
+        flip: The field of the batch (index or key) that holds one boolean per image. Images with
+            True are mirrored left to right. The dataset draws it, so it stays reproducible.
+        scaling: ``"multiply"`` multiplies bytes by 1/255, like ``v2.ToDtype(scale=True)``.
+            ``"divide"`` divides bytes by 255, like ``ToTensor``. Some values differ in the last
+            bit.
 
     Example:
         >>> import torch, penstock
@@ -69,17 +72,19 @@ def finish(
     BadArgument.unless_one_of("scaling", scaling, ("multiply", "divide"), "penstock.finish")
     if dtype not in _FLOATS:
         raise BadArgument(
-            f"dtype={dtype} is no floating-point type",
+            f"dtype={dtype} must be a floating-point dtype",
             remedy="penstock.finish(dtype=torch.float32)",
         )
     return ImageFinisher(_make_normalization(mean, std, scaling), dtype, memory_format, flip)
 
 
 class ImageFinisher:
-    """Made by :func:`finish`. Holds the table, on each device that it was used on.
+    """Converts images to normalized floats. Created by :func:`finish`.
+
+    It keeps a copy of the lookup table on each device that it was used on.
 
     Args:
-        normalization: From a byte to a float, in each channel.
+        normalization: Maps a byte to a float, for each channel.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class ImageFinisher:
     ) -> None:
         if memory_format not in _FORMATS:
             raise BadArgument(
-                f"memory_format={memory_format} is not known here",
+                f"memory_format={memory_format} is not supported",
                 remedy="penstock.finish(..., memory_format=torch.channels_last)",
             )
         self._normalization = normalization
@@ -102,7 +107,7 @@ class ImageFinisher:
         self._buffers = BufferPool()
 
     def __call__(self, batch: Any) -> Any:
-        """The batch with its images finished."""
+        """Return the batch with its images converted."""
         mirrored = None if self._flip is None else self._field(batch)
         return map_tensors(batch, lambda tensor: self._image(tensor, mirrored))
 
@@ -111,7 +116,7 @@ class ImageFinisher:
             field = batch[self._flip]
         except (KeyError, IndexError, TypeError) as error:
             raise BadArgument(
-                f"flip={self._flip!r}: the batch has no such field ({type(error).__name__})",
+                f"flip={self._flip!r}: the batch does not have this field ({type(error).__name__})",
                 remedy="penstock.finish(..., flip=2) for the third field of each sample",
             ) from None
         return torch.as_tensor(field).to(torch.bool).reshape(-1)
@@ -122,14 +127,14 @@ class ImageFinisher:
         table = self._table_on(tensor.device)
         if table.shape[0] not in (1, tensor.shape[1]):
             raise BadArgument(
-                f"mean and std have {table.shape[0]} channels, images {tensor.shape[1]} "
-                f"(a tensor of shape {tuple(tensor.shape)})",
-                remedy="penstock.finish(mean=[0.5], std=[0.5]) serves any number of channels",
+                f"mean and std have {table.shape[0]} channels, but the images have "
+                f"{tensor.shape[1]} (a tensor of shape {tuple(tensor.shape)})",
+                remedy="penstock.finish(mean=[0.5], std=[0.5]) works for any number of channels",
             )
         if mirrored is not None and len(mirrored) != len(tensor):
             raise BadArgument(
                 f"flip={self._flip!r} has {len(mirrored)} values for {len(tensor)} images",
-                remedy="one truth value per sample",
+                remedy="return one boolean per sample in this field",
             )
         if tensor.device.type == "cpu" and not tensor.is_cuda:
             out = self._buffers.empty_like(tensor, table.dtype, self._memory_format)
@@ -151,10 +156,11 @@ class ImageFinisher:
 
 @dataclass(frozen=True)
 class Normalization:
-    """What torchvision does to a byte: scale, then subtract and divide by channel.
+    """torchvision's normalization of a byte: scale, then subtract and divide per channel.
 
     Args:
-        means, stds: One number per channel; one channel serves any number, none scales only.
+        means, stds: One number per channel. A single number applies to all channels. If empty,
+            bytes are only scaled.
     """
 
     means: tuple[float, ...]
@@ -162,7 +168,7 @@ class Normalization:
     divides: bool
 
     def apply(self, values: torch.Tensor) -> None:
-        """In place, to float32 values of shape (channels, ...)."""
+        """Normalize float32 values of shape (channels, ...) in place."""
         if self.divides:
             values.div_(255)
         else:
@@ -172,16 +178,16 @@ class Normalization:
             values.sub_(_float32(self.means).view(shape))
             values.div_(_float32(self.stds).view(shape))
 
-    @functools.lru_cache(maxsize=16)  # noqa: B019 (it has no state but its numbers)
+    @functools.lru_cache(maxsize=16)  # noqa: B019 (instances hold only a few numbers)
     def make_table(self, dtype: torch.dtype) -> torch.Tensor:
-        """(channels, 256): the result of each byte, in its type."""
+        """Return a table (channels, 256) with the result for each byte."""
         table = _float32(range(256)).repeat(max(1, len(self.means)), 1)
         self.apply(table)
         return table.to(dtype)
 
 
 def _float32(values: Iterable[float]) -> torch.Tensor:
-    """On the CPU and of this type, whatever the user has made torch's defaults."""
+    """Return a float32 tensor on the CPU, regardless of torch's default dtype and device."""
     return torch.tensor(list(values), dtype=torch.float32, device="cpu")
 
 
@@ -193,11 +199,13 @@ def _make_normalization(
         return Normalization((), (), scaling == "divide")
     if len({len(values) for values in (mean, std) if values is not None}) > 1:
         raise BadArgument(
-            f"mean has {len(means)} channels and std {len(stds)}",
-            remedy="one number per channel in both",
+            f"mean has {len(means)} channels, but std has {len(stds)}",
+            remedy="give one number per channel in both",
         )
     if any(value == 0 for value in stds):
-        raise BadArgument(f"std={list(stds)} would divide by 0", remedy="std above 0")
+        raise BadArgument(
+            f"std={list(stds)} would divide by 0", remedy="use values above 0 for std"
+        )
     channels = max(len(means), len(stds))
     means, stds = means * (channels // len(means)), stds * (channels // len(stds))
     return Normalization(tuple(means), tuple(stds), scaling == "divide")
@@ -212,7 +220,7 @@ def _check_channels(name: str, values: Any, default: float) -> list[float]:
         numbers = []
     if not numbers or not all(math.isfinite(number) for number in numbers):
         raise BadArgument(
-            f"{name}={values!r} is no list of numbers, one per channel",
+            f"{name}={values!r} must be a list of numbers, one per channel",
             remedy="penstock.finish(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])",
         )
     return numbers
@@ -224,7 +232,7 @@ def _normalize_on_cpu(
     mirrored: torch.Tensor | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Fill ``out`` from uint8 ``images``, mirrored where their flag is set."""
+    """Fill ``out`` from uint8 ``images``, mirroring those whose flag is set."""
     if not images.numel():
         return out
     scratch = torch.empty_like(images[0], dtype=torch.float32)
@@ -250,7 +258,7 @@ def _normalize_on_cpu(
 def _look_up(
     images: torch.Tensor, table: torch.Tensor, mirrored: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """Fill ``out`` by torch's own operations, by channel to keep what lies between small."""
+    """Fill ``out`` with torch operations, one channel at a time to keep intermediates small."""
     if mirrored is not None:
         images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
     for channel in range(images.shape[1]):
@@ -265,7 +273,10 @@ _can_use_triton = True
 def _look_up_by_triton(
     images: torch.Tensor, table: torch.Tensor, mirrored: torch.Tensor | None, out: torch.Tensor
 ) -> bool:
-    """Fill ``out`` by one kernel; False where Triton does not work, as its first use shows."""
+    """Fill ``out`` with one Triton kernel. Returns False if Triton does not work.
+
+    This is known from its first use.
+    """
     global _can_use_triton
     if not _can_use_triton or not images.numel():
         return False
@@ -276,12 +287,13 @@ def _look_up_by_triton(
         return False
     try:
         look_up(images, table, mirrored, out)
-    except Exception as error:  # Triton's own, or a compiler's that it needs and misses
+    except Exception as error:  # from Triton, or from a missing compiler
         _can_use_triton = False
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         warnings.warn(
-            f"penstock.finish: Triton cannot be used here ({reason}). torch's own operations do "
-            "the same, more slowly. A C compiler (apt install gcc) is what is often missing.",
+            f"penstock.finish: Triton cannot be used on this machine ({reason}). torch's own "
+            "operations give the same result, more slowly. Often a C compiler is missing "
+            "(apt install gcc).",
             stacklevel=2,
         )
         return False

@@ -1,4 +1,4 @@
-"""Batches are tensors inside tuples, mappings and objects: map and list those tensors."""
+"""Maps and lists the tensors in a batch, which can be nested in containers and objects."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, type, types.
 
 
 def move_tensors(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """The batch with every tensor on ``device``; objects that know how to move are asked to."""
+    """Return the batch with every tensor, and every object with a ``to`` method, on ``device``."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking), device)
 
 
 def map_tensors(batch: Any, function: Function, device: torch.device | None = None) -> Any:
-    """The batch with ``function`` applied to every tensor.
+    """Return the batch with ``function`` applied to every tensor.
 
-    Containers keep their types, other leaves stay.
+    Containers keep their types. Other leaves are unchanged.
 
     Args:
-        device: Where ``function`` moves tensors: objects with a ``to`` method are moved there, too.
+        device: The device that ``function`` moves tensors to. Objects with a ``to`` method are
+            moved there too.
 
     Example:
         >>> Point = __import__("collections").namedtuple("Point", "x y")
@@ -37,13 +38,15 @@ def map_tensors(batch: Any, function: Function, device: torch.device | None = No
     """
     if isinstance(batch, torch.Tensor):
         return function(batch)
-    if isinstance(batch, (str, bytes, type)) or batch is None:  # a class has the method, too
+    if (
+        isinstance(batch, (str, bytes, type)) or batch is None
+    ):  # a class can also have a ``to`` method
         return batch
     if isinstance(batch, Mapping):
         values = {key: map_tensors(value, function, device) for key, value in batch.items()}
         return _like_mapping(batch, values)
     moves_itself = isinstance(batch, tuple) and callable(getattr(type(batch), "to", None))
-    if isinstance(batch, (list, tuple)) and not moves_itself:  # torch's PackedSequence does
+    if isinstance(batch, (list, tuple)) and not moves_itself:  # like torch's PackedSequence
         return _like_sequence(batch, [map_tensors(value, function, device) for value in batch])
     if dataclasses.is_dataclass(batch):
         return _like_dataclass(batch, function, device)
@@ -56,12 +59,14 @@ def _like_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return values
     try:
         if isinstance(batch, MutableMapping):
-            like = copy.copy(batch)  # keeps a default factory, and an encoding's other attributes
+            like = copy.copy(
+                batch
+            )  # keeps a default factory, and the attributes of a BatchEncoding
             for key, value in values.items():
                 like[key] = value
             return like
         return type(batch)(values)  # type: ignore[call-arg]
-    except Exception:  # its constructor wants something else: torch hands out a dict then, too
+    except Exception:  # its constructor takes something else; torch also returns a dict then
         return values
 
 
@@ -77,24 +82,26 @@ def _like_sequence(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any
 
 
 def _like_dataclass(batch: Any, function: Function, device: torch.device | None) -> Any:
-    """A copy with the fields mapped. It is not made anew: ``__post_init__`` has done its work."""
+    """Return a copy with the fields mapped. ``__post_init__`` is not called again."""
     like = copy.copy(batch)
     for item in dataclasses.fields(batch):
         if hasattr(batch, item.name):
             value = map_tensors(getattr(batch, item.name), function, device)
-            object.__setattr__(like, item.name, value)  # also where it is frozen
+            object.__setattr__(like, item.name, value)  # works for frozen dataclasses too
     return like
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
-    """All tensors of a batch, those inside objects that moved by themselves included.
+    """Return all tensors of a batch, including those inside objects with their own ``to`` method.
 
     Example:
         >>> [t.tolist() for t in tensors_in([torch.ones(1), {"a": (torch.zeros(1), "x")}])]
         [[1.0], [0.0]]
     """
     found: list[torch.Tensor] = []
-    seen: dict[int, Any] = {}  # with the objects: an id is only good while its object lives
+    seen: dict[
+        int, Any
+    ] = {}  # holds the objects, because an id is unique only while its object lives
     left = [batch]
     while left and len(seen) < _MAX_PARTS:
         part = left.pop()
@@ -121,7 +128,10 @@ def _inside(part: Any) -> list[Any]:
 
 
 def copy_arrays(batch: Any) -> Any:
-    """The batch with NumPy arrays copied: they are not moved, and their slot is reused."""
+    """Return the batch with NumPy arrays copied.
+
+    Arrays stay in CPU memory, and the slot they are in will be reused.
+    """
     if isinstance(batch, np.ndarray):
         return batch.copy()
     if isinstance(batch, dict):

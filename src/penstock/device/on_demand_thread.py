@@ -1,11 +1,10 @@
-"""A thread that exists only while there is work for it.
+"""A background thread that exists only while it has work.
 
-Submitting is safe from anywhere, garbage collection included: it puts an item into a queue, and
-starts a bare thread where none is running. So no loader leaves a thread behind, and none has to
-stop one.
+Submitting is safe from anywhere, including garbage collection. It puts an item into a queue and
+starts a bare thread if none is running. So no loader leaves a thread behind, and none must stop it.
 
-At exit, a running thread is waited for: one that returns from the GPU's driver into an interpreter
-that is gone ends the whole process with an error.
+At exit, a running thread is joined. A thread that returns from the GPU driver after the interpreter
+has shut down would end the process with an error.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ WAIT_AT_EXIT_S = 10.0
 
 
 class OnDemandThread(Generic[Item]):
-    """Calls ``work`` with the items that were submitted, all that have come at once.
+    """Calls ``work`` with a list of all items submitted so far.
 
     Args:
-        work: Takes items out of the list as it goes: what stays in it is kept alive.
+        work: Should remove items from the list as it processes them. Items in the list stay alive.
     """
 
     def __init__(self, work: Callable[[list[Item]], None]) -> None:
@@ -47,23 +46,23 @@ class OnDemandThread(Generic[Item]):
 
     @property
     def is_running(self) -> bool:
-        """Is there a thread now, in this process? A fork has none of its parent's."""
+        """True if the thread is running in this process. Threads do not survive a fork."""
         return self._is_running and self._process == os.getpid()
 
     def submit(self, item: Item) -> None:
-        """Have it done soon. After exit has begun it is not done: the system frees everything."""
+        """Schedule an item. Items submitted during exit are dropped, as the system frees memory."""
         if _is_over:
             return
         if os.getpid() != self._process:
-            self._reset()  # the thread is the parent's, and so are its items
+            self._reset()  # the thread and its items belong to the parent process
         self._items.put(item)
         with self._lock:
             if self._is_running:
                 return
             self._is_running = True
-        try:  # not threading.Thread, whose start takes locks and waits
+        try:  # not threading.Thread, because its start() takes locks and waits
             _thread.start_new_thread(self._run, ())
-        except RuntimeError:  # no thread can be had
+        except RuntimeError:  # cannot start a thread
             self._is_running = False
 
     def _run(self) -> None:
@@ -77,7 +76,7 @@ class OnDemandThread(Generic[Item]):
             try:
                 self._work(self._take_all())
             except BaseException:
-                self._is_running = False  # the next one is done by another thread
+                self._is_running = False  # the next item starts a new thread
                 raise
 
     def _take_all(self) -> list[Item]:

@@ -1,12 +1,12 @@
-"""Page-locks the memory of batches once, so that the GPU copies straight out of it.
+"""Page-locks the slots of batches once, so that the GPU copies directly from them.
 
-A batch in a registered slot is pinned as it is: no pinning thread, no second copy. Where
-registering is refused (limits, some drivers, some systems) batches are copied to torch's own pinned
-buffers instead; the loader's plan says so.
+A batch in a registered slot is already pinned, without a pinning thread or a second copy. If
+registration fails (limits, some drivers, some systems), batches are copied to torch's own pinned
+buffers instead, and the loader's plan says so.
 
-Memory is unregistered before it is unmapped, never after: a registration of memory that is gone
-stays with the driver, and the next mapping at that address could not be pinned. So the process
-keeps what is pinned until it is unpinned, and not the loader, which may be gone by then.
+Memory is unregistered before it is unmapped, never after. Otherwise the driver would keep the
+registration, and the next mapping at that address could not be pinned. So the process, not the
+loader, keeps pinned memory alive until it is unpinned. The loader may be gone by then.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from penstock.device.fences import Fence, IsDone, choose_fence
 from penstock.device.on_demand_thread import OnDemandThread
 
 _GIVE_UP_S = 60.0
-"""A GPU that does not get done in this time keeps its memory pinned: better than wrong bytes."""
+"""If a GPU does not finish within this time, its memory stays pinned. Reusing it could corrupt
+data."""
 
 
 class _Pinned(NamedTuple):
-    """Memory that is pinned, with what must not go before it is unpinned."""
+    """Pinned memory, with the objects that must stay alive until it is unpinned."""
 
     pinner: SlotPinner
     owner: object
@@ -38,17 +39,18 @@ class _Pinned(NamedTuple):
 
 
 _pinned: dict[int, _Pinned] = {}
-"""All of this process, by address."""
+"""All pinned memory of this process, by address."""
 
 
 class SlotPinner:
-    """Pins slots for one GPU. One for each loader; see
-    :class:`penstock.engine.memory.pinned_ring.Pinner`.
+    """Pins the slots of one loader for one GPU.
+
+    Implements :class:`penstock.engine.memory.pinned_ring.Pinner`.
 
     Args:
-        index: The GPU; None: chosen when the first batch is there.
-        note: Takes a note when slots cannot be pinned.
-        is_fenced: False where the caller keeps every batch until its copy is complete.
+        index: The GPU. None chooses one when the first batch arrives.
+        note: Called with a note if slots cannot be pinned.
+        is_fenced: False if the caller keeps every batch until its copy is complete.
     """
 
     def __init__(
@@ -63,19 +65,19 @@ class SlotPinner:
 
     @property
     def num_pinned(self) -> int:
-        """Pieces of memory that are pinned now."""
+        """The number of pieces of memory that this pinner has pinned."""
         return sum(piece.pinner is self for piece in list(_pinned.values()))
 
     @property
     def gpu(self) -> _Gpu:
-        """The one that was chosen, and nothing of any other."""
+        """The GPU to pin for, chosen on first access. No other GPU is opened."""
         if self._gpu is None:
             index = choose_index() if self._index is None else self._index
             self._gpu = _gpus.setdefault(index, _Gpu(index))
         return self._gpu
 
     def require_fences(self) -> None:
-        """From now on wait for everything: a batch has parts that the user may copy himself."""
+        """Use fences from now on, because a batch has parts that the user may copy to the GPU."""
         self._is_fenced = True
 
     def may_pin(self) -> bool:
@@ -88,8 +90,8 @@ class SlotPinner:
         if not runtime.register(address, memory.nbytes):
             self._is_refused = True
             self._note(
-                f"slots cannot be pinned ({runtime.error}): each batch is copied to a "
-                "pinned buffer of torch's first"
+                f"slots cannot be pinned ({runtime.error}): each batch is first copied to one of "
+                "torch's pinned buffers"
             )
             return False
         _pinned[address] = _Pinned(self, owner, memory)
@@ -107,7 +109,7 @@ class SlotPinner:
 
     def may_ask(self) -> bool:
         if os.getpid() != self._process:
-            return False  # a fork: nothing of the GPU is ours
+            return False  # a forked process must not use the GPU
         return not self._is_fenced or not self.gpu.runtime.is_capturing()
 
     def fence(self) -> IsDone:
@@ -118,13 +120,13 @@ class SlotPinner:
 
 
 class _Gpu:
-    """What all loaders of this process share of one GPU."""
+    """The state of one GPU, shared by all loaders of this process."""
 
     def __init__(self, index: int) -> None:
         self.runtime = CudaRuntime(index)
         self._fence: Fence | None = None
         self.to_unpin: deque[tuple[SlotPinner, np.ndarray]] = deque()
-        """To be unpinned as soon as the GPU may be asked."""
+        """Memory to unpin as soon as the GPU can be queried."""
 
     def record(self) -> IsDone:
         if self._fence is None:
@@ -132,7 +134,7 @@ class _Gpu:
         return self._fence.record()
 
     def unpin_leftovers(self) -> None:
-        """Have unpinned what is left, unless a graph is captured: asking would end that."""
+        """Schedule pending unpins, unless a graph is being captured. Queries end the capture."""
         if not self.to_unpin or self.runtime.is_capturing():
             return
         pieces: list[tuple[SlotPinner, np.ndarray]] = []
@@ -149,10 +151,10 @@ _gpus: dict[int, _Gpu] = {}
 
 
 def choose_index() -> int:
-    """The GPU to pin for: the current one, unless only another one was opened.
+    """Return the GPU to pin for: the current one, unless only a different one is open.
 
-    A process that works on ``cuda:1`` without saying so to ``torch.cuda.set_device`` should not
-    get a context on GPU 0 because its loader pins memory.
+    A process that uses ``cuda:1`` without calling ``torch.cuda.set_device`` should not get a
+    context on GPU 0 because its loader pins memory.
     """
     current = torch.cuda.current_device()
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
@@ -163,14 +165,14 @@ def choose_index() -> int:
 
 
 class _PendingUnpin(NamedTuple):
-    """Memory that has no views any more, and when the GPU is done with it."""
+    """Memory without views, and a function that tells when the GPU is done with it."""
 
     pieces: list[tuple[SlotPinner, np.ndarray]]
     is_done: IsDone
 
 
 def _unpin_all(pending: list[_PendingUnpin]) -> None:
-    """Unpin each piece once the GPU is done with it. Called from: a thread."""
+    """Unpin each piece once the GPU is done with it. Runs in a thread."""
     while pending:
         entry = pending.pop(0)
         if _wait(entry.is_done):
@@ -178,7 +180,7 @@ def _unpin_all(pending: list[_PendingUnpin]) -> None:
                 pinner, memory = entry.pieces.pop()
                 pinner.unpin(memory)
                 del pinner, memory
-        del entry  # or the memory would stay mapped until the next one
+        del entry  # otherwise the memory would stay mapped until the next entry
 
 
 def _wait(is_done: IsDone) -> bool:

@@ -1,14 +1,14 @@
-"""Copies batches to the GPU before they are asked for, on a stream of its own.
+"""Copies batches to the GPU before they are requested, on a separate stream.
 
 ::
 
-    host batch k+2 --copy stream: copy, finish, event--> k+1, k --> batch k, for whose event
-    (kept until its event is over)                                  the step's stream waits
+    host batch k+2 --copy stream: copy, finish, event--> k+1, k --> batch k: the step's stream
+    (kept until its event completes)                                waits for its event
 
-There is no thread: a copy is asked for in microseconds, and the GPU's copy engine does it beside
-the step. A delivered batch belongs to the stream that the user works on: ``record_stream`` keeps
-its memory until that stream is done with it. Loading ahead is not delivering: what the loader
-counts (its state, bad samples of iterable datasets) changes when the batch is delivered.
+There is no thread. Submitting a copy takes microseconds, and the GPU's copy engine runs it in
+parallel with the step. A delivered batch belongs to the user's stream: ``record_stream`` keeps its
+memory until that stream is done with it. Prefetching a batch does not deliver it: the loader's
+counters (its state, bad samples of iterable datasets) change when the batch is delivered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from penstock.trace.gpu_events import GpuWatch
 Effect = Callable[[], None]
 Take = Callable[[], tuple[Any, list[Effect]]]
 MAX_PER_CALL = 2
-"""Batches sent ahead in one call, beyond the one that is needed: the first comes early."""
+"""Batches sent ahead in one call, in addition to the requested one. The limit keeps the first batch
+of an epoch early."""
 
 
 class _InFlight(NamedTuple):
@@ -39,11 +40,11 @@ class DevicePrefetcher:
     """Copies batches to one device.
 
     Args:
-        device: Where to; with an index, for GPUs.
-        depth: Batches that are ready there at most, before they are asked for. A device without
-            streams of its own gains nothing by that.
-        finish: Applied to each batch there, on the stream that copied it.
-        on_unmoved: Called when a batch has tensors that were not moved: the user may copy them, so
+        device: The target device. A GPU must have an index.
+        depth: The most batches to copy before they are requested. Ignored for devices without
+            streams, which would not benefit.
+        finish: Applied to each batch on the device, on the stream that copied it.
+        on_unmoved: Called if a batch has tensors that were not moved. The user may copy them, so
             their memory must be fenced.
         watch: Records when the copies ran.
     """
@@ -67,11 +68,11 @@ class DevicePrefetcher:
         self._end: Exception | None = None
 
     def next(self, take: Take, is_ready: Callable[[], bool]) -> Any:
-        """The next batch, on the device; others are sent off if that needs no waiting.
+        """Return the next batch on the device. Starts further copies if that needs no waiting.
 
         Raises:
-            StopIteration: As ``take`` did, after everything before it was handed out.
-            DeviceFailed: The device did not take a batch.
+            StopIteration: ``take`` raised it, and all batches before it were delivered.
+            DeviceFailed: A batch could not be copied to the device.
         """
         if not self._sent:
             self._send_next(take)
@@ -85,7 +86,7 @@ class DevicePrefetcher:
             try:
                 raise end
             finally:
-                del end  # its traceback would hold it, and it the traceback
+                del end  # breaks the reference cycle with its traceback
         sent = self._sent.popleft()
         with explained_errors(self.device, sent.batch):
             self._copier.deliver(sent.batch, sent.event)
@@ -100,8 +101,8 @@ class DevicePrefetcher:
             batch, effects = take()
             moved, event = self._copy(batch)
         except StopIteration:
-            self._end = StopIteration()  # without a traceback, which would hold the iterator
-        except Exception as error:  # raised in its turn, after the batches before it
+            self._end = StopIteration()  # without a traceback, which would keep the iterator alive
+        except Exception as error:  # raised after the batches before it
             self._end = error
         else:
             self._sent.append(_InFlight(moved, event, effects))
@@ -112,19 +113,19 @@ class DevicePrefetcher:
                 moved, event = self._copier.send(batch, self._finish)
                 if any(tensor.device.type == "cpu" for tensor in tensors_in(moved)):
                     self._on_unmoved()
-        except StopIteration as error:  # it would read as the end of the epoch
+        except StopIteration as error:  # would look like the end of the epoch
             raise RuntimeError("finish= raised StopIteration") from error
         return moved, event
 
     def reset(self) -> None:
-        """Forget what was sent: a new epoch begins."""
+        """Discard the batches in flight, at the start of a new epoch."""
         self._sent.clear()
         self._end = None
         self._copier.reset()
 
 
 class _DirectCopier:
-    """CPU, MPS and other devices without streams: the same interface, without overlap."""
+    """Copies batches to the CPU, MPS and other devices without streams, without overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -134,14 +135,14 @@ class _DirectCopier:
         return (moved if finish is None else finish(moved)), None
 
     def deliver(self, batch: Any, event: None) -> None:
-        """It is there."""
+        """Do nothing: the batch is already on the device."""
 
     def reset(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is in flight."""
 
 
 class _StreamCopier:
-    """CUDA and HIP: a stream of our own, and an event for each batch."""
+    """Copies batches to CUDA and HIP devices, on a separate stream with an event per batch."""
 
     def __init__(self, device: torch.device, watch: GpuWatch | None = None) -> None:
         self._device = device
@@ -153,7 +154,7 @@ class _StreamCopier:
     def send(self, batch: Any, finish: Callable[[Any], Any] | None) -> tuple[Any, Any]:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):  # and on its device
+        with torch.cuda.stream(self._stream):  # also sets the current device
             copy = self._watch and self._watch.begin_copy(self._stream, self._num_sent)
             moved = copy_arrays(move_tensors(batch, self._device, non_blocking=True))
             if copy and self._watch:
@@ -179,5 +180,5 @@ class _StreamCopier:
                 tensor.record_stream(stream)
 
     def reset(self) -> None:
-        """Count batches from 0."""
+        """Count batches from 0 again."""
         self._num_sent = 0

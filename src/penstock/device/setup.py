@@ -1,6 +1,6 @@
-"""Makes what one iterator needs for its device: pinner, prefetcher, watch.
+"""Creates the pinner, prefetcher and GPU watch of one iterator.
 
-Used in the training process: the loader makes one :class:`DeviceSetup` for each iterator.
+Runs in the training process. The loader makes one :class:`DeviceSetup` for each iterator.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from penstock.trace.recorder import Recorder
 
 
 class DeviceSetup:
-    """The device of one iterator, and what brings its batches there.
+    """The device of one iterator, and the objects that move its batches there.
 
     Args:
-        device: Where batches are copied to; None: they stay in CPU memory.
-        depth: How many batches are copied ahead.
+        device: The target device of batches. None leaves them in CPU memory.
+        depth: The number of batches to copy ahead.
         finish: Applied to each batch on the device.
-        pin_memory_device: The device that ``pin_memory=True`` pins for; None: nothing is pinned.
-        note: Takes notes for the user's plan.
+        pin_memory_device: The device that ``pin_memory=True`` pins for. None pins nothing.
+        note: Called with notes for the loader's plan.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class DeviceSetup:
         self.device = None if device is None else resolve(device)
         self._depth, self._finish = depth, finish
         self.pinner = self._make_pinner(pin_memory_device, note)
-        """Pins the memory of batches; None: they lie in ordinary memory."""
+        """Pins the memory of batches. None if they are in pageable memory."""
 
     def _make_pinner(
         self, pin_memory_device: str | None, note: Callable[[str], Any]
     ) -> SlotPinner | None:
-        if self.device is not None and self.device.type == "cuda":  # copies keep their source
+        if self.device is not None and self.device.type == "cuda":  # copies keep their source alive
             return SlotPinner(self.device.index, note, is_fenced=False)
         stays = self.device is None or self.device.type == "cpu"
         if stays and pin_memory_device is not None and torch.cuda.is_available():
@@ -53,24 +53,24 @@ class DeviceSetup:
         return None
 
     def make_prefetcher(self, watch: GpuWatch | None) -> DevicePrefetcher | None:
-        """What copies batches to the device ahead of the step; None: they stay where they are."""
+        """Return a prefetcher for the device, or None if batches stay in CPU memory."""
         if self.device is None:
             return None
         on_unmoved = (lambda: None) if self.pinner is None else self.pinner.require_fences
         return DevicePrefetcher(self.device, self._depth, self._finish, on_unmoved, watch)
 
     def make_watch(self, recorder: Recorder) -> GpuWatch | None:
-        """What notes when a GPU copies and computes; None: there is none, or nothing is noted."""
+        """Return a recorder of GPU copies and steps, or None without a GPU build or recording."""
         if recorder.buffer is None or not (torch.version.cuda or torch.version.hip):
             return None
         return GpuWatch(recorder.record_device, is_asked=recorder.keeps_all)
 
 
 def resolve(device: torch.device) -> torch.device:
-    """The device as it is now: a GPU without a number is the current one, as in torch.
+    """Check the device. A GPU without an index resolves to the current GPU, as in torch.
 
     Raises:
-        NoSuchDevice: This machine, or this build of torch, has none like it.
+        NoSuchDevice: The device does not exist on this machine or in this build of torch.
 
     Example:
         >>> resolve(torch.device("cpu"))
@@ -82,7 +82,7 @@ def resolve(device: torch.device) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device() if index is None else index)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise NoSuchDevice(
-            "device='mps': torch finds no Apple GPU here",
+            "device='mps': torch finds no Apple GPU on this machine",
             remedy="DataLoader(..., device='cpu')",
             device="mps",
         )
@@ -92,12 +92,12 @@ def resolve(device: torch.device) -> torch.device:
 
 
 def _try_out(device: torch.device) -> None:
-    """Of a kind that we know nothing about: does it take a tensor?"""
+    """Check that a device of an unknown type accepts a tensor."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
         raise NoSuchDevice(
-            f"device='{device}' takes no tensors here",
+            f"device='{device}' does not accept tensors on this machine",
             likely=str(error).strip().partition("\n")[0],
             remedy="DataLoader(..., device='cpu')",
             device=str(device),
@@ -111,12 +111,12 @@ def _check_cuda(device: torch.device) -> None:
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         likely = "this torch was built without GPU support"
     elif not count:
-        likely = "no driver or no card, or CUDA_VISIBLE_DEVICES hides it"
+        likely = "there is no driver or no GPU, or CUDA_VISIBLE_DEVICES hides it"
     else:
         numbers = ", ".join(f"cuda:{index}" for index in range(count))
-        likely = f"torch sees {numbers} and no other"
+        likely = f"torch sees only {numbers}"
     raise NoSuchDevice(
-        f"device='{device}' does not exist here",
+        f"device='{device}' does not exist on this machine",
         likely=likely,
         remedy="penstock doctor --gpu, or DataLoader(..., device='cpu')",
         device=str(device),

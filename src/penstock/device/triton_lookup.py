@@ -1,4 +1,4 @@
-"""The Triton kernel of :mod:`penstock.device.image_finisher`. Importing it needs Triton.
+"""Triton kernel of :mod:`penstock.device.image_finisher`. Importing it needs Triton.
 
 Tests: tests/gpu/device/test_to_the_gpu.py.
 """
@@ -36,7 +36,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     IS_MIRRORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program: BLOCK values in the order in which the result lies in memory.
+    # Each program computes BLOCK values, in the memory order of the result.
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_pixels
     if IS_LAST:

@@ -64,7 +64,7 @@ def test_a_layer_with_a_forward_of_its_own_is_left_and_listed() -> None:
     patched = patch_modules(model)
     assert patched.num_patched == 1
     assert patched.left == (
-        "0: Standardised 3 -> 4, kernel (3, 3), groups 1 (has a forward of its own)",
+        "0: Standardised 3 -> 4, kernel (3, 3), groups 1 (has its own forward)",
     )
 
 
@@ -108,13 +108,13 @@ def test_the_grid_is_right_and_shown(capsys: pytest.CaptureFixture[str]) -> None
     report = selftest("cpu")
     said = capsys.readouterr().out
     assert report
-    assert "all 13 are right" in said
+    assert "all 13 passed" in said
     assert said.count("weight gradient") == 13
     assert current() is None
 
 
 @pytest.mark.parametrize("function", [patch_modules, apply_full_patch])
 def test_what_is_no_model_is_named(function: Any) -> None:
-    with pytest.raises(BadArgument, match="not a int"):
+    with pytest.raises(BadArgument, match="must be a torch.nn.Module, got int"):
         function(3)
     assert current() is None

@@ -398,7 +398,7 @@ def test_where_pinning_is_refused_batches_go_through_torchs_buffers_and_the_plan
     assert len(copied) == len(plain)
     (note,) = loader.plan.notes
     assert note.startswith("slots cannot be pinned (")
-    assert "HostRegister answered 801" in note
+    assert "HostRegister returned 801" in note
     assert gpu.names().count("register") == 1
 
 
@@ -473,7 +473,9 @@ def test_batches_taken_while_a_graph_is_captured_ask_nothing(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_on_a_machine_without_one_is_said_before_any_worker_starts() -> None:
     loader = DataLoader(range(4), device="cuda", num_workers=2)
-    with pytest.raises(NoSuchDevice, match="device='cuda' does not exist here") as caught:
+    with pytest.raises(
+        NoSuchDevice, match="device='cuda' does not exist on this machine"
+    ) as caught:
         iter(loader)
     assert "device='cpu'" in str(caught.value)
     assert caught.value.device == "cuda"

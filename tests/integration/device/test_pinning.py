@@ -194,8 +194,8 @@ def test_a_refusal_is_told_once_and_batches_are_ordinary_memory(gpu: PretendGpu)
         assert not ring.has_lent_pinned
     prefix = "hip" if gpu.vendor == "hip" else "cuda"
     assert notes == [
-        f"slots cannot be pinned ({prefix}HostRegister answered 2 (out of memory)): each batch is "
-        "copied to a pinned buffer of torch's first"
+        f"slots cannot be pinned ({prefix}HostRegister returned 2 (out of memory)): each batch is "
+        "first copied to one of torch's pinned buffers"
     ]
     assert gpu.names().count("register") == 1
     assert gpu.names().count("forget error") == 1, "or the user's next kernel would be blamed"

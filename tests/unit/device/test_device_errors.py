@@ -25,7 +25,7 @@ def test_out_of_memory_is_still_of_torchs_class() -> None:
     with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
         fail(error, [torch.zeros(1 << 18)])
     assert isinstance(caught.value, DeviceFailed)
-    assert "a batch of 1 MiB did not get to cpu: CUDA out of memory" in str(caught.value)
+    assert "copying a batch of 1 MiB to cpu failed: CUDA out of memory" in str(caught.value)
     assert "device_prefetch=1" in str(caught.value)
     assert caught.value.batch_bytes == 1 << 20
     sent = pickle.loads(pickle.dumps(caught.value))

@@ -138,7 +138,7 @@ def test_what_the_device_refuses_is_explained_after_the_batches_before_it() -> N
     copier.refuses = 2
     source = Source([0, 1, 2, 3])
     assert [prefetcher.next(source.take, source.is_ready) for _ in range(2)] == [0, 1]
-    with pytest.raises(DeviceFailed, match="did not get to cpu: CUDA error: unspecified") as caught:
+    with pytest.raises(DeviceFailed, match="MiB to cpu failed: CUDA error: unspecified") as caught:
         prefetcher.next(source.take, source.is_ready)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert source.counted == [0, 1]

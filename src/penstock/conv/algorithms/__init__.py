@@ -1,1 +1,1 @@
-"""Convolutions without a convolution library: one module for each algorithm."""
+"""Convolution algorithms that need no convolution library, one module each."""

@@ -1,7 +1,7 @@
-"""Lists the algorithms that can compute one pass of one convolution, best guess first.
+"""Lists the algorithms that can compute one pass of a convolution, in order of expected speed.
 
-The guess holds on the CPU and where nothing may be measured; elsewhere
-:mod:`penstock.conv.tuning` times the candidates. All take the same arguments; see
+On the CPU, and wherever nothing can be measured, the first candidate is used. Elsewhere
+:mod:`penstock.conv.tuning` times the candidates. All algorithms take the same arguments; see
 :data:`penstock.conv.geometry.Run`.
 """
 
@@ -36,21 +36,25 @@ from penstock.conv.geometry import (
 )
 
 MIN_WINOGRAD_CHANNELS = 32
-"""Below so many channels the transforms cost more than the multiplications they save. By reasoning:
-a tile takes 36*36 multiplications for its transform and 36*O for its products."""
+"""With fewer channels, the transforms cost more than the multiplications they save. This value is
+estimated: a tile takes 36*36 multiplications for its transform and 36*O for its products."""
 
 MIN_TILES = 100
 """With fewer tiles in a batch, transforming the weights costs more than it saves. Measured on one
-core of a Xeon in float32: 128 tiles of 256 channels were 0.6 times the columns' time, 16 tiles of
-128 channels 1.5 times, one tile of 512 channels 10 times."""
+core of a Xeon in float32, relative to im2col: 128 tiles of 256 channels took 0.6 times as long, 16
+tiles of 128 channels 1.5 times, and one tile of 512 channels 10 times."""
 FOLD_BELOW = 4
-"""With so many times more outputs than inputs, an input gradient is folded rather than phased.
-Measured there: 3 to 64 channels, 7x7 with stride 2: phases 123 ms, torch's own 21 ms."""
+"""If there are at least this many times more output than input channels, the input gradient uses
+col2im instead of phases. Measured on the same core with 3 to 64 channels, 7x7, stride 2: phases
+took 123 ms, torch's own algorithm 21 ms."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An algorithm for one pass; the name is that of ``Bypass.counts`` and of kept choices."""
+    """An algorithm for one pass.
+
+    The name appears in ``Bypass.counts`` and in the file of measured choices.
+    """
 
     name: str
     run: Run
@@ -58,10 +62,10 @@ class Candidate:
 
 
 def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> list[Candidate]:
-    """Every algorithm that can compute this pass, best guess first; never empty.
+    """Return all algorithms that can compute this pass, in order of expected speed. Never empty.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``, which is also ROCm's name in torch.
+        device: ``"cpu"`` or ``"cuda"``. torch also uses ``"cuda"`` for ROCm.
 
     Example:
         >>> g = Geometry(batch=1, in_channels=8, out_channels=8, groups=1, in_size=(4, 4),
@@ -98,7 +102,7 @@ def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> lis
 
 
 def _has_tiles(g: Geometry) -> bool:
-    """Whether there are enough tiles for Winograd."""
+    """Return True if there are enough tiles for Winograd."""
     return (
         g.num_dims == 2 and g.batch * -(-g.out_size[0] // 4) * -(-g.out_size[1] // 4) >= MIN_TILES
     )
@@ -184,7 +188,10 @@ def _depthwise(
 
 
 def _shifts(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int, which: Pass) -> torch.Tensor:
-    """On the CPU with the channels outermost: shifted views of runs of places are faster."""
+    """Run the shift algorithm, on the CPU always in contiguous layout.
+
+    There, shifted views of contiguous rows are faster.
+    """
     if g.is_channels_last and not a.is_cuda:
         g, a = replace(g, is_channels_last=False), a.contiguous()
         b = b.contiguous() if which == WEIGHT_GRADIENT else b
@@ -197,7 +204,7 @@ def _shifts(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int, which: Pass
 def _in_channels_last(
     g: Geometry, which: Pass, dtype: torch.dtype, *, has_triton: bool
 ) -> list[Candidate]:
-    """With the channels outermost in memory it can pay to copy to channels_last first."""
+    """Return algorithms that first copy contiguous tensors to channels_last. Some are faster."""
     if g.num_dims != 2 or g.is_channels_last:
         return []
     by_triton = has_triton and which == WEIGHT_GRADIENT
@@ -220,7 +227,8 @@ def _turned(
 ) -> torch.Tensor:
     """Run an algorithm on channels_last copies of the tensors.
 
-    The copies stay under the cap, or are of one sample; the sums of chunks are in float32.
+    The copies stay under the memory cap, or hold one sample if a sample is larger than the cap.
+    Chunks are summed in float32.
     """
     is_weight = which == WEIGHT_GRADIENT
     sample_bytes = (a[0].numel() + (b[0].numel() if is_weight else 0)) * a.element_size()

@@ -1,14 +1,15 @@
-"""Input gradients with few channels: the gradients of the columns, added to their places (col2im).
+"""Input gradients of convolutions with few input channels, by col2im.
 
-One matrix product gives ``C * taps`` numbers for each place of ``dy``, where the phases read
-``O * taps / stride^2``: less for the first layer of a network. The numbers are then added to their
-places tap by tap, or by one Triton kernel (``triton_input_gradient``).
+One matrix product computes the gradient of the im2col columns: ``C * taps`` numbers for each
+position of ``dy``. The phase algorithm reads ``O * taps / stride^2`` numbers, which is more in the
+first layer of a network. The numbers are then added to their input positions tap by tap, or by one
+Triton kernel (``triton_input_gradient``).
 
-Error: a product of ``O`` terms as torch's matrix product sums them, rounded to the type; then sums
-over the taps in float32, rounded once more.
+Error: a product of ``O`` terms, summed by torch's matrix product and rounded to the dtype. The sums
+over the taps are in float32 and rounded once more.
 
-Memory beside inputs and results: ``C * taps`` elements for each place of ``dy``, for as many
-samples as the cap allows.
+Memory in addition to inputs and results: ``C * taps`` elements for each position of ``dy``, for as
+many samples as the cap allows.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _sample_bytes(g: Geometry, dy: torch.Tensor) -> int:
 
 
 def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``dx``, tap by tap."""
+    """Compute ``dx`` tap by tap."""
     weights = w.reshape(g.groups, g.group_out, g.group_in * g.num_taps).transpose(1, 2)
     inner = (slice(None), slice(None), *g.unpadded_slices)
     dx = dy.new_empty((g.batch, g.in_channels, *g.in_size))
@@ -57,7 +58,7 @@ def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: in
 
 
 def can_triton(g: Geometry, dtype: torch.dtype) -> bool:
-    """One group, and a kernel small enough to be unrolled."""
+    """Return True for one group and a kernel small enough to unroll."""
     return can_gather(g, dtype) and g.groups == 1 and g.num_taps <= 64
 
 
@@ -97,7 +98,7 @@ def _prepare(g: Geometry, dtype: torch.dtype, device: torch.device) -> Prepared:
 def triton_input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
 ) -> torch.Tensor:
-    """``dx``, by one product and one kernel that adds what the taps give to each place."""
+    """Compute ``dx`` with one product and one kernel that sums the taps of each position."""
     step = samples_under(cap_bytes, _sample_bytes(g, dy), g.batch)
     if step == g.batch:
         return _prepare(g, dy.dtype, dy.device)(dy, w)

@@ -1,15 +1,16 @@
-"""Depthwise convolutions: shifted multiply-adds, ATen's own kernel, or Triton.
+"""Depthwise convolutions by shifted multiply-adds, ATen's own kernel, or Triton.
 
-*Shifts*: each tap of the kernel is one shifted view of the padded input times a number for each
-channel, added up (in float32 for half types). Error: one rounding for each tap, and one at the end.
-Memory in elements, beside inputs and results: the padded input; for half types twice the result.
+*Shifts*: for each tap of the kernel, a shifted view of the padded input is multiplied by one number
+per channel and added to the result (in float32 for half types). Error: one rounding for each tap,
+and one at the end. Memory in elements, in addition to inputs and results: the padded input, and for
+half types twice the result.
 
 *ATen*: ``aten::_conv_depthwise2d`` on a GPU is torch's own kernel and calls no vendor library. It
-has no backward of its own; with stride 1 the input gradient is the same kernel with the taps in
-reverse. Error and memory as ATen's: sums in float32, nothing beside the result.
+has no backward pass. With stride 1, the input gradient is the same kernel with reversed taps. Error
+and memory are those of ATen: sums in float32, and no memory in addition to the result.
 
-*Triton*: a lane for each element. Error: sums in float32, rounded once. Memory beside inputs and
-results: none, but for the weight gradient, which takes ``parts * C * taps`` sums in float32.
+*Triton*: one lane for each element. Error: sums in float32, rounded once. Memory in addition to
+inputs and results: none, except ``parts * C * taps`` float32 sums for the weight gradient.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from penstock.conv.geometry import Geometry, Sizes, empty, sum_dtype
 
 BLOCK = 256
 TILE = 2048
-"""Elements of a tile of places and channels."""
+"""Elements in a tile of positions and channels."""
 CELLS = 4096
-"""Sums that a program of a weight gradient holds."""
+"""Number of sums held by one program of a weight gradient."""
 
 _aten: Any = torch.ops.aten
 
@@ -38,7 +39,7 @@ _aten: Any = torch.ops.aten
 
 
 def _taps(g: Geometry, padded: torch.Tensor) -> Iterator[tuple[Sizes, torch.Tensor]]:
-    """Each tap with what it sees of the padded input, as a view like the output."""
+    """Yield each tap with the part of the padded input it reads, a view shaped like the output."""
     for tap in g.taps():
         whole = (slice(None), slice(None), *g.tap_slices(tap))
         yield tap, padded[whole]
@@ -50,12 +51,12 @@ def _pad(g: Geometry, x: torch.Tensor) -> torch.Tensor:
 
 
 def _by_channel(g: Geometry, dy: torch.Tensor) -> torch.Tensor:
-    """``[batch, channel, output of the channel, places]``."""
+    """Return ``dy`` as ``[batch, channel, output of the channel, *positions]``."""
     return dy.reshape(dy.shape[0], g.in_channels, g.group_out, *dy.shape[2:])
 
 
 def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``y``; a group may have several outputs."""
+    """Compute ``y``. A group can have several outputs."""
     many = g.group_out
     padded = _pad(g, x)
     y = empty(g, g.out_channels, g.out_size, sum_dtype(x))(x).zero_()
@@ -67,7 +68,7 @@ def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> to
 
 
 def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``dx``: each tap adds its share to the places it saw."""
+    """Compute ``dx``: each tap adds its gradient to the positions it read."""
     many = g.group_out
     padded = empty(g, g.in_channels, g.padded_size, sum_dtype(dy))(dy).zero_()
     errors = _by_channel(g, dy)
@@ -83,7 +84,7 @@ def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: in
 
 
 def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``dw``: for each tap, what it saw times what came of it."""
+    """Compute ``dw``: for each tap, the sum of the inputs it read times the output gradients."""
     padded = _pad(g, x)
     errors = _by_channel(g, dy)
     dw = x.new_empty((g.in_channels, g.group_out, *g.kernel), dtype=sum_dtype(x))
@@ -97,7 +98,7 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
 
 
 def aten_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``y`` by ``aten::_conv_depthwise2d`` (CUDA and ROCm, two axes)."""
+    """Compute ``y`` with ``aten::_conv_depthwise2d`` (2-d, CUDA and ROCm)."""
     return _aten._conv_depthwise2d(  # type: ignore[no-any-return]
         x, w, list(g.kernel), None, list(g.stride), list(g.padding), list(g.dilation)
     )
@@ -106,7 +107,7 @@ def aten_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) 
 def aten_input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
 ) -> torch.Tensor:
-    """``dx`` by the same kernel; stride 1, one output for each group."""
+    """Compute ``dx`` with the same kernel. Requires stride 1 and one output per group."""
     padding = [d * (k - 1) - p for d, k, p in zip(g.dilation, g.kernel, g.padding, strict=True)]
     return _aten._conv_depthwise2d(  # type: ignore[no-any-return]
         dy, w.flip((2, 3)), list(g.kernel), None, [1, 1], padding, list(g.dilation)
@@ -114,7 +115,7 @@ def aten_input_gradient(
 
 
 def can_aten_input_gradient(g: Geometry) -> bool:
-    """Whether the kernel with reversed taps can compute ``dx``."""
+    """Return True if the kernel with reversed taps can compute ``dx``."""
     reach = zip(g.dilation, g.kernel, g.padding, strict=True)
     return g.is_unit_stride and g.group_out == 1 and all(d * (k - 1) >= p for d, k, p in reach)
 
@@ -123,7 +124,7 @@ def can_aten_input_gradient(g: Geometry) -> bool:
 
 
 def can_triton(g: Geometry, dtype: torch.dtype) -> bool:
-    """One output for each channel, and a kernel small enough to be unrolled."""
+    """Return True for one output per channel and a kernel small enough to unroll."""
     return can_gather(g, dtype) and g.is_depthwise and g.group_out == 1 and g.num_taps <= 64
 
 
@@ -132,7 +133,7 @@ def _steps(g: Geometry) -> tuple[int, ...]:
 
 
 def _fitting(channels: int) -> int:
-    """Channels of a tile: many, and few beyond the last."""
+    """Return the number of channels per tile: the least padding first, then the largest tile."""
     return min((64, 32, 16), key=lambda block: (-(-channels // block) * block, -block))
 
 
@@ -175,14 +176,14 @@ def _prepare_lanes(
 
 
 def triton_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``y``, each element by one lane."""
+    """Compute ``y``, one lane for each element."""
     return _prepare_lanes(g, x.dtype, x.device, x.stride(), is_forward=True)(x, w)
 
 
 def triton_input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
 ) -> torch.Tensor:
-    """``dx``, each element by one lane."""
+    """Compute ``dx``, one lane for each element."""
     return _prepare_lanes(g, dy.dtype, dy.device, dy.stride(), is_forward=False)(dy, w)
 
 
@@ -223,5 +224,5 @@ def _prepare_weight_gradient(
 def triton_weight_gradient(
     g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
 ) -> torch.Tensor:
-    """``dw``: some parts of the places, all taps at once, then their sum."""
+    """Compute ``dw`` for parts of the positions, with all taps of a row together; sum the parts."""
     return _prepare_weight_gradient(g, x.dtype, x.device, x.stride(), dy.stride())(x, dy)

@@ -1,10 +1,10 @@
-"""Triton kernels of depthwise convolutions: a lane for each element.
+"""Triton kernels for depthwise convolutions, with one lane for each element.
 
-Imported only where Triton is installed; :mod:`penstock.conv.algorithms.depthwise` launches them.
-They sum in float32 and use no atomic operation.
+Imported only where Triton is installed. :mod:`penstock.conv.algorithms.depthwise` launches them.
+They sum in float32 and use no atomic operations.
 """
 
-# Triton reads these functions as source of another language: Python's types do not apply.
+# Triton compiles the source of these functions itself, so Python's types do not apply.
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def depthwise_lanes(
     y_n, y_c, y_h, y_w,
     R: tl.constexpr, S: tl.constexpr, IS_FORWARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every program computes ``BLOCK`` elements of ``y``, the channels outermost.
+    """Compute ``BLOCK`` elements of ``y`` per program, in contiguous layout.
 
-    Not IS_FORWARD: ``y`` is the input gradient, and ``x`` the error.
+    Without IS_FORWARD, ``y`` is the input gradient and ``x`` the output gradient.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
@@ -62,9 +62,10 @@ def depthwise_tile(
     R: tl.constexpr, S: tl.constexpr, IS_FORWARD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Places and channels of ``y``, the channels innermost: read and written many at a time.
+    """Compute a tile of positions and channels of ``y``, in channels_last layout.
 
-    Not IS_FORWARD: ``y`` is the input gradient, and ``x`` the error.
+    Neighboring channels are read and written together. Without IS_FORWARD, ``y`` is the input
+    gradient and ``x`` the output gradient.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -113,7 +114,7 @@ def depthwise_weight_gradient(
     S: tl.constexpr, NUM_TAPS: tl.constexpr, TAPS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """``partial[split, channel, tap]``, the taps of one row of the kernel at once."""
+    """Compute ``partial[split, channel, tap]``, one row of the kernel per program."""
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split = tl.program_id(1)
     is_channel = channel < channels

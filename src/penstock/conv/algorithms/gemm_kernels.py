@@ -1,12 +1,12 @@
-"""Triton kernels around matrix products: implicit GEMM, sums of partial results, col2im.
+"""Triton kernels for implicit GEMM, for sums of partial results, and for col2im.
 
-Imported only where Triton is installed; :mod:`penstock.conv.algorithms.implicit_gemm` and
-:mod:`penstock.conv.algorithms.col2im` launch them. All of them address tensors by strides, so one
-kernel serves both memory layouts; all sum in float32 (no TF32) and use no atomic operation, so that
-the same call gives the same bits.
+Imported only where Triton is installed. :mod:`penstock.conv.algorithms.implicit_gemm` and
+:mod:`penstock.conv.algorithms.col2im` launch them. All kernels address tensors by strides, so one
+kernel serves both memory layouts. All sum in float32 (no TF32) and use no atomic operations, so the
+same call gives the same bits.
 """
 
-# Triton reads these functions as source of another language: Python's types do not apply.
+# Triton compiles the source of these functions itself, so Python's types do not apply.
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def _tile(num_m, num_n, GROUP_M: tl.constexpr):
-    """Which tile is this program's? Neighbours share rows, so that they meet in the cache."""
+    """Return this program's tile. Neighboring programs share rows, which stay in the cache."""
     pid = tl.program_id(0)
     per_group = GROUP_M * num_n
     group = pid // per_group
@@ -33,11 +33,12 @@ _PLAIN = [
     *("w_g", "w_r", "w_s", "num_groups", "num", "splits", "taps", "merged", "batch"),
     *("num_tiles", "tiles_h", "tiles_w", "size_h", "size_w", "first"),
 ]
-"""Numbers that a kernel is not compiled anew for. What lies side by side in memory is worth it."""
+"""Arguments that Triton does not specialize kernels for. The strides of inputs and outputs are not
+listed: specializing for adjacent elements is worth another compilation."""
 
 
 def kernel(function):
-    """A kernel of Triton's that takes such numbers as they come."""
+    """Make a Triton kernel that is not specialized for the arguments in :data:`_PLAIN`."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     plain = [name for name in _PLAIN if name in names]
     return triton.jit(do_not_specialize=plain)(function)
@@ -55,15 +56,17 @@ def gather_gemm(
     IS_PHASED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """``y[n, o, h, w]`` sums ``x[n, c, h * stride + r * step + offset, ...] * w[r, s, c, o]``.
+    """Compute ``y[n, o, h, w]``, the sum of ``x[n, c, h * stride + r * step + offset, ...] * w``.
 
-    Forward: step is the dilation, offset minus the padding. A phase of an input gradient: stride 1,
-    the step negative, and strides of ``y`` that skip the other phases; ``w_first`` and ``y_first``
-    are where its first tap and its first place lie. One group for each program of the second axis.
-    EVEN: a block of the depth lies within one tap.
+    The weights are ``w[r, s, c, o]``. Forward pass: the step is the dilation, and the offset is
+    minus the padding. One phase of an input gradient: the stride is 1, the step is negative, and
+    the strides of ``y`` skip the other phases. ``w_first`` and ``y_first`` are the offsets of its
+    first tap and first position. The second program axis is the group. EVEN: each block of the
+    depth is within one tap.
 
-    IS_PHASED: all phases of an input gradient without dilation, one for each program of the third
-    axis. Stride is the convolution's, offset its padding, and sizes and strides are of all places.
+    IS_PHASED computes all phases of an undilated input gradient, one per program of the third
+    axis. The stride is that of the convolution, the offset is its padding, and the sizes and
+    strides cover all positions.
     """
     group = tl.program_id(1)
     if IS_PHASED:
@@ -92,7 +95,7 @@ def gather_gemm(
     num_m = tl.cdiv(num_rows, BLOCK_M)
     num_n = tl.cdiv(outputs, BLOCK_N)
     if tl.program_id(0) >= num_m * num_n:
-        return  # a phase with fewer places than the first
+        return  # this phase has fewer positions than the first
     m, n = _tile(num_m, num_n, GROUP_M)
     rows = m * BLOCK_M + tl.arange(0, BLOCK_M)
     places_w = rows % out_w
@@ -162,10 +165,10 @@ def weight_gemm(
     num_groups,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``partial[split, group, o, (r, s, c)]``: the places of one split, summed.
+    """Compute ``partial[split, group, o, (r, s, c)]``, the sums over the positions of one split.
 
-    The sums over splits are left to torch, in float32 and always in the same order. EVEN: a block
-    of columns lies within one tap.
+    :func:`sum_splits` adds the splits, in float32 and always in the same order. EVEN: each block of
+    columns is within one tap.
     """
     group = tl.program_id(1)
     split = tl.program_id(2)
@@ -233,10 +236,10 @@ def sum_splits(
     num, splits, channels, taps, outputs, merged,
     IS_LAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """``out[o, c, tap]`` is the sum of ``partial[split, o, tap, c]``, always in the same order.
+    """Compute ``out[o, c, tap]``, the sum of ``partial[split, o, tap, c]`` in a fixed order.
 
-    Of merged groups of ``outputs``, only the channels of an output's own group are taken. IS_LAST:
-    the channels of ``out`` are innermost, too.
+    For merged groups of ``outputs``, only the channels of an output's own group are used. IS_LAST:
+    the channels of ``out`` are innermost as well.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
@@ -260,7 +263,7 @@ def sum_splits(
 def merge_groups(
     w, out, num, channels, taps, taps_w, outputs, merged, w_o, w_c, w_r, w_s, BLOCK: tl.constexpr
 ):
-    """``out[o, tap, c]``: weights of groups along the diagonal of merged ones, zero elsewhere."""
+    """Write the weights of each group to the diagonal of ``out[o, tap, c]``, and zero elsewhere."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
     wide = index % (channels * merged)
@@ -274,7 +277,7 @@ def merge_groups(
 
 @triton.jit
 def place_of(index, size_h, size_w, channels, IS_LAST: tl.constexpr):
-    """Sample, channel, row and column of an element, in the order of memory."""
+    """Return sample, channel, row and column of an element, given its index in memory order."""
     if IS_LAST:
         channel = index % channels
         rest = index // channels
@@ -301,7 +304,7 @@ def fold(
     x_n, x_c, x_h, x_w,
     R: tl.constexpr, S: tl.constexpr, IS_LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``dx`` from ``cells[n, (c, r, s), place]``: each element collects what its taps gave."""
+    """Compute ``dx`` from ``cells[n, (c, r, s), position]``: each element sums its taps."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
     sample, channel, h, v = place_of(index, in_h, in_w, channels, IS_LAST)

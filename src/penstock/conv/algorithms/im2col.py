@@ -1,16 +1,17 @@
 """Convolution as a matrix product over columns (im2col), in chunks under a memory cap.
 
-A column holds what the kernel sees at one place of the output. The columns of a chunk are a view of
-the padded input (``as_strided``), copied once into a buffer that every chunk of the call uses
-again; the product is written straight into its part of the output. With the channels innermost the
-view copies runs of channels, and the product has its channels innermost too: no other copy.
+A column holds the input values that the kernel covers at one output position. The columns of a
+chunk are a view of the padded input (``as_strided``), copied once into a buffer that all chunks of
+the call reuse. The product is written directly into its part of the output. In channels_last layout
+the copy moves runs of channels, and the product is channels_last too, so there is no other copy.
 
-Error: sums of ``C/groups * taps`` products as the matrix product of torch sums them; for half types
-it sums in float32 and rounds once, and a weight gradient adds the chunks in float32.
+Error: sums of ``C/groups * taps`` products, summed by torch's matrix product. For half types it
+sums in float32 and rounds once, and a weight gradient adds the chunks in float32.
 
-Memory beside inputs and results, in elements, at most ``cap``, or one row of one sample if that is
-more (``b`` samples, ``r`` rows of the first spatial axis in a chunk):
-``b * r * positions_per_row * taps * C  +  b * padded_rows * C`` (the second only with padding).
+Memory in addition to inputs and results, in elements, for ``b`` samples and ``r`` rows of the first
+spatial axis in a chunk: ``b * r * positions_per_row * taps * C  +  b * padded_rows * C``. The
+second term applies only with padding. The total is at most ``cap``, or one row of one sample if
+that is larger.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import torch
 from penstock.conv.geometry import Geometry, sum_dtype
 
 TAPS_FROM_CHANNELS = 16
-"""From so many channels in a group on, a weight gradient goes tap by tap: the product of one tap is
-then wide enough. By reasoning, not measured: 16 is the narrowest tile of GPU matrix units."""
+"""With at least this many channels per group, a weight gradient is computed tap by tap, because the
+product of one tap is then wide enough. This value is estimated, not measured: 16 is the narrowest
+tile of GPU matrix units."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class _Chunk:
 
 
 def columns_bytes(g: Geometry, num_bytes: int) -> int:
-    """The memory that all columns would take.
+    """Return the memory that all columns together would take.
 
     Example:
         >>> from penstock.conv.geometry import Geometry
@@ -60,7 +62,7 @@ def columns_bytes(g: Geometry, num_bytes: int) -> int:
 
 
 def _chunks(g: Geometry, cap_bytes: int, row_bytes: int) -> Iterator[_Chunk]:
-    """Cut the output so that the columns of each part stay under the cap."""
+    """Split the output so that the columns of each part stay under the cap."""
     rows = g.out_size[0]
     sample_bytes = row_bytes * rows
     if sample_bytes <= cap_bytes:
@@ -78,9 +80,9 @@ def _row_bytes(g: Geometry, num_bytes: int) -> int:
 
 
 class _Window:
-    """Views of the padded input of one chunk after the other, in a buffer they share.
+    """Views of the padded input, one chunk at a time, in a shared buffer.
 
-    The order of axes is ``[samples, *spatial, channels]`` whatever the memory's order is.
+    The axes are ``[samples, *spatial, channels]`` in either memory layout.
     """
 
     def __init__(self, g: Geometry, x: torch.Tensor) -> None:
@@ -89,7 +91,7 @@ class _Window:
         self.buffer: torch.Tensor | None = None
 
     def padded(self, chunk: _Chunk) -> torch.Tensor:
-        """The rows that the chunk's kernel can see, with their padding."""
+        """Return the input rows that the kernel reads for this chunk, with their padding."""
         g = self.g
         first = chunk.rows.start * g.stride[0]
         seen = (chunk.num_rows - 1) * g.stride[0] + (g.kernel[0] - 1) * g.dilation[0] + 1
@@ -107,7 +109,7 @@ class _Window:
         return buffer
 
     def take(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """The buffer, allocated anew if the shape is another."""
+        """Return the buffer, reallocated if the shape is different."""
         if self.buffer is None or tuple(self.buffer.shape) != shape:
             if self.g.is_channels_last:
                 self.buffer = self.x.new_zeros(shape)
@@ -117,7 +119,7 @@ class _Window:
         return self.buffer
 
     def columns(self, chunk: _Chunk) -> torch.Tensor:
-        """A view of ``[samples, *out, *kernel, channels]``; nothing is copied here."""
+        """Return a view ``[samples, *out, *kernel, channels]``. Nothing is copied here."""
         g, seen = self.g, self.padded(chunk)
         strides = seen.stride()
         outer = [step * stride for step, stride in zip(strides[1:-1], g.stride, strict=True)]
@@ -128,7 +130,7 @@ class _Window:
         )
 
     def tap(self, seen: torch.Tensor, chunk: _Chunk, place: tuple[int, ...]) -> torch.Tensor:
-        """What one tap of the kernel sees: ``[samples, *out, channels]``, a view."""
+        """Return the input values that one tap reads, as a view ``[samples, *out, channels]``."""
         rows = (chunk.num_rows, *self.g.out_size[1:])
         whole = (slice(None), *self.g.tap_slices(place, rows))
         return seen[whole]
@@ -138,14 +140,14 @@ class _Window:
 
 
 def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``y`` as ``[batch, out_channels, *out_size]``, laid out as the geometry says."""
+    """Compute ``y`` as ``[batch, out_channels, *out_size]``, in the geometry's memory layout."""
     if g.is_channels_last and (g.groups == 1 or x.is_cuda):
         return _forward_last(g, x, w, cap_bytes)
     return _forward_first(g, x, w, cap_bytes)
 
 
 def _forward_last(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Channels innermost: ``[places, taps * C] @ [taps * C, O]``, for all groups at once."""
+    """Compute ``[positions, taps * C] @ [taps * C, O]`` in channels_last, all groups together."""
     depth = g.num_taps * g.group_in
     # [O, C/g, *kernel] -> [g, taps * C/g, O/g]
     kernels = w.reshape(g.groups, g.group_out, g.group_in, g.num_taps).permute(0, 3, 2, 1)
@@ -167,7 +169,7 @@ def _forward_last(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int)
 
 
 def _fill_last(g: Geometry, cells: torch.Tensor, columns: torch.Tensor) -> None:
-    """Copy a view of columns into the buffer, as ``[groups, places, taps, C/groups]``."""
+    """Copy a view of columns into the buffer, as ``[groups, positions, taps, C/groups]``."""
     places, taps = columns.shape[: g.num_dims + 1], columns.shape[g.num_dims + 1 : -1]
     grouped = columns.view(*columns.shape[:-1], g.groups, g.group_in)
     last = grouped.dim() - 1
@@ -176,7 +178,7 @@ def _fill_last(g: Geometry, cells: torch.Tensor, columns: torch.Tensor) -> None:
 
 
 def _forward_first(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Channels outermost: ``[O, C * taps] @ [C * taps, places]`` for each sample."""
+    """Compute ``[O, C * taps] @ [C * taps, positions]`` in contiguous layout, for each sample."""
     depth = g.group_in * g.num_taps
     kernels = w.reshape(g.groups, g.group_out, depth)
     y = x.new_empty((g.batch, g.out_channels, *g.out_size))
@@ -204,7 +206,10 @@ def _forward_first(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int
 def _fill_first(
     g: Geometry, cells: torch.Tensor, columns: torch.Tensor, *, is_grouped: bool
 ) -> None:
-    """Copy into ``[groups, C/groups, taps, samples, places]``, or samples first for one group."""
+    """Copy into ``[groups, C/groups, taps, samples, positions]``.
+
+    Without ``is_grouped`` the samples come first.
+    """
     n = g.num_dims
     taps, places = tuple(range(n + 1, 2 * n + 1)), tuple(range(1, n + 1))
     order = (2 * n + 1, *taps, 0, *places) if is_grouped else (0, 2 * n + 1, *taps, *places)
@@ -220,10 +225,11 @@ def _fitting(buffer: torch.Tensor | None, x: torch.Tensor, num: int) -> torch.Te
 
 
 def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``dw`` as ``[O, C/groups, *kernel]``; never with all columns at once.
+    """Compute ``dw`` as ``[O, C/groups, *kernel]``, never holding all columns in memory.
 
-    With many channels tap by tap, in a buffer of what one tap sees; else with the columns of a
-    chunk. Copies follow the memory: runs of channels where they are innermost, else of places.
+    With many channels this goes tap by tap, with a buffer for the inputs of one tap. Otherwise it
+    uses the columns of a chunk. Copies follow the memory layout: runs of channels in channels_last,
+    runs of positions otherwise.
     """
     dw = x.new_zeros((g.groups, g.num_taps * g.group_in, g.group_out), dtype=sum_dtype(x))
     by_taps = g.group_in >= TAPS_FROM_CHANNELS or g.num_taps == 1
@@ -251,7 +257,7 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
 def _product(
     g: Geometry, cells: torch.Tensor, columns: torch.Tensor, errors: torch.Tensor, *, is_last: bool
 ) -> torch.Tensor:
-    """Columns, copied into ``cells``, times errors: ``[groups, depth, O/groups]``."""
+    """Copy columns into ``cells`` and multiply by ``errors``: ``[groups, depth, O/groups]``."""
     if is_last:
         _fill_last(g, cells, columns)
         matrix = cells.view(1, errors.shape[1], -1).transpose(1, 2)
@@ -264,7 +270,7 @@ def _product(
 def _errors(
     g: Geometry, dy: torch.Tensor, chunk: _Chunk, num: int, *, is_last: bool
 ) -> torch.Tensor:
-    """The chunk's part of ``dy`` as ``[groups, places, O/groups]``."""
+    """Return the chunk's part of ``dy`` as ``[groups, positions, O/groups]``."""
     part = dy[chunk.samples, :, chunk.rows]
     if is_last:
         return part.movedim(1, -1).reshape(1, num, g.out_channels)
@@ -272,7 +278,10 @@ def _errors(
 
 
 def _shape_weights(g: Geometry, dw: torch.Tensor, *, is_last: bool) -> torch.Tensor:
-    """``[groups, depth, O/groups]`` to ``[O, C/groups, *kernel]``; where the taps come first."""
+    """Reshape ``[groups, depth, O/groups]`` to ``[O, C/groups, *kernel]``.
+
+    With ``is_last``, the depth is ordered by tap, then by channel.
+    """
     if is_last:
         parts = dw.view(g.groups, g.num_taps, g.group_in, g.group_out).permute(0, 3, 2, 1)
     else:

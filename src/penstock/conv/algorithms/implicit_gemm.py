@@ -1,20 +1,22 @@
-"""Convolution as a matrix product whose columns are only pointed at (implicit GEMM, by Triton).
+"""Convolution as a matrix product without materialized columns (implicit GEMM, in Triton).
 
-The columns of im2col are never written: each program computes where its part of them lies. So there
-is no copy and no memory for it, in either layout, and groups are one more axis of programs. Two
-axes; one axis is the same with a height of 1.
+The columns of im2col are never written. Each program computes the addresses of its part of them, so
+there is no copy and no memory for it in either layout. Groups are one more program axis. The
+kernels handle two spatial axes; a 1-d convolution runs with a height of 1.
 
-Weight gradients sum the places in some parts, and then the parts: many programs have work although
-``dw`` is small, and the same call gives the same bits.
+Weight gradients sum over parts of the positions first, and then sum the parts. This gives many
+programs work although ``dw`` is small, and the same call gives the same bits.
 
-Merged groups (``merged_*``): some groups of few channels are computed as one, because matrix units
-want more channels. The weights of the merged group are those of its groups along the diagonal, and
-zero elsewhere; of a weight gradient the diagonal is kept. The added zeros change no sum.
+Merged groups (``merged_*``): several groups with few channels are computed as one, because matrix
+units need more channels. The weights of a merged group hold the weights of its groups on the
+diagonal, and zero elsewhere. Of a weight gradient, only the diagonal is kept. The added zeros
+change no sum.
 
 Error: products and sums in float32 (without TF32), rounded once to the type of the result.
-Memory beside inputs and results: a transposed copy of the weights, where they do not lie well, and
-the weights as many times as groups are merged. Weight gradients: ``parts * O * C/groups * taps``
-sums in float32, of at most the cap and :data:`MAX_PARTIAL_BYTES`, or those of one part.
+Memory in addition to inputs and results: a transposed copy of the weights where their layout does
+not suit the kernel. With merged groups, the weights once for each group in a merged group. Weight
+gradients: ``parts * O * C/groups * taps`` sums in float32, limited by the cap and
+:data:`MAX_PARTIAL_BYTES`, or the sums of one part if those are larger.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from penstock.conv.algorithms.triton_launch import Launch, four, kernels, power,
 from penstock.conv.geometry import Geometry, empty
 
 MAX_ELEMENTS = 1 << 31
-"""The kernels count places of one sample and rows of all in 32 bits."""
+"""The kernels index the positions of a sample and the rows of the batch with 32 bits."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Sizes of a program's tile, and how it is run."""
+    """Tile sizes of a program, and its numbers of warps and pipeline stages."""
 
     m: int
     n: int
@@ -50,19 +52,19 @@ def _by_type(float32: Block, half: Block) -> dict[torch.dtype, Block]:
     return {torch.float32: float32, torch.float16: half, torch.bfloat16: half}
 
 
-# Which tiles are tried, the best two of seven on an H200; penstock.conv.tuning keeps the choices.
+# The tiles to try: the best two of seven on an H200. penstock.conv.tuning picks one per shape.
 WIDE = _by_type(Block(128, 64, 16, 4, 3), half=Block(128, 128, 32, 4, 4))
 NARROW = _by_type(Block(64, 64, 16, 4, 3), half=Block(256, 64, 64, 8, 3))
 
 
 def can(g: Geometry, dtype: torch.dtype) -> bool:
-    """Whether the kernels can compute this convolution."""
+    """Return True if the kernels can compute this convolution."""
     largest = g.batch * max(g.in_channels * prod(g.in_size), g.out_channels * prod(g.out_size))
     return g.num_dims <= 2 and dtype in WIDE and largest < MAX_ELEMENTS
 
 
 def _block(outputs: int, channels: int, depth: int, dtype: torch.dtype, *, is_wide: bool) -> Block:
-    """A tile no wider than the outputs, and of a depth that lies within one tap if that can be."""
+    """Return a tile no wider than the outputs, with a depth within one tap if possible."""
     base = (WIDE if is_wide else NARROW)[dtype]
     n = max(16, min(base.n, power(outputs)))
     within = [k for k in (64, 32, 16) if k <= base.k and channels % k == 0]
@@ -78,11 +80,11 @@ Prepared = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class _Gather:
-    """Where a launch reads and writes along both axes; see ``gather_gemm``.
+    """The sizes, strides and offsets of one launch of ``gather_gemm``.
 
     Args:
         weights: Strides of the weights: group, tap along each axis, summed channel, output.
-        num_phases: All phases of an input gradient at once, and how many they are.
+        num_phases: The number of phases, if one launch computes all phases of an input gradient.
     """
 
     taps: tuple[int, int]
@@ -99,8 +101,8 @@ class _Gather:
     num_phases: int | None = None
 
     def launch(self, g: Geometry, channels: int, outputs: int, block: Block) -> Launch:
-        """``channels`` summed to ``outputs``, for each group."""
-        one = self.stride if self.num_phases else (1, 1)  # the first phase has the most places
+        """Return a launch that sums over ``channels`` for each of ``outputs``, in each group."""
+        one = self.stride if self.num_phases else (1, 1)  # the first phase is the largest
         rows = g.batch * prod(
             -(-size // step) for size, step in zip(self.out_size, one, strict=True)
         )
@@ -127,7 +129,7 @@ class _Gather:
 
 
 def _taps(g: Geometry, w: Strides) -> tuple[int, int, int, int, int]:
-    """Strides of the weights by group, row and column of the tap, input and output channel."""
+    """Return the strides of the weights: group, tap row, tap column, input and output channel."""
     output, channel, row, column = four(w)
     return g.group_out * output, row, column, channel, output
 
@@ -135,10 +137,11 @@ def _taps(g: Geometry, w: Strides) -> tuple[int, int, int, int, int]:
 def _settle_weights(
     g: Geometry, w: Strides, dtype: torch.dtype, *, is_forward: bool
 ) -> tuple[tuple[int, int, int, int, int], Callable[[Any], Any]]:
-    """The strides that a kernel reads (see :func:`_taps`), and what makes such weights.
+    """Return the weight strides for the kernel (see :func:`_taps`) and a function that converts.
 
-    They are read where they lie if the channels of the result are beside each other, or, for half
-    types, those that are summed: matrix units take both, multiply-adds took twice as long.
+    The weights are read in place if the channels of the result are adjacent in memory. For half
+    types, adjacent summed channels are enough, because matrix units read both orders. float32
+    multiply-adds took twice as long with that order.
     """
     inner = (w[0], w[1]) if is_forward else (w[1], w[0])
     if inner[0] == 1 or (inner[1] == 1 and dtype != torch.float32):
@@ -186,7 +189,7 @@ def _prepare_forward(
 def forward(
     g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, is_wide: bool = True
 ) -> torch.Tensor:
-    """``y`` as ``[batch, O, *out_size]``, laid out as the geometry says."""
+    """Compute ``y`` as ``[batch, O, *out_size]``, in the geometry's memory layout."""
     return _prepare_forward(g, x.dtype, x.device, x.stride(), w.stride(), is_wide)(x, w)
 
 
@@ -197,7 +200,12 @@ def _phase(
     dy: Strides,
     dx: tuple[int, int, int, int],
 ) -> _Gather:
-    """One phase of an input gradient; ``dy`` and ``dx`` are strides."""
+    """Return the launch parameters of one phase of an input gradient.
+
+    Args:
+        dy: Strides of ``dy``.
+        dx: Strides of ``dx``.
+    """
     group, row, column, channel, output = weights
     start = two(tuple(axis.start for axis in phase), 0)
     first = two(tuple(axis.taps[0] for axis in phase), 0)
@@ -269,7 +277,10 @@ def _prepare_input_gradient(
 def input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, is_wide: bool = True
 ) -> torch.Tensor:
-    """``dx``: the phases of the stride at once, each straight into its places."""
+    """Compute ``dx``, writing each phase directly to its positions.
+
+    Without dilation, one launch computes all phases.
+    """
     return _prepare_input_gradient(g, dy.dtype, dy.device, dy.stride(), w.stride(), is_wide)(dy, w)
 
 
@@ -277,9 +288,10 @@ def input_gradient(
 
 MAX_PARTIAL_BYTES = 64 << 20
 TARGET_PROGRAMS = 132 * 4
-"""A weight gradient is split until so many programs run: some for each of an H200's processors."""
+"""A weight gradient is split until this many programs run: four for each of the 132 multiprocessors
+of an H200."""
 
-# Which tiles are tried: outputs, columns, places at a time. The best two of six on an H200.
+# The tiles to try, as outputs, columns and positions per step: the best two of six on an H200.
 WEIGHT_WIDE = _by_type(Block(64, 128, 16, 8, 3), half=Block(128, 64, 64, 4, 3))
 WEIGHT_NARROW = _by_type(Block(64, 64, 16, 4, 3), half=Block(64, 64, 32, 4, 4))
 
@@ -333,10 +345,10 @@ def weight_gradient(
     is_wide: bool = True,
     merged: int = 1,
 ) -> torch.Tensor:
-    """``dw`` as ``[O, C/groups, *kernel]``: some splits of the places, then their sum.
+    """Compute ``dw`` as ``[O, C/groups, *kernel]``: sum each split of the positions, then add up.
 
     Args:
-        merged: How many groups are computed as one.
+        merged: The number of groups computed as one.
     """
     key = (x.dtype, x.device, x.stride(), dy.stride())
     limit = min(cap_bytes, MAX_PARTIAL_BYTES)
@@ -345,20 +357,20 @@ def weight_gradient(
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of a weight gradient, in ``num`` parts of ``size``, summed one by one."""
+    """The rows of a weight gradient, split into ``num`` parts of ``size`` that are summed apart."""
 
     num: int
     size: int
 
     @classmethod
     def of(cls, rows: int, tiles: int, block: int, bytes_each: int, limit: int) -> Split:
-        """So many that the GPU is busy, and no more than their sums are worth.
+        """Choose enough parts to keep the GPU busy, within the memory limit for their sums.
 
         Args:
             tiles: Programs of one part.
-            block: Rows that a program takes at a time.
-            bytes_each: What the sums of one part take.
-            limit: What those of all may take, in bytes; one part's are needed.
+            block: Rows that a program processes per step.
+            bytes_each: Memory for the sums of one part.
+            limit: Memory for the sums of all parts, in bytes. One part is always allowed.
         """
         longest = max(1, rows // (8 * block))
         wanted = min(-(-TARGET_PROGRAMS // tiles), longest, limit // bytes_each, 1024)
@@ -367,7 +379,9 @@ class Split:
         return cls(-(-rows // size), size)
 
     def prepare(self, launch: Launch, g: Geometry, dtype: torch.dtype, merged: int = 1) -> Prepared:
-        """Sum each part as ``[O, *kernel, merged * C/groups]`` by a kernel, then add the parts.
+        """Return a function that sums each part with ``launch``, then adds the parts.
+
+        The sums of a part are ``[O, *kernel, merged * C/groups]``.
 
         Args:
             launch: Takes ``x``, ``dy`` and memory for the sums.
@@ -396,12 +410,12 @@ class Split:
 
 MERGE_BLOCK = 256
 MAX_MERGED_CHANNELS = {torch.float32: 16, torch.float16: 64, torch.bfloat16: 64}
-"""Of one merged group: the quickest of 16 to 128 for ResNeXt's on an H200."""
+"""Channels of one merged group: the fastest of 16 to 128 for the groups of ResNeXt on an H200."""
 
 
 @functools.lru_cache(maxsize=4096)
 def num_merged(g: Geometry, dtype: torch.dtype) -> int:
-    """How many groups are taken as one.
+    """Return the number of groups to compute as one.
 
     Example:
         >>> g = Geometry(batch=1, in_channels=64, out_channels=64, groups=16, in_size=(4, 4),
@@ -415,7 +429,7 @@ def num_merged(g: Geometry, dtype: torch.dtype) -> int:
 
 
 def can_merge(g: Geometry, dtype: torch.dtype) -> bool:
-    """Whether there are groups to merge."""
+    """Return True if there are groups to merge."""
     return can(g, dtype) and num_merged(g, dtype) > 1
 
 
@@ -423,7 +437,7 @@ def can_merge(g: Geometry, dtype: torch.dtype) -> bool:
 def _prepare_merge(
     g: Geometry, dtype: torch.dtype, device: torch.device, w: Strides, num: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """To ``[O, num * C/groups, *kernel]``, the channels innermost."""
+    """Return a function that makes channels_last weights ``[O, num * C/groups, *kernel]``."""
     shape = (g.out_channels, *g.kernel, num * g.group_in)
     cells = prod(shape)
     strides = four(w)
@@ -445,7 +459,7 @@ def _prepare_merge(
 def _merge(
     g: Geometry, a: torch.Tensor, w: torch.Tensor
 ) -> tuple[Geometry, torch.Tensor, torch.Tensor]:
-    """Geometry, input or error, and weights of the convolution with merged groups."""
+    """Return geometry, ``a`` and weights for the convolution with merged groups."""
     num = num_merged(g, a.dtype)
     return (
         _with_groups(g, g.groups // num),
@@ -460,19 +474,19 @@ def _with_groups(g: Geometry, groups: int) -> Geometry:
 
 
 def merged_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``y``."""
+    """Compute ``y`` with merged groups."""
     return forward(*_merge(g, x, w), cap_bytes)
 
 
 def merged_input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
 ) -> torch.Tensor:
-    """``dx``."""
+    """Compute ``dx`` with merged groups."""
     return input_gradient(*_merge(g, dy, w), cap_bytes)
 
 
 def merged_weight_gradient(
     g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
 ) -> torch.Tensor:
-    """``dw``."""
+    """Compute ``dw`` with merged groups."""
     return weight_gradient(g, x, dy, cap_bytes, merged=num_merged(g, x.dtype))

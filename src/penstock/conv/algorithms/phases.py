@@ -1,12 +1,12 @@
 """Input gradients as ordinary convolutions of stride 1, one for each phase of the stride.
 
-With stride ``s`` the places of the input fall into ``s`` phases along each axis: a place ``h`` gets
-something from the taps ``t`` with ``t * dilation = h + padding`` modulo ``s``, and from no other.
-So each phase is a convolution of ``dy`` with some of the taps, of stride 1, and no multiplication
-is spent on zeros. Stride 1 is one phase: a convolution with the taps in reverse.
+With stride ``s``, the input positions fall into ``s`` phases along each axis. A position ``h`` gets
+gradients only from the taps ``t`` with ``t * dilation = h + padding`` modulo ``s``. So each phase
+is a convolution of ``dy`` with some of the taps, with stride 1, and multiplies no inserted zeros.
+With stride 1 there is one phase: a convolution with the taps in reverse.
 
-Error and memory: those of the algorithm that computes the phases, for the largest phase; with more
-than one phase also a copy of the phase's result.
+Error and memory: those of the algorithm that computes the phases, for the largest phase. With more
+than one phase there is also a copy of the phase's result.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Axis:
     """One phase along one axis.
 
     Args:
-        start: First place of the input in this phase; then every ``stride``-th.
-        num: How many places there are.
+        start: First input position of this phase. The others follow at steps of ``stride``.
+        num: Number of positions.
         taps: First tap, and the step to the next.
-        num_taps: How many taps reach this phase.
-        offset: The place in ``dy`` that the first tap takes for the first place.
-        step: From one tap to the next, so many places back in ``dy``.
+        num_taps: Number of taps that contribute to this phase.
+        offset: The position in ``dy`` that the first tap reads for the first input position.
+        step: Positions in ``dy`` to go back from one tap to the next.
     """
 
     start: int
@@ -47,7 +47,7 @@ class Axis:
 def axis_phases(
     in_size: int, kernel: int, stride: int, padding: int, dilation: int
 ) -> Iterator[Axis]:
-    """The phases along one axis.
+    """Yield the phases along one axis.
 
     Example:
         >>> [(phase.start, phase.taps, phase.num_taps) for phase in axis_phases(8, 3, 2, 1, 1)]
@@ -69,7 +69,7 @@ def axis_phases(
 
 
 def phases(g: Geometry) -> Iterator[tuple[Axis, ...]]:
-    """Every phase of the input, over all axes."""
+    """Yield every phase of the input, over all axes."""
     axes = zip(g.in_size, g.kernel, g.stride, g.padding, g.dilation, strict=True)
     yield from product(*(list(axis_phases(*axis)) for axis in axes))
 
@@ -77,10 +77,10 @@ def phases(g: Geometry) -> Iterator[tuple[Axis, ...]]:
 def input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, forward: Forward
 ) -> torch.Tensor:
-    """``dx`` as ``[batch, in_channels, *in_size]``, each phase by ``forward``.
+    """Compute ``dx`` as ``[batch, in_channels, *in_size]``, each phase with ``forward``.
 
     Args:
-        forward: An algorithm's forward pass, for stride 1 and padding 0.
+        forward: The forward pass of an algorithm. It is called with stride 1.
     """
     turned = _turn(g, w)
     parts = list(phases(g))
@@ -98,7 +98,7 @@ def input_gradient(
 
 
 def _turn(g: Geometry, w: torch.Tensor) -> torch.Tensor:
-    """Weights with the roles of input and output channels exchanged, group by group; a view."""
+    """Return the weights with input and output channels swapped in each group."""
     grouped = w.reshape(g.groups, g.group_out, g.group_in, *g.kernel).transpose(1, 2)
     return grouped.reshape(g.in_channels, g.group_out, *g.kernel)
 
@@ -106,11 +106,11 @@ def _turn(g: Geometry, w: torch.Tensor) -> torch.Tensor:
 def _phase(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, phase: tuple[Axis, ...], forward: Forward
 ) -> torch.Tensor:
-    """One phase. Its first tap looks ``offset`` places into ``dy``, the next ``step`` before."""
+    """Compute one phase. Its first tap reads ``dy`` at ``offset``, the next one ``step`` before."""
     lows, highs = [], []
     for axis, size in zip(phase, g.out_size, strict=True):
         reach = (axis.num_taps - 1) * axis.step
-        lows.append(reach - axis.offset)  # places missing before dy, or too many where negative
+        lows.append(reach - axis.offset)  # positions missing before dy; surplus if negative
         highs.append(axis.offset + axis.num - size)
     taps = (slice(None), slice(None), *(slice(a.taps[0], None, a.taps[1]) for a in phase))
     kernel = w[taps].flip(tuple(range(2, g.num_dims + 2)))
@@ -132,9 +132,9 @@ def _phase(
 def _fit(
     dy: torch.Tensor, lows: list[int], highs: list[int]
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """``dy`` cut where a phase does not look, and how far it looks over the edges.
+    """Return ``dy`` cut or padded to the range that a phase reads, and the padding left to do.
 
-    Equal reach over both edges is left to the algorithm as padding; the rest is padded here.
+    Equal padding at both edges is left to the algorithm. The rest is padded here.
     """
     cut = dy
     padding, pads = [], []

@@ -1,9 +1,9 @@
-"""Kernels of one place (1x1): a plain matrix product over the channels.
+"""1x1 convolutions as a plain matrix product over the channels.
 
-Error: sums of ``C`` products, as torch's matrix product sums them. Memory beside inputs and
-results: none with the channels innermost; otherwise a weight gradient takes ``O * C`` elements for
-each sample, or the size of x and dy where that is less, of as many samples at once as the cap
-allows. A stride copies the part of ``x`` that is seen.
+Error: sums of ``C`` products, summed by torch's matrix product. Memory in addition to inputs and
+results: none in channels_last layout. Otherwise a weight gradient takes ``O * C`` elements for each
+sample, or the size of x and dy if that is less, for as many samples at a time as the cap allows.
+With a stride, the part of ``x`` that is read is copied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.conv.geometry import Geometry, empty, samples_under, sum_dtype
 
 
 def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``y``: every place of ``x`` times the same matrix."""
+    """Compute ``y``: every position of ``x`` is multiplied by the same matrix."""
     matrix = w.reshape(g.out_channels, g.in_channels)
     seen = _seen(g, x)
     if g.is_channels_last:
@@ -27,7 +27,7 @@ def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> to
 
 
 def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``dx``: the transposed matrix; places that a stride leaves out get zero."""
+    """Compute ``dx`` with the transposed matrix. Positions that the stride skips get zero."""
     matrix = w.reshape(g.out_channels, g.in_channels)
     if g.is_channels_last:
         rows = dy.movedim(1, -1).reshape(-1, g.out_channels)
@@ -44,7 +44,7 @@ def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: in
 
 
 def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``dw``: one product over all places of all samples, or of some of them after each other."""
+    """Compute ``dw`` by a product over all positions, with as many samples at a time as fit."""
     step = g.batch
     if not g.is_channels_last:
         places = (g.in_channels + g.out_channels) * g.num_positions
@@ -57,12 +57,12 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
 
 
 def _by_sample(g: Geometry) -> bool:
-    """Whether the products of each sample are smaller than copies of the samples."""
+    """Return True if the products of a sample are smaller than a copy of the sample."""
     return max(g.in_channels, g.out_channels) <= g.num_positions
 
 
 def _summed(g: Geometry, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """``dw`` of some samples as a matrix, in float32 for half types."""
+    """Return ``dw`` of some samples as a matrix, in float32 for half types."""
     seen, sums = _seen(g, x), sum_dtype(x)
     if not g.is_channels_last and _by_sample(g):
         columns = seen.reshape(len(x), g.in_channels, g.num_positions)
@@ -74,6 +74,6 @@ def _summed(g: Geometry, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
 
 
 def _seen(g: Geometry, x: torch.Tensor) -> torch.Tensor:
-    """The places that the stride leads to, as a view."""
+    """Return a view of the positions that the stride selects."""
     whole = (slice(None), slice(None), *g.tap_slices((0,) * g.num_dims))
     return x[whole]

@@ -1,8 +1,9 @@
-"""Launches Triton kernels at little cost, and tells whether Triton can be used.
+"""Fast launches of Triton kernels, and checks whether Triton is usable.
 
-Triton looks at every argument of every call to find the compiled kernel, 40 numbers for a
-convolution, which takes longer than many of them take on a fast GPU. Those numbers depend on shapes
-alone, so a :class:`Launch` keeps them, and from the second call on the compiled kernel.
+On every call, Triton inspects every argument to find the compiled kernel. A convolution has 40 of
+them, and inspecting them takes longer than many of these kernels run on a fast GPU. The arguments
+depend only on shapes, so a :class:`Launch` stores them, and from the second call on the compiled
+kernel.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from typing import Any
 import torch
 
 ALIGNMENT = 16
-"""Bytes; Triton compiles for pointers that are multiples of it, and anew for others."""
+"""In bytes. Triton compiles separate kernels for pointers that are multiples of this and for other
+pointers."""
 
 
 class Launch:
-    """A kernel on its grid, with its numbers; calling it takes the tensors.
+    """A kernel with its grid and its arguments. Calling it with the tensors runs the kernel.
 
-    For the GPU that is current at its first call, as one of Triton's compiled kernels is.
+    Like a compiled Triton kernel, it is bound to the GPU that is current at its first call.
 
     Args:
-        numbers: The arguments behind the tensors.
-        constants: Those that are compiled in, in the kernel's order.
-        options: Of the compiler: warps and stages.
+        numbers: The arguments after the tensors.
+        constants: The compile-time arguments, in the kernel's order.
+        options: Compiler options: warps and stages.
     """
 
     def __init__(
@@ -62,9 +64,10 @@ class Launch:
 
 
 def _start_of(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any] | None:
-    """How Triton's compiled kernel is started; None where this is not one (its interpreter).
+    """Return the function that starts a compiled kernel, or None under Triton's interpreter.
 
-    It takes addresses: of a tensor Triton would ask for it again, and the driver whose it is.
+    The function takes addresses. For a tensor, Triton would look up the address again, and query
+    the driver for the device that owns it.
     """
     if compiled is None or not hasattr(type(compiled), "__getitem__"):
         return None
@@ -76,13 +79,13 @@ def _start_of(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any] | None
         return start
 
     def start_at_once(*arguments: int) -> None:
-        """As ``start`` does, past hooks that nobody has put anything into."""
+        """Do the same as ``start``, without calling empty launch hooks."""
         if _is_idle(runtime.launch_enter_hook) and _is_idle(runtime.launch_exit_hook):
             stream = _raw_stream(_current_device())
             try:
                 run(*grid, stream, function, packed, None, None, None, *arguments)
                 return
-            except TypeError:  # a version that is started in another way
+            except TypeError:  # this version of Triton has a different launch signature
                 pass
         start(*arguments)
 
@@ -94,7 +97,7 @@ def _start_of(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any] | None
 
 
 def _is_idle(hook: Any) -> bool:
-    """Whether a profiler's hook does nothing. It is a chain of calls since Triton 3.5."""
+    """Return True if a profiler's hook does nothing. Since Triton 3.5 a hook is a list of calls."""
     return hook is None or not getattr(hook, "calls", True)
 
 
@@ -104,7 +107,7 @@ _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 @functools.lru_cache(maxsize=1)
 def _takes_constants() -> bool:
-    """Whether a compiled kernel takes the constants among its arguments: since Triton 3.3."""
+    """Return True if compiled kernels take constants as arguments (from Triton 3.3)."""
     import triton
 
     numbers = triton.__version__.split(".")[:2]
@@ -116,10 +119,10 @@ def _takes_constants() -> bool:
 
 @functools.lru_cache(maxsize=1)
 def kernels() -> Any:
-    """The module with the matrix-product kernels, or None without Triton."""
+    """Return the module with the matrix-product kernels, or None without Triton."""
     try:
         from penstock.conv.algorithms import gemm_kernels
-    except Exception:  # absent, or of a version that cannot be imported beside this torch
+    except Exception:  # not installed, or a version that cannot be imported with this torch
         return None
     return gemm_kernels
 
@@ -128,42 +131,42 @@ _failure = ""
 
 
 def is_available() -> bool:
-    """Whether Triton is installed, and no kernel has failed."""
+    """Return True if Triton is installed and no kernel has failed."""
     return not _failure and kernels() is not None
 
 
 def disable(error: Exception) -> None:
-    """Offer no Triton kernel any more, because one failed on this card."""
+    """Stop using Triton kernels in this process, because one failed on this GPU."""
     global _failure
     _failure = f"{type(error).__name__}: {error}"
     warnings.warn(
-        f"Triton's kernels do not run here and are left out ({_failure[:200]}); convolutions go on "
-        "with matrix products alone.",
+        f"Triton kernels do not run on this machine and are disabled ({_failure[:200]}). "
+        "Convolutions continue with matrix products only.",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on the CPU (``TRITON_INTERPRET=1``)."""
+    """Return True if Triton's interpreter runs the kernels on the CPU (``TRITON_INTERPRET=1``)."""
     module = kernels()
     return module is not None and type(module.gather_gemm).__name__ == "InterpretedFunction"
 
 
-# -- shapes, as kernels want them ------------------------------------------------------------------
+# -- shapes in the form that kernels take ----------------------------------------------------------
 
 
 def power(n: int) -> int:
-    """The least power of two that is not below ``n``."""
+    """Return the smallest power of two that is at least ``n``."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def two(values: tuple[int, ...], missing: int) -> tuple[int, int]:
-    """Height and width; ``missing`` is the height of one axis."""
+    """Return height and width. ``missing`` is the height if there is only one axis."""
     return (missing, values[0]) if len(values) == 1 else (values[0], values[1])
 
 
 def four(strides: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """The strides of a tensor of one axis or two, as those of two."""
+    """Return the strides of a tensor with one or two spatial axes as those of two."""
     n, c, *rest = strides
     return (n, c, 0, rest[0]) if len(rest) == 1 else (n, c, rest[0], rest[1])

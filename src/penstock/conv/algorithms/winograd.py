@@ -1,26 +1,27 @@
-"""3x3 kernels with stride 1 in fewer multiplications (Winograd), as three matrix products.
+"""Winograd convolution: 3x3 kernels with stride 1 in fewer multiplications.
 
-The input is cut into overlapping tiles, each tile and the weights are transformed, the transformed
-tiles are multiplied with the weights over the channels (one product for each of the tile's places),
-and the results are transformed back::
+The input is cut into overlapping tiles. Each tile and the weights are transformed, the transformed
+tiles are multiplied by the weights over the channels (one product for each position in a tile), and
+the results are transformed back::
 
-    tiles [t*t, C, P]  --B-->  V   U @ V = M   M  --A-->  y, m*m places for each tile
+    tiles [t*t, C, P]  --B-->  V   U @ V = M   M  --A-->  y, m*m positions for each tile
 
-F(4x4): tiles of 6x6, 4 times fewer multiplications; float32 and float64.
-F(2x2): tiles of 4x4, 2.25 times fewer; half types, with the transforms in float32.
+F(4x4): tiles of 6x6, 4 times fewer multiplications, for float32 and float64.
+F(2x2): tiles of 4x4, 2.25 times fewer multiplications, for half types, with transforms in float32.
 
-Error: transforms add and subtract values of different size, which costs digits. Against the sum of
-absolute products ``|x| * |w|`` at the same place, with ``eps`` of the type that is multiplied:
-F(4x4) at most 128 eps, F(2x2) at most 16 eps (tests hold both against float64, and the largest
-seen was 81 eps, for a weight gradient over 20 places).
+Error: the transforms add and subtract values of different sizes, which loses digits. Relative to
+the sum of absolute products ``|x| * |w|`` at the same position, with ``eps`` of the multiplied
+type, F(4x4) is off by at most 128 eps and F(2x2) by at most 16 eps. Tests check both against
+float64. The largest error seen was 81 eps, for a weight gradient over 20 positions.
 
-Memory beside inputs and results, in elements: ``t*t * P * (2C + O)`` for the ``P`` tiles of a chunk
-of samples, with ``t*t/(m*m)`` = 2.25 or 4 times as many elements as places; the chunk is chosen so
-that this stays under the cap, or is one sample. The weights take ``t*t * C * O``.
+Memory in addition to inputs and results, in elements: ``t*t * P * (2C + O)`` for the ``P`` tiles of
+a chunk of samples. Tiles have ``t*t/(m*m)`` = 2.25 or 4 times as many elements as positions. The
+chunk size is chosen so that this stays under the cap, or is one sample. The weights take
+``t*t * C * O``.
 
-The ``triton_*`` passes are F(4x4) in float32 with the same mathematics, error bound and products.
-Their transforms read once and write once: a tile is never written before it is transformed. Memory:
-``36 * P * (C + O)`` for the tiles of a chunk, ``36 * C * O`` for the weights.
+The ``triton_*`` passes are F(4x4) in float32, with the same mathematics, error bound and products.
+Their transforms read and write each value once: a tile is not stored before it is transformed.
+Memory: ``36 * P * (C + O)`` for the tiles of a chunk, and ``36 * C * O`` for the weights.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from penstock.conv.geometry import Geometry, empty, samples_under, sum_dtype
 
 @dataclass(frozen=True)
 class Scheme:
-    """One of the two: ``m`` places of output from tiles of ``t`` places."""
+    """The transform matrices that compute ``m`` output positions from tiles of ``t`` positions."""
 
     m: int
     t: int
@@ -80,12 +81,12 @@ F2 = Scheme(
 
 
 def scheme_for(dtype: torch.dtype) -> Scheme:
-    """F(2x2) for half types, F(4x4) for the others."""
+    """Return F(2x2) for half types and F(4x4) for other types."""
     return F2 if dtype in (torch.float16, torch.bfloat16) else F4
 
 
 def can(g: Geometry) -> bool:
-    """Whether Winograd can compute this convolution.
+    """Return True if Winograd can compute this convolution.
 
     Example:
         >>> from penstock.conv.geometry import Geometry
@@ -101,13 +102,13 @@ def can(g: Geometry) -> bool:
 def _matrix(
     rows: tuple[tuple[float, ...], ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The transform of both axes at once."""
+    """Return the matrix that transforms both axes."""
     one = torch.tensor(rows, dtype=torch.float64)
     return torch.kron(one, one).to(device=device, dtype=dtype)
 
 
 def transform_weights(scheme: Scheme, w: torch.Tensor) -> torch.Tensor:
-    """``U`` as ``[t*t, O, C]``, in the type of ``w``."""
+    """Return ``U`` as ``[t*t, O, C]``, in the type of ``w``."""
     sums = sum_dtype(w)
     matrix = _matrix(scheme.g, sums, w.device)
     flat = w.reshape(-1, 9).t().to(sums)
@@ -116,7 +117,7 @@ def transform_weights(scheme: Scheme, w: torch.Tensor) -> torch.Tensor:
 
 
 def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``y`` as ``[batch, O, *out_size]``, laid out as the geometry says."""
+    """Compute ``y`` as ``[batch, O, *out_size]``, in the geometry's memory layout."""
     scheme = scheme_for(x.dtype)
     u = transform_weights(scheme, w)
     high, wide = (-(-n // scheme.m) for n in g.out_size)
@@ -152,7 +153,7 @@ def _chunk(
 def _transform_input(
     g: Geometry, scheme: Scheme, x: torch.Tensor, tiles: tuple[int, int]
 ) -> torch.Tensor:
-    """``V`` as ``[t*t, channels and tiles]``, the innermost as the layout has it."""
+    """Return ``V`` as ``[t*t, channels and tiles]``, in the order of the memory layout."""
     (high, wide), t, m = tiles, scheme.t, scheme.m
     top, left = g.padding
     bottom = high * m + 2 - g.in_size[0] - top
@@ -171,9 +172,9 @@ def _transform_input(
 
 
 def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``dw``: both transforms the other way round, and the product over the tiles.
+    """Compute ``dw`` with the transposed transforms and a product over the tiles.
 
-    Its error has the same bound, against ``|x| * |dy|`` summed over all places.
+    The error has the same bound, relative to ``|x| * |dy|`` summed over all positions.
     """
     scheme = scheme_for(x.dtype)
     t, m = scheme.t, scheme.m
@@ -202,7 +203,7 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
 
 
 def gather_weights(scheme: Scheme, total: torch.Tensor) -> torch.Tensor:
-    """``[t*t, C, O]`` back to ``[O, C, 3, 3]``."""
+    """Transform ``[t*t, C, O]`` back to ``[O, C, 3, 3]``."""
     num, channels, outputs = total.shape
     matrix = _matrix(tuple(zip(*scheme.g, strict=True)), total.dtype, total.device)
     dw = torch.mm(matrix, total.view(num, -1)).view(3, 3, channels, outputs)
@@ -212,7 +213,7 @@ def gather_weights(scheme: Scheme, total: torch.Tensor) -> torch.Tensor:
 def _tiles_of(
     g: Geometry, scheme: Scheme, dy: torch.Tensor, tiles: tuple[int, int]
 ) -> torch.Tensor:
-    """``dy`` cut into tiles of ``m*m`` places: ``[m*m, channels and tiles]``."""
+    """Cut ``dy`` into tiles of ``m*m`` positions: ``[m*m, channels and tiles]``."""
     (high, wide), m = tiles, scheme.m
     bottom, right = high * m - g.out_size[0], wide * m - g.out_size[1]
     padded = torch.nn.functional.pad(dy, (0, right, 0, bottom)) if bottom or right else dy
@@ -222,12 +223,12 @@ def _tiles_of(
 
 
 def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``dx``: the same with the taps in reverse and the channels exchanged."""
+    """Compute ``dx`` as a forward pass with the taps in reverse and the channels swapped."""
     return forward(turned(g), dy, w.flip((2, 3)).transpose(0, 1), cap_bytes)
 
 
 def turned(g: Geometry) -> Geometry:
-    """The convolution that computes the input gradient; padding is at most 2."""
+    """Return the convolution that computes the input gradient. The padding must be at most 2."""
     return replace(
         g,
         in_channels=g.out_channels,
@@ -255,7 +256,7 @@ def _kernels() -> Any:
 
 
 def can_triton(g: Geometry, dtype: torch.dtype) -> bool:
-    """3x3, stride 1, float32, and padding that the input gradient can mirror."""
+    """Return True for a float32 convolution whose forward pass and input gradient are supported."""
     return can_input_gradient(g) and dtype == torch.float32 and can_gather(g, dtype)
 
 
@@ -271,12 +272,12 @@ def _step(g: Geometry, cap_bytes: int) -> int:
 
 
 def _launch(kernel: Any, num: int, *numbers: int, **constants: bool) -> Launch:
-    """A lane for each of ``num`` tiles and channels."""
+    """Return a launch with one lane for each of ``num`` pairs of tile and channel."""
     return Launch(kernel, (-(-num // BLOCK),), (num, *numbers), {**constants, "BLOCK": BLOCK})
 
 
 def _prepare_tiles(g: Geometry, channels: int, strides: Strides, *, is_error: bool) -> Stage:
-    """To ``[36, channels, tiles]``, or ``[36, tiles, channels]`` with the channels innermost."""
+    """Return the transform to ``[36, channels, tiles]``, or ``[36, tiles, channels]`` if last."""
     high, wide = _tiles(g)
     tiles = g.batch * high * wide
     shape = (36, tiles, channels) if g.is_channels_last else (36, channels, tiles)
@@ -294,7 +295,11 @@ def _prepare_tiles(g: Geometry, channels: int, strides: Strides, *, is_error: bo
 
 
 def _prepare_weights(g: Geometry, strides: Strides, *, is_turned: bool) -> Stage:
-    """To ``[36, O, C]`` of ``g``. Turned: from the weights of the one whose gradient ``g`` is."""
+    """Return the transform of the weights to ``[36, O, C]``.
+
+    Args:
+        is_turned: ``g`` computes the input gradient of the convolution that the weights belong to.
+    """
     output, channel, row, column = strides
     first = 0
     if is_turned:
@@ -314,7 +319,7 @@ def _prepare_weights(g: Geometry, strides: Strides, *, is_turned: bool) -> Stage
 
 
 def _prepare_output(g: Geometry) -> Launch:
-    """Takes the products of a chunk, and its part of ``y`` that they are transformed into."""
+    """Return the launch that transforms the products of a chunk into its part of ``y``."""
     high, wide = _tiles(g)
     tiles = g.batch * high * wide
     strides = g.strides(g.out_channels, g.out_size)
@@ -324,7 +329,7 @@ def _prepare_output(g: Geometry) -> Launch:
 
 
 def _chunks(g: Geometry, step: int) -> Iterator[tuple[slice, Geometry]]:
-    """Some samples at a time, with the geometry of their convolution."""
+    """Yield chunks of samples, each with the geometry of its convolution."""
     for start in range(0, g.batch, step):
         stop = min(start + step, g.batch)
         yield slice(start, stop), replace(g, batch=stop - start)
@@ -354,14 +359,14 @@ def _prepare(
 
 
 def triton_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """``y`` as ``[batch, O, *out_size]``, laid out as the geometry says."""
+    """Compute ``y`` as ``[batch, O, *out_size]``, in the geometry's memory layout."""
     return _prepare(g, x.device, x.stride(), w.stride(), _step(g, cap_bytes), False)(x, w)
 
 
 def triton_input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
 ) -> torch.Tensor:
-    """``dx``: the same with the taps in reverse and the channels exchanged."""
+    """Compute ``dx`` as a forward pass with the taps in reverse and the channels swapped."""
     g = turned(g)
     return _prepare(g, dy.device, dy.stride(), w.stride(), _step(g, cap_bytes), True)(dy, w)
 
@@ -400,6 +405,6 @@ def _prepare_weight_gradient(
 def triton_weight_gradient(
     g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
 ) -> torch.Tensor:
-    """``dw``: both transforms, the product over the tiles, and back."""
+    """Compute ``dw``: transform both tensors, multiply over the tiles, and transform back."""
     step = _step(g, cap_bytes)
     return _prepare_weight_gradient(g, x.device, x.stride(), dy.stride(), step)(x, dy)

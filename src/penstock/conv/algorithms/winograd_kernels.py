@@ -1,10 +1,10 @@
-"""Triton kernels of Winograd F(4x4): each transform reads its tiles once and writes once.
+"""Triton kernels for Winograd F(4x4), where each transform reads and writes each value once.
 
-Imported only where Triton is installed; :mod:`penstock.conv.algorithms.winograd` launches them.
-A lane holds one tile of one channel: all 36 places of it in registers.
+Imported only where Triton is installed. :mod:`penstock.conv.algorithms.winograd` launches them.
+A lane holds one tile of one channel, with all 36 positions in registers.
 """
 
-# Triton reads these functions as source of another language: Python's types do not apply.
+# Triton compiles the source of these functions itself, so Python's types do not apply.
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.conv.algorithms.gemm_kernels import kernel
 
 @triton.jit
 def _find(index, channels, num_tiles, tiles_h, tiles_w, IS_LAST: tl.constexpr):
-    """Channel, sample, and place of the tile of a lane."""
+    """Return channel, sample, row and column of a lane's tile."""
     if IS_LAST:
         channel = index % channels
         tile = index // channels
@@ -32,7 +32,7 @@ def _find(index, channels, num_tiles, tiles_h, tiles_w, IS_LAST: tl.constexpr):
 
 @triton.jit
 def _b(d0, d1, d2, d3, d4, d5):
-    """A line of the input's tile, transformed."""
+    """Transform one line of an input tile."""
     return (
         4 * d0 - 5 * d2 + d4,
         d4 + d3 - 4 * (d1 + d2),
@@ -45,21 +45,21 @@ def _b(d0, d1, d2, d3, d4, d5):
 
 @triton.jit
 def _a(m0, m1, m2, m3, m4, m5):
-    """A line of products, back to four places."""
+    """Transform one line of products back to four positions."""
     p, q, r, s = m1 + m2, m1 - m2, m3 + m4, m3 - m4
     return m0 + p + r, q + 2 * s, p + 4 * r, q + 8 * s + m5
 
 
 @triton.jit
 def _spread(y0, y1, y2, y3):
-    """Four places of an error, spread over six."""
+    """Transform four positions of ``dy`` to six."""
     p, q, r, s = y0 + y2, y1 + y3, y0 + 4 * y2, 2 * y1 + 8 * y3
     return y0, p + q, p - q, r + s, r - s, y3
 
 
 @triton.jit
 def _load6(at, h, w, size_h, size_w, x_w, is_here):
-    """One row of six places, transformed; outside there is zero."""
+    """Load and transform one row of six positions. Values outside the input are zero."""
     is_row = is_here & (h >= 0) & (h < size_h)
     d0 = tl.load(at, mask=is_row & (w >= 0) & (w < size_w), other=0.0)
     d1 = tl.load(at + x_w, mask=is_row & (w + 1 >= 0) & (w + 1 < size_w), other=0.0)
@@ -94,7 +94,7 @@ def transform_input(
     x_n, x_c, x_h, x_w,
     IS_LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``v[36, channels and tiles]``, in the order of the layout."""
+    """Compute ``v[36, channels and tiles]``, in the order of the memory layout."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
     channel, sample, h, w = _find(index, channels, num_tiles, tiles_h, tiles_w, IS_LAST)
@@ -119,7 +119,7 @@ def transform_input(
 
 @triton.jit
 def _load4(at, h, w, size_h, size_w, y_w, is_here):
-    """One row of four places of an error, spread over six; outside there is zero."""
+    """Load one row of four positions of ``dy`` and transform it to six. Zero outside ``dy``."""
     is_row = is_here & (h < size_h)
     y0 = tl.load(at, mask=is_row & (w < size_w), other=0.0)
     y1 = tl.load(at + y_w, mask=is_row & (w + 1 < size_w), other=0.0)
@@ -141,7 +141,7 @@ def transform_error(
     y_n, y_c, y_h, y_w,
     IS_LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``v[36, channels and tiles]`` of an error: tiles of 4x4 places, spread over 6x6."""
+    """Compute ``v[36, channels and tiles]`` of ``dy``: tiles of 4x4 positions become 6x6."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
     channel, sample, h, w = _find(index, channels, num_tiles, tiles_h, tiles_w, IS_LAST)
@@ -162,7 +162,7 @@ def transform_error(
 
 @triton.jit
 def _products(at, step, is_here):
-    """The six products of one column of a tile."""
+    """Load the six products of one column of a tile."""
     m0 = tl.load(at, mask=is_here, other=0.0)
     m1 = tl.load(at + 6 * step, mask=is_here, other=0.0)
     m2 = tl.load(at + 12 * step, mask=is_here, other=0.0)
@@ -174,14 +174,14 @@ def _products(at, step, is_here):
 
 @triton.jit
 def _places(at, step, is_here):
-    """The products of one column, back to four places."""
+    """Load the products of one column and transform them back to four positions."""
     m0, m1, m2, m3, m4, m5 = _products(at, step, is_here)
     return _a(m0, m1, m2, m3, m4, m5)
 
 
 @triton.jit
 def _store4(at, h, w, size_h, size_w, y_w, m0, m1, m2, m3, m4, m5, is_here):
-    """Six products of one row, back to four places of ``y``."""
+    """Transform six products of one row back to four positions of ``y``, and store them."""
     y0, y1, y2, y3 = _a(m0, m1, m2, m3, m4, m5)
     is_row = is_here & (h < size_h)
     tl.store(at, y0, mask=is_row & (w < size_w))
@@ -197,7 +197,7 @@ def transform_output(
     y_n, y_c, y_h, y_w,
     IS_LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``m[36, channels and tiles]`` back to ``y``."""
+    """Transform ``m[36, channels and tiles]`` back to ``y``."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
     channel, sample, h, w = _find(index, channels, num_tiles, tiles_h, tiles_w, IS_LAST)
@@ -218,7 +218,7 @@ def transform_output(
 
 @triton.jit
 def _g(w0, w1, w2):
-    """A line of three taps, transformed."""
+    """Transform one line of three taps."""
     p, q = (w0 + w2) / 6, w1 / 6
     r, s = w0 / 24 + w2 / 6, w1 / 12
     return w0 / 4, -p - q, q - p, r + s, r - s, w2
@@ -226,7 +226,7 @@ def _g(w0, w1, w2):
 
 @triton.jit
 def _g_back(m0, m1, m2, m3, m4, m5):
-    """A line of six products, back to three taps."""
+    """Transform one line of six products back to three taps."""
     p, q, r, s = m1 + m2, m2 - m1, m3 + m4, m3 - m4
     return m0 / 4 - p / 6 + r / 24, q / 6 + s / 12, (r - p) / 6 + m5
 
@@ -247,7 +247,10 @@ def _store_g(at, step, w0, w1, w2, is_here):
 
 @kernel
 def transform_weights(w, u, num, channels, first, w_o, w_c, w_h, w_w, BLOCK: tl.constexpr):
-    """``u[36, output, channel]``. Taps in reverse: the first is the last, the strides negative."""
+    """Compute ``u[36, output, channel]``.
+
+    For reversed taps, ``first`` is the offset of the last tap, and the tap strides are negative.
+    """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
     at = w + first + index // channels * w_o + index % channels * w_c
@@ -266,14 +269,14 @@ def transform_weights(w, u, num, channels, first, w_o, w_c, w_h, w_w, BLOCK: tl.
 
 @triton.jit
 def _taps(at, step, is_here):
-    """The products of one column, back to three taps."""
+    """Load the products of one column and transform them back to three taps."""
     m0, m1, m2, m3, m4, m5 = _products(at, step, is_here)
     return _g_back(m0, m1, m2, m3, m4, m5)
 
 
 @triton.jit
 def _store_taps(at, w_w, m0, m1, m2, m3, m4, m5, is_here):
-    """Six products of one row, back to three taps of it."""
+    """Transform six products of one row back to three taps, and store them."""
     w0, w1, w2 = _g_back(m0, m1, m2, m3, m4, m5)
     tl.store(at, w0, mask=is_here)
     tl.store(at + w_w, w1, mask=is_here)
@@ -282,7 +285,7 @@ def _store_taps(at, w_w, m0, m1, m2, m3, m4, m5, is_here):
 
 @kernel
 def gather_weights(m, dw, num, outputs, w_o, w_c, w_h, w_w, BLOCK: tl.constexpr):
-    """``m[36, channel, output]`` back to ``dw``."""
+    """Transform ``m[36, channel, output]`` back to ``dw``."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
     step = num.to(tl.int64)

@@ -1,1 +1,1 @@
-"""Probes the machine's convolution library, in child processes that may die."""
+"""Tests the machine's convolution library, in child processes that may crash."""

@@ -1,13 +1,13 @@
-"""Runs steps of the probe one after the other, in a child process, and reports each.
+"""Child process of the probe: runs the steps one by one and reports each result.
 
 ::
 
     probe.run_steps, in the parent          this process
     steps  --stdin, JSON-->                 torch, the GPU
-           <--stdout, a line each--         begin 4 / done 4 {...} / begin 5 / (dies, or nothing)
+           <--stdout, a line each--         begin 4 / done 4 {...} / begin 5 / (crash, or hang)
 
-Results are compared with float64 on the CPU by Penstock's own im2col, so that a broken library is
-never its own reference.
+The reference is computed in float64 on the CPU with Penstock's own im2col, so a broken library is
+never compared with itself.
 """
 
 from __future__ import annotations
@@ -36,29 +36,30 @@ BATCH, CHANNELS, SIZE = 2, 16, {1: (33,), 2: (12, 14), 3: (6, 7, 8)}
 CAP_BYTES = 1 << 26
 NUM_TIMED = 3
 ABSENT = "not implemented for"
-"""How torch says that it has no kernel for a type, as with float16 on the CPU before torch 2.1."""
+"""Part of torch's error if it has no kernel for a dtype, such as float16 on the CPU before torch
+2.1."""
 
 
 def main() -> None:
-    """Read the steps from stdin, and try them."""
-    told = json.loads(sys.stdin.read())
-    end_with_parent(told["parent"])
-    _prepare(told["device"], told["setup"])
+    """Read the steps from stdin and run them."""
+    request = json.loads(sys.stdin.read())
+    end_with_parent(request["parent"])
+    _prepare(request["device"], request["setup"])
     report("ready", 0)
-    for number, key in told["steps"]:
+    for number, key in request["steps"]:
         report("begin", number)
-        report("done", number, attempt(ProbeStep.from_key(key), told["device"]))
+        report("done", number, attempt(ProbeStep.from_key(key), request["device"]))
     report("end", 0)
 
 
 def report(word: str, number: int, more: Any = None) -> None:
-    """Print a line for the parent; libraries may print other lines between these."""
+    """Print a line for the parent. Libraries may print other lines in between."""
     sys.stdout.write(f"\n{MARK}{json.dumps([word, number, more])}\n")
     sys.stdout.flush()
 
 
 def _prepare(device: str, setup: str) -> None:
-    torch.set_num_threads(1)  # the shapes are tiny; threads would only wait for each other
+    torch.set_num_threads(1)  # for such small shapes, more threads are only overhead
     if setup == "library off":
         torch.backends.cudnn.enabled = False
         if device == "cpu":
@@ -71,11 +72,11 @@ def _prepare(device: str, setup: str) -> None:
 
 
 def attempt(step: ProbeStep, device: str) -> dict[str, Any]:
-    """Word, note and milliseconds of one step."""
+    """Run one step. Returns its verdict, note and milliseconds."""
     try:
         run, truth, scale = (_norm if step.kind == "batch norm" else _convolution)(step, device)
     except Exception as error:
-        return {"word": "raises", "note": f"(before the step itself) {error}"[:300], "ms": 0.0}
+        return {"word": "raises", "note": f"(while preparing the step) {error}"[:300], "ms": 0.0}
     try:
         result = run()
         seen = result.double().cpu()
@@ -102,12 +103,12 @@ def attempt(step: ProbeStep, device: str) -> dict[str, Any]:
 
 
 def _convolution(step: ProbeStep, device: str) -> Any:
-    """The step as a function, its true result, and the scale of errors."""
-    told = KINDS[step.kind]
-    num, groups = told.get("num_dims", 2), told.get("groups", 1)
-    is_transposed = told.get("is_transposed", False)
+    """Return the step as a function, its exact result, and the scale for errors."""
+    options = KINDS[step.kind]
+    num, groups = options.get("num_dims", 2), options.get("groups", 1)
+    is_transposed = options.get("is_transposed", False)
     kernel, stride, padding, dilation = (
-        [told.get(name, 1)] * num for name in ("kernel", "stride", "padding", "dilation")
+        [options.get(name, 1)] * num for name in ("kernel", "stride", "padding", "dilation")
     )
     generator = torch.Generator().manual_seed(7)
     dtype = getattr(torch, step.dtype)
@@ -162,11 +163,11 @@ def _placed(step: ProbeStep, device: str, t: torch.Tensor) -> torch.Tensor:
     return to_layout(t.to(device), channels_last=step.layout == "channels_last")
 
 
-# -- batch normalisation ---------------------------------------------------------------------------
+# -- batch norm ------------------------------------------------------------------------------------
 
 
 def _norm(step: ProbeStep, device: str) -> Any:
-    """Training-mode batch norm: its output, and the gradients of input and weight."""
+    """Return the step for training-mode batch norm: output, input gradient or weight gradient."""
     generator = torch.Generator().manual_seed(7)
     dtype = getattr(torch, step.dtype)
     x, error = (torch.randn((4, CHANNELS, 8, 8), generator=generator).to(dtype) for _ in range(2))
@@ -190,7 +191,7 @@ def _norm(step: ProbeStep, device: str) -> Any:
 def _norm_reference(
     which: str, x: torch.Tensor, error: torch.Tensor, gain: torch.Tensor
 ) -> torch.Tensor:
-    """Batch norm from elementary operations, which call no library, and its derivatives."""
+    """Compute batch norm and its derivatives from elementary operations, which call no library."""
     x, gain = x.requires_grad_(), gain.requires_grad_()
     axes = (0, 2, 3)
     centred = x - x.mean(axes, keepdim=True)

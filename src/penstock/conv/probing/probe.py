@@ -1,7 +1,7 @@
-"""Finds out whether the convolution library of this machine works, and keeps the result.
+"""Tests whether the convolution library of this machine works, and caches the result.
 
-This process opens no GPU: steps run in child processes (:mod:`penstock.conv.probing.child`) that
-may die or hang.
+This process opens no GPU. The steps run in child processes (:mod:`penstock.conv.probing.child`)
+that may crash or hang.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from penstock.machine.collect import machine
 from penstock.machine.facts import Machine
 
 MAX_LOST = 8
-"""So many children may die or hang; what was not tried by then counts as broken, too."""
+"""The probe stops after this many children have crashed or hung. Steps that have not run by then
+count as broken."""
 START_LIMIT_S = 120.0
-"""For importing torch and opening the GPU."""
+"""Time limit for importing torch and opening the GPU."""
 LIMITS_S = {"cpu": 20.0, "cuda": 90.0}
-"""For one step. Long on a GPU: MIOpen may compile a kernel the first time."""
+"""Time limit for one step. It is long on a GPU because MIOpen may compile a kernel first."""
 _RELEVANT = ("HSA_", "MIOPEN_", "HIP_", "ROCR_", "CUDA_VISIBLE", "PYTORCH_", "DNNL_", "ONEDNN_")
 _MARKS = {
     "right": "ok",
@@ -55,14 +56,14 @@ _MARKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """What the probe found on one device.
+    """Results of the probe on one device.
 
     Attributes:
         verdicts: One for each step.
-        trials: What each remedy gave, where something is broken.
-        about: What the result holds for: torch, runtime, driver, card and settings.
-        vendor_caches: Where the vendor's library keeps compiled kernels; deleting them makes it
-            compile anew.
+        trials: The result of each remedy, if something is broken.
+        about: The configuration that was probed: torch, runtime, driver, GPU and settings.
+        vendor_caches: Folders where the vendor's library keeps compiled kernels. Delete them to
+            make it compile again.
     """
 
     device: str
@@ -75,7 +76,7 @@ class ProbeResult:
 
     @property
     def broken(self) -> frozenset[tuple[str, str, str, str]]:
-        """Kind, type, layout and pass of every convolution that is not right."""
+        """Kind, dtype, layout and pass of every broken convolution."""
         return frozenset(
             verdict.step.key
             for verdict in self.verdicts
@@ -84,14 +85,12 @@ class ProbeResult:
 
     @property
     def advice(self) -> str:
-        """The fastest remedy that gets right what is broken, as a line to write."""
+        """The line of code or shell that applies the fastest remedy that fixes everything."""
         if not any(verdict.is_broken for verdict in self.verdicts):
-            return "nothing is broken: leave convolutions to torch"
+            return "nothing is broken; no change is needed"
         best = best_of(self.trials)
         if best is None:
-            return "no remedy that was tried gets everything right; " + (
-                self.hint or "train on the CPU"
-            )
+            return "no remedy that was tried fixes everything; " + (self.hint or "train on the CPU")
         return f"{best.remedy.line}   ({best})"
 
     def __str__(self) -> str:
@@ -120,31 +119,32 @@ def probe(
     limit_s: float | None = None,
     on_verdict: Callable[[StepVerdict], None] = lambda verdict: None,
 ) -> ProbeResult:
-    """Try convolutions and batch norm of this machine in child processes.
+    """Test the convolutions and batch norm of this machine in child processes.
 
-    Forward, input gradient and weight gradient of plain, strided, dilated, grouped, depthwise,
-    transposed, 1-d and 3-d convolution and of batch norm, in three types and two layouts: is each
-    right, does it raise, is it wrong, does it crash or hang? This process opens no GPU. The result
-    is kept for this torch, runtime, driver, card and settings; :func:`reset` forgets it.
+    The probe runs the forward pass, input gradient and weight gradient of plain, strided, dilated,
+    grouped, depthwise, transposed, 1-d and 3-d convolutions and of batch norm, in three dtypes and
+    two memory layouts. Each step is right or wrong, raises, crashes or hangs. This process opens no
+    GPU. The result is cached for this torch, runtime, driver, GPU and settings. :func:`reset`
+    deletes it.
 
     Args:
-        device: ``"cuda"`` (also ROCm's name) or ``"cpu"``; by default the GPU if there is one.
-        refresh: Try again although a result is kept.
-        limit_s: For one step; what takes longer hangs.
-        on_verdict: Told of each step as it is done.
+        device: ``"cuda"`` (also for ROCm) or ``"cpu"``. Defaults to the GPU if there is one.
+        refresh: Ignore a cached result and run the probe again.
+        limit_s: Time limit for one step. A step that takes longer counts as hanging.
+        on_verdict: Called with the verdict of each step as it finishes.
 
     Example:
         >>> print(probe("cpu").advice)  # doctest: +SKIP
-        nothing is broken: leave convolutions to torch
+        nothing is broken; no change is needed
         >>> probe("abacus")
         Traceback (most recent call last):
         ...
-        penstock.errors.BadArgument: BadArgument [A01]: device='abacus' is not known; ...
+        penstock.errors.BadArgument: BadArgument [A01]: device='abacus' must be 'cuda' or 'cpu' ...
     """
     device = device or default_devices()[0]
     if device not in LIMITS_S:
         raise BadArgument(
-            f"device={device!r} is not known; there are 'cuda' and 'cpu'",
+            f"device={device!r} must be 'cuda' or 'cpu'",
             remedy='penstock.conv.probe("cuda")',
         )
     here = machine()
@@ -154,7 +154,7 @@ def probe(
     if kept is not None:
         try:
             return ProbeResult.from_dict(kept)
-        except Exception:  # written by another version, or by anybody: try again
+        except Exception:  # corrupt, or written by a different version
             pass
     result = _try(device, here, about, limit_s or LIMITS_S[device], on_verdict)
     cache_folder.write_json(name, result.to_dict())
@@ -190,7 +190,9 @@ def _try(
 
 
 def reset() -> int:
-    """Forget every probe's result and every measured choice of an algorithm; how many files.
+    """Delete all probe results and all measured choices of algorithms.
+
+    Returns the number of deleted files.
 
     Example:
         >>> isinstance(reset(), int)  # doctest: +SKIP
@@ -201,7 +203,7 @@ def reset() -> int:
 
 
 def describe(here: Machine, device: str) -> tuple[str, ...]:
-    """What a result holds for; another card, driver or setting is tried anew."""
+    """Return the configuration that a result is valid for: versions, GPU, driver and settings."""
     if device == "cpu":
         cards = [here.cpu_model or here.architecture or "cpu"]
     else:
@@ -216,12 +218,12 @@ def describe(here: Machine, device: str) -> tuple[str, ...]:
 
 
 def vendor_caches(here: Machine) -> tuple[str, ...]:
-    """The folders in which MIOpen keeps kernels and settings that it has found."""
+    """Return the folders in which MIOpen caches kernels and tuning results."""
     if here.torch_build != "hip":
         return ()
-    told = [os.environ.get(n) for n in ("MIOPEN_CUSTOM_CACHE_DIR", "MIOPEN_USER_DB_PATH")]
+    custom = [os.environ.get(n) for n in ("MIOPEN_CUSTOM_CACHE_DIR", "MIOPEN_USER_DB_PATH")]
     usual = [str(Path.home() / ".cache" / "miopen"), str(Path.home() / ".config" / "miopen")]
-    return tuple(name for name in (*told, *usual) if name)
+    return tuple(name for name in (*custom, *usual) if name)
 
 
 # -- child processes -------------------------------------------------------------------------------
@@ -236,11 +238,11 @@ def run_steps(
     environ: Mapping[str, str] | None = None,
     on_verdict: Callable[[StepVerdict], None] = lambda verdict: None,
 ) -> list[StepVerdict]:
-    """Try all steps; a child that is lost at one is followed by another for the rest.
+    """Run all steps. If a child crashes or hangs, a new child continues with the next step.
 
     Args:
-        limit_s: For one step; a child that takes longer hangs, and is killed.
-        setup: What the child does before: ``"library off"``, ``"bypass"``, or nothing.
+        limit_s: Time limit for one step. A child that takes longer is killed.
+        setup: What the child sets up first: ``"library off"``, ``"bypass"``, or ``""`` for nothing.
         environ: Added to the child's environment.
     """
     verdicts: list[StepVerdict] = []
@@ -248,7 +250,7 @@ def run_steps(
     while len(verdicts) < len(steps):
         rest = steps[len(verdicts) :]
         if num_lost >= MAX_LOST:
-            note = f"not tried: {MAX_LOST} processes were lost before"
+            note = f"not run: the probe stopped after {MAX_LOST} crashes or hangs"
             verdicts += [StepVerdict(step=step, word="crashes", note=note) for step in rest]
             break
         for verdict in _run_child(device, rest, limit_s, setup, environ or {}):
@@ -261,8 +263,8 @@ def run_steps(
 def _run_child(
     device: str, steps: Sequence[ProbeStep], limit_s: float, setup: str, environ: Mapping[str, str]
 ) -> list[StepVerdict]:
-    """Verdicts on as many steps as one child lived for; at least one."""
-    told = {
+    """Run steps in one child. Returns verdicts up to the first crash or hang, at least one."""
+    request = {
         "parent": os.getpid(),
         "device": device,
         "setup": setup,
@@ -271,7 +273,7 @@ def _run_child(
     verdicts: list[StepVerdict] = []
     with ChildProcess(
         python_command("penstock.conv.probing.child:main"),
-        send=json.dumps(told).encode(),
+        send=json.dumps(request).encode(),
         environ={"PENSTOCK_CONV": "off", **environ},
     ) as child:
         deadline_s = time.monotonic() + START_LIMIT_S
@@ -284,7 +286,7 @@ def _run_child(
                 note = f"no result within {limit_s:g} s"
                 return [*verdicts, StepVerdict(step=step, word="hangs", note=note)]
             if line is None:
-                note = f"the process ended with exit code {exit_code}"
+                note = f"the process exited with code {exit_code}"
                 if exit_code < 0:
                     note = f"killed by {signal_name(exit_code)}"
                 return [*verdicts, StepVerdict(step=step, word="crashes", note=note)]
@@ -301,7 +303,10 @@ def _run_child(
 
 
 def _lines(result: ProbeResult) -> list[str]:
-    """A row for each kind and pass, a column for each type; layouts that differ are named."""
+    """Format a table: a row for each kind and pass, a column for each dtype.
+
+    A cell names both layouts if their verdicts differ.
+    """
     words = {verdict.step.key: verdict for verdict in result.verdicts}
     lines = [f"convolutions on {result.device} ({', '.join(result.about)})"]
     lines.append(f"  {'':28}" + "".join(f"{name:>24}" for name in TYPES))
@@ -316,7 +321,7 @@ def _lines(result: ProbeResult) -> list[str]:
     )
     lines += [f"  {count} x {note}" for note, count in notes.most_common(5)]
     lines += [f"  tried: {trial}" for trial in result.trials]
-    lines += [f"  kernels of the vendor are kept in {path}" for path in result.vendor_caches]
+    lines += [f"  kernel cache of the vendor library: {path}" for path in result.vendor_caches]
     lines += [f"  {result.hint}"] if result.hint else []
     lines.append(f"  advice: {result.advice}")
     return lines

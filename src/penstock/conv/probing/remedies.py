@@ -1,8 +1,8 @@
 """Remedies for broken convolutions.
 
-First settings of the vendor's library, then torch's own kernels, then our bypass. Each one that is
-for this machine is tried on exactly what is broken, in child processes; the fastest that gets all
-of it right is the advice.
+The remedies are settings of the vendor's library, then torch's own kernels, then Penstock's bypass.
+Each remedy that applies to this machine is tried on the broken steps, in child processes. The
+fastest one that fixes all of them is the advice.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from penstock.conv.probing.steps import ProbeStep, StepVerdict
 from penstock.machine.facts import Machine
 
 OVERRIDES = {"gfx101": "10.1.0", "gfx103": "10.3.0", "gfx110": "11.0.0"}
-"""What a family's cards pose as; see docs/doctor.md."""
+"""The version that GPUs of a family report with the override; see docs/doctor.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """Something that may repair convolutions.
+    """A setting that may fix convolutions.
 
     Args:
-        setup: What a child does before its steps; see ``run_steps`` in the module ``probe``.
-        line: What a user writes to have it.
+        setup: What a child sets up before its steps; see ``run_steps`` in the module ``probe``.
+        line: The line of code or shell that applies the remedy.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class RemedyTrial:
-    """What a remedy gave on the steps that are broken."""
+    """The result of a remedy on the broken steps."""
 
     remedy: Remedy
     num_right: int
@@ -44,9 +44,9 @@ class RemedyTrial:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RemedyTrial:
-        told = values["remedy"]
-        environ = tuple((name, value) for name, value in told["environ"])
-        return cls(**{**values, "remedy": Remedy(**{**told, "environ": environ})})
+        remedy = values["remedy"]
+        environ = tuple((name, value) for name, value in remedy["environ"])
+        return cls(**{**values, "remedy": Remedy(**{**remedy, "environ": environ})})
 
     @property
     def is_right(self) -> bool:
@@ -59,7 +59,7 @@ class RemedyTrial:
 
 
 def remedies_for(machine: Machine, device: str) -> list[Remedy]:
-    """The remedies for this machine, the least change first.
+    """Return the remedies for this machine, least intrusive first.
 
     Example:
         >>> [remedy.name for remedy in remedies_for(Machine(os="linux"), "cpu")]
@@ -70,7 +70,7 @@ def remedies_for(machine: Machine, device: str) -> list[Remedy]:
         find = (("MIOPEN_FIND_MODE", "NORMAL"), ("MIOPEN_FIND_ENFORCE", "SEARCH"))
         found.append(
             Remedy(
-                name="MIOpen searches anew",
+                name="new MIOpen kernel search",
                 line="export MIOPEN_FIND_MODE=NORMAL MIOPEN_FIND_ENFORCE=SEARCH",
                 environ=find,
             )
@@ -99,14 +99,14 @@ def _override_remedies(machine: Machine) -> list[Remedy]:
 def try_remedy(
     remedy: Remedy, broken: Sequence[ProbeStep], run: Callable[[Remedy], list[StepVerdict]]
 ) -> RemedyTrial:
-    """Try a remedy on the steps that are broken.
+    """Try a remedy on the broken steps.
 
     Args:
         run: Runs the broken steps with a remedy.
     """
     verdicts = run(remedy)
     right = [verdict for verdict in verdicts if verdict.word == "right"]
-    num_absent = sum(verdict.word == "absent" for verdict in verdicts)  # no remedy can have it
+    num_absent = sum(verdict.word == "absent" for verdict in verdicts)  # no remedy can fix these
     return RemedyTrial(
         remedy=remedy,
         num_right=len(right),
@@ -116,7 +116,7 @@ def try_remedy(
 
 
 def best_of(trials: Sequence[RemedyTrial]) -> RemedyTrial | None:
-    """The fastest remedy that gets everything right.
+    """Return the fastest remedy that gets everything right.
 
     Example:
         >>> one = Remedy(name="one", line="a")
@@ -129,10 +129,10 @@ def best_of(trials: Sequence[RemedyTrial]) -> RemedyTrial | None:
 
 
 def wheels_hint(machine: Machine) -> str:
-    """Advice on newer builds of torch, where they may help."""
+    """Return advice on newer builds of torch, if they may help."""
     if machine.torch_build != "hip":
         return ""
     return (
-        "Newer builds of torch may know the card: AMD publishes some for older architectures "
-        "without testing them. Install one into an environment of its own and probe again."
+        "Newer builds of torch may support this GPU: AMD publishes untested builds for older "
+        "architectures. Install one in a separate environment and probe again."
     )

@@ -1,6 +1,6 @@
-"""Steps of the probe: one for each kind of convolution, type, layout and pass.
+"""Steps of the probe: one for each kind of convolution, dtype, layout and pass.
 
-A step is data: the parent sends a list of them to a child and reads back a verdict on each.
+Steps are plain data. The parent sends a list of steps to a child and reads a verdict for each.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ KINDS: dict[str, dict[str, Any]] = {
 TYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("contiguous", "channels_last")
 TOLERANCES = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""In units of the sum of absolute products. float32 may be TF32, whose eps is 1e-3; what is broken
-is off by its own size."""
+"""In units of the sum of absolute products. float32 may be computed in TF32, whose eps is 1e-3. A
+broken result is typically off by its own magnitude."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeStep:
-    """One kind of convolution in one type, layout and pass."""
+    """One kind of convolution in one dtype, layout and pass."""
 
     kind: str
     dtype: str
@@ -56,10 +56,10 @@ class StepVerdict:
     """The result of a step.
 
     Args:
-        word: ``"right"``, ``"raises"``, ``"wrong"``, ``"crashes"`` or ``"hangs"``; or ``"absent"``
-            where torch has no kernel for the type, which counts as not broken.
-        note: The exception's text, how far off, or the signal.
-        ms: How long it took once warm, where it was right.
+        word: ``"right"``, ``"raises"``, ``"wrong"``, ``"crashes"``, ``"hangs"``, or ``"absent"`` if
+            torch has no kernel for the dtype, which does not count as broken.
+        note: The exception's message, the size of the error, or the signal.
+        ms: Time of a call after warm-up, if the result was right.
     """
 
     step: ProbeStep
@@ -81,7 +81,7 @@ class StepVerdict:
 
 
 def all_steps() -> list[ProbeStep]:
-    """Everything there is to try, forward passes of all kinds first.
+    """Return all steps, with the forward passes of all kinds first.
 
     Example:
         >>> len(all_steps())
@@ -93,5 +93,5 @@ def all_steps() -> list[ProbeStep]:
         for kind in KINDS
         for dtype in TYPES
         for layout in LAYOUTS
-        if not (kind == "1-d" and layout == "channels_last")  # there is no such layout
+        if not (kind == "1-d" and layout == "channels_last")  # channels_last needs 2 or 3 axes
     ]

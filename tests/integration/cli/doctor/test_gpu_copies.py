@@ -34,11 +34,11 @@ def test_everything_is_said_of_a_gpu_that_is_well() -> None:
 def test_slots_that_cannot_be_pinned_are_a_problem_with_its_reason() -> None:
     copies = measured(
         bytes_per_s={"pageable": 10e9, "pinned": None, "registered": None},
-        trouble="cudaHostRegister answered 2 (out of memory)",
+        trouble="cudaHostRegister returned 2 (out of memory)",
     )
     rows = dict(copy_rows(copies))
     assert rows["copies"] == "10 GB/s from ordinary memory"
-    assert "cannot be pinned (cudaHostRegister answered 2" in rows["slots"]
+    assert "cannot be pinned (cudaHostRegister returned 2" in rows["slots"]
     assert rows["feeds"].startswith("66,433 images/s")
     (problem,) = copy_problems(copies)
     assert (problem.code, problem.severity) == ("slots-not-pinned", "slow")
@@ -113,5 +113,5 @@ def test_measuring_registers_shared_memory_and_undoes_it(
     assert found["bus_id"] == "0000:fe:00.0"
     assert found["bytes_per_s"]["pageable"] > 0
     assert (found["bytes_per_s"]["registered"] is None) is bool(refusal)
-    assert ("answered 801" in found["trouble"]) is bool(refusal)
+    assert ("returned 801" in found["trouble"]) is bool(refusal)
     assert stages[-1] == "copying registered shared memory to GPU 1"

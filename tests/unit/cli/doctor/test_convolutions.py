@@ -78,7 +78,7 @@ def test_an_rx_5600_xt_is_advised_settings_first_and_the_bypass_last() -> None:
     )
     names = [remedy.name for remedy in remedies_for(machine, "cuda")]
     assert names == [
-        "MIOpen searches anew",
+        "new MIOpen kernel search",
         "HSA_OVERRIDE_GFX_VERSION=10.1.0",
         "torch's own kernels",
         "Penstock's bypass",
