@@ -32,7 +32,7 @@ KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 MAX_PLANS = 4096
 """The number of plans kept. When it is exceeded, all plans are discarded and made again."""
 CHECK_EVERY = 64
-"""Every this many calls, the hook checks that the other operator still reaches it."""
+"""Number of calls between checks that the other operator still reaches the hook."""
 
 IsOurs = Callable[[ConvolutionPlan, torch.dtype, Sequence[Pass]], bool]
 

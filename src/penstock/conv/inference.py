@@ -215,9 +215,7 @@ def _wait(device: torch.device) -> None:
 
 def _graphs() -> tuple[int, int]:
     """Return torch's counts of compiled graphs and graph breaks."""
-    if (
-        "torch._dynamo.utils" not in sys.modules
-    ):  # importing takes seconds, and nothing was compiled
+    if "torch._dynamo.utils" not in sys.modules:  # nothing was compiled; importing takes seconds
         return 0, 0
     from torch._dynamo.utils import counters
 

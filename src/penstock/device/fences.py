@@ -49,9 +49,8 @@ class SynchronizingFence:
         self.thread: OnDemandThread[list[bool]] = OnDemandThread(self._wait)
 
     def record(self) -> IsDone:
-        done = [
-            False
-        ]  # not threading.Event: the garbage collector may call this while its lock is held
+        # Not a threading.Event, because the garbage collector may call this while its lock is held.
+        done = [False]
         self.thread.submit(done)
         return lambda: done[0]
 

@@ -38,9 +38,7 @@ def map_tensors(batch: Any, function: Function, device: torch.device | None = No
     """
     if isinstance(batch, torch.Tensor):
         return function(batch)
-    if (
-        isinstance(batch, (str, bytes, type)) or batch is None
-    ):  # a class can also have a ``to`` method
+    if isinstance(batch, (str, bytes, type)) or batch is None:  # classes may have a "to" method
         return batch
     if isinstance(batch, Mapping):
         values = {key: map_tensors(value, function, device) for key, value in batch.items()}
@@ -59,9 +57,7 @@ def _like_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return values
     try:
         if isinstance(batch, MutableMapping):
-            like = copy.copy(
-                batch
-            )  # keeps a default factory, and the attributes of a BatchEncoding
+            like = copy.copy(batch)  # keeps default factories and attributes of a BatchEncoding
             for key, value in values.items():
                 like[key] = value
             return like

@@ -1,4 +1,4 @@
-"""Every way to compute a convolution, on a real GPU, against float64. Needs a CUDA machine."""
+"""Compares every convolution algorithm on a real GPU with float64. Needs a CUDA machine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from support import conv_cases
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
-    pytest.mark.timeout(600),  # kernels are compiled the first time
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.timeout(600),  # includes compiling the kernels
 ]
 
 CAPS = (1 << 28, 1)

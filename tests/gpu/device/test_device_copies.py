@@ -1,4 +1,4 @@
-"""On a real GPU: nothing is overwritten while it is read, captures live, bits are torchvision's."""
+"""Copies, graph captures and image finishing on a real GPU, without overwritten or wrong data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.datasets import Samples
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
 SHAPE = (3, 64, 64)
@@ -57,7 +57,7 @@ def nothing_stays_pinned() -> Iterator[None]:
 
 
 def copy_slowly(loader: Any, stream: Any) -> list[torch.Tensor]:
-    """Each copy begins late, on a side stream; its source is dropped at once."""
+    """Copy batches on a side stream, with a delay. The source is dropped immediately."""
     copies = []
     for batch in loader:
         with torch.cuda.stream(stream):
@@ -87,7 +87,7 @@ def test_batches_brought_ahead_are_right_on_any_stream(depth: int) -> None:
         for batch in loader_of(device="cuda", device_prefetch=depth):
             torch.cuda._sleep(500_000)
             kept.append(batch + 0)
-            del batch  # its memory may be used again only after the addition
+            del batch  # its memory must not be reused before the addition is done
     assert num_wrong(kept) == 0
 
 
@@ -115,7 +115,7 @@ def test_a_capture_in_which_batches_are_taken_lives() -> None:
 
 
 def test_a_loader_that_ends_before_a_capture_does_not_break_it() -> None:
-    """Its memory is unpinned by a thread while the graph is captured."""
+    """A thread unpins the loader's memory while the graph is captured."""
     for _ in range(5):
         for batch in loader_of(10, pin_memory=True):
             del batch

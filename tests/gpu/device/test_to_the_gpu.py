@@ -1,4 +1,4 @@
-"""Pinned slots are used again only when no copy reads them; batches come to the GPU whole."""
+"""Pinned slots are reused only when no copy reads them, and batches reach the GPU intact."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COPYING = (
     + """
 from penstock.device import pinning
 if {is_unsafe}:
-    pinning.SlotPinner.fence = lambda self: lambda: True  # the protection is switched off
+    pinning.SlotPinner.fence = lambda self: lambda: True  # switch the fence off
 
 num_batches, rows = {num_batches}, 4
 stream = torch.cuda.Stream()
@@ -48,7 +48,7 @@ loader = penstock.DataLoader(
 wrong, moved, number = 0, [], 0
 for host in loader:
     assert host.is_pinned()
-    with torch.cuda.stream(stream):  # not the current stream: an event there sees nothing
+    with torch.cuda.stream(stream):  # not the current stream, whose events do not cover this copy
         if number % 16 == 0:
             for _ in range({num_products}):
                 torch.mm(busy, busy)

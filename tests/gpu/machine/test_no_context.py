@@ -1,4 +1,4 @@
-"""Facts, plans and the doctor open no GPU in this process. Needs a CUDA machine."""
+"""Machine facts, plans and the doctor open no GPU in this process. Needs a CUDA machine."""
 
 from __future__ import annotations
 

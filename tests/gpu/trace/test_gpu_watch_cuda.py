@@ -1,4 +1,4 @@
-"""Copies and steps of a real GPU, by its events, in the timeline."""
+"""The timeline shows the copies and steps of a real GPU, measured by its events."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_each_copy_and_step_is_in_the_timeline(device: str | None, tmp_path: Pat
 
 
 def test_a_step_lasts_until_the_next_batch_is_asked_for(tmp_path: Path) -> None:
-    """The control of the other test: where the loop dawdles, steps come out longer."""
+    """Negative control for the test above: a slow loop makes the steps longer."""
     end = run(WATCHED.format(device="cuda", is_starved=True), tmp_path)
     assert end.returncode == 0, end.stderr
     assert float(end.stdout.split()[2]) > 1.5

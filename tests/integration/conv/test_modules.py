@@ -115,6 +115,6 @@ def test_the_grid_is_right_and_shown(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("function", [patch_modules, apply_full_patch])
 def test_what_is_no_model_is_named(function: Any) -> None:
-    with pytest.raises(BadArgument, match="must be a torch.nn.Module, got int"):
+    with pytest.raises(BadArgument, match=r"must be a torch\.nn\.Module, got int"):
         function(3)
     assert current() is None

@@ -1,4 +1,4 @@
-"""Workers may use CUDA, whatever their parent did with it before. Needs a CUDA machine."""
+"""Workers can use CUDA even if their parent has already used it. Needs a CUDA machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OnGpu(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return (torch.full((4,), float(index), device="cuda") * 2).cpu(), index
 
-torch.zeros(1, device="cuda")  # this process has opened the GPU before any worker starts
+torch.zeros(1, device="cuda")  # open the GPU in this process before any worker starts
 assert torch.cuda.is_initialized()
 for number, (tensor, index) in enumerate(DataLoader(OnGpu(), batch_size=2, num_workers=2)):
     assert tensor[:, 0].tolist() == [4.0 * number, 4.0 * number + 2]
