@@ -69,7 +69,7 @@ class OptimizeReport:
             f"{self.backend} on {self.ran_on}: {self.ms_before:.2f} -> {self.ms_after:.2f} ms, "
             f"built in {self.build_s:.1f} s, largest error {self.largest_error:.1e}"
         ]
-        lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
+        lines += [f"  {name} rejected: {reason}" for name, reason in self.rejected]
         return "\n".join(lines)
 
 

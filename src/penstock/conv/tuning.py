@@ -100,7 +100,7 @@ def _measure(
     for candidate in found:
         try:
             taken_ms = time_once(candidate, g, a, b, cap_bytes)
-        except Exception:  # out of memory, or a kernel that this card cannot run
+        except Exception:  # out of memory, or a kernel that this GPU cannot run
             torch.cuda.empty_cache()
             continue
         if taken_ms < best_ms:

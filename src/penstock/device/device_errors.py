@@ -65,7 +65,7 @@ def _also(kind: type[RuntimeError]) -> type[DeviceFailed]:
     try:
         members = {"__module__": DeviceFailed.__module__, "__reduce__": _reduce}
         return type("DeviceFailed", (DeviceFailed, kind), members)
-    except TypeError:  # classes that cannot be bases together
+    except TypeError:  # the two classes cannot be combined
         return DeviceFailed
 
 

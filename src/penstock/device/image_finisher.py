@@ -117,7 +117,7 @@ class ImageFinisher:
         except (KeyError, IndexError, TypeError) as error:
             raise BadArgument(
                 f"flip={self._flip!r}: the batch does not have this field ({type(error).__name__})",
-                remedy="penstock.finish(..., flip=2) for the third field of each sample",
+                remedy="penstock.finish(..., flip=2) uses the third field of each sample",
             ) from None
         return torch.as_tensor(field).to(torch.bool).reshape(-1)
 

@@ -73,7 +73,7 @@ def _like_sequence(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any
         return tuple(values)
     try:
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    except Exception:  # as above
+    except Exception:  # its constructor takes something else
         return values if isinstance(batch, list) else tuple(values)
 
 

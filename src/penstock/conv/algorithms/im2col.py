@@ -33,7 +33,7 @@ tile of GPU matrix units."""
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some samples, and some rows of their output."""
+    """A range of samples, and a range of their output rows."""
 
     samples: slice
     rows: slice

@@ -95,7 +95,11 @@ def attempt(step: ProbeStep, device: str) -> dict[str, Any]:
         return {"word": "wrong", "note": note, "ms": ms}
     off = float(((seen - truth).abs() / scale.clamp_min(1e-30)).max())
     if not off <= TOLERANCES[step.dtype]:
-        return {"word": "wrong", "note": f"off by {off:.2g} of the sum of products", "ms": ms}
+        return {
+            "word": "wrong",
+            "note": f"off by {off:.2g} times the sum of absolute products",
+            "ms": ms,
+        }
     return {"word": "right", "note": "", "ms": ms}
 
 

@@ -54,8 +54,8 @@ class RemedyTrial:
 
     def __str__(self) -> str:
         if self.is_right:
-            return f"{self.remedy.name}: all {self.num_steps} right, {self.ms:.1f} ms"
-        return f"{self.remedy.name}: {self.num_right} of {self.num_steps} right"
+            return f"{self.remedy.name}: fixes all {self.num_steps} steps, {self.ms:.1f} ms"
+        return f"{self.remedy.name}: fixes {self.num_right} of {self.num_steps} steps"
 
 
 def remedies_for(machine: Machine, device: str) -> list[Remedy]:
@@ -116,7 +116,7 @@ def try_remedy(
 
 
 def best_of(trials: Sequence[RemedyTrial]) -> RemedyTrial | None:
-    """Return the fastest remedy that gets everything right.
+    """Return the fastest remedy that fixes all steps, or None.
 
     Example:
         >>> one = Remedy(name="one", line="a")
