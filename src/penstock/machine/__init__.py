@@ -2,16 +2,16 @@
 
 ::
 
-    facts              Machine, Gpu: the facts as plain values
-    collect            finds all of them out
-      host, software   the operating system and the processor; Python and torch
-      cgroup           limits of control groups
-      gpu              which GPUs there are: nvidia, amd
+    facts              Machine and Gpu: the facts as plain values
+    collect            collects all facts
+      host, software   operating system and processor; Python and torch
+      cgroup           control group limits
+      gpu              installed GPUs (nvidia, amd)
       image_libraries  JPEG decoders
-    gpu_usage          what the GPUs are doing
-    pcie, storage      a GPU's link; what a path is stored on
-    oom                kills for want of memory
-    child_process      runs what may hang or crash: vendor_tools, and others' trials
+    gpu_usage          current load of the GPUs
+    pcie, storage      PCIe link of a GPU; storage device behind a path
+    oom                kernel OOM kills
+    child_process      runs code that may hang or crash (used by vendor_tools and trial runs)
     kernel_files       reads /proc and /sys
 """
 

@@ -1,7 +1,7 @@
-"""Lists AMD's GPUs from the files of the Linux kernel's compute driver (KFD).
+"""Lists AMD GPUs from the files of the Linux kernel's compute driver (KFD).
 
-Nothing is opened and no ROCm is needed: the files are there whenever the ``amdgpu`` module is. They
-name the real architecture, whatever ``HSA_OVERRIDE_GFX_VERSION`` makes the libraries believe.
+No device is opened and ROCm is not needed. The files exist whenever the ``amdgpu`` module is
+loaded. They report the real architecture even if ``HSA_OVERRIDE_GFX_VERSION`` is set.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ NAMES = Path("/usr/share/libdrm/amdgpu.ids")
 DRIVER = Path("/sys/module/amdgpu/version")
 
 _LOCAL_HEAPS = {1, 2}
-"""Kinds of memory bank on the card itself: visible to the host, and private."""
+"""Heap types of memory on the card: visible to the host, and private."""
 
 
 def cards_by_kfd(
     nodes: Path = NODES, drm: Path = DRM, names: Path = NAMES, driver: Path = DRIVER
 ) -> list[Gpu]:
-    """The AMD GPUs that can compute here; empty without the driver.
+    """Return the AMD GPUs that can run compute work. Empty without the driver.
 
     Example:
         >>> all(gpu.vendor == "amd" for gpu in cards_by_kfd())
@@ -34,7 +34,7 @@ def cards_by_kfd(
     for node in sorted(_folders(nodes), key=lambda path: (len(path.name), path.name)):
         facts = _properties(node / "properties")
         if not facts.get("gfx_target_version"):
-            continue  # a processor's node, or a card this process may not look at
+            continue  # a CPU node, or a card that this process is not allowed to access
         card = drm / f"renderD{facts.get('drm_render_minor', 0)}" / "device"
         found.append(
             Gpu(
@@ -49,9 +49,9 @@ def cards_by_kfd(
 
 
 def architecture_of(version: int) -> str:
-    """The compiler's name of an architecture, from the number by which the kernel knows it.
+    """Return the compiler's name of an architecture from the kernel's version number.
 
-    Two decimal digits each for minor and stepping, which the name writes as one hex digit each.
+    The number has two decimal digits each for minor and stepping. The name has one hex digit each.
 
     Example:
         >>> architecture_of(100100), architecture_of(90010), architecture_of(110501)
@@ -61,15 +61,15 @@ def architecture_of(version: int) -> str:
 
 
 def _name(node: Path, card: Path, facts: dict[str, int], names: Path) -> str:
-    """The name on the box, else the chip's code name, else that it is an AMD GPU."""
-    boxed = read_text(card / "product_name")  # only some server cards know it
+    """Return the product name, else the chip's code name, else ``"AMD GPU"``."""
+    boxed = read_text(card / "product_name")  # only some server cards have it
     if not boxed:
         boxed = _marketing_name(facts.get("device_id", 0), read_text(card / "revision"), names)
     return boxed or read_text(node / "name") or "AMD GPU"
 
 
 def _marketing_name(device_id: int, revision: str, names: Path) -> str:
-    """What libdrm's table calls this chip: lines of ``device, revision, name`` in hexadecimal."""
+    """Return libdrm's name for this chip, from its lines of ``device, revision, name`` in hex."""
     wanted = f"{device_id:x}"
     by_revision = {}
     for line in read_text(names).splitlines():
@@ -82,7 +82,7 @@ def _marketing_name(device_id: int, revision: str, names: Path) -> str:
 
 
 def _memory_bytes(node: Path, card: Path) -> int | None:
-    """Memory on the card. An integrated GPU has only the part that the firmware set aside."""
+    """Return the memory on the card. Integrated GPUs report only what the firmware reserved."""
     banks = [_properties(bank / "properties") for bank in _folders(node / "mem_banks")]
     local = [
         bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in _LOCAL_HEAPS
@@ -91,7 +91,7 @@ def _memory_bytes(node: Path, card: Path) -> int | None:
 
 
 def _properties(path: Path) -> dict[str, int]:
-    """The numbers in a file of ``name value`` lines; what is no such line is left out."""
+    """Return the numbers in a file of ``name value`` lines. Other lines are ignored."""
     pairs = (line.split() for line in read_text(path).splitlines())
     return {pair[0]: parse_count(pair[1]) or 0 for pair in pairs if len(pair) == 2}
 

@@ -1,14 +1,14 @@
-"""Limits that control groups set on this process: version 1, version 2, or both.
+"""Control group limits of this process (cgroup version 1, version 2, or both).
 
-A limit may stand on any group between the process's own and the top, and the tightest counts::
+Any group between the process's group and the root can set a limit. The tightest one applies::
 
     /sys/fs/cgroup            <- the mount; in a container often the process's own group already
       kubepods                  cpu.max: max
         pod17                   cpu.max: 400000 100000   <- 4 cores for the pod
-          container             cpu.max: max             <- where /proc/self/cgroup says we are
+          container             cpu.max: max             <- the group in /proc/self/cgroup
 
-A file that is missing, unreadable or odd is no limit: to believe in a limit that is not there
-would waste a machine, and the scheduler keeps the real ones anyway.
+A file that is missing, unreadable or malformed counts as no limit. Assuming a limit that does not
+exist would waste the machine, and the kernel enforces the real limits anyway.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MOUNT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 _NO_MEMORY_LIMIT = 1 << 60
-"""Version 1 says "no limit" as the largest multiple of a page below 2**63."""
+"""Version 1 writes "no limit" as the largest multiple of a page below 2**63."""
 
 
 def cpu_quota(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> float | None:
-    """How many cores' worth of time this process may use; None without a limit.
+    """Return the CPU quota of this process in cores, or None without a limit.
 
     Example:
         >>> quota = cpu_quota()
@@ -39,7 +39,7 @@ def cpu_quota(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> float | Non
 
 
 def memory_limit_bytes(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int | None:
-    """How much memory this process's groups may hold; None without a limit.
+    """Return the memory limit of this process's groups, or None without a limit.
 
     Example:
         >>> limit = memory_limit_bytes()
@@ -52,7 +52,7 @@ def memory_limit_bytes(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> in
 
 
 def memory_left_bytes(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int | None:
-    """How much more memory this process's groups may take; None without a limit.
+    """Return how much more memory this process's groups can allocate, or None without a limit.
 
     Example:
         >>> left = memory_left_bytes()
@@ -70,9 +70,9 @@ def memory_left_bytes(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int
 def groups_above(
     controller: str, mount: Path = MOUNT, membership: Path = MEMBERSHIP
 ) -> Iterator[tuple[int, Path]]:
-    """The groups that may hold this process: version and folder, in each hierarchy its own first.
+    """Yield the version and folder of each group that may contain this process.
 
-    Not all of the folders need exist.
+    Each hierarchy starts with the process's own group. Some of the folders may not exist.
 
     Example:
         >>> here = groups_above("memory", Path("/sys/fs/cgroup"), Path("/no/such/file"))
@@ -82,7 +82,7 @@ def groups_above(
     paths = _own_groups(membership)
     ways = [
         (2, mount, paths.get("", "/")),
-        (2, mount / "unified", paths.get("", "/")),  # where version 1 runs beside it
+        (2, mount / "unified", paths.get("", "/")),  # where version 1 is also mounted
         (1, mount / controller, paths.get(controller, "/")),
     ]
     for version, top, own in ways:
@@ -90,14 +90,14 @@ def groups_above(
 
 
 def memory_limit_of(version: int, group: Path) -> int | None:
-    """What one group itself may hold; None where it sets no limit."""
+    """Return the limit that a group itself sets, or None."""
     name = "memory.max" if version == 2 else "memory.limit_in_bytes"
-    limit = parse_count(read_text(group / name))  # "max" is none
+    limit = parse_count(read_text(group / name))  # "max" gives None
     return limit if limit and limit < _NO_MEMORY_LIMIT else None
 
 
 def _memory_used_by(version: int, group: Path) -> int | None:
-    """What a group holds, less the cached files that the kernel would drop for it."""
+    """Return a group's memory use, without the cached files that the kernel can drop."""
     name = "memory.current" if version == 2 else "memory.usage_in_bytes"
     used = parse_count(read_text(group / name))
     if used is None:
@@ -109,7 +109,7 @@ def _memory_used_by(version: int, group: Path) -> int | None:
 
 
 def _own_groups(membership: Path) -> dict[str, str]:
-    """The path of this process's group, by controller; version 2's is under ``""``."""
+    """Return the path of this process's group per controller. Version 2 has the key ``""``."""
     paths = {}
     for line in read_text(membership).splitlines():
         _, _, rest = line.partition(":")
@@ -120,10 +120,10 @@ def _own_groups(membership: Path) -> dict[str, str]:
 
 
 def _upwards(top: Path, own: str) -> Iterator[Path]:
-    """The group ``own`` below ``top``, its parents, and ``top`` itself.
+    """Yield the group ``own`` below ``top``, its parents, and ``top`` itself.
 
-    In a container the path may be the host's, which is not visible here: then only ``top`` exists,
-    and that is the container's group. A path with ``..`` is outside of what is mounted.
+    In a container the path may be the host's path, which is not visible here. Then only ``top``
+    exists, and it is the container's group. A path with ``..`` is outside the mount.
     """
     parts = PurePosixPath(own).parts[1:]
     if ".." in parts:
@@ -133,7 +133,7 @@ def _upwards(top: Path, own: str) -> Iterator[Path]:
 
 
 def _cpu_quota_of(version: int, group: Path) -> float | None:
-    """How many cores' worth of time one group itself may use; None where it sets no limit."""
+    """Return the CPU quota that a group itself sets, in cores, or None."""
     if version == 2:
         quota_us, _, period_us = read_text(group / "cpu.max").partition(" ")
     else:

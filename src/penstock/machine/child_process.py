@@ -1,15 +1,15 @@
-"""Runs child processes that may hang, crash or print anything.
+"""Runs child processes that may hang, crash or print arbitrary output.
 
 ::
 
-    this process                                 the child, in a session of its own
-    ChildProcess(command, send=b"...")  -- stdin -->    reads to the end of it
+    this process                                 the child, in its own session
+    ChildProcess(command, send=b"...")  -- stdin -->    reads until end of file
     read(limit_s), read_line(limit_s)   <-- stdout --   prints, or hangs
     wait(limit_s)                       <-- exit code   or a signal: ``signal_name``
-    end of the ``with`` block           -- SIGKILL -->  the child and everything that it started
+    end of the ``with`` block           -- SIGKILL -->  the child and all its descendants
 
-Used by :mod:`penstock.machine.vendor_tools` (a vendor's tool), the doctor's trials of user code,
-the probes of a convolution library, and ``verify``'s run in a new interpreter.
+Used by :mod:`penstock.machine.vendor_tools`, the doctor's trial runs of user code, the probes of a
+convolution library, and the ``verify`` run in a new interpreter.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from typing import IO, Any, Literal
 
 _PIECE_BYTES = 1 << 16
 _POLL_S = 0.05
-"""How often a reader looks whether a child that is silent has ended."""
+"""How often a reader checks whether a silent child has exited."""
 _KILLED_S = 1.0
-"""How long a killed process may take to end. Nothing ends one that hangs inside a driver."""
+"""How long a killed process can take to exit. A process stuck inside a driver never exits."""
 _PARENT_POLL_S = 0.5
-_PR_SET_PDEATHSIG = 1  # of Linux: the signal that the kernel sends when the parent ends
+_PR_SET_PDEATHSIG = 1  # Linux: the signal that the kernel sends when the parent exits
 
-# Called by a Python child: the parent's sys.path, so that both find the same packages, then
-# "module:function" and its arguments.
+# Run by a Python child. The arguments are the parent's sys.path, so that both find the same
+# packages, then "module:function" and the function's arguments.
 _BOOT = """
 import importlib, json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -46,11 +46,11 @@ getattr(importlib.import_module(module), function)(*sys.argv[3:])
 
 
 def python_command(function: str, *arguments: str) -> list[str]:
-    """The command that calls a function in a new interpreter, which finds the same packages.
+    """Return the command that calls a function in a new interpreter with the same ``sys.path``.
 
     Args:
         function: As ``"package.module:function"``.
-        arguments: What the function is called with.
+        arguments: The arguments of the function.
 
     Example:
         >>> with ChildProcess(python_command("builtins:print", "hello")) as child:
@@ -62,16 +62,16 @@ def python_command(function: str, *arguments: str) -> list[str]:
 
 
 class ChildProcess:
-    """A child process. It and everything that it started are dead when the ``with`` block ends.
+    """A child process. The end of the ``with`` block kills it and all its descendants.
 
     Args:
         command: The program and its arguments.
-        reads: Which of its outputs are read; the others are thrown away.
-        send: What it finds on its standard input.
-        environ: Added to this process's environment.
+        reads: The outputs to read. Other outputs are discarded.
+        send: The content of its standard input.
+        environ: Variables added to this process's environment.
 
     Raises:
-        OSError: It could not be started.
+        OSError: The program could not be started.
 
     Example:
         >>> with ChildProcess([sys.executable, "-c", "print(input() * 2)"], send=b"ab") as child:
@@ -104,17 +104,17 @@ class ChildProcess:
         self._pipe: Any = self._process.stdout or self._process.stderr
         self._pieces: queue.Queue[bytes] = queue.Queue()
         self._unread, self._is_over = b"", False
-        # A thread reads, because a pipe cannot be read with a limit on Windows.
+        # A thread reads, because Windows cannot read a pipe with a timeout.
         self._reader = threading.Thread(
             target=self._read_pipe, name="penstock-child-reader", daemon=True
         )
         self._reader.start()
 
     def read(self, limit_s: float) -> bytes:
-        """The next piece of its output as soon as there is one; ``b""`` at the end of the output.
+        """Return the next piece of output as soon as it arrives, or ``b""`` at the end.
 
         Raises:
-            TimeoutError: There was none within ``limit_s``.
+            TimeoutError: No output arrived within ``limit_s``.
         """
         deadline_s = time.monotonic() + limit_s
         while not self._is_over:
@@ -132,10 +132,10 @@ class ChildProcess:
         return b""
 
     def read_line(self, limit_s: float) -> str | None:
-        """The next line of its output without its end; None at the end of the output.
+        """Return the next line of output without its line ending, or None at the end.
 
         Raises:
-            TimeoutError: There was no whole line within ``limit_s``.
+            TimeoutError: No complete line arrived within ``limit_s``.
         """
         deadline_s = time.monotonic() + limit_s
         while b"\n" not in self._unread:
@@ -149,18 +149,18 @@ class ChildProcess:
         return line.decode("utf-8", errors="replace").rstrip("\r")
 
     def wait(self, limit_s: float) -> int:
-        """Its exit code, below zero if a signal killed it.
+        """Wait for the child and return its exit code, which is negative if a signal killed it.
 
         Raises:
-            TimeoutError: It had not ended by then.
+            TimeoutError: The child did not exit within ``limit_s``.
         """
         try:
             return self._process.wait(max(0.0, limit_s))
         except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"the process had not ended after {limit_s:g} s") from error
+            raise TimeoutError(f"the process did not exit within {limit_s:g} s") from error
 
     def finish(self, limit_s: float, keep_bytes: int) -> tuple[int | None, str]:
-        """Its exit code, None if it had not ended by the limit, and the last that it printed."""
+        """Return the exit code (None at the time limit) and the last ``keep_bytes`` of output."""
         deadline_s = time.monotonic() + limit_s
         printed = b""
         exit_code = None
@@ -171,12 +171,12 @@ class ChildProcess:
         return exit_code, printed.decode("utf-8", errors="replace")
 
     def kill(self) -> None:
-        """Kill the child and what it started."""
+        """Kill the child and its descendants."""
         if sys.platform == "win32":
             _kill_children(self._process.pid)
         else:
-            with suppress(ProcessLookupError, PermissionError):  # all of them have ended
-                os.killpg(self._process.pid, signal.SIGKILL)  # its group has its number
+            with suppress(ProcessLookupError, PermissionError):  # all of them have exited
+                os.killpg(self._process.pid, signal.SIGKILL)  # the group ID is the child's PID
         self._process.kill()
 
     def __enter__(self) -> ChildProcess:
@@ -187,7 +187,7 @@ class ChildProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILLED_S)
         self._reader.join(_KILLED_S)
-        if not self._reader.is_alive():  # else: a grandchild in a session of its own holds the pipe
+        if not self._reader.is_alive():  # otherwise a grandchild in its own session holds the pipe
             self._pipe.close()
 
     def _read_pipe(self) -> None:
@@ -196,7 +196,7 @@ class ChildProcess:
         self._pieces.put(b"")
 
     def _end_output(self) -> None:
-        """The child has ended, and what it started may hold the pipe open."""
+        """End the output of a child that has exited. Its descendants may hold the pipe open."""
         self.kill()
         self._reader.join(_KILLED_S)
         if self._reader.is_alive():
@@ -204,7 +204,7 @@ class ChildProcess:
 
 
 def _file_of(text: bytes) -> IO[bytes]:
-    """A file to read from: unlike a pipe, a child that never reads it cannot hold us up."""
+    """Return a file with this content. Unlike a pipe, it cannot block if the child never reads."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     file.write(text)
     file.seek(0)
@@ -212,17 +212,17 @@ def _file_of(text: bytes) -> IO[bytes]:
 
 
 def _kill_children(pid: int) -> None:
-    """Kill the children of a process where there are no process groups."""
+    """Kill the children of a process on systems without process groups."""
     import psutil
 
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.Error):  # it ended first
+            with suppress(psutil.Error):  # it exited first
                 child.kill()
 
 
 def signal_name(exit_code: int) -> str:
-    """The signal that an exit code stands for; ``""`` if it stands for none.
+    """Return the name of the signal in an exit code, or ``""`` if no signal ended the process.
 
     Example:
         >>> signal_name(-15), signal_name(-99), signal_name(1)
@@ -240,30 +240,31 @@ def signal_name(exit_code: int) -> str:
 
 
 def watched_parent(parent: int) -> Callable[[], bool]:
-    """A function that tells whether the process that started this one still runs."""
+    """Return a function that checks whether the parent process is still running."""
     import psutil
 
     try:
         return psutil.Process(parent).is_running
-    except psutil.Error:  # it has ended, or there is no /proc to see it in
+    except psutil.Error:  # it has exited, or there is no /proc
         if sys.platform == "win32":
             return lambda: False
     return lambda: os.getppid() == parent
 
 
 def end_with_parent(parent: int, clean_up: Callable[[], None] | None = None) -> None:
-    """End this process when its parent does: one that is killed cannot end its children.
+    """Exit this process when its parent exits. A killed parent cannot stop its children.
 
     Args:
-        parent: The number of the parent's process.
-        clean_up: Called before. What this process started ends with it then, too.
+        parent: Process ID of the parent.
+        clean_up: Called before this process exits. The descendants of this process are then
+            killed too.
     """
     if sys.platform == "linux" and clean_up is None:
         import ctypes
 
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # needs no thread: we may fork
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no thread: we may fork
         if os.getppid() != parent:
-            os._exit(1)  # it was killed while we started
+            os._exit(1)  # the parent was killed during our start
         return
     is_running = watched_parent(parent)
 

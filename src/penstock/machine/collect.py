@@ -1,6 +1,6 @@
-"""Collects the facts about this computer; one that cannot be found out costs no other.
+"""Collects the facts about this computer. A fact that fails does not affect the others.
 
-:func:`machine` is the public ``penstock.machine()``. A loader uses :func:`quick_facts`.
+:func:`machine` is the public ``penstock.machine()``. Loaders use :func:`quick_facts`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Fact = TypeVar("Fact")
 
 
 def machine() -> Machine:
-    """Describe this computer. Cheap; opens no GPU, imports no torch, and never raises.
+    """Describe this computer. Cheap: opens no GPU, does not import torch, and never raises.
 
     Example:
         >>> import penstock
@@ -48,10 +48,10 @@ def machine() -> Machine:
 
 
 def quick_facts() -> Machine:
-    """What a loader's choices rest on: all but GPUs and decoders, in microseconds.
+    """Return the facts that a loader's plan needs: all but GPUs and decoders, in microseconds.
 
-    Starts no process and imports nothing, so it may be called for each epoch. What can change while
-    a program runs (free memory, affinity, a GPU context) is found out anew.
+    Starts no process and imports nothing, so it can be called in each epoch. Facts that can change
+    while a program runs (free memory, affinity, a GPU context) are read on each call.
     """
     _, available_bytes = _known(host.memory_bytes, (0, 0))
     return replace(
@@ -63,11 +63,11 @@ def quick_facts() -> Machine:
 
 
 def _basic_facts() -> Machine:
-    """The host, and which torch is installed."""
+    """Return the facts about the host and the installed torch."""
     total_bytes, available_bytes = _known(host.memory_bytes, (0, 0))
     limit_bytes = _known(cgroup.memory_limit_bytes, None)
     if limit_bytes is not None and 0 < total_bytes <= limit_bytes:
-        limit_bytes = None  # one above the memory there is limits nothing
+        limit_bytes = None  # a limit above the physical memory has no effect
     torch = _known(software.torch_build, software.TorchBuild())
     return Machine(
         os=sys.platform,
@@ -96,10 +96,10 @@ _kept_facts = functools.lru_cache(maxsize=1)(_basic_facts)
 
 
 def _known(ask: Callable[[], Fact], unknown: Fact) -> Fact:
-    """The answer, or ``unknown`` where asking fails in any way.
+    """Return ``ask()``, or ``unknown`` if it raises.
 
-    A computer is always stranger than expected, and a fact that is missing must cost a worse
-    guess, not a training run.
+    Unusual machines fail in ways that cannot be foreseen. A missing fact must lead to a worse
+    guess, not to a failed training run.
     """
     try:
         return ask()

@@ -1,7 +1,7 @@
-"""The facts about a computer that a choice can rest on, as plain values.
+"""The facts about a computer as plain values.
 
-``Machine.to_json`` and ``Machine.from_json`` make it something to send: a Windows laptop or a card
-that the vendor dropped is replayed from a file, without owning one.
+``Machine.to_json`` and ``Machine.from_json`` make a machine portable. A report from a Windows
+laptop or from an unsupported GPU can be replayed from a file.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU, as its driver describes it.
+    """One GPU, as described by its driver.
 
     Args:
         vendor: ``"nvidia"``, ``"amd"``, ``"apple"`` or ``"intel"``.
-        architecture: As the compiler names it: ``"sm_90"``, ``"gfx1010"``; None where unknown.
+        architecture: The compiler's name: ``"sm_90"``, ``"gfx1010"``. None if unknown.
     """
 
     name: str
@@ -31,11 +31,11 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReading:
-    """What one GPU is doing at one moment. None means: its driver does not say.
+    """The state of one GPU at one moment. None means that the driver does not report the value.
 
     Args:
-        index: The driver's number of the GPU; ``CUDA_VISIBLE_DEVICES`` does not change it.
-        use_percent: Share of the last moment in which at least one kernel ran.
+        index: The driver's index of the GPU. ``CUDA_VISIBLE_DEVICES`` does not change it.
+        use_percent: Share of the last sampling period in which at least one kernel ran.
     """
 
     index: int
@@ -49,28 +49,28 @@ class GpuReading:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A computer, as one of its processes sees it. None means: not known here.
+    """A computer, as seen by one of its processes. None means unknown.
 
     Args:
         os: ``sys.platform``: ``"linux"``, ``"win32"``, ``"darwin"``.
-        num_cpus: Logical cores of the machine; ``num_affine_cpus`` of them are open to this
-            process, and ``cpu_quota`` (a cgroup's, in cores) may allow less.
-        memory_limit_bytes: The cgroup's limit, where there is one below the machine's memory.
+        num_cpus: Logical cores of the machine. This process can run on ``num_affine_cpus`` of
+            them, and ``cpu_quota`` (the cgroup's quota, in cores) may allow less.
+        memory_limit_bytes: The cgroup's limit, if it is below the machine's memory.
         shm_bytes: Size of ``/dev/shm``.
-        max_fds: How many descriptors this process may hold; None also where there is no limit.
-        has_proc: Whether ``/proc`` is there on Linux; some chroots and sandboxes have none.
+        max_fds: The limit on open file descriptors of this process. None also without a limit.
+        has_proc: True if Linux has ``/proc``. Some chroots and sandboxes lack it.
         torch_build: ``"cuda"``, ``"hip"``, ``"xpu"``, ``"mps"``, ``"cpu"``, or ``"none"`` without
-            torch; ``torch_build_version`` is the toolkit's, as in ``"12.8"``.
-        gpus: As the drivers list them, whatever ``CUDA_VISIBLE_DEVICES`` hides.
-        gpus_seen_by: Who described the GPUs: ``"nvml"``, ``"nvidia-smi"``, ``"kfd"``,
+            torch. ``torch_build_version`` is the toolkit's version, such as ``"12.8"``.
+        gpus: All GPUs that the drivers list, including those that ``CUDA_VISIBLE_DEVICES`` hides.
+        gpus_seen_by: The source of the GPU list: ``"nvml"``, ``"nvidia-smi"``, ``"kfd"``,
             ``"platform"`` (an Apple chip), ``"torch"`` or ``"nobody"``.
-        gpu_trouble: What went wrong when the GPUs were looked for; ``""`` if nothing did.
-        has_gpu_context: Whether this process has opened a GPU already.
-        environment: The variables that matter to loading and to GPUs, where they are set.
-        is_start_method_set: Whether multiprocessing's start method is settled, by
-            ``set_start_method`` or by a first use (multiprocessing does not keep which).
-        decoders: Libraries here that decode JPEG, by import name.
-        has_turbo: Whether Pillow was built with libjpeg-turbo.
+        gpu_trouble: What failed during the GPU search. ``""`` if nothing failed.
+        has_gpu_context: True if this process has already opened a GPU.
+        environment: The variables that affect loading and GPUs, if set.
+        is_start_method_set: True if multiprocessing's start method is fixed, by
+            ``set_start_method`` or by first use (multiprocessing does not record which).
+        decoders: Import names of the installed libraries that decode JPEG.
+        has_turbo: True if Pillow was built with libjpeg-turbo.
 
     Example:
         >>> from penstock import machine
@@ -112,7 +112,7 @@ class Machine:
 
     @property
     def usable_cores(self) -> int:
-        """Cores this process may really use: affinity and quota counted, at least 1.
+        """Number of cores this process can use, given its affinity and quota. At least 1.
 
         Example:
             >>> Machine(os="linux", num_cpus=64, cpu_quota=1.5).usable_cores
@@ -125,7 +125,7 @@ class Machine:
 
     @property
     def num_local_ranks(self) -> int:
-        """Processes that train on this machine together, as torchrun says; 1 without it.
+        """Number of training processes on this machine, from torchrun. 1 without torchrun.
 
         Example:
             >>> Machine(os="linux", environment={"LOCAL_WORLD_SIZE": "8"}).num_local_ranks
@@ -136,49 +136,51 @@ class Machine:
 
     @property
     def usable_memory_bytes(self) -> int:
-        """Memory this process may really use: the machine's, or the cgroup's limit."""
+        """Memory this process can use: the machine's memory or the cgroup's limit."""
         return min(self.memory_bytes, self.memory_limit_bytes or self.memory_bytes)
 
     def to_json(self) -> str:
-        """All facts as a JSON object."""
+        """Return all facts as a JSON object."""
         return json.dumps(asdict(self), indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
-        """The machine that ``text`` describes; facts it does not name are unknown.
+        """Return the machine that ``text`` describes. Facts that it omits are unknown.
 
         Raises:
-            ValueError: ``text`` is not a JSON object, names a fact that does not exist, or gives
-                one a value of the wrong kind.
+            ValueError: ``text`` is not a JSON object, contains an unknown fact, or has a value of
+                the wrong type.
         """
         try:
             values: Any = json.loads(text)
         except RecursionError:
-            raise ValueError("a machine is a JSON object, not a tower of brackets") from None
+            raise ValueError(
+                "a machine must be a JSON object, not deeply nested brackets"
+            ) from None
         _refuse_unknown(cls, "machine", values)
         if "os" not in values:
-            raise ValueError('a machine needs at least its \'os\', as in {"os": "linux"}')
+            raise ValueError('a machine must have an \'os\', as in {"os": "linux"}')
         gpus = values.get("gpus", [])
         for gpu in gpus:
             _refuse_unknown(Gpu, "GPU", gpu)
             if not {"name", "vendor"} <= set(gpu):
-                raise ValueError("a GPU needs at least its 'name' and its 'vendor'")
+                raise ValueError("a GPU must have a 'name' and a 'vendor'")
         values["gpus"] = tuple(Gpu(**gpu) for gpu in gpus)
         values["decoders"] = tuple(values.get("decoders", ()))
         return cls(**values)
 
 
 def _refuse_unknown(kind: type, word: str, values: Any) -> None:
-    """A fact that does not exist is a mistake in the file, and would be lost without a word."""
+    """Raise ValueError for unknown facts, which would otherwise be ignored silently."""
     if not isinstance(values, dict):
-        raise ValueError(f"a {word} is a JSON object, not a {type(values).__name__}")
+        raise ValueError(f"a {word} must be a JSON object, not {type(values).__name__}")
     kinds = {item.name: str(item.type) for item in fields(kind)}
     unknown = sorted(set(values) - set(kinds))
     if unknown:
-        raise ValueError(f"a {word} has no {', '.join(unknown)}")
+        raise ValueError(f"unknown {word} field: {', '.join(unknown)}")
     for name, value in values.items():
         if not any(_IS_KIND[part.partition("[")[0]](value) for part in kinds[name].split(" | ")):
-            raise ValueError(f"{name} of a {word} is {kinds[name]}, not {value!r}")
+            raise ValueError(f"{word} field {name} must be {kinds[name]}, not {value!r}")
 
 
 def _is_count(value: Any) -> bool:
@@ -196,4 +198,4 @@ _IS_KIND: dict[str, Callable[[Any], bool]] = {
         isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
     ),
 }
-"""What JSON may give for each annotation of a fact."""
+"""Checks a JSON value against the annotation of a fact."""

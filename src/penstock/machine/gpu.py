@@ -4,16 +4,16 @@
 
     this process            its children
     KFD's files (AMD)       nvidia-smi
-    macOS's name            torch, only where asked for (`find_torch_gpus`)
+    macOS's name            torch, only on request (`find_torch_gpus`)
     NVML, as a last resort
 
-The first three and NVML tell what the drivers list, torch what it can use.
-``CUDA_VISIBLE_DEVICES`` and its kin hide GPUs from torch only; they are among the machine's
-environment.
+The first three and NVML list the GPUs that the drivers see. torch lists the GPUs that it can use.
+``CUDA_VISIBLE_DEVICES`` and similar variables hide GPUs from torch only. They are part of the
+machine's environment.
 
-Why the tool before the library: NVML leaves a thread and six descriptors in the process that asks
-(seen with driver 580 on an H200), and a process with two threads should not fork. The tool takes as
-long: 29 ms there, NVML 28 ms.
+The tool is tried before the library because NVML leaves a thread and six descriptors in the calling
+process (driver 580, H200), and a process with two threads should not fork. Both take about as long:
+29 ms for the tool, 28 ms for NVML.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from penstock.machine.vendor_tools import (
 )
 
 DRIVER_LIMIT_S = 2.0
-"""How long a driver may take to list its cards: 30 ms is usual. A guess, and so low because the
-doctor must answer in 3 s also beside a tool that hangs; ``doctor --gpu`` has more patience."""
+"""Time limit for a driver to list its cards, which usually takes 30 ms. The value is a guess. It is
+low because the doctor must answer within 3 s even if a tool hangs; ``doctor --gpu`` waits
+longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundGpus:
-    """The GPUs, who listed them, and what went wrong on the way."""
+    """The GPUs, the source that listed them, and any failures during the search."""
 
     gpus: tuple[Gpu, ...] = ()
     seen_by: str = "nobody"
@@ -50,10 +51,10 @@ class FoundGpus:
 
 
 def find_gpus(torch_build: str = "cuda") -> FoundGpus:
-    """The GPUs that this machine's drivers list.
+    """Return the GPUs that this machine's drivers list.
 
     Args:
-        torch_build: Where both makers' cards are in one machine, a ``"hip"`` torch can use AMD's.
+        torch_build: In a machine with cards from both vendors, ``"hip"`` selects AMD's.
 
     Example:
         >>> found = find_gpus()
@@ -70,7 +71,7 @@ def find_gpus(torch_build: str = "cuda") -> FoundGpus:
     troubles: list[ToolFailed] = []
     for name, ask in sources.items():
         if name == "nvml" and any(isinstance(trouble, ToolTimedOut) for trouble in troubles):
-            continue  # the same driver would hang here, where it cannot be killed
+            continue  # NVML would hang on the same driver, and here it cannot be killed
         try:
             gpus = ask()
         except ToolMissing:
@@ -96,7 +97,7 @@ def _by_kfd() -> tuple[Gpu, ...]:
 
 
 def _by_platform() -> tuple[Gpu, ...]:
-    """Every Apple chip has its GPU on board, and shares the memory with it."""
+    """Return the GPU of an Apple chip. It shares the chip's memory."""
     if host.architecture() != "arm64":
         return ()
     name = host.cpu_model() or "Apple GPU"
@@ -104,22 +105,22 @@ def _by_platform() -> tuple[Gpu, ...]:
 
 
 _MARK = "penstock-gpus:"
-"""Imports may print things of their own, so the answer has a mark before it."""
+"""Prefix of the answer, because imports may print other text."""
 
 
 def find_torch_gpus(limit_s: float) -> FoundGpus:
-    """The GPUs that torch can use, asked in a child process that is dead after ``limit_s``.
+    """Return the GPUs that torch can use, from a child process that is killed after ``limit_s``.
 
-    Under ``HSA_OVERRIDE_GFX_VERSION`` the architecture is the one that the card poses as.
+    Under ``HSA_OVERRIDE_GFX_VERSION`` the architecture is the overridden one.
     """
     if not host.can_start_python():
-        return FoundGpus(trouble="no Python can be started here to ask torch in")
+        return FoundGpus(trouble="cannot list torch's GPUs: no Python interpreter can be started")
     try:
         gpus = _parse(run_tool(python_command(f"{__name__}:print_torch_gpus"), limit_s))
     except ToolTimedOut:
-        return FoundGpus(trouble=f"torch did not say which GPUs it sees in {limit_s:g} s")
+        return FoundGpus(trouble=f"torch did not list its GPUs within {limit_s:g} s")
     except ToolFailed as trouble:
-        return FoundGpus(trouble=f"torch could not say which GPUs it sees: {trouble}")
+        return FoundGpus(trouble=f"torch could not list its GPUs: {trouble}")
     return FoundGpus(gpus=gpus, seen_by="torch" if gpus else "nobody")
 
 
@@ -135,7 +136,7 @@ def _parse(text: str) -> tuple[Gpu, ...]:
 
 
 def print_torch_gpus() -> None:
-    """Called from: the child process of :func:`find_torch_gpus`."""
+    """Print torch's GPUs. Called in the child process of :func:`find_torch_gpus`."""
     import torch
 
     gpus = []

@@ -1,7 +1,7 @@
-"""Reads what the GPUs are doing, from outside of whatever uses them.
+"""Reads the current load of the GPUs from outside the processes that use them.
 
-For a process that does nothing else, as ``penstock doctor --watch``: NVML is asked first, which
-needs 9 ms once it is loaded (driver 580, H200) and leaves a thread behind.
+Meant for a dedicated process such as ``penstock doctor --watch``. It tries NVML first, which takes
+9 ms per reading once loaded (driver 580, H200) and leaves a thread in the process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _UNIT_BYTES = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}  # AMD write
 
 @dataclass(frozen=True, kw_only=True)
 class GpuUsage:
-    """All readings of one moment, who gave them, and why there are none if there are none."""
+    """All readings of one moment and their source, or the reason why there are none."""
 
     readings: tuple[GpuReading, ...] = ()
     seen_by: str = "nobody"
@@ -46,7 +46,7 @@ class GpuUsage:
 
 
 def read_gpu_usage(limit_s: float) -> GpuUsage:
-    """What each GPU is doing, and who says so. Each tool asked gets ``limit_s``.
+    """Return what each GPU is doing, and the source. Each tool gets ``limit_s``.
 
     Example:
         >>> seen = read_gpu_usage(limit_s=5.0)
@@ -68,12 +68,12 @@ def read_gpu_usage(limit_s: float) -> GpuUsage:
         except ToolFailed as trouble:
             troubles.append(str(trouble))
             if isinstance(trouble, ToolTimedOut):
-                break  # a driver that hangs hangs for the next tool too
+                break  # a hanging driver also hangs the next tool
             continue
         if found:
             return GpuUsage(readings=tuple(found), seen_by=name)
     tools = ", ".join(sources)
-    return GpuUsage(trouble="; ".join(troubles) or f"nothing here reads a GPU: no {tools}")
+    return GpuUsage(trouble="; ".join(troubles) or f"no tool to read GPUs found (tried {tools})")
 
 
 def _by_nvml(limit_s: float) -> list[GpuReading]:
@@ -96,7 +96,7 @@ def _by_rocm_smi(limit_s: float) -> list[GpuReading]:
 
 
 def _of_rocm_card(index: int, card: Mapping[str, Any]) -> GpuReading:
-    """Its names have changed with the years: each fact is known by the words that stayed."""
+    """Match each fact by stable words in its key, because the keys differ between versions."""
 
     def find(*words: str) -> Any:
         names = (name for name in card if all(word in name.lower() for word in words))
@@ -130,7 +130,7 @@ def _of_amd_card(place: int, card: Mapping[str, Any]) -> GpuReading:
         return value
 
     temperature = _number(find("temperature", "edge"))
-    if temperature is None:  # the Instinct cards have no sensor at the edge
+    if temperature is None:  # Instinct cards have no edge sensor
         temperature = _number(find("temperature", "hotspot"))
     index = card.get("gpu")
     return GpuReading(
@@ -145,18 +145,18 @@ def _of_amd_card(place: int, card: Mapping[str, Any]) -> GpuReading:
 
 
 def _json_of(text: str, tool: str) -> Any:
-    """The JSON in what a tool printed; warnings may stand before and after it."""
+    """Return the JSON in a tool's output. Warnings may surround it."""
     decoder = json.JSONDecoder()
     for start in re.finditer(r"^[\[{]", text, re.MULTILINE):
         try:
             return decoder.raw_decode(text, start.start())[0]
-        except ValueError:  # a line as "[WARNING] ..."
+        except ValueError:  # a line like "[WARNING] ..."
             continue
     raise ToolFailed(f"{tool} printed {text.strip()[:80]!r}, which is not JSON")
 
 
 def _number(value: Any) -> float | None:
-    """A number, however a tool wraps it: ``3``, ``"3.0"``, ``{"value": 3, "unit": "%"}``."""
+    """Return a number from ``3``, ``"3.0"`` or ``{"value": 3, "unit": "%"}``."""
     if isinstance(value, dict):
         value = value.get("value")
     if isinstance(value, bool):
@@ -165,7 +165,7 @@ def _number(value: Any) -> float | None:
         number = float(value)
     except (TypeError, ValueError):  # N/A, None, a list
         return None
-    return number if abs(number) < float("inf") else None  # not NaN either
+    return number if abs(number) < float("inf") else None  # also rejects NaN
 
 
 def _bytes(value: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""Facts about the operating system, the processor and the memory, and what this process may use."""
+"""Facts about the operating system, the processor and the memory, and this process's limits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from penstock.machine.cgroup import MEMBERSHIP, MOUNT, cpu_quota, memory_left_by
 from penstock.machine.vendor_tools import run_tool
 
 _resource: Any = None
-with suppress(ImportError):  # Windows has none
+with suppress(ImportError):  # not on Windows
     _resource = importlib.import_module("resource")
 
 _CPUINFO = Path("/proc/cpuinfo")
 _SHM = "/dev/shm"
 _TOOL_LIMIT_S = 2.0
 
-# Arm's processors say who made the core and which it is, in numbers: the ones that training
-# machines have. (lscpu has the full table.)
+# Arm processors report the vendor and the core as numbers. This table has the cores found in
+# training machines. lscpu has the full table.
 _ARM_CORES = {
     ("0x41", "0xd03"): "Cortex-A53",
     ("0x41", "0xd05"): "Cortex-A55",
@@ -46,14 +46,14 @@ _ARM_MAKERS = {
 
 
 def os_version() -> str:
-    """The version of the operating system, as its owner would say it.
+    """Return the version of the operating system, in its usual form.
 
     Example:
         >>> isinstance(os_version(), str)
         True
     """
     if sys.platform == "win32":
-        # Not platform.version(): from Python 3.12 on it asks WMI, which can take seconds.
+        # Not platform.version(), which queries WMI from Python 3.12 on. That can take seconds.
         version = sys.getwindowsversion()
         return f"{version.major}.{version.minor}.{version.build}"
     if sys.platform == "darwin":
@@ -66,16 +66,16 @@ def os_version() -> str:
 
 
 def architecture() -> str:
-    """The instruction set of the processor: ``"x86_64"``, ``"aarch64"``, ``"arm64"``."""
+    """Return the processor's instruction set: ``"x86_64"``, ``"aarch64"``, ``"arm64"``."""
     if sys.platform == "win32":
-        # The first is set where this is a 32-bit Python on a 64-bit Windows.
+        # The first variable is set for a 32-bit Python on a 64-bit Windows.
         native = os.environ.get("PROCESSOR_ARCHITEW6432")
         return native or os.environ.get("PROCESSOR_ARCHITECTURE", "")
     return os.uname().machine
 
 
 def cpu_model(cpuinfo: Path = _CPUINFO) -> str:
-    """The name of the processor; ``""`` where it is not known.
+    """Return the name of the processor, or ``""`` if unknown.
 
     Example:
         >>> isinstance(cpu_model(), str)
@@ -103,12 +103,12 @@ def _windows_cpu_model() -> str:
 
 
 def _linux_cpu_model(text: str) -> str:
-    """The processor that ``/proc/cpuinfo`` describes, whatever names its architecture uses."""
+    """Return the processor model from ``/proc/cpuinfo``. The keys depend on the architecture."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         name, colon, value = line.partition(":")
         if colon:
-            found.setdefault(name.strip(), value.strip())  # the first core speaks for all
+            found.setdefault(name.strip(), value.strip())  # the first core represents all
     for name in ("model name", "cpu"):  # x86; POWER
         if found.get(name):
             return found[name]
@@ -122,7 +122,7 @@ def _linux_cpu_model(text: str) -> str:
 
 
 def num_affine_cpus() -> int | None:
-    """How many cores this process is allowed on; None where the system does not say."""
+    """Return the number of cores this process can run on, or None if the system does not tell."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     if sys.platform == "win32":
@@ -133,7 +133,7 @@ def num_affine_cpus() -> int | None:
 
 
 def usable_cores(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
-    """Cores this process may really use: affinity and the cgroup's quota, at least 1.
+    """Return the number of cores this process can use, given affinity and cgroup quota. At least 1.
 
     Example:
         >>> usable_cores() >= 1
@@ -145,14 +145,14 @@ def usable_cores(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """How much memory this computer has, and how much of it is free to take; 0: unknown.
+    """Return the total and the available memory of this computer. 0 means unknown.
 
     Example:
         >>> total, available = memory_bytes()
         >>> total >= available > 0
         True
     """
-    import psutil  # late: it costs 10 ms, and the front page must stay cheap
+    import psutil  # late, because it takes 10 ms and importing penstock must stay cheap
 
     try:
         memory = psutil.virtual_memory()
@@ -162,7 +162,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def free_memory_bytes() -> int:
-    """How much memory can be taken now: the machine's, or what a container has left; 0: unknown.
+    """Return the memory available now, limited by what a container has left. 0 means unknown.
 
     Example:
         >>> free_memory_bytes() >= 0
@@ -181,15 +181,15 @@ def _sysconf_bytes(name: str) -> int:
 
 
 def has_proc() -> bool:
-    """Whether Linux's ``/proc`` is there; True on other systems, which have none.
+    """Return True if Linux has ``/proc``. Always True on other systems.
 
-    A chroot and some build sandboxes have none: then threads and other processes cannot be seen.
+    Chroots and some build sandboxes lack it. Threads and other processes are then not visible.
     """
     return sys.platform != "linux" or os.path.exists("/proc/self/task")
 
 
 def shm_bytes(folder: str = _SHM) -> int | None:
-    """The size of ``/dev/shm``; None where there is none."""
+    """Return the size of ``/dev/shm``, or None if it does not exist."""
     if sys.platform == "win32":
         return None
     try:
@@ -200,7 +200,7 @@ def shm_bytes(folder: str = _SHM) -> int | None:
 
 
 def max_fds() -> int | None:
-    """How many descriptors this process may hold; None where there is no such limit."""
+    """Return the limit on open file descriptors of this process, or None without a limit."""
     if _resource is None:
         return None
     soft, _ = _resource.getrlimit(_resource.RLIMIT_NOFILE)
@@ -208,17 +208,17 @@ def max_fds() -> int | None:
 
 
 def is_frozen() -> bool:
-    """Whether this application was frozen into one program (PyInstaller, cx_Freeze)."""
+    """Return True if this application is frozen into one program (PyInstaller, cx_Freeze)."""
     return bool(getattr(sys, "frozen", False))
 
 
 def can_start_python() -> bool:
-    """Whether there is an interpreter to start. A frozen application has none."""
+    """Return True if there is an interpreter to start. A frozen application has none."""
     return bool(sys.executable) and not is_frozen()
 
 
 def peak_kb() -> int:
-    """The most memory that this process has held so far, in KiB; 0 where the system does not say.
+    """Return the peak memory of this process in KiB, or 0 if the system does not tell.
 
     Example:
         >>> peak_kb() >= 0
@@ -231,7 +231,7 @@ def peak_kb() -> int:
 
 
 def queued_s() -> float:
-    """Seconds that this thread was ready to run while others held the cores; 0 where unknown.
+    """Return the seconds that this thread was runnable but waited for a core, or 0 if unknown.
 
     Example:
         >>> queued_s() >= 0

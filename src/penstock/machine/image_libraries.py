@@ -22,7 +22,7 @@ KNOWN = (
 
 
 def find_decoders(known: Iterable[str] = KNOWN) -> tuple[str, ...]:
-    """The JPEG decoders that could be imported. They are looked for, not imported.
+    """Return the JPEG decoders that are installed, without importing them.
 
     Example:
         >>> set(find_decoders()) <= set(KNOWN)
@@ -34,14 +34,17 @@ def find_decoders(known: Iterable[str] = KNOWN) -> tuple[str, ...]:
 def _is_importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # blocked, or a stand-in without a spec
+    except (ImportError, ValueError):  # blocked, or a stub module without a spec
         return False
 
 
 @functools.cache
 def opencv() -> Any:
-    """OpenCV, imported now, or None: not there, a build that does not load here, or an empty folder
-    that an uninstalled one left behind."""
+    """Import and return OpenCV.
+
+    Returns None if it is missing, if its build does not load here, or if an uninstalled version
+    left an empty folder behind.
+    """
     try:
         cv2 = importlib.import_module("cv2")
     except Exception:
@@ -50,11 +53,11 @@ def opencv() -> Any:
 
 
 def has_turbo() -> bool | None:
-    """Whether Pillow was built with libjpeg-turbo; None where that is not known."""
+    """Return True if Pillow was built with libjpeg-turbo, or None if unknown."""
     if not _is_importable("PIL"):
         return None
     try:
         answer = importlib.import_module("PIL.features").check_feature("libjpeg_turbo")
-    except Exception:  # a broken build of a foreign package may raise anything
+    except Exception:  # a broken third-party build can raise anything
         return None
     return None if answer is None else bool(answer)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 _MAX_DIGITS = 20
-"""As many as 2**64 has; no kernel writes more."""
+"""The number of digits of 2**64. The kernel never writes more."""
 
 
 def read_text(path: Path) -> str:
-    """What a file says, without the space around it; ``""`` where it cannot be read."""
+    """Return a file's text without surrounding whitespace, or ``""`` if it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:  # half the time of Path.read_text
             return file.read().decode("utf-8", errors="replace").strip("\x00 \n")
-    except (OSError, ValueError):  # a name with a zero byte in it is a ValueError
+    except (OSError, ValueError):  # a name that contains a null byte raises ValueError
         return ""
 
 
 def parse_count(text: str) -> int | None:
-    """The count that a text is; None where it is none.
+    """Return the non-negative integer in a text, or None.
 
     Example:
         >>> parse_count("42 "), parse_count("max"), parse_count("-1"), parse_count("")

@@ -1,7 +1,7 @@
-"""Lists NVIDIA's GPUs, and what each is doing, by ``nvidia-smi`` or by the library NVML.
+"""Lists NVIDIA GPUs and their current load with ``nvidia-smi`` or the NVML library.
 
-Neither creates a CUDA context. But NVML leaves a thread of its own in the process that asks: it is
-for a process that will not fork, or where there is no tool.
+Neither creates a CUDA context. But NVML leaves a thread in the calling process. Use it only in a
+process that will not fork, or where the tool is missing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _WINDOWS_LIBRARIES = (
     r"%ProgramFiles%\NVIDIA Corporation\NVSMI\nvml.dll",  # drivers before 2018
 )
 Card = tuple[Gpu, GpuReading]
-"""What a GPU is, and what it is doing now."""
+"""The description of a GPU and its current state."""
 
-_NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE; the driver's version needs less
+_NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE; the driver version is shorter
 _SMI_FIELDS = (
     "name",
     "driver_version",
@@ -49,13 +49,13 @@ class _Utilization(ctypes.Structure):
 
 
 def load_nvml() -> Any:
-    """Find the library that came with the driver.
+    """Load the library that comes with the driver.
 
     Raises:
-        ToolMissing: There is none: no driver of NVIDIA's.
+        ToolMissing: There is no NVIDIA driver.
     """
     if sys.platform == "darwin":
-        raise ToolMissing("NVIDIA's driver does not exist for macOS")
+        raise ToolMissing("there is no NVIDIA driver for macOS")
     is_windows = sys.platform == "win32"
     for name in _WINDOWS_LIBRARIES if is_windows else _LINUX_LIBRARIES:
         try:
@@ -66,11 +66,11 @@ def load_nvml() -> Any:
 
 
 def cards_by_nvml(load: Callable[[], Any] = load_nvml) -> list[Card]:
-    """The GPUs that NVML lists, and what they are doing.
+    """Return the GPUs that NVML lists, with their current state.
 
     Raises:
-        ToolMissing: There is no NVML.
-        ToolFailed: There is one, and it cannot reach its driver.
+        ToolMissing: NVML is not installed.
+        ToolFailed: NVML cannot reach its driver.
     """
     nvml = load()
     _check(nvml, nvml.nvmlInit_v2())
@@ -89,12 +89,12 @@ def cards_by_nvml(load: Callable[[], Any] = load_nvml) -> list[Card]:
 
 
 def _card(nvml: Any, index: int, handle: ctypes.c_void_p, driver: str | None) -> Card:
-    """One GPU; a question its driver does not support leaves that fact unknown."""
+    """Return one GPU. Values that the driver does not support are None."""
     memory, use = _MemoryInfo(), _Utilization()
     major, minor, temperature, milliwatts = (ctypes.c_int() for _ in range(4))
 
     def is_known(question: str, *arguments: Any) -> bool:
-        function = getattr(nvml, question, None)  # an older library lacks the newer questions
+        function = getattr(nvml, question, None)  # older libraries lack newer functions
         return function is not None and function(handle, *arguments) == 0
 
     by = ctypes.byref
@@ -142,11 +142,11 @@ def _check(nvml: Any, code: int) -> None:
 
 
 def cards_by_tool(limit_s: float) -> list[Card]:
-    """The GPUs that ``nvidia-smi`` lists, and what they are doing.
+    """Return the GPUs that ``nvidia-smi`` lists, with their current state.
 
     Raises:
-        ToolMissing: There is no ``nvidia-smi``.
-        ToolFailed: It failed, hung, or printed something else than its table.
+        ToolMissing: ``nvidia-smi`` is not installed.
+        ToolFailed: It failed, hung, or printed unexpected output.
     """
     query = f"--query-gpu={','.join(_SMI_FIELDS)}"
     text = run_tool(["nvidia-smi", query, "--format=csv,noheader,nounits"], limit_s)
@@ -156,7 +156,7 @@ def cards_by_tool(limit_s: float) -> list[Card]:
 
 def _card_of_row(index: int, row: list[str]) -> Card:
     if len(row) != len(_SMI_FIELDS) or not row[0].strip():
-        raise ToolFailed(f"nvidia-smi printed {', '.join(row)[:80]!r}, which is not its table")
+        raise ToolFailed(f"nvidia-smi printed {', '.join(row)[:80]!r}, not the expected table")
     name, driver, capability = (cell.strip() for cell in row[:3])
     total_mib, used_mib, use, temperature, power_w = (_number(cell) for cell in row[3:])
     gpu = Gpu(
@@ -179,7 +179,7 @@ def _card_of_row(index: int, row: list[str]) -> Card:
 
 
 def _number(cell: str) -> float | None:
-    """The number in a cell; ``[N/A]`` and ``[Not Supported]`` are none."""
+    """Return the number in a cell, or None (``[N/A]``, ``[Not Supported]``)."""
     cell = cell.strip()
     is_number = cell.isascii() and cell.replace(".", "", 1).isdigit()
     return float(cell) if is_number else None

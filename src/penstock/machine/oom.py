@@ -1,15 +1,15 @@
-"""Counts the kernel's OOM kills before and after, and tells whose limit was met.
+"""Counts the kernel's OOM kills between two points in time and finds the limit that was hit.
 
-The kernel counts its OOM kills in the victim's control group and in ``/proc/vmstat``, before it
-sends the signal: a process that is seen to be dead has been counted. Who set the limit is told by
-a second count, of the times that a group's limit stood in the way::
+The kernel counts OOM kills in the victim's control group and in ``/proc/vmstat`` before it sends
+the signal, so the kill of a dead process has always been counted. A second counter, of how often a
+group hit its limit, shows which group set the limit::
 
-    pod17       memory.max: 2 GiB   memory.events: oom 1, oom_kill 1   <- its limit was met
+    pod17       memory.max: 2 GiB   memory.events: oom 1, oom_kill 1   <- its limit was hit
       box       memory.max: max     memory.events: oom 0, oom_kill 1   <- the victim was here
 
-A kill in our group without a limit in the way was for want of the machine's own memory. A kill
-that ``/proc/vmstat`` counts and our group does not was another container's, and no news. A file
-that is missing or odd is no kill.
+A kill in our group without a limit that was hit means that the machine ran out of memory. A kill
+that ``/proc/vmstat`` counts and our group does not was in a different container and is ignored. A
+file that is missing or malformed counts as no kill.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class OomKills:
     """OOM kills between two counts.
 
     Args:
-        kind: ``"cgroup"``: a control group's limit was met. ``"host"``: the machine's memory was
-            used up. None: the kernel killed nothing of ours.
-        num_kills: How many processes it killed.
-        limit_bytes: What the group may use, or what the machine has; None where that is unknown.
+        kind: ``"cgroup"``: a control group hit its limit. ``"host"``: the machine ran out of
+            memory. None: the kernel killed none of our processes.
+        num_kills: Number of killed processes.
+        limit_bytes: The group's limit or the machine's memory. None if unknown.
     """
 
     kind: Literal["cgroup", "host"] | None = None
@@ -46,19 +46,19 @@ class OomKills:
         kills = "1 kill" if self.num_kills == 1 else f"{self.num_kills} kills"
         size = "" if self.limit_bytes is None else _size(self.limit_bytes)
         if self.kind == "cgroup":
-            where = "in this control group" + (f", which may use {size}" if size else "")
+            where = "in this control group" + (f" (limit {size})" if size else "")
         else:
-            where = "on this machine" + (f", which has {size}" if size else "")
-        return f"the kernel's OOM killer ended it: {kills} {where}"
+            where = "on this machine" + (f" ({size} of memory)" if size else "")
+        return f"killed by the kernel's OOM killer: {kills} {where}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCount:
-    """What one control group has counted.
+    """The counters of one control group.
 
     Args:
-        num_kills: OOM kills of its members; None where the kernel does not say.
-        num_refusals: How often its own limit stood in the way; None where the kernel does not say.
+        num_kills: OOM kills of its members. None if the kernel does not count them.
+        num_refusals: How often the group hit its own limit. None if the kernel does not count it.
     """
 
     group: str
@@ -69,7 +69,7 @@ class GroupCount:
 
 @dataclass(frozen=True, kw_only=True)
 class OomCount:
-    """What the kernel has counted up to now.
+    """The kernel's counters at one point in time.
 
     Example:
         >>> before = OomCount.now()
@@ -85,7 +85,7 @@ class OomCount:
     def now(
         cls, mount: Path = MOUNT, membership: Path = MEMBERSHIP, vmstat: Path = VMSTAT
     ) -> OomCount:
-        """Look. Takes a fraction of a millisecond, and raises nothing."""
+        """Read the counters. Takes a fraction of a millisecond and never raises."""
         counts = (_count(*place) for place in groups_above("memory", mount, membership))
         return cls(
             groups=tuple(count for count in counts if count is not None),
@@ -94,7 +94,7 @@ class OomCount:
         )
 
     def since(self, before: OomCount) -> OomKills:
-        """What was killed since ``before`` that may have been a process of ours.
+        """Return the kills since ``before`` that may have hit one of our processes.
 
         Example:
             >>> def count(kills, refusals):
@@ -102,10 +102,10 @@ class OomCount:
             ...                      limit_bytes=2 << 30)
             ...     return OomCount(groups=(box,))
             >>> print(count(3, 9).since(count(2, 8)))
-            the kernel's OOM killer ended it: 1 kill in this control group, which may use 2.0 GiB
+            killed by the kernel's OOM killer: 1 kill in this control group (limit 2.0 GiB)
         """
         in_group = self._kills_in_group_since(before)
-        if in_group is None:  # nothing counts for us alone
+        if in_group is None:  # no counter covers only our processes
             num_kills = _growth(self.num_host_kills, before.num_host_kills) or 0
         else:
             num_kills = in_group
@@ -117,7 +117,7 @@ class OomCount:
         return OomKills(kind="host", num_kills=num_kills, limit_bytes=self.host_bytes)
 
     def _kills_in_group_since(self, before: OomCount) -> int | None:
-        """By the lowest group that counts kills; None where none does."""
+        """Return the kills that the lowest counting group counted, or None if no group counts."""
         for count in self.groups:
             if count.num_kills is not None:
                 earlier = before._count_of(count.group)
@@ -125,7 +125,7 @@ class OomCount:
         return None
 
     def _limit_in_the_way_since(self, before: OomCount) -> int | None:
-        """The lowest limit that was met: version 2 adds a group's counts to those above it."""
+        """Return the lowest limit that was hit. Version 2 adds a group's counts to its parents."""
         for count in self.groups:
             earlier = before._count_of(count.group)
             if count.limit_bytes is None or earlier is None:
@@ -157,7 +157,7 @@ def _count(version: int, group: Path) -> GroupCount | None:
 
 
 def _field(text: str, name: str) -> int | None:
-    """The number behind a name in lines such as ``oom_kill 3``."""
+    """Return the number after a name in lines such as ``oom_kill 3``."""
     for line in text.splitlines():
         key, _, value = line.partition(" ")
         if key == name:
@@ -172,7 +172,7 @@ def _growth(now: int | None, before: int | None) -> int | None:
 def _host_bytes() -> int | None:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # no such call, or no such name
+    except (AttributeError, OSError, ValueError):  # the call or the name does not exist
         return None
 
 

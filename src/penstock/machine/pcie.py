@@ -1,6 +1,6 @@
-"""The PCIe link of a GPU, from the system's files or ``nvidia-smi``.
+"""The PCIe link of a GPU, from sysfs or ``nvidia-smi``.
 
-An idle GPU lets its link go slow to save power: what it is now is told beside what it can be.
+An idle GPU slows its link down to save power, so the current and the maximum speed are reported.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from penstock.machine.vendor_tools import ToolFailed, run_tool
 SYSFS = Path("/sys/bus/pci/devices")
 _LIMIT_S = 5.0
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""What a lane carries in one direction, by generation, after its line code."""
+"""Bytes per second of one lane in one direction, by generation, after line coding."""
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
-"""By the transfers per second that the system tells, in 10**9."""
+"""Generation by the speed that sysfs reports, in GT/s."""
 _SMI_FIELDS = {
     "generation": "pcie.link.gen.current",
     "width": "pcie.link.width.current",
@@ -28,7 +28,7 @@ _SMI_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PcieLink:
-    """A PCIe link. None means: not known."""
+    """A PCIe link. None means unknown."""
 
     generation: int | None = None
     width: int | None = None
@@ -37,7 +37,7 @@ class PcieLink:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What it carries at its best generation and its present width.
+        """Bandwidth at the best generation and the current width.
 
         Example:
             >>> PcieLink(generation=1, width=16, max_generation=5).bytes_per_s // 1e9
@@ -52,16 +52,16 @@ class PcieLink:
             return "unknown"
         text = f"PCIe {best} x{self.width}"
         if self.bytes_per_s:
-            text += f", {self.bytes_per_s / 1e9:.3g} GB/s at most"
+            text += f", up to {self.bytes_per_s / 1e9:.3g} GB/s"
         if self.generation is not None and self.generation < best:
-            text += f" (PCIe {self.generation} now: it saves power)"
+            text += f" (currently PCIe {self.generation} to save power)"
         if self.max_width is not None and self.width < self.max_width:
-            text += f"; the card has x{self.max_width}"
+            text += f"; the card supports x{self.max_width}"
         return text
 
 
 def pcie_link(bus_id: str, root: Path = SYSFS) -> PcieLink | None:
-    """The link of the device at a PCI address such as ``0000:3b:00.0``; None where it is not known.
+    """Return the link of the device at a PCI address such as ``0000:3b:00.0``, or None if unknown.
 
     Example:
         >>> pcie_link("ffff:ff:1f.7") is None
@@ -88,7 +88,7 @@ def _generation(path: Path) -> int | None:
 
 
 def _width(path: Path) -> int | None:
-    """Widths of 0 and 255 are what virtual devices say."""
+    """Return a link width. Virtual devices report 0 or 255, which give None."""
     width = parse_count(read_text(path))
     return width if width and width <= 32 else None
 

@@ -1,6 +1,6 @@
 """Facts about the Python environment: versions, torch's build, notebook, variables.
 
-Nothing here imports torch or NumPy, or settles anything by asking.
+Nothing here imports torch or NumPy, or fixes a setting by reading it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PREFIXES = ("MIOPEN_", "PYTORCH_")
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
-    """The torch that is installed, and what it was built for."""
+    """The installed torch and the platform it was built for."""
 
     version: str | None = None
     build: str = "none"
@@ -45,7 +45,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild:
-    """The installed torch, asked of the imported one, else read from its ``version.py``.
+    """Return the installed torch, from the imported module or else from its ``version.py``.
 
     Example:
         >>> torch_build().build in {"cuda", "hip", "xpu", "mps", "cpu", "none"}
@@ -59,9 +59,9 @@ def torch_build() -> TorchBuild:
 
 
 def _read_version_file(package: str) -> dict[str, object] | None:
-    """The names that a package's ``version.py`` sets to plain values; None without the package.
+    """Return the plain values that a package's ``version.py`` assigns, or None without the package.
 
-    Nothing of the package is imported.
+    Does not import the package.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
@@ -69,7 +69,7 @@ def _read_version_file(package: str) -> dict[str, object] | None:
     source = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     found: dict[str, object] = {}
     for name, text in re.findall(r"^(\w+)(?: *:[^=]+)? *= *(.+)$", source, re.MULTILINE):
-        with suppress(ValueError, SyntaxError):  # something that is computed
+        with suppress(ValueError, SyntaxError):  # a computed value
             found[name] = ast.literal_eval(text)
     return found
 
@@ -84,10 +84,10 @@ def _describe(values: Mapping[str, object]) -> TorchBuild:
 
 
 def numpy_version() -> str | None:
-    """The version of NumPy; None without one.
+    """Return the version of NumPy, or None if it is not installed.
 
-    Read from its ``version.py``, as torch's: importlib.metadata is 15 ms to import, and is asked
-    only where an old NumPy computes its version.
+    Reads its ``version.py``, as for torch. importlib.metadata takes 15 ms to import and is used
+    only for old NumPy releases, which compute their version.
     """
     loaded = getattr(sys.modules.get("numpy"), "__version__", None)
     if loaded is not None:
@@ -103,30 +103,31 @@ def numpy_version() -> str | None:
 
 
 def has_gpu_context() -> bool:
-    """Whether this process has opened a GPU already. Without torch it has not.
+    """Return True if this process has already opened a GPU. Always False without torch.
 
-    Never ``torch.cuda.is_available()``: on ROCm that question itself can open the GPU.
+    Does not call ``torch.cuda.is_available()``, because on ROCm that can open the GPU.
     """
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return cuda is not None and bool(cuda.is_initialized())
 
 
 def is_notebook() -> bool:
-    """Whether this code runs in a notebook: Jupyter, VS Code, Colab, Kaggle, Databricks.
+    """Return True if this code runs in a notebook: Jupyter, VS Code, Colab, Kaggle, Databricks.
 
-    A program may import ipykernel without being in a notebook: there must be a kernel.
+    Importing ipykernel is not enough, because programs outside a notebook do it too. There must be
+    a kernel.
     """
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if callable(get_ipython) else None
     if getattr(shell, "kernel", None) is not None:
         return True
-    # Databricks ran notebooks without a kernel of Jupyter's for years; its jobs have no dbutils.
+    # Some Databricks runtimes run notebooks without a Jupyter kernel. Its jobs have no dbutils.
     main = sys.modules.get("__main__")
     return "DATABRICKS_RUNTIME_VERSION" in os.environ and hasattr(main, "dbutils")
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment variables that matter to loading and to GPUs, where they are set.
+    """Return the environment variables that affect loading and GPUs, if set.
 
     Example:
         >>> environment({"OMP_NUM_THREADS": "1", "MIOPEN_LOG_LEVEL": "3", "API_KEY": "secret"})
@@ -141,10 +142,10 @@ def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def start_method() -> tuple[str, bool]:
-    """How multiprocessing would start a process here, and whether that is settled already.
+    """Return multiprocessing's start method, and whether it is already fixed.
 
-    ``multiprocessing.get_start_method()`` would settle it, and a script's own
-    ``set_start_method`` would then fail. ``allow_none`` leaves it open.
+    ``multiprocessing.get_start_method()`` would fix it, and a later ``set_start_method`` in the
+    user's script would fail. ``allow_none`` avoids this.
 
     Example:
         >>> method, is_settled = start_method()
@@ -154,4 +155,4 @@ def start_method() -> tuple[str, bool]:
     settled: str | None = multiprocessing.get_start_method(allow_none=True)
     if settled is not None:
         return settled, True
-    return multiprocessing.get_all_start_methods()[0], False  # by its manual, the default is first
+    return multiprocessing.get_all_start_methods()[0], False  # documented: the default is first

@@ -1,14 +1,14 @@
-"""Finds what a file is stored on: memory, flash, a spinning disk, or the network.
+"""Finds the storage behind a path: memory, flash, a spinning disk, or the network.
 
-On Linux the way down is::
+On Linux the lookup is::
 
     path -> mount -> block device (/sys/dev/block) -> disk
                        partition -> its disk
                        dm-0 (LVM, encryption) -> its slaves
                        md0 (RAID) -> its members; the slowest counts
 
-No device is opened, so no rights are needed. On Windows and macOS psutil knows the network and
-memory, not the kind of disk.
+No device is opened, so no privileges are needed. On Windows and macOS psutil recognizes network
+drives and memory, but not the type of disk.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ _KINDS: dict[str, set[str]] = {
         "smb3",
         "smbfs",
         "wekafs",
-        "remote",  # how psutil marks a drive on Windows
+        "remote",  # psutil's mark of a network drive on Windows
     },
     "ram": {"devtmpfs", "ramdisk", "ramfs", "tmpfs"},
 }
-"""What a filesystem, or an option of its mount, says about where the bytes are."""
+"""Where the bytes are, by filesystem type or mount option."""
 
-# Fastest first. Random reads of small files are what a loader does, and what this order is for.
+# Fastest first, for random reads of small files, which is what a loader does.
 _RANKS: dict[tuple[str, bool], int] = {
     ("ram", False): 1,
     ("nvme", True): 2,
@@ -79,24 +79,24 @@ _RANKS: dict[tuple[str, bool], int] = {
 }
 
 _ADVICE = {
-    "ram": "Nothing is faster; it counts against this machine's memory.",
+    "ram": "The fastest storage. It uses this machine's memory.",
     "nvme": "Fast enough for millions of small files.",
     "ssd": "Good. An NVMe drive reads small files several times faster.",
-    "spinning": "Random reads cost about 10 ms each: pack the samples into few large files, or "
+    "spinning": "Random reads take about 10 ms each. Pack the samples into a few large files, or "
     "copy them to an SSD.",
-    "network": "Every file opened is a question to another machine: pack the samples into few "
-    "large files, or copy them to a disk of this machine.",
-    "internet": "Every file opened is a request over the internet: copy the data here first.",
-    "virtual": "A virtual disk: what it lies on is known to the host only, so measure it.",
-    "unknown": "This system does not say what it is made of.",
+    "network": "Opening a file takes a network round trip. Pack the samples into a few large "
+    "files, or copy them to a local disk.",
+    "internet": "Opening a file takes a request over the internet. Copy the data here first.",
+    "virtual": "A virtual disk. Only the host knows the hardware behind it, so measure its speed.",
+    "unknown": "The system does not report the type of this storage.",
 }
 
-_SPEEDS = ("ram", "nvme", "ssd", "spinning", "unknown")  # of several members the slowest counts
-_MAX_DEPTH = 8  # RAID under encryption under LVM is three
+_SPEEDS = ("ram", "nvme", "ssd", "spinning", "unknown")  # the slowest member counts
+_MAX_DEPTH = 8  # RAID under encryption under LVM has a depth of 3
 _VIRTUAL_NAMES = re.compile(r"(vd|xvd)[a-z]+$")
 _MEMORY_NAMES = re.compile(r"(ram|zram|pmem)\d")
 _VIRTUAL_MODELS = (
-    "Amazon Elastic Block Store",  # looks like NVMe and is a network
+    "Amazon Elastic Block Store",  # looks like NVMe but is network storage
     "Google PersistentDisk",
     "Msft Virtual Disk",
     "PersistentDisk",
@@ -110,13 +110,13 @@ _VIRTUAL_MODELS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """What a path is stored on.
+    """The storage behind a path.
 
     Args:
         kind: ``"ram"``, ``"nvme"``, ``"ssd"``, ``"spinning"``, ``"network"`` or ``"unknown"``.
-        device: As the system names it: ``"nvme0n1"``, ``"server:/export"``; ``""`` if unknown.
-        rank: 1 is fastest (memory), 9 slowest (the internet); None where the kind is unknown.
-        is_virtual: A disk that a host lends, of which nothing more is known here.
+        device: The system's name: ``"nvme0n1"``, ``"server:/export"``. ``""`` if unknown.
+        rank: 1 is fastest (memory), 9 slowest (the internet). None if the kind is unknown.
+        is_virtual: True for a disk provided by a hypervisor, with unknown hardware behind it.
     """
 
     kind: str
@@ -130,7 +130,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class _Disk:
-    """A disk, or several that pose as one."""
+    """A disk, or several disks that act as one."""
 
     name: str = ""
     kind: str = "unknown"
@@ -142,7 +142,7 @@ _NO_DISK = _Disk()
 
 
 def storage_of(path: str | os.PathLike[str], *, sys_root: Path = SYS) -> Storage:
-    """What ``path`` is stored on. It need not exist yet.
+    """Return the storage behind ``path``. The path does not need to exist.
 
     Example:
         >>> storage_of("s3://bucket/train").rank
@@ -159,8 +159,8 @@ def storage_of(path: str | os.PathLike[str], *, sys_root: Path = SYS) -> Storage
     if mount is None:
         return _describe("unknown", "", "")
     if mount.fstype == "overlay":
-        # A container's own files are stored where the host keeps the upper layer. On the host every
-        # path of it exists; in the container the path is the host's and does not.
+        # A container's files are stored where the host keeps the upper layer. That path exists on
+        # the host, but not in the container.
         upper = dict(option.partition("=")[::2] for option in mount.opts.split(",")).get("upperdir")
         below = _mount_above(upper) if upper and os.path.exists(upper) else None
         if below is None or below.fstype == "overlay":
@@ -175,9 +175,9 @@ def storage_of(path: str | os.PathLike[str], *, sys_root: Path = SYS) -> Storage
 
 
 def _mount_above(name: str) -> Any:
-    """psutil's record of the mount with the longest point above a path; None without one.
+    """Return psutil's record of the mount with the longest mount point above a path, or None.
 
-    Of two on one point the later hides the earlier.
+    If two mounts share a mount point, the later one hides the earlier one.
     """
     import psutil
 
@@ -208,16 +208,16 @@ def _describe(kind: str, device: str, filesystem: str, disk: _Disk = _NO_DISK) -
 
 
 def _find_disk(mount: Any, sys_root: Path) -> _Disk:
-    """The disk behind a mount, by its number or by the device it was mounted from.
+    """Return the disk behind a mount, by its device number or the device it was mounted from.
 
-    Btrfs and others give a mount a number of its own, with no device behind it.
+    Btrfs and other filesystems use device numbers without a block device behind them.
     """
     candidates = []
     if hasattr(os, "major"):  # not on Windows
         with suppress(OSError):
             candidates.append(sys_root / "dev" / "block" / _device_number(mount.mountpoint))
     if mount.device.startswith("/dev/"):
-        device = os.path.basename(os.path.realpath(mount.device))  # /dev/mapper/x is a link to dm-0
+        device = os.path.basename(os.path.realpath(mount.device))  # /dev/mapper/x links to dm-0
         candidates.append(sys_root / "class" / "block" / device)
     for candidate in candidates:
         if candidate.exists():
@@ -231,7 +231,7 @@ def _device_number(path: str) -> str:
 
 
 def _disk(folder: Path, depth: int) -> _Disk:
-    """The disk whose folder in ``/sys/devices`` this is, or is inside."""
+    """Return the disk of a folder in ``/sys/devices`` (the disk's own folder or a partition's)."""
     if (folder / "partition").exists():
         folder = folder.parent
     slaves = _slaves(folder)
@@ -248,7 +248,7 @@ def _disk(folder: Path, depth: int) -> _Disk:
 def _kind(folder: Path, is_virtual: bool) -> str:
     rotational = read_text(folder / "queue" / "rotational")
     if is_virtual:
-        # Hypervisors leave the flag at 1 for whatever they lend; a 0 was set on purpose.
+        # Hypervisors leave the flag at 1 for any virtual disk. A 0 was set on purpose.
         return "ssd" if rotational == "0" else "unknown"
     if folder.name.startswith("nvme"):
         return "nvme"
@@ -256,7 +256,7 @@ def _kind(folder: Path, is_virtual: bool) -> str:
 
 
 def _compound(folder: Path, members: list[_Disk]) -> _Disk:
-    """Several disks, or one in a wrapping, that pose as one."""
+    """Combine several disks, or one wrapped disk, that act as one."""
     level = read_text(folder / "md" / "level")
     return _Disk(
         name=folder.name,

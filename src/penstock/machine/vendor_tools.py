@@ -1,7 +1,7 @@
-"""Asks a vendor's tool or library for facts, within a time limit.
+"""Runs vendors' tools and library calls with a time limit.
 
-A driver in a bad state makes its tool hang, and the tool's children with it. The caller gets an
-answer, or :class:`ToolFailed` with the reason, no later than the limit.
+A driver in a bad state makes its tool and the tool's children hang. The caller gets a result, or
+:class:`ToolFailed` with the reason, within the limit.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from penstock.machine.child_process import ChildProcess
 Answer = TypeVar("Answer")
 
 MAX_OUTPUT_BYTES = 1 << 20
-"""No description of a computer is longer; a tool that prints without end is stopped here."""
+"""No description of a computer is longer. A tool that prints more is stopped."""
 
 
 class ToolFailed(Exception):
-    """A tool or a library gave no usable answer; the text says why."""
+    """A tool or a library gave no usable answer. The message says why."""
 
 
 class ToolMissing(ToolFailed):
-    """The tool or the library is not on this machine."""
+    """The tool or the library is not installed."""
 
 
 class ToolTimedOut(ToolFailed):
@@ -34,12 +34,12 @@ class ToolTimedOut(ToolFailed):
 
 
 def run_tool(command: Sequence[str], limit_s: float) -> str:
-    """What a tool prints. It and its children are dead after ``limit_s``.
+    """Run a tool and return its output. It and its children are killed after ``limit_s``.
 
     Raises:
-        ToolMissing: There is no such program.
-        ToolTimedOut: It had not finished by then.
-        ToolFailed: It failed, or printed more than a description.
+        ToolMissing: The program is not installed.
+        ToolTimedOut: It did not finish in time.
+        ToolFailed: It failed, or printed too much.
 
     Example:
         >>> import sys
@@ -71,9 +71,9 @@ def run_tool(command: Sequence[str], limit_s: float) -> str:
 
 
 def call_library(question: Callable[[], Answer], limit_s: float, name: str) -> Answer:
-    """What a function of a foreign library returns; raise ``ToolTimedOut`` after ``limit_s``.
+    """Return the result of a call into a foreign library, or raise ``ToolTimedOut``.
 
-    A call into a driver cannot be interrupted; one that hangs is left behind in a daemon thread.
+    A call into a driver cannot be interrupted. A call that hangs is left in a daemon thread.
 
     Example:
         >>> call_library(lambda: 6 * 7, 30.0, "arithmetic")

@@ -138,7 +138,10 @@ def test_a_loader_names_the_kernel_s_killer_with_the_limit_and_each_worker_s_mem
         text=True,
         timeout=100,
     )
-    assert "OOM killer ended it: 1 kill in this control group, which may use 1.5 GiB" in run.stdout
+    assert (
+        "killed by the kernel's OOM killer: 1 kill in this control group (limit 1.5 GiB)"
+        in run.stdout
+    )
     assert "while loading sample 9" in run.stdout
     assert re.search(r"up to its last batch: worker \d 0\.\d+ GiB", run.stdout), run.stdout
     assert "left: 15" in run.stdout, run.stderr

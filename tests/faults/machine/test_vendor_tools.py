@@ -137,7 +137,7 @@ def test_a_machine_whose_tool_prints_rubbish_is_described_without_gpus(path: Pat
     install(path, "nvidia-smi", "head -c 300 /dev/urandom; echo; echo '<html>'")
     here = machine()
     assert here.gpus == ()
-    assert "not its table" in here.gpu_trouble
+    assert "not the expected table" in here.gpu_trouble
 
 
 def test_a_watch_is_cut_off_too(path: Path) -> None:
@@ -190,7 +190,7 @@ def test_torch_is_asked_in_a_child(
 @pytest.mark.parametrize(
     ("source", "trouble"),
     [
-        ("import time; time.sleep(300)", "torch did not say which GPUs it sees in 1 s"),
+        ("import time; time.sleep(300)", "torch did not list its GPUs within 1 s"),
         ("import os; os.abort()", "failed with exit code"),
         ("raise SystemExit(0)", "printed no list of GPUs"),
     ],

@@ -39,7 +39,7 @@ def test_the_systems_files_tell_it(tmp_path: Path) -> None:
     link = pcie_link(BUS, root)
     assert link == PcieLink(generation=1, width=8, max_generation=5, max_width=16)
     assert str(link) == (
-        "PCIe 5 x8, 31.5 GB/s at most (PCIe 1 now: it saves power); the card has x16"
+        "PCIe 5 x8, up to 31.5 GB/s (currently PCIe 1 to save power); the card supports x16"
     )
 
 
@@ -77,4 +77,4 @@ def test_a_tool_that_knows_nothing_leaves_it_unknown(
 def test_what_is_not_known_is_not_made_up() -> None:
     assert PcieLink().bytes_per_s is None
     assert str(PcieLink()) == "unknown"
-    assert str(PcieLink(generation=3, width=16)) == "PCIe 3 x16, 15.8 GB/s at most"
+    assert str(PcieLink(generation=3, width=16)) == "PCIe 3 x16, up to 15.8 GB/s"

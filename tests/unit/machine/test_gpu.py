@@ -131,10 +131,10 @@ def test_rubbish_from_the_child_is_told(monkeypatch: pytest.MonkeyPatch, text: s
 
 def test_a_child_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "run_tool", raising(ToolTimedOut("python did not answer")))
-    assert find_torch_gpus(3.0) == FoundGpus(trouble="torch did not say which GPUs it sees in 3 s")
+    assert find_torch_gpus(3.0) == FoundGpus(trouble="torch did not list its GPUs within 3 s")
 
 
 def test_a_frozen_application_asks_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     monkeypatch.setattr(gpu, "run_tool", raising(AssertionError("it would start itself")))
-    assert "no Python can be started" in find_torch_gpus(1.0).trouble
+    assert "no Python interpreter can be started" in find_torch_gpus(1.0).trouble

@@ -75,7 +75,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Tools:
 def test_nobody_to_ask_is_empty_with_a_reason(tools: Tools) -> None:
     seen = read_gpu_usage(1.0)
     assert seen.readings == ()
-    assert "nothing here reads a GPU" in seen.trouble
+    assert "no tool to read GPUs found" in seen.trouble
 
 
 def test_nvml(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ def test_a_cell_that_is_not_supported_is_unknown(monkeypatch: pytest.MonkeyPatch
 )
 def test_rubbish_is_no_card(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     say(monkeypatch, text)
-    with pytest.raises(ToolFailed, match="not its table"):
+    with pytest.raises(ToolFailed, match="not the expected table"):
         cards_by_tool(1.0)
 
 

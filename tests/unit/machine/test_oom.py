@@ -59,7 +59,7 @@ def test_version_2_a_kill_by_the_own_group_s_limit(tmp_path: Path) -> None:
     found = tree.count().since(before)
     assert found == OomKills(kind="cgroup", num_kills=1, limit_bytes=2 * GIB)
     assert str(found) == (
-        "the kernel's OOM killer ended it: 1 kill in this control group, which may use 2.0 GiB"
+        "killed by the kernel's OOM killer: 1 kill in this control group (limit 2.0 GiB)"
     )
 
 
@@ -85,7 +85,7 @@ def test_version_2_a_kill_for_want_of_the_machine_s_memory_is_not_the_group_s(
     found = tree.count().since(before)
     assert found == OomKills(kind="host", num_kills=1, limit_bytes=24 * GIB)
     assert str(found) == (
-        "the kernel's OOM killer ended it: 1 kill on this machine, which has 24.0 GiB"
+        "killed by the kernel's OOM killer: 1 kill on this machine (24.0 GiB of memory)"
     )
 
 

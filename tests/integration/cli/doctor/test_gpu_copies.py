@@ -22,7 +22,7 @@ def measured(**changes: Any) -> dict[str, Any]:
 
 def test_everything_is_said_of_a_gpu_that_is_well() -> None:
     assert dict(copy_rows(measured())) == {
-        "cuda:0": "NVIDIA H200; link: PCIe 5 x16, 63 GB/s at most",
+        "cuda:0": "NVIDIA H200; link: PCIe 5 x16, up to 63 GB/s",
         "copies": "14.4 GB/s from ordinary memory, 55.1 GB/s from pinned memory, "
         "55.1 GB/s from our slots",
         "slots": "can be pinned; before one is used again: an event of the whole GPU context",
