@@ -1,1 +1,1 @@
-"""Decode, crop and resize images."""
+"""Image decoding, cropping and resizing."""

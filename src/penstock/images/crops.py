@@ -1,7 +1,7 @@
 """Crops, flips and resizes with torchvision's names, arguments and distributions.
 
-Each says what it will do to an image of a given size before any pixel is decoded. They draw from
-:func:`penstock.rng`, so the same sample gets the same crop whichever worker decodes it.
+Each transform computes its steps from the size of an image before any pixel is decoded. They draw
+from :func:`penstock.rng`, so a sample gets the same crop in any worker.
 
 Example:
     >>> import numpy as np
@@ -27,17 +27,17 @@ _NUM_TRIES = 10
 
 
 class Crop:
-    """Base class: can be called with an image, or asked for its steps."""
+    """Base class of the transforms. Call it with an image, or get its steps."""
 
     antialias: bool = True
     fast: bool = False
 
     def steps(self, height: int, width: int) -> list[ImageStep]:
-        """What is done to an image of this size; drawn anew each time."""
+        """Return the steps for an image of this size. Draws new random numbers on each call."""
         raise NotImplementedError
 
     def __call__(self, image: Any) -> Any:
-        """An image (pixels as height, width, channels, or encoded bytes) as uint8 CHW tensor."""
+        """Return an image (HWC pixels or encoded bytes) as a uint8 CHW tensor."""
         return open_image(image, self, is_encoded=isinstance(image, (bytes, bytearray, memoryview)))
 
 
@@ -50,11 +50,11 @@ def open_image(
     out: np.ndarray | None = None,
     decoder: str | None = None,
 ) -> Any:
-    """An image file's bytes, or pixels, as a tensor. A transform that is not ours gets all of it.
+    """Return an encoded image, or pixels, as a tensor. Foreign transforms get the whole image.
 
     Args:
-        path: The file's name, for errors.
-        out: See :func:`~penstock.images.pixels.to_tensor`; not used with transforms of others.
+        path: The name of the file, for error messages.
+        out: See :func:`~penstock.images.pixels.to_tensor`. Not used with foreign transforms.
         decoder: See :func:`penstock.decode`.
     """
     own = transform if isinstance(transform, Crop) else None
@@ -76,20 +76,23 @@ def _pair(size: Any) -> tuple[int, int]:
         found = found * 2
     are_numbers = all(isinstance(one, (int, float, np.number)) for one in found)
     if len(found) != 2 or not are_numbers or any(int(one) != one or one < 1 for one in found):
-        raise BadArgument(f"size={size!r} is no size in pixels", remedy="size=224")
+        raise BadArgument(
+            f"size={size!r} must be one or two positive numbers of pixels", remedy="size=224"
+        )
     return int(found[0]), int(found[1])
 
 
 class RandomResizedCrop(Crop):
-    """A part of the image of random area and shape, brought to one size.
+    """Crop a random part of the image, with random area and aspect ratio, and resize it.
 
     Args:
-        size: Height and width of what comes out, or one number for both.
-        scale: Least and most of the image's area.
-        ratio: Least and most of width by height.
-        antialias: True: as torchvision and Pillow do it. False: quicker, and shrinking flickers.
-        fast: Decode JPEGs at half, quarter or eighth scale where the crop is that much larger than
-            ``size``, with the quick transform. Not the same pixels: see docs/packed-sets.md.
+        size: Height and width of the result, or one number for both.
+        scale: Range of the crop's share of the image area.
+        ratio: Range of the aspect ratio (width / height).
+        antialias: True gives the result of torchvision and Pillow. False is faster, but shrunk
+            images show aliasing.
+        fast: Decode JPEGs at 1/2, 1/4 or 1/8 scale if the crop is that much larger than ``size``,
+            with the fast DCT. The pixels differ slightly: see docs/packed-sets.md.
 
     Example:
         >>> import numpy as np, penstock
@@ -110,17 +113,17 @@ class RandomResizedCrop(Crop):
         self.size = _pair(size)
         for name, (low, high) in (("scale", scale), ("ratio", ratio)):
             if not 0 < low <= high:
-                raise BadArgument(f"{name}={(low, high)} is no range above 0")
+                raise BadArgument(f"{name}={(low, high)} must be a range of positive numbers")
         self.scale, self.ratio = tuple(scale), tuple(ratio)
         self.antialias, self.fast = antialias, fast
 
     def draw(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Top, left, height and width of a crop."""
+        """Draw the top, left, height and width of a crop."""
         generator, area = rng(), height * width
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         small, large = self.scale
         for _ in range(_NUM_TRIES):
-            # uniform(a, b) is this, at a third of its time
+            # the same as uniform(a, b), in a third of the time
             target = area * (small + (large - small) * generator.random())
             ratio = math.exp(low + (high - low) * generator.random())
             wide = round(math.sqrt(target * ratio))
@@ -132,7 +135,7 @@ class RandomResizedCrop(Crop):
         return self._middle(height, width)
 
     def _middle(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """The largest centred crop of an allowed ratio, used when no drawn crop fits."""
+        """Return the largest centered crop with an allowed ratio, used when no drawn crop fits."""
         tall, wide = height, width
         if width / height < self.ratio[0]:
             tall = round(width / self.ratio[0])
@@ -146,11 +149,11 @@ class RandomResizedCrop(Crop):
 
 
 class RandomHorizontalFlip(Crop):
-    """Left and right exchanged, with probability ``p``."""
+    """Mirror the image horizontally with probability ``p``."""
 
     def __init__(self, p: float = 0.5) -> None:
         if not 0 <= p <= 1:
-            raise BadArgument(f"p={p} is no probability")
+            raise BadArgument(f"p={p} must be a probability between 0 and 1")
         self.p = p
 
     def steps(self, height: int, width: int) -> list[ImageStep]:
@@ -158,7 +161,7 @@ class RandomHorizontalFlip(Crop):
 
 
 class Resize(Crop):
-    """One size for all: (height, width), or a number for the shorter side."""
+    """Resize to (height, width), or to a given length of the shorter side."""
 
     def __init__(self, size: Any, *, antialias: bool = True, fast: bool = False) -> None:
         is_shorter = isinstance(size, (int, np.integer)) or len(size) == 1
@@ -176,7 +179,7 @@ class Resize(Crop):
 
 
 class CenterCrop(Crop):
-    """The middle of the image; what it lacks there is black."""
+    """Crop the center of the image. Smaller images are padded with black."""
 
     def __init__(self, size: Any) -> None:
         self.size = _pair(size)
@@ -198,7 +201,7 @@ class CenterCrop(Crop):
 
 
 class Compose(Crop):
-    """Several, one after the other.
+    """Apply several transforms in order.
 
     Example:
         >>> import numpy as np, penstock
@@ -211,8 +214,8 @@ class Compose(Crop):
         odd = [one for one in transforms if not isinstance(one, Crop)]
         if odd:
             raise BadArgument(
-                f"{type(odd[0]).__name__} is none of Penstock's own",
-                remedy="torchvision.transforms.Compose, which takes any; it gets the whole image",
+                f"{type(odd[0]).__name__} is not a Penstock transform",
+                remedy="torchvision.transforms.Compose, which takes any and gets the whole image",
             )
         self.transforms: list[Crop] = list(transforms)
         self.antialias = all(one.antialias for one in transforms)

@@ -1,9 +1,9 @@
-"""Decoding of image files: upright, cropped and resized on the way.
+"""Decoding of image files, with orientation, crop and resize.
 
-    bytes -> header (size, orientation) -> steps of the crop -> decode, maybe at reduced scale
+    bytes -> header (size, orientation) -> steps of the crop -> decode, possibly at reduced scale
           -> turn upright -> crop, resize, flip -> uint8
 
-Pixels are uint8, RGB. Normalising them to floats is done on the device, where it costs nothing.
+Pixels are uint8 RGB. Normalization to floats happens on the device, where it costs nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from penstock.images.pixels import ImageStep, apply_steps, from_pillow, turn_upr
 from penstock.machine.image_libraries import find_decoders
 
 MAX_PIXELS = 178_956_970
-"""Twice Pillow's limit, where it raises, too: half a gigabyte of pixels."""
+"""Twice Pillow's limit, at which Pillow raises too. It is half a gigabyte of pixels."""
 
 
 class Transform(Protocol):
-    """A crop that knows its steps from the size of the image; see :mod:`penstock.images.crops`."""
+    """A transform that derives its steps from the image size. See :mod:`penstock.images.crops`."""
 
     antialias: bool
     fast: bool
@@ -48,17 +48,17 @@ def decode(
     max_pixels: int = MAX_PIXELS,
     decoder: str | None = None,
 ) -> np.ndarray:
-    """Pixels of an image file, as uint8 of shape (height, width, 3).
+    """Decode an image file to uint8 pixels of shape (height, width, 3).
 
     Args:
         source: The bytes of a file, or its path.
-        transform: A crop of ours, done on the way.
-        upright: Turn the image as its Exif orientation says.
-        max_pixels: More than this is refused before anything is decoded.
+        transform: A Penstock transform to apply.
+        upright: Turn the image upright according to its Exif orientation.
+        max_pixels: Larger images are refused before they are decoded.
         decoder: For JPEG: "simplejpeg", "cv2", "torchvision" or "PIL". None: the fastest.
 
     Raises:
-        BadImage: It cannot be decoded, or is too large.
+        BadImage: The image cannot be decoded, or is too large.
         MissingExtra: No library that decodes images is installed.
 
     Example:
@@ -77,7 +77,7 @@ def decode(
 def decode_bytes(
     data: bytes, transform: Transform | None, *, path: str | None = None, **options: Any
 ) -> np.ndarray:
-    """As :func:`decode`, for bytes that were read from ``path``, which errors name."""
+    """Like :func:`decode`, for bytes that were read from ``path``. Errors name the path."""
     try:
         return _decode(data, transform, **options)
     except MissingExtra:
@@ -89,7 +89,7 @@ def decode_bytes(
             error.what, where=path, likely=error.likely, remedy=error.remedy, path=path
         ) from None
     except Exception as error:
-        likely = "the file is cut off, or no image." if data else "the file is empty."
+        likely = "the file is truncated or not an image." if data else "the file is empty."
         if type(error).__name__ == "DecompressionBombError":
             likely = "a decompression bomb."
         what = f"the image cannot be decoded: {_describe(error)}"
@@ -97,10 +97,10 @@ def decode_bytes(
 
 
 def _describe(error: BaseException) -> str:
-    """An error of a decoder in words that do not change from run to run.
+    """Describe a decoder's error in words that do not change from run to run.
 
-    Pillow names the object that it read from by its address. Others replace its function that opens
-    files (Ultralytics), and then fail at something else once it has found no image.
+    Pillow's message contains the memory address of its input. Some libraries (Ultralytics) replace
+    Pillow's function that opens files, and raise a different error after it finds no image.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -145,14 +145,14 @@ def _decode(
 def _refuse_bomb(height: int, width: int, max_pixels: int) -> None:
     if height * width > max_pixels:
         raise BadImage(
-            f"the image has {width} x {height} pixels, more than the {max_pixels} allowed: refused",
+            f"the image has {width} x {height} pixels, more than the limit of {max_pixels}",
             likely="a decompression bomb, or a scan.",
-            remedy=f"decode(..., max_pixels={height * width}), if it is meant",
+            remedy=f"decode(..., max_pixels={height * width}), if this is intended",
         )
 
 
 def _decode_other(data: bytes, upright: bool, max_pixels: int) -> np.ndarray:
-    """Anything but plain JPEG: by Pillow, which knows size and orientation, else by OpenCV."""
+    """Decode anything but plain JPEG with Pillow, or with OpenCV if Pillow is missing."""
     names = find_decoders(("PIL", "cv2"))
     if not names:
         raise no_decoder()
@@ -167,7 +167,7 @@ def _decode_other(data: bytes, upright: bool, max_pixels: int) -> np.ndarray:
 
 
 def find_scale(steps: list[ImageStep], height: int, width: int) -> int:
-    """The largest scale at which a JPEG can be decoded without enlarging it in a later step."""
+    """Return the largest scale of a JPEG at which no later step must enlarge it."""
     for step in steps:
         if step.kind == "crop":
             height, width = step.box[2:]
@@ -180,7 +180,7 @@ def find_scale(steps: list[ImageStep], height: int, width: int) -> int:
 def _shrink_steps(
     steps: list[ImageStep], before: tuple[int, int], after: tuple[int, ...]
 ) -> list[ImageStep]:
-    """The same steps for an image that was decoded smaller: crops before the resize shrink."""
+    """Adapt steps to an image that was decoded smaller. Crops before the resize shrink."""
     tall, wide = after[0] / before[0], after[1] / before[1]
     found, is_resized = [], False
     for step in steps:

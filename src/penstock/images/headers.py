@@ -1,6 +1,6 @@
-"""Size, channels and orientation from the first bytes of an image file.
+"""Reads size, channels and orientation from the first bytes of an image file.
 
-Nothing is decoded, so a file that would fill the memory is refused before it does.
+Nothing is decoded, so a file that would fill the memory is refused in time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _ORIENTATION = 0x0112
 
 
 class Header(NamedTuple):
-    """``kind``: jpeg, png, webp, or other; a size of 0 is not known."""
+    """The header of an image. ``kind`` is jpeg, png, webp or other. A size of 0 means unknown."""
 
     kind: str
     height: int = 0
@@ -24,7 +24,7 @@ class Header(NamedTuple):
 
 
 def read_header(data: memoryview) -> Header:
-    """Read the header of an encoded image; never raises: errors are left to the decoder.
+    """Read the header of an encoded image. Never raises, because the decoder reports errors.
 
     Example:
         >>> read_header(memoryview(b"GIF89a"))
@@ -45,7 +45,7 @@ def read_header(data: memoryview) -> Header:
 
 
 def _read_jpeg(data: memoryview) -> Header:
-    """Walk the segments until the frame; the first Exif one before it has the orientation."""
+    """Walk the segments up to the frame. The first Exif segment before it has the orientation."""
     place, orientation, end = 2, 1, len(data)
     while place + 9 < end:
         if data[place] != 0xFF:
@@ -65,7 +65,7 @@ def _read_jpeg(data: memoryview) -> Header:
 
 
 def read_orientation(exif: memoryview) -> int:
-    """The orientation in a block of Exif data, 1 to 8; 1 where there is none."""
+    """Return the orientation in a block of Exif data (1 to 8), or 1 if it has none."""
     order = {b"II": "<", b"MM": ">"}.get(bytes(exif[:2]))
     if order is None:
         return 1

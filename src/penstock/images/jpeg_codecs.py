@@ -1,7 +1,7 @@
 """JPEG decoders and encoders of the installed libraries, and the choice of the fastest decoder.
 
-JPEG goes to whichever of simplejpeg, OpenCV, torchvision and Pillow is quickest on a file of the
-user's own, measured once per process.
+The choice between simplejpeg, OpenCV, torchvision and Pillow is measured once per process, on one
+of the user's files.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from penstock.errors import BadArgument, CannotPack, MissingExtra
 from penstock.machine.image_libraries import find_decoders, opencv
 
 JpegDecoder = Callable[[Any, int], np.ndarray]
-"""From the bytes of a JPEG and a scale (1, 2, 4 or 8: 1/scale in each direction) to RGB pixels."""
+"""Takes the bytes of a JPEG and a scale (1, 2, 4 or 8: 1/scale per side). Returns RGB pixels."""
 _NUM_RUNS = 3
 _PACKAGES = {"cv2": "opencv-python-headless", "PIL": "pillow"}
 CLEAR_LEAD = 1.5
-"""Another decoder is taken only if it is faster by this factor. Decoders differ in single values of
-pixels, so the choice must not depend on noise in the measurement."""
+"""A decoder replaces the preferred one only if it is faster by this factor. Decoders differ in
+single pixel values, so the choice must not depend on measurement noise."""
 
 
 def _by_simplejpeg(data: Any, scale: int) -> np.ndarray:
@@ -42,7 +42,7 @@ def _by_simplejpeg(data: Any, scale: int) -> np.ndarray:
 
 def _by_cv2(data: Any, scale: int) -> np.ndarray:
     cv2: Any = importlib.import_module("cv2")
-    is_rgb = scale == 1 and hasattr(cv2, "IMREAD_COLOR_RGB")  # newer: no second pass, no copy
+    is_rgb = scale == 1 and hasattr(cv2, "IMREAD_COLOR_RGB")  # newer: saves a second pass and copy
     name = "IMREAD_COLOR" if scale == 1 else f"IMREAD_REDUCED_COLOR_{scale}"
     mode = getattr(cv2, f"{name}_RGB" if is_rgb else name) | cv2.IMREAD_IGNORE_ORIENTATION
     found = cv2.imdecode(np.frombuffer(data, np.uint8), mode)
@@ -76,20 +76,21 @@ _DECODERS: dict[str, JpegDecoder] = {
     "PIL": _by_pillow,
 }
 PREFERRED = tuple(_DECODERS)
-"""The quickest first, as they usually are."""
+"""In the usual order of speed, fastest first."""
 SCALING = frozenset({"simplejpeg", "cv2", "PIL"})
-"""Decoders that read at reduced scale."""
+"""Decoders that support a reduced scale."""
 
 
 def jpeg_decoder(name: str) -> JpegDecoder:
-    """The decoder of that name; it imports its library when it is called."""
+    """Return the decoder with this name. It imports its library when called."""
     return _DECODERS[name]
 
 
 def available_decoders() -> tuple[str, ...]:
-    """Decoders that could be used here; they are looked for, not imported.
+    """Return the decoders that can be used here, without importing them.
 
-    torchvision takes a second to import: it counts where it is imported already, or the only one.
+    torchvision takes a second to import, so it is included only if it is already imported or if
+    there is no other decoder.
     """
     found = find_decoders(PREFERRED)
     is_cheap = [name for name in found if name != "torchvision" or name in sys.modules]
@@ -97,10 +98,10 @@ def available_decoders() -> tuple[str, ...]:
 
 
 def measure_decoders(data: bytes) -> dict[str, float]:
-    """Seconds that each decoder takes for this JPEG, the quickest first.
+    """Return the seconds that each decoder takes for this JPEG, fastest first.
 
     Raises:
-        MissingExtra: There is none.
+        MissingExtra: No decoder is installed.
     """
     times: dict[str, float] = {}
     for name in available_decoders():
@@ -112,7 +113,7 @@ def measure_decoders(data: bytes) -> dict[str, float]:
                 start = time.perf_counter()
                 decode(data, 1)
                 runs.append(time.perf_counter() - start)
-        except Exception:  # a broken build, or a file that only others read
+        except Exception:  # a broken build, or a file that only other decoders can read
             continue
         times[name] = min(runs)
     if not times and not available_decoders():
@@ -122,20 +123,20 @@ def measure_decoders(data: bytes) -> dict[str, float]:
 
 def no_decoder() -> MissingExtra:
     return MissingExtra(
-        "no library that decodes images is installed here",
+        "no library that decodes images is installed",
         remedy='pip install "penstock[images]"',
     )
 
 
-@functools.cache  # looking takes 96 microseconds, a tenth of decoding an image
+@functools.cache  # the lookup takes 96 microseconds, a tenth of decoding an image
 def check_decoder(name: str | None, call: str) -> None:
-    """Raises: BadArgument: no decoder of that name. MissingExtra: it is not installed."""
+    """Raise BadArgument for an unknown decoder, and MissingExtra if it is not installed."""
     if name is None:
         return
     BadArgument.unless_one_of("decoder", name, PREFERRED, call)
     if not find_decoders((name,)):
         raise MissingExtra(
-            f"{name} is not installed here", remedy=f"pip install {_PACKAGES.get(name, name)}"
+            f"{name} is not installed", remedy=f"pip install {_PACKAGES.get(name, name)}"
         )
 
 
@@ -143,7 +144,7 @@ _chosen: list[str] = []
 
 
 def fastest_decoder(data: bytes) -> str:
-    """The quickest decoder on this machine, measured with the first JPEG that comes."""
+    """Return the fastest decoder on this machine, measured with the first JPEG."""
     if not _chosen:
         times = measure_decoders(data)
         if not times:  # the file is broken
@@ -153,7 +154,7 @@ def fastest_decoder(data: bytes) -> str:
 
 
 def pick_decoder(times: dict[str, float]) -> str:
-    """The usual decoder of those measured, unless another has a clear lead.
+    """Return the preferred one of the measured decoders, unless a faster one has a clear lead.
 
     Example:
         >>> pick_decoder({"torchvision": 0.9, "cv2": 1.0})
@@ -167,13 +168,13 @@ def pick_decoder(times: dict[str, float]) -> str:
 
 
 def set_decoder(name: str) -> None:
-    """Take over the choice of another process. Called from: a worker."""
+    """Use the decoder that a different process chose. Called in a worker."""
     if name and not _chosen:
         _chosen.append(name)
 
 
 def encode_jpeg(pixels: np.ndarray, quality: int) -> bytes:
-    """The bytes of a JPEG file. Called from: the writer of a packed set."""
+    """Return the bytes of a JPEG file. Called by the writer of packed datasets."""
     pixels = np.ascontiguousarray(pixels)
     if find_decoders(("PIL",)):
         file = io.BytesIO()

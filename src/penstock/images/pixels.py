@@ -1,7 +1,7 @@
 """Operations on decoded pixels: crop, resize, flip, turn upright, and conversion to tensors.
 
-Pixels are uint8 arrays of shape (height, width, channels). Runs in whichever process loads a
-sample. Called from: :mod:`penstock.images.decode` and :mod:`penstock.images.crops`.
+Pixels are uint8 arrays of shape (height, width, channels). Runs in the process that loads the
+sample. Called by :mod:`penstock.images.decode` and :mod:`penstock.images.crops`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ImageStep(NamedTuple):
 
 
 def apply_steps(pixels: np.ndarray, steps: list[ImageStep], *, antialias: bool) -> np.ndarray:
-    """The image after all steps; a view where possible."""
+    """Return the image after all steps, as a view if possible."""
     for step in steps:
         top, left, height, width = step.box
         if step.kind == "crop":
@@ -41,7 +41,7 @@ def apply_steps(pixels: np.ndarray, steps: list[ImageStep], *, antialias: bool) 
 
 
 def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Undo an Exif orientation (1 to 8); a view."""
+    """Undo an Exif orientation (1 to 8). Returns a view."""
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (2, 3, 6, 7):
@@ -52,7 +52,7 @@ def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def _flip(pixels: np.ndarray) -> np.ndarray:
-    """Left and right exchanged. OpenCV's copy lies in order, and takes less than undoing a view."""
+    """Mirror horizontally. OpenCV's contiguous copy is cheaper than a view that is copied later."""
     cv2 = opencv() if pixels.shape[2] == 3 else None
     planes: np.ndarray = pixels.transpose(2, 0, 1)
     if cv2 is not None and pixels.flags.c_contiguous:
@@ -67,15 +67,15 @@ def _flip(pixels: np.ndarray) -> np.ndarray:
 
 
 def resize(pixels: np.ndarray, size: tuple[int, int], *, antialias: bool = True) -> np.ndarray:
-    """Bilinear, to (height, width); see ``antialias`` of :class:`penstock.RandomResizedCrop`."""
+    """Resize bilinearly to (height, width). See :class:`penstock.RandomResizedCrop`."""
     if pixels.shape[:2] == tuple(size):
         return pixels
-    # What is only enlarged needs no antialiasing: OpenCV's values are within 1, in a third of the
-    # time (229 and 79 microseconds for 170 x 150 to 224, 2 x86-64 cores).
+    # Enlarging needs no antialiasing. OpenCV's values differ by at most 1, and it takes a third of
+    # the time (79 instead of 229 microseconds for 170 x 150 to 224, 2 x86-64 cores).
     is_enlarged = pixels.shape[0] <= size[0] and pixels.shape[1] <= size[1]
     if (is_enlarged or not antialias) and opencv() is not None:
         made: np.ndarray = opencv().resize(_in_rows(pixels), (size[1], size[0]))
-        return made.reshape(*size, pixels.shape[2])  # a single channel's axis is dropped
+        return made.reshape(*size, pixels.shape[2])  # OpenCV drops the axis of a single channel
     import torch
     from torch.nn.functional import interpolate
 
@@ -85,7 +85,7 @@ def resize(pixels: np.ndarray, size: tuple[int, int], *, antialias: bool = True)
         pixels = pixels.copy()
     tensor = torch.from_numpy(pixels).permute(2, 0, 1)[None]
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    takes_bytes = (major, minor) >= (2, 1)  # before: through floats, to the same values within one
+    takes_bytes = (major, minor) >= (2, 1)  # older versions need floats; values differ by at most 1
     shrunk = interpolate(
         tensor if takes_bytes else tensor.float(),
         list(size),
@@ -99,28 +99,28 @@ def resize(pixels: np.ndarray, size: tuple[int, int], *, antialias: bool = True)
 
 
 def _in_rows(pixels: np.ndarray) -> np.ndarray:
-    """As OpenCV takes it: pixels side by side in each row. A crop is a view, and stays one."""
+    """Return pixels that are contiguous within each row, as OpenCV needs. A crop stays a view."""
     num_channels = pixels.shape[2]
     is_fit = pixels.strides[1:] == (num_channels, 1) and pixels.strides[0] > 0
     return pixels if is_fit else np.ascontiguousarray(pixels)
 
 
 def to_tensor(pixels: np.ndarray, out: np.ndarray | None = None) -> Any:
-    """A contiguous uint8 tensor of shape (channels, height, width).
+    """Return a contiguous uint8 tensor of shape (channels, height, width).
 
     Args:
-        out: Memory for the result; ignored unless its shape and dtype fit.
+        out: Memory for the result. Ignored unless its shape and dtype match.
     """
     import torch
 
     planes = pixels.transpose(2, 0, 1)
     if out is None or out.shape != planes.shape or out.dtype != np.uint8:
         if len(planes) > 1 and planes.flags.c_contiguous and planes.flags.writeable:
-            return torch.from_numpy(planes)  # resized by torch: it lies that way already
+            return torch.from_numpy(planes)  # resized by torch: already in this layout
         out = np.empty(planes.shape, np.uint8)
     cv2 = opencv() if len(planes) == 3 and pixels.flags.c_contiguous else None
     if cv2 is not None:
-        # 14 microseconds for 224 x 224; a copy of the transposed view takes 66.
+        # 14 microseconds for 224 x 224. A copy of the transposed view takes 66.
         cv2.split(pixels, [out[0], out[1], out[2]])
     else:
         np.copyto(out, planes)
@@ -128,7 +128,7 @@ def to_tensor(pixels: np.ndarray, out: np.ndarray | None = None) -> Any:
 
 
 def from_pillow(image: Any) -> np.ndarray:
-    """RGB pixels of a Pillow image. Sixteen bits are scaled to eight, where Pillow would clip."""
+    """Return the RGB pixels of a Pillow image. Scales 16 bits to 8, where Pillow would clip."""
     if image.mode.startswith("I"):
         grey = (np.asarray(image).astype(np.int64) + 128) // 257
     elif image.mode == "F":
@@ -139,10 +139,10 @@ def from_pillow(image: Any) -> np.ndarray:
 
 
 def as_pixels(image: Any) -> np.ndarray:
-    """Pixels of a Pillow image, an array, or a tensor with its channels first.
+    """Return the pixels of a Pillow image, an array, or a tensor with its channels first.
 
     Raises:
-        BadImage: It is not an image of uint8.
+        BadImage: It is not a uint8 image.
     """
     if hasattr(image, "getbands"):
         return from_pillow(image)
@@ -154,11 +154,11 @@ def as_pixels(image: Any) -> np.ndarray:
     is_image = pixels.ndim == 3 and pixels.size > 0 and pixels.shape[2] in _NUM_CHANNELS
     if pixels.dtype != np.uint8 or not is_image:
         raise BadImage(
-            f"a {type(image).__name__} of {pixels.dtype}, shape {np.shape(image)}, is no "
-            "image of bytes",
-            likely="images are uint8: arrays of height, width, channels; tensors of channels, "
-            "height, width.",
-            remedy="crop before the image is made floats, and array.transpose(1, 2, 0) for "
-            "arrays with the channels first",
+            f"a {type(image).__name__} of {pixels.dtype}, shape {np.shape(image)}, is not a "
+            "uint8 image",
+            likely="images must be uint8: arrays of (height, width, channels) or tensors of "
+            "(channels, height, width).",
+            remedy="crop before converting the image to floats, and use array.transpose(1, 2, 0) "
+            "for arrays with the channels first",
         )
     return pixels

@@ -1,1 +1,1 @@
-"""Other people's code on top of Penstock, unchanged: patched loaders, accelerate, scripts."""
+"""Runs other people's code on Penstock unchanged: patched loaders, accelerate, scripts."""

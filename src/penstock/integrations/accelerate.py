@@ -1,14 +1,14 @@
-"""accelerate: ``prepare(penstock.DataLoader(...))`` keeps our engine and our keywords.
+"""accelerate: ``prepare(penstock.DataLoader(...))`` keeps Penstock's engine and options.
 
     accelerator.prepare(ours)
-        asks ours._is_accelerate_prepared       we note which loader it is about
-        makes a DataLoaderShard                 and in it, from torch's arguments, torch's loader
-            .base_dataloader                    in whose place we put a Prepared: ours, with what
-                                                accelerate made of dataset and batch sampler
+        reads ours._is_accelerate_prepared      we record which loader is being prepared
+        creates a DataLoaderShard               and inside it a torch loader
+            .base_dataloader                    we replace that with a Prepared: our loader with
+                                                accelerate's dataset and batch sampler
 
-Placing on the device, sharing out over ranks and the bookkeeping at the end of an epoch stay
-accelerate's. It saves and restores the state of loaders that have one, so ``save_state`` and
-``load_state`` go on in the middle of an epoch. Nothing is touched before a loader of ours is
+accelerate still moves batches to the device, splits them across ranks, and does the bookkeeping at
+the end of an epoch. It saves and restores the state of stateful loaders, so ``save_state`` and
+``load_state`` can resume in the middle of an epoch. Nothing is patched before a Penstock loader is
 prepared.
 """
 
@@ -35,7 +35,7 @@ from penstock.user_objects import probe
 _MODULE = "accelerate.data_loader"
 _NEEDED = ("DataLoaderAdapter", "DataLoaderDispatcher", "BatchSamplerShard", "SkipBatchSampler")
 _FINISHED = "_iterator_finished"
-"""An entry that accelerate adds to the state of a loader."""
+"""A key that accelerate adds to the state of a loader."""
 _lock = threading.Lock()
 _asked = threading.local()
 _all_prepared: weakref.WeakSet[Prepared] = weakref.WeakSet()
@@ -43,12 +43,12 @@ _is_hooked = False
 
 
 def watch() -> None:
-    """See to it that accelerate's question reaches us. Called when somebody takes DataLoader."""
+    """Install the hook that detects ``prepare()``. Called when DataLoader is first accessed."""
     DataLoader._is_accelerate_prepared = _Question()  # type: ignore[attr-defined]
 
 
 class _Question:
-    """``loader._is_accelerate_prepared``, which accelerate reads before it builds its own."""
+    """``loader._is_accelerate_prepared``, which accelerate reads before it creates its loader."""
 
     def __get__(self, loader: Any, kind: Any = None) -> bool:
         library = sys.modules.get(_MODULE)
@@ -58,7 +58,7 @@ class _Question:
 
 
 def _hook(library: Any) -> bool:
-    """Have accelerate's loaders made by us where they are made from ours; can it be done?"""
+    """Patch accelerate to build on our loaders. Returns False if that is not possible."""
     global _is_hooked
     with _lock:
         if _is_hooked:
@@ -68,8 +68,8 @@ def _hook(library: Any) -> bool:
         missing = [name for name in _NEEDED if not hasattr(library, name)]
         if missing:
             warnings.warn(
-                f"penstock: this accelerate has no {', '.join(missing)}: prepare() builds torch's "
-                "own loader, of ours only the order stays. "
+                f"penstock: this accelerate has no {', '.join(missing)}, so prepare() builds a "
+                "torch loader and keeps only Penstock's sample order. "
                 'Try: pip install "accelerate>=0.34.2"',
                 stacklevel=4,
             )
@@ -93,9 +93,10 @@ def _hook(library: Any) -> bool:
 
 
 def _loader_of(dataset: Any, batch_sampler: Any, library: Any) -> Any:
-    """The loader of ours that accelerate is making one from; None: it is none of ours.
+    """Return the Penstock loader that accelerate is wrapping, or None if it is not ours.
 
-    Batches of one that was prepared are skipped without a question, but not those of a stream.
+    When accelerate skips batches of a prepared loader, it does not read ``_is_accelerate_prepared``
+    again, except for iterable datasets.
     """
     own = unwrap(batch_sampler, library).own
     question, _asked.loader = getattr(_asked, "loader", None), None
@@ -103,7 +104,7 @@ def _loader_of(dataset: Any, batch_sampler: Any, library: Any) -> Any:
     if own is None:
         is_it = asked is not None and _is_made_from(dataset, asked.dataset)
         return asked if is_it else None
-    for ours in (asked, *_all_prepared):  # not by their truth: that is their length
+    for ours in (asked, *_all_prepared):  # compare with None: the truth value is the length
         if ours is not None and own is _own_batches(ours):
             return ours
     return None
@@ -114,12 +115,12 @@ def _own_batches(ours: Any) -> Any:
 
 
 def _is_made_from(dataset: Any, known: Any) -> bool:
-    """Is it the same dataset, one around it, or a part of it as Hugging Face's give one?"""
+    """Return True for the same dataset, a wrapper of it, or a part of a Hugging Face dataset."""
     return isinstance(dataset, type(known)) or probe(dataset, "dataset") is known
 
 
 def _put_in(adapter: Any, ours: Any, library: Any) -> None:
-    """Put a loader of ours into one of accelerate's that was just made, for torch's."""
+    """Replace the torch loader inside a new accelerate loader with ours."""
     theirs = adapter.base_dataloader
     kind: Any = ours._kind if isinstance(ours, Prepared) else type(ours)
     prepared = _prepared_kind(kind)
@@ -131,35 +132,35 @@ def _put_in(adapter: Any, ours: Any, library: Any) -> None:
     if base._chain().num_skipped == 0:
         _all_prepared.add(base)
     adapter.base_dataloader = base
-    # What it deals out it fetches some batches ahead, so its state would not be the user's.
+    # A dispatcher fetches some batches ahead, so its state would not match the user's position.
     adapter.use_stateful_dataloader = not is_dealt_out or world_size == 1
     adapter.adjust_state_dict_for_prefetch = _leave_as_it_is
     adapter.dl_state_dict = base.state_dict()
 
 
 def _leave_as_it_is() -> None:
-    """In the place of a correction that is meant for torchdata's loader."""
+    """Replaces a correction that only torchdata's loader needs."""
 
 
 class Prepared(DataLoader[Any]):
-    """Our loader with the dataset and the batch sampler that accelerate made of another of ours.
+    """A Penstock loader with accelerate's dataset and batch sampler.
 
-    Called from: accelerate, which asks for one batch ahead and takes the state before that.
+    Used by accelerate, which fetches one batch ahead and takes the state before that.
     """
 
     _kind: type[DataLoader[Any]]
     _library: Any
     _adapter: Any
     _leader: Any
-    """The loader of accelerate's whose batches this one skips some of; it is told the state."""
+    """The accelerate loader whose batches this one partly skips. It receives the state."""
     _is_state_asked: bool
-    """Has the user asked accelerate to restore the place of loaders? It does without, too."""
+    """True if the user enabled stateful loaders in accelerate. The state works without it too."""
     _told: list[int]
-    """The epochs that accelerate has announced since the last one was begun."""
+    """The epochs that accelerate announced since the last epoch began."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[DataLoader[Any]]:  # type: ignore[override]
-        """accelerate pickles a loader of its own by the class that its inner one says it has."""
+        """The loader's original class, because accelerate pickles its loaders by this class."""
         return self._kind
 
     def _take(self, ours: Any, theirs: Any, library: Any) -> None:
@@ -170,7 +171,7 @@ class Prepared(DataLoader[Any]):
         is_shared_out = isinstance(theirs.sampler, library.BatchSamplerShard)
         if theirs.dataset is not ours.dataset or is_shared_out:
             mine.update({n: getattr(theirs, n) for n in ("batch_size", "drop_last", "sampler")})
-        if isinstance(ours, Prepared):  # some batches of it are skipped
+        if isinstance(ours, Prepared):  # accelerate skips some of its batches
             self._leader = ours._adapter
             return
         self._kind, self._leader, self._told = type(ours), None, []
@@ -182,13 +183,13 @@ class Prepared(DataLoader[Any]):
         self._epoch_state.resume(ours._epoch_state.upcoming())
 
     def _listen(self) -> None:
-        """Have an order of our own, so that this one hears which epoch accelerate announces."""
+        """Replace the order with a copy that records the epochs that accelerate announces."""
         chain = self._chain()
         if chain.order is None:
             return
         if chain.order.world_size > 1 and chain.world_size > 1:
             raise BadArgument(
-                "the loader takes this rank's part already, and accelerate would take a part of it",
+                "the loader is already sharded by rank, and accelerate would shard it again",
                 remedy="DataLoader(...) without shard=, rank= and world_size=, then prepare()",
             )
         order, own = copy.copy(chain.order), copy.copy(chain.own)
@@ -241,11 +242,11 @@ class Prepared(DataLoader[Any]):
             adapter.iteration = self._epoch_state.epoch
 
     def _hear(self) -> None:
-        """Begin the epoch that the user has asked for; else the next one.
+        """Select the epoch that the user set, or else the next one.
 
-        accelerate announces an epoch whenever it begins one, by a number that it counts up only
-        where the one before was not left early; so alone, the number of the present one says
-        nothing. The user's own announcement stands before it.
+        accelerate announces an epoch each time it begins one. It increments the number only if the
+        previous epoch ran to its end, so a single announcement of the current epoch carries no
+        information. An announcement by the user comes before it.
         """
         told, epoch_state = self._told, self._epoch_state
         is_begun = epoch_state.num_begun > 0
@@ -262,14 +263,15 @@ class Prepared(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A checkpoint of another training is no error where nobody asked for its loader."""
+        """Load a checkpoint. A mismatch only warns unless the user asked for stateful loaders."""
         try:
             super().load_state_dict({name: state[name] for name in state if name != _FINISHED})
         except BadState as error:
             if self._is_state_asked:
                 raise
             text = (
-                f"penstock: the loader begins its epoch anew, not where the checkpoint was. {error}"
+                "penstock: the loader restarts its epoch from the beginning, not from the "
+                f"checkpoint. {error}"
             )
             warnings.warn(text, stacklevel=3)
             return
@@ -279,7 +281,7 @@ class Prepared(DataLoader[Any]):
             adapter.dl_state_dict = self.state_dict()
 
     def _bad_in(self, epoch: int, end: int) -> dict[str, list[Any]]:
-        """All ranks write one file, so they must say the same."""
+        """Return nothing with several ranks, because all ranks write the same file."""
         return super()._bad_in(epoch, end) if self._chain().world_size == 1 else {}
 
     def __reduce__(self) -> Any:
@@ -289,7 +291,7 @@ class Prepared(DataLoader[Any]):
 
 @functools.cache
 def _prepared_kind(kind: Any) -> type[Prepared]:
-    """What a loader of this class becomes: still one of it."""
+    """Return the class of a prepared loader. It is a subclass of the loader's class."""
     return Prepared if kind is DataLoader else type("Prepared", (Prepared, kind), {})
 
 

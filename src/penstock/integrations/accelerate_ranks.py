@@ -1,11 +1,11 @@
-"""The batches of a loader that accelerate has prepared: this rank's, from any place of the epoch.
+"""This rank's batches of a loader prepared by accelerate, from any position in the epoch.
 
     SkipBatchSampler -> BatchSamplerShard -> the loader's own batch sampler -> its order
-    leaves some out     gives this rank's
+    skips batches       selects this rank's
 
-The two on the left are accelerate's, and may be missing. Which indices a rank gets is theirs to
-say. Where a sample stands in the epoch, which decides its randomness, follows from the number of
-ranks: a global batch is as many consecutive positions, of which each rank has its part.
+The first two belong to accelerate and may be missing. They decide which indices a rank gets. The
+position of a sample in the epoch determines its randomness and depends on the number of ranks. A
+global batch covers consecutive positions, and each rank has its part of them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from penstock.order.samplers import Order
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """What stands between a prepared loader and its own batches.
+    """The samplers between a prepared loader and its own batches.
 
     Args:
         own: The loader's own batch sampler, torch's or the user's.
-        sharing: accelerate's, which gives this rank's part; None: there is one rank.
-        num_skipped: Batches of this rank that are left out at the start of an epoch.
+        sharing: accelerate's sampler, which selects this rank's part. None with a single rank.
+        num_skipped: Number of this rank's batches to skip at the start of an epoch.
     """
 
     own: Any
@@ -46,7 +46,7 @@ class Chain:
 
     @property
     def rows(self) -> int | None:
-        """Samples of this rank in a batch; None: they vary."""
+        """Number of samples of this rank in a batch, or None if it varies."""
         size = getattr(self.own, "batch_size", None)
         if not isinstance(size, int):
             return None
@@ -60,7 +60,7 @@ class Chain:
 
 
 def unwrap(batch_sampler: Any, library: Any) -> Chain:
-    """What a batch sampler that accelerate made consists of.
+    """Split a batch sampler made by accelerate into its parts.
 
     Args:
         library: The module ``accelerate.data_loader``.
@@ -77,10 +77,10 @@ def unwrap(batch_sampler: Any, library: Any) -> Chain:
 
 
 class RankWalk(EpochIndices):
-    """This rank's batches of indices, from where the epoch starts.
+    """This rank's batches of indices, from the start position of the epoch.
 
     Args:
-        outermost: What the user sees as the batch sampler; its length is the loader's.
+        outermost: The batch sampler that the user sees. Its length is the loader's length.
     """
 
     def __init__(self, outermost: Any, chain: Chain, epoch_state: EpochState) -> None:
@@ -110,10 +110,10 @@ class RankWalk(EpochIndices):
         return self._shared_out(copy.copy(order), start)
 
     def _shared_out(self, order: Order, start: int) -> Iterator[Any]:
-        """From ``start`` on without asking for all that comes before it.
+        """Yield this rank's batches from ``start`` on, without iterating over earlier ones.
 
-        What is missing in the last batch is filled up from the epoch's first batches, which
-        accelerate keeps as they come by: so it is shown these, and then the rest.
+        accelerate fills the last batch up from the first batches of the epoch, which it keeps as
+        they pass. So it gets those first, and then the rest.
         """
         sharing = copy.copy(self._chain.sharing)
         sharing.batch_sampler = _Resumed(self._chain, order, start)
@@ -131,7 +131,7 @@ class RankWalk(EpochIndices):
 
 
 class _Resumed:
-    """The epoch's first batches, of all ranks together, and those from ``start`` on."""
+    """The first batches of the epoch (of all ranks), followed by the batches from ``start`` on."""
 
     def __init__(self, chain: Chain, order: Order, start: int) -> None:
         self.batch_size: int = chain.own.batch_size

@@ -1,7 +1,7 @@
-"""fastai: which of its loaders run on the engine.
+"""fastai: explains which of its loaders run on the engine.
 
-``DataLoaders(train, valid)`` of torch's loaders does. fastai's own ``DataLoader`` is not a subclass
-of torch's: it makes torch's private iterators itself, so the patch leaves it alone.
+torch loaders in ``DataLoaders(train, valid)`` do. fastai's own ``DataLoader`` is not a subclass of
+torch's. It creates torch's private iterators directly, so the patch leaves it alone.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import sys
 from collections.abc import Iterator
 
 _UNREACHED = (
-    "fastai's own DataLoader does not use torch's class, and loads as without Penstock. Torch's "
+    "fastai's own DataLoader does not use torch's class, so it loads without Penstock. torch "
     "loaders in fastai's DataLoaders(train, valid) run on the engine"
 )
 
 
 def explain_unreached() -> Iterator[str]:
-    """A line for a script that imported fastai and iterated no loader of torch's.
+    """Yield a note for a script that imported fastai but iterated over no torch loader.
 
-    Called from: the report of ``penstock run``, at the end of the script.
+    Called at the end of the script, by the report of ``penstock run``.
     """
     if "fastai.data.load" in sys.modules:
         yield _UNREACHED

@@ -1,11 +1,11 @@
-"""torch's own DataLoader, loading with our engine: for code that cannot be changed.
+"""Makes torch's own DataLoader use Penstock's engine, for code that cannot be changed.
 
-    patch() puts one function in the place of torch.utils.data.DataLoader._get_iterator
+    patch() replaces one method: torch.utils.data.DataLoader._get_iterator
 
-That one method is where every torch loader gets what loads its batches, so it does not matter when
-the class was imported or subclassed. A loader keeps its class, attributes, sampler and order.
-Beside it stands a :class:`penstock.integrations.patched_loader.PatchedLoader`, our loader with the
-other's attributes, which does the loading.
+Every torch loader gets its iterator from that method, so it does not matter when the class was
+imported or subclassed. A loader keeps its class, attributes, sampler and order. A
+:class:`penstock.integrations.patched_loader.PatchedLoader` is attached to it. That is a Penstock
+loader with the same attributes, and it does the loading.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _ATTRIBUTE = "_penstock_loader"
-"""Where a torch loader keeps the one of ours that loads for it."""
+"""The attribute of a torch loader that holds its Penstock loader."""
 _READ_BY_US = ("_index_sampler", "_auto_collation")
-"""A class that has its own of these means something that only torch's iterators follow."""
+"""If a class overrides one of these, only torch's iterators follow it."""
 _ORIGINAL: Any = vars(TorchDataLoader).get("_get_iterator")
 _lock = threading.RLock()
 
 
 @dataclass
 class _Patch:
-    """What stands in torch's class now; one layer for each call of patch()."""
+    """The active patch, with one layer for each call of patch()."""
 
     original: Any
     report: PatchReport = field(default_factory=PatchReport)
     layers: list[PatchLayer] = field(default_factory=list)
 
     def add(self, options: dict[str, Any]) -> None:
-        """Equal options go on with the same layer: epochs are counted on."""
+        """Add a layer. Equal options reuse the last layer, so its epoch counts continue."""
         is_same = bool(self.layers) and self.layers[-1].options == options
         self.layers.append(self.layers[-1] if is_same else PatchLayer(options, self.report))
 
@@ -54,16 +54,16 @@ _current: _Patch | None = None
 
 @takes_options(PatchOptions)
 def patch(**options: Unpack[PatchOptions]) -> PatchReport:
-    """Let every ``torch.utils.data.DataLoader`` load with Penstock's engine from now on.
+    """Make every ``torch.utils.data.DataLoader`` load with Penstock's engine.
 
-    Already patched: the options of this call count until it is taken back. Loaders whose class has
-    a ``_get_iterator`` of its own are left alone, as are iterators that exist already.
+    Calls can be nested: the options of the last call apply until it is undone. Loaders whose class
+    overrides ``_get_iterator`` are left alone, as are existing iterators.
 
     Args:
-        **options: Those of :class:`penstock.options.PatchOptions`. With ``seed``, each loader draws
-            from generators of its own; the order stays torch's: ``torch.manual_seed`` repeats it.
+        **options: See :class:`penstock.options.PatchOptions`. With ``seed``, each loader uses its
+            own generators. The order stays torch's, and ``torch.manual_seed`` reproduces it.
 
-    Returns what is counted while the patch stands. Pairs with :func:`unpatch`.
+    Returns the counters of the patch. Undo it with :func:`unpatch`.
 
     Example:
         >>> import penstock, torch
@@ -85,7 +85,7 @@ def patch(**options: Unpack[PatchOptions]) -> PatchReport:
 
 
 def unpatch() -> None:
-    """Take back the last :func:`patch`; without one, nothing happens."""
+    """Undo the last :func:`patch`. Does nothing without one."""
     global _current
     with _lock:
         if _current is None:
@@ -99,7 +99,7 @@ def unpatch() -> None:
 @takes_options(PatchOptions)
 @contextmanager
 def patched(**options: Unpack[PatchOptions]) -> Iterator[PatchReport]:
-    """:func:`patch` for a while.
+    """Apply :func:`patch` inside a ``with`` block.
 
     Example:
         >>> import penstock, torch
@@ -116,14 +116,14 @@ def patched(**options: Unpack[PatchOptions]) -> Iterator[PatchReport]:
 
 
 def _replaceable() -> Any:
-    """torch's own method, if it is the one that we know."""
+    """Return torch's own method, if it has the expected signature."""
     original = vars(TorchDataLoader).get("_get_iterator")
     original = _ORIGINAL if original is _get_iterator else original
     if original is None or list(inspect.signature(original).parameters) != ["self"]:
         raise BadArgument(
-            "this torch's DataLoader has no _get_iterator(self) that could be replaced",
-            likely="a version of torch that Penstock does not know.",
-            remedy="penstock.DataLoader in the place of torch's works without it",
+            "this torch's DataLoader has no _get_iterator(self) to replace",
+            likely="a torch version that Penstock does not support.",
+            remedy="penstock.DataLoader instead of torch's works without a patch",
         )
     return original
 
@@ -132,21 +132,21 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     known = options_of(PatchOptions)
     unknown = ", ".join(sorted(set(given) - set(known)))
     if unknown:
-        raise BadArgument(f"patch() does not know {unknown}; it knows {', '.join(known)}")
+        raise BadArgument(f"unknown patch() option {unknown}; options are {', '.join(known)}")
     options = read_options(PatchOptions, given)
     values = {name: value for name, value in options.items() if value is not None}
     is_for_workers = "multiprocessing_context" in values or values.get("persistent_workers")
     if is_for_workers and not values.get("num_workers"):
-        values["num_workers"] = 1  # torch takes these only beside workers
-    DataLoader([0], **values)  # torch says what is wrong with a value of its own
+        values["num_workers"] = 1  # torch accepts these only with workers
+    DataLoader([0], **values)  # torch raises for invalid values of its own options
     return options
 
 
 def _get_iterator(loader: Any) -> Any:
-    """In the place of torch's own."""
+    """Replacement for torch's method."""
     with _lock:
         patch = _current
-        if patch is None:  # somebody kept this function, or put it back, beyond unpatch()
+        if patch is None:  # the user's code kept this function beyond unpatch()
             return _ORIGINAL(loader)
         if any(getattr(type(loader), n) is not getattr(TorchDataLoader, n) for n in _READ_BY_US):
             return patch.original(loader)

@@ -1,8 +1,8 @@
-"""The loader that works for one of torch's: ours, with the other's attributes.
+"""The Penstock loader behind a patched torch loader.
 
-torch's loader --_penstock_loader--> PatchedLoader --> our engine
+torch's loader --_penstock_loader--> PatchedLoader --> Penstock's engine
    ^    |                              |
-   |    +-- dataset, sampler, ... -----+   taken over each time an iterator is made
+   |    +-- dataset, sampler, ... -----+   copied each time an iterator is created
 the user's code
 """
 
@@ -43,12 +43,12 @@ from penstock.planning.safety import make_safe
 
 _PLAIN: Any = TorchDataLoader([0])  # type: ignore[arg-type]
 _TORCH_NAMES = tuple(name for name in vars(_PLAIN) if name != "_iterator")
-"""What torch's own class keeps; a subclass may keep more, under names that are ours too."""
+"""The attributes of torch's own class. A subclass may add names that we use too."""
 
 SPAWNED_ANEW = (
-    "workers are spawned anew for each epoch, which takes seconds: the code does not ask for "
-    "persistent_workers, and what it changes in its dataset between epochs would not reach those "
-    "that stay. Try, if it changes nothing: penstock run --persistent-workers, or "
+    "workers are spawned again for each epoch, which takes seconds, because the code does not set "
+    "persistent_workers. Persistent workers do not see changes that the code makes to its dataset "
+    "between epochs. If it makes none, try: penstock run --persistent-workers, or "
     "penstock.patch(persistent_workers=True)"
 )
 
@@ -60,7 +60,7 @@ _QUIET_SAMPLERS = (
 
 @dataclass
 class PatchReport:
-    """What patched loaders did since the patch."""
+    """Counters and messages of patched loaders."""
 
     num_loaders: int = 0
     num_epochs: int = 0
@@ -68,12 +68,12 @@ class PatchReport:
     num_bad: int = 0
     changes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What is not changed, but may matter."""
+    """Remarks about behaviour that was not changed."""
 
 
 @dataclass
 class PatchLayer:
-    """One patch: its options, where its loaders are counted, and how many it has had.
+    """One patch: its options, its report, and the number of its loaders.
 
     Args:
         options: All of :class:`penstock.options.PatchOptions`, checked.
@@ -84,11 +84,11 @@ class PatchLayer:
     num_loaders: int = 0
 
     def next_seed(self, generator: Any) -> int | None:
-        """The seed of the next loader.
+        """Return the seed of the next loader.
 
-        Each has its own, or a loader that is made anew for each epoch would draw the same numbers
-        in all of them. Where the code gave its loader a generator, that one's seed counts too: it
-        is how ranks are told apart.
+        Each loader has its own seed. Otherwise a loader that is created again for each epoch would
+        draw the same numbers each time. If the code passes a generator, its seed is mixed in,
+        because scripts use it to give ranks different seeds.
         """
         number, self.num_loaders = self.num_loaders, self.num_loaders + 1
         self.report.num_loaders += 1
@@ -99,13 +99,13 @@ class PatchLayer:
 
 
 class PatchedLoader(DataLoader[Any]):
-    """Our loader with another's attributes: dataset, sampler, workers and all are the other's.
+    """A Penstock loader with the attributes of a torch loader: dataset, sampler, workers, etc.
 
-    Called from: the patched method, with its lock held.
+    Called by the patched method, which holds the lock.
     """
 
     def __init__(self, loader: Any, layer: PatchLayer) -> None:
-        # Not torch's __init__: everything that it would make is taken over in follow().
+        # Does not call torch's __init__, because follow() copies everything that it would set.
         self._layer = layer
         self._owner = weakref.ref(loader)
         self._granted: dict[Any, tuple[str | None, int | str]] = {}
@@ -120,16 +120,16 @@ class PatchedLoader(DataLoader[Any]):
         self.follow(loader)
 
     def __reduce__(self) -> Any:
-        """Left behind when the other loader is pickled or copied; the copy gets its own."""
+        """Pickle as None. A copy of the torch loader creates its own PatchedLoader."""
         return type(None), ()
 
     def belongs_to(self, loader: Any, layer: PatchLayer) -> bool:
-        """Does this load for that loader, under that patch? ``copy.copy`` takes it along."""
+        """Return True if this belongs to the loader and patch. ``copy.copy`` copies the link."""
         return self._owner() is loader and self._layer is layer
 
     def follow(self, loader: Any) -> None:
-        """Take the other's attributes as they are now: some change between epochs."""
-        for name in _TORCH_NAMES:  # not by setattr: torch's forbids it for some
+        """Copy the torch loader's current attributes, because some change between epochs."""
+        for name in _TORCH_NAMES:  # not with setattr, which torch forbids for some
             vars(self)[name] = getattr(loader, name)
         vars(self)["_iterator"] = None
         self._asked_prefetch = _asked_prefetch(loader)
@@ -147,14 +147,14 @@ class PatchedLoader(DataLoader[Any]):
             self._tell_change(line)
 
     def _get_iterator(self) -> Any:
-        """torch's class keeps workers where the code asks for it; else it asks us each time."""
+        """Return an iterator. Keeps workers alive if only the patch asks for persistent workers."""
         owner = self._owner()
         if owner is None or owner.persistent_workers or not self.persistent_workers:
             return super()._get_iterator()
         travels = (self.dataset, self.collate_fn, self.worker_init_fn)
         if self._kept is not None and _are_same(self._kept[0], travels):
-            # A new iterator would draw its base seed here: what the code's generator gives next
-            # must not depend on who stays.
+            # A new iterator draws its base seed here. The next number from the code's generator
+            # must not depend on whether workers persist.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             self._kept[1]._reset(self)
         else:
@@ -163,16 +163,16 @@ class PatchedLoader(DataLoader[Any]):
         return self._kept[1]
 
     def close(self) -> None:
-        """Stop workers that were kept, if the code did not ask for it."""
+        """Stop workers that persist only because of the patch."""
         if self._kept is not None:
             self._kept[1]._shutdown_workers()
         self._kept = None
 
     def _rewind(self, loader: Any) -> None:
-        """Make good what an iterator that was given up had drawn ahead from the code's generator.
+        """Reseed the code's generator after an iterator was abandoned.
 
-        How far ahead depends on the number of workers. Ultralytics gives up its endless one when it
-        closes its mosaic.
+        The abandoned iterator has drawn ahead, and how far depends on the number of workers.
+        Ultralytics abandons its endless iterator when it disables its mosaic.
         """
         is_given_up = self._epoch_state.num_begun > 0 and not self._epoch_state.is_over
         if self.seed is None or loader.generator is None or not is_given_up:
@@ -183,12 +183,12 @@ class PatchedLoader(DataLoader[Any]):
             )
 
     def _request(self) -> LoaderRequest:
-        """What the code asks for, as far as it is safe here."""
+        """Return what the code requests, limited to what is safe on this machine."""
         request, machine = super()._request(), quick_facts()
         if self._layer.options["multiprocessing_context"] is not None:
             request = replace(request, start_method=self._layer.options["multiprocessing_context"])
         asked = (request.start_method, request.num_workers, machine.has_gpu_context)
-        if asked not in self._granted:  # once: free memory is another number each time
+        if asked not in self._granted:  # once, because free memory varies between calls
             safe, lines = make_safe(machine, request)
             self._granted[asked] = (safe.start_method, safe.num_workers)
             for line in lines:
@@ -218,8 +218,10 @@ class PatchedLoader(DataLoader[Any]):
         super()._begin_epoch()
 
     def _settings(self, plan: Plan) -> EngineSettings:
-        """With a seed, what worker_init_fn seeds does not count; code that cannot be changed has
-        it often, Hugging Face's Trainer always."""
+        """Return the engine's settings. With a seed, seeding in worker_init_fn has no effect.
+
+        Code that cannot be changed often seeds there. Hugging Face's Trainer always does.
+        """
         is_spawned = plan.pool.value == "process" and plan.start_method.value == "spawn"
         if is_spawned and self._epoch_state.num_begun > 1 and not self.persistent_workers:
             self._tell_note(SPAWNED_ANEW)
@@ -230,7 +232,7 @@ class PatchedLoader(DataLoader[Any]):
 
 
 class _CountedFaults(Faults):
-    """Faults of a patched loader, counted for its patch, too."""
+    """Faults of a patched loader, which are also counted in the patch's report."""
 
     def __init__(
         self, options: dict[str, Any], epoch_state: EpochState, report: PatchReport
@@ -249,7 +251,7 @@ class _CountedFaults(Faults):
 
 
 def _warn(line: str) -> None:
-    """A word about code that cannot be changed must not end it where it makes warnings errors."""
+    """Warn, or print to stderr where warnings are errors, so that the script is not stopped."""
     try:
         warn_user(f"penstock: {line}")
     except UserWarning as warning:
@@ -261,9 +263,10 @@ def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _draws_at_start_only(loader: Any) -> bool:
-    """Is all that the loader's sampler draws drawn before its first index?
+    """Return True if the loader's sampler draws all random numbers before its first index.
 
-    One that draws later is asked at times that its author could rely on: as far ahead as torch is.
+    The author of any other sampler may rely on when it is called, so it runs as far ahead as in
+    torch.
     """
     is_plain = type(loader.batch_sampler) in (BatchSampler, type(None))
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -273,7 +276,7 @@ def _draws_at_start_only(loader: Any) -> bool:
 
 
 def _asked_prefetch(loader: Any) -> int | None:
-    """What the code asked for. torch fills in 2 where nothing was said, so that counts as none."""
+    """Return the requested prefetch factor. torch's default of 2 counts as not requested."""
     prefetch: int | None = loader.prefetch_factor
     if _draws_at_start_only(loader):
         return None if prefetch == 2 else prefetch

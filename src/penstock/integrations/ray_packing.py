@@ -1,10 +1,10 @@
-"""Packing on a Ray cluster: shards are Ray tasks, written by the nodes to a shared path.
+"""Packing on a Ray cluster: nodes write shards to a shared path as Ray tasks.
 
     pack(map=ray_map()) -- one task per shard --> nodes: load, write, commit by rename
-                        <-- its record ---------- a task whose node dies is run again elsewhere
+                        <-- its record ---------- a task whose node dies runs again elsewhere
 
-A node that is killed costs the shards it was writing. Ray runs them again, on another node, and
-what it had half written is never taken for a shard.
+If a node dies, the shards it was writing are lost. Ray runs them again on a different node. A
+half-written file is never mistaken for a shard.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from penstock.sources.packed_writer import Map
 
 MAX_RETRIES = 10
 _MAX_AHEAD = 4
-"""Tasks under way for each CPU of the cluster: a million shards must not all wait at once."""
+"""Tasks in flight per CPU of the cluster, so that a million shards are not all queued."""
 
 
 def ray_map(address: str | None = None, *, max_retries: int = MAX_RETRIES) -> Map:
-    """A map for :func:`penstock.pack` that runs on a Ray cluster.
+    """Return a map for :func:`penstock.pack` that runs on a Ray cluster.
 
     Args:
-        address: Of the cluster, for ``ray.init``; None: the one this program is connected to, or
-            the one that ``RAY_ADDRESS`` names, or a new one on this machine.
-        max_retries: Times that a shard is tried again when its node died.
+        address: The cluster's address, for ``ray.init``. None means the cluster that this program
+            is connected to, or the one in ``RAY_ADDRESS``, or a new one on this machine.
+        max_retries: How often a shard is retried when its node dies.
 
     Raises:
         MissingExtra: Ray is not installed.
@@ -35,14 +35,12 @@ def ray_map(address: str | None = None, *, max_retries: int = MAX_RETRIES) -> Ma
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError:
-        raise MissingExtra(
-            "Ray is not installed here", remedy='pip install "penstock[ray]"'
-        ) from None
+        raise MissingExtra("Ray is not installed", remedy='pip install "penstock[ray]"') from None
 
     def run(function: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
         if not ray.is_initialized():
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        shared = ray.put(function)  # the dataset travels to each node once
+        shared = ray.put(function)  # sends the dataset to each node only once
 
         def write(job: Callable[[int], Any], number: int) -> Any:
             return job(number)
@@ -58,6 +56,6 @@ def ray_map(address: str | None = None, *, max_retries: int = MAX_RETRIES) -> Ma
             try:
                 yield ray.get(done[0])
             except ray.exceptions.RayTaskError as error:
-                raise error.cause from error  # as if it had been raised here
+                raise error.cause from error  # the original exception
 
     return run

@@ -1,8 +1,8 @@
-"""A script or module, run as ``python`` would run it, in this process.
+"""Runs a script or module in this process, as ``python`` would run it.
 
     argv, sys.path, __main__, exit codes and signals are the script's; tracebacks begin with it
 
-torch is patched when the script imports it: a script that does not pays nothing.
+torch is patched when the script imports it. A script that does not import torch has no overhead.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def run_file(script: str, arguments: Sequence[str]) -> NoReturn:
-    """Run a script, or a folder or archive with a ``__main__.py``, and exit as it does.
+    """Run a script, or a folder or archive with a ``__main__.py``, and exit with its status.
 
-    ``-`` is standard input, as for python.
+    ``-`` means standard input, as for python.
     """
     if script == "-":
         _run_stdin(arguments)
     if not os.path.exists(script):
         raise BadTarget(
-            f"there is no script {script!r} here ({os.getcwd()})",
+            f"script {script!r} not found (current directory: {os.getcwd()})",
             remedy="penstock run path/to/train.py, or penstock run -m package.module",
         )
     path = os.path.abspath(script)
@@ -65,7 +65,7 @@ def run_file(script: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _is_archive(path: str) -> bool:
-    """Is it a zip archive? Looks for the mark at its end first: zipfile is slow to import."""
+    """Return True for a zip archive. Searches its end mark first: zipfile is slow to import."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16) - 22))
@@ -93,11 +93,11 @@ def _run_stdin(arguments: Sequence[str]) -> NoReturn:
 
 
 def _main_of(folder: str, module: types.ModuleType) -> Any:
-    """Prepare ``module`` to be the ``__main__.py`` in a folder or archive; what loads it."""
+    """Set up ``module`` as the ``__main__.py`` of a folder or archive and return its loader."""
     spec = machinery.PathFinder.find_spec("__main__", [folder])
     if spec is None or spec.loader is None:
         raise BadTarget(
-            f"there is no __main__.py in {folder!r}", remedy="penstock run path/to/train.py"
+            f"no __main__.py found in {folder!r}", remedy="penstock run path/to/train.py"
         )
     vars(module).update(vars(importlib.util.module_from_spec(spec)))
     return spec.loader
@@ -105,28 +105,28 @@ def _main_of(folder: str, module: types.ModuleType) -> Any:
 
 def _code_of(loader: Any, path: str) -> Any:
     if isinstance(loader, machinery.SourceFileLoader) and loader.path == path:
-        with io.open_code(path) as file:  # python keeps no bytecode of a script
+        with io.open_code(path) as file:  # python does not cache the bytecode of a script
             return compile(file.read(), path, "exec", dont_inherit=True)
     return loader.get_code("__main__")
 
 
 def run_module(name: str, arguments: Sequence[str]) -> NoReturn:
-    """``python -m name``."""
+    """Run a module like ``python -m name``."""
     _enter_folder(os.getcwd())
-    sys.argv = ["-m", *arguments]  # which the packages around it see
+    sys.argv = ["-m", *arguments]  # visible to the parent packages
     if name.startswith(".") or not _is_module(name):
         raise BadTarget(
-            f"there is no module {name!r} here ({os.getcwd()})",
+            f"module {name!r} not found (current directory: {os.getcwd()})",
             remedy="penstock run -m package.module, or penstock run path/to/train.py",
         )
     _finish(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
 
 
 def when_imported(name: str, then: Callable[[], None], needs: Sequence[str] = ()) -> None:
-    """Call ``then`` as soon as a module is there: now, or when somebody has imported it.
+    """Call ``then`` once a module is imported: immediately, or after its first import.
 
     Args:
-        needs: Our packages that ``then`` uses and that import the module themselves.
+        needs: Penstock packages that ``then`` uses and that import the module themselves.
     """
     if name in sys.modules:
         then()
@@ -135,9 +135,9 @@ def when_imported(name: str, then: Callable[[], None], needs: Sequence[str] = ()
 
 
 class _Watch:
-    """Sees a module being imported, once, and steps aside.
+    """Import hook that calls a function after the first successful import of a module.
 
-    Libraries ask where it is long before they import it, and an import may fail and be tried again.
+    Libraries look the module up long before they import it, and a failed import can be retried.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
@@ -157,7 +157,7 @@ class _Watch:
             execute = loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
-                vars(loader).pop("exec_module", None)  # several may watch, one in another
+                vars(loader).pop("exec_module", None)  # several hooks may be nested
                 execute(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
@@ -168,9 +168,9 @@ class _Watch:
 
 
 class _First:
-    """Imports the watched module before the first of some packages that import it.
+    """Import hook that imports the watched module before certain packages that import it.
 
-    What is called then uses these packages, which must not be half imported.
+    The callback uses these packages, so they must not be half imported when it runs.
     """
 
     def __init__(self, name: str, packages: Sequence[str]) -> None:
@@ -186,7 +186,7 @@ class _First:
             sys.meta_path.remove(self)
         if fullname not in sys.modules:
             return None
-        self._spec = sys.modules[fullname].__spec__  # it was imported just now
+        self._spec = sys.modules[fullname].__spec__  # the import above has loaded it
         return importlib.util.spec_from_loader(fullname, self)  # type: ignore[arg-type]
 
     def create_module(self, spec: Any) -> types.ModuleType:
@@ -199,8 +199,8 @@ class _First:
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError as error:  # the package around it; or what that needs, which
-        missing = str(error.name)  # runpy raises again, with a traceback
+    except ModuleNotFoundError as error:  # a parent package, or one of its dependencies. For the
+        missing = str(error.name)  # latter, runpy raises again with a traceback.
         return missing != name and not name.startswith(f"{missing}.")
     except ValueError:
         return False
@@ -209,14 +209,14 @@ def _is_module(name: str) -> bool:
 
 
 def _enter_folder(folder: str) -> None:
-    """Where imports are looked for first: python puts the script's folder there, not ours."""
-    if getattr(sys.flags, "safe_path", False):  # -P: python puts none there
+    """Put the script's folder first in ``sys.path``, as python does."""
+    if getattr(sys.flags, "safe_path", False):  # -P: python does not add it
         return
     sys.path[:1] = [folder]
 
 
 def _finish(run: Callable[[], Any]) -> NoReturn:
-    """Run to the end and leave as the interpreter would."""
+    """Run to the end and exit as the interpreter would."""
     found: BaseException | None = None
     try:
         run()
@@ -228,13 +228,13 @@ def _finish(run: Callable[[], Any]) -> NoReturn:
         sys.exit(0)
     _show(found)
     if isinstance(found, KeyboardInterrupt):
-        sys.excepthook = lambda *_: None  # it has been shown; the rest is the interpreter's
+        sys.excepthook = lambda *_: None  # already shown; the interpreter does the rest
         raise KeyboardInterrupt
     sys.exit(1)
 
 
 def _show(error: BaseException) -> None:
-    """As the interpreter does it, with its own frames only."""
+    """Print an error as the interpreter does, without Penstock's frames."""
     trace = _without_ours(error)
     if isinstance(error, SyntaxError) and trace is None:
         error.__traceback__ = None

@@ -1,7 +1,7 @@
-"""The versions of other libraries that this is tested with.
+"""The tested version ranges of other libraries.
 
-Another version runs all the same. Where one is met, a line says so, once in a process: what goes
-wrong there may be nobody's fault. The extras in ``pyproject.toml`` name the same ranges.
+Other versions run too. A warning names them once per process, because a problem may come from the
+untested version. The extras in ``pyproject.toml`` have the same ranges.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """A library as people import and install it, and the versions that the tests have seen.
+    """A library, its import and package names, and its tested versions.
 
     Args:
-        first: The oldest one that was tested.
-        below: The next one that may break what it promises to the one that was tested last.
+        first: The oldest tested version.
+        below: The first version that may break compatibility with the newest tested one.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Library:
 
     @property
     def requirement(self) -> str:
-        """What pip is told.
+        """The requirement for pip.
 
         Example:
             >>> Library(name="timm", package="timm", first="1.0.30", below="1.1").requirement
@@ -39,7 +39,7 @@ class Library:
         return f"{self.package}>={self.first},<{self.below}"
 
     def is_tested(self, version: str) -> bool:
-        """Is this version within the range?
+        """Return True if a version is within the range.
 
         Example:
             >>> timm = Library(name="timm", package="timm", first="1.0.30", below="1.1")
@@ -70,22 +70,22 @@ _told: set[str] = set()
 
 
 def untested_here() -> Iterator[str]:
-    """A line for each library that is imported in a version outside its range; each only once.
+    """Yield a warning for each imported library with an untested version, once per library.
 
-    Called from: what sees other people's code at work. Costs a few lookups.
+    Called by code that meets other libraries. Costs a few lookups.
     """
     for library in LIBRARIES:
         module = sys.modules.get(library.name)
         if module is None or library.name in _told:
             continue
         version = _version_of(module, library)
-        if version is None:  # it is being imported at this moment
+        if version is None:  # the import is still running
             continue
         _told.add(library.name)
         if not library.is_tested(version):
             yield (
-                f"{library.package} {version} is outside what this is tested with "
-                f"({library.requirement}): it runs, but what is odd may come from there. "
+                f"{library.package} {version} is untested with Penstock (tested: "
+                f"{library.requirement}). It runs, but may cause problems. "
                 f'Try: pip install "{library.requirement}"'
             )
 
@@ -96,12 +96,12 @@ def _version_of(module: Any, library: Library) -> str | None:
         return version
     try:
         return metadata.version(library.package)
-    except metadata.PackageNotFoundError:  # under another name, or not installed at all
+    except metadata.PackageNotFoundError:  # installed under a different name, or not at all
         return None
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with, without zeros at the end: 1.0 is 1."""
+    """Return the leading numbers of a version without trailing zeros, so 1.0 equals 1."""
     match = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in match.group().split(".")] if match else [0]
     while len(numbers) > 1 and not numbers[-1]:

@@ -1,8 +1,8 @@
-"""Ultralytics: what in its datasets depends on which process loads a sample.
+"""Ultralytics: makes its Mosaic independent of the process that loads a sample.
 
-Its Mosaic takes the other images of a sample from a buffer: those that this process has loaded
-lately. No seed can repeat that with workers that share the samples out, or after one has died.
-Ultralytics has a switch for it, which it uses itself for images in memory (``cache="ram"``).
+Mosaic takes its additional images from a buffer of images that this process loaded recently. No
+seed can reproduce that when workers divide the samples, or after a worker has died. Ultralytics has
+a switch for it, which it uses itself for images in memory (``cache="ram"``).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from penstock.user_objects import probe
 
 CHANGED = (
-    "Ultralytics' Mosaic takes its images from the whole dataset, not from those that this process "
-    "has loaded lately: else no seed repeats it"
+    "Ultralytics' Mosaic takes its images from the whole dataset, not from a buffer of recently "
+    "loaded images, because a seed cannot reproduce the buffer"
 )
 _MODULE = "ultralytics.data.augment"
 _MAX_DEPTH = 20
 
 
 def settle_mosaic(dataset: Any) -> str | None:
-    """Switch Mosaic's buffer off, wherever it is in the dataset's transforms; what was changed."""
+    """Disable Mosaic's buffer in all transforms of a dataset. Returns a message if it did."""
     mosaic = getattr(sys.modules.get(_MODULE), "Mosaic", None)
-    if mosaic is None:  # Ultralytics is not here
+    if mosaic is None:  # Ultralytics is not imported
         return None
     line = None
     for transform in _walk(probe(dataset, "transforms")):
@@ -35,8 +35,8 @@ def settle_mosaic(dataset: Any) -> str | None:
 
 
 def _walk(transform: Any, depth: int = 0) -> Iterator[Any]:
-    """A transform and those inside: a list of them, or one that runs before."""
-    if transform is None or depth > _MAX_DEPTH:  # one that answers every name has no end
+    """Yield a transform and all nested ones: those in its list, and its ``pre_transform``."""
+    if transform is None or depth > _MAX_DEPTH:  # an object with any attribute would never end
         return
     yield transform
     inner = probe(transform, "transforms")

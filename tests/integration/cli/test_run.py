@@ -237,10 +237,10 @@ def test_modules_folders_and_archives_run_as_with_python(name: str, found: dict[
 # -- what penstock itself says ---------------------------------------------------------------------
 
 COMMANDS = {
-    "no script": (["gone.py"], "there is no script 'gone.py'"),
-    "no module": (["-m", "pack.gone"], "there is no module 'pack.gone'"),
-    "no package": (["-m", "gone.at.all"], "there is no module 'gone.at.all'"),
-    "a relative module": (["-m", ".pack"], "there is no module '.pack'"),
+    "no script": (["gone.py"], "script 'gone.py' not found"),
+    "no module": (["-m", "pack.gone"], "module 'pack.gone' not found"),
+    "no package": (["-m", "gone.at.all"], "module 'gone.at.all' not found"),
+    "a relative module": (["-m", ".pack"], "module '.pack' not found"),
     "no target": ([], "Missing argument"),
     "a negative part": (["--max-bad", "-1", "pack/train.py"], "--max-bad=-1 is neither"),
     "a part without end": (["--max-bad", "inf", "pack/train.py"], "--max-bad=inf is neither"),

@@ -164,7 +164,7 @@ def test_an_iterator_that_exists_goes_on_when_the_patch_is_gone() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sead": 0}, "does not know sead"),
+        ({"sead": 0}, r"unknown patch\(\) option sead"),
         ({"on_error": "ignore"}, "on_error"),
         ({"seed": 0.5}, "seed"),
         ({"num_workers": "many"}, "num_workers"),

@@ -235,7 +235,7 @@ def test_spawned_workers_that_are_not_kept_are_a_note_from_the_second_epoch_on()
         assert len(epochs(loader, 1)) == 5  # without workers, which takes no time
         assert report.notes == []
         loader.num_workers = 1
-        with pytest.warns(UserWarning, match="spawned anew for each epoch.*persistent-workers"):
+        with pytest.warns(UserWarning, match="spawned again for each epoch.*persistent-workers"):
             assert len(epochs(loader, 1)) == 5
     assert report.notes == [patched_loader.SPAWNED_ANEW]
     assert report.changes == []

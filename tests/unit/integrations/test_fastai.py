@@ -15,7 +15,7 @@ def test_a_script_with_fastai_is_told_that_its_own_loader_is_left_alone(
 ) -> None:
     monkeypatch.setitem(sys.modules, "fastai.data.load", types.ModuleType("fastai.data.load"))
     (line,) = explain_unreached()
-    assert "loads as without Penstock" in line
+    assert "loads without Penstock" in line
 
 
 def test_one_without_it_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_a_version_outside_its_range_is_told_once_with_the_line_to_paste(
 ) -> None:
     pretend(monkeypatch, version)
     (line,) = untested_here()
-    assert line.startswith(f"timm {version} is outside")
+    assert line.startswith(f"timm {version} is untested with Penstock")
     assert f'pip install "{TIMM.requirement}"' in line
     assert list(untested_here()) == []
 
@@ -69,7 +69,7 @@ def test_under_a_patch_it_is_a_warning_and_in_the_report(monkeypatch: pytest.Mon
         warnings.simplefilter("always")
         for _ in range(2):
             assert [batch.tolist() for batch in TorchDataLoader([1, 2])] == [[1], [2]]  # type: ignore[arg-type]
-    assert ["timm 99.0 is outside" in str(one.message) for one in caught] == [True]
+    assert ["timm 99.0 is untested with Penstock" in str(one.message) for one in caught] == [True]
     assert len(report.notes) == 1
     assert report.changes == []
 

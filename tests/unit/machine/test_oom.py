@@ -208,7 +208,10 @@ def test_counts_that_went_down_are_no_kill() -> None:
     [
         (OomKills(kind="cgroup", num_kills=2), "2 kills in this control group"),
         (OomKills(kind="host", num_kills=1), "1 kill on this machine"),
-        (OomKills(kind="cgroup", num_kills=1, limit_bytes=64 << 20), "which may use 64 MiB"),
+        (
+            OomKills(kind="cgroup", num_kills=1, limit_bytes=64 << 20),
+            "in this control group (limit 64 MiB)",
+        ),
     ],
 )
 def test_what_is_not_known_is_not_said(kills: OomKills, text: str) -> None:
