@@ -469,5 +469,5 @@ def test_a_folder_uses_the_decoder_that_it_was_told(
     assert used == ["PIL", "torchvision", "cv2"]
     with pytest.raises(penstock.errors.BadArgument, match=r"ImageFolder\(\.\.\., decoder="):
         ImageFolder(tmp_path, decoder="magic")
-    with pytest.raises(penstock.errors.BadArgument, match="cannot be called"):
+    with pytest.raises(penstock.errors.BadArgument, match="is not callable"):
         ImageFolder(tmp_path, 224)  # type: ignore[arg-type]

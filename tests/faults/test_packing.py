@@ -109,7 +109,7 @@ def test_another_source_does_not_go_on_where_this_one_stopped(
     server.pack(folder, die_at=60)
     (folder / ".packing.lock").unlink()  # which a killed process cannot take away
     before = digest(folder)
-    with pytest.raises(AlreadyThere, match="another packing"):
+    with pytest.raises(AlreadyThere, match="a different unfinished packing"):
         pack(Mixed(61), folder, workers=0, shard_bytes=1500)
     assert digest(folder) == before
 

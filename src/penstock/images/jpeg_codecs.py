@@ -168,7 +168,7 @@ def pick_decoder(times: dict[str, float]) -> str:
 
 
 def set_decoder(name: str) -> None:
-    """Use the decoder that a different process chose. Called in a worker."""
+    """Use the decoder that another process chose. Called in a worker."""
     if name and not _chosen:
         _chosen.append(name)
 

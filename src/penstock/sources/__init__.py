@@ -1,17 +1,17 @@
-"""Datasets of Penstock: packed sets, caches, image folders and array files.
+"""Penstock's datasets: packed sets, caches, image folders and array files.
 
-    fields         kinds of values, and how each is stored
+    fields         types of field values and their encoding
     manifest       format of a packed set: files, fields, versions
-    array_files    .npy headers and mappings
-    checksums      blocks of files, checked when first read
-    columns        rows of one field, gathered over shards
-    packed_folder  the files of a packed set, opened
-    packed         Packed: samples and batches of a set
-    pack_source    samples of the dataset that is to be packed
-    packed_writer  shards, each committed whole
-    cache          cached(): computed once, mapped from then on
-    tensor_files   open_tensors(): .npy and .pt files as they are
+    array_files    .npy headers and memory maps
+    checksums      block checksums, verified on first read
+    columns        rows of one field, gathered across shards
+    packed_folder  the open files of a packed set
+    packed         Packed: samples and batches of a packed set
+    pack_source    samples of the dataset to pack
+    packed_writer  shards, each committed atomically
+    cache          cached(): samples are computed once, then memory-mapped
+    tensor_files   open_tensors(): existing .npy and .pt files
     image_folder   ImageFolder: a folder of images, one subfolder per class
 
-Nothing here starts a process or a loader: whoever packs hands in a ``map``.
+Nothing here starts a process or a loader. The caller of the writer passes a ``map`` function.
 """

@@ -1,16 +1,16 @@
-"""``.npy`` files: headers that fill a page, and mappings of one or many files.
+"""``.npy`` files: page-aligned headers, and memory maps of one or many files.
 
-NumPy opens these files like any other. The header is padded to ``HEADER_BYTES`` so that the data of
-every shard has the same place modulo a page: that lets one gather reach over many shards
-(:mod:`penstock.sources.columns`). On Linux all files of a field are mapped into one range of
-addresses, where NumPy sees their rows as rows of one array:
+NumPy can open these files as usual. The header is padded to ``HEADER_BYTES``, so the data of every
+shard starts at the same offset within a page. That lets one gather span many shards
+(:mod:`penstock.sources.columns`). On Linux all files of a field are mapped into one address range,
+where NumPy sees their rows as rows of one array:
 
     reserve:  |---------------------------------------------------------|   addresses only
-    map:      |[header|row row row]....|[header|row row]....|[header|row]   each file at a place
-              whose distance from the first is a multiple of both a page and a row
+    map:      |[header|row row row]....|[header|row row]....|[header|row]   each file starts at a
+              distance from the first that is a multiple of both the page size and the row size
 
-No descriptor stays open, so a set of many shards does not come near the limit. Elsewhere files are
-mapped one by one, and a gather takes rows in smaller chunks.
+No descriptor stays open, so a set with many shards does not approach the limit. On other systems
+files are mapped one by one, and a gather copies rows in smaller chunks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def make_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """The first ``HEADER_BYTES`` of a ``.npy`` file, format 1.0.
+    """Return the first ``HEADER_BYTES`` of a ``.npy`` file, format 1.0.
 
     Example:
         >>> import io
@@ -54,11 +54,11 @@ def make_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 class MappedArray(NamedTuple):
-    """An array and the mapped file that it lies in.
+    """An array and the mapped file that contains it.
 
     Args:
         offset: Where the data begins in the file.
-        file: None: the array is in memory.
+        file: None if the array is in memory.
     """
 
     array: np.ndarray
@@ -67,16 +67,16 @@ class MappedArray(NamedTuple):
 
 
 def map_array(path: str) -> MappedArray:
-    """Map one ``.npy`` file; see :func:`map_arrays`."""
+    """Map one ``.npy`` file. See :func:`map_arrays`."""
     return map_arrays([path])[0]
 
 
 def map_arrays(paths: list[str]) -> list[MappedArray]:
-    """Map ``.npy`` files for reading; on Linux so that they are whole numbers of rows apart.
+    """Map ``.npy`` files for reading. On Linux their distances are whole numbers of rows.
 
     Raises:
-        BadStore: One cannot be opened, is no ``.npy``, holds objects, or is shorter than its
-            header says.
+        BadStore: A file cannot be opened, is not a ``.npy`` file, contains objects, or is shorter
+            than its header says.
     """
     headers = [_read_header(path) for path in paths]
     row_bytes = max((header.row_bytes for header in headers), default=0)
@@ -108,12 +108,12 @@ class _Header(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """0 without rows: their size is then only what a foreign header says."""
+        """Bytes of a row, or 0 without rows, because a foreign header may state any shape."""
         return self.data_bytes // self.shape[0] if self.shape and self.shape[0] else 0
 
 
 def _read_header(path: str) -> _Header:
-    copy_again = "copy the file again from where it was made"
+    copy_again = "copy the file again from its source"
     try:
         with open(path, "rb") as file:
             version = np.lib.format.read_magic(file)
@@ -122,24 +122,26 @@ def _read_header(path: str) -> _Header:
                 (2, 0): np.lib.format.read_array_header_2_0,
             }[version]
             shape, is_fortran, dtype = read(file)
-            np.broadcast_to(np.empty((), dtype), shape)  # raises for sizes that no array has
+            np.broadcast_to(np.empty((), dtype), shape)  # raises for impossible sizes
             header = _Header(dtype, shape, file.tell(), os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise BadStore(f"{path} cannot be opened: {error.strerror or error}", path=path) from None
     except Exception as error:  # NumPy's parser raises many types for damaged bytes
         raise BadStore(
-            f"{path} is no .npy file: {' '.join(str(error).split())[:200]}",
-            likely="its first bytes are damaged, or something else wrote it.",
+            f"{path} is not a .npy file: {' '.join(str(error).split())[:200]}",
+            likely="its first bytes are damaged, or a different program wrote it.",
             remedy=copy_again,
             path=path,
         ) from None
     if dtype.hasobject:
         raise BadStore(
-            f"{path} holds Python objects, which only pickle could read: refused", path=path
+            f"{path} contains Python objects, which would have to be unpickled. Penstock does not "
+            "unpickle data",
+            path=path,
         )
     if is_fortran and len(shape) > 1:
         raise BadStore(
-            f"{path} lies in Fortran order: its samples are not rows of the file",
+            f"{path} is in Fortran order, so its samples are not rows of the file",
             remedy=f"np.save({path!r}, np.ascontiguousarray(np.load({path!r})))",
             path=path,
         )
@@ -147,7 +149,7 @@ def _read_header(path: str) -> _Header:
     if header.file_bytes < needed:
         raise BadStore(
             f"{path} has {header.file_bytes} bytes; {dtype} of shape {shape} needs {needed}",
-            likely="it was cut off: a full disk, or a copy that did not end.",
+            likely="the file is truncated, because of a full disk or an interrupted copy.",
             remedy=copy_again,
             path=path,
         )
@@ -155,10 +157,10 @@ def _read_header(path: str) -> _Header:
 
 
 class _MappedFile:
-    """All bytes of a file, and advice about them.
+    """All bytes of a file, and a function to advise the kernel about them.
 
     Args:
-        advise: As ``mmap.madvise``.
+        advise: Like ``mmap.madvise``.
     """
 
     def __init__(self, content: np.ndarray, advise: Any) -> None:
@@ -169,28 +171,28 @@ class _MappedFile:
 def _map_alone(path: str) -> _MappedFile:
     keywords: dict[str, Any] = {"access": mmap.ACCESS_READ}
     if sys.version_info >= (3, 13) and os.name == "posix":
-        keywords["trackfd"] = False  # a thousand shards must not hold a thousand descriptors
+        keywords["trackfd"] = False  # so that a thousand shards do not hold a thousand descriptors
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, **keywords)
     return _MappedFile(np.frombuffer(mapping, np.uint8), getattr(mapping, "madvise", None))
 
 
 class _AddressRange:
-    """A range of addresses, given back when the last array over it is gone."""
+    """A range of addresses, unmapped when the last array in it is gone."""
 
     def __init__(self, num_bytes: int) -> None:
         self.libc = _libc()
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
         self.address = self.libc.mmap(None, num_bytes, _PROT_NONE, flags, -1, 0)
         if self.address == _FAILED:
-            raise OSError(ctypes.get_errno(), "no addresses")
+            raise OSError(ctypes.get_errno(), "no address range available")
         weakref.finalize(self, self.libc.munmap, self.address, num_bytes).atexit = False
 
     def map_file(self, path: str, start: int, num_bytes: int) -> _MappedFile:
         address = self.address + start
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size != num_bytes:
-                raise OSError(f"{path} has changed its size")
+                raise OSError(f"the size of {path} has changed")
             flags = _MAP_SHARED | _MAP_FIXED
             found = self.libc.mmap(address, num_bytes, _PROT_READ, flags, file.fileno(), 0)
             if found == _FAILED:
@@ -203,7 +205,7 @@ class _AddressRange:
 
 
 def _map_together(paths: list[str], sizes: list[int], row_bytes: int) -> list[_MappedFile] | None:
-    """Map files a whole number of rows apart; None where that cannot be done."""
+    """Map files whole numbers of rows apart. Returns None if that is not possible."""
     if sys.platform != "linux" or not row_bytes:
         return None
     step = math.lcm(row_bytes, mmap.PAGESIZE)
@@ -211,7 +213,7 @@ def _map_together(paths: list[str], sizes: list[int], row_bytes: int) -> list[_M
     try:
         addresses = _AddressRange(starts[-1])
         return list(map(addresses.map_file, paths, starts, sizes))
-    except (OSError, AttributeError):  # a limit on addresses, or a C library without these
+    except (OSError, AttributeError):  # an address limit, or a C library without these functions
         return None
 
 
@@ -237,9 +239,9 @@ class _Memory:
 def array_at(
     address: int, shape: tuple[int, ...], owner: Any, *, is_readonly: bool = False
 ) -> np.ndarray:
-    """Memory as an array of bytes, which keeps ``owner`` alive.
+    """Return memory as an array of bytes, which keeps ``owner`` alive.
 
-    The garbage collector does not look through arrays: ``owner`` must not refer to the array.
+    The garbage collector does not traverse arrays, so ``owner`` must not refer to the array.
     """
     interface = {
         "shape": shape,

@@ -1,15 +1,15 @@
-"""``penstock.cached``: samples computed once, and mapped from then on.
+"""``penstock.cached``: samples are computed once, then memory-mapped.
 
-    cache.json         what the samples are, and of which dataset
-    image.npy          a row for each sample, sparse until it is written
-    text.heap, text.spans.npy    for samples that differ in length
-    ready.npy          a byte for each sample: set when all of it is written
-    checks.npy         a CRC-32 for each, looked at after the machine was started anew
+    cache.json         the fields of the samples, and the fingerprint of the dataset
+    image.npy          one row per sample, sparse until written
+    text.heap, text.spans.npy    for samples of different lengths
+    ready.npy          one byte per sample, set when the sample is completely written
+    checks.npy         one CRC-32 per sample, verified after a reboot
 
-Workers and ranks fill it at the same time, while the first epoch runs. A process that has computed
-a sample locks it (without waiting: if another has the lock, it writes nothing), writes it, and sets
-its byte last. A killed worker leaves a sample that is not ready. If the disk is full, or samples
-differ in form, they are computed each time; the run goes on.
+Workers and ranks fill it at the same time, during the first epoch. A process that has computed a
+sample locks it, writes it, and sets its ready byte last. It does not wait for the lock. If
+another process holds it, nothing is written. A killed worker leaves a sample that is not ready.
+If the disk is full, or if samples differ in form, they are computed each time. The run continues.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _READY, _CHECKS = "ready.npy", "checks.npy"
 
 
 class Cached:
-    """A dataset whose samples are kept; see :func:`cached`."""
+    """A dataset whose samples are cached. See :func:`cached`."""
 
     def __init__(
         self,
@@ -97,14 +97,14 @@ class Cached:
 
     @property
     def num_ready(self) -> int:
-        """Number of samples that are in the cache."""
+        """Number of samples in the cache."""
         return int(self._ready.sum())
 
     @property
     def read_rows(self) -> Callable[[np.ndarray, list[np.ndarray]], None]:
         """Copies whole batches. Exists only when every sample is in the cache."""
         if None in self._columns or not self._ready.all():
-            raise AttributeError("not all samples are there, or they differ in length")
+            raise AttributeError("some samples are not cached, or they differ in length")
         return self._read_rows
 
     def _read_rows(self, index: np.ndarray, out: list[np.ndarray]) -> None:
@@ -116,7 +116,7 @@ class Cached:
         try:
             place = operator.index(index)
         except TypeError:
-            raise TypeError(f"samples are found by whole numbers, not {index!r}") from None
+            raise TypeError(f"a sample index must be an integer, not {index!r}") from None
         row = place + len(self) if place < 0 else place
         if not 0 <= row < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} samples")
@@ -126,7 +126,7 @@ class Cached:
                 values = list(map(decode_value, self._schemas, self._read(row)))
                 return join_sample(self._form, names, values)
             except (ValueError, OSError, OverflowError, MemoryError):
-                pass  # a file was changed: the sample is computed each time
+                pass  # a file was changed, so the sample is computed each time
         sample = self._randomness.compute(index, row)
         self.keep(row, sample)
         return sample
@@ -146,7 +146,7 @@ class Cached:
         return found
 
     def keep(self, row: int, sample: Any) -> None:
-        """Write a sample, unless it is there, being written, or of another form than the first."""
+        """Write a sample unless it is cached, being written, or unlike the first in form."""
         if self._is_broken or self._ready[row]:
             return
         try:
@@ -154,15 +154,15 @@ class Cached:
         except CannotPack:
             return
         try:
-            # The mutex is for threads: locks on files are the process's.
+            # The mutex protects against other threads, because file locks belong to the process.
             with self._mutex, self._files.lock(row) as is_mine:
                 if is_mine and not self._ready[row]:
                     self._write(row, arrays)
         except OSError as error:
             self._is_broken = True
             warnings.warn(
-                f"the cache at {self._files} takes no more samples: {error}. They are computed "
-                "each time from now on.",
+                f"the cache at {self._files} cannot store more samples: {error}. Samples that are "
+                "not cached are computed each time.",
                 stacklevel=3,
             )
 
@@ -180,7 +180,7 @@ class Cached:
         files.write(_READY, HEADER_BYTES + row, b"\x01")
 
     def forget_damaged(self) -> None:
-        """Mark samples whose checksum is wrong as not ready, after a crash of the machine."""
+        """Mark samples with a wrong checksum as not ready, after a crash of the machine."""
         checks = self._files.map(_CHECKS)
         for row in np.flatnonzero(self._ready).tolist():
             check = 0
@@ -194,18 +194,20 @@ class Cached:
 
 
 def cached(dataset: Any, path: str | os.PathLike[str], *, seed: int = 0) -> Cached:
-    """A dataset that computes each sample once: the first epoch fills, later ones map.
+    """Return a dataset that computes each sample once. The first epoch fills the cache.
 
-    What is random in a sample is frozen with it: cache what comes before the augmentation. It is a
-    function of ``seed`` and the index, whichever loader, worker or epoch computes the sample; and
-    reading a cache moves no generator, whether the sample is in it or not.
+    Random values in a sample are frozen with it, so cache the data before its augmentation. They
+    depend only on ``seed`` and the index, not on the loader, worker or epoch that computes the
+    sample. Reading a cache leaves all generators unchanged, whether the sample is cached or not.
 
     Args:
-        dataset: With ``len()`` and ``dataset[i]``; samples as :func:`penstock.pack` takes them.
-        path: A folder, which all workers and ranks of this machine may fill at once, and the next
-            run goes on with; or ``"ram"``: memory of this process, seen by its workers.
-        seed: Of what samples draw while they are computed. Caches of one class and length draw the
-            same numbers unless their seeds differ.
+        dataset: A dataset with ``len()`` and ``dataset[i]``, and samples that :func:`penstock.pack`
+            accepts.
+        path: A folder, which all workers and ranks of this machine can fill at the same time, and
+            which later runs continue to use. Or ``"ram"``: memory of this process, shared with its
+            workers.
+        seed: Seeds the random numbers that samples draw while they are computed. Caches of datasets
+            with the same class and length draw the same numbers unless their seeds differ.
 
     Example:
         >>> import tempfile, penstock
@@ -215,7 +217,7 @@ def cached(dataset: Any, path: str | os.PathLike[str], *, seed: int = 0) -> Cach
         ...     def __getitem__(self, i):
         ...         print("computing", i)
         ...         return i * 1.5
-        >>> data = penstock.cached(Slow(), "ram")  # looks at a few samples
+        >>> data = penstock.cached(Slow(), "ram")  # loads a few samples
         computing 0
         computing 1
         computing 2
@@ -233,7 +235,9 @@ def cached(dataset: Any, path: str | os.PathLike[str], *, seed: int = 0) -> Cach
     columns = [[values[found.index(name)] for found, values in split] for name in names]
     schemas = tuple(find_schema(*pair, Field()) for pair in zip(names, columns, strict=True))
     if any(schema.kind == "image" for schema in schemas):
-        raise CannotPack("images are cached as arrays", remedy="np.asarray(image) in the dataset")
+        raise CannotPack(
+            "images must be cached as arrays", remedy="np.asarray(image) in the dataset"
+        )
     _check_names(schemas)
     content = SampleEncoder(form, schemas, [Field()] * len(schemas)).encode(probes[0][1], 0)
     kind, length = f"{type(dataset).__module__}.{type(dataset).__qualname__}", len(dataset)
@@ -256,7 +260,7 @@ def cached(dataset: Any, path: str | os.PathLike[str], *, seed: int = 0) -> Cach
 
 
 def _probe(length: int, randomness: CacheRandomness) -> list[tuple[int, Any]]:
-    """The first, middle and last sample, without those unlike the first."""
+    """Return the first, middle and last sample, without those unlike the first in form."""
     probes = [(i, randomness.compute(i, i)) for i in sorted({0, length // 2, length - 1})]
     wanted = kinds_of(probes[0][1])
     found = probes[:1]
@@ -267,14 +271,15 @@ def _probe(length: int, randomness: CacheRandomness) -> list[tuple[int, Any]]:
 
 
 def _make_memory(num_bytes: int) -> CacheFolder:
-    """Memory that workers can open; where the system has none, a temporary folder."""
+    """Return memory that workers can open, or a temporary folder where the system has none."""
     _, free = memory_bytes()
     if free and num_bytes > free:
         raise CannotWrite(
-            f"about {num_bytes / 1e9:.1f} GB of memory are needed, and {free / 1e9:.1f} are free",
+            f"the cache needs about {num_bytes / 1e9:.1f} GB of memory, but only "
+            f"{free / 1e9:.1f} GB are free",
             remedy="cached(dataset, 'a folder on a fast disk')",
         )
-    if hasattr(os, "memfd_create") and has_proc():  # they are opened by their names in /proc
+    if hasattr(os, "memfd_create") and has_proc():  # workers open them by their names in /proc
         return CacheMemory()
     files = CacheFolder(tempfile.mkdtemp(prefix="penstock-"))
     weakref.finalize(files, shutil.rmtree, files.folder, ignore_errors=True)
@@ -298,7 +303,7 @@ def _make_files(files: CacheFolder, length: int, schemas: tuple[FieldSchema, ...
 
 @contextlib.contextmanager
 def _opening(files: CacheFolder) -> Iterator[None]:
-    """One process at a time makes or opens a folder; the others wait."""
+    """Allow one process at a time to create or open a folder. Other processes wait."""
     try:
         os.makedirs(files.folder, exist_ok=True)
         descriptor = os.open(files.path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
@@ -314,28 +319,28 @@ def _opening(files: CacheFolder) -> Iterator[None]:
 def _begin(
     files: CacheFolder, length: int, form: str, schemas: tuple[FieldSchema, ...], fingerprint: str
 ) -> bool:
-    """Make the files of a folder, unless they are there; returns whether they were made.
+    """Create the files of a folder unless they exist. Returns True if it created them.
 
     Raises:
-        BadStore: They are of another dataset.
-        AlreadyThere: There are files of others, which stay as they are.
+        BadStore: They belong to a different dataset.
+        AlreadyThere: The folder contains other files, which are left alone.
     """
     if os.path.exists(files.path(_CACHE)):
         if _kept_fingerprint(files.path(_CACHE)) != fingerprint:
             raise BadStore(
-                f"the cache at {files} belongs to another dataset, or one of the two has changed",
-                remedy=f"remove {files}, or choose another folder",
+                f"the cache at {files} belongs to a different dataset, or the dataset has changed",
+                remedy=f"remove {files}, or choose a different folder",
             )
         return False
     found = set(os.listdir(files.folder)) - {_LOCK}
     others = sorted(name for name in found if not name.startswith(PART_PREFIX))
-    # The mark tells files of a killed process from files of others.
+    # The mark distinguishes files of a killed process from other files.
     if others and _UNFINISHED not in found:
         with contextlib.suppress(OSError):
             os.unlink(files.path(_LOCK))
         raise AlreadyThere(
-            f"{files} is not empty: it has {others[0]!r}, and no cache",
-            remedy="cached(dataset, 'a folder of its own')",
+            f"{files} is not a cache, and it is not empty: it contains {others[0]!r}",
+            remedy="cached(dataset, 'an empty folder')",
             path=files.folder,
         )
     write_whole(files.folder, _UNFINISHED, "")
@@ -354,7 +359,7 @@ def _begin(
 
 
 def _kept_fingerprint(path: str) -> Any:
-    """The fingerprint in a cache's description; None where that is damaged."""
+    """Return the fingerprint in a cache's description, or None if the description is damaged."""
     try:
         content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
@@ -363,13 +368,13 @@ def _kept_fingerprint(path: str) -> Any:
 
 
 def _check_after_boot(cache: Cached, files: CacheFolder, is_new: bool) -> None:
-    """Check all samples of a cache that was written before the machine was started."""
+    """Check all samples of a cache that was written before the last reboot."""
     try:
         now = read_text("/proc/sys/kernel/random/boot_id").strip()
     except OSError:
         now = _boot_minute()
     before = None
-    with contextlib.suppress(OSError, ValueError):  # not there, or not text
+    with contextlib.suppress(OSError, ValueError):  # missing, or not text
         before = read_text(files.path(_BOOT))
     if before == now and now:
         return
@@ -379,7 +384,7 @@ def _check_after_boot(cache: Cached, files: CacheFolder, is_new: bool) -> None:
 
 
 def _boot_minute() -> str:
-    """When the machine was started, as text; empty where the system does not tell."""
+    """Return the boot time of the machine as text, or ``""`` if the system does not tell."""
     import psutil
 
     try:
@@ -389,15 +394,16 @@ def _boot_minute() -> str:
 
 
 def _check_names(schemas: tuple[FieldSchema, ...]) -> None:
-    """Refuse fields whose files would collide with each other's or with the cache's own."""
+    """Refuse fields whose files would collide with each other or with the cache's own files."""
     owners = {_READY: "the cache itself", _CHECKS: "the cache itself"}
     for schema in schemas:
         stem = schema.name.lower()
         for file in (f"{stem}.spans.npy", f"{stem}.heap") if schema.is_ragged else (f"{stem}.npy",):
             if file in owners:
                 raise CannotPack(
-                    f"field {schema.name!r} would be kept in {file}, which is of {owners[file]}",
-                    remedy="give the field another name in dataset[i]",
+                    f"field {schema.name!r} would be stored in {file}, which belongs to "
+                    f"{owners[file]}",
+                    remedy="give the field a different name in dataset[i]",
                     field=schema.name,
                 )
             owners[file] = f"field {schema.name!r}"

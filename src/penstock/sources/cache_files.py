@@ -1,7 +1,7 @@
-"""Files of a cache: in a folder, or in memory that workers open by name.
+"""The files of a cache, in a folder or in memory that workers open by name.
 
-Everything is written with ``pwrite``: a full disk is then an ``OSError``, not the SIGBUS of a write
-through a mapping.
+All writes use ``pwrite``, so a full disk raises ``OSError``. A write through a memory map would
+raise SIGBUS.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOCKS = "locks"
 
 
 class CacheFolder:
-    """Files by name in a folder, which many processes read and write at once."""
+    """Named files in a folder, which many processes read and write at the same time."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -49,14 +49,14 @@ class CacheFolder:
             return self._descriptors[name]
 
     def make_array(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        """A ``.npy`` of zeros, sparse until it is written."""
+        """Create a ``.npy`` file of zeros, sparse until written."""
         self.make_heap(name)
         num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         os.ftruncate(self._descriptor(name), HEADER_BYTES + num_bytes)
         self.write(name, 0, make_header(dtype, shape))
 
     def make_heap(self, name: str) -> None:
-        """An empty file, for :meth:`append`."""
+        """Create an empty file for :meth:`append`."""
         os.ftruncate(self._descriptor(name), 0)
 
     def map(self, name: str) -> np.ndarray:
@@ -75,9 +75,9 @@ class CacheFolder:
             view, start = view[written:], start + written
 
     def append(self, name: str, content: bytes) -> int:
-        """Write at the end; returns the offset. Only reserving it needs the lock."""
+        """Write at the end and return the offset. Only the reservation holds the lock."""
         descriptor, locks = self._descriptor(name), self._descriptor(_LOCKS)
-        # File locks belong to the process: without the mutex, threads would release each other's.
+        # File locks belong to the process. Without the mutex, threads would release each other's.
         with self._mutex, byte_lock(locks, 0, waits=True):
             start = os.fstat(descriptor).st_size
             os.ftruncate(descriptor, start + len(content))
@@ -85,15 +85,15 @@ class CacheFolder:
         return start
 
     def lock(self, row: int) -> AbstractContextManager[bool]:
-        """Lock a sample for writing; gives False if another process has it."""
+        """Lock a sample for writing. Yields False if another process holds the lock."""
         return byte_lock(self._descriptor(_LOCKS), row + 1)
 
 
 class CacheMemory(CacheFolder):
-    """Files in memory, gone with the process that made them. Linux only.
+    """Files in memory, which vanish with the process that created them. Linux only.
 
     Args:
-        paths: In another process: where the files of the maker are, under ``/proc``.
+        paths: In another process, the paths of the creator's files under ``/proc``.
     """
 
     def __init__(self, paths: dict[str, str] | None = None) -> None:

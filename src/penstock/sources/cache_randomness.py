@@ -1,17 +1,17 @@
 """Randomness of cached samples: a function of the cache's seed and the index alone.
 
-A sample that draws is frozen in a cache. Which worker computes it, in which epoch and at which
-position depends on restarts and on what the cache holds already. So while it is computed, the
-generators (the global ones, and those of the dataset) are set from the index, and put back after
-it. A read of a cache then gives the same sample and moves no generator, whether the sample was
-there or not, and what is drawn after it is the same either way.
+A cached sample freezes the random numbers that it drew. The worker, epoch and position at which it
+is computed depend on restarts and on what is already cached. So the generators (the global ones and
+those of the dataset) are set from the index before a sample is computed, and restored afterwards. A
+read of a cache then gives the same sample and leaves all generators unchanged, whether the sample
+was cached or not. Later draws are the same in both cases.
 
-    a dataset that drew nothing so far   compute, check that no generator has moved
-    one that draws                       save the generators, set them, compute, put them back
-    threads that load at the same time   compute; if a generator has moved, the loader loads the
-                                         run again, one thread at a time
+    a dataset that has drawn nothing so far   compute, check that no generator has moved
+    a dataset that draws                      save, set, compute, restore the generators
+    threads that load at the same time        compute; if a generator has moved, the loader loads
+                                              the run again, one thread at a time
 
-Caches may lie inside each other, and a sample may read several.
+Caches can be nested, and a sample can read several caches.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class CacheRandomness:
     """Computes the samples of one cache.
 
     Args:
-        dataset: Whose samples are computed.
+        dataset: The dataset whose samples are computed.
         key: From :func:`make_cache_key`.
-        has_drawn: A sample is known to have drawn; None: none was observed yet.
+        has_drawn: True if a sample is known to have drawn. None if none was observed yet.
 
-    Called from: any process and thread that reads the cache. Nothing here is bound to the process:
-    a pickled copy computes the same.
+    Used in any process and thread that reads the cache. It holds no state of the process, so a
+    pickled copy computes the same samples.
 
     Example:
         >>> import random
@@ -50,7 +50,7 @@ class CacheRandomness:
         (True, True)
     """
 
-    # No __dict__, and not searched for generators: what is kept here is not the user's.
+    # No __dict__, and not searched for generators, because nothing in here is the user's.
     __slots__ = ("__weakref__", "_dataset", "_get", "_has_drawn", "_idle", "_key")
     draws_nothing = True
 
@@ -63,12 +63,13 @@ class CacheRandomness:
         return CacheRandomness, (self._dataset, self._key, self._has_drawn)
 
     def compute(self, index: Any, row: int) -> Any:
-        """``dataset[index]``, drawing what belongs to ``row``. Moves no generator.
+        """Return ``dataset[index]`` with the random numbers of ``row``. Moves no generator.
 
         Raises:
-            UnexpectedDraw: It drew while other threads load. The loader loads the run again.
+            UnexpectedDraw: It drew while other threads were loading. The loader loads the run
+                again.
         """
-        # A stack for each thread: a dataset may read its own cache while it computes a sample.
+        # One stack per thread, because a dataset may read its own cache while computing a sample.
         idle: list[SampleRandomness] = vars(self._idle).setdefault("stack", [])
         randomness = idle.pop() if idle else self._make_randomness()
         try:
@@ -88,7 +89,7 @@ class CacheRandomness:
             randomness.end_unseeded()
 
     def _make_randomness(self) -> SampleRandomness:
-        # The first sample of a new cache finds the dataset's generators as the user left them.
+        # The first sample of a new cache sees the dataset's generators in their initial state.
         is_new = self._has_drawn is None
         own = DatasetGenerators(self._dataset)
         randomness = SampleRandomness(self._key, dataset_generators=own, keeps_first=is_new)
@@ -98,11 +99,11 @@ class CacheRandomness:
 
 
 def make_cache_key(seed: int, name: str, length: int) -> int:
-    """64 bits for a cache. Caches of other classes, or of other lengths, have other numbers.
+    """Return a 64-bit key for a cache. It depends on the dataset's class name and length.
 
     Args:
-        seed: The user's.
-        name: Of the dataset's class.
+        seed: The user's seed.
+        name: Name of the dataset's class.
     """
     text = f"{seed}\n{name}\n{length}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -1,11 +1,11 @@
-"""Checksums of packed files: CRC-32 of each block, compared when the block is first read.
+"""Block checksums of packed files: the CRC-32 of each block is verified on first read.
 
-Which blocks were compared already is remembered for all workers and epochs:
+The record of verified blocks is shared by all workers and epochs:
 
     parent: a memfd with a byte per block  <-- /proc/PID/fd/N --  workers write the same bytes
 
-On Linux workers reach the parent's memory by that name; it is gone with the parent, and nothing is
-left behind. Elsewhere each process remembers for itself what it has checked.
+On Linux workers open the parent's memory under that name. It vanishes with the parent, so nothing
+is left behind. On other systems each process keeps its own record.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from penstock.sources.array_files import map_array
 from penstock.sources.manifest import FileEntry
 
 BLOCK_BYTES = 1 << 20
-"""Bytes under one checksum: the first read of a single row checks this many."""
+"""Bytes per checksum. The first read of a single row checks this many bytes."""
 _TOKEN_BYTES = 16
 
 
 def block_checksums(content: Any) -> np.ndarray:
-    """CRC-32 of each block of a file's bytes.
+    """Return the CRC-32 of each block of a file's bytes.
 
     Example:
         >>> block_checksums(b"123456789").tolist() == [0xCBF43926]
@@ -41,27 +41,27 @@ def block_checksums(content: Any) -> np.ndarray:
 
 
 def file_checksum(blocks: np.ndarray) -> int:
-    """One number for all blocks: the CRC-32 of their checksums, as little-endian words."""
+    """Return one checksum for all blocks: the CRC-32 of theirs, as little-endian words."""
     return zlib.crc32(np.ascontiguousarray(blocks, dtype="<u4").tobytes())
 
 
 def make_damage(folder: str, entry: FileEntry, what: str) -> Damaged:
-    """The error for bytes that are not those written."""
+    """Return the error for bytes that differ from those written."""
     return Damaged(
         f"{entry.name} is damaged: {what}",
         where=folder,
-        likely="bytes changed on the disk or on the way, or files were swapped.",
-        remedy="copy the file again from where it was made, or pack again",
+        likely="bytes changed on the disk or during a copy, or files were swapped.",
+        remedy="copy the file again from its source, or pack again",
         path=folder,
         file=entry.name,
     )
 
 
 class CheckedBlocks:
-    """A byte for each block of a set: 1 when its checksum was right.
+    """One byte per block of a packed set, set to 1 when its checksum was verified.
 
     Args:
-        shared: The attribute of that name of one in another process, to use its memory.
+        shared: The ``shared`` attribute of an instance in another process, to use its memory.
     """
 
     def __init__(self, num_blocks: int, shared: tuple[str, bytes] | None = None) -> None:
@@ -71,7 +71,7 @@ class CheckedBlocks:
             return
         try:
             descriptor = os.memfd_create("penstock-checked")
-        except (AttributeError, OSError):  # not on this system, or forbidden
+        except (AttributeError, OSError):  # not available on this system, or forbidden
             return
         weakref.finalize(self, os.close, descriptor).atexit = False
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -79,7 +79,7 @@ class CheckedBlocks:
         self._attach(f"/proc/{os.getpid()}/fd/{descriptor}", token)
 
     def _attach(self, path: str, token: bytes) -> bool:
-        """Map the memory at ``path``; False: it is gone, or its token differs."""
+        """Map the memory at ``path``. Returns False if it is gone or its token differs."""
         num_bytes = _TOKEN_BYTES + len(self.blocks)
         try:
             with open(path, "r+b", buffering=0) as file:
@@ -94,14 +94,14 @@ class CheckedBlocks:
 
 
 class BlockChecker:
-    """Compares blocks of one file with their checksums before they are used for the first time.
+    """Verifies the checksums of a file's blocks before their first use.
 
-    Refers to no :class:`~penstock.sources.packed_folder.PackedFolder`: without a reference cycle,
-    mappings are closed as soon as the set is deleted.
+    Does not refer to a :class:`~penstock.sources.packed_folder.PackedFolder`. Without a reference
+    cycle, files are unmapped as soon as the packed set is deleted.
 
     Args:
         content: All bytes of the file.
-        checked: The bytes of its blocks in :class:`CheckedBlocks`.
+        checked: The part of :class:`CheckedBlocks` for this file's blocks.
     """
 
     def __init__(self, folder: str, entry: FileEntry, content: Any, checked: np.ndarray) -> None:
@@ -113,7 +113,7 @@ class BlockChecker:
         self.is_done = False
 
     def check_rows(self, starts: np.ndarray, num_bytes: int) -> None:
-        """Check all blocks that rows of ``num_bytes`` at ``starts`` touch. Raises: Damaged."""
+        """Check all blocks that rows of ``num_bytes`` at ``starts`` touch, or raise Damaged."""
         if self._checked.all():
             self.is_done = True
             return
@@ -124,7 +124,7 @@ class BlockChecker:
             self._check_block(block)
 
     def check_range(self, start: int, end: int) -> None:
-        """Check all blocks of one range of bytes. Raises: Damaged."""
+        """Check all blocks of one range of bytes, or raise Damaged."""
         if start == end:
             return
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
@@ -137,18 +137,18 @@ class BlockChecker:
         start = block * BLOCK_BYTES
         view = memoryview(self._content)[start : start + BLOCK_BYTES]
         if zlib.crc32(view) != int(self._checksums[block]):
-            what = f"bytes {start} to {start + len(view)} are not those written"
+            what = f"bytes {start} to {start + len(view)} differ from those written"
             raise make_damage(self._folder, self._entry, what)
         self._checked[block] = 1
 
     def _read_checksums(self) -> np.ndarray:
-        """The checksums of the file's blocks, themselves checked by the manifest."""
-        if self._entry.bytes <= BLOCK_BYTES:  # not in a file of their own
+        """Return the checksums of the file's blocks, verified against the manifest."""
+        if self._entry.bytes <= BLOCK_BYTES:  # a single block has no file of checksums
             found = block_checksums(self._content)
-            what = f"bytes 0 to {len(self._content)} are not those written"
+            what = f"bytes 0 to {len(self._content)} differ from those written"
         else:
             found = map_array(os.path.join(self._folder, self._entry.blocks_name)).array
-            what = "its list of checks is not the manifest's"
+            what = "its block checksums do not match the manifest"
         if file_checksum(found) != self._entry.check:
             raise make_damage(self._folder, self._entry, what)
         return found

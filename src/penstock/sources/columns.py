@@ -1,18 +1,19 @@
-"""Rows of one field out of many mapped files, gathered in one call.
+"""Rows of one field from many mapped files, gathered in one call.
 
-A batch is one ``np.take`` from the map into its place in the slot, with the GIL released. Shards
-are separate files, and NumPy gathers from one array only. Where the files could be mapped at
-distances of whole rows (:mod:`penstock.sources.array_files`), one array has the rows of all.
-Elsewhere mappings begin on pages and their data at the same place behind that, so all lie on a
-finer grid:
+A batch is one ``np.take`` from the memory map into the slot, with the GIL released. Shards are
+separate files, but NumPy gathers from one array only. If the files could be mapped whole numbers of
+rows apart (:mod:`penstock.sources.array_files`), one array contains the rows of all of them.
+Otherwise each mapping begins on a page, and its data at the same offset behind that. So all rows
+are aligned to a finer grid:
 
     address  ....[shard 1: row row row]......[shard 0: row row row]....
     grid     |--|--|--|--|--|--|--|--|--|--|--|--|--|--|--|--|--|--|     chunk = gcd(row, page)
 
-One array spans the grid; only chunks of rows are ever touched. With 12 KB rows, 3 chunks each, a
-gather took 450 microseconds, from a single array 420, row by row 640 (256 rows, x86-64).
+One array spans the grid, and only chunks that belong to rows are ever read. For 256 rows of 12 KB
+in 3 chunks each, a gather took 450 microseconds on x86-64. From a single array it took 420, and row
+by row 640.
 
-Called from: whichever process loads, through the datasets of :mod:`penstock.sources.packed`.
+Called in any process that loads samples, by the datasets of :mod:`penstock.sources.packed`.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from penstock.sources.array_files import MappedArray, array_at
 from penstock.sources.checksums import BlockChecker
 
 _MIN_CHUNK = 256
-"""With chunks smaller than this, and more than ``_MAX_CHUNKS``, rows are copied one by one."""
+"""With smaller chunks than this, and more than ``_MAX_CHUNKS``, rows are copied one by one."""
 _MAX_CHUNKS = 4
 TRY_OTHER_EVERY = 64
-"""Gathers after which both ways are timed once more; while threads are far behind, less often."""
+"""Gathers between two timings of both methods. Less frequent while threads are much slower."""
 _MAX_WAIT = 4096
 _MIN_THREAD_BYTES = 1 << 20
-"""Smaller gathers end before another thread has woken up."""
+"""A smaller gather finishes before a second thread has woken up."""
 
 
 class ShardRows:
-    """The rows of one array file of a field, checked when first read."""
+    """The rows of one array file of a field, verified on first read."""
 
     def __init__(self, mapped: MappedArray, checker: BlockChecker | None = None) -> None:
         self.array, self._offset, self._file = mapped
@@ -51,23 +52,23 @@ class ShardRows:
         self.rows = flat.reshape(len(self.array), self.row_bytes)
 
     def check(self, rows: np.ndarray) -> None:
-        """Compare the blocks of ``rows`` with their checksums. Raises: Damaged."""
+        """Verify the checksums of the blocks of ``rows``, or raise Damaged."""
         if self.checker is not None and len(rows) and not self.checker.is_done:
             self.checker.check_rows(self._offset + rows * self.row_bytes, self.row_bytes)
 
     def check_range(self, first: int, last: int) -> None:
-        """The same for rows side by side, up to ``last``: for one sample."""
+        """Verify the blocks of consecutive rows up to ``last``, for one sample."""
         if self.checker is not None and not self.checker.is_done:
             start = self._offset + first * self.row_bytes
             self.checker.check_range(start, start + (last - first) * self.row_bytes)
 
     def advise_random(self) -> None:
-        """Switch off the system's own read-ahead."""
+        """Disable the kernel's read-ahead."""
         if self._file is not None:
             self._file.madvise(mmap.MADV_RANDOM)
 
     def prefetch(self, rows: np.ndarray) -> None:
-        """Ask the system to read these rows from the disk now, all at once."""
+        """Ask the kernel to read all these rows from the disk now."""
         if self._file is None:
             return
         page, size = mmap.PAGESIZE, self.row_bytes
@@ -78,20 +79,20 @@ class ShardRows:
 
 
 class RowTable:
-    """Rows of equal size that lie at fixed distances in memory.
+    """Rows of equal size at fixed distances in memory.
 
-    Rows are copied by NumPy in this thread, or by torch's threads. Threads nearly halve the time on
-    an idle machine. Where others hold the cores they wait for each other and take many times as
-    long. So both are timed, again and again.
+    NumPy copies the rows in this thread, or torch copies them in its threads. On an idle machine
+    threads take almost half the time. On a busy machine they wait for each other and take many
+    times as long. So both methods are timed periodically.
 
     Args:
-        address: Of the first.
-        shape: How many there are, and how many bytes each has.
-        arrays: What must live as long.
+        address: Address of the first row.
+        shape: Number of rows, and bytes per row.
+        arrays: Arrays to keep alive.
     """
 
     def __init__(self, address: int, shape: tuple[int, int], arrays: list[np.ndarray]) -> None:
-        # Not read-only: torch warns of such memory. It is never written.
+        # Not read-only, because torch warns about read-only memory. It is never written.
         self.rows = array_at(address, shape, arrays)
         self._is_wide = shape[1] % 8 == 0 and address % 8 == 0
         self._tensor: Any = None
@@ -100,12 +101,12 @@ class RowTable:
         self._next_trial = TRY_OTHER_EVERY
 
     def gather(self, chosen: np.ndarray, out: np.ndarray) -> None:
-        """Copy rows (all in range) into ``out``, one after the other."""
+        """Copy rows (all in range) into ``out``, in order."""
         if out.nbytes < _MIN_THREAD_BYTES or not self._has_threads():
             np.take(self.rows, chosen, axis=0, out=out, mode="clip")
             return
         use_torch = self._times_s[1] < self._times_s[0]
-        if self._num_gathers < 2:  # both, one after the other
+        if self._num_gathers < 2:  # time both methods, one after the other
             use_torch = self._num_gathers == 1
         self._num_gathers += 1
         if self._num_gathers >= self._next_trial:
@@ -162,10 +163,10 @@ class FixedColumn:
         self._table = RowTable(low, ((high - low) // chunk, chunk), arrays)
 
     def take(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Copy rows (all in range) into ``out``, an array of bytes with a row for each.
+        """Copy rows (all in range) into ``out``, an array of bytes with one row each.
 
         Raises:
-            Damaged: Bytes that were read for the first time are not those written.
+            Damaged: Bytes that were read for the first time differ from those written.
         """
         if not self.row_bytes:
             return
@@ -193,7 +194,7 @@ class FixedColumn:
             self._table.gather(chunks, out.reshape(-1, self._chunk))
 
     def read_ahead(self) -> None:
-        """Prefetch the rows of each batch at once, instead of the system's own read-ahead."""
+        """Prefetch all rows of a batch together, and disable the kernel's read-ahead."""
         self._is_prefetched = hasattr(mmap, "MADV_RANDOM")
         for shard in self.shards if self._is_prefetched else ():
             shard.advise_random()
@@ -204,7 +205,7 @@ class FixedColumn:
         shard.check(rows)
 
     def row(self, index: int) -> np.ndarray:
-        """A copy of one row."""
+        """Return a copy of one row."""
         number = int(np.searchsorted(self.first_rows, index, side="right")) - 1
         shard, row = self.shards[number], index - int(self.first_rows[number])
         shard.check_range(row, row + 1)
@@ -212,7 +213,7 @@ class FixedColumn:
 
 
 class RaggedColumn:
-    """Items of all samples, found by offsets: (data, offsets, shapes or None) for each shard."""
+    """Items of all samples, located by offsets: (data, offsets, shapes or None) per shard."""
 
     draws_nothing = True
 
@@ -223,11 +224,11 @@ class RaggedColumn:
         self.length = self._first_rows[-1]
 
     def row(self, index: int) -> np.ndarray:
-        """A copy of one sample's items, in its shape."""
+        """Return a copy of one sample's items, in its shape."""
         return np.array(self.view(index))
 
     def view(self, index: int) -> np.ndarray:
-        """One sample's items, not copied."""
+        """Return one sample's items without a copy."""
         number = bisect.bisect_right(self._first_rows, index) - 1
         data, offsets, shapes = self.shards[number]
         row = index - self._first_rows[number]
@@ -235,8 +236,8 @@ class RaggedColumn:
         start, end = offsets.array[row : row + 2].tolist()
         if not 0 <= start <= end <= len(data.array):
             raise Damaged(
-                f"sample {index} lies at {start} to {end} of {len(data.array)} items",
-                likely="the offsets were made by something else than Penstock.",
+                f"sample {index} spans items {start} to {end} of {len(data.array)}",
+                likely="the offsets were written by a different program.",
             )
         data.check_range(start, end)
         items = data.array[start:end]
@@ -245,7 +246,7 @@ class RaggedColumn:
         shapes.check_range(row, row + 1)
         shape = shapes.array[row].tolist()
         if min(shape, default=0) < 0 or math.prod(shape) != len(items):
-            raise Damaged(f"sample {index} has {len(items)} items, and shape {shape}")
+            raise Damaged(f"sample {index} has {len(items)} items, but shape {shape}")
         shaped: np.ndarray = items.reshape(shape)
         return shaped
 

@@ -1,8 +1,8 @@
-"""Fields of packed sets: the kinds of values, and how each is encoded.
+"""Fields of packed sets: the types of values, and how each is encoded.
 
-Field          what the user wants of a field       (dtype, ragged, image encoding)
-find_schema    what a few samples show, and the Field -> a FieldSchema
-SampleEncoder  sample -> the arrays that go to the files; refuses what would not come back
+Field          the user's options for a field (dtype, ragged, image encoding)
+find_schema    a few values and the Field -> a FieldSchema
+SampleEncoder  sample -> the arrays to write; refuses values that would not survive a round trip
 decode_value   a stored row -> the value that was packed
 
 A new kind needs: its name in ``FieldKind`` and its rules in ``FieldSchema.__post_init__``
@@ -34,22 +34,23 @@ _NUMBERS = frozenset({*_PYTHON_DTYPES, "scalar"})
 
 
 class EncodedImage(bytes):
-    """The bytes of an image file; packed as they are unless a :class:`Field` says otherwise."""
+    """The bytes of an image file, packed unchanged unless a :class:`Field` says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """What is wanted of one field of a packed set.
+    """Options for one field of a packed set.
 
     Args:
-        dtype: Store numbers as this; a value that it cannot hold is an error, and lost fractions
-            are, too, when it is a whole number's.
-        ragged: True: sizes differ from sample to sample. None: as the first samples show.
-        max_bytes: A text or bytes longer than this is an error.
-        encoding: Of images: "keep" the file's own bytes, "jpeg" to encode anew, "raw" for pixels.
-            None: file bytes are kept, images in memory are stored as pixels.
-        longer_side: Shrink images whose longer side is longer than this.
-        quality: Of "jpeg", 1 to 100.
+        dtype: Store numbers with this dtype. A value that does not fit is an error. So is a
+            fraction if the dtype is an integer type.
+        ragged: True if sizes differ between samples. None: determined from the first samples.
+        max_bytes: A longer text or bytes value is an error.
+        encoding: For images: "keep" stores the bytes of the file, "jpeg" encodes the image again,
+            "raw" stores pixels. None: file bytes are kept, and images in memory are stored as
+            pixels.
+        longer_side: Shrink images whose longer side exceeds this.
+        quality: JPEG quality, 1 to 100.
 
     Example:
         >>> Field(dtype="float16").dtype
@@ -66,18 +67,18 @@ class Field:
     def __post_init__(self) -> None:
         if self.encoding is not None and self.encoding not in ENCODINGS:
             raise CannotPack(
-                f"encoding={self.encoding!r} is none of {', '.join(ENCODINGS)}",
+                f"encoding={self.encoding!r} must be one of {', '.join(ENCODINGS)}",
                 remedy='Field(encoding="jpeg", quality=90)',
             )
         for name in ("longer_side", "quality", "max_bytes"):
             if not isinstance(getattr(self, name), (int, type(None))):
-                raise CannotPack(f"{name}={getattr(self, name)!r} is not a whole number")
+                raise CannotPack(f"{name}={getattr(self, name)!r} must be an integer")
         if self.quality is not None and not 1 <= self.quality <= 100:
-            raise CannotPack(f"quality={self.quality} is not between 1 and 100")
+            raise CannotPack(f"quality={self.quality} must be between 1 and 100")
         if self.longer_side is not None and self.longer_side < 1:
-            raise CannotPack(f"longer_side={self.longer_side} is no number of pixels")
+            raise CannotPack(f"longer_side={self.longer_side} must be a positive number of pixels")
         if self.encoding == "keep" and (self.longer_side or self.quality):
-            raise CannotPack("encoding='keep' changes nothing, so no size and no quality either")
+            raise CannotPack("encoding='keep' cannot be combined with longer_side= or quality=")
 
     @property
     def changes_image(self) -> bool:
@@ -85,14 +86,14 @@ class Field:
 
 
 def split_sample(sample: Any) -> tuple[str, list[str], list[Any]]:
-    """The form of a sample, the names of its fields (numbered in a tuple), and their values.
+    """Return the form of a sample, the names of its fields (numbered in a tuple), and their values.
 
     Example:
         >>> split_sample((1.5, "a"))
         ('tuple', ['field_0', 'field_1'], [1.5, 'a'])
     """
     if isinstance(sample, (dict, tuple, list)) and not sample:
-        raise CannotPack(f"a sample is an empty {type(sample).__name__}: there is nothing to store")
+        raise CannotPack(f"a sample is an empty {type(sample).__name__}, so nothing can be stored")
     if isinstance(sample, dict):
         return "dict", [check_name(name) for name in sample], list(sample.values())
     if isinstance(sample, (tuple, list)):
@@ -103,7 +104,7 @@ def split_sample(sample: Any) -> tuple[str, list[str], list[Any]]:
 
 
 def join_sample(form: str, names: Sequence[str], values: Sequence[Any]) -> Any:
-    """A sample from its values; the reverse of :func:`split_sample`.
+    """Return a sample made from its values. The reverse of :func:`split_sample`.
 
     Example:
         >>> join_sample("dict", ["a", "b"], [1, 2])
@@ -115,14 +116,14 @@ def join_sample(form: str, names: Sequence[str], values: Sequence[Any]) -> Any:
 
 
 def kinds_of(sample: Any) -> Any:
-    """What two samples must share to be packed alike: form, names, kinds and dimensions."""
+    """Return the form, names, kinds and dimensions, which all samples of a packed set share."""
     form, names, values = split_sample(sample)
     fields = zip(names, values, strict=True)
     return form, {name: (kind_of(value, name), probe(value, "ndim", 0)) for name, value in fields}
 
 
 def read_requests(given: Any, form: str, names: list[str]) -> tuple[list[str], list[Field]]:
-    """What ``pack(fields=)`` says: new names for a tuple's fields, a Field for some, or both."""
+    """Read ``pack(fields=)``: new names for a tuple's fields, a Field for some, or both."""
     if given is None:
         return names, [Field() for _ in names]
     is_dict = isinstance(given, dict)
@@ -131,17 +132,17 @@ def read_requests(given: Any, form: str, names: list[str]) -> tuple[list[str], l
     unknown = [name for name in given if name not in names]
     if form == "dict" and unknown:
         raise CannotPack(
-            f"fields= names {unknown[0]!r}; a sample has {names}",
+            f"fields= has {unknown[0]!r}, but a sample has the fields {names}",
             remedy=f"pack(..., fields={{{names[0]!r}: Field()}})",
         )
     if not is_dict or (form != "dict" and unknown):  # all names, in the order of a sample
         if len(given) != len(names):
             raise CannotPack(
-                f"fields= names {len(given)} fields; a sample has {len(names)}: {names}",
+                f"fields= has {len(given)} names, but a sample has {len(names)} fields: {names}",
                 remedy=f"pack(..., fields={names!r})",
             )
         if len(set(given)) < len(given):
-            raise CannotPack(f"fields= names one field twice: {given}")
+            raise CannotPack(f"fields= contains a duplicate name: {given}")
         names = names if form == "dict" else [check_name(name) for name in given]
     return names, [requests.get(name, Field()) for name in names]
 
@@ -152,17 +153,17 @@ def _as_field(request: Any) -> Field:
     return Field() if request is None else Field(dtype=request)
 
 
-# -- what a value is -----------------------------------------------------------------------------
+# -- types of values -----------------------------------------------------------------------------
 
 
 def kind_of(value: Any, name: str) -> FieldKind:
-    """The kind of a value. Raises: CannotPack: it cannot be stored without pickle."""
+    """Return the kind of a value. Raises CannotPack if it cannot be stored without pickle."""
     for types, kind in _KIND_OF_TYPE:
         if isinstance(value, types):
             return kind
     if _is_tensor(value):
         return "tensor"
-    if hasattr(type(value), "convert") and hasattr(type(value), "getbands"):  # Pillow's, unimported
+    if hasattr(type(value), "convert") and hasattr(type(value), "getbands"):  # a Pillow image
         return "image"
     raise CannotPack(
         f"field {name!r} is a {type(value).__name__}, which cannot be stored without pickle",
@@ -188,7 +189,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def array_of(value: Any, name: str) -> tuple[np.ndarray, str]:
-    """The numbers of a value, little-endian, and the dtype they are listed under."""
+    """Return the numbers of a value, little-endian, and their dtype in the manifest."""
     if _is_tensor(value):
         array = _numbers_of(value, name)
         if str(value.dtype) == "torch.bfloat16":
@@ -196,20 +197,20 @@ def array_of(value: Any, name: str) -> tuple[np.ndarray, str]:
     else:
         array = np.asarray(value)
     if isinstance(value, int) and array.dtype.hasobject:
-        raise CannotPack(f"field {name!r} is {value}, more than 64 bits hold", field=name)
+        raise CannotPack(f"field {name!r} is {value}, which needs more than 64 bits", field=name)
     if array.dtype.char in "gG":
         raise CannotPack(
-            f"field {name!r} is of {array.dtype}, which is another on other machines",
+            f"field {name!r} has dtype {array.dtype}, which is platform-dependent",
             remedy="x.astype(np.float64) in the dataset",
             field=name,
         )
     if array.dtype.kind not in "biufc":
         raise CannotPack(
-            f"field {name!r} is an array of {array.dtype}: only numbers are stored in arrays",
-            likely="an object array, which only pickle can write."
+            f"field {name!r} is an array of {array.dtype}, but arrays can contain only numbers",
+            likely="an object array, which only pickle could store."
             if array.dtype.hasobject
             else None,
-            remedy="a number array, or text and bytes as values of their own",
+            remedy="an array of numbers, or text and bytes as separate values",
             field=name,
         )
     dtype = array.dtype.newbyteorder("<")
@@ -217,7 +218,7 @@ def array_of(value: Any, name: str) -> tuple[np.ndarray, str]:
 
 
 def _numbers_of(tensor: Any, name: str) -> np.ndarray:
-    """The numbers of a tensor; bfloat16, which NumPy does not have, as words of its bits."""
+    """Return the numbers of a tensor. bfloat16, which NumPy lacks, is returned as 16-bit words."""
     import torch
 
     try:
@@ -228,21 +229,21 @@ def _numbers_of(tensor: Any, name: str) -> np.ndarray:
     except (TypeError, RuntimeError):
         layout = str(tensor.layout).removeprefix("torch.")
         raise CannotPack(
-            f"field {name!r} is a {layout} tensor of {tensor.dtype}, which NumPy does not know",
-            remedy="x.to_dense().float() in the dataset, or its parts as fields of their own",
+            f"field {name!r} is a {layout} tensor of {tensor.dtype}, which NumPy does not support",
+            remedy="x.to_dense().float() in the dataset, or its parts as separate fields",
             field=name,
         ) from None
 
 
 def find_schema(name: str, values: Sequence[Any], request: Field) -> FieldSchema:
-    """The schema that fits a few samples' values of one field."""
+    """Return a schema that fits the values of one field in a few samples."""
     kinds = {kind_of(value, name) for value in values}
     kind = kind_of(values[0], name)
     if len(kinds) > 1 and kinds <= _NUMBERS and request.dtype is not None:
         kind = "scalar"
     elif len(kinds) > 1:
         raise CannotPack(
-            f"field {name!r} is {' in one sample and '.join(sorted(kinds))} in another",
+            f"field {name!r} has different types in different samples: {', '.join(sorted(kinds))}",
             remedy=_as_floats(name) if kinds <= _NUMBERS else None,
             field=name,
         )
@@ -259,7 +260,7 @@ def find_schema(name: str, values: Sequence[Any], request: Field) -> FieldSchema
     shapes = {array.shape for array, _ in arrays}
     if len({array.ndim for array, _ in arrays}) > 1:
         raise CannotPack(
-            f"field {name!r} has shapes {sorted(shapes)}: other numbers of dimensions",
+            f"field {name!r} has different numbers of dimensions: shapes {sorted(shapes)}",
             remedy="x.reshape(...) in the dataset",
             field=name,
         )
@@ -279,7 +280,7 @@ def _stores_pixels(value: Any, request: Field) -> bool:
 
 
 def stored_dtype(dtype: Any, name: str) -> str:
-    """A dtype as the manifest writes it."""
+    """Return a dtype in the form of the manifest."""
     text = str(dtype).removeprefix("torch.")
     if text == "bfloat16":
         return text
@@ -296,7 +297,7 @@ def stored_dtype(dtype: Any, name: str) -> str:
 
 
 class SampleEncoder:
-    """Samples of one form, as the arrays that are written."""
+    """Encodes samples of one form as the arrays to write."""
 
     def __init__(
         self, form: str, schemas: Sequence[FieldSchema], requests: Sequence[Field]
@@ -306,20 +307,24 @@ class SampleEncoder:
         self._names = [schema.name for schema in schemas]
 
     def encode(self, sample: Any, index: int) -> list[np.ndarray]:
-        """Raises: CannotPack: it is not like the first samples, or would not come back the same."""
+        """Encode a sample.
+
+        Raises:
+            CannotPack: It differs from the first samples, or would not survive a round trip.
+        """
         form, names, values = split_sample(sample)
         if form == self._form == "dict":
             if set(names) != set(self._names):
                 raise CannotPack(
-                    f"sample {index} has the fields {names}; the first ones have {self._names}",
+                    f"sample {index} has the fields {names}; the first samples have {self._names}",
                     remedy="the same keys in every sample",
                     sample_index=index,
                 )
             values = [sample[name] for name in self._names]
         if form != self._form or len(values) != len(self._fields):
             raise CannotPack(
-                f"sample {index} is a {form} of {len(values)}; the first ones are a {self._form} "
-                f"of {len(self._fields)}",
+                f"sample {index} is a {form} of {len(values)} values; the first samples are a "
+                f"{self._form} of {len(self._fields)}",
                 sample_index=index,
             )
         try:
@@ -335,14 +340,18 @@ class SampleEncoder:
 
 
 class _FieldEncoder:
-    """Values of one field, as the arrays that are written."""
+    """Encodes the values of one field as the arrays to write."""
 
     def __init__(self, schema: FieldSchema, request: Field) -> None:
         self.schema = schema
         self._request = request
 
     def encode(self, value: Any) -> np.ndarray:
-        """Raises: CannotPack: it is not what was declared, or would not come back the same."""
+        """Encode a value.
+
+        Raises:
+            CannotPack: It differs from the declaration, or would not survive a round trip.
+        """
         schema, kind = self.schema, kind_of(value, self.schema.name)
         if kind != schema.kind and not (schema.kind == "scalar" and kind in _PYTHON_DTYPES):
             is_number = kind in _NUMBERS and schema.kind in _NUMBERS
@@ -354,11 +363,11 @@ class _FieldEncoder:
             try:
                 content = value.encode("utf-8") if kind == "text" else bytes(value)
             except UnicodeEncodeError as error:
-                what = f"is text that is no Unicode: {error.reason} at {error.start}"
+                what = f"is text that is not valid Unicode: {error.reason} at {error.start}"
                 raise self._refused(what, 'text.encode("utf-8", "replace").decode()') from None
             if self._request.max_bytes is not None and len(content) > self._request.max_bytes:
                 raise self._refused(
-                    f"has {len(content)} bytes; max_bytes={self._request.max_bytes} was declared"
+                    f"has {len(content)} bytes; max_bytes={self._request.max_bytes} is declared"
                 )
             return np.frombuffer(content, np.uint8)
         return self._numbers(value)
@@ -377,7 +386,7 @@ class _FieldEncoder:
                 f"pack(..., fields={{{schema.name!r}: Field(ragged=True)}})",
             )
         if schema.is_ragged and array.ndim != schema.ndim:
-            raise self._refused(f"has {array.ndim} dimensions; {schema.ndim} were declared")
+            raise self._refused(f"has {array.ndim} dimensions; {schema.ndim} are declared")
         return array
 
     def _converted(self, array: np.ndarray, dtype: str, value: Any) -> np.ndarray:
@@ -389,14 +398,14 @@ class _FieldEncoder:
             return self._converted_by_torch(value)
         target = self.schema.stored
         if target.kind in "iu" and array.dtype.kind in "fc" and not np.isfinite(array).all():
-            raise self._refused(f"has NaN or infinity, which {target} cannot hold")
+            raise self._refused(f"contains NaN or infinity, which {target} cannot represent")
         with np.errstate(all="ignore"):
             made = array.astype(target)
             is_exact = target.kind in "iub" and array.dtype.kind != "b"
             if is_exact and not (made.astype(array.dtype) == array).all():
-                raise self._refused(f"has values that {target} cannot hold")
+                raise self._refused(f"contains values that {target} cannot represent")
             if target.kind == "f" and np.isinf(made).sum() > np.isinf(array).sum():
-                raise self._refused(f"has values that are too large for {target}")
+                raise self._refused(f"contains values that are too large for {target}")
         return made
 
     def _converted_by_torch(self, value: Any) -> np.ndarray:
@@ -428,7 +437,7 @@ class _FieldEncoder:
 
 
 def decode_value(schema: FieldSchema, row: np.ndarray) -> Any:
-    """The value of a field, of the type that was packed."""
+    """Return the value of a field, with the type that was packed."""
     kind = schema.kind
     if kind == "text":
         return row.tobytes().decode("utf-8")
@@ -448,7 +457,7 @@ def decode_value(schema: FieldSchema, row: np.ndarray) -> Any:
 
 
 def mean_bytes(schema: FieldSchema, values: Sequence[Any]) -> int:
-    """Approximate bytes of a sample in this field, from a few values."""
+    """Return the approximate bytes per sample in this field, from a few values."""
     if not schema.is_ragged:
         return schema.row_bytes
     sizes = []

@@ -1,4 +1,4 @@
-"""File locks between processes. The system releases them when their holder ends."""
+"""File locks between processes. The system releases them when the holder exits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RETRY_S = 0.05
 
 
 def lock_file(descriptor: int, *, waits: bool) -> bool:
-    """Lock an open file until it is closed; False: another holds it."""
+    """Lock an open file until it is closed. Returns False if another process holds the lock."""
     if os.name == "posix":
         import fcntl
 
@@ -30,15 +30,15 @@ def lock_file(descriptor: int, *, waits: bool) -> bool:
 
 @contextlib.contextmanager
 def packing_lock(folder: str) -> Iterator[None]:
-    """Hold the folder's lock. Raises: AlreadyThere: another process holds it."""
+    """Hold the folder's lock. Raises AlreadyThere if another process holds it."""
     path = os.path.join(folder, PACKING_LOCK)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        # A lock on a file that its last holder has removed since we opened it excludes no one.
+        # If the last holder has removed the file since we opened it, our lock has no effect.
         if not lock_file(descriptor, waits=False) or not os.fstat(descriptor).st_nlink:
             raise AlreadyThere(
                 f"{folder} is being packed by another process",
-                remedy="wait for it, or stop it and call again: finished shards are kept",
+                remedy="wait for it, or stop it and call again (finished shards are kept)",
                 path=folder,
             )
         try:
@@ -52,7 +52,7 @@ def packing_lock(folder: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def byte_lock(descriptor: int, place: int, *, waits: bool = False) -> Iterator[bool]:
-    """Lock one byte of a file (it need not be there); gives False: another process has it."""
+    """Lock one byte of a file, which need not exist. Yields False if another process has it."""
     if os.name == "posix":
         import fcntl
 

@@ -1,4 +1,4 @@
-"""``penstock.ImageFolder``: one subfolder for each class, with torchvision's attributes."""
+"""``penstock.ImageFolder``: images in one subfolder per class, like torchvision's class."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 
 
 class ImageFolder:
-    """Images by class, decoded by the fastest library here; a sample is (uint8 tensor, class).
+    """A folder of images, decoded by the fastest installed library.
 
-    As ``torchvision.datasets.ImageFolder``: ``root/class/name.jpg``, with ``classes``,
-    ``class_to_idx``, ``samples``, ``imgs`` and ``targets``. Other than there, images are
-    upright, and a sample is a uint8 tensor of (channels, height, width), not a Pillow image.
+    A sample is (uint8 tensor, class index). Like ``torchvision.datasets.ImageFolder``, it reads
+    ``root/class/name.jpg`` and has ``classes``, ``class_to_idx``, ``samples``, ``imgs`` and
+    ``targets``. Unlike there, images are turned upright, and an image is a uint8 tensor of
+    (channels, height, width), not a Pillow image.
 
     Args:
         root: The folder.
-        transform: A crop of ours, done while decoding, or any function of the tensor.
-        target_transform: A function of the class's number.
-        decoder: See :func:`penstock.decode`; None: measured with the first JPEG.
+        transform: A Penstock transform, applied during decoding, or any function of the tensor.
+        target_transform: A function of the class index.
+        decoder: See :func:`penstock.decode`. None: measured with the first JPEG.
 
     Example:
         >>> import os, tempfile, numpy as np, penstock
@@ -59,7 +60,7 @@ class ImageFolder:
         check_decoder(decoder, "ImageFolder")
         if transform is not None and not callable(transform):
             raise BadArgument(
-                f"transform={transform!r} cannot be called",
+                f"transform={transform!r} is not callable",
                 remedy="ImageFolder(root, penstock.RandomResizedCrop(224))",
             )
         self.root = os.fspath(root)
@@ -69,7 +70,7 @@ class ImageFolder:
         self.samples = find_samples(self.root, self.class_to_idx)
         if not self.samples:
             raise BadStore(
-                f"{self.root} has classes, and no image in any of them",
+                f"{self.root} has class folders, but they contain no images",
                 remedy=f"files that end in {', '.join(EXTENSIONS)}",
                 path=self.root,
             )
@@ -85,7 +86,7 @@ class ImageFolder:
         return self.read_into(index, ())
 
     def read_into(self, index: int, rows: Sequence[Any]) -> tuple[Any, Any]:
-        """``self[index]``, the image in the first of ``rows``. Called from: a worker."""
+        """Return ``self[index]``, with the image in the first of ``rows``. Called in a worker."""
         path, target = self.samples[index]
         data = _read_file(path)
         if self._decoder and self._asked is None:
@@ -95,13 +96,13 @@ class ImageFolder:
         return image, target if self.target_transform is None else self.target_transform(target)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Includes the fastest decoder, so that workers need not measure it again."""
+        """Include the fastest decoder, so that workers do not measure it again."""
         if not self._decoder:
             self._choose_decoder()
         return dict(self.__dict__)
 
     def _choose_decoder(self) -> dict[str, float]:
-        """Settle the decoder with the first JPEG; returns the times that were measured."""
+        """Choose the decoder with the first JPEG. Returns the measured times."""
         for path, _ in self.samples[:64]:
             if path.lower().endswith((".jpg", ".jpeg")):
                 data = _read_file(path)
@@ -112,20 +113,20 @@ class ImageFolder:
 
     @property
     def plan_notes(self) -> tuple[str, ...]:
-        """What ``loader.plan`` says about decoding."""
+        """Notes about decoding for ``loader.plan``."""
         times = self._choose_decoder()
         if not times:
             return (f"images are decoded by {self._decoder or 'Pillow'}",)
         speeds = ", ".join(f"{name} {1 / time_s:.0f}/s" for name, time_s in times.items())
-        return (f"JPEGs are decoded by {self._decoder}; measured with the first one: {speeds}",)
+        return (f"JPEGs are decoded by {self._decoder}. Measured with the first JPEG: {speeds}",)
 
     # -- for penstock.pack -----------------------------------------------------------------------
 
     def packed_sample(self, index: int) -> tuple[EncodedImage, int]:
-        """The file as it is, and its class.
+        """Return the unchanged file, and its class.
 
         Raises:
-            BadImage: It cannot be decoded. Not looked at where nothing here decodes its kind.
+            BadImage: It cannot be decoded. Not checked if no installed library decodes its format.
         """
         path, target = self.samples[index]
         data = _read_file(path)
@@ -138,7 +139,7 @@ class ImageFolder:
         return {"classes": self.classes, "class_to_idx": self.class_to_idx}
 
     def packed_fingerprint(self) -> str:
-        """A hash of the names and sizes of all files."""
+        """Return a hash of the names and sizes of all files."""
         seen = [
             (os.path.relpath(path, self.root), os.path.getsize(path)) for path, _ in self.samples
         ]
@@ -151,14 +152,14 @@ def _read_file(path: str) -> bytes:
 
 
 def find_classes(root: str) -> tuple[list[str], dict[str, int]]:
-    """The subfolders in order, and their numbers."""
+    """Return the names of the subfolders in order, and their indices."""
     try:
         classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     except OSError as error:
         raise BadStore(f"{root} cannot be read: {error.strerror}", path=root) from None
     if not classes:
         raise BadStore(
-            f"{root} has no subfolder for any class",
+            f"{root} has no class subfolders",
             remedy="root/cat/1.jpg, root/dog/2.jpg",
             path=root,
         )
@@ -166,7 +167,7 @@ def find_classes(root: str) -> tuple[list[str], dict[str, int]]:
 
 
 def find_samples(root: str, class_to_idx: dict[str, int]) -> list[tuple[str, int]]:
-    """Every image file with its class, in the order that torchvision has."""
+    """Return every image file with its class, in torchvision's order."""
     found = []
     for name in sorted(class_to_idx):
         for folder, _, files in sorted(os.walk(os.path.join(root, name), followlinks=True)):

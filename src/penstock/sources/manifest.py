@@ -1,14 +1,14 @@
 """The manifest of a packed set: its files and fields, checked before anything is opened.
 
-    manifest.json              version, schema, counts, checks, what made it
-    image-00000.npy            a fixed field: one row per sample
-    text-00000.data.npy        a ragged field: the items of all samples, one after the other,
-    text-00000.offsets.npy       where each begins (and the end of the last),
-    text-00000.shapes.npy        and, for arrays of more than one dimension, each one's shape
-    image-00000.crc.npy        checks of each block, for files of more than one
+    manifest.json              version, schema, counts, checksums, source
+    image-00000.npy            a fixed-size field: one row per sample
+    text-00000.data.npy        a ragged field: the items of all samples, concatenated,
+    text-00000.offsets.npy       where each sample begins (and the end of the last),
+    text-00000.shapes.npy        and, for arrays of more than one dimension, each shape
+    image-00000.crc.npy        checksums of each block, for files of more than one block
 
-There is no pickle and nothing is run, so a set from a stranger is safe to open. Checks are against
-accidents, not against attackers, who can write them, too.
+There is no pickle and no code is run, so a packed set from an untrusted source is safe to open. The
+checksums detect accidents, not attacks, because an attacker can rewrite them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from penstock.errors import BadStore, CannotPack
 VERSION = 1
 MANIFEST = "manifest.json"
 JOURNAL = "packing.json"
-"""There while a set is being packed; see :mod:`penstock.sources.packed_writer`."""
+"""Exists while a set is being packed. See :mod:`penstock.sources.packed_writer`."""
 MARK = "penstock packed set"
 FieldKind = Literal["tensor", "array", "scalar", "int", "float", "bool", "text", "bytes", "image"]
-"""Kinds of values; :mod:`penstock.sources.fields` says what a new one needs."""
+"""Kinds of values. :mod:`penstock.sources.fields` describes what a new kind needs."""
 KINDS: tuple[str, ...] = get_args(FieldKind)
 FORMS = ("single", "tuple", "dict")
 _MAX_NAME = 100
@@ -40,21 +40,21 @@ MAX_NDIM = 32
 
 
 def check_name(name: Any) -> str:
-    """A field's name is part of file names on every system: refuse what could lead elsewhere.
+    """Check the name of a field, which becomes part of file names on every system.
 
     Raises:
-        CannotPack: It has a slash, say.
+        CannotPack: The name is unsafe. For example, it contains a slash.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name.lower() in _RESERVED:
-        why = "letters, digits, '_', '-' and '.' make file names"
+        why = "it is used in file names, so only letters, digits, '_', '-' and '.' are allowed"
         if isinstance(name, str) and name.lower() in _RESERVED:
-            why = "files of that name are something else"
+            why = "the name is reserved"
         elif isinstance(name, str) and len(name) > _MAX_NAME:
-            why = f"it has {len(name)} letters, and files may have {_MAX_NAME}"
+            why = f"it has {len(name)} characters, more than the limit of {_MAX_NAME}"
         shown = name[:40] if isinstance(name, str) else name
         raise CannotPack(
-            f"{shown!r} cannot name a field: {why}",
-            remedy="another key in the dataset's samples; pack(..., fields=[...]) names a tuple's",
+            f"{shown!r} cannot be the name of a field: {why}",
+            remedy="a different key in the samples, or pack(..., fields=[...]) for tuples",
         )
     return name
 
@@ -64,10 +64,10 @@ class FieldSchema:
     """One field of a set.
 
     Args:
-        kind: What a sample has there; one of ``KINDS``.
-        dtype: Of the stored items, as NumPy writes it ("<f4"), or "bfloat16", stored as "<u2".
-        shape: Of each sample; None: they differ (ragged), and ``ndim`` counts their dimensions.
-        encoding: Of images: "file" (the bytes of an image file) or "raw" (its pixels).
+        kind: The kind of its values, one of ``KINDS``.
+        dtype: Of the stored items, in NumPy's notation ("<f4"), or "bfloat16", stored as "<u2".
+        shape: Of each sample. None if they differ (ragged). ``ndim`` is then their dimensions.
+        encoding: For images: "file" (the bytes of an image file) or "raw" (its pixels).
     """
 
     name: str
@@ -80,22 +80,27 @@ class FieldSchema:
     def __post_init__(self) -> None:
         check_name(self.name)
         if self.kind not in KINDS:
-            raise ValueError(f"field {self.name!r} is of kind {self.kind!r}, which is not known")
+            raise ValueError(f"field {self.name!r} has the unknown kind {self.kind!r}")
         dtype = self.stored
         if dtype.kind not in _DTYPE_KINDS or dtype.byteorder == ">":
-            raise ValueError(f"field {self.name!r} has dtype {self.dtype!r}, which is not stored")
+            raise ValueError(f"field {self.name!r} has the unsupported dtype {self.dtype!r}")
         sizes = self.shape or ()
         if len(sizes) > MAX_NDIM or not 0 <= self.ndim <= MAX_NDIM or any(n < 0 for n in sizes):
-            raise ValueError(f"field {self.name!r} has shape {self.shape}, ndim {self.ndim}")
+            raise ValueError(
+                f"field {self.name!r} has invalid shape {self.shape}, ndim {self.ndim}"
+            )
         is_bytes = self.is_ragged and dtype == np.dtype("u1")
         if self.kind in ("text", "bytes", "image") and not is_bytes:
-            raise ValueError(f"field {self.name!r} of kind {self.kind} must be of bytes")
+            raise ValueError(f"field {self.name!r} of kind {self.kind} must be ragged bytes")
         if self.kind in ("int", "float", "bool") and self.shape != ():
             raise ValueError(f"field {self.name!r} of kind {self.kind} must be a number")
         if self.kind == "image" and (self.encoding, self.ndim) not in (("file", 1), ("raw", 3)):
-            raise ValueError(f"field {self.name!r} is an image as {self.encoding!r}, {self.ndim}-d")
+            raise ValueError(
+                f"image field {self.name!r} has invalid encoding {self.encoding!r}, "
+                f"ndim {self.ndim}"
+            )
         if self.encoding and self.kind != "image":
-            raise ValueError(f"field {self.name!r} of kind {self.kind} has an encoding")
+            raise ValueError(f"field {self.name!r} of kind {self.kind} cannot have an encoding")
 
     @property
     def stored(self) -> np.dtype[Any]:
@@ -107,7 +112,7 @@ class FieldSchema:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a sample of a fixed field."""
+        """Bytes per sample of a fixed-size field."""
         assert self.shape is not None
         return int(np.prod(self.shape, dtype=np.int64)) * self.stored.itemsize
 
@@ -116,7 +121,7 @@ class FieldSchema:
         return self.is_ragged and self.ndim != 1
 
     def file_names(self, shard: int) -> list[str]:
-        """The array files of a shard, in the order that the reader wants them."""
+        """Return the names of a shard's array files, in the order the reader expects."""
         stem = f"{self.name}-{shard:05d}"
         if not self.is_ragged:
             return [f"{stem}.npy"]
@@ -126,7 +131,7 @@ class FieldSchema:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file of a shard: how long it is, and the check of its bytes."""
+    """One file of a shard: its length and checksum."""
 
     name: str
     bytes: int
@@ -134,13 +139,13 @@ class FileEntry:
 
     @property
     def blocks_name(self) -> str:
-        """The file with the checks of its blocks, if it has more than one."""
+        """Name of the file with the checksums of its blocks, if it has more than one block."""
         return self.name[: -len(".npy")] + ".crc.npy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """One shard: its samples, and its files by field."""
+    """One shard: its number of samples, and its files by field."""
 
     rows: int
     files: dict[str, tuple[FileEntry, ...]]
@@ -153,13 +158,13 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that is known about a packed set without opening an array of it.
+    """The description of a packed set, available without opening its arrays.
 
     Args:
-        form: Of a sample: "single" value, "tuple" or "dict".
-        fingerprint: Of the source and the options that made it.
-        attributes: What the source says of itself: classes, say. Plain JSON.
-        bad: Index in the source and error of each sample that was left out or replaced.
+        form: Form of a sample: "single" value, "tuple" or "dict".
+        fingerprint: Of the source and the packing options.
+        attributes: Attributes of the source, such as its classes. Plain JSON.
+        bad: Index in the source and error of each sample that was skipped or replaced.
     """
 
     num_samples: int
@@ -173,24 +178,26 @@ class Manifest:
     def __post_init__(self) -> None:
         names = [one.name for one in self.fields]
         if self.form not in FORMS:
-            raise ValueError(f"samples have the form {self.form!r}, which is not known")
+            raise ValueError(f"samples have the unknown form {self.form!r}")
         if len({name.lower() for name in names}) != len(names) or not names:
-            raise ValueError(f"the fields are {names}: there must be some, each once")
+            raise ValueError(f"the fields {names} must not be empty or contain duplicates")
         if sum(shard.rows for shard in self.shards) != self.num_samples:
-            raise ValueError(f"the shards do not sum to the {self.num_samples} samples")
+            raise ValueError(f"the sizes of the shards do not add up to {self.num_samples} samples")
         for number, shard in enumerate(self.shards):
             for one in self.fields:
                 found = [entry.name for entry in shard.files.get(one.name, ())]
                 if found != one.file_names(number):
-                    raise ValueError(f"shard {number} has the files {found} for {one.name!r}")
+                    raise ValueError(
+                        f"shard {number} has the wrong files for {one.name!r}: {found}"
+                    )
 
     @classmethod
     def from_json(cls, text: str, path: str) -> Manifest:
-        """Raises: BadStore: it is no manifest, or one that we cannot read."""
+        """Parse a manifest. Raises BadStore if it is not a manifest, or not readable."""
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise BadStore(f"{path} is no JSON: {error}", path=path) from None
+            raise BadStore(f"{path} is not valid JSON: {error}", path=path) from None
         check_version(content, path)
         try:
             return cls(
@@ -204,26 +211,26 @@ class Manifest:
             )
         except BadStore:
             raise
-        except Exception as error:  # an edited manifest may be anything
+        except Exception as error:  # an edited manifest can contain anything
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise BadStore(f"{path} is not a manifest: {what}", path=path) from None
+            raise BadStore(f"{path} is not a valid manifest: {what}", path=path) from None
 
 
 def to_json(record: Any) -> str:
-    """A manifest, or the journal of an unfinished packing, as it is written."""
+    """Return a manifest, or the journal of an unfinished packing, as JSON text."""
     content = {"format": MARK, "version": VERSION, **asdict(record)}
     return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
 def check_version(content: Any, path: str) -> None:
-    """Raises: BadStore: it is not a manifest of ours, or of a newer version."""
+    """Raise BadStore unless the content is a manifest of a supported version."""
     if not isinstance(content, dict) or content.get("format") != MARK:
         raise BadStore(f"{path} is not the manifest of a packed set", path=path)
     version = content.get("version")
     if type(version) is not int or version < 1 or version > VERSION:
         raise BadStore(
-            f"{path} has version {version!r}; this Penstock reads up to {VERSION}",
-            likely="a newer Penstock packed it.",
+            f"{path} has version {version!r}; this Penstock reads versions up to {VERSION}",
+            likely="it was packed by a newer Penstock.",
             remedy="pip install --upgrade penstock",
             path=path,
         )
@@ -231,7 +238,7 @@ def check_version(content: Any, path: str) -> None:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} must be a non-negative integer")
     return value
 
 
@@ -255,8 +262,8 @@ def _read_file(content: dict[str, Any]) -> FileEntry:
 
 
 def _check_inside(name: Any) -> str:
-    """A file name that leads nowhere but into the folder. Raises: BadStore."""
+    """Return a file name that stays inside the folder, or raise BadStore."""
     is_plain = isinstance(name, str) and name == os.path.basename(name) and name[:1] != "."
     if not is_plain or any(sign in name for sign in "/\\:\0") or not name:
-        raise BadStore(f"the manifest names {name!r}, which is not a file of the folder: refused")
+        raise BadStore(f"the manifest contains {name!r}, which is not a file in the folder")
     return str(name)

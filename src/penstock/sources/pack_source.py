@@ -1,7 +1,7 @@
-"""The dataset that is to be packed: what its samples look like, and how they are fetched.
+"""Inspects the dataset to pack, and fetches and encodes its samples.
 
-Called from: :func:`penstock.pack` in the caller's process (:func:`inspect_source`), and the
-processes that write shards (:class:`EncodedSamples`).
+:func:`penstock.pack` calls :func:`inspect_source` in the caller's process. The processes that write
+shards use :class:`EncodedSamples`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from penstock.sources.packed_writer import PackSpec, make_fingerprint
 from penstock.user_objects import class_attribute, offers, probe
 
 SHARD_BYTES = 64 << 20
-"""A killed worker loses one shard at most."""
+"""A killed worker loses at most one shard."""
 MAX_FILES = 256
-"""With more files than this, shards are larger instead: each file is a mapping in every reader and,
-except on Linux, a descriptor."""
+"""Shards grow to stay below this number of files, because each file is a mapping in every reader
+and, except on Linux, a descriptor."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NUM_PROBES = 8
 _NUM_TRIES = 100
-"""Substitutes that are tried for a bad sample before packing ends."""
+"""Number of substitutes to try for a bad sample before packing fails."""
 
 
 @dataclass(frozen=True)
 class EncodedSamples:
-    """Fetches and encodes samples; pickled to workers.
+    """Fetches and encodes samples. Pickled to workers.
 
     Args:
-        get: From an index to a sample.
+        get: Returns the sample at an index.
         on_error: "raise", "skip", "replace", or a function of (index, error).
     """
 
@@ -59,7 +59,7 @@ class EncodedSamples:
     seed: int
 
     def __call__(self, indices: range) -> Iterator[tuple[int, Any]]:
-        """Encoded samples by index. A bad one gives its error, and then its substitute, if any."""
+        """Yield encoded samples by index. A bad one yields its error, then any substitute."""
         randomness = SampleRandomness(self.seed)
 
         def fetch(index: int) -> list[np.ndarray]:
@@ -89,7 +89,7 @@ class EncodedSamples:
             with contextlib.suppress(Exception):
                 return fetch(other)
         raise CannotPack(
-            f"sample {index} is bad, and so were {_NUM_TRIES} others in its place",
+            f"sample {index} is bad, and so were {_NUM_TRIES} substitutes",
             sample_index=index,
         ) from failed
 
@@ -103,7 +103,7 @@ def inspect_source(
     shard_bytes: int = SHARD_BYTES,
     on_probe: Callable[[int, Any], None] = lambda index, sample: None,
 ) -> tuple[PackSpec, EncodedSamples]:
-    """Decide from a few samples how all of them are stored.
+    """Choose the storage format from a few samples.
 
     Args:
         on_probe: Called with each of these samples.
@@ -115,11 +115,13 @@ def inspect_source(
     is_encoded = offers(dataset, "packed_sample")
     get = dataset.packed_sample if is_encoded else functools.partial(operator.getitem, dataset)
     probes = list(_probes(get, num_samples, on_error, check_seed("seed", seed), on_probe))
-    if on_error != "raise":  # a sample unlike the first counts as bad
+    if on_error != "raise":  # a sample that differs in form from the first counts as bad
         probes = [probe for probe in probes if kinds_of(probe) == kinds_of(probes[0])]
     form, names, requests, columns = _columns(dataset, fields, probes)
     if len({name.lower() for name in names}) < len(names):
-        raise CannotPack(f"the fields {names} need names that make files of their own")
+        raise CannotPack(
+            f"the fields {names} must differ in more than case, because they are used in file names"
+        )
     schemas = tuple(map(find_schema, names, columns, requests))
     sample_bytes = sum(map(mean_bytes, schemas, columns))
     max_shards = max(1, MAX_FILES // sum(len(schema.file_names(0)) for schema in schemas))
@@ -144,31 +146,31 @@ def inspect_source(
 def _columns(
     dataset: Any, fields: Any, probes: list[Any]
 ) -> tuple[str, list[str], list[Field], list[list[Any]]]:
-    """The form of samples; for each field its name, what is wanted of it, and probed values."""
+    """Return the form of samples, and the name, options and probed values of each field."""
     split = [split_sample(probe) for probe in probes]
     forms = {form for form, _, _ in split}
     if len(forms) > 1:
-        raise CannotPack(f"samples are of different forms: {', '.join(sorted(forms))}")
+        raise CannotPack(f"samples have different forms: {', '.join(sorted(forms))}")
     form, names, _ = split[0]
-    # A folder of images calls them image and label.
+    # ImageFolder calls its fields image and label.
     own = dataset.packed_names if offers(dataset, "packed_sample") else None
     renamed, requests = read_requests(fields, form, names if own is None else list(own))
     samples = [dict(zip(found, values, strict=True)) for _, found, values in split]
     other = next((list(sample) for sample in samples if set(sample) != set(names)), None)
     if other is not None:
-        raise CannotPack(f"one sample has the fields {names}, another {other}")
+        raise CannotPack(f"samples have different fields: {names} and {other}")
     return form, renamed, requests, [[sample[name] for sample in samples] for name in names]
 
 
 def _describe(dataset: Any) -> str:
-    """Text that identifies a source; a dataset may add to it (``packed_fingerprint``)."""
+    """Return text that identifies a source. A dataset can extend it (``packed_fingerprint``)."""
     own = dataset.packed_fingerprint() if _has(dataset, "packed_fingerprint") else ""
     kind = type(dataset)
     return f"{kind.__module__}.{kind.__qualname__} {own}"
 
 
 def _has(dataset: Any, name: str) -> bool:
-    """Does its class define this? A dataset that hands names on to another one does not."""
+    """Return True if the dataset's class defines this name. A wrapper's delegation is ignored."""
     return class_attribute(type(dataset), name) is not None
 
 
@@ -177,12 +179,12 @@ def _length_of(dataset: Any) -> int:
         num_samples = len(dataset)
     except TypeError:
         raise CannotPack(
-            f"a {type(dataset).__name__} has no length: only datasets with an index are packed",
+            f"a {type(dataset).__name__} has no length; only map-style datasets can be packed",
             remedy="give it __len__ and __getitem__, or pack(list(dataset), ...) if it is small",
         ) from None
     if not hasattr(type(dataset), "__getitem__"):
         raise CannotPack(
-            f"a {type(dataset).__name__} has no samples with numbers",
+            f"a {type(dataset).__name__} has no __getitem__; only map-style datasets can be packed",
             remedy="pack(loader.dataset, ...)" if probe(dataset, "dataset") is not None else None,
         )
     if not num_samples:
@@ -193,9 +195,9 @@ def _length_of(dataset: Any) -> int:
 def _probes(
     get: Any, num_samples: int, on_error: Any, seed: int, on_probe: Callable[[int, Any], None]
 ) -> Iterator[Any]:
-    """A few samples from all over the dataset."""
+    """Yield a few samples spread over the dataset."""
     randomness = SampleRandomness(seed)
-    # Neighbours and distant ones, so that periodic data does not look constant.
+    # Both neighbors and distant samples, so that periodic data does not look constant.
     spread = np.linspace(0, num_samples - 1, _NUM_PROBES // 2 + 1).astype(int).tolist()
     places = [0, *range(1, min(num_samples, _NUM_PROBES // 2)), *spread[1:]]
     failed: Exception | None = None
@@ -205,7 +207,7 @@ def _probes(
             break
         try:
             sample = randomness.call(get, index, index)
-            split_sample(sample)  # raises for what has no fields
+            split_sample(sample)  # raises for samples without fields
         except Exception as error:
             if on_error == "raise":
                 _note_sample(error, index)
@@ -218,12 +220,12 @@ def _probes(
     if not num_found:
         raise CannotPack(
             "none of the first samples could be loaded",
-            where=None if failed is None else f"the last of them: {_text_of(failed)}",
+            where=None if failed is None else f"the last error: {_text_of(failed)}",
         ) from failed
 
 
 def _note_sample(error: Exception, index: int) -> None:
-    """Add the sample's index to an error of the user's code."""
+    """Add the sample's index to an error in user code."""
     with contextlib.suppress(AttributeError, TypeError):
         error.sample_index = index  # type: ignore[attr-defined]
     if hasattr(error, "add_note"):  # from Python 3.11 on
@@ -232,6 +234,6 @@ def _note_sample(error: Exception, index: int) -> None:
 
 def _text_of(error: Exception) -> str:
     what = error.what if isinstance(error, PenstockError) else str(error)
-    # Addresses of objects differ from run to run; the manifest must not.
+    # Object addresses differ between runs, but the manifest must not.
     what = _ADDRESS.sub("", what.partition(chr(10))[0])
     return f"{type(error).__name__}: {what[:500]}"

@@ -1,10 +1,10 @@
-"""Datasets over mapped files: samples, and whole batches, of a packed set.
+"""Datasets over mapped files: samples and whole batches of a packed set.
 
     Packed[i]                       one sample, as it was packed
-    Packed.read_rows(index, out)    a batch: one gather per field, straight into the slot
+    Packed.read_rows(index, out)    a batch: one gather per field, directly into the slot
 
-Opening takes a few milliseconds and reads no data. Workers open a set again by its path. Pages that
-are read belong to the page cache, not to the process.
+Opening takes a few milliseconds and reads no data. Workers open a packed set again by its path.
+Pages that are read belong to the page cache, not to the process.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from penstock.sources.manifest import FieldSchema
 from penstock.sources.packed_folder import PackedFolder
 
 _BLOCK_BYTES = 4 << 20
-"""What :meth:`ColumnDataset.block_order` reads in one piece."""
+"""Size of the pieces that :meth:`ColumnDataset.block_order` reads."""
 Self = TypeVar("Self", bound="ColumnDataset")
 
 
 class ColumnFiles(Protocol):
-    """Mapped files with columns; pickled to workers, which map them again."""
+    """Mapped files with columns. Pickled to workers, which map them again."""
 
     schemas: tuple[FieldSchema, ...]
     columns: dict[str, Column]
@@ -44,16 +44,16 @@ class ColumnFiles(Protocol):
 
 
 class ColumnDataset:
-    """Equally long fields, sample by sample or in batches.
+    """Fields of equal length, read by sample or by batch.
 
-    Pairs with: the engine, which asks for ``read_rows`` and fills slots with it.
+    The engine calls ``read_rows`` to fill slots.
     """
 
     _files: tuple[Any, ...]
     _rows: Any = None
 
     def _open(self, files: ColumnFiles, read_ahead: bool | None = None) -> None:
-        """Read from what ``files`` has mapped."""
+        """Use the columns of ``files``."""
         self._files = (files,)
         self._schemas = tuple(files.schemas)
         self._columns = [files.columns[schema.name] for schema in self._schemas]
@@ -79,7 +79,7 @@ class ColumnDataset:
 
     @property
     def schema(self) -> dict[str, FieldSchema]:
-        """What each field is."""
+        """The schema of each field."""
         return {schema.name: schema for schema in self._schemas}
 
     def __len__(self) -> int:
@@ -94,8 +94,8 @@ class ColumnDataset:
         return self.read_into(index, ())
 
     def read_into(self, index: int, rows: Sequence[np.ndarray | None]) -> Any:
-        """``self[index]``, images in their ``rows``. Called from: a worker."""
-        # Each field is one leaf of the sample, unless a user's transform changes that.
+        """Return ``self[index]``, with images in their ``rows``. Called in a worker."""
+        # Each field is one leaf of the sample, unless a transform of the user changes that.
         is_known = all(isinstance(one, Crop) for one in self._transforms.values())
         has_leaves = is_known and len(rows) == len(self._schemas)
         return self._sample(int(self._resolve([index])[0]), rows if has_leaves else ())
@@ -125,21 +125,21 @@ class ColumnDataset:
         except UnicodeDecodeError as error:
             path = getattr(self._files[0], "path", None)
             raise Damaged(
-                f"field {schema.name!r} of sample {row} is no UTF-8 text: {error}",
+                f"field {schema.name!r} of sample {row} is not UTF-8 text: {error}",
                 where=path,
-                likely="the files were changed, or made by something else than Penstock.",
-                remedy="copy the folder again from where it was made, or pack again",
+                likely="the files were changed, or written by a different program.",
+                remedy="copy the folder again from its source, or pack again",
                 path=path,
                 field=schema.name,
             ) from None
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], list[Any]]:
-        """Only without transforms, whose randomness belongs to one sample, not to a batch."""
+        """Loads several samples. Missing with transforms, whose randomness is per sample."""
         if self._transforms:
-            raise AttributeError("samples of a set with transforms are loaded one by one")
+            raise AttributeError("samples of a packed set with transforms are loaded one by one")
         if type(self).__getitem__ is not ColumnDataset.__getitem__:
-            raise AttributeError("this class has its own way to load a sample")
+            raise AttributeError("this class overrides __getitem__")
         return self._many
 
     def _many(self, indices: Sequence[int]) -> list[Any]:
@@ -170,13 +170,13 @@ class ColumnDataset:
 
     @property
     def read_rows(self) -> Callable[[np.ndarray, list[np.ndarray]], None]:
-        """Copies whole batches. Exists only if every field has one shape and no transform."""
+        """Copies whole batches. Exists only if all fields have fixed shapes and no transforms."""
         if not self._is_fixed or self._transforms or sys.byteorder != "little":
-            raise AttributeError("only fixed fields are gathered")
+            raise AttributeError("only fixed-size fields can be gathered")
         return self._read_rows
 
     def _read_rows(self, index: np.ndarray, out: list[np.ndarray]) -> None:
-        """Copy samples (checked to be in range) into rows of bytes, a field at a time."""
+        """Copy samples (checked to be in range) into rows of bytes, one field at a time."""
         rows = index if self._rows is None else self._rows_at(index)
         for column, target in zip(self._columns, out, strict=True):
             assert isinstance(column, FixedColumn)
@@ -186,11 +186,11 @@ class ColumnDataset:
         found = np.asarray(indices, dtype=np.int64 if not len(indices) else None)
         length = len(self)
         if found.dtype.kind not in "iu" or found.ndim != 1:
-            if all(type(index) is int for index in indices):  # of more than 64 bits
+            if all(type(index) is int for index in indices):  # more than 64 bits
                 raise IndexError(f"index {max(indices, key=abs)} is out of range for {length}")
             raise TypeError(
-                f"samples are found by one whole number, not by {indices[0]!r}; several are a "
-                "subset(slice, range or list of whole numbers)"
+                f"a sample index must be an integer, not {indices[0]!r}; for several samples, use "
+                "subset() with a slice, range or list of integers"
             )
         wrong = (found < -length) | (found >= length)
         if wrong.any():
@@ -212,13 +212,13 @@ class ColumnDataset:
         return other
 
     def select(self: Self, *names: str) -> Self:
-        """The same samples with some of their fields only, in this order."""
+        """Return the same samples with only these fields, in this order."""
         unknown = [name for name in names if name not in self.fields]
         if unknown or not names:
             raise BadArgument(
-                f"there is no field {unknown[0]!r}; there are {', '.join(self.fields)}"
+                f"there is no field {unknown[0]!r}; the fields are {', '.join(self.fields)}"
                 if unknown
-                else "no field is named",
+                else "select() needs at least one field",
                 remedy=f"select({self.fields[0]!r})",
             )
         places = [self.fields.index(name) for name in names]
@@ -229,11 +229,11 @@ class ColumnDataset:
         return other
 
     def subset(self: Self, indices: Any) -> Self:
-        """Some of the samples: a slice, a range, or a list of indices."""
+        """Return some of the samples, by a slice, a range, or a list of indices."""
         other = self._like()
         if isinstance(indices, slice):
             indices = range(*indices.indices(len(self)))
-        # Negative ones, as in range(-3, 0), become a list of rows.
+        # Negative indices, as in range(-3, 0), become a list of rows.
         is_plain = isinstance(indices, range) and min([*indices[:1], *indices[-1:]], default=0) >= 0
         base = range(len(self)) if self._rows is None else self._rows
         if is_plain and isinstance(base, range):
@@ -244,24 +244,26 @@ class ColumnDataset:
         try:
             listed = list(indices)
         except TypeError:
-            raise TypeError(f"a subset is a slice, a range or a list, not {indices!r}") from None
+            raise TypeError(
+                f"a subset must be a slice, a range or a list, not {indices!r}"
+            ) from None
         other._rows = self._resolve(listed)
         return other
 
     def shard(self: Self, rank: int, world_size: int) -> Self:
-        """Every ``world_size``-th sample, from ``rank`` on: this rank's part of the set."""
+        """Return this rank's part: every ``world_size``-th sample, starting at ``rank``."""
         RankShard(length=len(self), rank=rank, world_size=world_size)  # checks them
         return self.subset(range(rank, len(self), world_size))
 
     def with_transforms(self: Self, **transforms: Callable[[Any], Any]) -> Self:
-        """Functions to call on a field's value, by its name; they may be random."""
+        """Apply functions to the values of fields, by field name. They can be random."""
         unknown = [name for name in transforms if name not in self.fields]
         if unknown:
             raise BadArgument(f"there is no field {unknown[0]!r}", remedy=", ".join(self.fields))
         for name, transform in transforms.items():
             if not callable(transform):
                 raise BadArgument(
-                    f"the transform of {name!r} is {transform!r}, which cannot be called",
+                    f"the transform of {name!r} is {transform!r}, which is not callable",
                     remedy=f"transforms={{{name!r}: function}}",
                 )
         other = self._like()
@@ -273,12 +275,12 @@ class ColumnDataset:
             return NotImplemented
         if (other._schemas, other._form) != (self._schemas, self._form):
             raise BadArgument(
-                f"{self} and {other} have other fields: they cannot be put together",
+                f"{self} and {other} have different fields, so they cannot be concatenated",
                 remedy="select() the fields that both have",
             )
         if _settings(other._transforms) != _settings(self._transforms):
             raise BadArgument(
-                f"{self} and {other} have other transforms: one set has one for all its samples",
+                f"{self} and {other} have different transforms, so they cannot be concatenated",
                 remedy="(a + b).with_transforms(...), or torch.utils.data.ConcatDataset([a, b])",
             )
         joined = self._like()
@@ -293,7 +295,7 @@ class ColumnDataset:
         return joined
 
     def block_order(self, *, seed: int = 0, **keywords: Any) -> BlockOrder:
-        """A shuffle that reads the disk in pieces; give it to a loader as ``sampler=``."""
+        """Return a shuffled order that reads the disk in pieces. Pass it as ``sampler=``."""
         row_bytes = sum(
             column.row_bytes for column in self._columns if isinstance(column, FixedColumn)
         )
@@ -302,7 +304,7 @@ class ColumnDataset:
 
 
 def _settings(transforms: dict[str, Any]) -> dict[str, Any]:
-    """Transforms as comparable values: our crops are equal if their settings are."""
+    """Return transforms as comparable values. Our transforms are equal if their settings are."""
     return {
         name: (type(one), vars(one)) if type(one).__module__ == Crop.__module__ else one
         for name, one in transforms.items()
@@ -314,11 +316,11 @@ class Packed(ColumnDataset):
 
     Args:
         path: The folder that :func:`penstock.pack` wrote.
-        columns: Only these fields.
-        verify: When bytes are compared with their checksums: ``"lazy"``, each block when it is
-            first read; ``"full"``, all of them now; ``"off"``, never.
-        transforms: Functions of a field's value, by its name; see :meth:`with_transforms`.
-        read_ahead: Ask the disk for all rows of a batch at once. None: where the set is larger
+        columns: Load only these fields.
+        verify: When to verify checksums: ``"lazy"`` verifies each block when it is first read,
+            ``"full"`` verifies all blocks now, ``"off"`` verifies nothing.
+        transforms: Functions of a field's value, by field name. See :meth:`with_transforms`.
+        read_ahead: Request all rows of a batch from the disk together. None: if the set is larger
             than this machine's memory.
 
     Example:
@@ -349,7 +351,7 @@ class Packed(ColumnDataset):
         if transforms:
             if not isinstance(transforms, dict):
                 raise BadArgument(
-                    "transforms= must be a dict from a field's name to its function",
+                    "transforms= must be a dict from field names to functions",
                     remedy=f"transforms={{{self.fields[0]!r}: function}}",
                 )
             self.__dict__.update(self.with_transforms(**transforms).__dict__)
@@ -357,13 +359,13 @@ class Packed(ColumnDataset):
     def _open(self, files: Any, read_ahead: bool | None = None) -> None:
         super()._open(files, read_ahead)
         self.attributes: dict[str, Any] = files.manifest.attributes
-        """What the source said of itself: ``classes``, say."""
+        """Attributes of the source, such as ``classes``."""
         self.bad_samples = list(files.manifest.bad)
-        """Index in the source and error of each sample that was left out or replaced."""
+        """Index in the source and error of each sample that was skipped or replaced."""
 
     @property
     def path(self) -> str:
-        """Where the (first) set lies."""
+        """Path of the (first) packed set."""
         return str(self._files[0].path)
 
 
@@ -376,7 +378,7 @@ def _restore(
     transforms: dict[str, Any],
     form: str,
 ) -> ColumnDataset:
-    """The set again, over files that were opened again. Called from: a worker."""
+    """Rebuild a dataset over files that were opened again. Called in a worker."""
     sets = []
     for one in files:
         sets.append(object.__new__(kind))

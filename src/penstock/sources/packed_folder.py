@@ -1,8 +1,8 @@
-"""One folder of a packed set, opened: its manifest, its mapped arrays, and the checks of them.
+"""The open files of a packed set: its manifest, its mapped arrays, and their checksums.
 
-Opening checks what can be checked without reading the data: missing, truncated and foreign files,
-names that lead out of the folder, headers that differ from the manifest. The data is checked block
-by block when first read, or at opening with ``verify="full"``.
+Opening checks everything that does not need the data: missing, truncated and foreign files, names
+that lead out of the folder, and headers that differ from the manifest. The data is verified block
+by block on first read, or on opening with ``verify="full"``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from penstock.sources.columns import Column, FixedColumn, RaggedColumn, ShardRow
 from penstock.sources.manifest import JOURNAL, MANIFEST, FieldSchema, FileEntry, Manifest
 
 VERIFY = ("lazy", "full", "off")
-_COPY_FILE = "copy the file again from where it was made"
-_COPY_FOLDER = "copy the whole folder again from where it was made"
+_COPY_FILE = "copy the file again from its source"
+_COPY_FOLDER = "copy the whole folder again from its source"
 
 
 class PackedFolder:
-    """The files of a packed set. Pickled as its path: the receiver opens them again."""
+    """The files of a packed set. Pickled as its path, so the receiver opens them again."""
 
     draws_nothing = True
 
@@ -46,7 +46,7 @@ class PackedFolder:
         self.schemas = self.manifest.fields
         self.form = self.manifest.form
         entries = [entry for shard in self.manifest.shards for entry in shard.entries]
-        for entry in entries:  # before memory is allocated by the sizes of a foreign manifest
+        for entry in entries:  # before allocating memory by the sizes in an untrusted manifest
             self._check_size(entry)
         self.num_bytes = sum(entry.bytes for entry in entries)
         self._first_block: dict[str, int] = {}
@@ -62,10 +62,10 @@ class PackedFolder:
             mapped = map_array(os.path.join(self.path, entry.name))
             assert mapped.file is not None
             if file_checksum(block_checksums(mapped.file.content)) != entry.check:
-                raise make_damage(self.path, entry, "its checksum is not the manifest's")
+                raise make_damage(self.path, entry, "its checksum does not match the manifest")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # After "full", the receiver need not check again.
+        # After "full", the receiver does not need to verify again.
         verify = "off" if self.verify == "full" else self.verify
         shared = None if self.checked is None else self.checked.shared
         return PackedFolder, (self.path, verify, shared)
@@ -93,7 +93,7 @@ class PackedFolder:
         dtype: np.dtype[Any],
         shapes: Sequence[tuple[int, ...] | None],
     ) -> list[ShardRows]:
-        """One kind of file of one field, over all shards."""
+        """Map one kind of file of one field, for all shards."""
         found = []
         arrays = map_arrays([os.path.join(self.path, entry.name) for entry in entries])
         for entry, mapped, shape in zip(entries, arrays, shapes, strict=True):
@@ -101,9 +101,9 @@ class PackedFolder:
             is_right = array.ndim == 1 if shape is None else array.shape == shape
             if array.dtype != dtype or not is_right:
                 raise self._broken(
-                    f"{entry.name} holds {array.dtype} of shape {array.shape}; the "
+                    f"{entry.name} contains {array.dtype} of shape {array.shape}; the "
                     f"manifest says {dtype}{'' if shape is None else f' of shape {shape}'}",
-                    "files of different sets were mixed.",
+                    "files of different packed sets were mixed.",
                     _COPY_FOLDER,
                 )
             checker = None
@@ -117,18 +117,16 @@ class PackedFolder:
     def _check_size(self, entry: FileEntry) -> None:
         path = os.path.join(self.path, entry.name)
         if os.path.realpath(path) != path:
-            raise BadStore(
-                f"{entry.name} is a link that leads out of {self.path}: refused", path=self.path
-            )
+            raise BadStore(f"{entry.name} is a link to a file outside {self.path}", path=self.path)
         try:
             num_bytes = os.path.getsize(path)
         except OSError as error:
             what = f"{entry.name} cannot be opened: {error.strerror or error}"
-            raise self._broken(what, "a shard was not copied along.", _COPY_FOLDER) from None
+            raise self._broken(what, "the file was not copied.", _COPY_FOLDER) from None
         if num_bytes != entry.bytes:
             raise self._broken(
                 f"{entry.name} has {num_bytes} bytes; the manifest says {entry.bytes}",
-                "it was cut off: a full disk, or a copy that did not end.",
+                "the file is truncated, because of a full disk or an interrupted copy.",
                 _COPY_FILE,
             )
         has_list = entry.bytes <= BLOCK_BYTES or os.path.isfile(
@@ -136,9 +134,9 @@ class PackedFolder:
         )
         if self.verify == "lazy" and not has_list:
             raise self._broken(
-                f"{entry.blocks_name} is not there: the checks of {entry.name}",
-                "a file was not copied along.",
-                "copy it again from where it was made, or Packed(..., verify='full')",
+                f"{entry.blocks_name}, the checksums of {entry.name}, is missing",
+                "the file was not copied.",
+                "copy it again from its source, or use Packed(..., verify='full')",
             )
 
     def _broken(self, what: str, likely: str, remedy: str) -> BadStore:
@@ -146,27 +144,27 @@ class PackedFolder:
 
 
 def read_manifest(path: str) -> Manifest:
-    """The manifest of the set at ``path``.
+    """Read the manifest of the packed set at ``path``.
 
     Raises:
-        BadStore: There is none, or it is not finished, not ours, or newer than we are.
+        BadStore: It is missing, unfinished, invalid, or of a newer version.
     """
     file = os.path.join(path, MANIFEST)
     try:
         with open(file, encoding="utf-8") as content:
             return Manifest.from_json(content.read(), file)
     except UnicodeDecodeError as error:
-        raise BadStore(f"{file} is no JSON: {error}", path=path) from None
+        raise BadStore(f"{file} is not valid JSON: {error}", path=path) from None
     except OSError as error:
         if os.path.exists(os.path.join(path, JOURNAL)):
             raise BadStore(
-                f"{path} is not packed to its end",
-                likely="the packing was stopped, or is still under way.",
-                remedy="the same `penstock pack` again: finished shards are kept",
+                f"the packed set {path} is unfinished",
+                likely="packing was interrupted, or is still running.",
+                remedy="run the same `penstock pack` again (finished shards are kept)",
                 path=path,
             ) from None
         raise BadStore(
-            f"{path} is no packed set: {error.strerror or error}",
+            f"{path} is not a packed set: {error.strerror or error}",
             remedy="penstock pack SOURCE " + path,
             path=path,
         ) from None

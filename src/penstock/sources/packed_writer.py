@@ -1,13 +1,13 @@
-"""Writing of packed sets, so that no crash leaves half of one.
+"""Writes packed sets so that a crash never leaves a broken one.
 
-    packing.json   first: the source's fingerprint, the schema, how many samples a shard has
+    packing.json   first: the source's fingerprint, the schema, the samples per shard
     .part-*/       a shard while it is written
     image-00003.npy ...  its files, renamed when all of them are on the disk
-    shard-00003.json     last of the shard: from now on it is finished
-    manifest.json  last of all; then packing.json and the shards' records go
+    shard-00003.json     last file of a shard, which marks it as finished
+    manifest.json  last of all; then packing.json and the shard records are deleted
 
-A process that is killed, at any moment, leaves finished shards and perhaps a ``.part-*``, and the
-next call goes on from there. Shards are written by a ``map`` that the caller brings:
+A process that is killed at any point leaves finished shards and possibly a ``.part-*`` folder. The
+next call continues from there. The caller provides the ``map`` that writes the shards:
 
     caller: pack_into(map=...)  -- map(write_shard, numbers) -->  workers, threads, a cluster
             manifest            <-- one record per shard ------
@@ -49,7 +49,7 @@ from penstock.sources.manifest import (
 
 Map = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 Fetch = Callable[[range], Iterator[tuple[int, Any]]]
-"""For the indices of a shard: (index, list of encoded arrays), or (index, text of its error)."""
+"""For the indices of a shard: (index, list of encoded arrays), or (index, error text)."""
 PART_PREFIX = ".part-"
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
 _BUFFER_BYTES = 1 << 20
@@ -57,12 +57,12 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PackSpec:
-    """What is to be written; the content of ``packing.json``.
+    """The packing to do. This is the content of ``packing.json``.
 
     Args:
-        shard_rows: Samples of the source in a shard; bad ones may make it shorter.
+        shard_rows: Number of source samples per shard. Bad samples can make a shard shorter.
         form, fields, fingerprint, attributes: As in the manifest.
-        sample_bytes: About how much one takes.
+        sample_bytes: Approximate size of a sample.
     """
 
     num_samples: int
@@ -83,7 +83,7 @@ class PackSpec:
 
     @classmethod
     def read(cls, path: str) -> PackSpec:
-        """Raises: BadStore: it is damaged, or of a newer version."""
+        """Read a journal. Raises BadStore if it is damaged, or of a newer version."""
         try:
             content = json.loads(read_text(path))
             check_version(content, path)
@@ -95,13 +95,13 @@ class PackSpec:
         except Exception as error:
             raise BadStore(
                 f"{path} is damaged: {error}",
-                remedy=f"remove {os.path.dirname(path)}, and pack again",
+                remedy=f"remove {os.path.dirname(path)} and pack again",
                 path=path,
             ) from None
 
 
 def make_fingerprint(*parts: Any) -> str:
-    """A hash of a source and its options; equal ones make the same set.
+    """Return a hash of a source and its options. Equal inputs produce the same packed set.
 
     Example:
         >>> make_fingerprint("a", 1) == make_fingerprint("a", 1) != make_fingerprint("a", 2)
@@ -122,15 +122,16 @@ def pack_into(
     map: Map,
     on_shard: Callable[[int, int], None] = lambda done, total: None,
 ) -> Manifest:
-    """Write a set, or the rest of one that was begun.
+    """Write a packed set, or continue an unfinished one.
 
     Args:
-        fetch: Gives the samples of a shard; pickled to the processes of ``map``.
-        on_shard: Called with the numbers of finished shards and of all.
+        fetch: Yields the samples of a shard. Pickled to the processes of ``map``.
+        on_shard: Called with the number of finished shards and the total.
 
     Raises:
-        AlreadyThere: A finished set, another source's unfinished one, or anything else is there.
-        CannotWrite: No space, no right.
+        AlreadyThere: The folder contains a finished set, an unfinished set of a different source,
+            or other files.
+        CannotWrite: No disk space, or no permission.
     """
     with _explain_os_errors(folder):
         os.makedirs(folder, exist_ok=True)
@@ -151,9 +152,9 @@ def _write_rest(folder: str, spec: PackSpec, fetch: Fetch, map: Map, on_shard: A
     missing = [number for number in left if number not in records]
     if missing:
         raise BadArgument(
-            f"map= gave no result for shard {missing[0]}, and for {len(missing)} of "
-            f"{spec.num_shards} in all",
-            remedy="map(function, numbers) must return function(number) for each of the numbers",
+            f"map= returned no result for shard {missing[0]} ({len(missing)} of "
+            f"{spec.num_shards} shards are missing)",
+            remedy="map(function, numbers) must return function(number) for every number",
         )
     manifest = _make_manifest(spec, [records[number] for number in range(spec.num_shards)])
     write_whole(folder, MANIFEST, to_json(manifest))
@@ -173,7 +174,7 @@ def _write_rest(folder: str, spec: PackSpec, fetch: Fetch, map: Map, on_shard: A
 def write_shard(folder: str, spec: PackSpec, fetch: Fetch, number: int) -> tuple[int, Any]:
     """Write one shard and its record. Safe to call twice, even at the same time.
 
-    Called from: the processes of ``map``, most often workers.
+    Called in the processes of ``map``, usually workers.
     """
     with _explain_os_errors(folder):
         part = os.path.join(folder, f"{PART_PREFIX}{number:05d}-{secrets.token_hex(4)}")
@@ -190,7 +191,7 @@ def write_shard(folder: str, spec: PackSpec, fetch: Fetch, number: int) -> tuple
 
 
 def _write_samples(part: str, spec: PackSpec, fetch: Fetch, number: int) -> dict[str, Any]:
-    """Write the samples of a shard. The record has their number and the errors of bad ones."""
+    """Write the samples of a shard and return its record: row count, files, and bad samples."""
     rows, bad = 0, []
     with contextlib.ExitStack() as stack:
         fields = [_FieldFiles(stack, part, schema, number) for schema in spec.fields]
@@ -206,7 +207,7 @@ def _write_samples(part: str, spec: PackSpec, fetch: Fetch, number: int) -> dict
 
 
 class _FieldFiles:
-    """The files of one field in a shard: rows, or items with offsets and, where needed, shapes."""
+    """The files of one field in a shard: rows, or items with offsets and possibly shapes."""
 
     def __init__(
         self, stack: contextlib.ExitStack, folder: str, schema: FieldSchema, shard: int
@@ -230,7 +231,7 @@ class _FieldFiles:
             self._files[2].add_whole(*value.shape)
 
     def finish(self, rows: int) -> list[dict[str, Any]]:
-        """Write headers and checksums, and wait until everything is on the disk."""
+        """Write headers and checksums, and wait until everything is on disk."""
         schema, whole = self.schema, np.dtype("<i8")
         forms: list[tuple[np.dtype[Any], tuple[int, ...]]]
         if schema.shape is not None:
@@ -242,7 +243,7 @@ class _FieldFiles:
 
 
 class _ArrayFile:
-    """One ``.npy`` that grows by its end; its header is written when its length is known."""
+    """A ``.npy`` file that is appended to. Its header is written when its length is known."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -280,35 +281,35 @@ class _ArrayFile:
 
 
 def refuse_finished(folder: str) -> None:
-    """Raise if ``folder`` has a finished set. Cheap: call it before anything is loaded.
+    """Raise if ``folder`` contains a finished set. Cheap, so call it before loading anything.
 
     Raises:
-        AlreadyThere: There is a whole set.
+        AlreadyThere: The folder contains a finished set.
     """
     manifest, journal = (os.path.join(folder, name) for name in (MANIFEST, JOURNAL))
     if os.path.exists(manifest) and not os.path.exists(journal):
         raise AlreadyThere(
-            f"{folder} has a packed set already; it is not overwritten",
-            remedy=f"penstock.Packed({folder!r}) reads it; pack elsewhere for another",
+            f"{folder} already contains a packed set, which is not overwritten",
+            remedy=f"read it with penstock.Packed({folder!r}), or pack to a different folder",
             path=folder,
         )
 
 
 def _begin(folder: str, spec: PackSpec) -> None:
-    """Start in an empty folder, or continue the same packing; refuse anything else."""
+    """Start in an empty folder, or continue the same packing. Refuse anything else."""
     found = set(os.listdir(folder))
     if JOURNAL in found:
         before = PackSpec.read(os.path.join(folder, JOURNAL))
         if before.fingerprint != spec.fingerprint:
             raise AlreadyThere(
-                f"{folder} has the beginning of another packing: {_difference(before, spec)}",
-                remedy=f"the same call as before to end it, or remove {folder}",
+                f"{folder} contains a different unfinished packing: {_difference(before, spec)}",
+                remedy=f"repeat the earlier call to finish it, or remove {folder}",
                 path=folder,
             )
         _clear_parts(folder)
         return
     refuse_finished(folder)
-    # A packing that was killed while it wrote its first file leaves only a part of that file.
+    # A packing that was killed while writing its first file leaves only a part of that file.
     others = sorted(
         name
         for name in found - {PACKING_LOCK}
@@ -316,8 +317,8 @@ def _begin(folder: str, spec: PackSpec) -> None:
     )
     if others:
         raise AlreadyThere(
-            f"{folder} is not empty: it has {others[0]!r}",
-            remedy="pack to a folder of its own",
+            f"{folder} is not empty: it contains {others[0]!r}",
+            remedy="pack to an empty folder",
             path=folder,
         )
     _clear_parts(folder)
@@ -325,12 +326,12 @@ def _begin(folder: str, spec: PackSpec) -> None:
 
 
 def _difference(before: PackSpec, now: PackSpec) -> str:
-    """How two packings differ, as far as the journal shows."""
+    """Describe how two packings differ, as far as the journal shows."""
     if before.num_samples != now.num_samples:
-        return f"of {before.num_samples} samples, not {now.num_samples}"
+        return f"it has {before.num_samples} samples, not {now.num_samples}"
     names = [[schema.name for schema in spec.fields] for spec in (before, now)]
     if names[0] != names[1]:
-        return f"of the fields {names[0]}, not {names[1]}"
+        return f"it has the fields {names[0]}, not {names[1]}"
     for old, new in zip(before.fields, now.fields, strict=True):
         if old != new:
             return f"field {old.name!r} was {old.kind} of {old.dtype}, shape {old.shape}"
@@ -342,7 +343,7 @@ def _record_name(number: int) -> str:
 
 
 def _finished_shards(folder: str, spec: PackSpec) -> dict[int, dict[str, Any]]:
-    """The records of shards whose files are all there, by number."""
+    """Return the records of complete shards by number."""
     records = {}
     for number in range(spec.num_shards):
         try:
@@ -350,7 +351,7 @@ def _finished_shards(folder: str, spec: PackSpec) -> dict[int, dict[str, Any]]:
             entries = read_shard(record).entries
             sizes = [os.path.getsize(os.path.join(folder, entry.name)) for entry in entries]
             record["bad"] = [(operator.index(index), str(text)) for index, text in record["bad"]]
-        except Exception:  # it is not there, or not ours any more: the shard is packed again
+        except Exception:  # missing or changed: the shard is packed again
             continue
         if sizes == [entry.bytes for entry in entries]:
             records[number] = record
@@ -363,7 +364,9 @@ def _make_manifest(spec: PackSpec, records: list[dict[str, Any]]) -> Manifest:
     num_samples = sum(shard.rows for shard in shards)
     if not num_samples:
         raise CannotPack(
-            f"all {spec.num_samples} samples are bad" if spec.num_samples else "there is no sample",
+            f"all {spec.num_samples} samples are bad"
+            if spec.num_samples
+            else "there are no samples",
             where=f"sample {bad[0][0]}: {bad[0][1]}" if bad else None,
         )
     return Manifest(
@@ -378,7 +381,7 @@ def _make_manifest(spec: PackSpec, records: list[dict[str, Any]]) -> Manifest:
 
 
 def _clear_parts(folder: str) -> None:
-    """Remove unfinished shards and files of a killed process."""
+    """Remove unfinished shards and files of killed processes."""
     for name in os.listdir(folder):
         if name.startswith(PART_PREFIX):
             path = os.path.join(folder, name)
@@ -393,9 +396,9 @@ def _check_free_space(folder: str, spec: PackSpec, num_shards: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CannotWrite(
-            f"about {_in_words(needed)} are needed at {folder}, and {_in_words(free)} are free",
+            f"packing to {folder} needs about {_in_words(needed)}, but {_in_words(free)} are free",
             likely=f"{spec.num_samples} samples of about {spec.sample_bytes} bytes.",
-            remedy="another disk; or smaller: a Field with dtype, longer_side or quality",
+            remedy="a different disk, or smaller data: a Field with dtype, longer_side or quality",
             path=folder,
         )
 
@@ -409,17 +412,17 @@ def _explain_os_errors(folder: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if getattr(error, "code", None):  # one of ours, from here or from the source
+        if getattr(error, "code", None):  # one of our errors, from here or from the source
             raise
         is_full = error.errno in _FULL
-        again = "the same call again: finished shards are kept"
+        again = "repeat the call (finished shards are kept)"
         raise CannotWrite(
             f"{folder or repr(folder)} cannot be written: {error.strerror or error}",
             where=str(error.filename) if error.filename else None,
             likely="the disk is full." if is_full else None,
-            remedy=f"make room, then {again}"
+            remedy=f"free some space, then {again}"
             if is_full
-            else f"a folder that you may write to; or mend this one, then {again}",
+            else f"use a folder with write permission, or repair this one, then {again}",
             path=folder,
         ) from error
 
@@ -448,7 +451,7 @@ def _sync_file(file: Any) -> None:
 
 
 def sync_folder(folder: str) -> None:
-    """Write the names of a folder to the disk, where the system can."""
+    """Write the file names of a folder to disk, if the system supports it."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Datasets over arrays that lie on the disk already: ``.npy`` files, folders of them, ``.pt``."""
+"""``open_tensors()``: datasets over existing ``.npy`` files, folders of them, and ``.pt`` files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from penstock.sources.fields import array_of
 from penstock.sources.manifest import FieldSchema
 from penstock.sources.packed import ColumnDataset
 
-_ONLY_TENSORS = "torch.save a tensor, a list or a dict of tensors, and nothing else"
+_ONLY_TENSORS = "torch.save a tensor, or a list or dict of tensors, and nothing else"
 
 
 class TensorFiles:
-    """Files, mapped; pickled as their names.
+    """Mapped array files. Pickled as their names.
 
     Args:
-        paths: By field.
-        form: Of a sample.
+        paths: Paths by field name.
+        form: Form of a sample.
     """
 
     draws_nothing = True
@@ -41,7 +41,7 @@ class TensorFiles:
                 try:
                     array, dtype = array_of(tensor, key)
                 except CannotPack as error:
-                    remedy = "torch.save x.to_dense().float(), say"
+                    remedy = "torch.save a dense tensor, for example x.to_dense().float()"
                     raise BadStore(f"{path}: {error.what}", remedy=remedy, path=path) from None
                 self._add(key, MappedArray(array), dtype, path)
         lengths = {name: column.length for name, column in self.columns.items()}
@@ -58,16 +58,16 @@ class TensorFiles:
     def _add(self, name: str, mapped: MappedArray, dtype: str, path: str) -> None:
         array = mapped.array
         if not array.ndim:
-            raise BadStore(f"{path} is a single number: there is no row for each sample", path=path)
+            raise BadStore(f"{path} is a single number, so it has no rows", path=path)
         if dtype != "bfloat16" and (array.dtype.kind not in "biufc" or array.dtype.char in "gG"):
             raise BadStore(
-                f"{path} holds {array.dtype}, which no tensor has",
-                remedy="np.save numbers: an array of float64, int64 or the like",
+                f"{path} contains {array.dtype}, which tensors do not support",
+                remedy="np.save an array of numbers, such as float64 or int64",
                 path=path,
             )
         if array.dtype.byteorder == ">":
             raise BadStore(
-                f"{path} holds {array.dtype.str}, with the bytes of each number reversed",
+                f"{path} contains big-endian numbers ({array.dtype.str})",
                 remedy=f"x = np.load({path!r}); "
                 f"np.save({path!r}, x.astype(x.dtype.newbyteorder('<')))",
                 path=path,
@@ -86,20 +86,21 @@ class TensorFiles:
 
 
 class Tensors(ColumnDataset):
-    """A dataset over array files; see :func:`open_tensors`."""
+    """A dataset over array files. See :func:`open_tensors`."""
 
     def __init__(self, files: TensorFiles) -> None:
         self._open(files)
 
 
 def open_tensors(*paths: str | os.PathLike[str], **fields: str | os.PathLike[str]) -> Tensors:
-    """A dataset over tensors that are on the disk already, without packing and without loading.
+    """Return a dataset over tensors on disk, without packing or loading them.
 
     Args:
-        paths: ``.npy`` files (a sample is a tuple of one row of each; of one file, its row), a
-            folder of ``.npy`` files (a dict by their names), or a ``.pt`` file with a tensor, a
-            list or a dict of them.
-        fields: Files by the name that a sample's dict shall have.
+        paths: ``.npy`` files, a folder of ``.npy`` files, or one ``.pt`` file. With one ``.npy``
+            file, a sample is a row of it. With several, a sample is a tuple of one row each. With a
+            folder, a sample is a dict by file name. A ``.pt`` file contains a tensor, or a list or
+            dict of tensors.
+        fields: Files by field name. A sample is then a dict with these keys.
 
     Example:
         >>> import tempfile, numpy as np, penstock
@@ -115,7 +116,7 @@ def open_tensors(*paths: str | os.PathLike[str], **fields: str | os.PathLike[str
     names = [os.fspath(path) for path in paths]
     if bool(names) == bool(fields):
         raise BadArgument(
-            "open_tensors takes files, or fields with a file each, and not both",
+            "open_tensors needs either file paths or named fields, not both",
             remedy='open_tensors(image="images.npy", label="labels.npy")',
         )
     if fields:
@@ -123,23 +124,23 @@ def open_tensors(*paths: str | os.PathLike[str], **fields: str | os.PathLike[str
     elif len(names) == 1 and os.path.isdir(names[0]):
         inside = sorted(one for one in os.listdir(names[0]) if one.endswith(".npy"))
         if not inside:
-            raise BadStore(f"{names[0]} has no .npy file", remedy="np.save(folder + '/x.npy', x)")
+            raise BadStore(f"{names[0]} has no .npy files", remedy="np.save(folder + '/x.npy', x)")
         found = {one.removesuffix(".npy"): os.path.join(names[0], one) for one in inside}
         form = "dict"
     elif len(names) == 1:
         found, form = {"value": names[0]}, "single"
     else:
         if any(not name.endswith(".npy") for name in names):
-            raise BadArgument("of several files each must be a .npy", remedy="np.save('x.npy', x)")
+            raise BadArgument("several files must all be .npy files", remedy="np.save('x.npy', x)")
         found, form = {f"field_{n}": name for n, name in enumerate(names)}, "tuple"
     return Tensors(TensorFiles(found, form))
 
 
 def _load(path: str, name: str) -> tuple[dict[str, Any], str]:
-    """The tensors in a ``.pt`` file, mapped where torch can; nothing else is unpickled."""
+    """Return the tensors in a ``.pt`` file, memory-mapped if possible. Unpickles nothing else."""
     if path.endswith(".npz"):
         raise BadStore(
-            f"{path} is an archive, whose arrays cannot be mapped",
+            f"{path} is an archive, and its arrays cannot be memory-mapped",
             remedy="np.save each of them, or penstock.pack",
             path=path,
         )
@@ -153,11 +154,11 @@ def _load(path: str, name: str) -> tuple[dict[str, Any], str]:
     except OSError as error:
         raise BadStore(f"{path} cannot be opened: {error.strerror or error}", path=path) from None
     except Exception:
-        # Not torch's own words: they advise to unpickle all of it, which runs a stranger's code.
+        # Omits torch's message, which advises unpickling everything and so running untrusted code.
         raise BadStore(
             f"{path} cannot be opened as tensors",
-            likely="it holds more than tensors, is cut off, or is not of torch.save's format since "
-            "torch 1.6.",
+            likely="it contains more than tensors, is truncated, or was not saved by torch.save of "
+            "torch 1.6 or later.",
             remedy=_ONLY_TENSORS,
             path=path,
         ) from None
@@ -168,5 +169,5 @@ def _load(path: str, name: str) -> tuple[dict[str, Any], str]:
     else:
         tensors, form = {f"field_{n}": one for n, one in enumerate(found)}, "tuple"
     if not tensors or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
-        raise BadStore(f"{path} holds something else than tensors", remedy=_ONLY_TENSORS, path=path)
+        raise BadStore(f"{path} contains more than tensors", remedy=_ONLY_TENSORS, path=path)
     return tensors, form

@@ -64,7 +64,7 @@ def test_a_dataset_of_a_script_is_packed_and_its_bad_sample_listed(tmp_path: Pat
     [
         (("nowhere", "out"), "no folder, and not SCRIPT.py:DATASET"),
         (("nosuch_module:x", "out"), "cannot be found"),
-        (("empty", "out"), "no subfolder for any class"),
+        (("empty", "out"), "has no class subfolders"),
         (("data.py", "out"), "Try: penstock pack data.py:dataset packed/"),
         (("data.py:dataset", "out", "--quality", "90"), "for folders of images"),
         (("data.py:dataset", "out", "--on", "mars"), "neither here nor ray"),

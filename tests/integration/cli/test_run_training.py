@@ -215,7 +215,7 @@ def test_a_seed_counts_from_the_first_line_and_the_script_s_own_seeds_stay(
 def test_a_script_that_makes_warnings_errors_is_not_ended_by_ours(ends: dict[str, Any]) -> None:
     end = end_of("wandering", ends)
     assert end.stdout.startswith("[5, 5, 5, 5]\n")
-    assert "penstock: timm 99.1 is outside" in end.stderr
+    assert "penstock: timm 99.1 is untested" in end.stderr
 
 
 def test_files_are_written_where_the_command_was_typed(ends: dict[str, Any]) -> None:
@@ -270,7 +270,7 @@ def test_a_library_outside_its_tested_range_is_a_line_and_the_script_runs(
 ) -> None:
     end = end_of("strange", ends)
     assert end.stdout == "24\n"
-    assert len(re.findall(r"^penstock: note: timm 99\.1 is outside", end.stderr, re.M)) == 1
+    assert len(re.findall(r"^penstock: note: timm 99\.1 is untested", end.stderr, re.M)) == 1
 
 
 def test_what_is_changed_is_in_the_report(ends: dict[str, Any]) -> None:

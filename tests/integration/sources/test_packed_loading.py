@@ -212,7 +212,7 @@ def test_two_ranks_fill_one_cache_at_once(tmp_path: Path) -> None:
 
 def test_a_cache_of_another_dataset_is_refused(tmp_path: Path) -> None:
     cached(Counted(tmp_path / "notes"), tmp_path / "cache")
-    with pytest.raises(BadStore, match="another dataset"):
+    with pytest.raises(BadStore, match="a different dataset"):
         cached(Counted(tmp_path / "notes", 41), tmp_path / "cache")
 
 

@@ -171,7 +171,7 @@ def test_text_that_is_no_utf_8_is_named_with_folder_and_field(packed_folder: Pat
         path = folder / "text-00000.data.npy"
         content = path.read_bytes()
         path.write_bytes(content.replace(b"word", b"w\xffrd"))
-        with pytest.raises(Damaged, match="field 'text' of sample 1 is no UTF-8") as info:
+        with pytest.raises(Damaged, match="field 'text' of sample 1 is not UTF-8") as info:
             penstock.Packed(folder, verify="off")[1]
         assert info.value.field == "text"  # type: ignore[attr-defined]
         assert str(info.value.path) == str(folder.resolve())  # type: ignore[attr-defined]

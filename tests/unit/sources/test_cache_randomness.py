@@ -138,7 +138,7 @@ def test_the_dataset_s_own_generators_are_set_and_put_back(tmp_path: Path) -> No
 
 def test_a_cache_of_another_seed_is_refused_if_samples_draw(tmp_path: Path) -> None:
     cached(Noise(), tmp_path / "drawn")
-    with pytest.raises(BadStore, match="another dataset"):
+    with pytest.raises(BadStore, match="a different dataset"):
         cached(Noise(), tmp_path / "drawn", seed=1)
     cached(Noise(first=60), tmp_path / "calm")
     cached(Noise(first=60), tmp_path / "calm", seed=1)

@@ -69,9 +69,9 @@ class Evil:
 
 ODD_FILES: dict[str, tuple[Any, str]] = {
     "big.npy": (np.arange(3, dtype=">i4"), "newbyteorder"),
-    "text.npy": (np.array(["a"]), "holds <U1"),
+    "text.npy": (np.array(["a"]), "contains <U1"),
     "sparse.pt": (torch.eye(3).to_sparse(), "sparse_coo tensor"),
-    "numbered.pt": ({1: torch.eye(3)}, "cannot name a field"),
+    "numbered.pt": ({1: torch.eye(3)}, "cannot be the name of a field"),
     "evil.pt": ({"x": torch.eye(3), "e": Evil()}, "more than tensors"),
     "mixed.pt": ({"x": torch.eye(3), "n": 5}, "and nothing else"),
 }
@@ -98,7 +98,7 @@ def test_a_header_without_rows_cannot_ask_for_addresses(tmp_path: Path) -> None:
     """The size of a row is a number that a stranger wrote, where no row shows it."""
     header = make_header(np.dtype("u1"), (0, (1 << 64) + 4096))
     (tmp_path / "x.npy").write_bytes(header)
-    with pytest.raises(BadStore, match=r"is no \.npy file"):
+    with pytest.raises(BadStore, match=r"is not a \.npy file"):
         open_tensors(tmp_path / "x.npy")
     (tmp_path / "x.npy").write_bytes(make_header(np.dtype("u1"), (0, 1 << 40)))
     assert len(open_tensors(tmp_path / "x.npy")) == 0
