@@ -215,7 +215,7 @@ class Compose(Crop):
         if odd:
             raise BadArgument(
                 f"{type(odd[0]).__name__} is not a Penstock transform",
-                remedy="torchvision.transforms.Compose, which takes any and gets the whole image",
+                remedy="torchvision.transforms.Compose, which accepts any transform",
             )
         self.transforms: list[Crop] = list(transforms)
         self.antialias = all(one.antialias for one in transforms)

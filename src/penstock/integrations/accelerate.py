@@ -44,10 +44,10 @@ _is_hooked = False
 
 def watch() -> None:
     """Install the hook that detects ``prepare()``. Called when DataLoader is first accessed."""
-    DataLoader._is_accelerate_prepared = _Question()  # type: ignore[attr-defined]
+    DataLoader._is_accelerate_prepared = _PreparedFlag()  # type: ignore[attr-defined]
 
 
-class _Question:
+class _PreparedFlag:
     """``loader._is_accelerate_prepared``, which accelerate reads before it creates its loader."""
 
     def __get__(self, loader: Any, kind: Any = None) -> bool:
@@ -84,7 +84,7 @@ def _hook(library: Any) -> bool:
                 return
             is_asked = bool(keywords.pop("use_stateful_dataloader", False))
             make(adapter, dataset, *arguments, **keywords)
-            _put_in(adapter, ours, library)
+            _replace_base_loader(adapter, ours, library)
             adapter.base_dataloader._is_state_asked = is_asked
 
         library.DataLoaderAdapter.__init__ = __init__
@@ -119,7 +119,7 @@ def _is_made_from(dataset: Any, known: Any) -> bool:
     return isinstance(dataset, type(known)) or probe(dataset, "dataset") is known
 
 
-def _put_in(adapter: Any, ours: Any, library: Any) -> None:
+def _replace_base_loader(adapter: Any, ours: Any, library: Any) -> None:
     """Replace the torch loader inside a new accelerate loader with ours."""
     theirs = adapter.base_dataloader
     kind: Any = ours._kind if isinstance(ours, Prepared) else type(ours)
@@ -134,11 +134,11 @@ def _put_in(adapter: Any, ours: Any, library: Any) -> None:
     adapter.base_dataloader = base
     # A dispatcher fetches some batches ahead, so its state would not match the user's position.
     adapter.use_stateful_dataloader = not is_dealt_out or world_size == 1
-    adapter.adjust_state_dict_for_prefetch = _leave_as_it_is
+    adapter.adjust_state_dict_for_prefetch = _adjust_nothing
     adapter.dl_state_dict = base.state_dict()
 
 
-def _leave_as_it_is() -> None:
+def _adjust_nothing() -> None:
     """Replaces a correction that only torchdata's loader needs."""
 
 
@@ -179,10 +179,10 @@ class Prepared(DataLoader[Any]):
         self._changes = DatasetChanges(self.dataset)
         self._epoch_state = EpochState(self.seed)
         self._faults = self._make_faults()
-        self._listen()
+        self._record_announced_epochs()
         self._epoch_state.resume(ours._epoch_state.upcoming())
 
-    def _listen(self) -> None:
+    def _record_announced_epochs(self) -> None:
         """Replace the order with a copy that records the epochs that accelerate announces."""
         chain = self._chain()
         if chain.order is None:
@@ -226,7 +226,7 @@ class Prepared(DataLoader[Any]):
 
     def _begin_epoch(self) -> None:
         chain, order = self._chain(), self._order()
-        self._hear()
+        self._select_epoch()
         if chain.num_skipped:
             position = chain.num_skipped * (self._global_batch() or 1)
             length = self._length()
@@ -241,7 +241,7 @@ class Prepared(DataLoader[Any]):
         if adapter is not None and order is not None:
             adapter.iteration = self._epoch_state.epoch
 
-    def _hear(self) -> None:
+    def _select_epoch(self) -> None:
         """Select the epoch that the user set, or else the next one.
 
         accelerate announces an epoch each time it begins one. It increments the number only if the

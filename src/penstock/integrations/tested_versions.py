@@ -72,7 +72,7 @@ _told: set[str] = set()
 def untested_here() -> Iterator[str]:
     """Yield a warning for each imported library with an untested version, once per library.
 
-    Called by code that meets other libraries. Costs a few lookups.
+    Called when a loader is patched or prepared. Costs a few lookups.
     """
     for library in LIBRARIES:
         module = sys.modules.get(library.name)

@@ -122,7 +122,7 @@ def _linux_cpu_model(text: str) -> str:
 
 
 def num_affine_cpus() -> int | None:
-    """Return the number of cores this process can run on, or None if the system does not tell."""
+    """Return the number of cores this process can run on, or None if unknown."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     if sys.platform == "win32":
@@ -218,7 +218,7 @@ def can_start_python() -> bool:
 
 
 def peak_kb() -> int:
-    """Return the peak memory of this process in KiB, or 0 if the system does not tell.
+    """Return the peak memory of this process in KiB, or 0 if unknown.
 
     Example:
         >>> peak_kb() >= 0

@@ -87,7 +87,7 @@ _ADVICE = {
     "network": "Opening a file takes a network round trip. Pack the samples into a few large "
     "files, or copy them to a local disk.",
     "internet": "Opening a file takes a request over the internet. Copy the data here first.",
-    "virtual": "A virtual disk. Only the host knows the hardware behind it, so measure its speed.",
+    "virtual": "A virtual disk. Its hardware is visible only to the host, so measure its speed.",
     "unknown": "The system does not report the type of this storage.",
 }
 

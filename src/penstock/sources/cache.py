@@ -384,7 +384,7 @@ def _check_after_boot(cache: Cached, files: CacheFolder, is_new: bool) -> None:
 
 
 def _boot_minute() -> str:
-    """Return the boot time of the machine as text, or ``""`` if the system does not tell."""
+    """Return the boot time of the machine as text, or ``""`` if the system does not report it."""
     import psutil
 
     try:

@@ -41,7 +41,7 @@ def block_checksums(content: Any) -> np.ndarray:
 
 
 def file_checksum(blocks: np.ndarray) -> int:
-    """Return one checksum for all blocks: the CRC-32 of theirs, as little-endian words."""
+    """Return one checksum for all blocks: the CRC-32 of their little-endian checksums."""
     return zlib.crc32(np.ascontiguousarray(blocks, dtype="<u4").tobytes())
 
 
