@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _ATTRIBUTE = "_penstock_loader"
 """The attribute of a torch loader that holds its Penstock loader."""
 _READ_BY_US = ("_index_sampler", "_auto_collation")
-"""If a class overrides one of these, only torch's iterators follow it."""
+"""A class that overrides one of these keeps torch's iterators, which follow the override."""
 _ORIGINAL: Any = vars(TorchDataLoader).get("_get_iterator")
 _lock = threading.RLock()
 

@@ -36,7 +36,7 @@ def settle_mosaic(dataset: Any) -> str | None:
 
 def _walk(transform: Any, depth: int = 0) -> Iterator[Any]:
     """Yield a transform and all nested ones: those in its list, and its ``pre_transform``."""
-    if transform is None or depth > _MAX_DEPTH:  # an object with any attribute would never end
+    if transform is None or depth > _MAX_DEPTH:  # an object that has every attribute is endless
         return
     yield transform
     inner = probe(transform, "transforms")

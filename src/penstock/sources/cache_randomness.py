@@ -89,7 +89,7 @@ class CacheRandomness:
             randomness.end_unseeded()
 
     def _make_randomness(self) -> SampleRandomness:
-        # The first sample of a new cache sees the dataset's generators in their initial state.
+        # The first sample of a new cache sees the dataset's generators as the user set them.
         is_new = self._has_drawn is None
         own = DatasetGenerators(self._dataset)
         randomness = SampleRandomness(self._key, dataset_generators=own, keeps_first=is_new)

@@ -82,8 +82,8 @@ class RowTable:
     """Rows of equal size at fixed distances in memory.
 
     NumPy copies the rows in this thread, or torch copies them in its threads. On an idle machine
-    threads take almost half the time. On a busy machine they wait for each other and take many
-    times as long. So both methods are timed periodically.
+    threads nearly halve the time. On a busy machine they wait for each other and take many times as
+    long. So both methods are timed periodically.
 
     Args:
         address: Address of the first row.
