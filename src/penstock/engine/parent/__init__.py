@@ -1,1 +1,1 @@
-"""In the training process: iterators, dispatch, worker pools, fork server, restarts, reports."""
+"""Training-process side: iterators, dispatch, worker pools, fork server, restarts, reports."""

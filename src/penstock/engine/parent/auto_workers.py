@@ -1,13 +1,13 @@
-"""Decides whether workers pay: loads the first batches inline, timed, and delivers them.
+"""Decides for ``num_workers="auto"`` whether workers pay off, by timing the first batches inline.
 
     batch 0, 1, ... inline (timed) -- loader._decide(measured) --> rest of the epoch: workers, or
                                                                    inline
 
-Nothing is loaded twice and nothing changes in the batches: positions and seeds go on where the
-inline part stopped. The dataset is pickled before the first sample, so that handles which it
-opens on first use are never sent; nor are they in later epochs, see
-:mod:`penstock.engine.parent.dataset_changes`. While a cold fork server warms up, inline loading
-goes on.
+The timed batches are delivered as usual. Nothing is loaded twice and the batches do not change:
+positions and seeds continue where the inline part stopped. The dataset is pickled before the first
+sample, so handles that it opens on first use are never sent. Later epochs do not send them either,
+see :mod:`penstock.engine.parent.dataset_changes`. Inline loading continues while a cold fork server
+warms up.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from penstock.machine.host import queued_s
 from penstock.user_objects import probe
 
 GLANCE_FROM, GLANCE_AT, CLEARLY_SLOW_S = 1, 3, 1e-3
-"""If the second and third sample are clearly slow, a fork server may be started already, while the
-first batch goes on. The very first call of anything is slower than the rest, and tells nothing."""
+"""If the second and third samples are clearly slow, the fork server is started before the first
+batch is complete. The first call is slower than the rest, so it is not counted."""
 SURE_FROM_S = 0.02
-"""The question is first asked when inline loading has taken this long: shorter may be a first
-call's. Then after twice as many batches, and twice as many again."""
+"""The first decision comes after this much inline loading. A shorter time may only be the cost of
+first calls. Each further decision comes after twice as many batches."""
 CLOSE_LOOKS = 32
-"""Batches that are looked at closely; that costs 20 microseconds each, too much for tiny ones."""
+"""Batches measured in detail. This costs 20 microseconds each, too much for tiny batches."""
 MAX_QUESTIONS = 4
-"""The last answer stands."""
+"""The decision after this many is final."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the inline batches showed, as plain values.
+    """Measurements of the inline batches, as plain values.
 
     Args:
-        busy_share: Part of the time that was computing; the rest was waiting.
-        step_s: The quickest time between two batches; None before two steps were seen.
-        step_busy_s: What was computed here during that step, on all cores together.
-        stays_because: Why the dataset cannot be sent to a process.
+        busy_share: Fraction of the time spent computing. The rest was spent waiting.
+        step_s: The shortest time between two batches. None before two steps were measured.
+        step_busy_s: CPU time of this process during that step, summed over all cores.
+        stays_because: The reason the dataset cannot be sent to a process.
     """
 
     sample_s: float = 0.0
@@ -61,11 +61,11 @@ class Measured:
 
 
 class AutoProducer:
-    """Loads inline until it is known whether workers pay, then hands the epoch over.
+    """Loads inline until it is clear whether workers pay off, then may switch to workers.
 
     Args:
-        loader: Asked what to do (``_decide``) and told the last answer (``_settle``). Held only
-            until then: a persistent loader holds us.
+        loader: Makes the decision (``_decide``) and receives the final one (``_settle``). The
+            reference is dropped after that, because a persistent loader holds this producer.
     """
 
     def __init__(self, context: LoadContext, loader: Any) -> None:
@@ -115,7 +115,7 @@ class AutoProducer:
             return self._next_timed(is_close)
 
     def is_ready(self) -> bool:
-        # Until it is settled, steps are timed.
+        # Steps are timed until the decision is final.
         is_known = self._worker_producer is not None or self._is_settled
         return is_known and self._producer.is_ready()
 
@@ -142,12 +142,12 @@ class AutoProducer:
         return batch, is_pinned
 
     def _measured(self) -> Measured:
-        """The quickest batch, and the quickest step after the first: first ones set things up."""
+        """Return the fastest batch, and the fastest step except the first, which does setup."""
         step_s, step_busy_s = min(self._steps[1:], default=(None, 0.0))
         return replace(self._quickest, step_s=step_s, step_busy_s=step_busy_s)
 
     def _see_first_samples(self, sample_s: float) -> None:
-        """Called from: the middle of the first batch, with the time for one sample so far."""
+        """Receive the time per sample so far. Called in the middle of the first batch."""
         if sample_s >= CLEARLY_SLOW_S and not self._is_settled:
             self._warm_up(self._ask(Measured(sample_s=sample_s)))
 
@@ -179,7 +179,7 @@ class AutoProducer:
             )
 
     def _conclude(self) -> None:
-        """The epoch ended before the question was settled: if the answer is no, it is final."""
+        """Decide at the end of an epoch. An answer of no workers is final."""
         if self._num_batches:
             answer = self._ask(self._measured())
             if not answer.num_workers:
@@ -199,7 +199,7 @@ class AutoProducer:
 
 
 class _TimedInlineProducer(InlineProducer):
-    """Inline, with a word after the first samples of the first batch."""
+    """An inline producer that reports the time of the first samples of the first batch."""
 
     def __init__(self, context: LoadContext, see_first_samples: Callable[[float], None]) -> None:
         super().__init__(context)
@@ -221,12 +221,12 @@ class _TimedInlineProducer(InlineProducer):
 
 
 def _busy_s() -> float:
-    """Time spent computing, or ready to while others held the cores: not waiting for data."""
+    """Return the time spent computing or waiting for a core, but not waiting for data."""
     return time.process_time() + queued_s()
 
 
 def _num_bytes(batch: Any) -> int:
-    """Bytes of the tensors and arrays in a batch."""
+    """Return the number of bytes of the tensors and arrays in a batch."""
     nbytes = probe(batch, "nbytes")
     if isinstance(nbytes, int):
         return nbytes

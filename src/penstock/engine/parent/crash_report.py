@@ -1,4 +1,4 @@
-"""Errors and log lines about a worker that died, hangs or is late."""
+"""Error messages and log lines for workers that died, hang or are late."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ from penstock.errors import (
 )
 
 _CAUSES = {
-    "SIGKILL": "something killed it from outside; the kernel has counted no kill for want of "
-    "memory (or does not count them here).",
+    "SIGKILL": "another process killed it. The kernel reported no out-of-memory kill (not every "
+    "system reports them).",
     "SIGSEGV": "native code (a decoder, an extension) crashed on this sample.",
-    "SIGBUS": "memory behind a mapped file went away: a full disk, or a truncated file.",
-    "SIGABRT": "native code gave up (an assertion or a double free).",
+    "SIGBUS": "a mapped file lost its memory: the disk is full, or the file was truncated.",
+    "SIGABRT": "native code aborted (a failed assertion or a double free).",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFault:
-    """What is known about a worker that was lost.
+    """Facts about a lost worker.
 
     Args:
-        how: "died"; "hung": a sample took longer than allowed; "silent": it does not take its work.
-        index: The sample that it was loading, a list of them, or None.
-        position: Where that stands in the epoch.
-        place: What it was at, as :class:`penstock.engine.parent.restart_decision.RestartPolicy`
-            counts it.
-        is_crash: Its own code ended it, as its exit code shows.
-        is_outside: No sample explains the loss.
-        is_stopped: It was stopped by a signal when it was looked at.
-        stack: Where it stood, if it was alive.
-        oom: What the kernel's own count says about kills for want of memory; empty: none.
-        peak_kb: The most memory each worker has held, as far as known.
+        how: "died"; "hung" (a sample took longer than allowed); or "silent" (it has work but does
+            not start it).
+        index: The sample that it was loading, a list of samples, or None.
+        position: The position of that sample in the epoch.
+        place: The place that it was lost at, for
+            :class:`penstock.engine.parent.restart_decision.RestartPolicy`.
+        is_crash: True if its exit code shows that its own code ended it.
+        is_outside: True if no sample explains the loss.
+        is_stopped: True if it was stopped by a signal when its status was read.
+        stack: Its stack, if it was alive.
+        oom: The kernel's count of out-of-memory kills as text. Empty if there were none.
+        peak_kb: Peak memory of each worker, as far as known.
     """
 
     worker: int
@@ -70,7 +71,7 @@ def describe_crash(
     decision: RestartDecision = RestartDecision.RETRY,
     policy: RestartPolicy | None = None,
 ) -> PenstockError:
-    """The error for a lost worker, or what is logged when it is replaced."""
+    """Return the error for a lost worker. Its text is logged if the worker is replaced."""
     sample, remedy = "", "DataLoader(..., num_workers=0), to see the error where it happens"
     if isinstance(fault.index, list):
         sample = f" while loading one of the samples {fault.index!r}"
@@ -79,12 +80,12 @@ def describe_crash(
         sample = f" while loading sample {fault.index!r}"
         remedy = f"dataset[{fault.index!r}] alone, in this process"
     elif fault.place is not None and fault.place.kind == "batch":
-        sample = f" while putting batch {fault.place.lease[1]} together (collate_fn, or sending it)"
+        sample = f" while collating or sending batch {fault.place.lease[1]}"
     elif fault.how == "hung" and fault.place is None:
-        sample = " while it got ready (unpacking the dataset, or worker_init_fn)"
+        sample = " during startup (unpickling the dataset, or worker_init_fn)"
     end = _describe_decision(decision, policy)
     if decision is RestartDecision.POISON and fault.index is not None:
-        remedy += '; DataLoader(..., on_error="skip") leaves such samples out'
+        remedy += '; or DataLoader(..., on_error="skip") to skip samples like this'
     facts: dict[str, Any] = {
         "worker": fault.worker,
         "pid": fault.pid,
@@ -107,31 +108,31 @@ def describe_crash(
 
 
 def _memory(fault: WorkerFault) -> str:
-    """Who held how much: as of each worker's last batch, so the last one's own growth is not in."""
+    """Describe each worker's memory as of its last batch. Growth after that is not included."""
     known = {worker: peak for worker, peak in fault.peak_kb.items() if peak > 0}
     if not known:
-        return "No worker had delivered anything yet."
+        return "No worker had delivered a batch yet."
     each = ", ".join(f"worker {worker} {peak / 1048576:.2f} GiB" for worker, peak in known.items())
-    return f"The most that each held up to its last batch: {each}."
+    return f"Peak memory as of each worker's last batch: {each}."
 
 
 def _describe_decision(decision: RestartDecision, policy: RestartPolicy | None) -> str:
     return {
-        RestartDecision.RETRY: "; another takes its place" if policy is not None else "",
-        RestartDecision.ISOLATE: "; another takes its place, and loads it alone",
+        RestartDecision.RETRY: "; a new worker replaces it" if policy is not None else "",
+        RestartDecision.ISOLATE: "; a new worker replaces it and retries in isolation",
         RestartDecision.POISON: _losses_there(policy),
-        RestartDecision.HELPLESS: "; a thread cannot be ended from outside",
-        RestartDecision.HOPELESS: "; like those before it, it was not ready yet",
+        RestartDecision.HELPLESS: "; a thread cannot be terminated",
+        RestartDecision.HOPELESS: "; like the workers before it, it failed during startup",
         RestartDecision.LIMIT: _limit(policy),
-        RestartDecision.NO_PROGRESS: f"; {NO_PROGRESS} were lost in its place, one after the "
-        "other, and nothing was loaded in between",
+        RestartDecision.NO_PROGRESS: f"; {NO_PROGRESS} workers in its place were lost in a row "
+        "without loading anything",
     }[decision]
 
 
 def _losses_there(policy: RestartPolicy | None) -> str:
     if policy is None:
         return ""
-    alone = f", {policy.num_alone} of them while it was loaded alone" if policy.num_alone else ""
+    alone = f", {policy.num_alone} of them in isolation" if policy.num_alone else ""
     return f"; {policy.num_there} workers were lost there{alone}"
 
 
@@ -147,15 +148,15 @@ def _limit(policy: RestartPolicy | None) -> str:
 def describe_server_losses(
     error: StartFailed, decision: RestartDecision, policy: RestartPolicy
 ) -> StartFailed:
-    """The error for fork servers that were killed in a row; ``error``: the last one's."""
+    """Return the error for fork servers that were killed in a row. ``error`` is the last one's."""
     end = _limit(policy)
     if decision is RestartDecision.NO_PROGRESS:
-        end = f"; {NO_PROGRESS} in a row were, before they had started a worker"
+        end = f"; {NO_PROGRESS} fork servers in a row were killed before they started a worker"
     return StartFailed(f"{error.what}{end}", likely=error.likely, remedy=error.remedy)
 
 
 def signal_name(exit_code: int) -> str:
-    """The name of the signal that ended a process."""
+    """Return the name of the signal that ended a process."""
     try:
         return signal.Signals(-exit_code).name
     except ValueError:
@@ -163,20 +164,20 @@ def signal_name(exit_code: int) -> str:
 
 
 def _how_it_ended(exit_code: int | None) -> tuple[str, str | None]:
-    """The wording is PyTorch's, which people and programs look for."""
+    """Describe an exit in PyTorch's wording, which people and programs search for."""
     if exit_code is not None and exit_code < 0:
         name = signal_name(exit_code)
         return f"is killed by signal: {name}", _CAUSES.get(name)
     if exit_code is None:
-        return "is gone; how is not known", "the fork server, which would know, does not answer."
+        return "exited for an unknown reason", "the fork server, which reports it, is unresponsive."
     how = f"exited unexpectedly with exit code {exit_code}"
-    return how, "user code called os._exit or sys.exit, or the interpreter itself stopped."
+    return how, "user code called os._exit or sys.exit, or the interpreter itself exited."
 
 
 def _describe_hang(
     fault: WorkerFault, sample: str, end: str, remedy: str, facts: dict[str, Any]
 ) -> SampleTimeout:
-    what = "has stood still" if fault.how == "hung" else "has not taken its work"
+    what = "has made no progress" if fault.how == "hung" else "has not started its work"
     return SampleTimeout(
         f"DataLoader worker (pid {fault.pid}) {what} for {fault.seconds:.1f} s{sample} "
         f"(worker {fault.worker}){end}\n{fault.stack}",
@@ -190,26 +191,26 @@ def _describe_hang(
 def describe_timeout(
     timeout_s: float, batch: int, busy: dict[int, tuple[Any, str]]
 ) -> WorkerTimeout:
-    """The error for a batch that is late; ``busy``: each worker's sample, and where it stands."""
+    """Return the error for a late batch. ``busy`` maps each worker to its sample and stack."""
     places = [
-        f"worker {worker} is at {'no sample' if index is None else f'sample {index!r}'}\n{stack}"
+        f"worker {worker} is loading {'no sample' if index is None else f'sample {index!r}'}\n{stack}"
         for worker, (index, stack) in busy.items()
     ]
     return WorkerTimeout(
-        f"DataLoader timed out after {timeout_s} seconds; batch {batch} is not here",
+        f"DataLoader timed out after {timeout_s} seconds; batch {batch} has not arrived",
         where="\n  ".join(places) or None,
-        remedy=f"DataLoader(..., timeout={timeout_s * 10:g}), or find out what keeps the workers "
-        "there",
+        remedy=f"DataLoader(..., timeout={timeout_s * 10:g}), or find out why the workers are slow "
+        "(see the stacks above)",
         samples={worker: index for worker, (index, _) in busy.items()},
     )
 
 
 def describe_stuck(what: str, seconds: float, stacks: str) -> Stuck:
-    """The error for a wait of our own that has no end."""
+    """Return the error for a wait of the engine that would never end."""
     return Stuck(
-        f"nothing has happened for {seconds:.0f} s: {what}. Where everybody stands:\n{stacks}",
-        likely="a fault of Penstock's own, or workers that were stopped from outside (SIGSTOP, a "
-        "debugger, a frozen control group).",
-        remedy="report this text; DataLoader(..., num_workers=0) goes on without workers",
+        f"no progress for {seconds:.0f} s: {what}. Worker stacks:\n{stacks}",
+        likely="a bug in Penstock, or workers that were stopped (SIGSTOP, a debugger, a frozen "
+        "control group).",
+        remedy="report this text; DataLoader(..., num_workers=0) continues without workers",
         stacks=stacks,
     )

@@ -1,7 +1,7 @@
-"""Holds Ctrl-C back while a process is started.
+"""Defers Ctrl-C while a process is being started.
 
-A KeyboardInterrupt inside an at-fork hook is lost, and many libraries have hooks: ``random``,
-``logging``, torch. In a child that has just begun it would be a traceback of the child's own.
+A KeyboardInterrupt raised inside an at-fork hook is lost, and many libraries install hooks:
+``random``, ``logging``, torch. In a child that has just started, it would print a second traceback.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 @contextmanager
 def deferred_ctrl_c() -> Iterator[None]:
-    """Handle a Ctrl-C that comes inside the block at its end, as it would have been handled.
+    """Defer a Ctrl-C inside the block until its end, then handle it as usual.
 
-    A process started in the block does not get it: SIGINT stays blocked there until the process
-    unblocks it. Blocking alone does not do here, as another thread may take the signal, and the
-    main thread then runs the handler.
+    A process started in the block does not receive it. SIGINT stays blocked there until the process
+    unblocks it. Blocking the signal is not enough here, because a different thread can receive it,
+    and the main thread then runs the handler.
     """
     noted: list[tuple[Any, ...]] = []
     handler = signal.getsignal(signal.SIGINT)

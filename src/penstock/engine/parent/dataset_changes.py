@@ -1,9 +1,9 @@
-"""Undoes what inline loading left in the dataset: most often a handle opened on first use.
+"""Undoes changes that inline loading made to the dataset, usually a handle opened on first use.
 
 A worker's changes to the dataset never reach the user's process. The first batches of
-``num_workers="auto"`` are loaded there all the same, and what they bound would travel to the
-workers of the next epoch: a handle that cannot, or a connection that all of them would share. So
-it is noted batch by batch, and taken back before the dataset is sent.
+``num_workers="auto"`` are loaded in that process, though, and the attributes they set would be sent
+to the workers of the next epoch: a handle that cannot be pickled, or a connection that all workers
+would share. So these changes are recorded batch by batch, and undone before the dataset is sent.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 _MAX_PARTS = 1000
-"""More objects than this are data, not datasets that wrap each other."""
+"""Above this number, objects are taken for data, not for nested datasets."""
 _ABSENT = object()
 
 
 class DatasetChanges:
-    """Attributes that were bound while the dataset was loaded from here."""
+    """Attributes that inline loading set on the dataset and its parts."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -27,7 +27,7 @@ class DatasetChanges:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note what is bound inside. What the user binds outside stays his."""
+        """Record attributes that are set inside the block. The user's own changes are kept."""
         before = [(part, dict(vars(part))) for part in _parts_of(self._dataset)]
         try:
             yield
@@ -42,7 +42,7 @@ class DatasetChanges:
         self._bound[id(part), name] = part, first if last is was else was, value
 
     def undo(self) -> None:
-        """Take back what was noted, except where the user has bound something else since."""
+        """Undo the recorded changes, except attributes that the user has set again since."""
         for (_, name), (part, was, value) in self._bound.items():
             if vars(part).get(name, _ABSENT) is not value:
                 continue
@@ -54,7 +54,7 @@ class DatasetChanges:
 
 
 def _parts_of(dataset: Any) -> list[Any]:
-    """The dataset and the objects that it keeps, as far as they have attributes.
+    """Return the dataset and the objects reachable from it that have attributes.
 
     Example:
         >>> from types import SimpleNamespace as Thing
@@ -73,7 +73,7 @@ def _parts_of(dataset: Any) -> list[Any]:
             continue
         try:
             attributes = vars(part)
-        except Exception:  # most have none, and user code may raise
+        except Exception:  # most objects have none, and user code may raise
             continue
         if type(attributes) is dict:
             found[id(part)] = part

@@ -1,10 +1,10 @@
-"""Keeps workers supplied with work and delivers their batches in order.
+"""The dispatcher: keeps workers supplied with work and delivers their batches in order.
 
     indices -> PendingBatch -> a Lease per part -> workers ... a Reply per part -> the batch
 
-The order of delivery is the order of the sampler, whatever the order of arrival. Which worker loads
-which part changes nothing in the batch when randomness belongs to the sample; with randomness of
-the worker, and for iterable datasets, whole batches go round the workers strictly in turn.
+Batches are delivered in the order of the sampler, whatever the order of arrival. With per-sample
+randomness, the choice of worker for a part does not change the batch. With per-worker randomness,
+and for iterable datasets, whole batches are assigned to the workers in strict rotation.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from penstock.planning.prefetch_depth import PrefetchDepth
 
 
 class Dispatcher:
-    """Runs the epochs of one loader over one pool.
+    """Runs the epochs of one loader on one pool.
 
     Args:
-        cells: The control page: see :mod:`penstock.engine.memory.messages`.
-        can_split: May one batch be filled by several workers?
-        policy: Judges the losses of the pool's workers.
+        cells: The control page. See :mod:`penstock.engine.memory.messages`.
+        can_split: True if several workers can fill one batch.
+        policy: Decides how to handle lost workers of the pool.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Dispatcher:
         self._recorder, self._notes = context.parts.recorder, context.parts.notes
         self._progress = context.progress
         self._can_split = can_split
-        # The first batch is, so that it comes early; not while workers start up.
+        # Split the first batch so that it arrives early, except while workers are starting up.
         self._splits_first = context.settings.start_method != "spawn"
         self._in_order = context.settings.in_order
         self._timeout_s = context.timeout_s
@@ -76,7 +76,7 @@ class Dispatcher:
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
         self._lease_queue = LeaseQueue(self._num_workers, in_turn=not task.per_sample)
         self.num_empty = 0
-        """Batches of which nothing was left, since somebody last looked."""
+        """Empty batches (all samples left out) since the counter was last reset."""
         self._restarts = WorkerRestarts(
             pool=pool,
             lease_queue=self._lease_queue,
@@ -102,17 +102,17 @@ class Dispatcher:
         self._lease_queue.begin()
 
     def start_epoch(self, epoch: EpochPass) -> None:
-        """Begin to load an epoch; what an earlier one left under way is dropped.
+        """Start loading an epoch. Drops unfinished work of an earlier one.
 
-        The dispatcher counts passes: an epoch that is begun again is another pass. Randomness is
-        computed for the loader's epoch.
+        The dispatcher counts passes. An epoch that is started again is a new pass. Randomness is
+        computed from the loader's epoch.
         """
         self.pass_number += 1
         self._recorder.begin_pass(self._worker_buffers, self.pass_number)
         self._key_epoch, self._position_of = self._epoch_state.key_epoch, epoch.position_of
         self._cells[PASS_CELL] = self.pass_number
         for key in [key for key, pending in self._pending.items() if pending.is_done]:
-            self.ring.give_back(self._pending.pop(key).slot)  # loaded, but nobody took it
+            self.ring.give_back(self._pending.pop(key).slot)  # loaded, but never delivered
         fresh, shared_seed = None, self._context.shared_seed
         if shared_seed is not None and self.pass_number > 0:
             fresh = NewPass(self.pass_number, shared_seed)
@@ -126,7 +126,7 @@ class Dispatcher:
         self._lease()
 
     def next(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             StopIteration: The epoch is complete.
@@ -153,39 +153,39 @@ class Dispatcher:
                     raise error
                 if not self._has_more or not self._lease_queue.has_active:
                     raise StopIteration
-                self._lease(must=True)  # there was no room; views of batches may be gone by now
+                self._lease(must=True)  # no slot was free; the user may have released batches since
                 continue
             self._wait(started)
 
     def is_ready(self) -> bool:
-        """Could :meth:`next` answer now, without waiting? Looks what has arrived."""
+        """Return True if :meth:`next` can answer without waiting. Processes what has arrived."""
         if self._ready_batch() is None and self._failure is None and self._num_open:
             try:
                 self._hear(0.0)
             except Exception as error:
-                self._failure = error  # next() raises it, in its turn
+                self._failure = error  # next() raises it
         pending = self._ready_batch()
         return pending is not None and pending.kind not in ("end", "empty")
 
     # -- leasing ---------------------------------------------------------------------------------
 
     def _lease(self, *, must: bool = False) -> None:
-        """Keep the workers supplied, up to the depth; ``must``: raise if not even one can be."""
+        """Lease batches up to the prefetch depth. With ``must``, raise if not even one fits."""
         limit = self._depth.depth * self._num_workers
         num_wanted = limit - self._num_open
         if num_wanted < max(1, limit // 4) and self._num_open:
-            return  # a few at a time: one message then carries several leases
+            return  # wait for a few, so that one message carries several leases
         outgoing: dict[int, list[Lease]] = {}
         while num_wanted > 0 and self._has_more and self._lease_queue.has_active:
             slot = self.ring.take_if_any()
             if slot is None:
                 self._recorder.record_no_slot(self.ring.num_slots)
                 if must and not self._num_open:
-                    self.ring.take()  # says what there is no room for
-                break  # slots of batches under way will come back
+                    self.ring.take()  # raises an error that says what does not fit
+                break  # slots of batches in flight will come back
             try:
                 index = next(self._indices)
-            except Exception as error:  # raised in its turn, after the batches before it
+            except Exception as error:  # raised after the batches before it
                 self._has_more = False
                 self._sampler_error = None if isinstance(error, StopIteration) else error
                 self.ring.give_back(slot)
@@ -199,7 +199,7 @@ class Dispatcher:
 
     def _open_batch(self, index: Any, slot: Slot) -> PendingBatch:
         if self._task.auto_collation and not hasattr(index, "__getitem__"):
-            index = list(index)  # a set or an iterator: torch takes those too
+            index = list(index)  # a set or an iterator, which torch accepts too
         rows = len(index) if self._task.auto_collation else 1
         position = (
             self._num_taken if self._position_of is None else self._position_of(self._num_taken)
@@ -264,7 +264,7 @@ class Dispatcher:
             self._look(started)
 
     def _hear(self, timeout_s: float) -> list[tuple[int, Any]]:
-        """Take in what workers say."""
+        """Handle the events that workers have sent."""
         events = self.pool.receive(timeout_s)
         for worker, event in events:
             if isinstance(event, Reply):
@@ -272,7 +272,7 @@ class Dispatcher:
             elif isinstance(event, WorkerExit):
                 self._replace(self._restarts.fault_of(worker, event))
             elif event[0] == "warning":
-                if event[1] not in self._notes:  # each worker may say it
+                if event[1] not in self._notes:  # each worker may send it
                     self._notes[event[1]] = None
                     warn_user(event[1])
             elif event[0] == "note":
@@ -294,7 +294,7 @@ class Dispatcher:
                 self._replace(fault)
 
     def _replace(self, fault: WorkerFault) -> None:
-        """Another worker takes over what a lost one owed."""
+        """Replace a lost worker, and send its unanswered leases to the new one."""
         worker = fault.worker
         try:
             messages = self._restarts.replace(fault)
@@ -396,7 +396,7 @@ class Dispatcher:
         return batch
 
     def close(self) -> None:
-        """Stop the workers and let go of the memory. Batches that the user holds stay valid."""
+        """Stop the workers and release the memory. Batches that the user holds stay valid."""
         self.pool.stop()
         self._recorder.remove_pool(self._worker_buffers)
         self._pending.clear()

@@ -19,17 +19,17 @@ from penstock.order.epoch_state import EpochState
 log = logging.getLogger("penstock")
 
 LOGGED = 5
-"""Bad samples that are logged one by one; the rest are in the list and the file."""
+"""Number of bad samples that are logged individually. The rest are in the list and the file."""
 SEEN_ENOUGH = 100
-"""A fraction of an epoch of unknown length is judged from this many samples on."""
+"""Minimum number of samples for a fractional ``max_bad`` if the epoch's length is unknown."""
 
 
 class Faults:
-    """Counts faults of one loader over its epochs, against what its options allow.
+    """Counts the faults of one loader over its epochs and enforces the limits of its options.
 
     Args:
-        options: The loader's fault options, checked: see :mod:`penstock.options`.
-        epoch_state: Tells the present epoch.
+        options: The loader's validated fault options. See :mod:`penstock.options`.
+        epoch_state: Provides the current epoch.
     """
 
     def __init__(self, options: Mapping[str, Any], epoch_state: EpochState) -> None:
@@ -41,11 +41,11 @@ class Faults:
         self.sample_timeout_s: float | None = options["sample_timeout_s"]
         self.num_restarts = 0
         self.num_samples: int | None = None
-        """Samples of an epoch, where that is known; set before an epoch begins."""
+        """Samples per epoch, if known. Set before an epoch starts."""
         self.num_indices: int | None = None
-        """Any index below this may replace a bad sample; None: only those of its batch."""
+        """Any index below this may replace a bad sample. None: only indices of its batch."""
         self.poison: dict[int | str, Exception] = {}
-        """Samples that took down workers, by index: they are not tried again."""
+        """Samples that took down workers, by index. They are not loaded again."""
         self._epoch_state = epoch_state
         self._samples: dict[int | str, BadSample] = {}
         self._epoch = -1
@@ -57,37 +57,37 @@ class Faults:
 
     @property
     def num_substitutes(self) -> int:
-        """How many other samples may take down workers in the place of one."""
+        """Number of substitutes for one sample that may take down workers too."""
         return MAX_SUBSTITUTES if self.on_error == "replace" else 0
 
     @property
     def samples(self) -> list[BadSample]:
-        """One entry for each bad sample, in the order in which they were found."""
+        """One entry for each bad sample, in the order they were found."""
         return list(self._samples.values())
 
     def positions(self, epoch: int) -> list[int]:
-        """Where bad samples stood in this epoch, as far as it was delivered."""
+        """Return the positions of bad samples in the delivered part of this epoch."""
         return list(self._positions) if epoch == self._epoch else []
 
     def restore(self, epoch: int, positions: list[int], poison: list[Any]) -> None:
-        """Take over what a saved state says about an epoch that is to be resumed."""
+        """Restore the saved state of an epoch that is being resumed."""
         self._epoch, self._positions = epoch, list(positions)
         for index in poison:
             self.poison.setdefault(index, RuntimeError("it took down workers in an earlier run"))
 
     def add_poison(self, index: Any, error: Exception) -> None:
-        """A sample took down workers, also when it was loaded alone."""
+        """Add a sample that took down workers, even when it was loaded alone."""
         self.poison[plain_index(index)] = error
 
     def count_restart(self) -> None:
-        """A worker was replaced."""
+        """Count a replaced worker."""
         self.num_restarts += 1
 
     def record(self, found: Iterable[SampleFailure]) -> None:
         """Count the bad samples of a batch that is about to be delivered.
 
         Raises:
-            TooManyBad: The budget is spent.
+            TooManyBad: There are more bad samples than ``max_bad`` allows.
         """
         epoch = self._epoch_state.epoch
         if epoch != self._epoch:
@@ -96,7 +96,7 @@ class Faults:
         try:
             for one in found:
                 self._add(one, epoch)
-                if one.position not in self._positions[-MAX_SUBSTITUTES:]:  # a substitute's: known
+                if one.position not in self._positions[-MAX_SUBSTITUTES:]:  # not a substitute's
                     self._positions.append(one.position)
                 self._check(one)
         except TooManyBad:
@@ -105,8 +105,8 @@ class Faults:
 
     def _add(self, one: SampleFailure, epoch: int) -> None:
         key = plain_index(one.index)
-        if one.index is None:  # of an iterable dataset
-            key = f"the one at {one.position}"
+        if one.index is None:  # iterable datasets have no indices
+            key = f"at position {one.position}"
         before = self._samples.get(key)
         sample = BadSample(
             index=key,
@@ -118,9 +118,9 @@ class Faults:
             end=one.end,
         )
         self._samples[key] = sample
-        is_told = one.error.startswith(("WorkerDied", "SampleTimeout"))  # when it was lost
+        is_told = one.error.startswith(("WorkerDied", "SampleTimeout"))  # logged at the loss
         if before is None and len(self._samples) <= LOGGED and not is_told:
-            rest = " (more are in loader.bad_samples)" if len(self._samples) == LOGGED else ""
+            rest = " (the rest are in loader.bad_samples)" if len(self._samples) == LOGGED else ""
             where = f" ({one.path})" if one.path else ""
             log.warning("sample %s%s is bad: %s%s", key, where, one.error, rest)
         if self.path is not None:
@@ -128,7 +128,7 @@ class Faults:
                 known = {name: value for name, value in vars(sample).items() if name != "time"}
                 append(self.path, known)
             except OSError as error:
-                log.warning("bad samples are not written to %s any more: %s", self.path, error)
+                log.warning("stopped writing bad samples to %s: %s", self.path, error)
                 self.path = None
 
     def _check(self, last: SampleFailure) -> None:
@@ -140,18 +140,18 @@ class Faults:
             most = math.floor(self.max_bad * whole)
         if len(self._positions) > most:
             raise self._too_many(
-                f"{len(self._positions)} bad samples in epoch {self._epoch}, and "
+                f"{len(self._positions)} bad samples in epoch {self._epoch}, but "
                 f"max_bad={self.max_bad} allows {most:.0f}"
             ) from None
 
     def end_epoch(self, num_batches: int) -> None:
-        """Check that an epoch delivered something. A resumed one did so before.
+        """Check a finished epoch. A resumed epoch may have delivered batches before.
 
         Args:
-            num_batches: Delivered, or raised as an error.
+            num_batches: Batches that were delivered or raised an error.
 
         Raises:
-            TooManyBad: Every sample was bad.
+            TooManyBad: All samples of the epoch were bad.
         """
         state = self._epoch_state
         if not num_batches and not state.start and self.positions(state.epoch):
@@ -164,8 +164,8 @@ class Faults:
             for one in last
         )
         return TooManyBad(
-            f"{what}; the last:{lines}",
-            likely="the same cause each time: a wrong folder, a missing disk, a changed format.",
+            f"{what}; the last ones:{lines}",
+            likely="all have the same cause: a wrong folder, a missing disk, a changed format.",
             remedy=f"penstock doctor {self.path}"
             if self.path
             else 'DataLoader(..., bad_samples_file="bad.jsonl"), then penstock doctor bad.jsonl',

@@ -1,8 +1,8 @@
-"""The fork server, seen from the parent: a clean process that forks workers in milliseconds.
+"""The parent's side of the fork server, a clean process that forks workers in milliseconds.
 
-One fork server per process, started with the first loader that has workers, warm from then on. It
-has imported torch, has one thread and has never touched a GPU, so forking it is safe whatever the
-parent holds: threads, a GPU context, a notebook.
+Each process has one fork server. It is started with the first loader that has workers and stays
+warm from then on. It has imported torch, has one thread and has never used a GPU. So forking it is
+safe whatever the parent holds: threads, a GPU context, a notebook.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ if sys.platform == "win32":  # pragma: no cover
     from penstock.engine.memory import windows_pipes as windows
 
 START_LIMIT_S = 120.0
-"""How long a fork server may take to import torch; 2 s is usual, a cold network disk takes a
-minute."""
+"""Time limit for a fork server to import torch. Usually 2 s; a minute on a cold network disk."""
 ANSWER_LIMIT_S = 120.0
-"""It also imports the user's modules while we wait."""
+"""Time limit for an answer. The fork server may import the user's modules first."""
 STOPPED_LIMIT_S = 10.0
-"""A debugger, or somebody's kill -STOP, may hold it for a moment."""
+"""A debugger or ``kill -STOP`` may stop the fork server for a moment."""
 _log = logging.getLogger("penstock")
 
 
 class ForkedWorker:
-    """A worker that the fork server forked: what multiprocessing's Process would offer."""
+    """A worker forked by the fork server, with the interface of multiprocessing's Process."""
 
     def __init__(self, fork_server: ForkServer, pid: int, name: str) -> None:
         self._fork_server = fork_server
@@ -68,21 +67,21 @@ class ForkedWorker:
 
     @property
     def is_orphaned(self) -> bool:
-        """Has the fork server gone, and taken this worker with it?"""
+        """True if the fork server is gone and this worker died with it."""
         return self._fork_server.is_lost
 
     def is_alive(self) -> bool:
         return self.exitcode is None and not self._is_zombie()
 
     def _is_zombie(self) -> bool:
-        """Has it ended although the fork server, which is stopped or busy, does not say so?"""
+        """Return True if it has exited, but a stopped or busy fork server has not reported it."""
         try:
             return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.Error:
-            return False  # it was reaped, and the report is on its way
+            return False  # already reaped, and the report is on its way
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end; without a timeout until the worker or the fork server is gone."""
+        """Wait for the worker to exit. Without a timeout, also return if the fork server dies."""
         limit = time.monotonic() + timeout if timeout is not None else None
         while self._wait(0.2 if limit is None else limit - time.monotonic()) is None:
             if limit is not None and time.monotonic() >= limit:
@@ -95,13 +94,13 @@ class ForkedWorker:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        if self.exitcode is None:  # not reaped yet, so the pid is still its own
+        if self.exitcode is None:  # not reaped yet, so the pid has not been reused
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
 class ForkServer:
-    """The parent's end of one fork server process. All methods may be called from any thread."""
+    """The parent's end of one fork server process. All methods are thread-safe."""
 
     def __init__(self, without: frozenset[str] = frozenset()) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -129,17 +128,19 @@ class ForkServer:
 
     @property
     def was_ready(self) -> bool:
-        """Did it come up, and has it been lost since?"""
+        """True if it started successfully and was lost later."""
         return self._is_ready and self.is_lost
 
     def fork(self, assignment: WorkerAssignment, fds: list[int], name: str) -> ForkedWorker:
-        """One new worker.
+        """Fork one new worker.
 
         Args:
-            fds: The channel, the shared memory, the pickle file, then the descriptors it names.
+            fds: The channel, the shared memory, the pickle file, then the file descriptors that
+                the pickle refers to.
 
         Raises:
-            StartFailed: The fork server is gone, or must be replaced (``.unfit``: leave these out).
+            StartFailed: The fork server is gone or must be replaced. ``.unfit`` lists the modules
+                that its successor must not import.
         """
         modules = tuple(
             module for module in assignment.objects.modules if module[0] not in self._without
@@ -167,15 +168,18 @@ class ForkServer:
             return ForkedWorker(self, value, name)
 
     def prepare(self, modules: tuple[tuple[str, int], ...], path: list[str]) -> None:
-        """Ask for the user's modules ahead of the first fork; does not wait. See is_warm."""
+        """Request the import of the user's modules before the first fork. Does not wait.
+
+        See :meth:`is_warm`.
+        """
         modules = tuple(module for module in modules if module[0] not in self._without)
         with self._lock:
             self._num_preparing += 1
-            with suppress(OSError):  # it is gone: the first fork says so
+            with suppress(OSError):  # it is gone; the first fork raises the error
                 self._control.send(("import", (modules, path)))
 
     def is_warm(self) -> bool:
-        """Would a fork be answered at once? A fork server that is lost answers at once, too."""
+        """Return True if a fork would be answered immediately. Also true for a lost fork server."""
         with self._lock:
             with suppress(StartFailed):
                 while not self.is_lost and self._control.is_readable(0.0):
@@ -183,7 +187,7 @@ class ForkServer:
             return self.is_lost or (self._is_ready and self._num_preparing == 0)
 
     def exit_code(self, pid: int, wait_s: float) -> int | None:
-        """The exit code of a worker, or None while it lives; waits up to ``wait_s`` for it."""
+        """Return a worker's exit code, or None if it is alive. Waits up to ``wait_s``."""
         limit = time.monotonic() + wait_s
         while True:
             with self._lock:
@@ -198,19 +202,19 @@ class ForkServer:
             self._control.is_readable(min(left, 0.05))
 
     def forget(self, pid: int) -> None:
-        """Drop what is remembered about a worker that has ended."""
+        """Drop the exit code of a worker."""
         with self._lock:
             self._exit_codes.pop(pid, None)
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # One that was given up ends with the last worker that came from it.
+        # A fork server that was replaced ends with the last worker that it forked.
         if not is_ending() and getattr(self, "_process", None) is not None:
             self.close()
 
     def close(self) -> None:
-        """End the fork server and every worker of it."""
+        """End the fork server and all its workers."""
         if self._owner != os.getpid():
-            self._control.close()  # a forked child of the user's: not its to end
+            self._control.close()  # in a child forked by the user, which does not own it
             return
         with self._lock:
             self.is_lost = True
@@ -238,7 +242,7 @@ class ForkServer:
                 moved_s = time.monotonic()
             elif time.monotonic() - moved_s > STOPPED_LIMIT_S:
                 self._lose(f"it was stopped for {STOPPED_LIMIT_S:.0f} s")
-        self._lose(f"no answer in {limit_s:.0f} s")
+        self._lose(f"no answer within {limit_s:.0f} s")
         raise AssertionError("unreachable")
 
     def _is_stopped(self) -> bool:
@@ -259,7 +263,7 @@ class ForkServer:
         except (OSError, EOFError):
             received = None
         if received is None:
-            self._lose("it ended")
+            self._lose("the connection was closed")
         assert received is not None
         message: tuple[Any, ...] = received[0]
         if message[0] == "exit":
@@ -275,16 +279,16 @@ class ForkServer:
         code = self._process.poll()
         self.was_killed = code is not None and code < 0
         self.was_killed_from_outside = code in (-signal.SIGKILL, -signal.SIGTERM)
-        if code is None:  # one that is stopped would not see that we end
+        if code is None:  # a stopped process would not notice the end of its parent
             self._process.kill()
             state, likely = "does not answer", "it was stopped (SIGSTOP, a debugger, a frozen "
-            likely += "container), or importing torch takes that long here."
+            likely += "container), or importing torch takes longer than that on this machine."
             _log.warning("the fork server process (pid %d) %s: %s", self._process.pid, state, why)
         elif code < 0:
-            state, likely = f"was ended by signal {-code}", "something killed it."
+            state, likely = f"was killed by signal {-code}", "another process sent the signal."
         else:
-            state, likely = f"is gone (exit code {code})", "its own error is printed above: "
-            likely += "importing torch in a fresh Python fails."
+            state, likely = f"exited with code {code}", "importing torch in a fresh Python fails. "
+            likely += "The error is printed above."
         raise StartFailed(
             f"the fork server process (pid {self._process.pid}) {state}: {why}",
             likely=likely,
@@ -293,7 +297,10 @@ class ForkServer:
 
 
 def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """Start a Python that runs ``call``, of a module in ``engine.worker``, not the user's main."""
+    """Start a Python process that runs ``call`` from a module in ``engine.worker``.
+
+    The user's main module is not run.
+    """
     module = call.partition(".")[0]
     code = (
         f"import sys; sys.path[:] = {import_path()!r}; "
@@ -313,7 +320,7 @@ def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     except OSError as error:
         raise StartFailed(
             f"could not start {sys.executable!r}: {error}",
-            likely="there is no such program, or too many files, processes or pages are in use.",
+            likely="the program does not exist, or too many files, processes or pages are in use.",
             remedy='DataLoader(..., pool="thread")',
         ) from error
 
@@ -325,8 +332,10 @@ _tainted: set[str] = set()
 
 
 def current_fork_server() -> ForkServer:
-    """This process's fork server; a new one when there is none, or it was lost, or we were
-    forked."""
+    """Return this process's fork server.
+
+    Starts a new one if there is none, if it was lost, or if this process was forked since.
+    """
     global _current, _owner
     with _guard:
         if _current is None or _current.is_lost or _owner != os.getpid():
@@ -335,11 +344,11 @@ def current_fork_server() -> ForkServer:
 
 
 def warm_up(pool: str, start_method: str) -> None:
-    """Start the fork server for a loader that will need it: it imports torch while the program goes
-    on.
+    """Start the fork server early for a loader that will need it.
 
-    Never fails: the first worker says what is wrong. Not in a child that imports a module with a
-    loader at its top level, to find a class in it: nobody will iterate over that one.
+    It imports torch while the program continues. Never raises: the first worker reports errors.
+    Does nothing in a child process that only imports a module to find a class in it. A loader at
+    the top level of that module is never iterated there.
     """
     is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     is_child = is_importing or "penstock.engine.worker.main" in sys.modules
@@ -349,8 +358,7 @@ def warm_up(pool: str, start_method: str) -> None:
 
 
 def replace_fork_server(fork_server: ForkServer, without: tuple[str, ...]) -> None:
-    """Give up a fork server that is unfit to fork; the next one leaves the modules ``without``
-    out."""
+    """Retire a fork server that is unfit to fork. The next one does not import ``without``."""
     global _current
     with _guard:
         _tainted.update(without)
@@ -363,7 +371,7 @@ _retired: weakref.WeakSet[ForkServer] = weakref.WeakSet()
 
 
 def close_fork_server() -> None:
-    """End this process's fork server now. A later loader starts a new one."""
+    """End this process's fork server. A later loader starts a new one."""
     global _current
     with _guard:
         closing = [fork_server for fork_server in (_current, *_retired) if fork_server is not None]
@@ -374,5 +382,5 @@ def close_fork_server() -> None:
 
 atexit.register(close_fork_server)
 if hasattr(os, "register_at_fork"):
-    # Another thread may hold it. No Python runs here: a Ctrl-C would be lost in it.
+    # A different thread may hold the lock. No Python code runs here: it would lose a Ctrl-C.
     os.register_at_fork(after_in_child=_guard._at_fork_reinit)  # type: ignore[attr-defined]

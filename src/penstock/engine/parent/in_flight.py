@@ -1,6 +1,6 @@
-"""Work in flight: batches that workers load now, and the leases that each worker has not answered.
+"""Work in flight: batches that workers are loading, and the leases that each has not answered.
 
-Used in the parent: workers have filled a batch's slot, this side only makes views of it.
+Used in the parent. Workers fill the slot of a batch. The parent only creates views of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.engine.pickling.exceptions import ErrorReport
 
 @dataclass(eq=False)
 class PendingBatch:
-    """One batch under way."""
+    """One batch in flight."""
 
     pass_number: int
     number: int
@@ -28,18 +28,18 @@ class PendingBatch:
     rows: int
     slot: Slot
     parts: list[tuple[int, int]] = field(default_factory=list)
-    """First and (exclusive) last row of each part."""
+    """First and last (exclusive) row of each part."""
     replies: dict[int, Reply] = field(default_factory=dict)
     layouts: dict[int, Any] = field(default_factory=dict)
     worker: int = -1
-    """Who answered for the first part."""
+    """The worker that answered for the first part."""
     is_done: bool = False
     bad_samples: list[Any] = field(default_factory=list)
-    """What was wrong with samples of it."""
+    """Failures of the batch's samples."""
     _has_error: bool = False
 
     def take(self, worker: int, reply: Reply, layout: Any) -> None:
-        """A worker has answered for a part; ``layout``: of what it wrote into the slot."""
+        """Record a worker's reply for a part. ``layout`` describes what it wrote into the slot."""
         self.replies[reply.part] = reply
         if layout is not None:
             self.layouts[reply.part] = layout
@@ -61,7 +61,10 @@ class PendingBatch:
 
     @property
     def must_be_redone(self) -> bool:
-        """Parts that do not fit together (or did not fit the slot) are loaded again as a whole."""
+        """True if the batch must be loaded again as a whole.
+
+        Its parts do not match, or they did not fit the slot.
+        """
         if len(self.parts) == 1:
             return False
         kinds = {reply.kind for reply in self.replies.values()}
@@ -70,20 +73,20 @@ class PendingBatch:
         return kinds != {"fixed"} or len(set(self.layouts.values())) > 1
 
     def make_whole(self) -> None:
-        """Begin again, in one part."""
+        """Discard all replies and load the batch again in one part."""
         self.parts, self.replies, self.layouts = [(0, self.rows)], {}, {}
         self.bad_samples = []
 
     @property
     def error(self) -> ErrorReport | None:
-        """The first part's that failed."""
+        """The error of the first part that failed."""
         for _, reply in sorted(self.replies.items()) if self._has_error else ():
             if reply.kind == "error":
                 return reply.content  # type: ignore[no-any-return]
         return None
 
     def open(self, ring: Ring) -> tuple[Any, bool]:
-        """The batch as the user sees it, and whether its slot is in use from now on."""
+        """Return the batch as the user sees it, and whether its slot stays in use."""
         if self.kind == "payload":
             return _open_payload(ring, self.slot, self.replies[0])
         contents = [self.replies[part].content for part in range(len(self.parts))]
@@ -91,11 +94,11 @@ class PendingBatch:
 
 
 class LeaseQueue:
-    """The leases that each worker has not answered yet, in the order in which it works on them.
+    """The leases that each worker has not answered yet, in the order it processes them.
 
     Args:
-        in_turn: Go round the workers strictly (randomness of the worker, iterable datasets);
-            otherwise the one with the least to do is next.
+        in_turn: Assign leases to the workers in strict rotation (per-worker randomness, iterable
+            datasets). Otherwise, the worker with the least work is next.
     """
 
     def __init__(self, num_workers: int, *, in_turn: bool) -> None:
@@ -105,27 +108,27 @@ class LeaseQueue:
         self.begin()
 
     def begin(self, first: int = 0) -> None:
-        """A new epoch: everyone takes part again, beginning with worker ``first``."""
+        """Start an epoch. All workers are active again, starting with worker ``first``."""
         self._is_active = [True] * len(self._loads)
         self._last = first - 1
 
     def give(self, lease: Lease, limit: int | None = None) -> int:
-        """The worker for a lease; one with ``limit`` samples or more is passed over."""
+        """Assign a lease and return its worker. Skips workers with ``limit`` or more samples."""
         worker = self._choose(limit)
         self._owed[worker][lease[:3]] = lease
         self._loads[worker] += lease.num_samples
         return worker
 
     def take_back(self, worker: int, key: tuple[int, int, int]) -> None:
-        """A worker has answered a lease."""
+        """Remove a lease that a worker has answered."""
         self._loads[worker] -= self._owed[worker].pop(key).num_samples
 
     def owed(self, worker: int) -> list[Lease]:
-        """What a worker has not answered; it works on the first."""
+        """Return the leases that a worker has not answered. It is working on the first."""
         return list(self._owed[worker].values())
 
     def amend(self, worker: int, lease: Lease) -> None:
-        """Put ``lease`` in the place of the one with the same key."""
+        """Replace the lease that has the same key."""
         self._owed[worker][lease.key] = lease
 
     @property
@@ -133,7 +136,7 @@ class LeaseQueue:
         return any(self._owed)
 
     def retire(self, worker: int) -> None:
-        """A worker has no more to give in this epoch."""
+        """Give a worker no more leases in this epoch."""
         self._is_active[worker] = False
 
     @property
@@ -152,7 +155,7 @@ class LeaseQueue:
 
 
 def _open_payload(ring: Ring, slot: Slot, reply: Reply) -> tuple[Any, bool]:
-    """What a collate_fn made; and whether its slot is in use from now on."""
+    """Return a batch that collate_fn made, and whether its slot stays in use."""
     written: payload.PayloadLocation = reply.content
     if written.inline is not None:
         return payload.read(written, None), reply.is_slot_lost
@@ -168,11 +171,11 @@ def _open_fixed(
     contents: list[Any],
     parts: list[tuple[int, int]],
 ) -> Any:
-    """A batch of the default collate, put together from the parts that workers filled.
+    """Return a batch of the default collate, assembled from the parts that workers filled.
 
     Args:
-        contents: Of the "fixed" replies.
-        parts: First and last row of each part.
+        contents: Contents of the "fixed" replies.
+        parts: First and last (exclusive) row of each part.
     """
     _, num_bytes = layout.offsets(rows)
     counts = [content[2] for content in contents]
@@ -190,7 +193,7 @@ def _open_fixed(
 def _close_gaps(
     memory: np.ndarray, layout: Any, rows: int, first_rows: list[int], counts: list[int]
 ) -> None:
-    """Parts with samples left out move up, so that the rows that are there stand together."""
+    """Move parts up over rows of samples that were left out, so that the rows are contiguous."""
     offsets, _ = layout.offsets(rows)
     for leaf, offset in zip(layout.leaves, offsets, strict=True):
         size, end = leaf.item_bytes, 0
@@ -203,7 +206,7 @@ def _close_gaps(
 
 
 def _memory_of(ring: Ring, slot: Slot, num_bytes: int, *, is_slot_lost: bool = False) -> np.ndarray:
-    """The slot's bytes for a delivery: lent, or copied when the user holds many already."""
+    """Return the slot's bytes for a delivery: lent, or copied if the user holds many already."""
     if is_slot_lost:
         ring.drop(slot)
         return slot.view(num_bytes)

@@ -1,9 +1,9 @@
-"""Starting worker processes: from the fork server, spawned on their own, or forked by request.
+"""Starts worker processes: forked by the fork server, spawned, or forked from this process.
 
     Launcher.start(number) -> (process, channel)
 
-On Linux the fork server forks; macOS and Windows spawn. ``fork`` copies the parent as it stands and
-is used only when the user asks for it by name.
+The fork server is used on Linux. macOS and Windows use spawn. ``fork`` copies the parent in its
+current state and is used only if the user requests it explicitly.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from penstock.errors import StartFailed, warn_user
 from penstock.machine.host import usable_cores
 
 MAX_FORK_SERVERS = 3
-"""Fork servers that may be unfit, or end by themselves, before a worker is started."""
+"""Fork servers that may be unfit to fork, or exit, before one starts a worker."""
 MAX_UNREAD_BYTES = 64 << 10
-"""What a pipe surely takes while nobody reads it."""
+"""Bytes that a pipe can buffer on every system before the other side reads."""
 
 KILL_LIMIT_S = 5.0
 
 
 class Process(Protocol):
-    """What others expect of ``iterator._workers``: a part of multiprocessing's Process."""
+    """The part of multiprocessing's Process that users of ``iterator._workers`` rely on."""
 
     @property
     def pid(self) -> int | None: ...
@@ -53,7 +53,7 @@ class Process(Protocol):
 
 
 class SpawnedWorker:
-    """A worker with an interpreter of its own, started by :meth:`begin`.
+    """A worker in a new interpreter, started by :meth:`begin`.
 
     Args:
         start: Starts the process.
@@ -96,20 +96,20 @@ class SpawnedWorker:
 class Launcher:
     """Starts the workers of one loader.
 
-    Spawned workers import torch each, which takes a core for a second and more. No more are started
-    at once than there are cores, so that the first is ready soon; each one that reports brings the
-    next (:meth:`start_next`).
+    Each spawned worker imports torch, which keeps a core busy for a second or more. At most as many
+    as there are cores start at the same time, so that the first is ready early. Each worker that
+    reports triggers the start of the next (:meth:`start_next`).
 
     Args:
         method: "forkserver", "spawn" or "fork".
         worker_entry: See :class:`penstock.engine.parent.context.LoaderParts`.
-        objects: dataset, collate_fn, worker_init_fn by name; pickled once, except under fork.
-        policy: Says how many fork servers may be lost.
-        pickled: ``objects``, where that was done before.
+        objects: dataset, collate_fn, worker_init_fn by name. Pickled once, except with fork.
+        policy: Limits how many fork servers may be lost.
+        pickled: ``objects``, if they are already pickled.
     """
 
     num_forks: ClassVar[int] = 0
-    """Forks of this process by any launcher."""
+    """Number of times that any launcher forked this process."""
 
     def __init__(
         self,
@@ -141,10 +141,10 @@ class Launcher:
         self._num_at_once = usable_cores() if hasattr(select, "poll") else num_workers
 
     def start(self, number: int, *, at_once: bool = False) -> tuple[Process, Any]:
-        """One worker process and the parent's end of the pipe to it.
+        """Start one worker process. Returns it with the parent's end of its pipe.
 
         Args:
-            at_once: Do not wait for other workers to come up first.
+            at_once: Start immediately, without waiting for other workers to come up.
         """
         ours, theirs = connection.Pipe(duplex=True)
         name = f"penstock-worker-{number}"
@@ -171,7 +171,7 @@ class Launcher:
         return process, ours
 
     def start_next(self) -> None:
-        """Begin one more of the spawned workers that wait. Called when another has reported."""
+        """Start the next waiting spawned worker. Called when a worker has reported."""
         if self.waiting:
             self._begin(*self.waiting.popleft())
 
@@ -183,11 +183,11 @@ class Launcher:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was done with open handles and large arrays on the way to the workers."""
+        """How open handles and large arrays were sent to the workers."""
         return self._inherited if self._pickle_file is None else self._pickle_file.notes
 
     def close(self) -> None:
-        """Close the pickle file; workers that are running have mapped it."""
+        """Close the pickle file. Running workers have already mapped it."""
         while self.waiting:
             self.waiting.popleft()[-1].close()
         if self._pickle_file is not None:
@@ -217,7 +217,7 @@ class Launcher:
                 if unfit is not None:
                     fork_servers.replace_fork_server(fork_server, unfit)  # type: ignore[arg-type]
                 elif may_be_stale and fork_server.was_ready:
-                    may_be_stale = False  # it was lost since the last worker was started
+                    may_be_stale = False  # it was lost after it started the previous worker
                     continue
                 elif fork_server.was_killed_from_outside:
                     decision = self._policy.judge_fork_server()
@@ -236,13 +236,13 @@ class Launcher:
     def _spawned(self, number: int, channel: Any, name: str) -> Process:
         assert self._pickle_file is not None
         fds = [channel.fileno(), *self._pickle_file.fds]
-        # What has a path is opened by it in the worker; the rest is inherited.
+        # The worker opens files that have a path. It inherits the others.
         fds += [file.fd for file in (self._memory, self._pickle_file.file) if not file.path]
         call = f"main.spawned_main({channel.fileno()})"
         return SpawnedWorker(lambda: fork_servers.start_child(call, tuple(fds)), name)
 
     def _greeting(self, number: int) -> bytes:
-        """What a spawned worker reads first: its assignment."""
+        """Return the first message of a spawned worker, which is its assignment."""
         assert self._pickle_file is not None
         greeting = (os.getpid(), self._assignment(number), self._pickle_file.fds)
         return pickle.dumps(greeting, protocol=5)
@@ -260,7 +260,7 @@ class Launcher:
         try:
             with deferred_ctrl_c():
                 process.start()
-        except BaseException:  # a Ctrl-C, say: nobody will know of the process
+        except BaseException:  # for example Ctrl-C: no reference to the process would be left
             if process.pid is not None:
                 process.kill()
                 process.join(KILL_LIMIT_S)
@@ -269,11 +269,11 @@ class Launcher:
 
 
 def _warn_of_inherited(objects: dict[str, Any]) -> tuple[str, ...]:
-    """Name the sockets, pipes and files that forked workers share; nothing else is done to them."""
+    """Warn about sockets, pipes and files that forked workers share. Does not change them."""
     notes = tuple(
         f"{path} ({type(part).__module__}.{type(part).__qualname__}) is shared by this process and "
-        "all forked workers, which take each other's data. Open it on first use in the worker, or "
-        "leave out multiprocessing_context='fork'"
+        "all forked workers, so they read each other's data. Open it on first use in the worker, "
+        "or remove multiprocessing_context='fork'"
         for path, part in find_inherited(objects)
     )
     for note in notes:

@@ -1,7 +1,7 @@
-"""One sample, exactly as training saw it: alone, in this process, without the samples before it.
+"""Replays one sample exactly as training saw it, in this process, without loading earlier samples.
 
-Its position in the epoch is the inverse of the order, and what it draws is a function of (seed,
-epoch, position): nothing else has to be loaded.
+The sample's position in the epoch is the inverse of the order, and its random numbers are a
+function of (seed, epoch, position). So nothing else needs to be loaded.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from penstock.order.samplers import SeededOrder
 
 
 def replay(loader: Any, epoch: int, index: int) -> Any:
-    """``dataset[index]`` as it was in that epoch, before it was put into a batch.
+    """Return ``dataset[index]`` as it was in that epoch, before collation.
 
-    The caller's own generators are left as they were. A dataset that loads whole batches
-    (``__getitems__``) loads the batch that the sample was in. Of a sample that padding gave to
-    several ranks, the first is replayed.
+    The caller's generators are left unchanged. If the dataset loads whole batches
+    (``__getitems__``), the sample's whole batch is loaded. If padding gave the sample to several
+    ranks, the first occurrence is replayed.
 
     Args:
-        loader: A Penstock loader made with ``seed=`` and without a sampler. Workers, pool and ranks
-            do not matter.
-        epoch: Counted from 0, as the loader counts.
-        index: The dataset's.
+        loader: A Penstock loader created with ``seed=`` and without a sampler. The number of
+            workers, the pool and the ranks do not matter.
+        epoch: The epoch, counted from 0 as the loader does.
+        index: The sample's index in the dataset.
 
     Raises:
-        BadArgument: The loader's order cannot be run backwards, or the epoch leaves the sample out.
+        BadArgument: The loader's order cannot be inverted, or the epoch leaves the sample out.
 
     Example:
         >>> import random, penstock
@@ -47,7 +47,7 @@ def replay(loader: Any, epoch: int, index: int) -> Any:
     """
     order = _order_of(loader, check_count("epoch", epoch))
     if not order.length:
-        raise BadArgument("the loader has no samples", remedy="a dataset that has some")
+        raise BadArgument("the loader has no samples", remedy="a dataset that is not empty")
     index = check_count("index", index, 0, order.length - 1)
     position = order.position_of(index)
     first, last = _rows_beside(order, loader, position)
@@ -62,21 +62,21 @@ def replay(loader: Any, epoch: int, index: int) -> Any:
 
 
 def _order_of(loader: Any, epoch: int) -> SeededOrder:
-    """The loader's order, turned to ``epoch``; the loader's own stays where it is."""
+    """Return a copy of the loader's order, set to ``epoch``. The loader's own is unchanged."""
     if getattr(loader, "seed", None) is None:
         raise BadArgument(
-            "a sample can be replayed only where the loader was given a seed",
+            "replay needs a loader with a seed",
             remedy="penstock.DataLoader(..., seed=0)",
         )
     if loader.randomness != "sample":
         raise BadArgument(
-            f"randomness={loader.randomness!r}: what a sample draws depends on its worker",
+            f"randomness={loader.randomness!r}: a sample's random numbers depend on its worker",
             remedy="DataLoader(..., randomness='sample')",
         )
     if not isinstance(loader.sampler, SeededOrder):
         kind = type(loader.batch_sampler if loader.batch_size is None else loader.sampler).__name__
         raise BadArgument(
-            f"{kind} cannot be asked at which position an index came",
+            f"{kind} does not support looking up the position of an index",
             remedy="DataLoader(..., shuffle=True, seed=0) without sampler and batch_sampler",
         )
     order = copy.copy(loader.sampler)
@@ -85,7 +85,7 @@ def _order_of(loader: Any, epoch: int) -> SeededOrder:
 
 
 def _rows_beside(order: SeededOrder, loader: Any, position: int) -> tuple[int, int]:
-    """First and (exclusive) last position of the batch that holds ``position``."""
+    """Return the first and last (exclusive) position of the batch that contains ``position``."""
     rows = loader.batch_size or 1
     start = position // (rows * order.world_size) * rows * order.world_size
     drops = loader.drop_last and loader.batch_size is not None
@@ -98,6 +98,6 @@ def _rows_beside(order: SeededOrder, loader: Any, position: int) -> tuple[int, i
             break
         return part.global_position(0), part.global_position(last - 1) + 1
     raise BadArgument(
-        f"position {position} of {order.length} is left out in this epoch by drop_last=True",
+        f"position {position} of {order.length} is dropped in this epoch by drop_last=True",
         remedy="DataLoader(..., drop_last=False) to train on every sample",
     )

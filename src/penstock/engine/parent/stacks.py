@@ -1,11 +1,12 @@
-"""Takes the Python stack of a worker from outside, also while it hangs.
+"""Reads the Python stack of a worker from the parent, even while the worker hangs.
 
-    worker: offer_stack()   faulthandler writes to a file of its own when a signal comes
-            (engine/worker/status.py)
-    parent: take_stack()    sends the signal, reads the file through /proc
+    worker: offer_stack()   faulthandler writes to a memory file when a signal arrives
+            (engine/worker/parent_link.py)
+    parent: take_stack()    sends the signal, then reads the file through /proc
 
-faulthandler needs neither the interpreter's lock nor the worker's help, so a decoder that hangs in
-C is caught, too. Linux only: elsewhere a stack is not known, and everything else works without.
+faulthandler needs neither the GIL nor the worker's cooperation, so this also works for a decoder
+that hangs in C. Linux only. On other systems the stack is not available, and everything else works
+without it.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from contextlib import suppress
 from penstock.engine.memory.messages import NOTHING, STACK_SIGNAL
 
 ANSWER_S = 0.5
-"""A process that runs answers within a millisecond; one that is stopped never does."""
+"""A running process answers within a millisecond. A stopped process never does."""
 MAX_BYTES = 65_536
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 _SERVING = os.path.join(_OURS, "engine", "worker", "loop.py")
 
 
 def take_stack(pid: int | None, fd: int) -> str:
-    """The stack of a worker process as text, innermost call first; or why there is none.
+    """Return the stack of a worker process as text, innermost call first, or why there is none.
 
     Args:
-        fd: What ``offer_stack`` returned there.
+        fd: The value that ``offer_stack`` returned in the worker.
     """
     if pid is None or fd == NOTHING:
-        return "  (its stack cannot be taken on this system)"
+        return "  (the stack is not available on this system)"
     path = f"/proc/{pid}/fd/{fd}"
     try:
         before = os.stat(path).st_size
@@ -50,14 +51,14 @@ def take_stack(pid: int | None, fd: int) -> str:
             file.seek(before)
             text = file.read(MAX_BYTES).decode(errors="replace")
     except OSError as error:
-        return f"  (its stack could not be read: {error})"
+        return f"  (the stack could not be read: {error})"
     if not text:
-        return f"  (it does not react to signals: {_kernel_state(pid)})"
+        return f"  (the process does not respond to signals: {_kernel_state(pid)})"
     return _without_ours(text)
 
 
 def stack_of_thread(ident: int | None) -> str:
-    """The stack of a thread of this process, in the same form."""
+    """Return the stack of a thread of this process, in the same format."""
     frame = sys._current_frames().get(ident or 0)
     if frame is None:
         return "  (the thread has ended)"
@@ -67,7 +68,7 @@ def stack_of_thread(ident: int | None) -> str:
 
 
 def all_stacks(workers: Iterable[tuple[str, str]]) -> str:
-    """Stacks of the named workers and of every thread of this process."""
+    """Return the stacks of the named workers and of every thread of this process."""
     parts = [f"{name}:\n{stack}" for name, stack in workers]
     for ident, frame in sys._current_frames().items():
         lines = "".join(traceback.format_stack(frame)).rstrip()
@@ -80,11 +81,11 @@ def _kernel_state(pid: int) -> str:
         for line in file:
             if line.startswith("State:"):
                 return line.partition(":")[2].strip()
-    return "it is gone"
+    return "the process is gone"
 
 
 def _without_ours(text: str) -> str:
-    """The thread that serves leases, up to the frames of this package at its outer end."""
+    """Return the frames of the thread that serves leases, without the outer frames of Penstock."""
     threads = [part for part in text.split("\n\n") if part.strip()]
     serving = [part for part in threads if _SERVING in part] or threads[-1:]
     frames = [line for line in serving[0].splitlines() if line.startswith("  File")]

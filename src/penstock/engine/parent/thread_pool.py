@@ -1,4 +1,4 @@
-"""A pool of worker threads: the interpreter is shared, and nothing is pickled."""
+"""A pool of worker threads, which share the interpreter and pickle nothing."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from penstock.errors import NoStopIteration
 
 
 class WorkerThread(threading.Thread):
-    """A worker thread with the face of a process."""
+    """A worker thread with the interface of a process."""
 
     pid = property(lambda self: os.getpid())
     exitcode = property(lambda self: None if self.is_alive() else 0)
 
     def terminate(self) -> None:
-        """Threads cannot be ended from outside; they stop after their present sample."""
+        """Do nothing. A thread cannot be terminated; it stops after its current sample."""
 
     kill = terminate
 
 
 class ThreadPool:
-    """Worker threads: nothing travels, the interpreter is shared.
+    """Worker threads in the training process. Nothing is pickled.
 
     With per-sample randomness, samples that draw from the global generators run one at a time, and
-    leave them as they found them; samples that do not run at once.
+    the generators are restored afterwards. Samples that do not draw run concurrently.
 
     Args:
         make_worker: See :func:`penstock.engine.worker.entry.make_thread_worker`.
     """
 
     can_replace = False
-    """Nobody can end a thread from outside: the first one that hangs is an error."""
+    """Threads cannot be terminated, so the first hang is an error."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class ThreadPool:
             return events
 
     def replace(self, worker: int) -> None:
-        raise AssertionError(f"worker thread {worker} cannot be ended")
+        raise AssertionError(f"worker thread {worker} cannot be terminated")
 
     def stack_of(self, worker: int) -> str:
-        """Where a worker thread stands, as text."""
+        """Return the stack of a worker thread as text."""
         return stack_of_thread(self.processes[worker].ident)  # type: ignore[attr-defined]
 
     def stop(self) -> None:
@@ -108,7 +108,7 @@ class ThreadPool:
         limit = time.monotonic() + GRACE_S
         here: Any = threading.current_thread()
         for thread in self.processes:
-            if thread is not here:  # the collector may run in one of them
+            if thread is not here:  # the garbage collector may run in one of them
                 thread.join(max(0.0, limit - time.monotonic()))
         living_pools.discard(self)
 

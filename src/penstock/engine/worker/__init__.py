@@ -1,1 +1,1 @@
-"""In a worker process or thread: its entry points, the loading loop, and its visible status."""
+"""Worker side (process or thread): entry points, the loading loop, and the worker status."""
