@@ -1,9 +1,9 @@
-"""Records that connect a loader, its iterators and what produces their batches.
+"""Records that connect a loader, its iterators and their batch producers.
 
     DataLoader --LoaderParts, EngineSettings--> LoaderIterator --LoadContext--> BatchProducer
 
-None of them holds a loader or an iterator, so dropping the last reference to an iterator ends its
-workers at once, without the garbage collector.
+None of them holds a loader or an iterator. So dropping the last reference to an iterator ends its
+workers immediately, without the garbage collector.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from penstock.trace.recorder import Recorder
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """How batches are loaded: the plan's choices as the engine uses them."""
+    """How batches are loaded: the choices of the plan, as the engine uses them."""
 
     pool: str
     start_method: str | None
     num_workers: int
     prefetch_factor: int | None
     per_sample: bool
-    """Does randomness belong to the sample, and not to the worker?"""
+    """True if randomness belongs to the sample, False if it belongs to the worker."""
     in_order: bool
     keeps_init_seed: bool = True
-    """Is a seed that worker_init_fn gives to torch kept, though bits then depend on workers?"""
+    """Keep a torch seed set by worker_init_fn, although results then depend on the workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderParts:
-    """What a loader and its iterators share.
+    """State that a loader and its iterators share.
 
     Args:
-        notes: What the user's plan shows about this run.
+        notes: Notes about this run that the plan shows to the user.
         worker_entry: ``worker_entry("thread")`` and ``worker_entry("fork")`` return the entry point
-            of a worker that is started without a new interpreter. Handed in, because the two sides
+            of a worker that starts without a new interpreter. It is passed in because the two sides
             of the engine do not import each other.
     """
 
@@ -65,12 +65,12 @@ class LoaderParts:
 
 @dataclass(kw_only=True)
 class LoadContext:
-    """What is loaded, and how; producers are made from it.
+    """What to load and how. Producers are created from it.
 
     Args:
         loader: A weak reference to the loader.
         shared_seed: The seed that torch's DataPipes share.
-        settings: Replaced when ``num_workers="auto"`` has decided.
+        settings: Replaced once ``num_workers="auto"`` has decided.
     """
 
     loader: Callable[[], Any]
@@ -89,20 +89,20 @@ class LoadContext:
     shared_seed: int | None
     timeout_s: float
     ranks: tuple[int, int]
-    """``world_size`` and ``rank`` as torch's iterator found them."""
+    """``world_size`` and ``rank`` as torch's iterator reads them."""
 
     def note(self, text: str) -> None:
-        """Add a note to the user's plan."""
+        """Add a note to the plan."""
         self.parts.notes.setdefault(text)
 
     def warn(self, text: str) -> None:
-        """Warn the user, once, and add the text to the plan."""
+        """Warn the user once, and add the text to the plan."""
         if text not in self.parts.notes:
             self.note(text)
             warn_user(text)
 
     def worker_objects(self) -> dict[str, Any]:
-        """What workers need of the user's objects, by the names that error messages use."""
+        """Return the user's objects that workers need, by the names used in error messages."""
         init_fn = self.worker_init_fn
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             sharding: Any = torch_loader._sharding_worker_init_fn
@@ -127,7 +127,7 @@ class LoadContext:
         return states
 
     def make_ring(self, file: Any) -> Ring:
-        """A ring of slots over ``file``, pinned where the loader asks for it."""
+        """Create a ring of slots over ``file``, pinned if the loader pins memory."""
         held, note = max_held_bytes(), self.parts.notes.setdefault
         if self.pinner is None:
             return Ring(file, max_held_bytes=held, note=note)
@@ -135,12 +135,12 @@ class LoadContext:
 
 
 class EpochPass(NamedTuple):
-    """What a producer loads of one epoch.
+    """The part of an epoch that a producer loads.
 
     Args:
-        indices: Batches of indices, or single ones without batching.
-        position_of: From a number of taken samples to the position in the epoch; None: the same.
-        num_taken: Samples of the stream that are over.
+        indices: Batches of indices, or single indices without batching.
+        position_of: Maps a number of taken samples to a position in the epoch. None: identity.
+        num_taken: Number of samples of the stream already taken.
     """
 
     indices: Iterator[Any]
@@ -149,34 +149,34 @@ class EpochPass(NamedTuple):
 
 
 class BatchProducer(Protocol):
-    """Loads batches for an iterator: inline, with workers, or first one and then the other."""
+    """Loads batches for an iterator: inline, with workers, or inline first and workers later."""
 
     @property
     def workers(self) -> list[Any]:
-        """The worker processes or threads; others read them as ``iterator._workers``."""
+        """The worker processes or threads. Other libraries read them as ``iterator._workers``."""
 
     def start_epoch(self, epoch: EpochPass) -> None:
-        """Begin to load an epoch; what an earlier one left under way is dropped."""
+        """Start loading an epoch. Drops unfinished work of an earlier one."""
 
     def next_batch(self) -> tuple[Any, bool]:
-        """The next batch, and whether its memory is pinned.
+        """Return the next batch, and whether its memory is pinned.
 
         Raises:
             StopIteration: The epoch is complete.
         """
 
     def is_ready(self) -> bool:
-        """Could a batch be taken now, without keeping the one before it waiting?"""
+        """Return True if taking a batch now does not delay the one before it."""
 
     def stop(self) -> None:
         """End the workers, if there are any."""
 
 
 _UNKNOWN_BYTES = 4 << 30
-"""Taken to be free where the system does not tell."""
+"""Assumed free memory if the system does not report it."""
 
 
 def max_held_bytes() -> int:
-    """How much of the machine's free memory batches that the user keeps may occupy in the ring."""
+    """Return the memory limit for ring slots that the user's batches keep: 1/4 of free memory."""
     _, available_bytes = memory_bytes()
     return (available_bytes or _UNKNOWN_BYTES) // 4

@@ -25,7 +25,7 @@ _CAUSES = {
     "SIGKILL": "another process killed it. The kernel reported no out-of-memory kill (not every "
     "system reports them).",
     "SIGSEGV": "native code (a decoder, an extension) crashed on this sample.",
-    "SIGBUS": "a mapped file lost its memory: the disk is full, or the file was truncated.",
+    "SIGBUS": "a mapped file became unreadable: the disk is full, or the file was truncated.",
     "SIGABRT": "native code aborted (a failed assertion or a double free).",
 }
 
@@ -80,7 +80,7 @@ def describe_crash(
         sample = f" while loading sample {fault.index!r}"
         remedy = f"dataset[{fault.index!r}] alone, in this process"
     elif fault.place is not None and fault.place.kind == "batch":
-        sample = f" while collating or sending batch {fault.place.lease[1]}"
+        sample = f" while running collate_fn for batch {fault.place.lease[1]} or sending it"
     elif fault.how == "hung" and fault.place is None:
         sample = " during startup (unpickling the dataset, or worker_init_fn)"
     end = _describe_decision(decision, policy)
@@ -193,7 +193,8 @@ def describe_timeout(
 ) -> WorkerTimeout:
     """Return the error for a late batch. ``busy`` maps each worker to its sample and stack."""
     places = [
-        f"worker {worker} is loading {'no sample' if index is None else f'sample {index!r}'}\n{stack}"
+        f"worker {worker} is loading "
+        f"{'no sample' if index is None else f'sample {index!r}'}\n{stack}"
         for worker, (index, stack) in busy.items()
     ]
     return WorkerTimeout(

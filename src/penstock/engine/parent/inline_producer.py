@@ -1,4 +1,4 @@
-"""Loads batches without workers: in the caller's own thread, when each is asked for."""
+"""Loads batches without workers, in the caller's thread, on request."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from penstock.order.sample_randomness import SampleRandomness, make_randomness
 from penstock.trace.record import now_ns
 
 _rings: weakref.WeakKeyDictionary[Any, tuple[int, Ring]] = weakref.WeakKeyDictionary()
-"""Rings that no producer uses now, by loader: their pages are there, and fresh ones cost a short
-epoch a fifth of its time (two slots of 3 MB, 78 batches)."""
+"""Unused rings by loader. Their pages are already allocated. Allocating new pages takes a fifth of
+the time of a short epoch (two slots of 3 MB, 78 batches)."""
 
 
 def _borrow_ring(producer: Any, context: LoadContext) -> Ring:
-    """The loader's ring for one producer alone; it goes back when that one is gone."""
+    """Return the loader's ring for exclusive use. It is returned when the producer is gone."""
     owner, ring = _rings.pop(context.loader(), (0, None))
     if ring is None or owner != os.getpid():
         ring = context.make_ring(PrivateFile())
@@ -53,7 +53,7 @@ def _return_ring(loader_ref: Any, ring: Ring, owner: int) -> None:
 
 
 class InlineProducer:
-    """Loads each batch in the caller's own thread when it is asked for."""
+    """Loads each batch in the caller's thread when it is requested."""
 
     def __init__(self, context: LoadContext) -> None:
         self._context = context
@@ -95,13 +95,13 @@ class InlineProducer:
         return []
 
     def stop(self) -> None:
-        """There are no workers."""
+        """Do nothing, because there are no workers."""
 
     def start_epoch(self, epoch: EpochPass) -> None:
         self._dataset = self._context.dataset
         self._indices, self._position_at = epoch.indices, epoch.position_of
         self.num_taken = epoch.num_taken
-        """Samples of the epoch that were loaded."""
+        """Number of samples of the epoch loaded so far."""
         self._num_batches = 0
         self._context.parts.recorder.begin_pass(None, 0)
         if self._randomness is not None:
@@ -110,7 +110,7 @@ class InlineProducer:
             self._collate_randomness.begin(self._epoch_state.key_epoch)
         self._stream: Stream | None = None
         if self._context.is_iterable:
-            if 0 in self._epoch_state.streams:  # resumed: it goes on by itself
+            if 0 in self._epoch_state.streams:  # resumed: the dataset restores its own position
                 self._dataset.load_state_dict(self._epoch_state.streams[0])
             self._stream = Stream(
                 self._dataset,
@@ -120,14 +120,14 @@ class InlineProducer:
             )
 
     def _advance(self, num_samples: int) -> int:
-        """The position of the next samples, which are taken now."""
+        """Take the next samples. Returns the position of the first."""
         first, self.num_taken = self.num_taken, self.num_taken + num_samples
         self._position = first if self._position_at is None else self._position_at(first)
         return self._position
 
     def is_ready(self) -> bool:
-        # Else its draws would come before the user's; and a stream's own state is asked for as
-        # it stands.
+        # Without per-sample randomness, loading ahead would draw before the user's code does. A
+        # stream must not run ahead either, because its state is read at its current position.
         return self._context.settings.per_sample and self._stream is None
 
     def next_batch(self) -> tuple[Any, bool]:
@@ -144,7 +144,7 @@ class InlineProducer:
                 self._context.progress.count_empty()
                 self._record_bad()
                 continue
-            except StopIteration as error:  # of the user's code: not the end of the epoch
+            except StopIteration as error:  # from user code, so not the end of the epoch
                 raise NoStopIteration.error_for("dataset[i]") from error
             except NoSubstitute:
                 self._record_bad()
@@ -157,7 +157,7 @@ class InlineProducer:
             return batch, self._ring is not None and self._ring.has_lent_pinned
 
     def _tell_user(self) -> None:
-        """Show what was noticed about the randomness of samples."""
+        """Show the user messages about the randomness of samples."""
         for randomness in (self._randomness, self._collate_randomness):
             if randomness is not None and (randomness.warnings or randomness.notes):
                 warnings, notes = randomness.take_messages()
@@ -167,7 +167,7 @@ class InlineProducer:
                     self._context.note(text)
 
     def _load_somehow(self, index: Any) -> Any:
-        """As usual; one sample at a time if one of them is bad, or known to be poison."""
+        """Load a batch as usual, or one sample at a time if a sample is bad or poison."""
         bad_policy, num_before = self._bad_policy, self.num_taken
         if bad_policy is None or self._stream is not None:
             return self._load(index)
@@ -186,7 +186,7 @@ class InlineProducer:
 
     def _load(self, index: Any) -> Any:
         if self._gatherer is not None and self._ring is not None:
-            with suppress(LayoutError):  # slices as indices, say: the usual way
+            with suppress(LayoutError):  # for example slices as indices, which load as usual
                 batch = self._gatherer.gather(index, self._ring)
                 self.num_taken += len(index)
                 return batch
@@ -208,14 +208,14 @@ class InlineProducer:
     def _put_together(self, samples: Any, index: Any) -> Any:
         if self._collates_by_default and self._auto_collation:
             indices = [] if self._stream is not None else list(index)
-            indices = indices if len(indices) == len(samples) else []  # some were left out
+            indices = indices if len(indices) == len(samples) else []  # samples were left out
             return collate.default_collate(samples, indices)
         return call_user(self._collate_fn, samples, 0, None, "collate_fn")
 
     def _load_carefully(
         self, index: Any, bad_policy: BadSamplePolicy, poison_rows: PoisonRows
     ) -> Any:
-        """One sample at a time, in spite of bad ones."""
+        """Load one sample at a time and apply the bad-sample policy."""
         get = one_getter(self._dataset)
         indices = list(index) if self._auto_collation else [index]
         placed = enumerate(indices, self._advance(len(indices)))

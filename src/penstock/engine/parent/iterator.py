@@ -1,10 +1,10 @@
 """The iterator that ``iter(loader)`` returns, in the training process.
 
-It derives from torch's own base iterator, which draws the base seed, holds the sampler's iterator
-and warns about wrong lengths exactly as PyTorch does. Batches come from a producer:
+It derives from torch's base iterator, which draws the base seed, holds the sampler's iterator and
+warns about wrong lengths exactly as PyTorch does. Batches come from a producer:
 :mod:`~penstock.engine.parent.inline_producer` loads in the caller's thread,
-:mod:`~penstock.engine.parent.worker_producer` with workers, and
-:mod:`~penstock.engine.parent.auto_workers` starts with the one and may go on with the other.
+:mod:`~penstock.engine.parent.worker_producer` loads with workers, and
+:mod:`~penstock.engine.parent.auto_workers` starts inline and may switch to workers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from penstock.trace.record import now_ns
 
 
 class LoaderIterator(torch_loader._BaseDataLoaderIter):
-    """Hands out the batches of one loader, epoch after epoch where workers are persistent.
+    """Yields the batches of one loader. Reused for each epoch if workers are persistent.
 
     Args:
-        loader: Ours, or the one that stands for a patched loader.
-        is_auto: Load inline first, and ask the loader whether workers pay.
+        loader: A Penstock loader, or the stand-in for a patched loader.
+        is_auto: Load inline first, and let the loader decide whether workers pay off.
     """
 
     _pin_memory: bool
@@ -72,11 +72,11 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         )
         self._producer = self._make_producer(loader, is_auto)
         if not is_auto and settings.pool != "inline":
-            super()._reset(loader, True)  # as torch's does
+            super()._reset(loader, True)  # as torch's iterator does
         self._start_epoch()
 
     def _make_producer(self, loader: Any, is_auto: bool) -> BatchProducer:
-        # Imported on first use: a program without workers needs a third of the engine.
+        # Imported on first use, because a program without workers needs a third of the engine.
         if is_auto:
             from penstock.engine.parent.auto_workers import AutoProducer
 
@@ -98,7 +98,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         return self._producer.workers
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begin another epoch. Called from: torch's DataLoader, for persistent workers."""
+        """Start the next epoch. Called by torch's DataLoader for persistent workers."""
         if self._prefetcher is not None:
             self._prefetcher.reset()
             self._lost = None
@@ -126,8 +126,8 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         start_ns = recorder.record_request()
         if watch is not None:
             watch.end_step()
-        # torch's own __next__ marks the batch for its profiler and warns about
-        # wrong lengths; both only where somebody can see it.
+        # torch's __next__ marks the batch for its profiler and warns about wrong lengths.
+        # Called only if one of the two has a visible effect.
         try:
             if (
                 getattr(self, "_IterableDataset_len_called", None) is not None
@@ -171,11 +171,11 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         try:
             return self._prefetcher.next(self._take, self._producer.is_ready)
         except DeviceFailed as error:
-            self._lost = error  # or the next call would look like the end of the epoch
+            self._lost = error  # otherwise the next call would look like the end of the epoch
             self._shutdown_workers()
             raise
-        except Exception:  # in its turn: nothing that was taken before it is left
-            for effect in self._progress.take_pending():  # of what came after the last batch
+        except Exception:  # all batches taken before it have been delivered
+            for effect in self._progress.take_pending():  # effects after the last batch
                 effect()
             raise
 
@@ -194,5 +194,5 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         return batch
 
     def _shutdown_workers(self) -> None:
-        """Stop the workers now. Others (Ultralytics among them) call this by name."""
+        """Stop the workers now. Other libraries, including Ultralytics, call this by name."""
         self._producer.stop()

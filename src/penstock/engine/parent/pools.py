@@ -1,4 +1,4 @@
-"""The interface of a pool of workers, and what process and thread pools share.
+"""The worker pool interface, and code shared by process and thread pools.
 
 pool.send(worker, leases); pool.receive(timeout_s) -> [(worker, Reply | WorkerExit | ...)]
 """
@@ -15,24 +15,24 @@ from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent.launcher import Process
 
 GRACE_S = 0.5
-"""How long a worker may take to finish its present sample when it is told to stop."""
+"""How long a worker may take to finish its current sample after a stop request."""
 EXIT_CODE_WAIT_S = 2.0
 SMALL_TRACE_BYTES = 64 << 10
-"""Of a worker's notes, where shared memory lies on a disk."""
+"""Size of a worker's trace buffer if shared memory is on a disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExit:
-    """A worker process is gone."""
+    """The exit of a worker process."""
 
     pid: int | None
     exit_code: int | None
     is_orphaned: bool = False
-    """The fork server was lost, and all workers with it: no sample is to blame."""
+    """True if the fork server was lost with all its workers, so no sample is to blame."""
 
 
 class Pool(Protocol):
-    """What :class:`penstock.engine.parent.dispatch.Dispatcher` needs of its workers."""
+    """The interface that :class:`penstock.engine.parent.dispatch.Dispatcher` requires of a pool."""
 
     processes: list[Process]
     can_replace: bool
@@ -45,11 +45,11 @@ class Pool(Protocol):
 
 
 def control_cells(memory: SharedFile, num_workers: int, trace_bytes: int) -> tuple[memoryview, int]:
-    """The control page and the trace buffers as 64-bit cells, and how large a buffer could be.
+    """Return the control page and trace buffers as 64-bit cells, and the size of one buffer.
 
-    They are the first piece of the shared file. Where memory is short, nothing is noted.
+    They are the first part of the shared file. If memory is short, there are no trace buffers.
     """
-    if not memory.is_sparse:  # it is a disk's, and really taken
+    if not memory.is_sparse:  # on a disk, where the bytes are allocated immediately
         trace_bytes = min(trace_bytes, SMALL_TRACE_BYTES)
     try:
         offset = memory.grow(control_bytes(num_workers, trace_bytes))

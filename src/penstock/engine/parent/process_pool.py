@@ -1,7 +1,7 @@
-"""A pool of worker processes, and the parent's ends of the pipes to them.
+"""A pool of worker processes, with the parent's ends of their pipes.
 
-A worker's end is a plain multiprocessing Connection, and both speak its framing. The parent may not
-block on a write: a worker that is itself blocked on a reply would wait for it for ever.
+A worker's end is a plain multiprocessing Connection, and both ends use its framing. The parent must
+not block on a write. If the worker were blocked on a reply at that moment, both would wait forever.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from penstock.errors import StartFailed
 
 
 class ProcessPool:
-    """Worker processes. Pairs with :meth:`stop`, which leaves none behind."""
+    """Worker processes. Call :meth:`stop` to end them all."""
 
     can_replace = True
 
@@ -68,14 +68,14 @@ class ProcessPool:
         self._channels[worker].send(dump_leases(leases))
 
     def receive(self, timeout_s: float) -> list[tuple[int, Any]]:
-        """Replies that have come; waits up to ``timeout_s`` for the first."""
+        """Return the replies that have arrived. Waits up to ``timeout_s`` for the first."""
         try:
             events = self._receive(timeout_s)
         except (OSError, ValueError):
             if not self._has_stopped():
                 raise
             events = []
-        if self._has_stopped():  # at interpreter exit, say, while another thread is loading
+        if self._has_stopped():  # for example at interpreter exit while a thread is loading
             time.sleep(min(timeout_s, 0.05))
             return []
         return events
@@ -96,7 +96,7 @@ class ProcessPool:
         return events or self._find_deaths()
 
     def _find_deaths(self) -> list[tuple[int, Any]]:
-        """Workers that ended although their pipe is open: a child of theirs holds it."""
+        """Return the exits of workers whose pipe is open because their child process holds it."""
         return [
             (worker, self._exit_of(worker))
             for worker, process in enumerate(self.processes)
@@ -110,20 +110,20 @@ class ProcessPool:
         return WorkerExit(pid=process.pid, exit_code=process.exitcode, is_orphaned=is_orphaned)
 
     def replace(self, worker: int) -> None:
-        """Make sure that a worker is gone, and start another with the same number.
+        """End a worker if it is alive, and start a new one with the same number.
 
         Raises:
-            StartFailed, OSError: The other does not start.
+            StartFailed, OSError: The new worker does not start.
         """
         process = self.processes[worker]
         if process.is_alive():
             process.kill()
         process.join(GRACE_S)
-        if process.is_alive():  # stuck in the kernel: it might still write into a slot
+        if process.is_alive():  # blocked in the kernel: it could still write into a slot
             raise StartFailed(
-                f"worker {worker} (pid {process.pid}) cannot be ended: it ignores SIGKILL",
-                likely="it waits in the kernel for a disk or a network share that does not answer.",
-                remedy="look at the storage; `cat /proc/PID/stack` as root says where it waits",
+                f"worker {worker} (pid {process.pid}) cannot be killed: it ignores SIGKILL",
+                likely="it waits in the kernel for a disk or network share that does not respond.",
+                remedy="check the storage; `cat /proc/PID/stack` as root shows where it waits",
             )
         self._poller.forget(worker)
         self._channels[worker].close()
@@ -135,19 +135,22 @@ class ProcessPool:
         self._poller.watch(worker)
 
     def stack_of(self, worker: int) -> str:
-        """Where a worker stands, as text."""
+        """Return the stack of a worker as text."""
         process = self.processes[worker]
         fd = self._cells[position_cell(worker) + STACK_FD]
         return take_stack(process.pid if process.is_alive() else None, fd)
 
     def stop(self) -> None:
-        """End all workers: let them finish a sample, then terminate, then kill. Bounded."""
+        """End all workers. Lets them finish a sample, then terminates, then kills them.
+
+        The time is bounded.
+        """
         if self._is_stopped or self._owner != os.getpid():
             return
         self._is_stopped = True
         self._cells[PASS_CELL] = STOP
         for channel in self._channels:
-            # Words as well as hanging up: a forked sibling may hold our end open.
+            # Send a stop message too, because a forked sibling may hold our end open.
             channel.send(dump_leases(None))
             channel.close()
         for end in (None, "terminate", "kill"):
@@ -172,7 +175,7 @@ _READ_BYTES = 1 << 18
 
 
 def dump_leases(leases: list[Any] | None) -> bytes:
-    """Leases as bytes (None: stop). Sampler items of the user's own classes travel by value."""
+    """Serialize leases (None: stop). Sampler items of the user's own classes are sent by value."""
     if leases is None or all(_is_plain(lease) for lease in leases):
         return pickle.dumps(leases, protocol=5)
     return cloudpickle.dumps(leases, protocol=5)  # type: ignore[no-any-return]
@@ -190,7 +193,7 @@ class Channel:
     """A non-blocking, buffered end of a pipe (POSIX)."""
 
     def __init__(self, pipe: Any) -> None:
-        # A descriptor of our own: the Connection closes its one whenever it is collected.
+        # Use a duplicate, because the Connection closes its descriptor when it is collected.
         self.fd = os.dup(pipe.fileno())
         pipe.close()
         os.set_blocking(self.fd, False)
@@ -203,14 +206,14 @@ class Channel:
         return bool(self._outbox)
 
     def send(self, body: bytes) -> None:
-        """Queue one frame and write what the pipe takes now."""
+        """Queue one frame and write as much as the pipe accepts now."""
         size = len(body)
         head = _SHORT.pack(size) if size <= 0x7FFFFFFF else _SHORT.pack(-1) + _LONG.pack(size)
         self._outbox.append(memoryview(head + body))
         self.flush()
 
     def flush(self) -> None:
-        """Write what the pipe takes now; a worker that is gone is noticed by :meth:`read`."""
+        """Write as much as the pipe accepts now. :meth:`read` detects a worker that is gone."""
         while self._outbox:
             try:
                 written = os.write(self.fd, self._outbox[0])
@@ -225,7 +228,7 @@ class Channel:
             self._outbox.popleft()
 
     def read(self) -> list[bytes]:
-        """All whole frames that have come; sets ``is_open`` to False at the end of the stream."""
+        """Return all complete frames. Sets ``is_open`` to False at the end of the stream."""
         try:
             data = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:
@@ -267,7 +270,7 @@ class Channel:
 
 
 class PlainChannel:
-    """The same face over multiprocessing's own connection, for systems without ``poll``."""
+    """The same interface over multiprocessing's connection, for systems without ``poll``."""
 
     has_unsent = False
     fd = -1
@@ -300,16 +303,16 @@ class PlainChannel:
 
 
 def make_channel(pipe: Any) -> Any:
-    """The parent's end for this system."""
+    """Create the parent's end for this system."""
     return Channel(pipe) if HAS_POLL else PlainChannel(pipe)
 
 
 HAS_POLL = hasattr(select, "poll")
-"""Not on Windows, where a pipe is no file descriptor."""
+"""False on Windows, where a pipe is not a file descriptor."""
 
 
 class ChannelPoller:
-    """Waits on all channels at once, without building a new selector each time."""
+    """Waits on all channels together, without building a new selector each time."""
 
     def __init__(self, channels: list[Any]) -> None:
         self._channels = channels
@@ -319,14 +322,14 @@ class ChannelPoller:
             self.watch(number)
 
     def watch(self, number: int) -> None:
-        """Watch a channel that is new in its place."""
+        """Start watching a new channel."""
         if self._poller is not None:
             fd = self._channels[number].fd
             self._by_fd[fd] = number
             self._poller.register(fd, select.POLLIN)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """The numbers of the channels that have something to read (or have ended)."""
+        """Return the numbers of the channels that have data or have been closed."""
         if self._poller is None:
             open_channels = {c.pipe: n for n, c in enumerate(self._channels) if c.is_open}
             return [open_channels[pipe] for pipe in connection.wait(open_channels, timeout_s)]

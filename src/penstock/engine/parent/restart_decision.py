@@ -1,16 +1,17 @@
-"""Decides what a lost worker means: a retry, a sample that kills workers, or the end.
+"""Decides how to handle a lost worker: retry, mark a sample as poison, or give up.
 
-Judges only; :mod:`penstock.engine.parent.restarts` acts. A worker that was lost at work was at a
-place: a sample, or a batch. Anything may have killed it there, so two losses only make the place a
-suspect. The next worker loads it alone, and goes on when that succeeds. Losses of these workers
-count against the place, in a row: DEATHS_ALONE of them make it poison. A place whose lease is
-answered after all is cleared.
+This module only decides. :mod:`penstock.engine.parent.restarts` acts. A worker that was lost while
+working was at a place: a sample or a batch. Anything may have killed it there, so two losses only
+make the place a suspect. The next worker loads the place alone, and continues if that succeeds.
+Losses of these isolated workers count against the place: DEATHS_ALONE of them in a row make it
+poison. A place is cleared if its lease is answered after all.
 
-Kills that no sample explains (of an idle worker, the fork server, several workers at once, at a
-place that was cleared) speak for a cause from outside. For OUTSIDE_S after one of them, poison
-takes DEATHS_ALONE_IN_DOUBT. A kill that finds a worker at one place with a probability of 1/10 does
-so that often in a row once in a million times. A crash (a signal that others do not send, an exit
-code) has its cause inside, and raises no doubts.
+Kills that no sample explains indicate an external cause. Examples are kills of an idle worker, of
+the fork server, of several workers at the same time, or of a worker at a place that was cleared
+later. For OUTSIDE_S after one of these, poison takes DEATHS_ALONE_IN_DOUBT losses. If a random kill
+hits a worker at one place with a probability of 1/10, that many hits in a row have a probability of
+one in a million. A crash (a signal that other processes do not send, or an exit code) has an
+internal cause and raises no doubt.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from typing import NamedTuple
 SUSPECT = 2
 """Losses at one place after which it is loaded alone."""
 DEATHS_ALONE = 2
-"""Losses of workers that loaded a place alone, in a row, that make it poison."""
+"""Consecutive losses of workers that loaded a place alone, after which it is poison."""
 DEATHS_ALONE_IN_DOUBT = 6
-"""The same while something else ends workers."""
+"""The same limit while an external cause is suspected."""
 OUTSIDE_S = 60.0
-"""For how long a loss that no sample explains raises doubts."""
+"""How long an unexplained loss makes an external cause suspected."""
 HANGS = 2
-"""Hangs at one place that make it poison. Nothing from outside looks like a hang."""
+"""Hangs at one place after which it is poison. No external cause looks like a hang."""
 STILLBORN = 3
-"""Workers that die one after the other before they are ready, without such doubts."""
+"""Workers in a row that die during startup, without a suspected external cause."""
 NO_PROGRESS = 20
 """Losses in a row of one worker that has work and answers nothing, or of fork servers that start no
-worker: the end, whatever ``max_restarts`` says."""
+worker. After that many, loading fails regardless of ``max_restarts``."""
 WINDOW_S = 600.0
-"""Restarts are counted within this time: ten days of training may see more than ``max_restarts``,
-ten minutes may not."""
+"""Restarts are counted within this time. Ten days of training may need more than ``max_restarts``,
+ten minutes should not."""
 
 
 class Place(NamedTuple):
-    """What a lost worker was at."""
+    """What a lost worker was working on."""
 
     kind: str
-    """"sample"; "samples" (``__getitems__``); "batch": none of its samples, or an iterable
-    dataset's; "silent": it had not begun."""
+    """"sample"; "samples" (``__getitems__``); "batch" (no single sample, or an iterable dataset);
+    "silent" (it had not started the lease)."""
     lease: tuple[int, int, int]
     """The lease's key: pass, batch, part."""
     position: int | None = None
@@ -59,15 +60,15 @@ class Place(NamedTuple):
 
 
 class RestartDecision(Enum):
-    """What to do after a fault."""
+    """The action after a fault."""
 
-    RETRY = "start another worker and load again"
-    ISOLATE = "start another worker, which loads that place alone first"
-    POISON = "start another worker, but do not load that place again"
-    HOPELESS = "a new worker dies before it does anything"
-    HELPLESS = "it cannot be ended, so nobody can take its place"
+    RETRY = "start a new worker and load again"
+    ISOLATE = "start a new worker, which first loads that place alone"
+    POISON = "start a new worker, but do not load that place again"
+    HOPELESS = "new workers die during startup"
+    HELPLESS = "the worker cannot be terminated, so it cannot be replaced"
     LIMIT = "too many restarts in too short a time"
-    NO_PROGRESS = "one restart after the other, and nothing is loaded in between"
+    NO_PROGRESS = "repeated restarts without loading anything"
 
 
 @dataclass
@@ -81,10 +82,10 @@ class _Suspicion:
 
 
 class RestartPolicy:
-    """Counts faults of one pool.
+    """Counts the faults of one pool and decides what to do about each.
 
     Args:
-        max_restarts: Faults that are allowed within ``window_s``; the next one is the end.
+        max_restarts: Number of faults allowed within ``window_s``. The next one is fatal.
 
     Example:
         >>> policy, place = RestartPolicy(max_restarts=10), Place("sample", (0, 3, 0), 7)
@@ -105,9 +106,9 @@ class RestartPolicy:
         self.window_s = window_s
         self.num_restarts = 0
         self.num_there = self.num_alone = 0
-        """Losses at the place that was judged last, and those of workers that loaded it alone."""
+        """Losses at the place judged last, and how many of them were isolated workers."""
         self.is_spent = False
-        """Has this policy said that it cannot go on?"""
+        """True once this policy has decided that loading cannot continue."""
         self._now = now
         self._times: deque[float] = deque(maxlen=max_restarts + 1)
         self._suspicions: dict[Place, _Suspicion] = {}
@@ -118,7 +119,7 @@ class RestartPolicy:
 
     @property
     def is_counting(self) -> bool:
-        """Must this policy be told of answers?"""
+        """True if :meth:`note_answer` must be called."""
         return bool(self._num_in_a_row or self._suspicions)
 
     def judge(
@@ -133,16 +134,16 @@ class RestartPolicy:
         was_ready: bool = True,
         has_work: bool = True,
     ) -> RestartDecision:
-        """A worker was lost.
+        """Decide how to handle a lost worker.
 
         Args:
-            place: What it was at; None: nothing, or something else is known to have ended it.
-            is_alone: It loaded that place alone.
-            is_hang: It was ended because it stood still there.
-            is_crash: How it ended shows that its own code did it.
+            place: What it was working on. None if it had no work, or if its end has a known cause.
+            is_alone: It was loading that place alone.
+            is_hang: It was terminated because it hung there.
+            is_crash: The way it exited shows that its own code caused it.
             is_outside: No sample explains this loss.
-            was_ready: Had it come so far that it could take work?
-            has_work: Does it owe an answer? One that does not makes no progress, and needs none.
+            was_ready: It had completed its startup.
+            has_work: It owes an answer. A worker without work is not expected to make progress.
         """
         if is_outside:
             self._outside_s = self._now()
@@ -163,7 +164,7 @@ class RestartPolicy:
             if self._num_stillborn[worker] >= STILLBORN and is_clear:
                 return RestartDecision.HOPELESS
         if decision is RestartDecision.POISON:
-            self._num_in_a_row.pop(worker, None)  # a cause is found: that is progress
+            self._num_in_a_row.pop(worker, None)  # finding a cause counts as progress
             return decision
         self._num_in_a_row[worker] += has_work
         if self._num_in_a_row[worker] >= NO_PROGRESS:
@@ -171,7 +172,7 @@ class RestartPolicy:
         return decision
 
     def judge_fork_server(self) -> RestartDecision:
-        """A fork server was killed before it had started a worker."""
+        """Decide how to handle a fork server that was killed before it started a worker."""
         self._outside_s = self._now()
         self._num_servers_in_a_row += 1
         if not self._spend():
@@ -182,27 +183,27 @@ class RestartPolicy:
         return RestartDecision.RETRY
 
     def note_start(self) -> None:
-        """The fork server has started a worker."""
+        """Record that the fork server has started a worker."""
         self._num_servers_in_a_row = 0
 
     def note_answer(self, worker: int, lease: tuple[int, int, int]) -> None:
-        """A worker has answered a lease: nothing in it kills workers."""
+        """Record an answered lease. Its places are cleared, because nothing in it kills workers."""
         self._num_in_a_row.pop(worker, None)
         for place in [place for place in self._suspicions if place.lease == lease]:
             self.clear(place)
 
     def clear(self, place: Place) -> None:
-        """A place was loaded: something else has ended the workers that were lost there."""
+        """Clear a place that was loaded. The workers lost there had a different cause."""
         suspicion = self._suspicions.pop(place, None)
         if suspicion is not None and suspicion.num_kills:
             self._outside_s = self._now()
 
     def forget_places(self) -> None:
-        """An epoch has begun: other samples stand at the same positions."""
+        """Forget all places. A new epoch has different samples at the same positions."""
         self._suspicions.clear()
 
     def _spend(self) -> bool:
-        """Count a restart; False when there was none left."""
+        """Count a restart. Returns False if none was left."""
         now = self._now()
         self._times.append(now)
         if sum(now - moment <= self.window_s for moment in self._times) > self.max_restarts:
@@ -226,9 +227,9 @@ class RestartPolicy:
         return RestartDecision.RETRY
 
     def _is_poison(self, place: Place, suspicion: _Suspicion, is_clear: bool) -> bool:
-        """``is_clear``: nothing speaks for a cause from outside."""
+        """Return True if the place is poison. ``is_clear``: no external cause is suspected."""
         if suspicion.num_hangs >= HANGS:
             return True
-        if not place.can_be_isolated:  # each replay counts; in doubt only NO_PROGRESS is the end
+        if not place.can_be_isolated:  # each replay counts; in doubt, only NO_PROGRESS is final
             return is_clear and suspicion.num_deaths >= SUSPECT + DEATHS_ALONE
         return suspicion.num_alone >= (DEATHS_ALONE if is_clear else DEATHS_ALONE_IN_DOUBT)

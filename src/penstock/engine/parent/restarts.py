@@ -1,12 +1,12 @@
-"""Replaces workers that died or hang, and has their work loaded again.
+"""Replaces workers that died or hang, and reloads their unfinished work.
 
-    WorkerExit (its pipe ended), or overdue() (it hangs) -> WorkerFault -> RestartPolicy's decision
-        -> a new worker with the same number, which loads again what the old one owed; a sample
-           that is suspected of ending workers is tried alone before
+    WorkerExit (its pipe closed), or overdue() (it hangs) -> WorkerFault -> decision of RestartPolicy
+        -> a new worker with the same number, which loads what the lost one had not answered; it
+           first loads a sample alone if that sample is suspected of killing workers
 
-What it owed goes into the same rows of the same slots with the same randomness, so the batches are
-the same. An iterable dataset has no positions: its replacement goes on from the state that the
-dataset offered last, or takes what was delivered once more and drops it.
+The work goes into the same rows of the same slots with the same randomness, so the batches are the
+same. An iterable dataset has no positions. Its replacement continues from the last state that the
+dataset provided. Without a state, it reads the delivered batches again and drops them.
 """
 
 from __future__ import annotations
@@ -50,27 +50,31 @@ from penstock.machine.oom import OomCount
 log = logging.getLogger("penstock")
 
 OWN_LIMIT_S = 30.0
-"""A worker that waits for work although it has some, or a parent that waits for nobody, is a fault
-of ours (or somebody has stopped the worker): after this long it is not waited for any longer."""
+"""If a worker waits although it has work, or the parent waits although no worker has work, for this
+long, the cause is a bug in Penstock, or the worker was stopped. The wait then ends."""
 LOOK_S = 0.2
-"""How often workers are looked at where samples have a limit."""
+"""How often workers are checked if samples have a time limit."""
 STARTING_S = 60.0
-"""Where samples have a limit, a worker that takes longer (and longer than that limit) to get ready
-hangs in the user's code: the dataset's ``__setstate__``, or ``worker_init_fn``."""
+"""If samples have a time limit, a worker whose startup takes longer than this and than that limit
+hangs in user code: the dataset's ``__setstate__``, or ``worker_init_fn``."""
 AT_ONCE_S = 0.1
-"""Workers that are lost within this time are lost at once."""
+"""Workers lost within this time of each other count as lost together."""
 ASLEEP_S = 5.0
-"""Looks this far apart mean that this process itself was stopped: nobody is blamed for it."""
+"""A longer gap between checks means that this process itself was stopped. The gap is not counted
+against any worker."""
 _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 START_PAUSES_S = (0.1, 0.5, 2.0)
-"""A worker that does not start (no memory, no process to be had) is tried again after these."""
+"""Pauses between attempts to start a worker when memory or processes are exhausted."""
 
 
 _SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 
 
 def is_crash(exit_code: int | None) -> bool:
-    """Has the worker's own code ended it? Windows says the same of one that others ended."""
+    """Return True if the worker's own code ended it. Always False on Windows.
+
+    Windows reports the same exit code for a worker that a different process terminated.
+    """
     if exit_code is None or os.name == "nt":
         return False
     return exit_code >= 0 or signal_name(exit_code) not in _SENT_BY_OTHERS
@@ -80,9 +84,9 @@ class WorkerRestarts:
     """Replaces the workers of one pool.
 
     Args:
-        lease_queue: What each worker has not answered yet.
-        faults: What the user allows; told of restarts, and of samples that take down workers.
-        policy: Judges losses; the launcher tells it of fork servers.
+        lease_queue: The leases that each worker has not answered yet.
+        faults: The user's fault options. Records restarts and samples that take down workers.
+        policy: Decides about losses. The launcher also reports lost fork servers to it.
     """
 
     def __init__(
@@ -106,19 +110,19 @@ class WorkerRestarts:
         self._lost_ns: dict[int, int] = {}
         self._lost_together: set[int] = set()
         self.patience_s = 1.0 if faults.sample_timeout_s is None else LOOK_S
-        """How long the parent may sleep before it looks again."""
+        """How long the parent may wait before it checks the workers again."""
         self._oom = OomCount.now()
         self._answers = [0] * len(pool.processes)
         self._states: list[Any] = [None] * len(pool.processes)
         self.has_news = False
-        """Has any worker answered since the last look?"""
+        """True if a worker has answered since the last check."""
         self._pass_number = NOTHING
         self._fresh: NewPass | None = None
         self._excused_ns = self._looked_ns = self._heard_ns = time.monotonic_ns()
         self._started_ns = [self._heard_ns] * len(pool.processes)
 
     def begin(self, pass_number: int, fresh: NewPass | None) -> None:
-        """A pass begins. ``fresh``: what its workers were told first."""
+        """Start a pass. ``fresh`` is the first message to its workers."""
         self._pass_number, self._fresh = pass_number, fresh
         self._answers = [0] * len(self._answers)
         self._states = [None] * len(self._states)
@@ -127,30 +131,30 @@ class WorkerRestarts:
 
     @property
     def needs_replies(self) -> bool:
-        """Must :meth:`note_reply` be called?"""
+        """True if :meth:`note_reply` must be called."""
         return self._task.is_iterable or self._policy.is_counting
 
     def note_trial(self, worker: int) -> None:
-        """A worker has loaded alone what others were lost at, and lives."""
+        """Record that a worker survived loading a suspected place alone."""
         place = self._trials.pop(worker, None)
         if place is not None:
             self._policy.clear(place)
 
     def note_reply(self, worker: int, reply: Reply) -> None:
-        """A worker has answered."""
+        """Record a worker's reply."""
         self._policy.note_answer(worker, reply.key)
         if reply.pass_number == self._pass_number and self._task.is_iterable:
             self._answers[worker] += 1
             self._states[worker] = reply.state
 
-    # -- what is it doing ------------------------------------------------------------------------
+    # -- current work ----------------------------------------------------------------------------
 
     def index_at(self, worker: int) -> Any:
-        """What a worker is loading: an index, a list of them (``__getitems__``), or None."""
+        """Return what a worker is loading: an index, a list (``__getitems__``), or None."""
         return self._current_sample(worker)[1]
 
     def _current_sample(self, worker: int) -> tuple[int | None, Any]:
-        """The position that a worker is at, and the index there."""
+        """Return the position that a worker is loading, and its index."""
         cell = position_cell(worker)
         position, num_samples = self._cells[cell], self._cells[cell + NUM_SAMPLES]
         for lease in self._lease_queue.owed(worker)[:1]:
@@ -179,22 +183,22 @@ class WorkerRestarts:
         return Place("batch", owed[0].key) if is_at_work else None
 
     def _seconds(self, worker: int) -> float:
-        """For how long a worker has run the user's code; 0 where that is not measured."""
+        """Return how long a worker has been running user code, or 0 if that is not measured."""
         since_ns = self._cells[position_cell(worker) + SINCE]
         if since_ns <= 0:
             return 0.0
         return (time.monotonic_ns() - max(since_ns, self._excused_ns)) * 1e-9
 
-    # -- looking ---------------------------------------------------------------------------------
+    # -- detecting -------------------------------------------------------------------------------
 
     def overdue(self, waiting_since: float) -> list[WorkerFault]:
-        """Workers that are to be replaced because they hang.
+        """Return the workers that must be replaced because they hang.
 
         Args:
-            waiting_since: When (time.monotonic) the wait for the next batch began.
+            waiting_since: When the wait for the next batch started (time.monotonic).
 
         Raises:
-            Stuck: Nobody has anything to do, and yet a batch is waited for.
+            Stuck: No worker has work, but a batch is missing.
         """
         now_ns, since_ns = time.monotonic_ns(), int(waiting_since * 1e9)
         self._heard_ns = max(self._heard_ns, since_ns)
@@ -208,7 +212,7 @@ class WorkerRestarts:
             return faults
         self._heard_ns = now_ns
         if not self._lease_queue.has_owed:
-            raise self._stuck("no worker has anything to do")
+            raise self._stuck("no worker has work, but a batch is missing")
         return [
             self._fault(worker, how="silent", seconds=OWN_LIMIT_S)
             for worker in range(len(self._pool.processes))
@@ -216,7 +220,7 @@ class WorkerRestarts:
         ]
 
     def _is_out_of_work(self, worker: int) -> bool:
-        """Does a worker that has work not do it? It waits for some, or somebody stopped it."""
+        """Return True if a worker with work waits for more, or was stopped by a signal."""
         return self._cells[position_cell(worker) + IS_IDLE] == 1 or self._is_stopped(worker)
 
     def _is_stopped(self, worker: int) -> bool:
@@ -236,7 +240,7 @@ class WorkerRestarts:
         ]
 
     def _starting_s(self, worker: int) -> float:
-        """For how long a worker has been unpacking the dataset, or in ``worker_init_fn``."""
+        """Return how long a worker has been unpickling the dataset or in ``worker_init_fn``."""
         is_ready = self._cells[position_cell(worker) + IS_IDLE] != NOTHING
         if is_ready or self._pool.processes[worker].pid is None:
             return 0.0
@@ -253,11 +257,11 @@ class WorkerRestarts:
             place=self._place_of(worker, how),
             is_stopped=self._is_stopped(worker),
             seconds=seconds,
-            stack=self._pool.stack_of(worker),  # last: the signal may end a wait, and it moves on
+            stack=self._pool.stack_of(worker),  # last, because the signal may interrupt a wait
         )
 
     def fault_of(self, worker: int, exit: WorkerExit) -> WorkerFault:
-        """What is known about a worker whose process ended."""
+        """Collect the facts about a worker whose process exited."""
         counted = OomCount.now()
         kills, self._oom = counted.since(self._oom), counted
         position, index = self._current_sample(worker)
@@ -279,7 +283,7 @@ class WorkerRestarts:
         )
 
     def _is_from_outside(self, worker: int, exit: WorkerExit) -> bool:
-        """Does no sample explain this loss? It did nothing, or others were lost at once."""
+        """Return True if no sample explains the loss: it was idle, or others died with it."""
         was_idle = self._cells[position_cell(worker) + IS_IDLE] == 1
         now_ns, processes = time.monotonic_ns(), self._pool.processes
         before_ns = [moment for other, moment in self._lost_ns.items() if other != worker]
@@ -299,16 +303,16 @@ class WorkerRestarts:
         is_unexplained = exit.is_orphaned or was_idle or is_one_of_several
         return is_unexplained and not is_crash(exit.exit_code)
 
-    # -- acting ----------------------------------------------------------------------------------
+    # -- replacing -------------------------------------------------------------------------------
 
     def replace(self, fault: WorkerFault) -> list[ParentMessage]:
-        """Start another worker in the place of the lost one.
+        """Start a new worker to replace the lost one.
 
-        Returns what the new one must hear before the leases that the old one owed; a lease with a
-        sample that is poison has been amended.
+        Returns the messages that the new worker must receive before the leases of the lost one. If
+        a sample is poison, its lease has been amended.
 
         Raises:
-            WorkerDied, SampleTimeout, Stuck, StartFailed: This cannot or shall not go on.
+            WorkerDied, SampleTimeout, Stuck, StartFailed: The worker cannot or must not be replaced.
         """
         worker, position, place = fault.worker, fault.position, fault.place
         if not self._pool.can_replace:
@@ -325,13 +329,13 @@ class WorkerRestarts:
             has_work=bool(self._lease_queue.owed(worker)),
         )
         if decision is RestartDecision.POISON and fault.how == "silent":
-            raise self._stuck(f"worker {worker} has work and does not take it")
+            raise self._stuck(f"worker {worker} has work but does not start it")
         is_skipped = decision is RestartDecision.POISON and self._may_skip(worker, position)
         goes_on = decision in (RestartDecision.RETRY, RestartDecision.ISOLATE) or is_skipped
         if not goes_on:
             raise describe_crash(fault, decision, self._policy)
         if fault.is_orphaned:
-            log.warning("worker %d (pid %s) ended with its fork server", worker, fault.pid)
+            log.warning("worker %d (pid %s) died with its fork server", worker, fault.pid)
         else:
             said = describe_crash(fault, decision, self._policy)
             log.warning("%s%s", said.what, f"\n  Likely: {said.likely}" if said.likely else "")
@@ -352,15 +356,19 @@ class WorkerRestarts:
                 return self._pool.replace(worker)
             except (StartFailed, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in _PASSING:
-                    raise  # not about starting: a signal handler of the user's, say
+                    raise  # not a start failure, for example from a signal handler of the user
                 if self._policy.is_spent:
                     raise
-                log.warning("worker %d was not replaced, in %g s again: %s", worker, pause_s, error)
+                log.warning("cannot replace worker %d, retry in %g s: %s", worker, pause_s, error)
                 time.sleep(pause_s)
         return self._pool.replace(worker)
 
     def _may_skip(self, worker: int, position: int | None) -> bool:
-        """A place that is left out already and loses workers does so by what stands in for it."""
+        """Return True if the sample can be skipped.
+
+        If the sample was skipped before, its substitutes took down workers too. Their number is
+        limited.
+        """
         if position is None or not self._faults.is_tolerant:
             return False
         lease = self._lease_queue.owed(worker)[0]
@@ -369,7 +377,7 @@ class WorkerRestarts:
 
     def _skip_sample(self, worker: int, index: Any, position: int, error: Exception) -> None:
         lease = self._lease_queue.owed(worker)[0]
-        if isinstance(index, list):  # of __getitems__: one of them, and nobody knows which
+        if isinstance(index, list):  # from __getitems__: it is not known which sample is poison
             lease = lease._replace(is_suspect=True)
         else:
             self._faults.add_poison(index, error)
@@ -392,10 +400,10 @@ class WorkerRestarts:
             messages.append(lease._replace(trial=trial))
         return messages
 
-    # -- saying ----------------------------------------------------------------------------------
+    # -- reporting -------------------------------------------------------------------------------
 
     def timed_out(self, timeout_s: float, batch: int) -> WorkerTimeout:
-        """The error for a batch that did not come within the loader's ``timeout``."""
+        """Return the error for a batch that did not arrive within the loader's ``timeout``."""
         busy = {
             worker: (self.index_at(worker), self._pool.stack_of(worker))
             for worker in range(len(self._pool.processes))

@@ -1,4 +1,4 @@
-"""Loads batches with workers, processes or threads: they load ahead, this side keeps the order."""
+"""Loads batches with worker processes or threads, which load ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from penstock.trace.record import now_ns
 
 
 class WorkerProducer:
-    """Starts workers, and takes batches from the dispatcher that keeps them supplied.
+    """Starts workers and takes batches from the dispatcher.
 
     Args:
-        pickled: The user's objects, where they were pickled before.
+        pickled: The user's objects, if they are already pickled.
     """
 
     def __init__(self, context: LoadContext, pickled: PickledObjects | None = None) -> None:
         self._context = context
         self._lock = threading.Lock()
-        """Several threads may share one iterator."""
+        """Several threads can share one iterator."""
         self._owner = os.getpid()
         self._has_told_size = False
         self.dispatcher: Dispatcher | None = None
@@ -81,7 +81,7 @@ class WorkerProducer:
         recorder.record_launch(start_ns, settings.num_workers)
 
     def _can_split(self, task: WorkerTask) -> bool:
-        """May one batch be filled by several workers?"""
+        """Return True if several workers can fill one batch."""
         return (
             task.per_sample
             and task.auto_collation
@@ -125,7 +125,7 @@ class WorkerProducer:
 
     def start_epoch(self, epoch: EpochPass) -> None:
         if self.dispatcher is None or self.dispatcher.is_closed:
-            self._start()  # persistent workers after a failure: new ones
+            self._start()  # persistent workers were stopped by a failure
         assert self.dispatcher is not None
         self.dispatcher.start_epoch(epoch)
 
@@ -134,8 +134,8 @@ class WorkerProducer:
         assert dispatcher is not None
         if os.getpid() != self._owner:
             raise StartFailed(
-                f"this iterator belongs to process {self._owner}, which forked us (pid "
-                f"{os.getpid()}): its workers answer to that process alone",
+                f"this iterator belongs to process {self._owner} and cannot be used in a forked "
+                f"child (pid {os.getpid()}), because its workers answer only to their parent",
                 remedy="iter(loader) in the forked process",
             )
         with self._lock:
@@ -169,7 +169,7 @@ class WorkerProducer:
             self.dispatcher.close()
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # By then the exit handlers have stopped the workers, and of this module nothing may be left
-        # but what is bound here.
+        # At interpreter exit, the exit handlers have already stopped the workers, and only names
+        # bound here are sure to exist.
         if not is_ending() and getattr(self, "dispatcher", None) is not None:
             self.stop()
