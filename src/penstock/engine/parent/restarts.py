@@ -1,6 +1,6 @@
 """Replaces workers that died or hang, and reloads their unfinished work.
 
-    WorkerExit (its pipe closed), or overdue() (it hangs) -> WorkerFault -> decision of RestartPolicy
+    WorkerExit (its pipe closed), or overdue() (it hangs) -> WorkerFault -> RestartDecision
         -> a new worker with the same number, which loads what the lost one had not answered; it
            first loads a sample alone if that sample is suspected of killing workers
 
@@ -312,7 +312,7 @@ class WorkerRestarts:
         a sample is poison, its lease has been amended.
 
         Raises:
-            WorkerDied, SampleTimeout, Stuck, StartFailed: The worker cannot or must not be replaced.
+            WorkerDied, SampleTimeout, Stuck, StartFailed: The worker is not replaced.
         """
         worker, position, place = fault.worker, fault.position, fault.place
         if not self._pool.can_replace:

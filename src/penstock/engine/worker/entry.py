@@ -1,6 +1,6 @@
 """Entry points of workers that start without a new interpreter: threads, and forks on request.
 
-The loader hands them to the parent's side of the engine, which does not import the worker's.
+The loader passes them to the parent's side of the engine, which does not import this side.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def make_thread_worker(
     cells: memoryview,
     generator_lock: Any,
 ) -> Callable[[], None]:
-    """What a worker thread runs until it is told to stop."""
+    """Return the function that a worker thread runs until it is stopped."""
     from penstock.engine.worker.loop import WorkerLoop
     from penstock.engine.worker.parent_link import QueueConnection
 
@@ -46,7 +46,7 @@ def run_forked_worker(
     objects: dict[str, Any],
     given: tuple[WorkerTask, int, int, int],
 ) -> None:
-    """Run a worker that was forked from the user's process because the user asked for it.
+    """Run a worker that was forked from the user's process at the user's request.
 
     Args:
         given: The task, the worker's number, the number of workers, and the parent's pid.

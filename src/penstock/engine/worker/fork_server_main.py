@@ -1,12 +1,12 @@
-"""The fork server's own process: clean, with one thread, it forks workers on request.
+"""The fork server process: clean, single-threaded, forks workers on request.
 
     parent ==control socket==> fork_server_main: import torch; wait
-        "import" modules       ->  import them ahead of the first fork
+        "import" modules       ->  import them before the first fork
         "fork" + descriptors   ->  fork -> worker_main(channel, assignment)
         child exit             ->  ("exit", pid, status) to the parent
 
 The parent's side is :mod:`penstock.engine.parent.fork_server`. The user's main module is never run.
-The fork server and its workers end when the parent does.
+The fork server and its workers exit when the parent does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOOK_S = 0.25
 
 
 def fork_server_main(control_fd: int) -> None:
-    """Entry of the fork server: import what workers need, then fork on request until hung up on."""
+    """Run the fork server: import what workers need, then fork on request until disconnected."""
     control = control_socket.ControlSocket.from_fd(control_fd)
     leave_ctrl_c_to_parent()
     keep_generated_modules_in_memory()
@@ -51,7 +51,7 @@ def fork_server_main(control_fd: int) -> None:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     gc.collect()
-    gc.freeze()  # pages of what is loaded so far stay shared with every worker
+    gc.freeze()  # pages of everything loaded so far stay shared with every worker
     parent_pid = os.getppid()
     parent = control_socket.watch_process(parent_pid)
     children: set[int] = set()
@@ -60,7 +60,7 @@ def fork_server_main(control_fd: int) -> None:
         while True:
             is_request = control_socket.wait_readable(control.fileno(), wake_read, parent)
             if os.getppid() != parent_pid:
-                break  # the control socket stays open while a forked child of the parent lives
+                break  # a forked child of the parent can keep the control socket open
             _reap(children, control)
             if is_request and not _serve_request(control, children, (wake_read, wake_write)):
                 break
@@ -77,10 +77,10 @@ def fork_server_main(control_fd: int) -> None:
 
 @contextmanager
 def _ending_with_parent(control: Any) -> Iterator[None]:
-    """End while modules are imported, which takes seconds, if the parent does.
+    """Exit if the parent does while modules are imported, which takes seconds.
 
-    By a timer: a thread would have to be gone before the first fork, and the kernel's own way
-    (PR_SET_PDEATHSIG) takes the end of the thread that started us for the end of the parent.
+    Uses a timer. A thread would have to end before the first fork. The kernel's PR_SET_PDEATHSIG
+    fires when the thread that started this process ends, even if the parent lives on.
     """
     parent = os.getppid()
 
@@ -148,10 +148,10 @@ def _serve_request(control: Any, children: set[int], wake: tuple[int, int]) -> b
 
 
 def _import_all(modules: Any, path: list[str]) -> tuple[str, str] | None:
-    """Import the user's modules once for all workers; says why this process is unfit to fork."""
+    """Import the user's modules once for all workers. Returns why this process must not fork."""
     for name, generation in modules:
         if _generations.setdefault(name, generation) != generation:
-            return "stale", f"{name} was reloaded since it was imported here"
+            return "stale", f"{name} was reloaded after the fork server imported it"
     new = [name for name, _ in modules if name not in sys.modules]
     if new:
         sys.path[:] = path
@@ -161,17 +161,17 @@ def _import_all(modules: Any, path: list[str]) -> tuple[str, str] | None:
         try:
             importlib.import_module(name)
         except BaseException:
-            continue  # the worker meets the same error, and reports it with its place
+            continue  # the worker raises the same error, and reports where
     try:
         num_threads = len(os.listdir("/proc/self/task"))
     except OSError as error:
-        return "tainted", f"its threads cannot be counted ({error})"
+        return "tainted", f"counting its threads failed ({error})"
     if num_threads != 1:
         reason = f"importing {', '.join(new) or 'torch'} started {num_threads - 1} thread(s)"
         return "tainted", reason
     torch = sys.modules["torch"]
     if torch.cuda.is_initialized():
-        return "tainted", f"importing {', '.join(new)} initialised the GPU"
+        return "tainted", f"importing {', '.join(new)} initialized the GPU"
     return None
 
 
@@ -179,7 +179,7 @@ _generations: dict[str, int] = {}
 
 
 def _become_worker(body: bytes, fds: list[int], fork_server: int) -> None:
-    """The rest of a forked child's life."""
+    """Turn a forked child into a worker, and exit when it is done."""
 
     def become() -> None:
         import atexit
@@ -187,7 +187,7 @@ def _become_worker(body: bytes, fds: list[int], fork_server: int) -> None:
         from multiprocessing import connection, util
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != fork_server:  # it ended before the kernel knew of our wish
+        if os.getppid() != fork_server:  # it exited before PDEATHSIG was set
             os._exit(1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         atexit._clear()

@@ -1,17 +1,18 @@
-"""The work of one worker: leases in, samples loaded, slots filled, replies out.
+"""The worker loop: receives leases, loads samples, fills slots, sends replies.
 
-    Connection (where leases come from and replies go: a pipe, or a queue between threads)
+    Connection (source of leases and destination of replies: a pipe, or a queue between threads)
       -> WorkerLoop.run(): for each lease, dataset[i] per row -> slot -> Reply
 
-A batch gets into its slot in one of five ways:
+A batch is written into its slot in one of five ways:
 
     layout        default collate: each sample is copied into its row (BatchWriter)
     gather        the dataset is in memory: one call for the whole part (find_gatherer)
-    in place      the dataset writes into its row itself (find_in_place_fetcher)
+    in place      the dataset writes directly into its row (find_in_place_fetcher)
     slot_collate  default_collate inside the user's collate_fn stacks in the slot (collating_into)
-    payload       everything else, also what no layout can hold: pickled (payload.write)
+    payload       everything else, including batches that do not fit a layout: pickled
+                  (payload.write)
 
-The same class runs in worker processes and in worker threads; only the connection differs.
+Worker processes and worker threads run the same class. Only the connection differs.
 """
 
 from __future__ import annotations
@@ -68,18 +69,18 @@ Loaded = tuple[str, Any, int, bool]
 """Kind and content of a reply, the bytes that the batch needs, and whether the slot is lost."""
 
 _ALONE_NOTE = (
-    "samples draw from the global generators, which threads share: they are loaded one at a time. "
-    "penstock.rng(), or pool='process', loads them at once"
+    "samples draw from the global generators, which threads share, so they are loaded one at a "
+    "time. Use penstock.rng() or pool='process' to load them in parallel"
 )
 _SEED_NOTE = (
-    "worker_init_fn set torch's seed. It is kept as asked: what torch draws in the dataset now "
-    "depends on the number of workers. Leave torch.manual_seed out of worker_init_fn to get the "
-    "same numbers with any number."
+    "worker_init_fn set torch's seed, and Penstock keeps it. What torch draws in the dataset "
+    "therefore depends on the number of workers. Remove torch.manual_seed from worker_init_fn to "
+    "get the same numbers with any number of workers."
 )
 
 
 class WorkerLoop:
-    """One worker. ``generator_lock``: taken for user code where threads share the generators."""
+    """One worker. ``generator_lock`` is held while user code runs if threads share generators."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class WorkerLoop:
         )
         self._generator_lock = generator_lock
         self._guard: Callable[[], Any] = nullcontext if generator_lock is None else self._alone
-        # sys.exit ends a worker process, which is seen; a thread must say so itself.
+        # sys.exit ends a worker process, which the parent detects. A thread must report it.
         self._caught: type[BaseException] = BaseException if is_thread else Exception
         self._where = f"in DataLoader worker {'thread' if is_thread else 'process'} {number}"
         self._own_state = objects.get("streams", {}).get(number)
@@ -144,7 +145,7 @@ class WorkerLoop:
                 none_is_bad=is_default_collate(self._collate),
             )
         self._gatherer = find_gatherer(self._dataset) if self._writes_slots else None
-        # Threads load a run of samples before any of them is written.
+        # Threads load a run of samples before they write any of them.
         is_direct = self._writes_slots and not is_thread
         self._in_place = find_in_place_fetcher(self._dataset) if is_direct else None
 
@@ -153,7 +154,7 @@ class WorkerLoop:
         self._get = getter(dataset)
 
     def run(self) -> None:
-        """Serve until the parent says stop or is gone."""
+        """Serve leases until the parent requests a stop or is gone."""
         self._recorder.enter()
         if self._keeps_init_seed and self._task.per_sample and self._number == 0:
             self._connection.put(("warning", _SEED_NOTE))
@@ -174,7 +175,7 @@ class WorkerLoop:
                     self._connection.put(reply)
 
     def _tell_user(self) -> None:
-        """Send on what was noticed about the randomness of samples."""
+        """Send messages about the randomness of samples to the parent."""
         for randomness in (self._randomness, self._collate_randomness):
             if randomness is not None and (randomness.warnings or randomness.notes):
                 warnings, notes = randomness.take_messages()
@@ -214,7 +215,7 @@ class WorkerLoop:
         )
 
     def _describe(self, error: BaseException) -> ErrorReport:
-        if isinstance(error, StopIteration):  # of the user's code: not the end of the epoch
+        if isinstance(error, StopIteration):  # from user code, so not the end of the epoch
             made = NoStopIteration.error_for("user code")
             made.__cause__, error = error, made
         index = self._status.index
@@ -233,11 +234,11 @@ class WorkerLoop:
         except Exception:
             if self._bad_policy is None or self._task.is_iterable:
                 raise
-        # Not in the handler: the error would be the context of every other one.
+        # Outside the handler, so that the error does not become the context of later errors.
         return self._load_carefully(lease, self._bad_policy)
 
     def _load_carefully(self, lease: Lease, bad_policy: BadSamplePolicy) -> Loaded:
-        """One sample at a time, in spite of bad ones."""
+        """Load one sample at a time and apply the bad-sample policy."""
         if bad_policy.needs_whole_batch and not lease.is_whole:
             return "odd", None, 0, False
         samples = self._samples_carefully(lease, bad_policy, lease.index)
@@ -252,7 +253,7 @@ class WorkerLoop:
     def _samples_carefully(
         self, lease: Lease, bad_policy: BadSamplePolicy, batch: Any
     ) -> list[Any]:
-        """``batch``: all indices among which a substitute may be found."""
+        """Load the lease's samples. ``batch`` holds all indices that substitutes may come from."""
         self._status.check_pass(lease.pass_number)
         self._begin_randomness(lease)
         get = one_getter(self._dataset)
@@ -268,9 +269,9 @@ class WorkerLoop:
         return bad_policy.samples(call, get, placed, lease.key_epoch, indices, lease.poison_rows)
 
     def _load_alone(self, lease: Lease, first: int, count: int) -> str:
-        """Load a few rows of a lease into memory that nobody reads: does that end this process?
+        """Load a few rows of a lease into unused memory, to test whether they end this process.
 
-        What they raise does not matter here: the lease itself is loaded next.
+        Exceptions are ignored here, because the lease itself is loaded next.
         """
         index = lease.index
         if self._task.auto_collation:
@@ -302,7 +303,7 @@ class WorkerLoop:
             slot = self._slot(lease)
             _, num_bytes = self._gatherer.layout.offsets(lease.rows)
             if num_bytes <= slot.nbytes:
-                with suppress(LayoutError):  # slices as indices, say: the usual way
+                with suppress(LayoutError):  # for example slices as indices, which load as usual
                     self._gatherer.fill(lease.index, slot, lease.rows, lease.first_row)
                     return self._filled(self._gatherer.layout, len(lease.index), [], lease)
         samples = self._samples(lease)
@@ -315,12 +316,12 @@ class WorkerLoop:
     # -- loading ---------------------------------------------------------------------------------
 
     def _samples(self, lease: Lease) -> Any:
-        """An iterator over samples, or (without batching) the one sample."""
+        """Return an iterator over samples, or the one sample without batching."""
         task = self._task
         if task.is_iterable:
             if self._stream_pass != lease.pass_number or self._stream is None:
                 with self._guard():
-                    if self._own_state is not None:  # resumed: it goes on by itself
+                    if self._own_state is not None:  # resumed: the dataset restores its position
                         self._dataset.load_state_dict(self._own_state)
                         self._own_state = None
                     self._stream = Stream(
@@ -349,13 +350,13 @@ class WorkerLoop:
         return self._recorder.watch(self._one_by_one(lease))
 
     def _take_again(self, stream: Stream, index: Any) -> None:
-        """Take and drop what the worker before this one has answered for, good or bad."""
+        """Read and drop the batches that the previous worker has answered for, good or bad."""
         for _ in range(self._num_again):
             with suppress(Exception):
                 stream.fetch(index)
         self._num_again = 0
         if self._bad_policy is not None:
-            self._bad_policy.found = []  # those were told
+            self._bad_policy.found = []  # they were reported before
 
     def _begin_randomness(self, lease: Lease) -> None:
         if self._randomness is None or self._collate_randomness is None:
@@ -364,8 +365,8 @@ class WorkerLoop:
             self._randomness.begin(lease.key_epoch)
             self._collate_randomness.begin(lease.key_epoch)
             self._randomness_pass = lease.pass_number
-        # Threads share the generators: another may draw. GeneratorLock.exclusive puts them
-        # back.
+        # Threads share the generators, so a different thread may draw. GeneratorLock.exclusive
+        # restores them.
         is_used = self._generator_lock is None and self._collate_randomness.needs_seeding
         self._randomness.snapshot(is_used=is_used)
 
@@ -393,7 +394,7 @@ class WorkerLoop:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """In a thread: no other thread runs the user's code meanwhile."""
+        """Run user code in a thread while no other thread runs any."""
         assert self._generator_lock is not None
         self._status.show_waiting(True)
         with self._generator_lock.exclusive(), self._own_preserved():
@@ -402,7 +403,7 @@ class WorkerLoop:
 
     @contextmanager
     def _own_preserved(self) -> Iterator[None]:
-        """In a thread: the generators of dataset and collate_fn are the user's own objects."""
+        """Restore the generators of dataset and collate_fn, which a thread shares with the user."""
         with ExitStack() as stack:
             for randomness in (self._randomness, self._collate_randomness):
                 if randomness is not None:
@@ -414,7 +415,7 @@ class WorkerLoop:
             self._connection.put(("note", _ALONE_NOTE))
 
     def _walk(self, lease: Lease) -> Iterator[tuple[int, Any]]:
-        """Positions and indices of a lease, each noted where the parent sees it."""
+        """Yield positions and indices of a lease, and record each in the worker's status."""
         indices = lease.index if self._task.auto_collation else [lease.index]
         return self._status.walk(indices, lease.position, lease.pass_number)
 
@@ -425,14 +426,14 @@ class WorkerLoop:
         except PassOver:
             raise
         except Exception:
-            randomness.end_unseeded()  # an error may be another with the sample's own randomness
+            randomness.end_unseeded()  # the error may differ with the sample's own randomness
             raise
         randomness.end_unseeded()
 
     # -- filling ---------------------------------------------------------------------------------
 
     def _fill(self, lease: Lease, samples: Any) -> Loaded:
-        """default_collate, straight into the slot; falls back to a payload for odd samples."""
+        """Run default_collate directly into the slot. Falls back to a payload for odd samples."""
         buffer = self._slot(lease)
         writer = collate.BatchWriter(buffer, lease.rows, lease.first_row)
         if self._in_place is not None:
@@ -454,7 +455,7 @@ class WorkerLoop:
         odd.extend(iterator)
         self._status.show_no_sample()
         indices = [] if self._task.is_iterable else list(lease.index)
-        indices = indices if len(indices) == len(odd) else []  # some were left out
+        indices = indices if len(indices) == len(odd) else []  # samples were left out
         with self._guard():
             batch = collate.default_collate(odd, indices)
         written = payload.write(batch, buffer)
@@ -476,7 +477,7 @@ class WorkerLoop:
         return "fixed", content, num_bytes, False
 
     def _collate_freely(self, lease: Lease, samples: Any) -> Loaded:
-        """The user's collate_fn on the whole list; its default_collate writes to our memory."""
+        """Run the user's collate_fn on all samples. Its default_collate writes into the slot."""
         self._status.show_no_sample(runs_user_code=True)
         root = self._slot(lease)
         allocator = SlotAllocator(root)
@@ -491,5 +492,5 @@ class WorkerLoop:
         alive = weakref.ref(root)
         allocator.buffer = None
         del batch, root, allocator, samples
-        # Somebody in this worker kept a tensor that lies in the slot: it must not be used again.
+        # If code in this worker kept a tensor in the slot, the slot must not be reused.
         return "payload", written, written.num_bytes, alive() is not None

@@ -1,9 +1,9 @@
-"""Turns a fresh or forked process into a worker, and runs it to its end.
+"""Turns a spawned or forked process into a worker and runs it until it exits.
 
     parent ==pipe==> spawned_main: assignment -> worker_main
     fork server ==fork==> worker_main
 
-The user's main module is never run. A worker ends when the parent does.
+The user's main module is never run. A worker exits when its parent does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"
 
 
 def worker_main(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> None:
-    """Turn this process into a worker and serve. Called from: a forked or spawned child."""
+    """Turn this process into a worker and serve leases. Called in a forked or spawned child."""
     try:
         worker = _make_worker(channel, assignment, fds)
     except Exception as error:
@@ -43,7 +43,7 @@ def worker_main(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> N
 
         number = assignment.worker
         report = describe(error, worker=number, where=f"in DataLoader worker process {number}")
-        with suppress(OSError):  # another worker's report came first, and the parent hung up
+        with suppress(OSError):  # another worker reported first, and the parent closed the pipe
             channel.send_bytes(pickle.dumps(("failed", report)))
         return
     serve(worker)
@@ -80,23 +80,23 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
 
 
 def keep_opencv_single() -> None:
-    """One thread for OpenCV in a worker, as for torch: the workers are the threads.
+    """Limit OpenCV to one thread in a worker, like torch, because the workers run in parallel.
 
-    Its pool has a thread for each core in every worker, which spins between calls. Whoever set
-    OpenCV's own variable is obeyed, and worker_init_fn may call ``cv2.setNumThreads``. Not for a
-    worker that was forked from the user's process, where OpenCV would wait for threads that are
-    not there.
+    In every worker, OpenCV's pool has a thread for each core, and these threads spin between calls.
+    A value of OpenCV's own variable takes precedence, and worker_init_fn can call
+    ``cv2.setNumThreads``. Not called in a worker forked from the user's process, where OpenCV would
+    wait for threads that the fork did not copy.
     """
     if _OPENCV_THREADS in os.environ:
         return
-    os.environ[_OPENCV_THREADS] = "1"  # for a dataset that imports it later
+    os.environ[_OPENCV_THREADS] = "1"  # for a dataset that imports OpenCV later
     set_num_threads = getattr(sys.modules.get("cv2"), "setNumThreads", None)
     if set_num_threads is not None:
         set_num_threads(1)
 
 
 def serve(worker: Any) -> None:
-    """Run a worker until the parent is gone or has hung up."""
+    """Run a worker until the parent exits or closes the connection."""
     from penstock.order.global_generators import counting_state_reads
 
     try:
@@ -109,10 +109,10 @@ def serve(worker: Any) -> None:
 def prepare_worker(
     number: int, num_workers: int, task: WorkerTask, objects: dict[str, Any]
 ) -> None:
-    """Seed as PyTorch does, set get_worker_info(), call the user's worker_init_fn.
+    """Seed as PyTorch does, set get_worker_info(), and call the user's worker_init_fn.
 
-    An exception is kept in ``objects["init_error"]`` and reported with the first lease, as PyTorch
-    does.
+    An exception is stored in ``objects["init_error"]`` and reported with the first lease, as in
+    PyTorch.
     """
     import torch
     from torch.utils.data._utils import worker as torch_worker
@@ -148,12 +148,12 @@ def quiet_signals() -> None:
 
 def leave_ctrl_c_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):  # it was blocked from the start: see start_child
+    if hasattr(signal, "pthread_sigmask"):  # blocked since the process started: see start_child
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def end_process(code: int = 0) -> None:
-    """Leave a worker process the way multiprocessing does: finalizers, streams, no more."""
+    """Exit a worker process as multiprocessing does: only run finalizers and flush streams."""
     import atexit
     from multiprocessing import util
 
@@ -171,7 +171,7 @@ def end_process(code: int = 0) -> None:
 
 
 def spawned_main(handle: int) -> None:
-    """Entry of a worker that was spawned on its own."""
+    """Entry point of a spawned worker."""
     if sys.platform == "win32":  # pragma: no cover
         from penstock.engine.memory import windows_pipes as windows
 
@@ -184,13 +184,13 @@ def spawned_main(handle: int) -> None:
     try:
         parent, assignment, fds = pickle.loads(channel.recv_bytes())
     except EOFError:
-        os._exit(0)  # the parent hung up before we were ready
+        os._exit(0)  # the parent closed the pipe before this worker was ready
     watch_parent(parent)
     end_process(exit_code_of(lambda: worker_main(channel, assignment, fds)))
 
 
 def watch_parent(parent: int) -> None:
-    """End this process within about a second of the parent's end, also while user code runs."""
+    """Exit within about a second after the parent does, even while user code runs."""
     is_running = watched_parent(parent)
     if not is_running():
         os._exit(1)
@@ -204,7 +204,7 @@ def watch_parent(parent: int) -> None:
 
 
 def exit_code_of(life: Callable[[], None]) -> int:
-    """Run a worker to its end; what the interpreter would have made of it as an exit code."""
+    """Run a worker to its end. Returns the exit code that the interpreter would have used."""
     try:
         life()
     except SystemExit as leave:

@@ -1,7 +1,7 @@
-"""A worker's link to its parent: leases in, replies out, and its status where the parent sees it.
+"""A worker's link to its parent: receives leases, sends replies, and publishes the worker's status.
 
-The status needs no message: it is in the worker's cells on the control page, so the parent also
-knows what a worker was doing when it died or hangs. Its stack is written on request.
+The status needs no message. It is in the worker's cells on the control page, so the parent can also
+read what a worker was doing when it died or hung. The worker's stack is written on request.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from penstock.machine.host import peak_kb
 
 
 class PassOver(Exception):
-    """The parent has begun another pass: nothing of this one is needed any more."""
+    """The parent has started a new pass. The rest of this pass is not needed."""
 
 
 class WorkerStatus:
-    """The cells of one worker.
+    """The status cells of one worker.
 
     Args:
-        has_limit: Note since when the user's code runs? That costs 0.1 microseconds a sample.
+        has_limit: Record when user code starts. This costs 0.1 microseconds per sample.
     """
 
     def __init__(self, cells: memoryview, worker: int, *, has_limit: bool) -> None:
@@ -52,7 +52,7 @@ class WorkerStatus:
         self._num_done = 0
 
     def show(self, position: int, index: Any, num_samples: int = 1) -> None:
-        """The user's code is about to load this."""
+        """Record that user code is about to load this."""
         self._cells[self._cell + NUM_SAMPLES] = num_samples
         self._cells[self._cell] = position
         self._index = index
@@ -60,40 +60,40 @@ class WorkerStatus:
             self._cells[self._cell + SINCE] = time.monotonic_ns()
 
     def show_no_sample(self, *, runs_user_code: bool = False) -> None:
-        """No sample is being loaded; perhaps other code of the user's runs."""
+        """Record that no sample is being loaded. Other user code may run."""
         self._cells[self._cell] = NOTHING
         if runs_user_code and self._has_limit:
             self._cells[self._cell + SINCE] = time.monotonic_ns()
 
     def show_waiting(self, is_waiting: bool) -> None:
-        """A thread waits for its turn to run the user's code, or has it now."""
+        """Record that a thread waits for its turn to run user code, or has started to run it."""
         if self._has_limit:
             self._cells[self._cell + SINCE] = 0 if is_waiting else time.monotonic_ns()
 
     def show_done(self) -> None:
-        """A lease is served."""
+        """Record that a lease is finished."""
         self._cells[self._cell] = NOTHING
         self._cells[self._cell + SINCE] = 0
-        if self._num_done % 16 == 0:  # it costs a microsecond, and grows slowly
+        if self._num_done % 16 == 0:  # it takes a microsecond, and the value grows slowly
             self._cells[self._cell + PEAK_KB] = peak_kb()
         self._num_done += 1
 
     def show_idle(self, is_idle: bool) -> None:
-        """Does the worker wait for work?"""
+        """Record whether the worker is waiting for work."""
         self._cells[self._cell + IS_IDLE] = int(is_idle)
 
     @property
     def index(self) -> Any:
-        """What is being loaded now; None: no sample."""
+        """The index being loaded, or None."""
         return self._index if self._cells[self._cell] != NOTHING else None
 
     def check_pass(self, pass_number: int) -> None:
-        """Raise PassOver unless this is still the pass that counts."""
+        """Raise PassOver unless this is the current pass."""
         if self._cells[PASS_CELL] != pass_number:
             raise PassOver
 
     def walk(self, indices: Any, position: int, pass_number: int) -> Iterator[tuple[int, Any]]:
-        """Positions and indices one by one, each shown; ``position`` is the first one's."""
+        """Yield positions and indices, and record each. ``position`` is the first position."""
         cells, cell, has_limit = self._cells, self._cell, self._has_limit
         cells[cell + NUM_SAMPLES] = 1
         for current, index in enumerate(indices, position):
@@ -107,9 +107,9 @@ class WorkerStatus:
 
 
 def offer_stack() -> int:
-    """Let the parent ask for this process's stack; returns what ``take_stack`` needs.
+    """Let the parent request this process's stack. Returns the value that ``take_stack`` needs.
 
-    Called from: a worker process, once, when it starts.
+    Called once in a worker process, when it starts.
     """
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return NOTHING
@@ -122,7 +122,7 @@ def offer_stack() -> int:
 
 
 def dump_reply(reply: Any) -> bytes:
-    """A reply as bytes; a layout of classes from ``__main__`` needs the slower way."""
+    """Serialize a reply. A layout with classes from ``__main__`` takes the slower path."""
     try:
         return pickle.dumps(reply, protocol=5)
     except Exception:
@@ -130,16 +130,16 @@ def dump_reply(reply: Any) -> bytes:
 
 
 class Connection(Protocol):
-    """Where a worker gets leases and puts replies."""
+    """A worker's source of leases and destination of replies."""
 
     def get(self) -> list[ParentMessage] | None:
-        """The next leases; waits. None: the parent is gone or says stop."""
+        """Wait for the next leases. Returns None if the parent is gone or requests a stop."""
 
     def put(self, reply: Reply | tuple[str, str]) -> None:
-        """Send a reply at once: the parent may be waiting for just this one."""
+        """Send a reply immediately, because the parent may be waiting for it."""
 
     def segment(self, place: tuple[int, int]) -> mmap.mmap:
-        """A segment of the shared file, mapped here."""
+        """Return a segment of the shared file, mapped into this process."""
 
 
 class _MappedSlots:

@@ -1,9 +1,9 @@
 """Keeps modules that torch generates in memory, so that a killed worker leaves no folder behind.
 
-Importing torchvision, ``torch._dynamo`` and others has torch (up to 2.8 at least) write the source
-of a module for remote procedure calls into a new temporary folder and import it from there. The
-folder goes when Python exits in the usual way, which a fork server and a killed worker do not. Here
-that source is run without being written.
+Importing torchvision, ``torch._dynamo`` and other packages makes torch (up to at least 2.8)
+generate a module for remote procedure calls. torch writes its source into a new temporary folder
+and imports it from there. A normal exit of Python removes the folder, but a fork server and a
+killed worker do not exit normally. This module runs the source without writing it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _FOLDER = "<modules that torch generated>"
 
 
 def keep_generated_modules_in_memory() -> None:
-    """From now on torch writes no generated module. Called from: a process that loads, early."""
+    """Prevent torch from writing generated modules. Call early in a process that loads samples."""
     if _NAME not in sys.modules and not any(isinstance(one, _Finder) for one in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module of torch's that writes others, as Python would, and changes its loader."""
+    """Finds torch's module that writes generated modules, and replaces its loader."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -62,7 +62,7 @@ class _Loader(Loader):
             sys.path.remove(_FOLDER)
         if hasattr(module, "_write"):
             vars(module)["_write"] = _run_source
-        else:  # another torch: as it is
+        else:  # a different torch version, left unchanged
             self._loader.exec_module(module)
 
 
@@ -70,11 +70,11 @@ class _NoFolder:
     name = _FOLDER
 
     def cleanup(self) -> None:
-        """There is nothing to remove."""
+        """Do nothing, because there is no folder."""
 
 
 def _run_source(path: str, text: str) -> None:
-    """Make the module that ``text`` is the source of. Stands where torch would write a file."""
+    """Create the module from its source ``text``. Replaces torch's function that writes a file."""
     name = os.path.splitext(os.path.basename(path))[0]
     if name in sys.modules:
         return
