@@ -107,7 +107,7 @@ def test_forked_workers_do_hang_there_and_the_error_names_the_sample(guarded: An
     loader = DataLoader(
         guarded, batch_size=4, num_workers=1, multiprocessing_context="fork", timeout=2.0
     )
-    with pytest.raises(WorkerTimeout, match=r"worker 0 is at sample 0"):
+    with pytest.raises(WorkerTimeout, match=r"worker 0 is loading sample 0"):
         next(iter(loader))
 
 

@@ -65,7 +65,7 @@ def test_kills_from_outside(
     suspected = {
         text.split(" (worker")[0].split("sample ")[1]
         for text in caplog.messages
-        if "loads it alone" in text
+        if "retries in isolation" in text
     }
     note(
         f"{counts['epochs']} epochs of {LENGTH // 4} batches with {num_workers} workers, "

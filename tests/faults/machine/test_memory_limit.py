@@ -143,7 +143,9 @@ def test_a_loader_names_the_kernel_s_killer_with_the_limit_and_each_worker_s_mem
         in run.stdout
     )
     assert "while loading sample 9" in run.stdout
-    assert re.search(r"up to its last batch: worker \d 0\.\d+ GiB", run.stdout), run.stdout
+    assert re.search(r"as of each worker's last batch: worker \d 0\.\d+ GiB", run.stdout), (
+        run.stdout
+    )
     assert "left: 15" in run.stdout, run.stderr
 
 

@@ -79,7 +79,7 @@ def test_one_that_never_comes_up_is_an_error_that_says_so(monkeypatch: pytest.Mo
     assert old is not None
     os.kill(old, signal.SIGSTOP)
     monkeypatch.setattr(fork_servers, "START_LIMIT_S", 1.0)
-    with pytest.raises(StartFailed, match="does not answer: no answer in 1 s") as caught:
+    with pytest.raises(StartFailed, match="does not answer: no answer within 1 s") as caught:
         next(iter(loader))
     assert "it was stopped" in str(caught.value)
     assert leftovers.wait_until_gone([old]) == []

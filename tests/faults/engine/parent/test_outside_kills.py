@@ -113,7 +113,10 @@ def test_a_budget_that_is_used_up_is_the_error_and_no_sample_is() -> None:
 
 
 def test_fork_servers_that_are_all_killed_end_the_run_and_the_error_says_so() -> None:
-    ends = f"{NO_PROGRESS} in a row were|{NO_PROGRESS} were lost in its place|max_restarts=100"
+    ends = (
+        f"{NO_PROGRESS} fork servers in a row were killed|"
+        f"{NO_PROGRESS} workers in its place were lost in a row|max_restarts=100"
+    )
     loader = make(Slowly(length=10**6), num_workers=2, max_restarts=100)
     with (
         Killer(2, max_servers=None) as killer,
@@ -136,7 +139,7 @@ def test_a_sample_that_kills_is_named_under_the_same_kills(name: str, log: Log) 
     with Killer(3, max_kills=FEW_KILLS, max_servers=1) as killer:
         while not killer.num_killed:
             collect(make(Slowly(length=LENGTH), num_workers=2))
-        with pytest.raises(WorkerDied, match=r"sample 13 .* while it was loaded alone") as info:
+        with pytest.raises(WorkerDied, match=r"sample 13 .* of them in isolation") as info:
             collect(loader)
     assert info.value.sample_index == 13  # type: ignore[attr-defined]
     print(f"{killer.num_killed} kills, {len(log.lines)} deaths at the sample")

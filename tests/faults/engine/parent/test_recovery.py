@@ -51,7 +51,7 @@ def log(tmp_path: Path) -> Log:
 def restarts(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
     """How many workers were replaced so far, by what was logged."""
     caplog.set_level(logging.WARNING, "penstock")
-    return lambda: sum("another takes its place" in text for text in caplog.messages)
+    return lambda: sum("a new worker replaces it" in text for text in caplog.messages)
 
 
 def batches(dataset: Any, **arguments: Any) -> list[Any]:
@@ -70,7 +70,7 @@ def test_a_death_in_a_sample_changes_nothing_in_the_batches(
     assert log.lines == ["13"]  # control: it did happen
     (told,) = caplog.messages
     assert "while loading sample 13" in told
-    assert "another takes its place" in told
+    assert "a new worker replaces it" in told
 
 
 def test_a_death_under_spawn_changes_nothing_in_the_batches(log: Log) -> None:
@@ -292,7 +292,7 @@ def test_the_fork_server_killed_in_the_middle_is_replaced_with_its_workers(
     assert_same(found, batches(Fateful(length=400)))
     assert leftovers.fork_server_pid() not in (None, old)
     assert leftovers.wait_until_gone([old, *pids]) == []
-    assert sum("ended with its fork server" in text for text in caplog.messages) == 2
+    assert sum("died with its fork server" in text for text in caplog.messages) == 2
 
 
 def test_a_fork_server_killed_again_and_again_blames_no_sample() -> None:
@@ -545,7 +545,7 @@ def test_a_sample_that_ends_no_worker_alone_is_not_blamed_and_the_loop_has_an_en
     loader = DataLoader(
         DiesInCompany(), batch_size=8, num_workers=2, on_error="skip", max_restarts=10**6
     )
-    with pytest.raises(WorkerDied, match=f"{NO_PROGRESS} were lost in its place"):
+    with pytest.raises(WorkerDied, match=f"{NO_PROGRESS} workers in its place were lost in a row"):
         collect(loader)
     assert restarts() == NO_PROGRESS - 1
     assert loader.bad_samples == []

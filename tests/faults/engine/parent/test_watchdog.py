@@ -237,7 +237,7 @@ def test_an_idle_worker_that_was_stopped_is_replaced(
     assert time.monotonic() - started > 1.4
     assert_same(found, batches(Fateful()))
     (record,) = told()
-    assert "has not taken its work" in record.getMessage()
+    assert "has not started its work" in record.getMessage()
     assert "T (stopped)" in record.getMessage()
 
 
@@ -264,5 +264,5 @@ def test_a_worker_stopped_in_a_sample_is_one_that_hangs(log: Log, told: Told) ->
 
     found = batches(Stops({13: ""}, log), num_workers=2, sample_timeout_s=LIMIT_S)
     assert_same(found, batches(Fateful()))
-    assert "it does not react to signals: T (stopped)" in told()[0].getMessage()
+    assert "the process does not respond to signals: T (stopped)" in told()[0].getMessage()
     assert told()[0].created - os.stat(log.path).st_mtime < NAMED_WITHIN_S

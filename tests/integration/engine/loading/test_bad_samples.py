@@ -491,7 +491,7 @@ def test_a_file_that_cannot_be_written_costs_the_file_and_not_the_epoch(
     loader = make(on_error="skip", bad_samples_file=tmp_path / "missing" / "bad.jsonl")
     assert_same(collect(loader), without_bad(quiet()))
     assert len(loader.bad_samples) == len(BAD)
-    assert sum("not written" in text for text in caplog.messages) == 1
+    assert sum("stopped writing" in text for text in caplog.messages) == 1
 
 
 def test_only_the_first_few_are_logged(caplog: pytest.LogCaptureFixture) -> None:

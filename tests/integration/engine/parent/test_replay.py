@@ -114,17 +114,22 @@ def test_another_epoch_or_seed_gives_another_sample() -> None:
 
 
 BAD: dict[str, tuple[Any, int, Any, str]] = {
-    "no seed": (lambda: make(seed=None), 0, 0, "given a seed"),
-    "torch's loader": (lambda: TorchDataLoader(Numbers()), 0, 0, "given a seed"),
-    "worker randomness": (lambda: make(randomness="worker"), 0, 0, "depends on its worker"),
-    "a sampler": (lambda: make(shuffle=None, sampler=[3, 1]), 0, 3, "list cannot be asked"),
+    "no seed": (lambda: make(seed=None), 0, 0, "needs a loader with a seed"),
+    "torch's loader": (lambda: TorchDataLoader(Numbers()), 0, 0, "needs a loader with a seed"),
+    "worker randomness": (lambda: make(randomness="worker"), 0, 0, "depend on its worker"),
+    "a sampler": (
+        lambda: make(shuffle=None, sampler=[3, 1]),
+        0,
+        3,
+        "list does not support looking up",
+    ),
     "a batch sampler": (
         lambda: DataLoader(Draws(9), batch_sampler=BucketedBatches([1] * 9, batch_size=3), seed=1),
         0,
         0,
-        "BucketedBatches cannot be asked",
+        "BucketedBatches does not support looking up",
     ),
-    "an iterable": (lambda: DataLoader(Shards(), seed=1), 0, 0, "cannot be asked"),
+    "an iterable": (lambda: DataLoader(Shards(), seed=1), 0, 0, "does not support looking up"),
     "no such index": (make, 0, 23, "index=23"),
     "a negative index": (make, 0, -1, "index=-1"),
     "no such epoch": (make, -1, 0, "epoch=-1"),
@@ -142,5 +147,5 @@ def test_what_cannot_be_replayed_is_refused(name: str) -> None:
 def test_a_sample_that_training_dropped_is_not_replayed() -> None:
     loader = make(drop_last=True)
     dropped = SeededOrder(23, seed=2).index_at(22)
-    with pytest.raises(BadArgument, match="left out in this epoch by drop_last"):
+    with pytest.raises(BadArgument, match="dropped in this epoch by drop_last"):
         penstock.replay(loader, 0, dropped)

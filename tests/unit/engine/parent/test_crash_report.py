@@ -74,18 +74,18 @@ def test_a_poisonous_sample_is_told_with_the_workers_that_it_cost() -> None:
     policy = RestartPolicy(max_restarts=100)
     decision = judged(policy, False, False, True, True)
     text = str(describe_crash(fault, decision, policy))
-    assert "4 workers were lost there, 2 of them while it was loaded alone" in text
+    assert "4 workers were lost there, 2 of them in isolation" in text
     assert 'on_error="skip"' in text
     other = RestartPolicy(max_restarts=100)
     text = str(describe_crash(fault, judged(other, False, False), other))  # control
-    assert "another takes its place, and loads it alone" in text
+    assert "a new worker replaces it and retries in isolation" in text
 
 
 def test_losses_without_progress_are_told_with_their_number() -> None:
     fault = WorkerFault(worker=0, pid=1, exit_code=-9)
     policy = RestartPolicy(max_restarts=100)
     text = str(describe_crash(fault, RestartDecision.NO_PROGRESS, policy))
-    assert "20 were lost in its place, one after the other" in text
+    assert "20 workers in its place were lost in a row" in text
 
 
 def test_fork_servers_that_were_lost_are_told_with_the_limit_that_was_met() -> None:
@@ -93,5 +93,5 @@ def test_fork_servers_that_were_lost_are_told_with_the_limit_that_was_met() -> N
     policy = RestartPolicy(max_restarts=17)
     assert "max_restarts=17" in str(describe_server_losses(error, RestartDecision.LIMIT, policy))
     text = str(describe_server_losses(error, RestartDecision.NO_PROGRESS, policy))
-    assert "20 in a row were, before they had started a worker" in text
+    assert "20 fork servers in a row were killed before they started a worker" in text
     assert "max_restarts" not in text

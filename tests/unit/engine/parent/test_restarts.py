@@ -174,7 +174,7 @@ def test_a_worker_that_does_not_take_its_work_is_replaced_and_the_second_time_st
     scene.recovery.replace(fault)
     assert scene.pool.replaced == [0]
     (fault,) = wait(scene, clock, recovery.OWN_LIMIT_S + 1)
-    with pytest.raises(Stuck, match="worker 0 has work and does not take it") as info:
+    with pytest.raises(Stuck, match="worker 0 has work but does not start it") as info:
         scene.recovery.replace(fault)
     assert "File of worker 1" in info.value.stacks  # type: ignore[attr-defined]
 
@@ -188,7 +188,7 @@ def test_one_that_works_for_long_is_not_silent(clock: Clock) -> None:
 def test_waiting_for_nobody_is_stuck(clock: Clock) -> None:
     scene = Scene()
     scene.lease_queue.take_back(0, (PASS_NUMBER, 5, 0))
-    with pytest.raises(Stuck, match="no worker has anything to do"):
+    with pytest.raises(Stuck, match="no worker has work, but a batch is missing"):
         wait(scene, clock, recovery.OWN_LIMIT_S + 1)
 
 
