@@ -33,12 +33,12 @@ GLANCE_FROM, GLANCE_AT, CLEARLY_SLOW_S = 1, 3, 1e-3
 """If the second and third samples are clearly slow, the fork server is started before the first
 batch is complete. The first call is slower than the rest, so it is not counted."""
 SURE_FROM_S = 0.02
-"""The first decision comes after this much inline loading. A shorter time may only be the cost of
-first calls. Each further decision comes after twice as many batches."""
+"""The first decision comes after this much inline loading. A shorter time may only reflect
+the cost of first calls. Each further decision comes after twice as many batches."""
 CLOSE_LOOKS = 32
 """Batches measured in detail. This costs 20 microseconds each, too much for tiny batches."""
 MAX_QUESTIONS = 4
-"""The decision after this many is final."""
+"""Maximum number of decisions. The last one is final."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -166,7 +166,7 @@ class BatchProducer(Protocol):
         """
 
     def is_ready(self) -> bool:
-        """Return True if taking a batch now does not delay the one before it."""
+        """Return True if a batch can be taken now without delaying the one before it."""
 
     def stop(self) -> None:
         """End the workers, if there are any."""

@@ -14,7 +14,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 _MAX_PARTS = 1000
-"""Above this number, objects are taken for data, not for nested datasets."""
+"""Maximum number of objects to visit. More than this are data, not nested datasets."""
 _ABSENT = object()
 
 

@@ -57,7 +57,7 @@ class Faults:
 
     @property
     def num_substitutes(self) -> int:
-        """Number of substitutes for one sample that may take down workers too."""
+        """How many substitutes for one sample may take down workers too."""
         return MAX_SUBSTITUTES if self.on_error == "replace" else 0
 
     @property

@@ -285,7 +285,8 @@ class ForkServer:
             likely += "container), or importing torch takes longer than that on this machine."
             _log.warning("the fork server process (pid %d) %s: %s", self._process.pid, state, why)
         elif code < 0:
-            state, likely = f"was killed by signal {-code}", "another process sent the signal."
+            state = f"was killed by signal {-code}"
+            likely = "another process killed it, or native code crashed."
         else:
             state, likely = f"exited with code {code}", "importing torch in a fresh Python fails. "
             likely += "The error is printed above."

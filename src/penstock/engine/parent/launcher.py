@@ -32,7 +32,7 @@ from penstock.errors import StartFailed, warn_user
 from penstock.machine.host import usable_cores
 
 MAX_FORK_SERVERS = 3
-"""Fork servers that may be unfit to fork, or exit, before one starts a worker."""
+"""Number of fork servers that may be unfit to fork, or exit, before one starts a worker."""
 MAX_UNREAD_BYTES = 64 << 10
 """Bytes that a pipe can buffer on every system before the other side reads."""
 

@@ -50,13 +50,13 @@ from penstock.machine.oom import OomCount
 log = logging.getLogger("penstock")
 
 OWN_LIMIT_S = 30.0
-"""If a worker waits although it has work, or the parent waits although no worker has work, for this
-long, the cause is a bug in Penstock, or the worker was stopped. The wait then ends."""
+"""Limit for a worker that waits although it has work, and for a parent that waits although no worker
+has work. The cause is a bug in Penstock, or a worker that was stopped."""
 LOOK_S = 0.2
 """How often workers are checked if samples have a time limit."""
 STARTING_S = 60.0
-"""If samples have a time limit, a worker whose startup takes longer than this and than that limit
-hangs in user code: the dataset's ``__setstate__``, or ``worker_init_fn``."""
+"""If samples have a time limit, a worker that takes longer than both limits to start hangs in user
+code: the dataset's ``__setstate__``, or ``worker_init_fn``."""
 AT_ONCE_S = 0.1
 """Workers lost within this time of each other count as lost together."""
 ASLEEP_S = 5.0
