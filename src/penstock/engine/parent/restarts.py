@@ -50,8 +50,8 @@ from penstock.machine.oom import OomCount
 log = logging.getLogger("penstock")
 
 OWN_LIMIT_S = 30.0
-"""Limit for a worker that waits although it has work, and for a parent that waits although no worker
-has work. The cause is a bug in Penstock, or a worker that was stopped."""
+"""Time limit for a worker that waits although it has work, and for a parent that waits although no
+worker has work. The cause is a bug in Penstock, or a worker that was stopped."""
 LOOK_S = 0.2
 """How often workers are checked if samples have a time limit."""
 STARTING_S = 60.0
