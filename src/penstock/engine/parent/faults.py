@@ -118,7 +118,7 @@ class Faults:
             end=one.end,
         )
         self._samples[key] = sample
-        is_told = one.error.startswith(("WorkerDied", "SampleTimeout"))  # logged at the loss
+        is_told = one.error.startswith(("WorkerDied", "SampleTimeout"))  # already logged
         if before is None and len(self._samples) <= LOGGED and not is_told:
             rest = " (the rest are in loader.bad_samples)" if len(self._samples) == LOGGED else ""
             where = f" ({one.path})" if one.path else ""

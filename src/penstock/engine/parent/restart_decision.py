@@ -30,7 +30,7 @@ DEATHS_ALONE = 2
 DEATHS_ALONE_IN_DOUBT = 6
 """The same limit while an external cause is suspected."""
 OUTSIDE_S = 60.0
-"""How long an unexplained loss makes an external cause suspected."""
+"""How long an external cause is suspected after an unexplained loss."""
 HANGS = 2
 """Hangs at one place after which it is poison. No external cause looks like a hang."""
 STILLBORN = 3

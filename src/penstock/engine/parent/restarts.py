@@ -55,8 +55,8 @@ worker has work. The cause is a bug in Penstock, or a worker that was stopped.""
 LOOK_S = 0.2
 """How often workers are checked if samples have a time limit."""
 STARTING_S = 60.0
-"""If samples have a time limit, a worker that takes longer than both limits to start hangs in user
-code: the dataset's ``__setstate__``, or ``worker_init_fn``."""
+"""If samples have a time limit, a worker that takes longer than both limits to start counts as hung
+in user code: the dataset's ``__setstate__``, or ``worker_init_fn``."""
 AT_ONCE_S = 0.1
 """Workers lost within this time of each other count as lost together."""
 ASLEEP_S = 5.0
@@ -220,7 +220,7 @@ class WorkerRestarts:
         ]
 
     def _is_out_of_work(self, worker: int) -> bool:
-        """Return True if a worker with work waits for more, or was stopped by a signal."""
+        """Return True if a worker waits although it has work, or was stopped by a signal."""
         return self._cells[position_cell(worker) + IS_IDLE] == 1 or self._is_stopped(worker)
 
     def _is_stopped(self, worker: int) -> bool:

@@ -468,7 +468,7 @@ def test_a_sample_that_ends_workers_alone_is_named_after_four_deaths(
     name: str, way: str, log: Log
 ) -> None:
     dataset = Fateful({13: name}, log, times=99)
-    with pytest.raises(WorkerDied, match=r"sample 13.*4 workers.*2 of them.*alone") as info:
+    with pytest.raises(WorkerDied, match=r"sample 13.*4 workers.*2 of them in isolation") as info:
         batches(dataset, **WAYS[way])
     assert info.value.sample_index == 13  # type: ignore[attr-defined]
     assert log.lines == ["13"] * 4
