@@ -82,7 +82,7 @@ GROUPS = {
                 ),
                 Table(
                     key="memory",
-                    title="Memory of the program and its workers while loading those JPEGs (PSS)",
+                    title="Memory of the program and its workers while loading JPEG files (PSS)",
                     unit="MB",
                     job=0,
                     value="memory_mb",
@@ -112,7 +112,11 @@ GROUPS = {
             jobs=tuple({"antialias": True, "is_float": floats} for floats in (False, True)),
             tables=(
                 _rate("raw-1", "Raw pixels 256x192 to random crops of 224, antialiased, uint8"),
-                _rate("raw-2", "The same, float32 normalised", 1),
+                _rate(
+                    "raw-2",
+                    "Raw pixels 256x192 to random crops of 224, antialiased, float32 normalised",
+                    1,
+                ),
             ),
         ),
         Group(
@@ -121,7 +125,9 @@ GROUPS = {
             question="rate",
             jobs=({"work": "Large"}, {"work": "Tiny"}),
             tables=(
-                _rate("transport", "Transport: samples of 150 KB that cost nothing, 2 workers"),
+                _rate(
+                    "transport", "Transport: samples of 150 KB that take no time to make, 2 workers"
+                ),
                 _rate("tiny", "Tiny samples: 16 bytes each, batch 64, 2 workers", 1),
                 Table(
                     key="first",
@@ -167,7 +173,7 @@ GROUPS = {
             is_few=True,
             num_turns=1,
             limit_s=40.0,
-            tables=(_words("kill", "One of 2 workers is killed once: is the epoch whole?"),),
+            tables=(_words("kill", "Complete epoch although one of 2 workers is killed once"),),
         ),
         Group(
             key="resume",
@@ -178,7 +184,7 @@ GROUPS = {
             is_few=True,
             num_turns=1,
             limit_s=60.0,
-            tables=(_words("resume", "Resume half way through an epoch: is it the next batch?"),),
+            tables=(_words("resume", "Resume half way through an epoch, at the next batch"),),
         ),
         Group(
             key="bits",
@@ -188,7 +194,9 @@ GROUPS = {
             is_few=True,
             num_turns=1,
             limit_s=90.0,
-            tables=(_words("bits", "The same seed with 1, 2 and 4 workers: what is the same?"),),
+            tables=(
+                _words("bits", "Same order and augmentation with 1, 2 and 4 workers and one seed"),
+            ),
         ),
     )
 }

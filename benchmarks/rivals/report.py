@@ -73,7 +73,7 @@ def compare(table: dict[str, Any]) -> tuple[float, str] | None:
     if len(ratios) < MIN_TURNS:
         return ratio, "too few turns to say"
     if min(ratios) < 1 < max(ratios) and not 0.97 < ratio < 1.03:
-        return ratio, "unclear: some turns each way"
+        return ratio, "unclear: each side wins some turns"
     return ratio, "level" if 0.97 < ratio < 1.03 else "ahead" if ratio > 1 else "behind"
 
 
@@ -107,27 +107,31 @@ def print_table(table: dict[str, Any]) -> None:
 
 
 INTRODUCTION = """\
-Made by `benchmarks/peers.py`; each table names its command, and here is [every sample]({link}). Do
-not edit: run it again.
+`benchmarks/peers.py` generates this page. Do not edit it. Run the command of a table to update it.
+[The results file]({link}) has every sample.
 
 {machine}{note}
 
-Each row is a fresh process in an environment of its own, all over the same torch. Contenders
-take turns, and the order is turned round each time. A figure is the median of its turns, then the
-lowest and the highest; for rates also the processor time of all its processes for each sample,
-which is coarse: a window of a second or two has few batches. Settings are those that each peer's
-documentation recommends, as far as we know it. Who has no decoder of their own gets the quickest
-that people write by hand: simplejpeg and OpenCV, and the consumer turns bytes to floats.
-*Antialiased* is the triangle filter of Pillow and torchvision with Penstock, PyTorch's recipes and
-DALI; it is OpenCV's area filter with FFCV and everything by hand. A gap of less than 10% may be
-chance.
+Each row is a fresh process in its own environment. All environments use the same torch. The
+libraries take turns, and the order is reversed each time. A figure is the median of its turns,
+followed by the lowest and the highest. Rates also have the CPU time of all processes per sample.
+This time is coarse, because a window of a second or two has few batches. A ratio above 1 means
+that Penstock is better. Settings are those that the documentation of each library recommends, as
+far as we know. Libraries without their own decoder use the fastest hand-written combination,
+simplejpeg and OpenCV, and the consumer converts bytes to floats. *Antialiased* means the triangle
+filter of Pillow and torchvision for Penstock, PyTorch's recipes and DALI. For FFCV and the hand-
+written code it means OpenCV's area filter. A difference of less than 10% may be chance.
 """
 
 
 def render(content: dict[str, Any], file_name: str) -> str:
     """The page."""
     machine = content["machine"]
-    text = [f"<!-- from benchmarks/results/{file_name} -->", "# Penstock beside its peers", ""]
+    text = [
+        f"<!-- from benchmarks/results/{file_name} -->",
+        "# Comparison with other libraries",
+        "",
+    ]
     text += [
         INTRODUCTION.format(
             note=f" {content['note']}" if content.get("note") else "",
@@ -149,7 +153,7 @@ def _when(asked: dict[str, Any]) -> str:
 
 
 def _verdicts(tables: Sequence[dict[str, Any]]) -> list[str]:
-    lines = ["| question | Penstock | best peer | times as good | |", "|---|---|---|---|---|"]
+    lines = ["| measurement | Penstock | best peer | ratio | result |", "|---|---|---|---|---|"]
     for table in tables:
         ours, theirs, found = find_best(table, True), find_best(table, False), compare(table)
         if ours and theirs and found:

@@ -15,8 +15,8 @@ PAGE = REPO / "docs" / "seeds.md"
 NAMED = re.compile(r"`(\w+\.py)::(test_\w+)`")
 RESULTS = re.compile(r"`([\w-]+\.json)`")
 HEADS = (
-    ["what it says", "here", "what Penstock does", "shown by"],
-    ["the number", "here", "what Penstock measured", "shown by"],
+    ["advice", "status", "with Penstock", "shown by"],
+    ["number", "status", "measured with Penstock", "shown by"],
 )
 
 

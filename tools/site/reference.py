@@ -254,7 +254,10 @@ def api_page() -> str:
         out += describe(name, node, 3, f"penstock.conv.{name}", home)
     for module, about in (
         ("errors", "What is raised: [Errors](../errors/README.md)."),
-        ("legacy", "Names that projects gave to functions of their own: [Seeds](../seeds.md)."),
+        (
+            "legacy",
+            "Names that projects gave to functions of their own: [Common advice](../seeds.md).",
+        ),
     ):
         out.append(f"## penstock.{module}\n\n{about}\n")
         for node in tree_of(f"penstock.{module}").body:

@@ -12,46 +12,49 @@ from support.programs.record import Program
 
 EXCEPTIONS: dict[str, tuple[str, str]] = {
     "out of order": ("explain/order.md", "(`in_order=False` gives that up)"),
-    "one death": ("faults.md", "against the sample, and a sample that loads is cleared"),
+    "one death": ("faults.md", "A sample that loads is cleared."),
     "worker seeds after a loss": (
         "faults.md",
-        "no promise: the new worker starts from the lost one's seed",
+        "Not guaranteed: the new worker starts from the seed of the lost one.",
     ),
     "iterable datasets": (
         "compatibility.md",
-        'An iterable dataset has no positions: there `randomness` is `"worker"`.',
+        'An iterable dataset has no positions, so its `randomness` is `"worker"`.',
     ),
-    "streams go round": ("compatibility.md", "whole batches go round the workers as in PyTorch"),
+    "streams go round": (
+        "compatibility.md",
+        "whole batches are distributed round-robin as in PyTorch",
+    ),
     "streams in threads": ("compatibility.md", "An iterable dataset gets one thread"),
     "threads without seeds": (
         "compatibility.md",
-        "nothing is seeded: numbers are not repeatable",
+        "nothing is seeded, so the numbers are not repeatable",
     ),
     "draws beside threads": (
         "compatibility.md",
-        "What your loop draws while the threads load is neither repeatable nor harmless to them",
+        "while the threads load, the numbers of both are not repeatable",
     ),
     "one dataset in threads": (
         "compatibility.md",
-        "All threads use one dataset. It must bear that.",
+        "All threads use one dataset, which must be thread-safe.",
     ),
     "later epochs without a seed": (
         "reproducibility.md",
-        "resumes the epoch that was under way; the ones after it are drawn anew",
+        "resumes the epoch in progress. Later epochs draw new numbers",
     ),
     "samplers asked again": (
         "reproducibility.md",
-        "Other samplers are asked for their indices from the first one on",
+        "Other samplers are iterated from their first index",
     ),
-    "samples unlike": ("compatibility.md", "Samples that do not stack: [S01]"),
+    "samples unlike": ("compatibility.md", "Samples that do not stack raise [S01]"),
     "dataclasses": ("compatibility.md", "also takes dataclasses"),
     "unseeded generators": (
         "compatibility.md",
-        "nor is one that a sample makes for itself without a seed",
+        "nor are generators that a sample creates without a seed",
     ),
     "persistent workers": (
         "compatibility.md",
-        "`persistent_workers=True` gives other numbers than `False` from the second epoch on",
+        "`persistent_workers=True` gives different numbers from `False` from the second epoch on",
     ),
     "what is stored": (
         "packed-sets.md",
