@@ -285,12 +285,18 @@ def _stack(leaf: LeafSpec, column: Sequence[Any], out: torch.Tensor) -> None:
         raise LayoutError from None
 
 
-def default_collate(samples: list[Any], indices: list[Any], path: str = "") -> Any:
-    """Call torch's own collate. If it fails because samples differ, the error names them."""
+def default_collate(samples: Any, indices: list[Any], path: str = "") -> Any:
+    """Call torch's own collate. If it fails because samples differ, the error names them.
+
+    Args:
+        samples: A list, or an object of a different type that ``__getitems__`` returned.
+    """
     try:
         with NoStopIteration("default_collate"):
             return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
     except (RuntimeError, TypeError, KeyError, ValueError, IndexError) as error:
+        if not isinstance(samples, (list, tuple)):
+            raise
         if all(map(dataclasses.is_dataclass, samples)):
             return _collate_dataclasses(samples, indices, path)
         kinds = _dataclasses_in(samples[0]) if samples else set()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -77,18 +77,27 @@ def takes_batches(dataset: Any) -> bool:
 
 def fetch_map(
     dataset: Any, indices: list[Any], position: int, randomness: SampleRandomness | None
-) -> list[Any]:
-    """Load the samples of ``indices``. ``position`` is the position of the first one."""
+) -> Any:
+    """Load the samples of ``indices``. ``position`` is the position of the first one.
+
+    Returns a list, or the object that ``__getitems__`` returns.
+    """
     if takes_batches(dataset):
         if randomness is not None:
             randomness.snapshot()
         get_many, name = dataset.__getitems__, "dataset.__getitems__"
-        return list(call_user(get_many, indices, position, randomness, name))
+        return call_user(get_many, indices, position, randomness, name)
     get = getter(dataset)
     with NoStopIteration("dataset[i]"):
         if randomness is None:
             return [get(index) for index in indices]
         return randomness.call_many(get, indices, position)
+
+
+def as_indices(batch: Any) -> Any:
+    """Return a batch of indices as a sequence. torch also accepts sets, iterators and dicts."""
+    is_sequence = hasattr(batch, "__getitem__") and not isinstance(batch, Mapping)
+    return batch if is_sequence else list(batch)
 
 
 TakeNext = Callable[[Iterator[Any], int], list[Any]]

@@ -18,7 +18,7 @@ from penstock.engine.loading.collate import is_default_collate
 from penstock.engine.loading.in_place import unwrap_subsets
 from penstock.engine.memory.batch_layout import Layout, LayoutError, read_layout, view_batch
 from penstock.engine.memory.ring import Ring
-from penstock.user_objects import offers
+from penstock.user_objects import offers, probe
 
 TRY_OTHER_EVERY = 64
 """Number of copies after which both methods are timed again."""
@@ -83,8 +83,12 @@ class Gatherer:
         for indices in self._subsets:
             many = getattr(indices, "at", None)  # a part of penstock.split
             index = many(index) if many is not None else [indices[place] for place in index]
-        chosen = np.asarray(index)
-        if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
+        try:
+            chosen = np.asarray(index)
+        except ValueError:  # ragged
+            raise LayoutError from None
+        # torch uses uint8 tensors as masks.
+        if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or chosen.dtype == np.uint8:
             raise LayoutError
         chosen = chosen.astype(np.int64, copy=False)
         # One check for most batches: as an unsigned integer, a negative index is very large.
@@ -178,7 +182,11 @@ def is_sliced(dataset: Any, batch_sampler: Any, collate_fn: Any) -> bool:
 
 
 def _is_tensor_dataset(dataset: Any) -> bool:
-    return type(dataset) is TensorDataset and bool(dataset.tensors)
+    """Return True for a TensorDataset whose ``__getitem__`` is torch's own."""
+    if type(dataset) is not TensorDataset or not dataset.tensors:
+        return False
+    is_own = TensorDataset.__getitem__.__module__ == TensorDataset.__module__
+    return is_own and not callable(probe(dataset, "__getitems__"))
 
 
 def find_gatherer(dataset: Any) -> Gatherer | None:

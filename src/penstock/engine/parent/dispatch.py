@@ -14,7 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import torch
+
 from penstock.engine.loading.bad_samples import poison_among
+from penstock.engine.loading.fetch import as_indices
 from penstock.engine.memory.messages import (
     PASS_CELL,
     Lease,
@@ -198,8 +202,8 @@ class Dispatcher:
             self.pool.send(worker, leases)
 
     def _open_batch(self, index: Any, slot: Slot) -> PendingBatch:
-        if self._task.auto_collation and not hasattr(index, "__getitem__"):
-            index = list(index)  # a set or an iterator, which torch accepts too
+        index = as_indices(index) if self._task.auto_collation else index
+        index = _copy_index(index)
         rows = len(index) if self._task.auto_collation else 1
         position = (
             self._num_taken if self._position_of is None else self._position_of(self._num_taken)
@@ -403,3 +407,10 @@ class Dispatcher:
         self._num_open, self._has_more = 0, False
         self.ring.close()
         self.is_closed = True
+
+
+def _copy_index(index: Any) -> Any:
+    """Return a copy, because a sampler may fill the same list or array again for the next batch."""
+    if isinstance(index, torch.Tensor):
+        return index.clone()
+    return index.copy() if isinstance(index, (list, np.ndarray)) else index

@@ -15,6 +15,7 @@ from penstock.engine.loading.fetch import (
     EmptyBatch,
     EndOfStream,
     Stream,
+    as_indices,
     call_user,
     fetch_map,
     getter,
@@ -133,6 +134,8 @@ class InlineProducer:
     def next_batch(self) -> tuple[Any, bool]:
         while True:
             index = next(self._indices)
+            if self._auto_collation:
+                index = as_indices(index)
             if self._ring is not None:
                 self._ring.has_lent_pinned = False
             start_ns, cpu_ns, num_before = now_ns(), time.thread_time_ns(), self.num_taken

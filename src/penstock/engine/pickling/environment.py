@@ -25,6 +25,7 @@ def describe_environment() -> dict[str, Any]:
     return {
         "environ": dict(os.environ),
         "folder": _folder(),
+        "umask": _umask(),
         "path": import_path(),
         "argv": list(sys.argv),
         "authkey": bytes(multiprocessing.current_process().authkey),
@@ -45,6 +46,16 @@ def _folder() -> str | None:
         return None  # the folder was deleted; the worker keeps its own
 
 
+def _umask() -> int | None:
+    """Return the file mode mask. Only Linux shows it without changing it."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            masks = [line.split()[1] for line in status if line.startswith("Umask:")]
+        return int(masks[0], 8)
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def import_path() -> list[str]:
     """Return sys.path for use in a different process, with empty entries made absolute."""
     folder = _folder() or ""
@@ -58,6 +69,8 @@ def apply_environment(environment: dict[str, Any]) -> None:
     if environment["folder"]:
         with suppress(OSError):  # deleted since: the user's relative paths fail with their names
             os.chdir(environment["folder"])
+    if environment["umask"] is not None:
+        os.umask(environment["umask"])
     sys.path[:] = environment["path"]
     sys.argv[:] = environment["argv"]
     multiprocessing.current_process().authkey = environment["authkey"]

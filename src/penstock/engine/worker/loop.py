@@ -307,9 +307,10 @@ class WorkerLoop:
                     self._gatherer.fill(lease.index, slot, lease.rows, lease.first_row)
                     return self._filled(self._gatherer.layout, len(lease.index), [], lease)
         samples = self._samples(lease)
-        if self._writes_slots:
+        is_whole = self._takes_batches and self._task.auto_collation  # from __getitems__
+        if self._writes_slots and not (is_whole and not isinstance(samples, (list, tuple))):
             return self._fill(lease, samples)
-        if self._task.auto_collation and not self._task.is_iterable:
+        if self._task.auto_collation and not (self._task.is_iterable or is_whole):
             samples = list(samples)
         return self._collate_freely(lease, samples)
 
