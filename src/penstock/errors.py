@@ -1,29 +1,35 @@
-"""What can go wrong, said in four parts: what, where, the likely cause, and what to paste.
+"""Exceptions of Penstock, each with a code and a message in four parts.
+
+The four parts are what happened, where, the likely cause, and a remedy to paste.
 
     PenstockError
-    +-- WorkerDied         [W01]  also RuntimeError: a worker process ended while it had work
+    +-- WorkerDied         [W01]  also RuntimeError: a worker process exited with samples to load
     +-- WorkerTimeout      [W02]  also RuntimeError: no batch within ``timeout`` seconds
     +-- StartFailed        [W03]  also RuntimeError: the worker processes could not be started
-    +-- CannotTravel       [T01]  also TypeError and pickle.PicklingError: not serialisable
-    +-- MismatchedSamples  [S01]  also RuntimeError: samples of one batch differ in shape or form
-    +-- BadArgument        [A01]  also ValueError: an argument of ours has a value we do not know
-    +-- BadTarget          [D01]  also ValueError: there is nothing to try at ``script.py:name``
-    +-- NoSuchDevice       [G01]  also RuntimeError: no GPU of that name or number here
-    +-- DeviceFailed       [G02]  also what torch raised: a batch did not get to the GPU
-    +-- BadTrace           [L01]  also ValueError: a file is no trace of ours, or damaged
-    +-- BadState           [R01]  also ValueError: a state is none, or another loader's
-    +-- BadStore           [F01]  also ValueError: no packed set, or one that cannot be opened
-    +-- Damaged            [F02]  also OSError: bytes of a packed set are not those written
-    +-- CannotPack         [F03]  also ValueError: a sample or field has no place in a packed set
-    +-- CannotWrite        [F04]  also OSError: no room, no right, or no folder to write to
-    +-- AlreadyThere       [F05]  also FileExistsError: writing would overwrite something
-    +-- BadImage           [I01]  also ValueError: an image cannot be decoded, or is refused
-    +-- MissingExtra       [X01]  also ImportError: a package that is needed here is not installed
+    +-- SampleTimeout      [W04]  also RuntimeError: a sample exceeded ``sample_timeout_s`` twice
+    +-- Stuck              [W05]  also RuntimeError: the loader makes no progress
+    +-- CannotTravel       [T01]  also TypeError and pickle.PicklingError: not serializable
+    +-- MismatchedSamples  [S01]  also RuntimeError: samples of a batch differ in shape or structure
+    +-- TooManyBad         [S02]  also RuntimeError: more bad samples than ``max_bad`` allows
+    +-- NoSubstitute       [S03]  also RuntimeError: all substitutes for a bad sample are bad
+    +-- BadArgument        [A01]  also ValueError: invalid value for a Penstock option
+    +-- BadTarget          [D01]  also ValueError: ``script.py:name`` cannot be found or read
+    +-- NoSuchDevice       [G01]  also RuntimeError: the device does not exist on this machine
+    +-- DeviceFailed       [G02]  also the type torch raised: a batch was not copied to the GPU
+    +-- BadTrace           [L01]  also ValueError: a file is not a Penstock trace, or is damaged
+    +-- BadState           [R01]  also ValueError: not a loader state, or from a different loader
+    +-- BadStore           [F01]  also ValueError: not a packed set, or one that cannot be opened
+    +-- Damaged            [F02]  also OSError: bytes of a packed set have changed
+    +-- CannotPack         [F03]  also ValueError: a sample or field cannot be stored when packing
+    +-- CannotWrite        [F04]  also OSError: disk full, no permission, or no such folder
+    +-- AlreadyThere       [F05]  also FileExistsError: writing would overwrite existing data
+    +-- BadImage           [I01]  also ValueError: an image cannot be decoded, or is too large
+    +-- MissingExtra       [X01]  also ImportError: an optional package is not installed
 
-Each class also derives from what PyTorch or the standard library raises in that place, so an
-``except RuntimeError`` written for PyTorch's DataLoader keeps working. Every code has a page under
-``docs/errors/``. An exception raised by the user's own ``dataset[i]`` is none of these: it arrives
-with its own type (see :mod:`penstock.engine.pickling.exceptions`).
+Each class also derives from the exception that PyTorch or the standard library raises in the same
+situation, so an ``except RuntimeError`` written for PyTorch's DataLoader keeps working. Every code
+has a page in ``docs/errors/``. An exception raised by the user's ``dataset[i]`` keeps its own type
+and does not derive from these classes (see :mod:`penstock.engine.pickling.exceptions`).
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from typing import ClassVar
 
 
 def warn_user(text: str) -> None:
-    """A warning that points at the user's line: the nearest that is neither ours nor torch's."""
+    """Warn with the location of the nearest caller outside Penstock and torch."""
     level, frame = 2, sys._getframe(1)
     while frame.f_globals.get("__name__", "").partition(".")[0] in ("penstock", "torch"):
         if frame.f_back is None:
@@ -45,12 +51,12 @@ def warn_user(text: str) -> None:
 
 
 class NoStopIteration:
-    """While this lasts, a StopIteration of user code is a RuntimeError that names the function.
+    """Context manager that turns a StopIteration from user code into a RuntimeError.
 
-    It would read as the end of the epoch. Python does the same inside generators.
+    Otherwise it would end the epoch silently. Python does the same inside generators.
 
     Args:
-        function: The user's function, as in ``"collate_fn"``.
+        function: Name of the user's function for the message, such as ``"collate_fn"``.
 
     Example:
         >>> with NoStopIteration("collate_fn"):
@@ -75,14 +81,14 @@ class NoStopIteration:
 
 
 class PenstockError(Exception):
-    """Base of every error that Penstock raises on its own account.
+    """Base class of all Penstock errors.
 
     Args:
         what: What happened, with values, in one sentence.
-        where: The sample, worker, or line of the user's code.
-        likely: The probable cause, from what is known about the machine.
+        where: The sample, the worker, or the line of the user's code.
+        likely: The likely cause, based on facts about the machine.
         remedy: What to do, as text to paste.
-        facts: Data for programs; each becomes an attribute.
+        facts: Data for programs. Each becomes an attribute of the error.
 
     Example:
         >>> error = WorkerTimeout("no batch in 5 s", remedy="DataLoader(..., timeout=60)", worker=1)
@@ -119,7 +125,7 @@ class PenstockError(Exception):
             setattr(self, name, value)
 
     def __str__(self) -> str:
-        return str(self.args[0])  # KeyError, which some derive from, would show it in quotes
+        return str(self.args[0])  # KeyError, a base of some subclasses, would add quotes
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.args, self.__dict__))
@@ -135,13 +141,13 @@ def _rebuild(
 
 
 class WorkerDied(PenstockError, RuntimeError):
-    """A worker process ended, by a signal or on its own, while it still had samples to load."""
+    """A worker process was killed or exited while it still had samples to load."""
 
     code = "W01"
 
 
 class WorkerTimeout(PenstockError, RuntimeError):
-    """The next batch did not arrive within the ``timeout`` that the loader was given."""
+    """The next batch did not arrive within the loader's ``timeout``."""
 
     code = "W02"
 
@@ -153,43 +159,43 @@ class StartFailed(PenstockError, RuntimeError):
 
 
 class SampleTimeout(PenstockError, RuntimeError):
-    """A sample took longer than the ``sample_timeout_s`` that the loader was given, twice."""
+    """A sample took longer than the loader's ``sample_timeout_s`` twice."""
 
     code = "W04"
 
 
 class Stuck(PenstockError, RuntimeError):
-    """The loader waits for something that nobody is doing: a fault of its own, with all stacks."""
+    """The loader makes no progress. The message includes the stacks of all workers and threads."""
 
     code = "W05"
 
 
 class CannotTravel(PenstockError, pickle.PicklingError, TypeError):
-    """Something that a worker process needs cannot be sent to another process."""
+    """An object that the workers need cannot be sent to another process."""
 
     code = "T01"
 
 
 class MismatchedSamples(PenstockError, RuntimeError):
-    """Samples of one batch cannot be stacked because they differ in shape, type or structure."""
+    """The samples of a batch cannot be stacked. They differ in shape, type or structure."""
 
     code = "S01"
 
 
 class TooManyBad(PenstockError, RuntimeError):
-    """More samples were bad than ``max_bad`` allows."""
+    """There are more bad samples than ``max_bad`` allows."""
 
     code = "S02"
 
 
 class NoSubstitute(PenstockError, RuntimeError):
-    """A bad sample was to be replaced, and every substitute tried was bad, too."""
+    """A bad sample could not be replaced because every substitute tried was also bad."""
 
     code = "S03"
 
 
 class BadArgument(PenstockError, ValueError):
-    """An argument that only Penstock knows has a value that it does not know."""
+    """Invalid value for a Penstock option."""
 
     code = "A01"
 
@@ -197,81 +203,81 @@ class BadArgument(PenstockError, ValueError):
     def unless_one_of(
         cls, name: str, value: object, known: tuple[str, ...], call: str = "DataLoader"
     ) -> None:
-        """Raise unless ``value`` is one of the words that are known."""
+        """Raise unless ``value`` is in ``known``."""
         if value not in known:
             raise cls(
-                f"{name}={value!r} is not known; it is one of {', '.join(map(repr, known))}",
+                f"{name}={value!r} must be one of {', '.join(map(repr, known))}",
                 remedy=f"{call}(..., {name}={known[0]!r})",
             )
 
 
 class BadTarget(PenstockError, ValueError):
-    """What a command was told to try, as ``script.py:name``, cannot be found or read."""
+    """The target of a command, such as ``script.py:name``, cannot be found or read."""
 
     code = "D01"
 
 
 class NoSuchDevice(PenstockError, RuntimeError):
-    """The device that was asked for does not exist on this machine, or not for this torch."""
+    """The requested device does not exist on this machine, or torch does not support it."""
 
     code = "G01"
 
 
 class DeviceFailed(PenstockError, RuntimeError):
-    """The GPU did not take a batch: it is out of memory, lost, or does not get done."""
+    """A batch was not copied to the GPU: it is out of memory, lost, or does not finish."""
 
     code = "G02"
 
 
 class BadTrace(PenstockError, ValueError):
-    """A file that should hold a trace cannot be read as one."""
+    """A file cannot be read as a trace."""
 
     code = "L01"
 
 
 class BadState(PenstockError, ValueError):
-    """A state cannot be loaded: it is none, of another version, or belongs to another loader."""
+    """A state cannot be loaded: it is invalid, or from a different version or loader."""
 
     code = "R01"
 
 
 class BadStore(PenstockError, ValueError):
-    """There is no packed set at a path, or it is unfinished, foreign, or of a newer version."""
+    """A path has no packed set, or one that is unfinished, foreign, or of a newer version."""
 
     code = "F01"
 
 
 class Damaged(PenstockError, OSError):
-    """Bytes of a packed set are not the ones that were written."""
+    """Bytes of a packed set have changed since it was written."""
 
     code = "F02"
 
 
 class CannotPack(PenstockError, ValueError):
-    """A sample, or a field of it, cannot be written as it was declared."""
+    """A sample, or one of its fields, cannot be stored as declared."""
 
     code = "F03"
 
 
 class CannotWrite(PenstockError, OSError):
-    """There is no room, no permission, or no folder to write to."""
+    """Data cannot be written: the disk is full, or permission or the folder is missing."""
 
     code = "F04"
 
 
 class AlreadyThere(PenstockError, FileExistsError):
-    """What was to be written is there already; nothing is overwritten."""
+    """The output already exists. Nothing is overwritten."""
 
     code = "F05"
 
 
 class BadImage(PenstockError, ValueError):
-    """An image cannot be decoded, or is refused because of its size."""
+    """An image cannot be decoded, or is rejected because of its size."""
 
     code = "I01"
 
 
 class MissingExtra(PenstockError, ImportError):
-    """A package that only some people need is not installed."""
+    """An optional package is not installed."""
 
     code = "X01"

@@ -1,7 +1,7 @@
-"""The DataLoader, whole: torch's signature plus the options of :mod:`penstock.options`.
+"""DataLoader: torch's signature plus the options in :mod:`penstock.options`.
 
-A loader wires the layers together: it plans, makes iterators, keeps the epoch and the state. What
-loads and transports batches is :mod:`penstock.engine`.
+A loader connects the layers. It makes the plan, creates iterators, and tracks the epoch and the
+state. :mod:`penstock.engine` loads and transports the batches.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def _worker_entry(kind: str) -> Callable[..., Any]:
 
 
 class DataLoader(TorchDataLoader[_T_co]):
-    """A drop-in for ``torch.utils.data.DataLoader`` that needs no recipe.
+    """Drop-in replacement for ``torch.utils.data.DataLoader``.
 
-    All of torch's arguments keep their meaning; ``num_workers="auto"`` chooses a number (see
-    :attr:`plan` for the reason).
+    All of torch's arguments keep their meaning. ``num_workers="auto"`` chooses the number of
+    workers. See :attr:`plan` for the reason.
 
     Example:
         >>> import torch
@@ -134,10 +134,10 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._is_auto = check_num_workers("num_workers", num_workers) == "auto"
         if self._is_auto:
             facts = quick_facts()
-            num_workers = facts.usable_cores  # until the first batch shows how many are needed
+            num_workers = facts.usable_cores  # until the first batches show how many are needed
             persistent_workers = persistent_workers or facts.os != "linux"  # spawning is slow
         keywords: dict[str, Any] = {"prefetch_factor": prefetch_factor, "in_order": in_order}
-        if not _HAS_IN_ORDER:  # torch 1.13, which has no None as prefetch_factor either
+        if not _HAS_IN_ORDER:  # torch 1.13, which does not accept prefetch_factor=None either
             keywords = {} if prefetch_factor is None else {"prefetch_factor": prefetch_factor}
         self._auto_workers = num_workers if self._is_auto else None
         order = None
@@ -155,7 +155,8 @@ class DataLoader(TorchDataLoader[_T_co]):
                 )
         elif self.shard or self.rank is not None or self.world_size is not None:
             raise BadArgument(
-                "ranks are shared out only where no sampler was given and samples have an index",
+                "shard, rank and world_size cannot be combined with a sampler or an iterable "
+                "dataset",
                 remedy="DataLoader(..., shard=True) without sampler and batch_sampler",
             )
         with NoStopIteration("dataset.__len__"):
@@ -178,7 +179,7 @@ class DataLoader(TorchDataLoader[_T_co]):
                 **keywords,
             )
         self.in_order, self.shuffle = in_order, shuffle
-        if self._is_auto:  # what needs no measuring is known now
+        if self._is_auto:  # use the plan's value until there are measurements
             self.num_workers = self._auto_workers = self.plan.num_workers.value
         elif num_workers:
             from penstock.engine.parent.fork_server import warm_up
@@ -189,13 +190,13 @@ class DataLoader(TorchDataLoader[_T_co]):
     def _set_options(
         self, dataset: Any, options: Mapping[str, Any], prefetch_factor: int | None
     ) -> None:
-        """Set what a loader has beyond torch's, before anything is loaded."""
+        """Set the options and state that torch's DataLoader does not have."""
         refuse_unknown("DataLoader", options, _KNOWN_NAMES)
         for name, value in read_options(LoaderOptions, options).items():
             setattr(self, name, value)
         if self.finish is not None and self.device is None:
             raise BadArgument(
-                "finish= works where the batch is brought to, and no device= was given",
+                "finish= runs on the target device, but no device= was given",
                 remedy="DataLoader(..., device='cuda', finish=...), or device='cpu'",
             )
         self._asked_prefetch, self._work = prefetch_factor, Workload()
@@ -216,12 +217,15 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     @property
     def plan(self) -> Plan:
-        """What this loader does here, each choice with its reason."""
+        """Plan of this loader on this machine. Each choice has a reason."""
         plan = make_plan(quick_facts(), self._request(), self._workload())
         return replace(plan, notes=(*self._notes, *self._notes_of_dataset()))
 
     def _notes_of_dataset(self) -> tuple[str, ...]:
-        """What a dataset of ours says about itself; a wrapper's answer to any name is none."""
+        """Return the notes of a Penstock dataset.
+
+        Values of other types are ignored, because a wrapper may return a value for any name.
+        """
         notes = probe(self.dataset, "plan_notes", ())
         return tuple(notes) if isinstance(notes, (list, tuple)) else ()
 
@@ -243,7 +247,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         )
 
     def _workload(self) -> Workload:
-        """What is known of the work so far."""
+        """Return the properties of the workload that are known so far."""
         return replace(
             self._work,
             is_iterable=self._is_iterable(),
@@ -269,15 +273,16 @@ class DataLoader(TorchDataLoader[_T_co]):
     def _begin_iterator(self) -> Any:
         is_auto = self._request().num_workers == "auto"
         if is_auto and self.persistent_workers and self._iterator is not None:
-            # No worker was worth it: the base seed is drawn once all the same, so that the bits
-            # do not depend on how fast this machine is.
+            # The plan uses no workers. Reuse the iterator anyway, as with persistent workers. The
+            # base seed is then drawn only once, so the samples do not depend on how fast this
+            # machine is.
             self._iterator._reset(self)
             return self._iterator
         self._begin_epoch()
         iterator = self._make_iterator()
         self._skip_delivered(iterator)
         if is_auto and self.persistent_workers:
-            self._iterator = iterator  # torch's keeps one only where there are workers
+            self._iterator = iterator  # torch keeps an iterator only if there are workers
         return iterator
 
     def _make_iterator(self) -> LoaderIterator:
@@ -307,7 +312,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         return settings
 
     def _parts(self) -> LoaderParts:
-        """What an iterator shares with this loader."""
+        """Return the objects that an iterator shares with this loader."""
         is_tolerant = self.on_error != "raise"
         self._faults.num_samples = self._num_expected() if is_tolerant else None
         self._faults.num_indices = self._num_indices() if self.on_error == "replace" else None
@@ -327,17 +332,17 @@ class DataLoader(TorchDataLoader[_T_co]):
         )
 
     def _learn_batch_bytes(self, batch_bytes: int) -> None:
-        """Check what all batches together need, now that one was seen."""
+        """Record the size of the first batch, and warn if all batches need too much memory."""
         if self._work.sample_bytes is None:
             sample_bytes = batch_bytes // (self._rows_per_batch() or 1)
             self._work = replace(self._work, sample_bytes=sample_bytes)
             self._warn(self.plan)
 
     def _decide(self, measured: Measured) -> EngineSettings:
-        """Plan anew from what the first batches showed. Called from: AutoProducer."""
+        """Make a new plan from the measurements of the first batches. Called by AutoProducer."""
         if measured.stays_because is not None:
             self._work = Workload(stays_because=measured.stays_because.what)
-            warn_user(f"num_workers='auto' loads in this process. {measured.stays_because}")
+            warn_user(f"num_workers='auto' loads samples in this process. {measured.stays_because}")
         else:
             self._work = Workload(
                 sample_s=measured.sample_s,
@@ -353,18 +358,18 @@ class DataLoader(TorchDataLoader[_T_co]):
         self.num_workers = self._auto_workers = settings.num_workers
 
     def close(self) -> None:
-        """Stop persistent workers now; batches that were delivered stay valid."""
+        """Stop persistent workers. Batches already delivered stay valid."""
         if self._iterator is not None:
             self._iterator._shutdown_workers()  # type: ignore[attr-defined]
             self._iterator = None
         if self._recorder is not None:
-            self._recorder.on_end()  # writes the trace, where one was asked for
+            self._recorder.on_end()  # writes the trace file, if one was requested
 
     # -- bad samples -----------------------------------------------------------------------------
 
     @property
     def bad_samples(self) -> list[BadSample]:
-        """The samples that were left out or replaced so far, in the order they were found.
+        """Samples skipped or replaced so far, in the order they were found.
 
         Example:
             >>> from penstock import DataLoader
@@ -385,22 +390,26 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     @property
     def num_restarts(self) -> int:
-        """Workers that were lost and replaced so far."""
+        """Number of lost workers replaced so far."""
         return self._faults.num_restarts
 
     def _num_indices(self) -> int | None:
-        """Any sample may replace any other only where the sampler takes them all, evenly."""
+        """Return the number of indices from which a substitute can be drawn.
+
+        None unless the sampler visits all samples equally often. Only then can any sample replace
+        any other.
+        """
         from torch.utils.data import RandomSampler, SequentialSampler
 
         takes_all = type(self.sampler) in (RandomSampler, SequentialSampler, SeededOrder)
         if self.batch_size is None and self.batch_sampler is not None:
-            return None  # the user's own batches
+            return None  # the user's batch sampler
         return len(self.dataset) if takes_all else None  # type: ignore[arg-type]
 
     def _num_expected(self) -> int | None:
         if not self._is_iterable():
             return self._num_samples()
-        try:  # not len(loader): from then on torch warns of iterable datasets that give more
+        try:  # not len(loader): after that, torch warns if an iterable dataset yields more
             return len(self.dataset)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             return None
@@ -408,7 +417,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     # -- the timeline ----------------------------------------------------------------------------
 
     def timeline(self) -> Timeline:
-        """Where the time went so far: of the whole run with ``trace=``, else of its last part.
+        """Return the timeline so far: of the whole run with ``trace=``, otherwise of its last part.
 
         Example:
             >>> from penstock import DataLoader
@@ -424,7 +433,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         return Timeline((self._recorder or Recorder()).records())
 
     def stats(self) -> Stats:
-        """Rates and waits just now; asking costs about a millisecond, being asked nothing.
+        """Return current rates and wait times.
+
+        A call takes about a millisecond. Loading does not become slower.
 
         Example:
             >>> from penstock import DataLoader
@@ -440,7 +451,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         if self._recorder is None:
             self._recorder = make_recorder(self.trace)
             if self._recorder.traces_steps:
-                trace_steps()  # for what is loaded in this process
+                trace_steps()  # for samples loaded in this process
             if isinstance(self.trace, Tracing) and self.trace.file is not None:
                 from penstock.trace.writer import TraceWriter, claim_file
 
@@ -448,12 +459,12 @@ class DataLoader(TorchDataLoader[_T_co]):
                 claim_file(path, self)
                 writer = TraceWriter(self._recorder, path)
                 self._recorder.on_end = writer.write_sometimes
-                # When the loader is gone, or at the end of the program.
+                # Runs when the loader is garbage-collected, or when the program exits.
                 weakref.finalize(self, writer.write)
         return self._recorder
 
     def _record_facts(self, settings: EngineSettings) -> None:
-        """Tell the timeline what this loader is."""
+        """Record the settings of this loader in the timeline."""
         recorder, collate_fn = self._get_recorder(), getattr(self, "collate_fn", None)
         is_default = collate_fn is None or collate_fn is torch.utils.data.default_collate
         recorder.facts.update(
@@ -475,14 +486,14 @@ class DataLoader(TorchDataLoader[_T_co]):
     # -- epochs and state ------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """The next epoch is this one. Not needed, because epochs are counted; but honoured."""
+        """Set the number of the next epoch. Optional, because the loader counts epochs."""
         self._epoch_state.set_epoch(check_count("epoch", epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: what was delivered counts, not what was loaded ahead.
+        """Return the current position: the batches delivered, not those loaded ahead.
 
-        Plain data of a few hundred bytes, valid for another number of workers, another pool, and
-        another number of ranks with the same global batch.
+        The state is plain data of a few hundred bytes. It can be loaded with a different number of
+        workers, a different pool, and a different number of ranks with the same global batch size.
 
         Example:
             >>> from penstock import DataLoader
@@ -502,10 +513,13 @@ class DataLoader(TorchDataLoader[_T_co]):
         return self._state(position).to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state`` with the next epoch that is begun; nothing before it is loaded.
+        """Resume from ``state`` when the loader is iterated next.
+
+        Samples before that position are not loaded.
 
         Raises:
-            BadState: It belongs to another loader, or is none; this one is left as it was.
+            BadState: ``state`` is not a loader state, or belongs to a different loader. This loader
+                stays unchanged.
         """
         saved = LoaderState.from_dict(state)
         saved.refuse_unlike(self._state(EpochPosition(epoch=0, position=0)))
@@ -534,28 +548,28 @@ class DataLoader(TorchDataLoader[_T_co]):
         )
 
     def _bad_in(self, epoch: int, end: int) -> dict[str, list[Any]]:
-        """What the state says about bad samples before position ``end``."""
+        """Return the part of the state that describes bad samples before position ``end``."""
         positions = self._faults.positions(epoch)
-        if not self._is_iterable():  # copies to a device may be ahead of what was delivered
+        if not self._is_iterable():  # device copies may be ahead of the batches delivered
             positions = [position for position in positions if position < end]
         found: dict[str, list[Any]] = {"positions": positions, "poison": list(self._faults.poison)}
         return {name: values for name, values in found.items() if values}
 
     def _begin_epoch(self) -> None:
-        """Go on to the next epoch. Called once before each is iterated."""
+        """Advance to the next epoch. Called once before each epoch is iterated."""
         self._epoch_state.begin_next(self._order(), self._stateful_sampler())
         if isinstance(self.batch_sampler, BucketedBatches):
             self.batch_sampler.set_epoch(self._epoch_state.epoch)
 
     def _skip_delivered(self, batches: Any) -> None:
-        """Load and drop what was delivered before, where the dataset cannot skip it itself."""
+        """Load and drop the batches already delivered, if the dataset cannot skip them."""
         state = self._epoch_state
         if not self._is_iterable() or not state.start or state.streams:
             return
         num_batches, state.start = state.start // (self._rows_per_batch() or 1), 0
         warn_user(
-            f"the dataset has no state_dict of its own: {num_batches} batches are loaded once more "
-            "and dropped, to go on where the state was saved"
+            f"the dataset has no state_dict(), so {num_batches} batches are loaded again and "
+            "dropped to reach the saved position"
         )
         for _ in itertools.islice(batches, num_batches):
             pass
@@ -571,7 +585,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         )
 
     def _stateful_sampler(self) -> Any:
-        """What of the user's may have a state of its own: the batch sampler, or the sampler."""
+        """Return the batch sampler if it has a ``state_dict()``, otherwise the sampler."""
         has_state = has_own_state(self.batch_sampler)
         return self.batch_sampler if has_state else self.sampler
 
@@ -593,7 +607,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         return rows * order.world_size if rows and order is not None else rows
 
     def _num_samples(self) -> int | None:
-        """Samples of an epoch, where that is known: of the sampler, or of the dataset."""
+        """Return the number of samples in an epoch, or None if it is unknown."""
         try:
             most = len(self) * (self._rows_per_batch() or 1)
         except (TypeError, NotImplementedError):
@@ -609,14 +623,14 @@ class DataLoader(TorchDataLoader[_T_co]):
             return None
         is_users = self.batch_size is None and self.batch_sampler is not None
         try:
-            if is_users:  # the sampler says nothing about what a batch sampler does
+            if is_users:  # the length of the sampler does not apply to a user's batch sampler
                 return len(self.batch_sampler) * (self._rows_per_batch() or 1)  # type: ignore[arg-type]
             return len(self.sampler)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             return None
 
     def _end(self) -> int | None:
-        """The position at which an epoch is over: before the length where a rest is dropped."""
+        """Return the position where an epoch ends, not counting a last batch that is dropped."""
         length, rows, order = self._length(), self._global_batch(), self._order()
         drops = self.drop_last or getattr(self.batch_sampler, "drop_last", False)
         if order is not None:

@@ -1,8 +1,8 @@
-"""Every option of a loader, declared once: name, type, default, check and help.
+"""Declarations of all loader options: name, type, default, check and help.
 
-``DataLoader``, ``patch()``, the integrations, ``penstock run`` and the reference page are made from
-the classes below. Options that are torch's own (``batch_size``, ``sampler``, ...) are torch's; here
-they stand only where ``patch()`` and ``penstock run`` can override them.
+``DataLoader``, ``patch()``, the integrations, ``penstock run`` and the reference page are generated
+from the classes below. Each option is declared once. torch's options (``batch_size``, ``sampler``,
+...) are declared here only if ``patch()`` and ``penstock run`` can override them.
 
 Importing this module imports neither torch nor NumPy.
 """
@@ -26,12 +26,12 @@ TRACE_SUFFIXES = (".json", ".json.gz", ".html")
 
 @dataclass(frozen=True, kw_only=True)
 class Tracing:
-    """What to trace, where a path alone does not say it: ``DataLoader(..., trace=Tracing(...))``.
+    """Detailed tracing options: ``DataLoader(..., trace=Tracing(...))``.
 
     Args:
-        file: Where the trace goes: ``.json``, ``.json.gz``, ``.html`` or ``.perfetto.json.gz``.
-        samples: Note each ``dataset[i]`` in workers, and not only the parts of batches.
-        steps: Note each transform of torchvision's ``Compose`` by its name.
+        file: Output file: ``.json``, ``.json.gz``, ``.html`` or ``.perfetto.json.gz``.
+        samples: Record each ``dataset[i]`` call in workers, in addition to the stages of a batch.
+        steps: Record each transform of torchvision's ``Compose`` by name.
 
     Example:
         >>> import penstock
@@ -48,24 +48,24 @@ class Tracing:
 
 
 # -- checks ----------------------------------------------------------------------------------------
-# Each takes the option's name and a value, and returns the value to use, or raises BadArgument.
+# Each check takes the option's name and a value. It returns the value to use or raises BadArgument.
 
 
 def check_whole(name: str, value: Any, example: int = 0) -> int:
-    """``value`` as a plain int.
+    """Return ``value`` as a plain int.
 
     Raises:
-        BadArgument: It is not a whole number.
+        BadArgument: ``value`` is not an integer.
     """
     try:
         return operator.index(value)
     except TypeError:
         remedy = f"{name}={example}"
-        raise BadArgument(f"{name}={value!r} is not a whole number", remedy=remedy) from None
+        raise BadArgument(f"{name}={value!r} must be an integer", remedy=remedy) from None
 
 
 def check_count(name: str, value: Any, least: int = 0, most: int = 1 << 62) -> int:
-    """``value`` as a plain int from ``least`` to ``most``.
+    """Return ``value`` as a plain int between ``least`` and ``most``, inclusive.
 
     Example:
         >>> check_count("epoch", 3)
@@ -80,7 +80,7 @@ def check_count(name: str, value: Any, least: int = 0, most: int = 1 << 62) -> i
 
 
 def check_seed(name: str, seed: Any) -> int:
-    """``seed`` as a plain int within what ``torch.manual_seed`` takes.
+    """Return ``seed`` as a plain int in the range that ``torch.manual_seed`` accepts.
 
     Example:
         >>> check_seed("seed", 7)
@@ -96,7 +96,7 @@ def check_seed(name: str, seed: Any) -> int:
 
 
 def check_num_workers(name: str, num_workers: Any) -> int | str:
-    """A number, which torch checks, or "auto".
+    """Return ``num_workers`` if it is "auto" or an integer. torch checks the range.
 
     Example:
         >>> check_num_workers("num_workers", "auto"), check_num_workers("num_workers", 4)
@@ -104,14 +104,14 @@ def check_num_workers(name: str, num_workers: Any) -> int | str:
     """
     if num_workers != "auto" and not hasattr(type(num_workers), "__index__"):
         raise BadArgument(
-            f"{name}={num_workers!r} is neither a number nor 'auto'",
+            f"{name}={num_workers!r} must be an integer or 'auto'",
             remedy="DataLoader(..., num_workers='auto')",
         )
     return num_workers  # type: ignore[no-any-return]
 
 
 def check_prefetch(name: str, depth: Any) -> int:
-    """A number of batches to be ahead.
+    """Return ``depth`` if it is a valid number of batches to prefetch.
 
     Example:
         >>> check_prefetch("device_prefetch", 2)
@@ -119,26 +119,26 @@ def check_prefetch(name: str, depth: Any) -> int:
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= 1000:
         raise BadArgument(
-            f"{name}={depth!r} is no number of batches from 1 to 1000", remedy=f"{name}=2"
+            f"{name}={depth!r} must be a number of batches from 1 to 1000", remedy=f"{name}=2"
         )
     return depth
 
 
 def check_finish(name: str, finish: Any) -> Any:
-    """A function of a batch, or None."""
+    """Return ``finish`` if it is callable or None."""
     if finish is not None and not callable(finish):
         raise BadArgument(
-            f"{name}={finish!r} is no function of a batch",
+            f"{name}={finish!r} must be a function that takes a batch",
             remedy=f"{name}=penstock.finish(mean=..., std=...)",
         )
     return finish
 
 
 def check_device(name: str, device: Any) -> Any:
-    """``device`` as a ``torch.device``.
+    """Return ``device`` as a ``torch.device``.
 
     Raises:
-        NoSuchDevice: torch does not know a device of that name.
+        NoSuchDevice: torch does not support a device of this name.
     """
     import torch
 
@@ -154,7 +154,7 @@ def check_device(name: str, device: Any) -> Any:
 
 
 def check_trace(name: str, trace: Any) -> Any:
-    """None, False (off), or a Tracing whose file can be written.
+    """Return None, False (off), or a Tracing whose file is writable.
 
     Example:
         >>> check_trace("trace", "run.json").file
@@ -169,14 +169,14 @@ def check_trace(name: str, trace: Any) -> Any:
     is_sound = isinstance(trace, Tracing) and isinstance(trace.file, (str, os.PathLike, type(None)))
     if not is_sound:
         raise BadArgument(
-            f"{name}={trace!r} is no path, no Tracing(...), and neither True nor False",
+            f"{name}={trace!r} must be a path, Tracing(...), True or False",
             remedy="DataLoader(..., trace='run.json')",
         )
     path = None if trace.file is None else os.fspath(trace.file)
     if path is not None and not path.endswith(TRACE_SUFFIXES):
         raise BadArgument(
-            f"{name}={path!r}: a trace is written to {', '.join(TRACE_SUFFIXES)}",
-            remedy="DataLoader(..., trace='run.json'), or 'run.html' to look at",
+            f"{name}={path!r} must end in one of {', '.join(TRACE_SUFFIXES)}",
+            remedy="DataLoader(..., trace='run.json'), or 'run.html' to view in a browser",
         )
     if path is not None:
         _check_writable(name, path)
@@ -184,27 +184,27 @@ def check_trace(name: str, trace: Any) -> Any:
 
 
 def _check_writable(name: str, path: str) -> None:
-    """Fail now, and not after the first epoch, if no file can be made there."""
+    """Raise now, and not after the first epoch, if the file cannot be created."""
     folder = os.path.dirname(path)
     if folder and not os.path.isdir(folder):
         if folder.startswith("~"):
-            what, remedy = "only shells know '~'", f"{name}=os.path.expanduser({path!r})"
+            what, remedy = "'~' is not expanded", f"{name}=os.path.expanduser({path!r})"
         elif os.path.exists(folder):
-            what, remedy = f"{folder!r} is a file, no folder", "DataLoader(..., trace='run.json')"
+            what, remedy = f"{folder!r} is not a folder", "DataLoader(..., trace='run.json')"
         else:
-            what, remedy = f"there is no folder {folder!r}", f"mkdir -p {folder}"
+            what, remedy = f"folder {folder!r} does not exist", f"mkdir -p {folder}"
         raise BadArgument(f"{name}={path!r}: {what}", remedy=remedy)
-    beside = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
+    probe = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
     try:
-        with open(beside, "xb"):
+        with open(probe, "xb"):
             pass
-        os.unlink(beside)
+        os.unlink(probe)
     except FileExistsError:
-        pass  # another loader of this process writes just now
+        pass  # another loader in this process is writing the file now
     except (OSError, ValueError) as error:
         raise BadArgument(
             f"{name}={path!r} cannot be written: {getattr(error, 'strerror', None) or error}",
-            remedy="DataLoader(..., trace='/tmp/run.json'), or another folder that is yours",
+            remedy="DataLoader(..., trace='/tmp/run.json'), or a different folder you can write to",
         ) from None
 
 
@@ -220,7 +220,8 @@ def _check_max_bad(name: str, max_bad: Any) -> float | None:
     if max_bad is None or is_count or is_part:
         return max_bad  # type: ignore[no-any-return]
     raise BadArgument(
-        f"{name}={max_bad!r} is neither a count from 0 up nor a part from 0.0 to below 1.0",
+        f"{name}={max_bad!r} must be a count (an int, at least 0) or a fraction (a float, from 0.0 "
+        "to below 1.0)",
         remedy="DataLoader(..., max_bad=100) or max_bad=0.01",
     )
 
@@ -230,7 +231,7 @@ def _check_seconds(name: str, seconds: Any) -> float | None:
     if seconds is None or (is_number and 0 < seconds < math.inf):
         return seconds  # type: ignore[no-any-return]
     raise BadArgument(
-        f"{name}={seconds!r} is no number of seconds above 0",
+        f"{name}={seconds!r} must be a positive number of seconds",
         remedy=f"DataLoader(..., {name}=60), or None for no limit",
     )
 
@@ -252,15 +253,15 @@ def _check_optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], An
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option; ``name`` and ``type`` are taken from where it is declared.
+    """One option. ``name`` and ``type`` are filled in from its declaration.
 
     Args:
-        default: Its value where nothing is said.
-        help: What it does, in sentences; the first one stands in ``penstock run --help``.
-        check: ``check(name, value)`` returns the value to use, or raises BadArgument.
-        flag: How it is written on the command line; "": it cannot be given there.
-        metavar: What stands for its value in the command's help; "": the flag takes no value.
-        parse: From the text of the command line to a value.
+        default: Value if the option is not given.
+        help: Description in full sentences. ``penstock run --help`` shows the first sentence.
+        check: ``check(name, value)`` returns the value to use or raises BadArgument.
+        flag: Command-line flag. Empty if the option is not available on the command line.
+        metavar: Placeholder for the value in the command's help. Empty if the flag takes no value.
+        parse: Converts the command-line text to a value.
     """
 
     default: Any
@@ -285,7 +286,7 @@ def _parse_count_or_part(text: str) -> float:
 
 
 class SharedOptions(TypedDict, total=False):
-    """Options that a loader takes, and ``patch()`` and ``penstock run`` give to every loader."""
+    """Options of a loader that ``patch()`` and ``penstock run`` can set for every loader."""
 
     seed: Annotated[
         int | None,
@@ -295,8 +296,9 @@ class SharedOptions(TypedDict, total=False):
             flag="--seed",
             metavar="N",
             parse=int,
-            help="Order and randomness are functions of (seed, epoch, position) and nothing else. "
-            "None: torch's sampler, and a seed drawn where torch draws its own.",
+            help="Seed for the sample order and the randomness of each sample. Both depend only on "
+            "(seed, epoch, position). If None, torch's sampler determines the order, and the seed "
+            "is drawn where torch draws its own.",
         ),
     ]
     pool: Annotated[
@@ -304,7 +306,8 @@ class SharedOptions(TypedDict, total=False):
         Option(
             default="auto",
             check=_check_choice("auto", "process", "thread", "inline"),
-            help='``"process"``, ``"thread"``, ``"inline"``, or ``"auto"``.',
+            help='Where samples are loaded: ``"process"`` (worker processes), ``"thread"`` '
+            '(threads), ``"inline"`` (the training process), or ``"auto"``.',
         ),
     ]
     randomness: Annotated[
@@ -312,9 +315,9 @@ class SharedOptions(TypedDict, total=False):
         Option(
             default="sample",
             check=_check_choice("sample", "worker"),
-            help='``"sample"``: the generators are set before each sample from its position, so '
-            'the number of workers changes nothing. ``"worker"``: torch\'s way, one seed per '
-            "worker.",
+            help='``"sample"`` seeds the random generators before each sample from its position, '
+            "so the number of workers does not affect the samples. "
+            '``"worker"`` uses one seed per worker, like torch.',
         ),
     ]
     on_error: Annotated[
@@ -324,9 +327,9 @@ class SharedOptions(TypedDict, total=False):
             check=_check_on_error,
             flag="--on-error",
             metavar="raise|skip|replace",
-            help='What happens to a sample that raises: ``"raise"``; ``"skip"``: the batch is '
-            'shorter; ``"replace"``: another sample takes its place; or a function of (index, '
-            "error) that returns a sample, or None to skip it.",
+            help='Policy for a sample that raises: ``"raise"`` propagates the error, ``"skip"`` '
+            'makes the batch shorter, and ``"replace"`` uses a different sample. In Python, it can '
+            "also be a function of (index, error) that returns a sample, or None to skip it.",
         ),
     ]
     max_bad: Annotated[
@@ -335,10 +338,10 @@ class SharedOptions(TypedDict, total=False):
             default=None,
             check=_check_max_bad,
             flag="--max-bad",
-            metavar="N|PART",
+            metavar="N|FRACTION",
             parse=_parse_count_or_part,
-            help="More bad samples than this in an epoch (a count, or a part below 1.0) are an "
-            "error.",
+            help="Raise an error if an epoch has more bad samples than this (a count, or a "
+            "fraction below 1.0).",
         ),
     ]
     bad_samples_file: Annotated[
@@ -347,8 +350,7 @@ class SharedOptions(TypedDict, total=False):
             default=None,
             flag="--bad-samples-file",
             metavar="FILE",
-            help="A file that gets a line of JSON for each bad sample; ``penstock doctor`` reads "
-            "it.",
+            help="Write one line of JSON per bad sample to this file, for ``penstock doctor``.",
         ),
     ]
     max_restarts: Annotated[
@@ -359,7 +361,7 @@ class SharedOptions(TypedDict, total=False):
             flag="--max-restarts",
             metavar="N",
             parse=int,
-            help="How many workers that died or hung are replaced within ten minutes.",
+            help="Maximum number of dead or hung workers to replace within ten minutes.",
         ),
     ]
     sample_timeout_s: Annotated[
@@ -370,7 +372,8 @@ class SharedOptions(TypedDict, total=False):
             flag="--sample-timeout-s",
             metavar="SECONDS",
             parse=float,
-            help="A sample that takes longer counts as hung; None: no limit.",
+            help="Treat a sample that takes longer than this many seconds as hung. None means no "
+            "limit.",
         ),
     ]
     trace: Annotated[
@@ -380,32 +383,34 @@ class SharedOptions(TypedDict, total=False):
             check=check_trace,
             flag="--trace",
             metavar="FILE",
-            help="A path that gets the timeline of the run (.html to look at, or .json); see "
-            ":class:`penstock.Tracing`.",
+            help="Write a timeline of the run to this file (.html to view in a browser, or .json). "
+            "See :class:`penstock.Tracing` for more options.",
         ),
     ]
 
 
 class LoaderOptions(SharedOptions, total=False):
-    """What ``DataLoader`` takes beyond torch's arguments."""
+    """Options of ``DataLoader`` that torch's DataLoader does not have."""
 
     shard: Annotated[
         bool,
         Option(
             default=False,
-            help="True: this rank's part, as torch.distributed numbers the ranks. Or give ``rank`` "
-            "and ``world_size``.",
+            help="Load only the shard of this rank, as numbered by torch.distributed. "
+            "Alternatively, pass ``rank`` and ``world_size``.",
         ),
     ]
-    rank: Annotated[int | None, Option(default=None, help="This rank, where ``shard`` is not set.")]
+    rank: Annotated[
+        int | None, Option(default=None, help="Rank of this process, if ``shard`` is not set.")
+    ]
     world_size: Annotated[
-        int | None, Option(default=None, help="The number of ranks, beside ``rank``.")
+        int | None, Option(default=None, help="Number of ranks. Required with ``rank``.")
     ]
     padding: Annotated[
         bool,
         Option(
             default=False,
-            help="With ranks: repeat samples from the start until all have equally many.",
+            help="Repeat samples from the start so that all ranks get the same number of samples.",
         ),
     ]
     device: Annotated[
@@ -413,8 +418,8 @@ class LoaderOptions(SharedOptions, total=False):
         Option(
             default=None,
             check=_check_optional(check_device),
-            help="Batches are copied there, ``device_prefetch`` of them ahead of the step, on a "
-            "stream of their own. None: they stay in CPU memory.",
+            help="Device to copy batches to. Copies run on a separate stream, ``device_prefetch`` "
+            "batches ahead of the training step. If None, batches stay in CPU memory.",
         ),
     ]
     device_prefetch: Annotated[
@@ -422,7 +427,7 @@ class LoaderOptions(SharedOptions, total=False):
         Option(
             default=2,
             check=check_prefetch,
-            help="How many batches are copied to the device ahead of the step.",
+            help="Number of batches to copy to the device ahead of the training step.",
         ),
     ]
     finish: Annotated[
@@ -430,16 +435,16 @@ class LoaderOptions(SharedOptions, total=False):
         Option(
             default=None,
             check=check_finish,
-            help="Applied to each batch on the device: see :func:`penstock.finish`.",
+            help="Function applied to each batch on the device. See :func:`penstock.finish`.",
         ),
     ]
 
 
 class PatchOptions(SharedOptions, total=False):
-    """What ``patch()`` and ``penstock run`` take.
+    """Options of ``patch()`` and ``penstock run``.
 
-    ``num_workers``, ``multiprocessing_context`` and ``persistent_workers`` replace what the code
-    says.
+    ``num_workers``, ``multiprocessing_context`` and ``persistent_workers`` override the values in
+    the user's code.
     """
 
     num_workers: Annotated[
@@ -450,7 +455,7 @@ class PatchOptions(SharedOptions, total=False):
             flag="--workers",
             metavar="auto|N",
             parse=_parse_count_or_auto,
-            help="The number of workers, instead of what the code says.",
+            help="Number of workers, overriding the value in the code.",
         ),
     ]
     multiprocessing_context: Annotated[
@@ -460,7 +465,7 @@ class PatchOptions(SharedOptions, total=False):
             check=_check_optional(_check_choice("spawn", "fork", "forkserver")),
             flag="--start-method",
             metavar="spawn|fork",
-            help="How workers are started, instead of what the code says.",
+            help="Start method of the workers, overriding the value in the code.",
         ),
     ]
     persistent_workers: Annotated[
@@ -468,7 +473,7 @@ class PatchOptions(SharedOptions, total=False):
         Option(
             default=False,
             flag="--persistent-workers",
-            help="Keep workers between epochs, also where the code does not ask for it.",
+            help="Keep workers between epochs, even if the code does not request it.",
         ),
     ]
 
@@ -478,7 +483,7 @@ class PatchOptions(SharedOptions, total=False):
 
 @functools.cache
 def options_of(kind: type) -> dict[str, Option]:
-    """The options that a class of this module declares, by name.
+    """Return the options that a class in this module declares, by name.
 
     Example:
         >>> options_of(LoaderOptions)["max_restarts"].default
@@ -492,10 +497,10 @@ def options_of(kind: type) -> dict[str, Option]:
 
 
 def read_options(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of ``kind`` with the values given, checked, or their defaults.
+    """Return all options of ``kind``: the given values, checked, and the defaults of the rest.
 
     Raises:
-        BadArgument: A value is not valid.
+        BadArgument: A value is invalid.
 
     Example:
         >>> read_options(PatchOptions, {"on_error": "skip"})["on_error"]
@@ -509,7 +514,7 @@ def read_options(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise TypeError, as Python does, for a keyword that is not known; names the nearest one.
+    """Raise TypeError for an unknown keyword, like Python. Suggests the closest known name.
 
     Example:
         >>> refuse_unknown("DataLoader", {"num_worker": 2}, {"num_workers": 0})
@@ -528,7 +533,7 @@ def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, 
 
 
 def describe_options(kind: type) -> str:
-    """The options of ``kind`` as the arguments section of a docstring."""
+    """Return the options of ``kind`` formatted as the ``Args`` section of a docstring."""
     import textwrap
 
     lines = []
@@ -539,7 +544,10 @@ def describe_options(kind: type) -> str:
 
 
 def takes_options(kind: type) -> Callable[[_Function], _Function]:
-    """Decorate a function of ``**options`` so that its signature names those of ``kind``."""
+    """Return a decorator that lists the options of ``kind`` in a function's signature.
+
+    The function takes them as ``**options``.
+    """
 
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)

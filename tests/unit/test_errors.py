@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ ALSO = {
 }
 
 
-def all_errors() -> set[type]:
+def all_errors() -> set[type[errors.PenstockError]]:
     return {
         value
         for value in vars(errors).values()
@@ -50,6 +51,21 @@ def all_errors() -> set[type]:
 
 def test_every_error_is_known_to_these_tests() -> None:
     assert all_errors() == set(ALSO)
+
+
+def test_the_tree_in_the_module_docstring_lists_every_error_with_its_code() -> None:
+    listed = re.findall(r"^ +\+-- (\w+) +\[(\w+)\]", errors.__doc__ or "", re.MULTILINE)
+    assert sorted(listed) == sorted((kind.__name__, kind.code) for kind in all_errors())
+
+
+@pytest.mark.parametrize("kind", ALSO, ids=lambda kind: kind.__name__)
+def test_the_tree_names_the_builtin_base_of_each_error(kind: Any) -> None:
+    (line,) = re.findall(rf"^ +\+-- {kind.__name__} +\[.*", errors.__doc__ or "", re.MULTILINE)
+    if kind is errors.DeviceFailed:
+        assert "also the type torch raised:" in line
+        return
+    for other in ALSO[kind]:
+        assert re.search(rf" (also|and) (\w+\.)?{other.__name__}\b", line)
 
 
 @pytest.mark.parametrize("kind", ALSO, ids=lambda kind: kind.__name__)

@@ -245,7 +245,10 @@ COMMANDS = {
     "a negative part": (["--max-bad", "-1", "pack/train.py"], "--max-bad=-1 is neither"),
     "a part without end": (["--max-bad", "inf", "pack/train.py"], "--max-bad=inf is neither"),
     "one and a half": (["--max-bad", "1.5", "pack/train.py"], "--max-bad=1.5 is neither"),
-    "no time": (["--sample-timeout-s", "0", "pack/train.py"], "no number of seconds above 0"),
+    "no time": (
+        ["--sample-timeout-s", "0", "pack/train.py"],
+        "must be a positive number of seconds",
+    ),
     "a long seed": (["--seed", str(2**70), "pack/train.py"], "does not fit in 64 bits"),
     "no folder": (["--bad-samples-file", "gone/bad.jsonl", "pack/train.py"], "there is no folder"),
     "bad workers": (["--workers", "many", "pack/train.py"], "many"),

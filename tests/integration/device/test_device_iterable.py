@@ -163,7 +163,7 @@ def test_none_as_a_batch_is_not_the_end() -> None:
 
 
 def test_a_finish_that_is_no_function_is_said_at_once() -> None:
-    with pytest.raises(BadArgument, match="finish=3 is no function"):
+    with pytest.raises(BadArgument, match="finish=3 must be a function"):
         to_device([1], "cpu", finish=3)  # type: ignore[arg-type]
 
 

@@ -156,7 +156,7 @@ def test_an_iterable_dataset_without_a_state_is_replayed_and_the_loader_says_so(
     def make() -> DataLoader[Any]:
         return DataLoader(Stateless(), batch_size=3, num_workers=num_workers)
 
-    with pytest.warns(UserWarning, match="4 batches are loaded once more"):
+    with pytest.warns(UserWarning, match="4 batches are loaded again and dropped"):
         rest, resumed, _ = stop_and_go(make, 4)
     assert_same(resumed, rest)
 

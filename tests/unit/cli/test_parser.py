@@ -146,4 +146,4 @@ def test_only_run_replaces_what_the_code_says(capsys: pytest.CaptureFixture[str]
             make_parser().parse_args([command, "--help"])
         said = " ".join(capsys.readouterr().out.split())
         assert "--workers" in said
-        assert ("number of workers, instead of what the code says" in said) is (command == "run")
+        assert ("umber of workers, overriding the value in the code" in said) is (command == "run")

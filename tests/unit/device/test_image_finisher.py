@@ -162,7 +162,7 @@ def test_it_can_be_sent_to_another_process() -> None:
         ({"mean": [0.5], "std": [0.0]}, "would divide by 0"),
         ({"mean": [0.1, 0.2], "std": [0.1] * 3}, "mean has 2 channels, but std has 3"),
         ({"dtype": torch.uint8}, "must be a floating-point dtype"),
-        ({"scaling": "guess"}, "scaling='guess' is not known"),
+        ({"scaling": "guess"}, "scaling='guess' must be one of"),
         ({"memory_format": torch.channels_last_3d}, "memory_format=.* is not supported"),
     ],
 )

@@ -52,9 +52,9 @@ def test_a_kind_that_we_know_nothing_about_is_tried_out() -> None:
 
 @pytest.mark.parametrize("depth", [0, -1, 1.0, True, "2", None, 1001])
 def test_a_depth_is_a_small_number_above_0(depth: Any) -> None:
-    with pytest.raises(BadArgument, match=r"device_prefetch=.* is no number of batches"):
+    with pytest.raises(BadArgument, match=r"device_prefetch=.* must be a number of batches"):
         DataLoader(range(4), device="cpu", device_prefetch=depth)
-    with pytest.raises(BadArgument, match=r"\bprefetch=.* is no number of batches"):
+    with pytest.raises(BadArgument, match=r"\bprefetch=.* must be a number of batches"):
         to_device([], "cpu", prefetch=depth)
     assert check_prefetch("prefetch", 1000) == 1000
 
@@ -62,7 +62,7 @@ def test_a_depth_is_a_small_number_above_0(depth: Any) -> None:
 def test_finish_needs_a_device_and_to_be_a_function() -> None:
     with pytest.raises(BadArgument, match="no device= was given"):
         DataLoader(range(4), finish=print)
-    with pytest.raises(BadArgument, match="finish=3 is no function"):
+    with pytest.raises(BadArgument, match="finish=3 must be a function"):
         DataLoader(range(4), finish=3, device="cpu")
 
 

@@ -133,7 +133,7 @@ BAD: dict[str, tuple[Any, int, Any, str]] = {
     "no such index": (make, 0, 23, "index=23"),
     "a negative index": (make, 0, -1, "index=-1"),
     "no such epoch": (make, -1, 0, "epoch=-1"),
-    "half an index": (make, 0, 1.5, "whole number"),
+    "half an index": (make, 0, 1.5, "must be an integer"),
 }
 
 
