@@ -1,6 +1,6 @@
-"""Penstock feeds PyTorch at full pressure.
+"""Penstock: a drop-in DataLoader for PyTorch.
 
-Names are loaded when they are first used: ``import penstock`` imports neither torch nor NumPy.
+Public names are imported on first use. ``import penstock`` imports neither torch nor NumPy.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     module = importlib.import_module(home)
-    if name == "DataLoader":  # accelerate takes loaders apart: it must find us when it does
+    if name == "DataLoader":  # accelerate rebuilds loaders, so its hook must be installed first
         importlib.import_module("penstock.integrations.accelerate").watch()
-    # `machine` and `verify` are packages that can be called, `conv` is a package of public names,
-    # `legacy` a module of them: there the name is the module itself.
+    # `machine` and `verify` are callable packages, and `conv` and `legacy` hold public names. For
+    # these, the name refers to the module itself.
     if home == f"penstock.{name}":
         return module
-    # Kept: `penstock.span` stands inside loops, and coming here costs a microsecond.
+    # Cached, because `penstock.span` is used inside loops and this function takes a microsecond.
     value = globals()[name] = getattr(module, name)
     return value
 
@@ -127,16 +127,16 @@ def __dir__() -> list[str]:
 
 
 def _bypass_convolutions() -> None:
-    """torch is there, and the environment asks for it."""
+    """Install the convolution bypass requested by PENSTOCK_CONV. Called once torch is imported."""
     mode = os.environ.get("PENSTOCK_CONV", "off")
-    if mode in ("", "off"):  # `penstock run --conv off` says so later
+    if mode in ("", "off"):  # `penstock run --conv off` sets it after this module is imported
         return
     from penstock.conv.bypass import bypass_convolutions
     from penstock.errors import BadArgument
 
     try:
         bypass_convolutions(mode)  # type: ignore[arg-type]
-    except BadArgument as error:  # a slip in a variable must not end `import torch`
+    except BadArgument as error:  # a typo in the variable must not make `import torch` fail
         import warnings
 
         warnings.warn(f"PENSTOCK_CONV={mode}: {error}", stacklevel=2)

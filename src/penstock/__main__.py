@@ -1,4 +1,4 @@
-"""``python -m penstock``: the command line; without arguments, an overview of this platform."""
+"""``python -m penstock``: the command line, or an overview of this platform if no arguments."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Makes a package callable, as ``penstock.machine()`` and ``penstock.verify(make_loader)``.
+"""Callable packages, such as ``penstock.machine()`` and ``penstock.verify(make_loader)``.
 
-Importing any module of a package makes Python set ``penstock.<package>`` to the package, over a
-function of that name. So the package itself takes the call.
+Importing any module of a package makes Python set ``penstock.<package>`` to the package, which
+replaces a function of the same name. The package itself is callable for this reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class CallablePackage(ModuleType):
-    """A package whose call is that of a function in one of its modules, imported when called."""
+    """A package that forwards calls to a function in one of its modules, imported on first call."""
 
     _module: str
     _function: str
@@ -22,12 +22,13 @@ class CallablePackage(ModuleType):
         return getattr(importlib.import_module(self._module), self._function)(*arguments, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # cloudpickle knows modules by their exact type; a script's functions may hold this one.
+        # cloudpickle recognizes modules by their exact type, so this subclass needs its own reducer
+        # (functions in the user's script may reference the package).
         return importlib.import_module, (self.__name__,)
 
 
 def make_callable(package: str, module: str, function: str) -> None:
-    """Calling ``package`` calls ``function`` of ``module`` from now on."""
+    """Make ``package`` callable: a call is forwarded to ``function`` in ``module``."""
     made: Any = sys.modules[package]
     made.__class__ = CallablePackage
     made._module, made._function = module, function

@@ -1,8 +1,9 @@
-"""Functions that projects wrote for themselves to load data on Windows and ROCm, on top of ours.
+"""Replacements for helper functions that projects wrote for data loading on Windows and ROCm.
 
-``from penstock.legacy import create_dataloader`` stands in for the project's own module: the same
-names, arguments and results. What they worked around is mostly gone, and each says what is left of
-it. Importing this module imports no torch, because some of them want to be called before it is.
+``from penstock.legacy import create_dataloader`` replaces the project's own module. The names,
+arguments and results are the same. Most of the problems that these functions worked around do not
+exist with Penstock. Each docstring says what remains. Importing this module does not import torch,
+because some of the functions must be called before torch is imported.
 
     create_dataloader, get_safe_num_workers, ...    penstock.DataLoader and the plan
     set_seed, verify_reproducibility                penstock.seed_all and penstock.verify
@@ -44,8 +45,8 @@ __all__ = [
 ]
 
 WHY_NOT_ZERO = (
-    "workers do not run your script again, lambdas and classes of the script reach them, the "
-    "dataset is serialised once for all of them, and their number changes no bit of a batch"
+    "workers do not rerun your script, lambdas and classes defined in the script work in them, the "
+    "dataset is serialized only once, and the number of workers does not change the batches"
 )
 _ONLY_WITH_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context")
 _ROCM_VARIABLES = ("MIOPEN_DEBUG_CONV_IMPLICIT_GEMM", VARIABLE, "ROCM_PATH")
@@ -55,7 +56,7 @@ _ROCM_VARIABLES = ("MIOPEN_DEBUG_CONV_IMPLICIT_GEMM", VARIABLE, "ROCM_PATH")
 
 
 def is_windows() -> bool:
-    """Is this Windows?
+    """Return True on Windows.
 
     Example:
         >>> import sys
@@ -76,15 +77,16 @@ def create_dataloader(
     force_zero_workers_on_windows: bool = False,
     **kwargs: Any,
 ) -> DataLoader[Any]:
-    """Make a loader that suits this machine, repeatable where a seed is given.
+    """Create a loader suited to this machine. It is reproducible if a seed is given.
 
     Args:
-        num_workers: As in torch, at most what the machine bears, with a warning; or ``"auto"``.
-        pin_memory: None: where torch has a GPU to copy to.
-        seed: Order and randomness of the samples are functions of it, whatever loads them.
-        force_zero_workers_on_windows: Off, because the reasons for it are gone: see
-            :data:`WHY_NOT_ZERO`, which ``loader.plan.notes`` says on Windows. True is obeyed.
-        **kwargs: Everything else that :class:`penstock.DataLoader` takes.
+        num_workers: As in torch, or ``"auto"``. A number that the machine cannot support is
+            reduced with a warning.
+        pin_memory: If None, memory is pinned if torch has a GPU.
+        seed: Determines the order and randomness of the samples, independent of the workers.
+        force_zero_workers_on_windows: Use no workers on Windows. Not needed with Penstock:
+            :data:`WHY_NOT_ZERO` gives the reasons, and ``loader.plan.notes`` shows them on Windows.
+        **kwargs: Other arguments of :class:`penstock.DataLoader`.
 
     Example:
         >>> loader = create_dataloader(range(6), batch_size=3, shuffle=True, num_workers=2, seed=42)
@@ -97,7 +99,7 @@ def create_dataloader(
 
     safe = _choose(num_workers, force_zero_workers_on_windows)
     _warn_of(num_workers, safe)
-    if safe.value == 0 and num_workers != 0:  # torch refuses these without workers
+    if safe.value == 0 and num_workers != 0:  # torch rejects these arguments without workers
         kwargs = {name: kwargs[name] for name in kwargs if name not in _ONLY_WITH_WORKERS}
     loader: DataLoader[Any] = DataLoader(
         dataset,
@@ -115,10 +117,11 @@ def create_dataloader(
 
 
 def get_recommended_num_workers() -> int:
-    """How many workers for a dataset that nobody has measured? What the plan says.
+    """Return the number of workers that the plan chooses for an unmeasured dataset.
 
-    One for each core that this process may use (affinity, container and ranks counted), as far as
-    memory and open files allow; on Windows too. ``num_workers="auto"`` measures, and knows better.
+    It is one worker per core that this process can use, limited by memory and open files. CPU
+    affinity, container quotas and the number of ranks are taken into account. The same rule applies
+    on Windows. ``num_workers="auto"`` measures the dataset and gives a better number.
 
     Example:
         >>> get_recommended_num_workers() >= 1
@@ -130,11 +133,11 @@ def get_recommended_num_workers() -> int:
 def get_safe_num_workers(
     num_workers: int, force_zero_on_windows: bool = False, warn: bool = True
 ) -> int:
-    """So many workers, or as many of them as this machine bears.
+    """Return ``num_workers``, reduced if this machine cannot support that many.
 
     Args:
         force_zero_on_windows: As in :func:`create_dataloader`.
-        warn: Say it if the number is another one.
+        warn: Warn if the number is reduced.
 
     Example:
         >>> get_safe_num_workers(0), get_safe_num_workers(1)
@@ -148,22 +151,22 @@ def get_safe_num_workers(
 
 def _choose(num_workers: int | str, force_zero_on_windows: bool) -> Choice:
     if force_zero_on_windows and num_workers and is_windows():
-        reason = f"zero on Windows was asked for, which is not needed any more; {WHY_NOT_ZERO}"
+        reason = f"zero workers on Windows were requested but are not needed: {WHY_NOT_ZERO}"
         return Choice(0, reason, "asked")
     if isinstance(num_workers, str):
-        return Choice(num_workers, "as asked", "asked")
+        return Choice(num_workers, "as requested", "asked")
     return choose_safe_workers(quick_facts(), num_workers)
 
 
 def _warn_of(num_workers: int | str, safe: Choice) -> None:
-    """Say it if the number is another one. Called from: what the user called."""
+    """Warn if the number differs. Must be called directly by a public function (``stacklevel``)."""
     if safe.value != num_workers:
         text = f"num_workers={num_workers!r} becomes {safe.value}: {safe.reason}"
         warnings.warn(text, stacklevel=3)
 
 
 def get_safe_num_workers_table(requested: Iterable[int] = USUAL_REQUESTS) -> dict[int, int]:
-    """From each number of workers that may be asked for to the one that is safe here.
+    """Return a dict from each requested number of workers to the number that is safe here.
 
     Example:
         >>> list(get_safe_num_workers_table())
@@ -176,7 +179,7 @@ def get_safe_num_workers_table(requested: Iterable[int] = USUAL_REQUESTS) -> dic
 
 
 def print_safe_num_workers_table(requested: Iterable[int] = USUAL_REQUESTS) -> None:
-    """Print the table, with the reason where a number is not safe.
+    """Print the table of safe worker counts, with a reason for each row.
 
     Example:
         >>> print_safe_num_workers_table((0, 1))
@@ -192,7 +195,7 @@ def print_safe_num_workers_table(requested: Iterable[int] = USUAL_REQUESTS) -> N
 def print_dataloader_config(
     num_workers: int | str, batch_size: int, seed: int | None = None, shuffle: bool = False
 ) -> None:
-    """Print what a loader with these arguments does here, each choice with its reason.
+    """Print the plan of a loader with these arguments, with a reason for each choice.
 
     Example:
         >>> print_dataloader_config(num_workers=0, batch_size=32, seed=42, shuffle=True)
@@ -207,7 +210,7 @@ def print_dataloader_config(
     plan = make_plan(
         quick_facts(), LoaderRequest(num_workers=num_workers, batch_size=batch_size), Workload()
     )
-    told = "drawn where torch draws its own" if seed is None else "the same order and randomness"
+    told = "drawn like torch's base seed" if seed is None else "the same order and randomness"
     rows = {
         "batch_size": str(batch_size),
         "shuffle": str(shuffle),
@@ -223,13 +226,14 @@ def print_dataloader_config(
 
 
 def set_seed(seed: int, deterministic: bool = True, benchmark: bool = False) -> dict[str, Any]:
-    """Seed every generator, and switch torch to repeatable algorithms where there are some.
+    """Seed every generator, and switch torch to deterministic algorithms where they exist.
 
-    An operation that has no repeatable form warns, so that a training which runs today still runs;
-    with :func:`penstock.seed_all` it raises.
+    An operation without a deterministic algorithm warns, so existing training code keeps running.
+    With :func:`penstock.seed_all` it raises.
 
     Returns:
-        ``seed``, ``deterministic`` and ``benchmark`` as given; what was ``set`` and ``not_set``.
+        A dict of the arguments ``seed``, ``deterministic`` and ``benchmark``, and of the settings
+        that were ``set`` and ``not_set``.
 
     Example:
         >>> import random
@@ -251,11 +255,11 @@ def set_seed(seed: int, deterministic: bool = True, benchmark: bool = False) -> 
 
 
 def verify_reproducibility(verbose: bool = True) -> bool:
-    """Is the same small training twice equal to the last bit here, on each device?
+    """Return True if a small training run gives bit-identical results twice on each device.
 
-    Judged as torch is set now: after ``set_seed(..., deterministic=True)`` with repeatable
-    algorithms, else as torch comes. Everything is put back afterwards. For a loader, there is
-    :func:`penstock.verify`.
+    It uses torch's current settings: deterministic algorithms after ``set_seed(...,
+    deterministic=True)``, otherwise torch's defaults. All state is restored afterwards. To check a
+    loader, use :func:`penstock.verify`.
 
     Example:
         >>> verify_reproducibility(verbose=False)
@@ -270,7 +274,7 @@ def verify_reproducibility(verbose: bool = True) -> bool:
     if verbose:
         print(verdict)
         if not verdict.is_same and not is_on:
-            print("Try: set_seed(42, deterministic=True) before it.")
+            print("Try: call set_seed(42, deterministic=True) first.")
     return verdict.is_same
 
 
@@ -278,41 +282,41 @@ def verify_reproducibility(verbose: bool = True) -> bool:
 
 
 def setup_rocm_multiprocessing(force: bool = True, verbose: bool = True) -> None:
-    """Have multiprocessing spawn, for code that starts processes of its own.
+    """Set multiprocessing's start method to spawn, for user code that starts processes.
 
-    Penstock's workers need it neither before nor after torch is imported: they come from a process
-    that has never seen a GPU.
+    Penstock's workers do not need this, neither before nor after torch is imported. They are forked
+    from a process that has never used a GPU.
 
     Args:
-        force: Also where a start method is settled already.
-        verbose: Print what was done.
+        force: Replace a start method that is already set.
+        verbose: Print the result.
 
     Example:
         >>> setup_rocm_multiprocessing(verbose=False)
         >>> multiprocessing.get_start_method()
         'spawn'
-        >>> multiprocessing.set_start_method(None, force=True)  # as it was
+        >>> multiprocessing.set_start_method(None, force=True)  # restore the default
     """
     try:
         multiprocessing.set_start_method("spawn", force=force)
-        told = "multiprocessing spawns from now on. Penstock's workers would not need it"
+        told = "multiprocessing uses 'spawn' from now on. Penstock's workers do not need this"
     except RuntimeError as error:
         stays = multiprocessing.get_start_method(allow_none=True)
-        told = f"multiprocessing stays with {stays!r}: {error}. Penstock's workers do not mind"
+        told = f"multiprocessing still uses {stays!r}: {error}. Penstock's workers are not affected"
     if verbose:
         print(told)
 
 
 def patch_dataloader(verbose: bool = True) -> None:
-    """Let every ``torch.utils.data.DataLoader`` load with Penstock's engine from now on.
+    """Make every ``torch.utils.data.DataLoader`` use Penstock's engine.
 
-    So no process that holds a GPU is forked. Workers are kept between epochs only where the code
-    says ``persistent_workers=True``: on Linux new ones take milliseconds. :func:`penstock.patch`
-    does the same with options; :func:`penstock.unpatch` takes it back.
+    No process with an open GPU is forked. Workers are kept between epochs only if the code sets
+    ``persistent_workers=True``, because starting new ones takes milliseconds on Linux.
+    :func:`penstock.patch` does the same and takes options. :func:`penstock.unpatch` undoes it.
 
     Example:
         >>> patch_dataloader()
-        torch's DataLoader loads with Penstock from now on
+        torch's DataLoader uses Penstock from now on
         >>> import penstock
         >>> penstock.unpatch()
     """
@@ -320,11 +324,11 @@ def patch_dataloader(verbose: bool = True) -> None:
 
     patch()
     if verbose:
-        print("torch's DataLoader loads with Penstock from now on")
+        print("torch's DataLoader uses Penstock from now on")
 
 
 def print_rocm_info() -> None:
-    """Print what matters to a ROCm machine. No GPU is opened for it, and no torch imported.
+    """Print facts about a ROCm machine. Opens no GPU and does not import torch.
 
     Example:
         >>> print_rocm_info()
@@ -347,7 +351,7 @@ def print_rocm_info() -> None:
     plan = make_plan(facts, LoaderRequest(), Workload())
     rows = {
         "torch": f"{facts.torch} ({build})" if facts.torch else "not installed",
-        "GPUs": ", ".join(cards) or "none seen",
+        "GPUs": ", ".join(cards) or "none found",
         "start method": facts.start_method,
         "workers": str(plan.start_method),
         "cores": f"{facts.usable_cores} of {facts.num_cpus} usable",
@@ -367,7 +371,7 @@ def _print_rows(title: str, rows: dict[str, str]) -> None:
     print("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]))
 
 
-def __getattr__(name: str) -> object:  # these need torch, and some functions here must precede it
+def __getattr__(name: str) -> object:  # lazy, because these names need torch
     if name in ("FallbackConv2d", "apply_full_patch"):
         from penstock import conv
 

@@ -298,7 +298,7 @@ class SharedOptions(TypedDict, total=False):
             parse=int,
             help="Seed for the sample order and the randomness of each sample. Both depend only on "
             "(seed, epoch, position). If None, torch's sampler determines the order, and the seed "
-            "is drawn where torch draws its own.",
+            "is drawn like torch's base seed.",
         ),
     ]
     pool: Annotated[

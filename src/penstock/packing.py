@@ -1,7 +1,7 @@
-"""``penstock.pack``: the writer of packed sets, run on the loader's workers.
+"""``penstock.pack``: writes a packed set with the loader's workers.
 
 pack() --- inspect_source: a few samples ---> PackSpec
-       --- map(write shard, numbers) -> worker processes (or what the caller brings)
+       --- map(write shard, numbers) -> worker processes (or the caller's ``map``)
        <-- a record per shard ---------
 """
 
@@ -25,7 +25,7 @@ from penstock.sources.packed_writer import Map, pack_into, refuse_finished
 from penstock.verify.hashing import digest
 
 _NUM_TWICE, _LONGEST_S = 4, 1.0
-"""Samples that are loaded twice to see whether they are random, and the time limit for it."""
+"""Number of samples loaded twice to detect randomness, and the time limit for it."""
 
 
 def pack(
@@ -41,38 +41,41 @@ def pack(
     shard_bytes: int = SHARD_BYTES,
     progress: bool | None = None,
 ) -> Packed:
-    """Write a dataset to a folder that is read at the speed of memory.
+    """Write a dataset to a folder that can be read at memory speed.
 
-    Stopped at any moment, even by ``kill -9``, the same call goes on from the last finished shard,
-    and the result is the same to the byte. Nothing is ever overwritten.
+    If packing is interrupted at any time, even by ``kill -9``, the same call continues from the
+    last finished shard. The result is identical, byte for byte. Nothing is ever overwritten.
 
     Args:
-        dataset: Anything with ``len()`` and ``dataset[i]``. Samples are numbers, arrays, tensors,
+        dataset: Any object with ``len()`` and ``dataset[i]``. Samples are numbers, arrays, tensors,
             text, bytes, images, or a tuple or dict of them.
-        path: A folder that is empty, not there yet, or has the beginning of the same packing.
+        path: A folder that is empty, does not exist yet, or contains an unfinished run of the same
+            packing.
         fields: Names for the fields of a tuple, or a dict from names to :class:`penstock.Field`
             (or just a dtype).
-        workers: Processes that load and write; "auto" is one for each core, 0 is this one.
-        map: Something else that does the work, called as ``map(function, numbers)``; results may
-            come in any order.
-        on_error: What becomes of a sample that raises: "raise", "skip", "replace" (by another), or
-            a function of (index, error). The list stays with the set: ``Packed.bad_samples``.
-        max_bad: More of them than this (a count, or a part below 1.0) are an error.
-        seed: Of what samples draw: packing twice gives the same bytes.
-        shard_bytes: About how long the files get.
-        progress: A bar on the terminal; None: if a person is watching.
+        workers: Number of worker processes. "auto" means one per core. With 0, this process loads
+            and writes.
+        map: Replaces the worker processes. Called as ``map(function, numbers)``. Results can arrive
+            in any order.
+        on_error: Policy for a sample that raises: "raise", "skip", "replace" (by a different
+            sample), or a function of (index, error). ``Packed.bad_samples`` keeps the list.
+        max_bad: Maximum number of bad samples (a count, or a fraction below 1.0). More are an
+            error.
+        seed: Seed for random samples. Packing twice with the same seed gives the same bytes.
+        shard_bytes: Approximate size of each file.
+        progress: Show a progress bar. If None, it is shown if stderr is a terminal.
 
     Returns:
-        The set, opened.
+        The packed set, opened.
 
     Raises:
-        CannotPack: A sample is not what the first ones are, or cannot be stored without pickle.
-        AlreadyThere: There is something at ``path`` already.
-        CannotWrite: No room, or no right to write there.
-        TooManyBad: See ``max_bad``; the others are packed.
+        CannotPack: A sample differs in form from the first ones, or needs pickle to be stored.
+        AlreadyThere: ``path`` already contains something.
+        CannotWrite: The disk is full, or ``path`` is not writable.
+        TooManyBad: There are more bad samples than ``max_bad``. The good samples are packed.
 
     Warns:
-        UserWarning: Samples are random: they are packed as they fall out, for all epochs.
+        UserWarning: Samples are random. Random transforms are frozen when packed.
 
     Example:
         >>> import tempfile, numpy as np, penstock
@@ -95,7 +98,7 @@ def pack(
     )
     random_check.warn(fetch)
     if map is not None and not callable(map):
-        raise BadArgument(f"map={map!r} cannot be called", remedy="map=executor.map")
+        raise BadArgument(f"map={map!r} must be callable", remedy="map=executor.map")
     if map is None:
         map = pool_map(_checked_workers(workers), spec.num_shards)
     with _bar(spec.num_samples, progress) as tell:
@@ -105,7 +108,7 @@ def pack(
 
 
 class _RandomSampleCheck:
-    """Warns where samples are random: they are frozen when packed."""
+    """Warns if samples are random, because packing freezes them."""
 
     def __init__(self) -> None:
         self._seen: dict[int, bytes] = {}
@@ -116,7 +119,7 @@ class _RandomSampleCheck:
                 self._seen[index] = digest(sample)
 
     def warn(self, samples: EncodedSamples) -> None:
-        """Load a few once more, drawing other numbers, for a second at most."""
+        """Load a few samples again with a different seed, and warn if one differs."""
         others = SampleRandomness(samples.seed + 1)
         limit = time.monotonic() + _LONGEST_S
         for index, before in self._seen.items():
@@ -126,9 +129,9 @@ class _RandomSampleCheck:
                 continue
             if again != before:
                 warn_user(
-                    f"sample {index} is another one each time it is loaded; packed, it is the "
-                    "same in all epochs. Pack what comes before the random part, and give that to "
-                    "Packed(..., transforms=)"
+                    f"sample {index} is different each time it is loaded, but the packed sample is "
+                    "the same in every epoch. Pack the dataset without its random transforms, and "
+                    "pass those to Packed(..., transforms=)"
                 )
                 return
             if time.monotonic() > limit:
@@ -136,7 +139,7 @@ class _RandomSampleCheck:
 
 
 def pool_map(workers: int, num_items: int) -> Map:
-    """A map over the loader's worker processes. An item whose worker dies is done again."""
+    """Return a ``map`` that uses the loader's workers. An item is retried if its worker dies."""
 
     def run(function: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
         results = _Results(function, list(items))
@@ -156,7 +159,7 @@ def pool_map(workers: int, num_items: int) -> Map:
 
 
 class _Results:
-    """``function`` of each item, as a dataset: a sample is a result."""
+    """A dataset whose samples are the results of ``function`` for each item."""
 
     def __init__(self, function: Callable[[int], Any], items: list[int]) -> None:
         self._function = function
@@ -185,15 +188,15 @@ def _check_bad(folder: str, num_bad: int, num_samples: int, max_bad: float | Non
     most = max_bad * num_samples if 0 < max_bad < 1 else max_bad
     if num_bad > most:
         raise TooManyBad(
-            f"{num_bad} of {num_samples} samples are bad, and max_bad={max_bad}",
-            where=f"{folder} is packed all the same; Packed({folder!r}).bad_samples lists them",
+            f"{num_bad} of {num_samples} samples are bad, more than max_bad={max_bad} allows",
+            where=f"{folder}, which was packed anyway. Packed({folder!r}).bad_samples lists them",
             num_bad=num_bad,
         )
 
 
 @contextlib.contextmanager
 def _bar(num_samples: int, request: bool | None) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar with rate and time left, on a terminal or on request."""
+    """Show a progress bar with rate and remaining time. Yields the function that updates it."""
     if not (sys.stderr.isatty() if request is None else request):
         yield lambda done, total: None
         return

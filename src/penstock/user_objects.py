@@ -1,8 +1,8 @@
-"""Reads the user's objects without trusting their code: own attributes, and guarded probes.
+"""Safe access to attributes of the user's objects.
 
-A class may define ``__getattr__`` or ``__getattribute__`` that hands every name on to another
-object, answers every name, or raises anything. A question of ours must neither end the program nor
-be answered by somebody else.
+A class may define a ``__getattr__`` or ``__getattribute__`` that forwards every name to another
+object, returns a value for every name, or raises any exception. The functions here never fail
+because of this, and they do not return an attribute of the wrong object.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
-    """The attributes in ``__dict__`` and in slots, without calling any code of the class.
+    """Return the attributes in ``__dict__`` and in slots without calling any code of the class.
 
     Example:
         >>> class Wrapper:
@@ -25,7 +25,7 @@ def own_attributes(value: Any) -> dict[str, Any]:
     """
     found = {str(name): item for name, item in list(instance_dict(value).items())}
     for cls in type(value).__mro__:
-        if "__slots__" not in vars(cls):  # members of classes written in C are not the user's
+        if "__slots__" not in vars(cls):  # skips members of C classes, which users do not set
             continue
         for name, member in list(vars(cls).items()):
             if isinstance(member, MemberDescriptorType):
@@ -37,7 +37,7 @@ def own_attributes(value: Any) -> dict[str, Any]:
 
 
 def instance_dict(value: Any) -> dict[str, Any]:
-    """The ``__dict__`` of an object; an empty one where it has none.
+    """Return the ``__dict__`` of an object, or an empty dict if it has none.
 
     Example:
         >>> from types import SimpleNamespace
@@ -46,13 +46,13 @@ def instance_dict(value: Any) -> dict[str, Any]:
     """
     try:
         found = object.__getattribute__(value, "__dict__")
-    except Exception:  # none, or a property of the user's that fails
+    except Exception:  # no __dict__, or a user-defined property that raises
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def own_slots(value: Any) -> dict[str, Any]:
-    """The slots of an object that have a value, by name.
+    """Return the slots of an object that have a value, by name.
 
     Example:
         >>> class Point:
@@ -66,7 +66,7 @@ def own_slots(value: Any) -> dict[str, Any]:
     for cls in reversed(type(value).__mro__):
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if name.startswith("__") and not name.endswith("__"):  # a private one has its own name
+            if name.startswith("__") and not name.endswith("__"):  # private names are mangled
                 name = f"_{cls.__name__.lstrip('_')}{name}"
             member = vars(cls).get(name)
             if isinstance(member, MemberDescriptorType):
@@ -78,7 +78,7 @@ def own_slots(value: Any) -> dict[str, Any]:
 
 
 def probe(value: Any, name: str, default: Any = None) -> Any:
-    """``getattr`` with a default for every exception, not for AttributeError alone.
+    """Return an attribute, or ``default`` if access raises any exception.
 
     Example:
         >>> class Strict:
@@ -94,10 +94,11 @@ def probe(value: Any, name: str, default: Any = None) -> Any:
 
 
 def offers(dataset: Any, name: str) -> bool:
-    """Has its class this method, and no ``__getitem__`` that is newer than it?
+    """Return True if the dataset's class defines this method and it matches ``__getitem__``.
 
-    A class that inherits the method and overrides ``__getitem__`` means the latter. So does one
-    that hands unknown names on to a dataset inside of it.
+    If a subclass inherits the method but overrides ``__getitem__``, the method is ignored, because
+    it would return different samples. A method found only through ``__getattr__`` (a wrapper that
+    forwards to an inner dataset) is ignored for the same reason.
 
     Example:
         >>> class Reader:
@@ -117,7 +118,7 @@ def offers(dataset: Any, name: str) -> bool:
 
 
 def class_attribute(cls: type, name: str) -> Any:
-    """What a class defines under a name, ``object`` left out; None: nothing.
+    """Return the attribute that a class or its bases define, ignoring ``object``, or None.
 
     Example:
         >>> class_attribute(dict, "__len__") is dict.__len__

@@ -64,6 +64,6 @@ print([batch.tolist() for batch in DataLoader(Squares(), batch_size=4, num_worke
 def test_a_script_for_rocm_runs_as_it_stands_and_needs_no_guard(tmp_path: Path) -> None:
     result = scripts.run(TRAINING, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "spawns from now on" in result.stdout
+    assert "uses 'spawn' from now on" in result.stdout
     assert "HSA_OVERRIDE_GFX_VERSION" in result.stdout
     assert "[[0, 1, 4, 9], [16, 25, 36, 49]]" in result.stdout

@@ -116,7 +116,7 @@ def test_zero_on_windows_is_obeyed_with_a_warning_that_it_is_not_needed(
     monkeypatch: pytest.MonkeyPatch, num_workers: Any
 ) -> None:
     use(monkeypatch, WINDOWS)
-    with pytest.warns(UserWarning, match="becomes 0: .* not needed any more") as told:
+    with pytest.warns(UserWarning, match="becomes 0: .* requested but are not needed") as told:
         loader = legacy.create_dataloader(
             Draws(),
             num_workers=num_workers,
@@ -191,7 +191,7 @@ def test_the_configuration_is_printed_with_reasons(
     for text in ("batch_size", "32", "42", "True", "4 (asked:", "spawn (rule: win32"):
         assert text in shown
     legacy.print_dataloader_config(0, 8)
-    assert "drawn where torch draws its own" in capsys.readouterr().out
+    assert "drawn like torch's base seed" in capsys.readouterr().out
 
 
 # -- seeds -----------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The command line: ``penstock`` and ``python -m penstock``.
 
-``parser`` reads the line and imports the module of the command, which does the work.
+:mod:`penstock.cli.parser` parses the arguments and imports the module of the command.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit. This is the one place where exceptions become exit codes.
+    """Run a command and exit. Only this function turns exceptions into exit codes.
 
-    Called from: the ``penstock`` script and ``python -m penstock``.
+    Called by the ``penstock`` script and ``python -m penstock``.
 
     Args:
-        arguments: What was typed behind ``penstock``; None: ``sys.argv``.
+        arguments: The arguments after ``penstock``. If None, those in ``sys.argv``.
     """
     from penstock.cli.parser import make_parser
     from penstock.errors import PenstockError
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(USAGE_ERROR)
     except KeyboardInterrupt:
         if getattr(options, "command", None) == "run":
-            raise  # the script's: the interpreter ends as it does without us
+            raise  # raised in the user's script: exit as Python does without Penstock
         print("Interrupted.", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # as in `penstock doctor | head -1`

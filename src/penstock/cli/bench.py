@@ -1,8 +1,8 @@
-"""``penstock bench``: measures how fast a dataset loads here, and with which settings.
+"""``penstock bench``: measures how fast a dataset loads with different numbers of workers.
 
-bench_dataset      what is loaded: SCRIPT:NAME, a folder of images, or images made here
+bench_dataset      opens the dataset: SCRIPT:NAME, a folder of images, or generated images
 bench_measurement  times each stage, then each number of workers
-bench_report       a table, JSON, and a page with plots
+bench_report       prints a table, and writes JSON or an HTML page with plots
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from penstock.errors import BadArgument
 from penstock.machine.collect import machine
 
 MAX_WORKERS = 1024
-"""Beyond this, a slip of the finger."""
+"""Higher numbers are treated as a typo."""
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Called from: :mod:`penstock.cli.parser`."""
+    """Declare the arguments of the command. Called by :mod:`penstock.cli.parser`."""
     parser.add_argument(
         "target",
         nargs="?",
         metavar="[SCRIPT:NAME | FOLDER]",
-        help="A dataset or loader, or a folder of pictures; without: pictures made here.",
+        help="A dataset or loader, or a folder of images. By default, images are generated.",
     )
     parser.add_script_arguments()
     parser.add_value(
-        "--batch-size", "N", number(int, 1), "Samples in a batch; the loader's, or 32."
+        "--batch-size", "N", number(int, 1), "Batch size. By default, the loader's, or 32."
     )
     parser.add_value(
         "--workers",
         "N,N,...",
         worker_counts,
-        "Numbers of workers to try; by default, up to twice the cores.",
+        "Numbers of workers to try. By default, up to twice the number of cores.",
     )
     parser.add_value(
-        "--seconds", "S", number(float, 0.1, 600), "How long to measure each setting.", default=2.0
+        "--seconds", "S", number(float, 0.1, 600), "Seconds to measure each setting.", default=2.0
     )
     parser.add_argument(
         "--out",
         action="append",
         default=[],
         metavar="FILE",
-        help="Write a .json or .html file; can be given several times.",
+        help="Write a .json or .html file. Can be repeated.",
     )
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Measure, print, write."""
+    """Measure the dataset, print the results, and write the files."""
     _check(options)
     console, here = Console(), machine()
     workers = options.workers or default_workers(here.usable_cores)
@@ -79,27 +79,32 @@ def execute(options: argparse.Namespace) -> None:
     for path in options.out:
         make_text = bench_report.make_page if path.endswith(".html") else bench_report.dump
         Path(path).write_text(make_text(result, facts), encoding="utf-8")
-        console.print(f"Written: {path}", markup=False, highlight=False)
+        console.print(f"Wrote {path}", markup=False, highlight=False)
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse now what would fail after minutes of measuring."""
+    """Reject invalid options now, and not after minutes of measuring."""
     for path in options.out:
         if not path.endswith((".json", ".html")):
-            raise BadArgument(f"--out {path}: .json or .html", remedy="penstock bench --out b.html")
+            raise BadArgument(
+                f"--out {path} must end in .json or .html", remedy="penstock bench --out b.html"
+            )
         folder = Path(path).parent
         if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(path).is_dir():
-            why = "cannot be written" if folder.is_dir() else f"there is no folder {folder}"
+            why = "cannot be written" if folder.is_dir() else f"folder {folder} does not exist"
             raise BadArgument(f"--out {path}: {why}", remedy="penstock bench --out b.html")
     most = max(options.workers or (0,))
     if most > MAX_WORKERS:
         raise BadArgument(
-            f"--workers {most}: {MAX_WORKERS} at most", remedy="penstock bench --workers 0,1,2,4"
+            f"--workers {most} must be at most {MAX_WORKERS}",
+            remedy="penstock bench --workers 0,1,2,4",
         )
 
 
 def default_workers(cores: int) -> tuple[int, ...]:
-    """Numbers of workers to try: powers of two up to the cores, and beyond for those that wait.
+    """Return the numbers of workers to try: powers of two up to the cores, and twice the cores.
+
+    More workers than cores help datasets that wait for I/O.
 
     Example:
         >>> default_workers(6)

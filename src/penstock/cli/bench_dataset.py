@@ -1,4 +1,4 @@
-"""Opens what ``penstock bench`` loads: SCRIPT:NAME, a folder of images, or images made here."""
+"""Opens the dataset of ``penstock bench``: SCRIPT:NAME, a folder of images, or generated images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIXELS, NUM_MADE, BATCH_SIZE = 224, 256, 32
 
 @dataclass(frozen=True, kw_only=True)
 class BenchDataset:
-    """A dataset, and what its own loader says about batches of it."""
+    """A dataset, with the batch size and ``collate_fn`` of its loader."""
 
     name: str
     dataset: Any
@@ -31,7 +31,7 @@ class BenchDataset:
 
 
 class FolderImages:
-    """A folder's images, decoded by Pillow and brought to one size."""
+    """The images in a folder, decoded by Pillow and resized to the same size."""
 
     def __init__(self, files: list[Path]) -> None:
         self._files = files
@@ -48,7 +48,7 @@ class FolderImages:
 
 @contextmanager
 def open_dataset(target: str | None, arguments: Sequence[str] = ()) -> Iterator[BenchDataset]:
-    """What ``target`` means; None: images made here.
+    """Open the dataset that ``target`` names. If None, images are generated.
 
     Raises:
         BadTarget: There is nothing to load.
@@ -58,7 +58,7 @@ def open_dataset(target: str | None, arguments: Sequence[str] = ()) -> Iterator[
 
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
             images = GeneratedImages(Path(folder), NUM_MADE)
-            yield BenchDataset(name="pictures made here", dataset=images)
+            yield BenchDataset(name="generated images", dataset=images)
     elif Path(target).is_dir():
         yield BenchDataset(name=target, dataset=_images_in(Path(target)))
     else:
@@ -69,10 +69,10 @@ def _images_in(folder: Path) -> FolderImages:
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
     if not files:
         kinds = ", ".join(IMAGE_SUFFIXES)
-        raise BadTarget(f"there are no pictures ({kinds}) in {folder}", remedy="penstock bench")
+        raise BadTarget(f"{folder} contains no images ({kinds})", remedy="penstock bench")
     if importlib.util.find_spec("PIL") is None:
         raise BadTarget(
-            "pictures of a folder are decoded by Pillow, which is not installed",
+            "Pillow decodes the images in a folder, but it is not installed",
             remedy="pip install 'penstock[images]'",
         )
     return FolderImages(files)
@@ -81,8 +81,8 @@ def _images_in(folder: Path) -> FolderImages:
 def _from_script(target: str, arguments: Sequence[str]) -> BenchDataset:
     if ":" not in target and not Path(target).exists():
         raise BadTarget(
-            f"there is no folder and no script {target!r}",
-            remedy="penstock bench train.py:dataset, or a folder of pictures",
+            f"{target!r} is neither a folder nor a script",
+            remedy="penstock bench train.py:dataset, or a folder of images",
         )
     found = find_script_object(target, "bench")
     try:
@@ -99,7 +99,7 @@ def _from_script(target: str, arguments: Sequence[str]) -> BenchDataset:
         )
     if not has_samples or not hasattr(type(value), "__len__"):
         raise BadTarget(
-            f"{target} is a {type(value).__name__}, which has no samples with numbers",
+            f"{target} is a {type(value).__name__}, which has no __getitem__ and __len__",
             remedy="penstock bench train.py:dataset",
         )
     return BenchDataset(name=target, dataset=value)

@@ -1,6 +1,6 @@
-"""Measures a dataset: each stage alone, each number of workers, and the ceiling.
+"""Measurements of ``penstock bench``: each stage alone, each number of workers, and the ceiling.
 
-Called from: :mod:`penstock.cli.bench`. Nothing is printed here.
+The ceiling is the rate with samples that are already in memory. Nothing is printed here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.trace.timeline import Timeline
 
 NEAR_BEST = 0.95
-"""Of settings that come this near to the best, the one with the fewest workers is recommended."""
+"""Among settings at least this close to the best, the fewest workers are recommended."""
 MAX_SAMPLES = 100_000
 NUM_KEPT = 64
 
@@ -38,10 +38,10 @@ class StageTime:
 
 @dataclass(kw_only=True)
 class WorkersRate:
-    """How fast one number of workers is.
+    """The loading rate with one number of workers.
 
     Args:
-        predicted: The rate that the simulator gave beforehand; None: it was not asked.
+        predicted: The rate that the simulator predicted before the run, or None.
     """
 
     workers: int
@@ -53,7 +53,7 @@ class WorkersRate:
 
 @dataclass(kw_only=True)
 class BenchResult:
-    """All that was measured. Rates are samples a second."""
+    """All measurements. Rates are in samples per second."""
 
     name: str
     batch_size: int
@@ -69,14 +69,14 @@ class BenchResult:
 
     @property
     def line(self) -> str:
-        """To paste."""
+        """The recommended line of code, to paste."""
         return (
             f"DataLoader(..., batch_size={self.batch_size}, num_workers={self.recommended.workers})"
         )
 
 
 class RepeatedDataset:
-    """A dataset over and over: short ones are measured as long as others."""
+    """Repeats a dataset, so that short datasets can be measured as long as others."""
 
     def __init__(self, dataset: Any, count: int) -> None:
         self.dataset = dataset
@@ -97,7 +97,7 @@ def measure(
     seconds: float,
     tell: Callable[[str], None],
 ) -> BenchResult:
-    """Everything, one after the other. ``tell``: called with what comes next."""
+    """Run all measurements in sequence. ``tell`` is called with the name of each next step."""
     import torch
 
     from penstock.trace.what_if import simulate
@@ -133,7 +133,7 @@ def measure(
             result.best, best_rate = timeline, account.rate
         if count:
             previous = timeline
-    tell("the ceiling: samples that lie ready")
+    tell("the ceiling: samples in memory")
     ready = RepeatedDataset(kept, len(kept))
     count = max(1, result.recommended.workers)
     result.ceiling = _run(ready, batch_size, source.collate_fn, count, seconds).account.rate
@@ -141,13 +141,14 @@ def measure(
 
 
 def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -> list[Any]:
-    """Load one by one, then collate; returns some of the samples."""
+    """Time loading of single samples, then collating. Returns some of the samples."""
     from torch.utils.data import default_collate
 
     num_samples = len(source.dataset)
     if not num_samples:
         raise BadTarget(
-            f"{source.name} is empty: len(dataset) is 0", remedy="penstock bench train.py:dataset"
+            f"{source.name} is empty: len(dataset) is 0",
+            remedy="penstock bench train.py:dataset",
         )
     kept: list[Any] = []
     times_s, busy_s = [], 0.0
@@ -157,7 +158,7 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
             raise BadTarget(
                 f"dataset[{timed.index}] raises {describe_error(timed.error)}",
                 where=place_of(timed.error),
-                remedy="penstock doctor train.py:dataset, which says more about it",
+                remedy="penstock doctor train.py:dataset, for details",
             ) from timed.error
         times_s.append(timed.wall_s)
         busy_s += timed.busy_s
@@ -177,7 +178,7 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
 
 
 def _run(dataset: Any, batch_size: int, collate_fn: Any, workers: int, seconds: float) -> Timeline:
-    """A loader that runs for so long, without a step."""
+    """Run a loader for ``seconds`` without a training step, and return its timeline."""
     from penstock.loader import DataLoader
 
     with warnings.catch_warnings():  # more workers than cores are tried on purpose

@@ -1,4 +1,4 @@
-"""The result of ``penstock bench`` as a table, as JSON, and as a page with plots."""
+"""Output of ``penstock bench``: a table, JSON, and an HTML page with plots."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from penstock.cli.bench_measurement import BenchResult, WorkersRate
 
 
 def print_result(console: Console, result: BenchResult) -> None:
-    """The table and the line to paste."""
+    """Print the table and the recommended line of code."""
     for stage in result.stages:
-        line = f"{stage.name}: {stage.sample_ms:.3g} ms a sample. {stage.note}".rstrip()
+        line = f"{stage.name}: {stage.sample_ms:.3g} ms per sample. {stage.note}".rstrip()
         console.print(line, markup=False, highlight=False)
     table = Table(box=None, pad_edge=False)
     for column in ("workers", "samples/s", "predicted", "of the ceiling", "waiting"):
@@ -29,12 +29,12 @@ def print_result(console: Console, result: BenchResult) -> None:
         style = "bold green" if run is chosen else ""
         table.add_row(*row, f"{run.stall_share:.0%}", style=style)
     console.print(table)
-    console.print(f"The ceiling, with samples that lie ready: {result.ceiling:,.0f} samples/s")
+    console.print(f"Ceiling, with samples in memory: {result.ceiling:,.0f} samples/s")
     console.print(f"Recommended: {result.line}", markup=False, highlight=False)
 
 
 def dump(result: BenchResult, machine: dict[str, Any]) -> str:
-    """The result as JSON."""
+    """Return the result as JSON."""
     content = {
         "name": result.name,
         "batch_size": result.batch_size,
@@ -48,13 +48,13 @@ def dump(result: BenchResult, machine: dict[str, Any]) -> str:
 
 
 def make_page(result: BenchResult, machine: dict[str, Any]) -> str:
-    """A page that needs no network: the plot, the table, and the best run's timeline."""
+    """Return a self-contained HTML page with the plot, the stages, and the best run's timeline."""
     from penstock.trace import html as render_html
 
     facts = ", ".join(f"{key} {value}" for key, value in machine.items())
     timeline = "" if result.best is None else render_html.frame(result.best.to_html())
     stages = "".join(
-        f"<li>{html.escape(stage.name)}: {stage.sample_ms:.3g} ms a sample. "
+        f"<li>{html.escape(stage.name)}: {stage.sample_ms:.3g} ms per sample. "
         f"{html.escape(stage.note)}</li>"
         for stage in result.stages
     )
@@ -64,18 +64,18 @@ def make_page(result: BenchResult, machine: dict[str, Any]) -> str:
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em}}
 text{{font:12px system-ui,sans-serif;fill:currentColor}}code{{font-size:14px}}</style>
 <h1>{html.escape(result.name)}</h1>
-<p>{html.escape(facts)}. Batches of {result.batch_size}.</p>
+<p>{html.escape(facts)}. Batch size {result.batch_size}.</p>
 <p>Recommended: <code>{html.escape(result.line)}</code></p>
 <ul>{stages}</ul>
 {_plot(result.runs, result.ceiling)}
-<h2>The fastest run</h2>
+<h2>Fastest run</h2>
 {timeline}
 </html>
 """
 
 
 def _plot(runs: list[WorkersRate], ceiling: float) -> str:
-    """Rates over workers as SVG: bars measured, marks predicted, a line for the ceiling."""
+    """Return an SVG plot of rates: measured bars, predicted marks, and the ceiling."""
     most = max([ceiling, *(run.rate for run in runs), 1e-9])
     wide, high, left = 90 * len(runs) + 60, 260, 50
     parts = []
@@ -94,7 +94,7 @@ def _plot(runs: list[WorkersRate], ceiling: float) -> str:
         f'<path d="M{left - 20} {level:.0f}H{wide}" stroke="#22c55e" stroke-dasharray="6 4"/>'
         f'<text x="{left - 20}" y="{level - 5:.0f}">ceiling {ceiling:,.0f} samples/s</text>'
     )
-    title = "<title>Samples a second by number of workers; orange: predicted</title>"
+    title = "<title>Samples per second by number of workers (orange: predicted)</title>"
     return (
         f'<svg viewBox="0 0 {wide} {high}" width="{wide}" role="img">{title}{"".join(parts)}</svg>'
     )

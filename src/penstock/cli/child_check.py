@@ -1,15 +1,16 @@
-"""Runs a check of user code in a child process, and reads the results that it saved.
+"""Checks of user code that run in a child process.
 
 ::
 
     the command                                       the child
     run_check("module:function", options)  -- start -->  conduct(): function(results, ...)
     results, or how it ended  <-- results.json --        CheckResults.save() after each step
-                              <-- activity --            CheckResults.doing(): the step at hand
-                              <-- stack --               a crash; where it is near the limit
+                              <-- activity --            CheckResults.doing(): the current step
+                              <-- stack --               the stack at a crash or near the limit
 
-The child may hang, crash, print or end in any way: the answer comes within the limit, and says
-what the child was doing. Nothing of it outlives the call, nor the command if that is killed.
+The child may hang, crash, print, or exit in any way. The command still gets a result within the
+time limit, including what the child was doing. The child does not outlive the call, even if the
+command is killed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from penstock.machine.child_process import (
 )
 
 STACK_AHEAD_S = 1.0
-"""How long before the limit the child writes down its stack."""
+"""How long before the time limit the child dumps its stack."""
 _MAX_PRINTED = 2000
 
 
@@ -45,14 +46,18 @@ _MAX_PRINTED = 2000
 
 
 def run_check(function: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the child saved, with ``failure`` (None if it came to its end) and ``printed``.
+    """Run a check in a child process and return what it saved.
 
     Args:
-        function: ``"module:function"``, called in the child: see :data:`Check`.
-        options: Plain values, of which ``command``, ``target`` and ``timeout`` are used here.
+        function: ``"module:function"`` to call in the child. See :data:`Check`.
+        options: Plain values for the check. ``command``, ``target`` and ``timeout`` are also used
+            here.
+
+    Returns:
+        The saved values, plus ``failure`` (None if the check finished) and ``printed``.
 
     Raises:
-        BadTarget: The script ran, and there is nothing usable of that name in it.
+        BadTarget: The script ran, but the target name is missing or unusable.
     """
     with tempfile.TemporaryDirectory(prefix=f"penstock-{options['command']}-") as name:
         told = json.dumps({**options, "parent": os.getpid()})
@@ -87,16 +92,16 @@ def _read(folder: Path, exit_code: int | None, options: Mapping[str, Any]) -> di
 
 def _describe_end(exit_code: int | None, activity: str, limit_s: float) -> str:
     if exit_code is None:
-        return f"not done after {limit_s:g} s; it was {activity}"
+        return f"timed out after {limit_s:g} s while {activity}"
     if exit_code < 0:
         return f"the process died with {signal_name(exit_code)} while {activity}"
-    return f"the process ended with exit code {exit_code} while {activity}"
+    return f"the process exited with code {exit_code} while {activity}"
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # it did not come that far
+    except OSError:  # the child has not written it
         return ""
 
 
@@ -104,7 +109,7 @@ def _text(path: Path) -> str:
 
 
 class CheckResults:
-    """What is known so far, on disk: the command may have to read it at any moment."""
+    """Results of a check, written to disk so that the command can read them at any time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -112,31 +117,28 @@ class CheckResults:
         self.values: dict[str, Any] = {"failure": None}
 
     def doing(self, activity: str) -> None:
-        """Say what is about to be done. Cheap enough for every sample."""
+        """Record the next step. Cheap enough to call for every sample."""
         self._activity.seek(0)
         self._activity.write(activity.encode("utf-8", "replace")[:400].ljust(400))
 
     def save(self, **values: Any) -> None:
-        """Add values and write all of them; a reader sees the old file or the new one."""
+        """Add values and write all values atomically: a reader sees the old file or the new one."""
         self.values.update(values)
         unfinished = self._folder / "results.new"
         unfinished.write_text(json.dumps(self.values, default=str), encoding="utf-8")
         os.replace(unfinished, self._folder / "results.json")
 
     def fail(self, kind: str, what: str, where: str | None = None, cure: str = "") -> None:
-        """Save why the check cannot go on."""
+        """Save the reason why the check cannot continue."""
         self.save(failure={"kind": kind, "what": what, "where": where, "cure": cure})
 
 
 Check = Callable[[CheckResults, dict[str, Any], float], None]
-"""Called with the results to fill, the options, and when time is up on the monotonic clock."""
+"""Called with the results to fill, the options, and the deadline on the monotonic clock."""
 
 
 def conduct(function: str, folder: str, options_text: str) -> None:
-    """Run a check, save how it ended, and end this process.
-
-    Called from: the child's command line.
-    """
+    """Run a check, save the outcome, and exit. Called by the child's command line."""
     options = json.loads(options_text)
     results = CheckResults(Path(folder))
     end_with_parent(options["parent"], lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -150,10 +152,10 @@ def conduct(function: str, folder: str, options_text: str) -> None:
         check(results, options, deadline)
     except ScriptFailed as failed:
         results.fail(failed.kind, failed.what, failed.where, failed.cure)
-    except Exception as error:  # ours or the script's: never a traceback
-        what = f"trying it failed with {describe_error(error)}"
+    except Exception as error:  # from Penstock or the script; the user never sees a traceback
+        what = f"the check failed with {describe_error(error)}"
         results.fail("failed", what, place_of(error))
     results.save(is_finished=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads and exit handlers of the script's may wait for ever
+    os._exit(0)  # threads and exit handlers of the script could block forever

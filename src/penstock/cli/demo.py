@@ -1,8 +1,8 @@
-"""``penstock demo``: a small training through the loader, and a comparison with PyTorch's loader.
+"""``penstock demo``: trains a small model and compares the loader with PyTorch's loader.
 
-Makes pictures, shows the plan, trains a small model, times the two loaders, and ends with the
-timeline of the training: what limited it, and a page to look at. Nothing is downloaded. Numbers
-that speak for PyTorch are printed like the others.
+It generates images, shows the plan, trains a small model, and times both loaders. It ends with the
+timeline of the training: the bottleneck, and an HTML page. Nothing is downloaded. Results in favor
+of PyTorch are printed like all others.
 """
 
 from __future__ import annotations
@@ -38,32 +38,30 @@ if TYPE_CHECKING:
 BATCH_SIZE = 64
 NUM_TURNS = 5
 WARM_UP_S, WINDOW_S = 0.4, 1.0
-"""Fifteen turns of this with starts of workers take about 25 s: with the training, well under a
-minute on 2 cores."""
+"""Fifteen turns, including the start of workers, take about 25 s. With the training, the demo takes
+well under a minute on 2 cores."""
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Called from: :mod:`penstock.cli.parser`."""
-    parser.add_value(
-        "--seconds", "S", number(float, 1, 600), "How long to train, in seconds.", default=12.0
-    )
+    """Declare the arguments of the command. Called by :mod:`penstock.cli.parser`."""
+    parser.add_value("--seconds", "S", number(float, 1, 600), "Seconds to train.", default=12.0)
     add_loader_options(
-        parser, "num_workers", help={"num_workers": "The number of workers; auto if not given."}
+        parser, "num_workers", help={"num_workers": "Number of workers. By default, auto."}
     )
     parser.add_value(
-        "--images", "N", number(int, 1, 100_000), "How many images to make.", default=600
+        "--images", "N", number(int, 1, 100_000), "Number of images to generate.", default=600
     )
     parser.add_value(
         "--page",
         "FILE",
         Path,
-        "Where the page with the timeline goes.",
+        "HTML file for the timeline.",
         default=Path("penstock-demo.html"),
     )
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do all of it, printing as it goes."""
+    """Run the demo, and print the results of each step."""
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
         _show(Console(), GeneratedImages(Path(folder), options.images), options)
 
@@ -72,21 +70,21 @@ def _show(console: Console, images: GeneratedImages, options: argparse.Namespace
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    console.print(f"Penstock, with torch {torch.__version__}, training on: {device}\n")
+    console.print(f"Penstock with torch {torch.__version__}, training on {device}\n")
     asked = "auto" if options.num_workers is None else options.num_workers
     loader = _make_loader("penstock", images, asked, trace=True)
     _show_plan(console, loader.plan)
     console.print(
-        "\nTraining a small CNN to tell flat and upright ellipses, discs and rings apart, "
+        "\nTraining a small CNN to classify flat and upright ellipses, discs and rings "
         f"for {options.seconds:g} s"
     )
     first_batch_s = _train(console, loader, device, options.seconds)
     if asked == "auto":
-        console.print(f"  num_workers='auto' became {loader.plan.num_workers}")
+        console.print(f"  num_workers='auto' chose {loader.plan.num_workers}")
     num_workers = 0 if asked == 0 else loader.num_workers or machine().usable_cores
     console.print(
-        f"\nLoading alone: the same images in batches of {BATCH_SIZE}, {num_workers} workers each; "
-        f"{NUM_TURNS} turns each, in alternation"
+        f"\nLoading without training: the same images, batch size {BATCH_SIZE}, {num_workers} "
+        f"workers per loader, {NUM_TURNS} alternating turns per loader"
     )
     comparison = _compare(console, images, num_workers, first_batch_s)
     print_comparison(console, comparison)
@@ -94,21 +92,21 @@ def _show(console: Console, images: GeneratedImages, options: argparse.Namespace
 
 
 def _show_timeline(timeline: Timeline, page: Path, console: Console) -> None:
-    console.print("\nWhere the time of the training went")
+    console.print("\nTimeline of the training")
     timeline.show()
     try:
         timeline.save(page)
     except (BadTrace, OSError) as error:
-        told = f"The page of it could not be written: {str(error).splitlines()[0]}"
+        told = f"The HTML page could not be written: {str(error).splitlines()[0]}"
     else:
-        told = f"Every batch on its way through the workers, to zoom into: open {page} in a browser"
+        told = f"Open {page} in a browser to zoom into every batch"
     console.print(told, highlight=False, markup=False, soft_wrap=True)
 
 
 def _make_loader(
     whose: str, images: GeneratedImages, num_workers: int | str, **keywords: Any
 ) -> DataLoader[Any]:
-    """A loader that draws images at random without end; the same for both sides."""
+    """Return a loader that draws random images indefinitely, from Penstock or from torch."""
     import torch.utils.data
 
     from penstock.loader import DataLoader
@@ -122,7 +120,7 @@ def _make_loader(
 
 
 def _show_plan(console: Console, plan: Plan) -> None:
-    table = Table("choice", "value", "why", title="The loader's plan", title_justify="left")
+    table = Table("choice", "value", "reason", title="Plan of the loader", title_justify="left")
     for name, choice in plan.choices.items():
         table.add_row(name, str(choice.value), f"{choice.source}: {choice.reason}")
     console.print(table)
@@ -142,7 +140,7 @@ def _make_model() -> torch.nn.Module:
 
 
 def _train(console: Console, loader: DataLoader[Any], device: str, limit_s: float) -> float:
-    """Train and say how it went; returns what the first batch took."""
+    """Train the model and print the results. Returns the time to the first batch in seconds."""
     step = _make_step(device)
     num_images, stall_s, losses = 0, 0.0, []
     accuracies: deque[float] = deque(maxlen=10)
@@ -163,18 +161,18 @@ def _train(console: Console, loader: DataLoader[Any], device: str, limit_s: floa
             report(now - first_s, f"loss {loss:.2f}, {num_images / (now - first_s):,.0f} images/s")
     elapsed_s = now - first_s
     console.print(
-        f"  {num_images:,} images in {elapsed_s:.1f} s, {num_images / elapsed_s:,.0f} a second; "
-        f"{stall_s / elapsed_s:.0%} of the time went by waiting for data"
+        f"  {num_images:,} images in {elapsed_s:.1f} s, {num_images / elapsed_s:,.0f} images/s; "
+        f"{stall_s / elapsed_s:.0%} of the time was spent waiting for data"
     )
     console.print(
-        f"  loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last; "
-        f"{sum(accuracies) / len(accuracies):.0%} of the last images were told right"
+        f"  first loss {losses[0]:.2f}, last loss {losses[-1]:.2f}; "
+        f"accuracy {sum(accuracies) / len(accuracies):.0%} on the last images"
     )
     return first_s - start_s
 
 
 def _make_step(device: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]:
-    """A function that learns from one batch; returns the loss and the share of right guesses."""
+    """Return a function that trains on one batch and returns the loss and the accuracy."""
     import torch
 
     torch.manual_seed(0)
@@ -213,7 +211,7 @@ def _compare(
         except RuntimeError as error:
             if whose != "torch":
                 raise
-            failures.append(str(error))  # a small /dev/shm ends its workers: that is a result
+            failures.append(str(error))  # reported as a result: a small /dev/shm kills its workers
             return None
 
     names = ("penstock", "torch", "alone") if num_workers else ("penstock", "torch")
@@ -238,7 +236,7 @@ def _compare(
 
 @contextmanager
 def _progress(console: Console, total: float, note: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar on a terminal, nothing in a pipe; yields what moves it on."""
+    """Show a progress bar on a terminal. Yields the function that updates it."""
     if not console.is_terminal:
         yield lambda done, text: None
         return

@@ -1,7 +1,6 @@
-"""Makes images for ``penstock demo`` and ``bench``: files, augmented anew at each load.
+"""Generated images for ``penstock demo`` and ``bench``: files, augmented at each load.
 
-Everything is plain Python and NumPy, drawing on their global generators the way most people's
-datasets do.
+The code is plain Python and NumPy. It draws from their global generators, like most datasets.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ LOADED_PIXELS = 64
 
 
 class GeneratedImages:
-    """Ellipses on noise; the label says which kind.
+    """Images of ellipses on noise. The label is the kind of ellipse.
 
     Args:
-        folder: An empty folder, where the files go. Whoever made it removes it.
-        num_images: How many to draw.
+        folder: An empty folder for the files. The caller removes it.
+        num_images: Number of images to generate.
 
     Example:
         >>> import tempfile
@@ -55,7 +54,7 @@ class GeneratedImages:
 
 
 def _draw(rng: np.random.Generator, kind: int) -> bytes:
-    """One picture, compressed."""
+    """Return one compressed image."""
     long, short = rng.uniform(40, 60), rng.uniform(15, 28)
     height, width = ((short, long), (long, short), (long, long), (long, long))[kind]
     y, x = np.ogrid[:STORED_PIXELS, :STORED_PIXELS]
@@ -70,7 +69,7 @@ def _draw(rng: np.random.Generator, kind: int) -> bytes:
 
 
 def _augment(image: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """A random view of the picture; flips; blur; brightness and contrast; noise."""
+    """Apply a random view, flips, blur, brightness, contrast and noise."""
     pixels = _view(
         image, angle=random.uniform(-0.3, 0.3), zoom=random.uniform(0.75, 1.0), shift=_shift()
     )
@@ -92,7 +91,7 @@ def _shift() -> tuple[float, float]:
 def _view(
     image: NDArray[np.uint8], *, angle: float, zoom: float, shift: tuple[float, float]
 ) -> NDArray[np.float32]:
-    """The picture turned, zoomed, shifted and scaled to the loaded size, bilinearly."""
+    """Rotate, zoom and shift the image, and scale it to the loaded size with bilinear sampling."""
     reach = zoom * STORED_PIXELS / 2
     place = np.linspace(-reach, reach, LOADED_PIXELS)
     y, x = place[:, None], place[None, :]

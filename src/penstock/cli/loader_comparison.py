@@ -1,6 +1,6 @@
-"""Prints how two loaders compare: which is faster, by how much, and whether that is beyond noise.
+"""Comparison of two loaders: which is faster, by how much, and whether that exceeds the noise.
 
-Called from: ``penstock demo``. Built from plain records, so a test needs no loaders.
+Used by ``penstock demo``. It works on plain records, so tests need no loaders.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from rich.table import Table
 from penstock.cli.loader_timing import LoaderTiming, Summary, compare
 
 NOISE = 0.05
-"""Gaps below this mean nothing on an ordinary machine, however alike the turns are."""
+"""Smaller differences are noise on an ordinary machine, even if the turns are similar."""
 
 Timings = Sequence[LoaderTiming]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderComparison:
-    """What both loaders did, turn by turn.
+    """Timings of both loaders, turn by turn.
 
     Args:
-        num_workers: Of both loaders.
-        cold_s: Our first batch in this process, fork server included; None without workers.
-        ours: Our loader.
-        theirs: PyTorch's loader; empty when it failed.
-        alone: Our loader without workers.
-        failure: What PyTorch's loader failed with.
+        num_workers: Number of workers of both loaders.
+        cold_s: Time to Penstock's first batch in this process, including the start of the fork
+            server. None without workers.
+        ours: Penstock's loader.
+        theirs: PyTorch's loader. Empty if it failed.
+        alone: Penstock's loader without workers.
+        failure: The error of PyTorch's loader.
     """
 
     batch_size: int
@@ -41,16 +42,16 @@ class LoaderComparison:
     failure: str | None = None
 
     def rates(self, timings: Timings) -> list[float]:
-        """Samples a second in each turn."""
+        """Return the samples per second of each turn."""
         return [timing.batches_per_s * self.batch_size for timing in timings]
 
 
 def print_comparison(console: Console, found: LoaderComparison) -> None:
-    """Print the table, then say in words what it shows."""
+    """Print the table and the conclusions."""
     table = Table("median (lowest to highest)", "Penstock", "PyTorch")
     both = (found.ours, found.theirs)
     table.add_row(
-        "images a second",
+        "images per second",
         *(_as_rate(found.rates(timings)) if timings else "failed" for timings in both),
     )
     if found.cold_s is not None:
@@ -62,7 +63,7 @@ def print_comparison(console: Console, found: LoaderComparison) -> None:
     )
     console.print(table)
     if found.failure is not None:
-        console.print(f"PyTorch's DataLoader failed here: {found.failure}", markup=False)
+        console.print(f"PyTorch's DataLoader failed: {found.failure}", markup=False)
     else:
         for sentence in conclude(found):
             console.print(sentence)
@@ -71,12 +72,12 @@ def print_comparison(console: Console, found: LoaderComparison) -> None:
         gain = compare(found.rates(found.ours), alone).median
         console.print(
             f"Workers: {found.num_workers} load {gain:.2f} times as fast as none "
-            f"({_as_rate(alone)} images a second)."
+            f"({_as_rate(alone)} images per second)."
         )
 
 
 def conclude(found: LoaderComparison) -> list[str]:
-    """What the comparison shows, one sentence a finding, whoever won.
+    """Return the conclusions of the comparison, one sentence each.
 
     Example:
         >>> same = [LoaderTiming(first_batch_s=0.1, batches_per_s=rate) for rate in (10.0, 11.0)]
@@ -95,14 +96,14 @@ def conclude(found: LoaderComparison) -> list[str]:
     ]
     if found.cold_s is not None and found.cold_s > 2 * theirs[0]:
         sentences.append(
-            "The first loader of a program is later than PyTorch's: a clean process is started "
-            "once, from which all later workers are forked."
+            "The first loader of a program starts more slowly than PyTorch's, because Penstock "
+            "starts a clean process once. All later workers are forked from it."
         )
     return sentences
 
 
 def _winner(ratio: Summary, better: str) -> str:
-    """Who won, where ``ratio`` above 1 speaks for us."""
+    """Return the conclusion for ``ratio``. A ratio above 1 is in favor of Penstock."""
     if ratio.low <= 1 <= ratio.high or abs(ratio.median - 1) < NOISE:
         return "no difference beyond noise."
     if ratio.median > 1:

@@ -1,7 +1,7 @@
-"""Times loaders against each other: turns in alternation, and medians with their spread.
+"""Timing of loaders in alternating turns, with medians and their spread.
 
-A machine's speed drifts: it warms up, and others use it. So contenders take turns inside one run,
-the order is turned round every time, and two of them are compared turn by turn.
+The speed of a machine drifts, because it warms up and other programs use it. So the contenders take
+turns within one run, the order is reversed every time, and they are compared turn by turn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderTiming:
-    """How fast a loader was in one turn."""
+    """The speed of a loader in one turn."""
 
     first_batch_s: float
     batches_per_s: float
@@ -25,7 +25,7 @@ class LoaderTiming:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The median of some turns, with the lowest and the highest.
+    """The median, lowest and highest value of several turns.
 
     Example:
         >>> Summary.of([3.0, 1.0, 2.0])
@@ -42,7 +42,7 @@ class Summary:
 
 
 def compare(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
-    """How many times theirs ours is, turn by turn: what slowed one turn slowed both.
+    """Return the ratio of ours to theirs, computed turn by turn to cancel drift.
 
     Example:
         >>> compare([4.0, 2.0, 6.0], [2.0, 1.0, 2.0])
@@ -56,10 +56,10 @@ def take_turns(
     num_turns: int,
     on_turn: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[_T]]:
-    """Call every contender ``num_turns`` times, forwards and backwards through the list.
+    """Call every contender ``num_turns`` times, alternating forward and reverse order.
 
     Args:
-        on_turn: Told the name of a contender before its turn.
+        on_turn: Called with the name of a contender before its turn.
 
     Example:
         >>> calls = []
@@ -78,13 +78,13 @@ def take_turns(
 def time_loader(
     make: Callable[[], Iterable[Any]], *, warm_up_s: float, window_s: float
 ) -> LoaderTiming:
-    """Time the first batch of a new loader, and its rate once it has been running for a while.
+    """Measure the time to the first batch of a new loader, and its rate after a warm-up.
 
     Args:
-        make: Makes the loader; that counts towards the first batch.
-        warm_up_s: How long to run after the first batch before counting: workers load ahead, and
-            what they had finished by then would count for nothing.
-        window_s: How long to count. An epoch that ends meanwhile is followed by the next one.
+        make: Creates the loader. Its duration counts towards the first batch.
+        warm_up_s: How long to run after the first batch before measuring the rate. Batches that the
+            workers have already loaded by then would inflate it.
+        window_s: How long to measure. If an epoch ends in this time, the next one starts.
     """
     start_s = time.perf_counter()
     batches = _endless(make())
@@ -96,7 +96,7 @@ def time_loader(
 
 
 def _run_for(batches: Iterator[Any], limit_s: float) -> tuple[int, float]:
-    """Take batches for about ``limit_s``; how many there were, and how long it took."""
+    """Take batches for about ``limit_s``. Returns the number of batches and the elapsed time."""
     num_batches = 0
     now = start_s = time.perf_counter()
     while now - start_s < limit_s:

@@ -1,6 +1,6 @@
-"""``python -m penstock``: prints what this platform is and how many workers suit it.
+"""``python -m penstock``: prints an overview of this platform and the safe numbers of workers.
 
-Imports no torch.
+It does not import torch.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from penstock.planning.safety import tabulate_safe_workers
 
 NAMES = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}
 NEXT_STEPS = (
-    ("penstock doctor", "what is wrong here, with the line that cures it"),
-    ("penstock demo", "a small training, beside PyTorch's loader"),
+    ("penstock doctor", "problems on this machine, with fixes"),
+    ("penstock demo", "a small training run and a comparison with PyTorch's loader"),
     ("penstock --help", "all commands"),
 )
 
 
 def show_overview() -> None:
-    """Print what this platform is and how many workers suit it."""
+    """Print the overview of this machine."""
     print_overview(make_console(), machine())
 
 
 def print_overview(console: Console, facts: Machine) -> None:
-    """Print it: tables where a person watches, plain lines in a pipe."""
+    """Print the overview. Tables are drawn only on a terminal."""
     print_section(console, f"Penstock {__version__}", _rows(facts))
     _print_workers(console, tabulate_safe_workers(facts))
-    print_section(console, "Go on", NEXT_STEPS)
+    print_section(console, "Next steps", NEXT_STEPS)
 
 
 def _rows(facts: Machine) -> Iterable[tuple[str, str]]:
@@ -45,7 +45,7 @@ def _rows(facts: Machine) -> Iterable[tuple[str, str]]:
     yield "platform", f"{NAMES.get(facts.os, facts.os)} ({facts.os})"
     yield "is Windows", str(facts.os == "win32")
     yield from main_facts(facts)
-    yield "workers come by", _said(plan.start_method)
+    yield "start method", _said(plan.start_method)
     yield "recommended workers", _said(plan.num_workers)
 
 
@@ -56,7 +56,7 @@ def _said(choice: Choice) -> str:
 def _print_workers(console: Console, table: dict[int, Choice]) -> None:
     console.print(Text("num_workers", style="bold"), soft_wrap=True)
     if console.is_terminal:
-        drawn = Table("requested", "safe", "why")
+        drawn = Table("requested", "safe", "reason")
         for asked, safe in table.items():
             style = "green" if safe.value == asked else "yellow"
             drawn.add_row(str(asked), Text(str(safe.value), style=style), safe.reason)

@@ -1,4 +1,4 @@
-"""``penstock pack SRC DST``: packs a folder of images, or the dataset of a script."""
+"""``penstock pack SRC DST``: packs a folder of images, or a dataset in a script."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Called from: :mod:`penstock.cli.parser`."""
+    """Declare the arguments of the command. Called by :mod:`penstock.cli.parser`."""
     parser.add_argument("source", metavar="SRC", help="A folder of images, or SCRIPT.py:DATASET.")
     parser.add_argument("target", metavar="DST", help="A new folder.")
     add_loader_options(
         parser,
         *("num_workers", "on_error"),
-        help={"num_workers": "The number of workers that load samples; auto if not given."},
+        help={"num_workers": "Number of workers that load samples. By default, auto."},
     )
-    parser.add_value("--encoding", "keep|jpeg|raw", str, "How images are stored.")
+    parser.add_value("--encoding", "keep|jpeg|raw", str, "Encoding of stored images.")
     parser.add_value(
         "--longer-side", "N", number(int, 1), "Shrink images whose longer side has more pixels."
     )
-    parser.add_value("--quality", "N", number(int, 1, 100), "Quality of JPEG.")
+    parser.add_value("--quality", "N", number(int, 1, 100), "JPEG quality.")
     parser.add_value(
-        "--on", "here|ray", one_of("here", "ray"), "Where the work is done.", default="here"
+        "--on",
+        "here|ray",
+        one_of("here", "ray"),
+        "Pack on this machine (here) or on a Ray cluster (ray).",
+        default="here",
     )
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Pack, and say what was packed."""
+    """Pack the dataset and print a summary."""
     from penstock.packing import pack
 
     dataset = _find_dataset(options.source)
@@ -63,14 +67,14 @@ def execute(options: argparse.Namespace) -> None:
             )
     except KeyboardInterrupt:
         again = " ".join(["penstock", *sys.argv[1:]])
-        print(f"Stopped. The same line again goes on: {again}", file=sys.stderr)
+        print(f"Interrupted. Run the same command to continue: {again}", file=sys.stderr)
         raise
     _print(packed, options.target)
 
 
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Without a line of our own source, which says nothing to whoever typed a command."""
+    """Show warnings without a line of Penstock's source, which does not help command-line users."""
     before, warnings.formatwarning = warnings.formatwarning, _as_note
     try:
         yield
@@ -88,17 +92,19 @@ def _find_dataset(source: str) -> Any:
 
         return ImageFolder(source)
     file, _, name = source.rpartition(":")
-    if file.endswith(".py") or source.endswith(".py"):  # the latter is told which names it has
+    if file.endswith(".py") or source.endswith(".py"):  # a script without a name raises below
         find_script_object(source, "pack")
         sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
         found = runpy.run_path(file, run_name="__penstock__").get(name)
         if found is None:
-            raise BadTarget(f"{file} ran, and {name!r} was not there", remedy="name the dataset")
+            raise BadTarget(
+                f"{file} ran but did not define {name!r}", remedy="the name of the dataset"
+            )
     elif name and file:
         found = _import(file, name, source)
     else:
         raise BadTarget(
-            f"{source!r} is no folder, and not SCRIPT.py:DATASET",
+            f"{source!r} is neither a folder nor SCRIPT.py:DATASET",
             remedy="penstock pack photos/ packed/   or   penstock pack train.py:dataset packed/",
         )
     is_maker = callable(found) and not hasattr(type(found), "__getitem__")
@@ -121,7 +127,7 @@ def _image_fields(dataset: Any, options: argparse.Namespace) -> Any:
         return None
     names = dataset.packed_names if offers(dataset, "packed_sample") else None
     if names is None:
-        raise BadTarget("--encoding, --longer-side and --quality are for folders of images")
+        raise BadTarget("--encoding, --longer-side and --quality require a folder of images")
     from penstock.sources.fields import Field
 
     return {names[0]: Field(**asked), **dict.fromkeys(names[1:])}
@@ -133,5 +139,5 @@ def _print(packed: Packed, folder: str) -> None:
     for index, text in packed.bad_samples[:5]:
         print(f"  sample {index} is bad: {text}")
     if len(packed.bad_samples) > 5:
-        print(f"  and {len(packed.bad_samples) - 5} more: Packed(...).bad_samples has them")
-    print(f"penstock.Packed({folder!r}) reads it.")
+        print(f"  and {len(packed.bad_samples) - 5} more, listed in Packed(...).bad_samples")
+    print(f"Open it with penstock.Packed({folder!r}).")

@@ -1,8 +1,8 @@
 """The command-line parser: argparse, with one subparser for each command.
 
-A command is a module with ``add_arguments(parser)`` and ``execute(options)``. It is imported when
-its line is parsed or its help is shown, so ``penstock --help`` imports no command, and no command
-pays for another one.
+A command is a module with ``add_arguments(parser)`` and ``execute(options)``. The module is
+imported when its arguments are parsed or its help is shown. ``penstock --help`` therefore imports
+no command, and no command imports the others.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ if TYPE_CHECKING:
 COMMANDS = {
     "demo": (
         "penstock.cli.demo",
-        "Train a small model through the loader, set its rate beside PyTorch's, show the timeline.",
+        "Train a small model, compare the loader with PyTorch's, and show the timeline.",
     ),
     "doctor": (
         "penstock.cli.doctor.command",
-        "Say what this machine is, what would be done here, and what is wrong, with its cure.",
+        "Describe this machine and the plan for it, and list problems with fixes.",
     ),
     "verify": (
         "penstock.cli.verify",
-        "Say whether a loader gives the same bits whatever loads them; alone: this machine's "
-        "training.",
+        "Check that a loader gives the same bits for any number of workers. Without a target, "
+        "check that training on this machine is reproducible.",
     ),
     "pack": (
         "penstock.cli.pack",
-        "Write a dataset to a folder that is read at the speed of memory; stopped, it goes on.",
+        "Write a dataset to a folder that can be read at memory speed. Interrupted runs resume.",
     ),
     "bench": (
         "penstock.cli.bench",
-        "Measure how fast a dataset loads here, stage by stage and setting by setting.",
+        "Measure how fast a dataset loads, by stage and by number of workers.",
     ),
     "run": (
         "penstock.cli.run",
-        "Run a training script, unchanged, with Penstock under its DataLoaders.",
+        "Run a training script, unchanged, with Penstock behind its DataLoaders.",
     ),
     "trace": (
         "penstock.cli.trace",
-        "Look at traces, as DataLoader(trace=...) and run --trace write them.",
+        "Show, convert and compare the traces of DataLoader(trace=...) and run --trace.",
     ),
 }
-"""The module of each command, and what it does."""
+"""The module and the summary of each command."""
 
 
 def make_parser() -> CommandParser:
-    """The parser of ``penstock``, with all commands."""
+    """Return the parser of ``penstock``, with all commands."""
     parser = CommandParser(
         prog="penstock",
-        description="Penstock feeds PyTorch: a drop-in DataLoader that needs no recipe.",
+        description="Penstock is a drop-in DataLoader for PyTorch.",
     )
     parser.add_argument(
         "--version",
@@ -74,17 +74,18 @@ def make_parser() -> CommandParser:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser with our messages and help; of a command, its module declares the arguments.
+    """An argument parser with Penstock's messages and help format.
 
     Args:
-        module: Imported before the first use; its ``add_arguments`` is called with the parser.
+        module: The module of a command. It is imported before the parser is first used, and its
+            ``add_arguments`` is called with the parser.
     """
 
     def __init__(self, *, module: str | None = None, **keywords: Any) -> None:
         super().__init__(
             allow_abbrev=False, add_help=False, formatter_class=_formatter_for(80), **keywords
         )
-        self.color = False  # Python 3.14 would add its own
+        self.color = False  # Python 3.14 would add its own colors
         self.unknown_option_hint = ""
         self._module = module
         self._has_script_arguments = False
@@ -93,7 +94,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="help", help="Show this help.")
 
     def add_commands(self) -> Any:
-        """Subcommands; ``add_parser`` of what is returned adds one."""
+        """Enable subcommands. Call ``add_parser`` on the returned object to add one."""
         self._commands = self.add_subparsers(
             title="Commands",
             dest="command",
@@ -107,18 +108,18 @@ class CommandParser(argparse.ArgumentParser):
     def add_value(
         self, flag: str, metavar: str, read: Callable[[str], Any], help: str, **keywords: Any
     ) -> None:
-        """Add an option with a value; ``keywords`` as for ``add_argument``."""
+        """Add an option that takes a value. ``keywords`` are passed to ``add_argument``."""
         self.add_argument(flag, metavar=metavar, type=read, help=help, **keywords)
 
     def add_script_arguments(self) -> None:
-        """The arguments of the user's script, behind ``--``: ``options.arguments``."""
+        """Accept arguments for the user's script after ``--``, as ``options.arguments``."""
         self._has_script_arguments = True
         self.add_argument(
-            "arguments", nargs="*", metavar="[-- ARGUMENTS]", help="The script's own arguments."
+            "arguments", nargs="*", metavar="[-- ARGUMENTS]", help="Arguments for the script."
         )
 
     def subcommands(self) -> Iterator[tuple[str, CommandParser]]:
-        """Every command that does something itself, with its full name."""
+        """Yield every command that has no subcommands, with its full name."""
         self._declare()
         for parser in () if self._commands is None else self._commands.choices.values():
             yield from parser.subcommands()
@@ -171,7 +172,7 @@ class CommandParser(argparse.ArgumentParser):
         return super().format_usage()
 
     def format_help(self) -> str:
-        self.format_usage()  # sets the line that the help begins with
+        self.format_usage()  # sets self.usage, which the help starts with
         return super().format_help()
 
     def print_help(self, file: Any = None) -> None:
@@ -190,7 +191,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """``Usage:`` as a title; defaults that say something are shown."""
+    """Writes ``Usage:`` as a title and shows defaults, except None and False."""
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
         super().add_usage(usage, actions, groups, "Usage: ")
@@ -201,14 +202,16 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{action.help} [default: %(default)s]"
 
     def _format_action(self, action: argparse.Action) -> str:
-        if isinstance(action, argparse._SubParsersAction):  # its title has said that
+        if isinstance(
+            action, argparse._SubParsersAction
+        ):  # skips its metavar, which repeats the title
             subactions = list(action._get_subactions())
             return "".join(map(self._format_action, subactions))
         return super()._format_action(action)
 
 
 def _formatter_for(width: int) -> Any:
-    """The class of the formatter. A width that is given saves asking the terminal for its own."""
+    """Return the formatter class. The explicit width avoids a query of the terminal."""
     return functools.partial(_HelpFormatter, max_help_position=32, width=width)
 
 
@@ -218,10 +221,10 @@ def _formatter_for(width: int) -> Any:
 def add_loader_options(
     parser: argparse.ArgumentParser, *names: str, help: Mapping[str, str] | None = None
 ) -> None:
-    """Options as :mod:`penstock.options` declares them: flag, check, default and help.
+    """Add options with the flag, check, default and help declared in :mod:`penstock.options`.
 
     Args:
-        help: The help, by name, of options whose own does not fit the command.
+        help: Help texts, by option name, that replace the declared ones.
     """
     from penstock.options import PatchOptions, options_of
 
@@ -243,7 +246,7 @@ def _reader(option: Option) -> Callable[[str], Any]:
         try:
             value = option.parse(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {option.metavar}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} must be {option.metavar}") from None
         try:
             return option.check(option.flag, value)
         except BadArgument as error:
@@ -255,35 +258,32 @@ def _reader(option: Option) -> Callable[[str], Any]:
 def number(
     kind: Callable[[str], Any], low: float, high: float | None = None
 ) -> Callable[[str], Any]:
-    """Reads an int or a float from ``low`` to ``high``."""
+    """Return a function that parses an int or a float from ``low`` to ``high``."""
 
     def read(text: str) -> Any:
         value = kind(text)
         if not low <= value <= (value if high is None else high):
             bounds = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
-            raise argparse.ArgumentTypeError(f"{text} is not {bounds}")
+            raise argparse.ArgumentTypeError(f"{text} must be {bounds}")
         return value
 
-    read.__name__ = kind.__name__  # which argparse names in the message about a text
+    read.__name__ = kind.__name__  # argparse shows this name if the text cannot be parsed
     return read
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """Reads one of some words."""
+    """Return a function that accepts one of ``words``."""
 
     def read(text: str) -> str:
         if text in words:
             return text
-        listed = f"neither {words[0]} nor {words[1]}"
-        if len(words) > 2:
-            listed = f"none of {', '.join(words)}"
-        raise argparse.ArgumentTypeError(f"{text!r} is {listed}")
+        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(words)}")
 
     return read
 
 
 def worker_counts(text: str) -> tuple[int, ...]:
-    """Reads ``0,1,2,5``."""
+    """Parse a list of numbers such as ``0,1,2,5``."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,1,2,5")

@@ -1,7 +1,8 @@
-"""``penstock run train.py``: runs a script, unchanged, with Penstock under its DataLoaders.
+"""``penstock run train.py``: runs an unchanged script with Penstock behind its DataLoaders.
 
-The options before the script are ours, everything from its name on is the script's. Nothing here
-imports torch: only the script does. As soon as it has, torch's DataLoader is patched.
+Options before the script belong to Penstock. The script's name and everything after it belong to
+the script. This module does not import torch. When the script imports it, torch's DataLoader is
+patched.
 """
 
 from __future__ import annotations
@@ -23,38 +24,38 @@ if TYPE_CHECKING:
     from penstock.integrations.patched_loader import PatchReport
 
 NESTED = "PENSTOCK_RUN"
-"""Set in the environment of a run: programs that it starts report only what they changed."""
+"""Environment variable set during a run, so that nested programs report only their changes."""
 _OPTIONS = [option.name for option in options_of(PatchOptions).values() if option.flag]
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Called from: :mod:`penstock.cli.parser`."""
-    parser.epilog = "Exit status: the script's."
-    parser.unknown_option_hint = ". The script's own stand behind it"
+    """Declare the arguments of the command. Called by :mod:`penstock.cli.parser`."""
+    parser.epilog = "Exit status: that of the script."
+    parser.unknown_option_hint = ". Options of the script go after its name"
     parser.add_argument(
         "script",
-        nargs=argparse.PARSER,  # one argument, and whatever follows it
+        nargs=argparse.PARSER,  # one argument, and everything after it
         metavar="SCRIPT [ARGUMENTS]...",
-        help="A script, or with -m a module, and its own arguments.",
+        help="A script (or a module, with -m) and its arguments.",
     )
     parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="Run a module, as python -m."
+        "-m", dest="is_module", action="store_true", help="Run a module, like python -m."
     )
     add_loader_options(parser, *_OPTIONS)
     parser.add_value(
         "--conv",
         "auto|on|off",
         one_of("auto", "on", "off"),
-        "Compute convolutions without the GPU's library: where it is broken (auto), or all (on).",
+        "Bypass the GPU's convolution library: only where it is broken (auto), or always (on).",
     )
 
 
 def execute(options: argparse.Namespace) -> NoReturn:
-    """Run the script and exit as it does."""
+    """Run the script and exit with its exit status."""
     if options.seed is not None:
         restart_with_hash_seed(options.seed)
         seed_early(options.seed)
-    from penstock.integrations import script_runner  # late: Python may have started again
+    from penstock.integrations import script_runner  # after a possible restart of Python
 
     patch_options = {name: getattr(options, name) for name in _OPTIONS}
     if options.bad_samples_file is not None:
@@ -62,9 +63,9 @@ def execute(options: argparse.Namespace) -> NoReturn:
     trace = None
     if options.trace is not None:
         trace = os.path.abspath(options.trace.file)
-        patch_options["trace"] = True  # all loaders are written to one file, at the end
+        patch_options["trace"] = True  # all loaders are written to one file at the end
     if options.conv is not None:
-        os.environ["PENSTOCK_CONV"] = options.conv  # programs that the script starts, too
+        os.environ["PENSTOCK_CONV"] = options.conv  # also for programs that the script starts
     run = _PatchedRun()
     script_runner.when_imported(
         "torch",
@@ -78,17 +79,17 @@ def execute(options: argparse.Namespace) -> NoReturn:
 
 
 def _writable(file: str) -> str:
-    """The file as seen from where the command was typed: the script may go elsewhere."""
+    """Return the absolute path, because the script may change the working directory."""
     folder = os.path.dirname(os.path.abspath(file))
     if not os.path.isdir(folder):
         raise BadArgument(
-            f"--bad-samples-file: there is no folder {folder!r}", remedy=f"mkdir -p {folder}"
+            f"--bad-samples-file: folder {folder!r} does not exist", remedy=f"mkdir -p {folder}"
         )
     return os.path.abspath(file)
 
 
 class _PatchedRun:
-    """Patches torch when the script has imported it, and says at the end what came of it."""
+    """Patches torch after the script imports it, and prints a report at exit."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -103,12 +104,13 @@ class _PatchedRun:
     def patch_torch(
         self, patch_options: dict[str, Any], *, conv: str | None, trace: str | None
     ) -> None:
-        """Patch torch, which was imported just now, and seed it.
+        """Patch and seed torch. Called right after torch is imported.
 
         Args:
-            patch_options: For :func:`penstock.patch`.
-            conv: For :func:`penstock.conv.bypass_convolutions`; None: as ``PENSTOCK_CONV`` says.
-            trace: A file that gets the timeline of all loaders.
+            patch_options: Options of :func:`penstock.patch`.
+            conv: Mode of :func:`penstock.conv.bypass_convolutions`. If None, ``PENSTOCK_CONV``
+                applies.
+            trace: File for the timeline of all loaders.
         """
         from penstock.integrations.patch import patch
 
@@ -121,7 +123,7 @@ class _PatchedRun:
                 self._trace = _RunTrace(trace)
             self._report = patch(**patch_options)
         except PenstockError as error:
-            print(f"penstock: the script runs without it. {error}", file=sys.stderr)
+            print(f"penstock: the script runs without Penstock. {error}", file=sys.stderr)
             return
         seed = patch_options["seed"]
         if seed is not None:
@@ -129,14 +131,14 @@ class _PatchedRun:
             self._seeded = f"; seed {seed}"
             self._notes = hash_notes(seed)
         if hasattr(os, "register_at_fork"):
-            # No Python runs in this hook: a Ctrl-C would be lost in it.
+            # This hook runs no Python code, because a Ctrl-C would be lost in it.
             os.register_at_fork(after_in_parent=functools.partial(self._forks.append, None))
         self._is_nested = NESTED in os.environ
         os.environ.setdefault(NESTED, str(self._owner))
         atexit.register(self.print)
 
     def _own_processes(self) -> list[str]:
-        """What the script does about processes by itself."""
+        """Return notes about the start method and the processes of the script."""
         import multiprocessing
 
         from penstock.engine.parent.launcher import Launcher
@@ -145,19 +147,19 @@ class _PatchedRun:
         method = multiprocessing.get_start_method(allow_none=True)
         if method not in (None, multiprocessing.get_all_start_methods()[0]):
             lines.append(
-                f"the script has multiprocessing start processes by {method!r}: its own are, "
-                "workers come as they would without it"
+                f"the script sets multiprocessing's start method to {method!r}. It applies to the "
+                "script's processes, not to Penstock's workers"
             )
         num_forks = len(self._forks) - Launcher.num_forks
         if num_forks > 0:
             lines.append(
-                f"{num_forks} process(es) were forked from the script by itself: their "
-                "loaders run on the engine too, and are not counted here"
+                f"the script forked {num_forks} process(es). Their loaders also run on Penstock's "
+                "engine, but are not counted here"
             )
         return lines
 
     def print(self) -> None:
-        """One paragraph on stderr, at the very end."""
+        """Print the report to stderr. Called at exit."""
         from penstock.integrations.fastai import explain_unreached
 
         report = self._report
@@ -166,7 +168,7 @@ class _PatchedRun:
         if self._is_nested and not report.num_loaders and self._bypass is None:
             return
         if not report.num_loaders:
-            lines = [f"no DataLoader of torch's was iterated: no loader was changed{self._seeded}"]
+            lines = [f"no DataLoader was iterated, so nothing was changed{self._seeded}"]
             lines += [f"note: {line}" for line in explain_unreached()]
             lines += [] if self._trace is None else self._trace.write()
         else:
@@ -174,24 +176,24 @@ class _PatchedRun:
             lines = [f"{loaders} ran on Penstock's engine{self._seeded}"]
             lines += [f"changed: {line}" for line in dict.fromkeys(report.changes)]
             if report.num_restarts:
-                lines.append(f"saved: {report.num_restarts} lost worker(s) were replaced")
+                lines.append(f"recovered: {report.num_restarts} lost worker(s) were replaced")
             if self._trace is not None:
                 lines += self._trace.write()
             if report.num_bad:
-                lines.append(f"saved: {report.num_bad} bad sample(s) were left out or replaced")
+                lines.append(f"recovered: {report.num_bad} bad sample(s) were skipped or replaced")
             lines += [
                 f"note: {line}" for line in (*report.notes, *self._notes, *self._own_processes())
             ]
         if self._bypass is not None:
             lines.append(str(self._bypass))
-            lines += [f"lost to another library: {name}" for name in self._bypass.check()]
+            lines += [f"overridden by another library: {name}" for name in self._bypass.check()]
         rank = os.environ.get("RANK")
         name = "penstock" if rank is None else f"penstock (rank {rank})"
         print("\n".join(f"{name}: {line}" for line in lines), file=sys.stderr, flush=True)
 
 
 class _RunTrace:
-    """The timeline of everything that was loaded."""
+    """The timeline of all loaders of the run."""
 
     def __init__(self, path: str) -> None:
         from penstock.trace.recorder import keep_recorders
@@ -203,7 +205,7 @@ class _RunTrace:
         self._recorders = keep_recorders()
 
     def write(self) -> list[str]:
-        """Write it, if anything was loaded; what there is to say."""
+        """Write the trace if anything was loaded. Returns the lines for the report."""
         if not self._recorders:
             return []
         from penstock.trace.recorder import merge_records

@@ -1,12 +1,12 @@
-"""``penstock run --seed``: each generator is seeded as early as it exists, and only once.
+"""``penstock run --seed``: seeds each generator once, as early as possible.
 
-    Python's hashes   before anything: Python starts again with PYTHONHASHSEED
-    Python's random   before the script begins
+    Python's hashes   first: Python is restarted with PYTHONHASHSEED
+    Python's random   before the script starts
     NumPy's           when NumPy is imported
-    torch's           when torch is imported, with the switches for repeatable algorithms
+    torch's           when torch is imported, with the settings for deterministic algorithms
 
-What the script draws or seeds by itself in between stays as it is. Imports are late: a Python that
-starts again pays for them twice.
+Seeds and draws of the script itself in between are preserved. Imports are inside functions, because
+a restarted Python would run them twice.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _MASK = (1 << 64) - 1
 
 
 def restart_with_hash_seed(seed: int) -> None:
-    """Start Python again with a hash seed, which decides the order of sets of strings.
+    """Restart Python with a hash seed, which determines the order of sets of strings.
 
-    Returns where a hash seed is set already, and on Windows, which cannot replace a process.
+    Does nothing if a hash seed is already set, or on Windows, which cannot replace a process.
     """
     if HASH_SEED in os.environ or sys.platform == "win32" or not sys.orig_argv:
         return
@@ -30,7 +30,7 @@ def restart_with_hash_seed(seed: int) -> None:
 
 
 def seed_early(seed: int) -> None:
-    """Seed what exists before the script begins, and NumPy when it is imported."""
+    """Seed Python's generator now, and NumPy's when NumPy is imported."""
     import random
 
     from penstock.integrations.script_runner import when_imported
@@ -46,7 +46,7 @@ def _seed_numpy(bits: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch, which was imported just now. Python's and NumPy's generators keep their state."""
+    """Seed torch after it is imported. Python's and NumPy's generators keep their state."""
     import random
 
     import numpy as np
@@ -60,14 +60,14 @@ def seed_torch(seed: int) -> None:
 
 
 def hash_notes(seed: int) -> list[str]:
-    """What to say where Python's hash seed is not the one that was asked for."""
+    """Return a note if Python's hash seed does not match ``seed``."""
     given = os.environ.get(HASH_SEED)
     if given == str(seed % (1 << 32)) and not sys.flags.ignore_environment:
         return []
     if sys.flags.ignore_environment:
-        reason = "python -E ignores the variable that sets it"
+        reason = f"python -E ignores {HASH_SEED}"
     elif given is None:
-        reason = f"it must be set before Python starts: {HASH_SEED}={seed % (1 << 32)}"
+        reason = f"set {HASH_SEED}={seed % (1 << 32)} before Python starts"
     else:
         reason = f"{HASH_SEED}={given} is set"
-    return [f"the order of sets of strings does not follow --seed: {reason}"]
+    return [f"the order of sets of strings does not depend on --seed: {reason}"]

@@ -1,10 +1,10 @@
-"""Runs a script up to the name that is wanted, and no further.
+"""Runs a script up to the statement that defines the target name.
 
-    statement, statement, ... the one that binds the name | a training loop: never run
-                                                          | def, class, import: still run
+    statement, ..., the statement that binds the name | a training loop: not run
+                                                      | def, class, import: still run
 
-The body of ``if __name__ == "__main__":`` counts as top level. Definitions further down are run
-too, because methods of the dataset may call them.
+The body of ``if __name__ == "__main__":`` counts as top level. Later definitions are run as well,
+because methods of the dataset may use them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLAIN = (str, bytes, int, float, complex, types.ModuleType)
 
 
 class ScriptFailed(Exception):
-    """The object in the script cannot be had; the text says why.
+    """The object in the script cannot be loaded. The text gives the reason.
 
     Args:
         kind: ``"script"``, ``"name"`` or ``"making"``.
@@ -40,14 +40,16 @@ def load_object(
     arguments: Sequence[str] = (),
     doing: Callable[[str], None] = lambda activity: None,
 ) -> Any:
-    """The value of the target's name; this process's ``__main__`` is the script from then on.
+    """Run the script and return the value of the target's name.
+
+    The script replaces ``__main__`` in this process.
 
     Args:
-        arguments: The script's own, as it sees them in ``sys.argv``.
-        doing: Told which line is about to be run.
+        arguments: Arguments of the script for ``sys.argv``.
+        doing: Called with a description of each line before it runs.
 
     Raises:
-        ScriptFailed: The script raised before that, or ended, or bound nothing usable.
+        ScriptFailed: The script raised, exited, or did not define a usable value.
     """
     main = types.ModuleType("__main__")
     path = target.script.absolute()
@@ -64,9 +66,9 @@ def load_object(
             break
     else:
         raise _unusable(target, namespace)
-    for statement in statements:  # goes on where the loop above stopped
+    for statement in statements:  # continues after the statement where the loop above stopped
         if _only_defines(statement) and not _binds(statement, target.name):
-            with suppress(Exception):  # it may need what was left out
+            with suppress(Exception):  # it may depend on a skipped statement
                 exec(_compile(statement, target), namespace)
     return namespace[target.name]
 
@@ -87,7 +89,7 @@ def _is_main_guard(test: ast.expr) -> bool:
 
 
 def _compile(statement: ast.stmt, target: ScriptObject) -> types.CodeType:
-    """One statement, under the script's ``from __future__`` imports."""
+    """Compile one statement with the script's ``from __future__`` imports."""
     body = target.tree.body
     futures = [s for s in body if isinstance(s, ast.ImportFrom) and s.module == "__future__"]
     module = ast.Module(body=[*futures, statement], type_ignores=[])
@@ -101,7 +103,7 @@ def _execute(statement: ast.stmt, namespace: dict[str, Any], target: ScriptObjec
     except SystemExit as ended:
         raise ScriptFailed(
             "script",
-            f"the script ended with exit code {ended.code} before {target.name!r} was there",
+            f"the script ended with exit code {ended.code} before it defined {target.name!r}",
             where=line,
             cure=f"penstock {target.command} {target} -- ARGUMENTS OF THE SCRIPT",
         ) from ended
@@ -117,7 +119,7 @@ def _execute(statement: ast.stmt, namespace: dict[str, Any], target: ScriptObjec
 
 
 def _is_usable(value: Any) -> bool:
-    """Is this what was meant, and not a first, empty or textual value of that name?"""
+    """Return True if the value can be the target, not a placeholder such as None, "" or []."""
     if value is None or isinstance(value, _PLAIN):
         return False
     if isinstance(value, (list, tuple, dict, set)):
@@ -131,12 +133,12 @@ def _has_samples(value: Any) -> bool:
 
 def _unusable(target: ScriptObject, namespace: dict[str, Any]) -> ScriptFailed:
     if target.name not in namespace:
-        return ScriptFailed("name", f"{target.script} ran to its end without a {target.name!r}")
+        return ScriptFailed("name", f"{target.script} finished without defining {target.name!r}")
     kind = type(namespace[target.name]).__name__
     return ScriptFailed(
         "name",
-        f"{target.name} is {'None' if kind == 'NoneType' else f'of type {kind}'}: no dataset, no "
-        "loader, and nothing that makes one",
+        f"{target.name} is {'None' if kind == 'NoneType' else f'of type {kind}'}, not a dataset, a "
+        "loader, or a function or class that creates one",
     )
 
 
@@ -159,10 +161,10 @@ def _binds(statement: ast.stmt, name: str) -> bool:
 
 
 def make_dataset(value: Any, target: ScriptObject) -> Any:
-    """The dataset or loader itself: a class or function is called.
+    """Return the dataset or loader. A class or function is called to create it.
 
     Raises:
-        ScriptFailed: It needs arguments, raises, or makes something else.
+        ScriptFailed: The class or function needs arguments, raises, or returns something else.
     """
     is_maker = isinstance(value, type) or not _has_samples(value)
     if not is_maker:
@@ -181,14 +183,16 @@ def make_dataset(value: Any, target: ScriptObject) -> Any:
         what = f"{target.name}() raised {describe_error(error)}"
         raise ScriptFailed("making", what, where=place_of(error)) from error
     if isinstance(made, (tuple, types.GeneratorType)) or not _is_usable(made) or callable(made):
-        raise ScriptFailed("making", f"{target.name}() gave a {type(made).__name__}, not a dataset")
+        raise ScriptFailed(
+            "making", f"{target.name}() returned a {type(made).__name__}, not a dataset"
+        )
     return made
 
 
 def _required(maker: Any) -> list[str]:
     try:
         parameters = inspect.signature(maker).parameters.values()
-    except (TypeError, ValueError):  # written in C: calling it will tell
+    except (TypeError, ValueError):  # implemented in C: only a call can show it
         return []
     return [
         item.name

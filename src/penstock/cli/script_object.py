@@ -1,4 +1,4 @@
-"""Finds what ``SCRIPT:NAME`` means on the command line. The script is parsed, not run."""
+"""Resolves ``SCRIPT:NAME`` on the command line. The script is parsed but not run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptObject:
-    """A name in a script, the script's statements, and the command that asks for it."""
+    """A name in a script, the parsed script, and the command that uses it."""
 
     script: Path
     name: str
@@ -35,10 +35,10 @@ class ScriptObject:
 
 
 def find_script_object(text: str, command: str = "doctor") -> ScriptObject:
-    """What ``text`` means, as far as that can be said without running the script.
+    """Resolve ``text`` to a name in a script without running the script.
 
     Raises:
-        BadTarget: There is no such script, it is no Python, or it never binds such a name.
+        BadTarget: The script does not exist, is not valid Python, or never defines the name.
 
     Example:
         >>> find_script_object("train.py")
@@ -55,11 +55,11 @@ def find_script_object(text: str, command: str = "doctor") -> ScriptObject:
     tree = _parse(script, command)
     target = ScriptObject(script=script, name=name, tree=tree, command=command)
     if not name.isidentifier():
-        what = f"{name!r} is not a name" if name else f"{text!r} names nothing in the script"
+        what = f"{name!r} is not a valid name" if name else f"{text!r} has no name after the script"
         raise BadTarget(what, remedy=_suggest(target))
     if name not in bound_names(tree) and not _binds_unseen_names(tree):
         raise BadTarget(
-            f"{script} has no {name!r} at its top level",
+            f"{script} does not define {name!r} at the top level",
             where=_local_place(target),
             remedy=_suggest(target),
         )
@@ -86,9 +86,9 @@ def _parse(script: Path, command: str) -> ast.Module:
         return ast.parse(source, filename=str(script))
     except SyntaxError as error:
         line = f"{script}:{error.lineno}" if error.lineno else str(script)
-        raise BadTarget(f"{script} is not Python: {error.msg}", where=line) from None
+        raise BadTarget(f"{script} is not valid Python: {error.msg}", where=line) from None
     except ValueError as error:  # null bytes, on Python before 3.12
-        raise BadTarget(f"{script} is not Python: {error}") from None
+        raise BadTarget(f"{script} is not valid Python: {error}") from None
 
 
 def _scripts_beside(script: Path) -> list[str]:
@@ -99,7 +99,7 @@ def _scripts_beside(script: Path) -> list[str]:
 
 
 def bound_names(tree: ast.Module) -> dict[str, int]:
-    """Names that a script binds outside of functions and classes, with the line of each.
+    """Return the names that a script binds outside functions and classes, with their lines.
 
     Example:
         >>> bound_names(ast.parse("import a.b\\nfor i in x:\\n  y = z = 1\\ndef f():\\n  w = 2"))
@@ -117,7 +117,7 @@ def bound_names(tree: ast.Module) -> dict[str, int]:
         for name in found:
             names.setdefault(name, getattr(node, "lineno", 0))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Global):  # a function may bind it when it is called
+        if isinstance(node, ast.Global):  # a function may bind the name when it is called
             names.update({name: node.lineno for name in node.names if name not in names})
     return names
 
@@ -130,7 +130,7 @@ def _outside_scopes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _binds_unseen_names(tree: ast.Module) -> bool:
-    """Does it do something after which any name may exist?"""
+    """Return True if the script may define names that parsing cannot find."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
             return True
@@ -140,7 +140,7 @@ def _binds_unseen_names(tree: ast.Module) -> bool:
 
 
 def _local_place(target: ScriptObject) -> str | None:
-    """The function that has a local variable of this name, if one has."""
+    """Return a hint if a function has a local variable of this name."""
     for node in ast.walk(target.tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -150,14 +150,14 @@ def _local_place(target: ScriptObject) -> str | None:
                 line = getattr(inner, "lineno", node.lineno)
                 wanted = "loader" if target.command == "verify" else "dataset"
                 return (
-                    f"{target.script}:{line}: it is local to {node.name}(). Let a function "
-                    f"without arguments return the {wanted}, and name that"
+                    f"{target.script}:{line}: it is local to {node.name}(). Define a function "
+                    f"without arguments that returns the {wanted}, and pass its name"
                 )
     return None
 
 
 def _suggest(target: ScriptObject) -> str:
-    """A line with the names that may have been meant."""
+    """Return a command line with the most likely names."""
     imported = {
         alias.asname or alias.name.partition(".")[0]
         for node in ast.walk(target.tree)
@@ -166,7 +166,7 @@ def _suggest(target: ScriptObject) -> str:
     }
     kinds = {getattr(node, "name", ""): type(node) for node in target.tree.body}
     names = [name for name in bound_names(target.tree) if not name.startswith("_")]
-    if target.command == "verify":  # which needs a loader, or what makes one
+    if target.command == "verify":  # needs a loader, or a function that creates one
         names = [name for name in names if kinds.get(name) is not ast.ClassDef]
     own = [name for name in names if name not in imported]
     own.sort(key=lambda name: _unlikeliness(name, target.command, kinds.get(name)))
@@ -180,7 +180,7 @@ def _suggest(target: ScriptObject) -> str:
 
 
 def _unlikeliness(name: str, command: str, kind: type | None) -> tuple[bool, bool]:
-    """How little does a name sound like what the command takes?"""
+    """Return a sort key that puts names likely to suit the command first."""
     is_data = any(part in name.lower() for part in ("data", "ds", "set", "train"))
     is_loader = "loader" in name.lower()
     if command == "verify":

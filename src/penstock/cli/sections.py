@@ -1,4 +1,4 @@
-"""Prints reports of commands: rows under a title, and the rows that describe a machine."""
+"""Report sections: titled rows, and the rows that describe a machine."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from penstock.planning.quantities import count, size
 
 
 def escape_unprintable() -> None:
-    """Escape what the terminal cannot show: a strange path must not end a report."""
+    """Escape characters that stdout cannot encode, so an unusual path cannot break a report."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
 
 
 def make_console() -> Console:
-    """The console that a report is printed on."""
+    """Return the console for a report."""
     escape_unprintable()
     return Console(highlight=False, emoji=False)
 
 
 def print_section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """A title and its rows. In a pipe there is no colour, and no line is broken to paste wrong."""
+    """Print a title and its rows. A pipe gets no color. Lines are never wrapped, so they can be
+    copied and pasted.
+    """
     kept = list(rows)
     width = max((len(name) for name, _ in kept), default=0)
     console.print(Text(title, style="bold"), soft_wrap=True)
@@ -37,7 +39,7 @@ def print_section(console: Console, title: str, rows: Iterable[tuple[str, str]])
 
 
 def main_facts(machine: Machine) -> Iterable[tuple[str, str]]:
-    """What this computer is: its system, processor, memory, Python and GPUs.
+    """Yield rows for the system, processor, memory, Python and GPUs of a machine.
 
     Example:
         >>> [name for name, _ in main_facts(Machine(os="linux"))]
@@ -80,5 +82,5 @@ def _gpus(machine: Machine) -> str:
         facts = ", ".join(filter(None, (gpu.architecture, memory)))
         cards.append(f"{gpu.name} ({facts})" if facts else gpu.name)
     if not cards:
-        return "none seen" + (f": {machine.gpu_trouble}" if machine.gpu_trouble else "")
-    return f"{', '.join(cards)}; by {machine.gpus_seen_by}"
+        return "none found" + (f": {machine.gpu_trouble}" if machine.gpu_trouble else "")
+    return f"{', '.join(cards)}; found by {machine.gpus_seen_by}"

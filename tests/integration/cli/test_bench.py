@@ -136,7 +136,7 @@ def test_a_folder_that_is_not_there_is_said_to_be_missing() -> None:
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (("--out", "no such folder/b.html"), "there is no folder"),
+        (("--out", "no such folder/b.html"), "folder no such folder does not exist"),
         (("--workers", "0,100000"), "1024 at most"),
     ],
 )

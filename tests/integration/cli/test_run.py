@@ -242,15 +242,15 @@ COMMANDS = {
     "no package": (["-m", "gone.at.all"], "module 'gone.at.all' not found"),
     "a relative module": (["-m", ".pack"], "module '.pack' not found"),
     "no target": ([], "Missing argument"),
-    "a negative part": (["--max-bad", "-1", "pack/train.py"], "--max-bad=-1 is neither"),
-    "a part without end": (["--max-bad", "inf", "pack/train.py"], "--max-bad=inf is neither"),
-    "one and a half": (["--max-bad", "1.5", "pack/train.py"], "--max-bad=1.5 is neither"),
+    "a negative part": (["--max-bad", "-1", "pack/train.py"], "--max-bad=-1 must be a count"),
+    "a part without end": (["--max-bad", "inf", "pack/train.py"], "--max-bad=inf must be a count"),
+    "one and a half": (["--max-bad", "1.5", "pack/train.py"], "--max-bad=1.5 must be a count"),
     "no time": (
         ["--sample-timeout-s", "0", "pack/train.py"],
         "must be a positive number of seconds",
     ),
     "a long seed": (["--seed", str(2**70), "pack/train.py"], "does not fit in 64 bits"),
-    "no folder": (["--bad-samples-file", "gone/bad.jsonl", "pack/train.py"], "there is no folder"),
+    "no folder": (["--bad-samples-file", "gone/bad.jsonl", "pack/train.py"], "does not exist"),
     "bad workers": (["--workers", "many", "pack/train.py"], "many"),
     "no such option": (["--epochs", "10", "pack/train.py"], "No such option: --epochs"),
     "bad policy": (["--on-error", "ignore", "pack/train.py"], "ignore"),
@@ -277,7 +277,7 @@ def test_what_cannot_be_run_is_said_with_status_2(name: str, refused: dict[str, 
 
 
 def test_an_option_of_the_script_s_before_it_is_told_where_it_goes(refused: dict[str, Any]) -> None:
-    assert "stand behind it" in scripts.told(refused["no such option"]).stderr
+    assert "go after its name" in scripts.told(refused["no such option"]).stderr
 
 
 def test_standard_input_is_a_script(tmp_path: Path) -> None:

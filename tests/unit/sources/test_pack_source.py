@@ -177,7 +177,7 @@ class Random:
 
 
 @pytest.mark.legacy
-@pytest.mark.filterwarnings("ignore:sample 0 is another one each time")
+@pytest.mark.filterwarnings("ignore:sample 0 is different each time")
 def test_packing_twice_gives_the_same_bytes_even_of_random_samples(tmp_path: Path) -> None:
     for name in ("one", "two"):
         pack_here(Random(), tmp_path / name, shard_bytes=100)
