@@ -55,7 +55,7 @@ def test_a_worker_killed_half_way_changes_no_bit_of_the_loss(
     name: str, ends: dict[str, Any]
 ) -> None:
     end = scripts.told(ends[name])
-    assert "1 lost worker(s) were replaced" in end.err
+    assert "recovered: 1 lost worker(s) were replaced" in end.err
     assert end.told("loss") == scripts.told(ends["inline"]).told("loss")
 
 

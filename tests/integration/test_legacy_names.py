@@ -269,7 +269,7 @@ def test_spawn_is_settled_and_where_it_may_not_be_that_is_told(
     multiprocessing.set_start_method("forkserver", force=True)
     legacy.setup_rocm_multiprocessing(force=False)
     assert multiprocessing.get_start_method() == "forkserver"
-    assert "stays with 'forkserver': context has already been set" in capsys.readouterr().out
+    assert "still uses 'forkserver': context has already been set" in capsys.readouterr().out
     legacy.setup_rocm_multiprocessing(verbose=False)
     assert multiprocessing.get_start_method() == "spawn"
     assert capsys.readouterr().out == ""

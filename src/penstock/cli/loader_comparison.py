@@ -72,7 +72,7 @@ def print_comparison(console: Console, found: LoaderComparison) -> None:
         gain = compare(found.rates(found.ours), alone).median
         console.print(
             f"Workers: {found.num_workers} load {gain:.2f} times as fast as none "
-            f"({_as_rate(alone)} images per second)."
+            f"({_as_rate(alone)} images/s)."
         )
 
 

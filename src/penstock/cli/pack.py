@@ -98,7 +98,8 @@ def _find_dataset(source: str) -> Any:
         found = runpy.run_path(file, run_name="__penstock__").get(name)
         if found is None:
             raise BadTarget(
-                f"{file} ran but did not define {name!r}", remedy="the name of the dataset"
+                f"{file} ran but did not define {name!r}",
+                remedy="use the name of a dataset in the script",
             )
     elif name and file:
         found = _import(file, name, source)

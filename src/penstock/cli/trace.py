@@ -1,4 +1,4 @@
-"""``penstock trace``: draws a trace, opens it in a browser, converts it, or compares two."""
+"""``penstock trace``: shows, opens, converts and compares traces."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.errors import BadArgument
 if TYPE_CHECKING:
     from penstock.trace.timeline import Timeline
 
-_TRACE: dict[str, Any] = {"metavar": "TRACE", "help": "A trace, .json or .json.gz."}
+_TRACE: dict[str, Any] = {"metavar": "TRACE", "help": "A trace file (.json or .json.gz)."}
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Called from: :mod:`penstock.cli.parser`."""
+    """Declare the arguments of the command. Called by :mod:`penstock.cli.parser`."""
     commands = parser.add_commands()
 
     def add(name: str, execute: Any, summary: str) -> CommandParser:
@@ -28,27 +28,27 @@ def add_arguments(parser: CommandParser) -> None:
         command.set_defaults(execute=execute)
         return command
 
-    show = add("show", _show, "Draw it here, as wide as the window, with the verdict.")
+    show = add("show", _show, "Draw a trace in the terminal, with the verdict.")
     show.add_argument("file", **_TRACE)
     show.add_value(
-        "--from", "S", number(float, 0), "Where to begin, in seconds.", dest="first", default=0.0
+        "--from", "S", number(float, 0), "Start time in seconds.", dest="first", default=0.0
     )
-    show.add_value("--to", "S", float, "Where to end, in seconds.", dest="last")
+    show.add_value("--to", "S", float, "End time in seconds.", dest="last")
     show.add_value(
-        "--width", "N", number(int, 40, 1000), "Columns to draw in; the window's by default."
+        "--width", "N", number(int, 40, 1000), "Width in columns. By default, the terminal's."
     )
     show.add_argument("--json", action="store_true", help="Print JSON.")
-    add("open", _open, "Open it in the browser, as a page that needs no network.").add_argument(
+    add("open", _open, "Open a trace in the browser. The page works offline.").add_argument(
         "file", **_TRACE
     )
-    export = add("export", _export, "Write it in another form.")
+    export = add("export", _export, "Convert a trace to a different format.")
     export.add_argument("file", **_TRACE)
     export.add_argument(
-        "out", metavar="OUT", help="A new file: .html, .perfetto.json.gz, .json or .json.gz."
+        "out", metavar="OUT", help="Output file: .html, .perfetto.json.gz, .json or .json.gz."
     )
-    compare = add("compare", _compare, "Set two runs side by side.")
-    compare.add_argument("before", metavar="BEFORE", help="A trace.")
-    compare.add_argument("after", metavar="AFTER", help="Another trace.")
+    compare = add("compare", _compare, "Compare two runs.")
+    compare.add_argument("before", metavar="BEFORE", help="The trace of the first run.")
+    compare.add_argument("after", metavar="AFTER", help="The trace of the second run.")
     compare.add_argument("--json", action="store_true", help="Print JSON.")
 
 
@@ -69,7 +69,7 @@ def _show(options: argparse.Namespace) -> None:
         end_s = min(options.last, total_s)
     if total_s and not first < end_s:
         raise BadArgument(
-            f"--from {first:g} --to {end_s:g}: the trace goes from 0 to {total_s:.4g} s",
+            f"--from {first:g} --to {end_s:g} is empty: the trace covers 0 to {total_s:.4g} s",
             remedy=f"penstock trace show {options.file} --from 0 --to {total_s:.4g}",
         )
     drawing = render(timeline.model, console.width, first_s=first, last_s=end_s)
@@ -96,7 +96,7 @@ def _open(options: argparse.Namespace) -> None:
     timeline.save(page)
     print(page)
     if not webbrowser.open(page.as_uri()):
-        print("No browser could be started: open that file in one.", file=sys.stderr)
+        print("No browser could be started. Open the file in a browser.", file=sys.stderr)
 
 
 def _export(options: argparse.Namespace) -> None:

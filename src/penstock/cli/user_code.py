@@ -1,4 +1,4 @@
-"""Finds the user's own line behind an error: frames of libraries and of ours are passed over."""
+"""Finds the line of user code behind an error, skipping frames of libraries and Penstock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_TEXT = 300
 
 
 def is_users(filename: str) -> bool:
-    """Is this file the user's, and not a library's, Python's or ours?
+    """Return True if the file is user code, not part of a library, Python or Penstock.
 
     Example:
         >>> is_users(os.__file__), is_users(__file__), is_users("train.py")
@@ -28,16 +28,16 @@ def is_users(filename: str) -> bool:
 
 
 def shown(filename: str) -> str:
-    """A path as short as it can be said from here."""
+    """Return the path relative to the working directory if it is inside, otherwise unchanged."""
     try:
         relative = os.path.relpath(filename)
-    except ValueError:  # another drive
+    except ValueError:  # a different drive
         return filename
     return filename if relative.startswith("..") else relative
 
 
 def place_of(error: BaseException) -> str | None:
-    """``data.py:57, in __getitem__``: the innermost line of the user's that led to ``error``."""
+    """Return the innermost user line of ``error``, such as ``data.py:57, in __getitem__``."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -51,7 +51,7 @@ def place_of(error: BaseException) -> str | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and text of an exception in one line, whatever its own ``__str__`` does.
+    """Return the type and text of an exception in one line, even if its ``__str__`` fails.
 
     Example:
         >>> describe_error(KeyError("no label"))
@@ -60,7 +60,7 @@ def describe_error(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split())
     except Exception:
-        text = "(its text cannot be shown)"
+        text = "(str() of the exception failed)"
     kind = type(error).__name__
     if len(text) > _MAX_TEXT:
         text = f"{text[:_MAX_TEXT]}..."
@@ -68,9 +68,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def place_in_stack(dump: str) -> str | None:
-    """The innermost line of the user's in what ``faulthandler`` wrote.
+    """Return the innermost user line in a dump written by ``faulthandler``.
 
-    Of a crash it names the thread that crashed; at a time limit, the main thread comes last.
+    After a crash, it searches the thread that crashed. At a time limit, it searches the main
+    thread, which comes last.
 
     Example:
         >>> place_in_stack('Thread 0x1 (most recent call first):\\n'

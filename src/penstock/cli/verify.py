@@ -1,9 +1,9 @@
 """``penstock verify``: compares a loader's batches under several settings.
 
-Without a loader, it compares two trainings on this machine.
+Without a loader, it compares two training runs on this machine.
 
-The command starts a child, which runs the script up to the name and calls :func:`penstock.verify`;
-the command prints the verdict that the child saved.
+The command starts a child process, which runs the script up to the target name and calls
+:func:`penstock.verify`. The command then prints the verdict that the child saved.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ SAME, DIFFERENT = 0, 1
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Called from: :mod:`penstock.cli.parser`."""
-    parser.epilog = "Exit status: 0 the same, 1 different, 2 usage."
+    """Declare the arguments of the command. Called by :mod:`penstock.cli.parser`."""
+    parser.epilog = "Exit status: 0 if the same, 1 if different, 2 for a usage error."
     parser.add_argument(
         "target",
         nargs="?",
         metavar="[SCRIPT:NAME]",
-        help="A function that makes a loader (num_workers=... if it takes it), or a loader.",
+        help="A loader, or a function that returns one (called with num_workers=... if possible).",
     )
     parser.add_script_arguments()
     parser.add_value("--epochs", "N", number(int, 1, 1000), "Epochs to compare.", default=2)
     parser.add_value(
-        "--max-batches", "N", number(int, 1), "Compare only this many batches of each epoch."
+        "--max-batches", "N", number(int, 1), "Compare at most this many batches of each epoch."
     )
     parser.add_value(
         "--workers",
         "N,N,...",
         worker_counts,
-        "Numbers of workers; the first is the reference.",
+        "Numbers of workers. The first one is the reference.",
         default="0,1,2,5",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_value(
-        "--timeout", "SECONDS", number(float, 1, 86_400), "Time limit for all of it.", default=600.0
+        "--timeout", "SECONDS", number(float, 1, 86_400), "Total time limit.", default=600.0
     )
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Verify, print, and give the exit code: 1 where something differs or fails.
+    """Verify the target and print the verdict. Returns 1 if anything differs or fails.
 
     Raises:
         BadTarget: There is no loader at ``options.target``.
@@ -98,11 +98,11 @@ def _print(verdict: Verdict | None, failure: dict[str, Any] | None) -> None:
 
 
 def check_loader(results: CheckResults, options: dict[str, Any], deadline: float) -> None:
-    """Verify the loader that a script makes."""
+    """Verify the loader of a script. Runs in the child process."""
     target = find_script_object(options["target"], "verify")
     value = load_object(target, options["arguments"], results.doing)
     from penstock.verify.comparison import (
-        verify,  # late: it imports torch, the script may set it up
+        verify,  # imports torch, which the script may have to configure first
     )
 
     try:
@@ -119,7 +119,7 @@ def check_loader(results: CheckResults, options: dict[str, Any], deadline: float
 
 
 def _as_factory(value: Any, target: ScriptObject) -> Any:
-    """A factory, or a loader that is made again; any other iterable is run as it is."""
+    """Return the loader, or a factory for it. Iterables of other types are used unchanged."""
     from torch.utils.data import DataLoader
 
     _refuse_dataset(value, target.name, target)
@@ -131,7 +131,7 @@ def _as_factory(value: Any, target: ScriptObject) -> Any:
     @functools.wraps(value)
     def make(*arguments: Any, **keywords: Any) -> Any:
         made = value(*arguments, **keywords)
-        _refuse_dataset(made, f"what {target.name}() returns", target)
+        _refuse_dataset(made, f"the result of {target.name}()", target)
         return made
 
     return make
@@ -145,14 +145,14 @@ def _refuse_dataset(value: Any, name: str, target: ScriptObject) -> None:
     if issubclass(kind, Dataset) or is_indexed:
         raise ScriptFailed(
             "name",
-            f"{name} is a dataset: verify runs a loader",
+            f"{name} is a dataset, but verify needs a loader",
             cure=f"def make_loader(num_workers=0): ...  # then: penstock verify "
             f"{target.script}:make_loader",
         )
 
 
 def check_machine(results: CheckResults, options: dict[str, Any], deadline: float) -> None:
-    """Verify that a training on this machine repeats itself."""
+    """Verify that training on this machine is reproducible. Runs in the child process."""
     from penstock.verify.training import verify_training
 
     verdict = verify_training(tell=lambda device: results.doing(f"training on {device}"))

@@ -75,4 +75,4 @@ def test_a_class_of_samples_is_no_loader_for_verify(tmp_path: Path) -> None:
         check=False,
     )
     assert found.returncode != 0
-    assert "Slow is a dataset: verify runs a loader" in found.stdout + found.stderr
+    assert "Slow is a dataset, but verify needs a loader" in found.stdout + found.stderr

@@ -130,14 +130,14 @@ def test_a_dataset_that_gives_nothing_is_named(dataset: Any, words: str) -> None
 def test_a_folder_that_is_not_there_is_said_to_be_missing() -> None:
     done = command_line.invoke("bench", "no such folder")
     assert done.exit_code == 2
-    assert "no folder" in done.output
+    assert "'no such folder' is neither a folder nor a script" in done.output
 
 
 @pytest.mark.parametrize(
     ("option", "words"),
     [
         (("--out", "no such folder/b.html"), "folder no such folder does not exist"),
-        (("--workers", "0,100000"), "1024 at most"),
+        (("--workers", "0,100000"), "must be at most 1024"),
     ],
 )
 def test_what_would_fail_later_is_refused_before_anything_is_measured(

@@ -32,11 +32,11 @@ def show(page: Path) -> str:
 def test_it_ends_with_the_verdict_and_a_page_for_the_browser(tmp_path: Path) -> None:
     page = tmp_path / "demo.html"
     printed = show(page)
-    assert "images a second" in printed
-    story, _, end = printed.partition("Where the time of the training went")
+    assert "images per second" in printed
+    story, _, end = printed.partition("Timeline of the training")
     assert "loss" in story
     assert "batches" in end or "waits" in end, end
-    assert end.rstrip().endswith(f"open {page} in a browser")
+    assert end.rstrip().endswith(f"Open {page} in a browser to zoom into every batch")
     content = page.read_text(encoding="utf-8")
     assert content.lstrip().lower().startswith("<!doctype html>")
     assert "http://" not in content.replace("http://www.w3.org", "")
@@ -50,6 +50,6 @@ def test_a_page_that_cannot_be_written_is_said(
         pass
     page = tmp_path / "no such folder" / "demo.html"
     demo._show_timeline(loader.timeline(), page, Console())
-    told = capsys.readouterr().out.rpartition("The page of it could not be written: ")[2]
+    told = capsys.readouterr().out.rpartition("The HTML page could not be written: ")[2]
     assert str(page) in told
     assert "no such folder" in told.partition(str(page))[2]

@@ -62,12 +62,12 @@ def test_a_dataset_of_a_script_is_packed_and_its_bad_sample_listed(tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("nowhere", "out"), "no folder, and not SCRIPT.py:DATASET"),
+        (("nowhere", "out"), "neither a folder nor SCRIPT.py:DATASET"),
         (("nosuch_module:x", "out"), "cannot be found"),
         (("empty", "out"), "has no class subfolders"),
         (("data.py", "out"), "Try: penstock pack data.py:dataset packed/"),
-        (("data.py:dataset", "out", "--quality", "90"), "for folders of images"),
-        (("data.py:dataset", "out", "--on", "mars"), "neither here nor ray"),
+        (("data.py:dataset", "out", "--quality", "90"), "require a folder of images"),
+        (("data.py:dataset", "out", "--on", "mars"), "must be one of here, ray"),
         (("data.py:dataset", "out", "--on", "ray"), 'Try: pip install "penstock[ray]"'),
     ],
 )

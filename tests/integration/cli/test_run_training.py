@@ -229,7 +229,7 @@ def test_killed_workers_change_nothing_and_are_reported(ends: dict[str, Any]) ->
     end = end_of("seeded, killed", ends)
     assert end.stdout == end_of("seeded", ends).stdout
     # Of 12 batches two are under way at most: a worker that is killed after the first is missed.
-    assert "penstock: saved: 2 lost worker(s) were replaced" in end.stderr
+    assert "penstock: recovered: 2 lost worker(s) were replaced" in end.stderr
 
 
 @legacy
@@ -237,7 +237,7 @@ def test_the_report_is_one_line_where_nothing_happened(ends: dict[str, Any]) -> 
     report = "penstock: 2 loaders ran on Penstock's engine"
     assert end_of("unseeded", ends).stderr.splitlines() == [report]
     assert end_of("seeded", ends).stderr.splitlines() == [f"{report}; seed 7"]
-    nothing = "penstock: no DataLoader of torch's was iterated: no loader was changed; seed 7"
+    nothing = "penstock: no DataLoader was iterated, so nothing was changed; seed 7"
     assert end_of("early", ends).stderr.splitlines() == [nothing]
 
 
@@ -248,13 +248,13 @@ def test_start_methods_pools_and_forks_of_the_script_s_own_work(ends: dict[str, 
     # Two of its pool and one of its own; those that a worker forks are not the script's.
     notes = [line for line in end.stderr.splitlines() if "note:" in line]
     assert len(notes) == 1
-    assert "3 process(es) were forked" in notes[0]
+    assert "the script forked 3 process(es)" in notes[0]
 
 
 def test_a_start_method_of_the_script_s_own_is_for_its_own_processes(ends: dict[str, Any]) -> None:
     end = end_of("strange", ends)
     assert end.stdout == "24\n"
-    assert "note: the script has multiprocessing start processes by 'spawn'" in end.stderr
+    assert "note: the script sets multiprocessing's start method to 'spawn'" in end.stderr
 
 
 @posix
@@ -284,7 +284,7 @@ def test_what_is_changed_is_in_the_report(ends: dict[str, Any]) -> None:
 def test_bad_samples_are_left_out_and_reported(ends: dict[str, Any]) -> None:
     end = end_of("wandering", ends)
     assert end.stdout.startswith("[5, 5, 5, 5]\n")
-    assert "4 bad sample(s) were left out or replaced" in end.stderr
+    assert "4 bad sample(s) were skipped or replaced" in end.stderr
 
 
 def test_an_error_in_a_sample_ends_the_script_with_its_own_line_first(ends: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def test_a_part_that_the_trace_does_not_have_is_named(
 ) -> None:
     done = penstock("show", files[0], *part)
     assert done.exit_code == 2
-    assert "the trace goes from 0 to" in done.output
+    assert "the trace covers 0 to" in done.output
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])

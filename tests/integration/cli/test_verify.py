@@ -113,7 +113,7 @@ def test_any_iterable_is_run_as_it_is(found: dict[str, Any]) -> None:
 def test_a_factory_that_hangs_is_ended_with_what_it_was_doing(found: dict[str, Any]) -> None:
     ended = scripts.told(found["hangs"])
     assert ended.returncode == 1
-    assert "not done after 5 s" in ended.stdout
+    assert "timed out after 5 s" in ended.stdout
     assert "train.py:" in ended.stdout
     assert "penstock verify train.py:hangs --timeout 25" in ended.stdout
 
@@ -129,7 +129,7 @@ def test_a_factory_that_raises_is_told_with_its_line(found: dict[str, Any]) -> N
     ("case", "words"),
     [
         ("a dataset", "dataset is a dataset"),
-        ("a maker of datasets", "what make_dataset() returns is a dataset"),
+        ("a maker of datasets", "the result of make_dataset() is a dataset"),
         ("needs", "needs folder"),
         ("no such name", "penstock verify train.py:make_loader"),
         ("no such script", "cannot be read"),

@@ -39,7 +39,7 @@ def test_the_faster_loader_is_named_whichever_it_is() -> None:
     faster, sooner, cold = conclude(comparison())
     assert faster == "Loading: Penstock is 2.00 times faster."
     assert sooner == "First batch: Penstock is 2.00 times sooner."
-    assert cold.startswith("The first loader of a program is later than PyTorch's")
+    assert cold.startswith("The first loader of a program starts more slowly than PyTorch's")
     slower = comparison(ours=timings(0.1, 5.0, 5.0, 5.0), cold_s=0.3)
     assert conclude(slower)[0] == "Loading: PyTorch is 2.10 times faster here."
     assert len(conclude(slower)) == 2
@@ -53,13 +53,13 @@ def test_turns_that_go_both_ways_are_noise() -> None:
 def test_a_loader_that_failed_is_said_to_have_and_not_compared() -> None:
     text = printed(comparison(theirs=[], failure="no space in /dev/shm"))
     assert text.count("failed") == 4
-    assert "PyTorch's DataLoader failed here: no space in /dev/shm" in text
+    assert "PyTorch's DataLoader failed: no space in /dev/shm" in text
     assert "times faster" not in text
 
 
 def test_workers_are_set_beside_none() -> None:
     text = printed(comparison(alone=timings(0.1, 10.0, 10.5, 11.0)))
-    assert "Workers: 2 load 2.00 times as fast as none (105 (100 to 110) images a second)." in text
+    assert "Workers: 2 load 2.00 times as fast as none (105 (100 to 110) images/s)." in text
     assert "210 (200 to 220)" in text
 
 

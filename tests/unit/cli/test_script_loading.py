@@ -64,7 +64,7 @@ def test_the_script_sees_its_own_arguments() -> None:
         ("import sys\nsys.exit(3)\nds = [1]\n", "script", "ended with exit code 3"),
         ("return 1\nds = [1]\n", "script", "raised SyntaxError"),
         ("ds = 'a text'\n", "name", "ds is of type str"),
-        ("if False:\n    ds = [1]\n", "name", "ran to its end without a 'ds'"),
+        ("if False:\n    ds = [1]\n", "name", "finished without defining 'ds'"),
     ],
 )
 def test_why_there_is_no_such_object_is_said(source: str, kind: str, said: str) -> None:

@@ -78,7 +78,7 @@ def test_a_text_that_names_nothing_is_refused(
 def test_a_script_without_a_name_gets_names_suggested(script: Path) -> None:
     for text in (str(script), f"{script}:"):
         assert f"penstock doctor {script}:train_set" in refusal(text)
-    assert "is not a name" in refusal(f"{script}:1+1")
+    assert "is not a valid name" in refusal(f"{script}:1+1")
 
 
 def test_a_misspelt_file_is_suggested(script: Path) -> None:
@@ -88,9 +88,9 @@ def test_a_misspelt_file_is_suggested(script: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"\x00\xff\xfe rubbish \x00", "is not Python"),
-        (b"def f(:\n", "is not Python"),
-        (b"\xff\xfe\xfa = 1\n", "is not Python"),
+        (b"\x00\xff\xfe rubbish \x00", "is not valid Python"),
+        (b"def f(:\n", "is not valid Python"),
+        (b"\xff\xfe\xfa = 1\n", "is not valid Python"),
     ],
 )
 def test_a_file_that_is_no_python_is_refused(tmp_path: Path, content: bytes, said: str) -> None:

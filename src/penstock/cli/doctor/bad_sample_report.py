@@ -1,8 +1,7 @@
 """``penstock doctor bad.jsonl``: reports the bad samples that loaders wrote to a file.
 
-The report changes nothing. It has lines to paste, which leave the samples out, or move their files
-into a folder beside. Texts in the file come from anybody's code, so they are shown with everything
-escaped that could steer a terminal.
+The report changes nothing. It includes code to paste that excludes the samples or moves their files
+to a separate folder. Texts in the file come from untrusted code, so control characters are escaped.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from penstock.planning.quantities import count
 FOLDER = "bad-samples"
 _MAX_ROWS = 10
 _MAX_LITERAL = 20
-"""More indices than this are read from the file, by the lines to paste."""
+"""If there are more indices, the code to paste reads them from the file."""
 _MAX_CELL = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorKind:
-    """Samples that failed with one type of error; ``example`` is its most frequent text."""
+    """Samples that failed with one type of error. ``example`` is the most frequent message."""
 
     error: str
     num_samples: int
@@ -45,11 +44,11 @@ class BadSampleReport:
     """The contents of a file of bad samples.
 
     Args:
-        samples: The worst first.
-        leave_out: Lines of Python: a dataset without them.
-        move: Lines of Python: their files moved away. Empty where no path is known.
-        num_elsewhere: Files that cannot be seen from here.
-        num_shared: Files that hold several of the samples, which should stay where they are.
+        samples: The samples, most failures first.
+        leave_out: Lines of Python that create a dataset without the samples.
+        move: Lines of Python that move the files of the samples. Empty if no path is known.
+        num_elsewhere: Number of files that do not exist on this machine.
+        num_shared: Number of files with several of the samples. They should not be moved.
     """
 
     file: str
@@ -66,13 +65,13 @@ class BadSampleReport:
         return sum(sample.count for sample in self.samples)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as a program reads it."""
+        """Return the report as plain values for JSON."""
         facts = asdict(self)
         return {"num_samples": len(self.samples), "num_times": self.num_times, **facts}
 
 
 def names_bad_samples(target: str) -> bool:
-    """Is this a list of bad samples, and not a script?
+    """Return True if the target is a list of bad samples, not a script.
 
     Example:
         >>> names_bad_samples("runs/bad.jsonl"), names_bad_samples("train.py:dataset")
@@ -82,17 +81,17 @@ def names_bad_samples(target: str) -> bool:
 
 
 def examine_bad_samples(target: str) -> BadSampleReport:
-    """Look through the file.
+    """Read the file and return a report.
 
     Raises:
-        BadTarget: It is not there, cannot be read, or holds nothing of the kind.
+        BadTarget: The file does not exist, cannot be read, or contains no bad samples.
     """
     path = Path(target)
     if path.exists() and not path.is_file():
         raise BadTarget(f"{target} is not a file", remedy="penstock doctor bad.jsonl")
     try:
         found = read(path)
-    except (OSError, ValueError) as error:  # a name with a zero byte in it is a ValueError
+    except (OSError, ValueError) as error:  # a null byte in the name raises ValueError
         why = getattr(error, "strerror", None) or error
         raise BadTarget(
             f"{target} cannot be read: {why}", remedy="penstock doctor bad.jsonl"
@@ -100,8 +99,8 @@ def examine_bad_samples(target: str) -> BadSampleReport:
     if found.num_lines and not found.samples:
         lines = count(found.num_lines, "line")
         raise BadTarget(
-            f"{target} is no list of bad samples: {lines}, none of them an object with an 'index'",
-            remedy="the file that DataLoader(..., on_error='skip') wrote",
+            f"{target} is not a list of bad samples: {lines}, but no JSON object with an 'index'",
+            remedy="use the file that DataLoader(..., bad_samples_file=...) wrote",
         )
     movable, num_elsewhere, num_shared = _files(found.samples)
     return BadSampleReport(
@@ -154,9 +153,8 @@ def _lines_without(file: str, indices: list[int]) -> list[str]:
 def move_files(file: str, folder: str) -> None:
     """Move the files of bad samples into a folder. Nothing is overwritten.
 
-    Files that hold several of the samples stay, as do those whose name is taken in the folder.
-
-    Called from: the lines to paste.
+    Files with several of the samples are not moved. Neither are files whose name already exists in
+    the folder. Called by the code that the report suggests.
     """
     os.makedirs(folder, exist_ok=True)
     for path in _files(read(file).samples)[0]:
@@ -166,7 +164,7 @@ def move_files(file: str, folder: str) -> None:
 
 
 def _files(samples: list[BadSample]) -> tuple[list[str], int, int]:
-    """Files that one bad sample each came from; how many are not here, and how many are shared."""
+    """Return existing files with one bad sample, and the numbers of missing and shared files."""
     owners = Counter(sample.path for sample in samples if sample.path)
     alone = [path for path, num_samples in owners.items() if num_samples == 1]
     present = [path for path in alone if _is_there(path)]
@@ -175,8 +173,8 @@ def _files(samples: list[BadSample]) -> tuple[list[str], int, int]:
 
 def _is_there(path: str) -> bool:
     try:
-        return os.path.isfile(path) or os.path.islink(path)  # a link to nothing is bad, too
-    except ValueError:  # a zero byte, which no file's name has
+        return os.path.isfile(path) or os.path.islink(path)  # includes broken links
+    except ValueError:  # a null byte in the path
         return False
 
 
@@ -184,7 +182,7 @@ def _is_there(path: str) -> bool:
 
 
 def print_bad_samples(console: Console, report: BadSampleReport) -> None:
-    """Tables for a person; in a pipe the same columns, without colour or broken lines."""
+    """Print the report. In a pipe, it has the same columns without color or wrapped lines."""
 
     def say(text: str, style: str = "dim") -> None:
         console.print(Text(text, style=style), soft_wrap=True)
@@ -193,7 +191,7 @@ def print_bad_samples(console: Console, report: BadSampleReport) -> None:
         say(f"\n{title}", "bold")
         _print_rows(console, columns, [[_cell(text) for text in row] for row in rows[:_MAX_ROWS]])
         if len(rows) > _MAX_ROWS:
-            say(f"  and {count(len(rows) - _MAX_ROWS, f'more {thing}')}: --json has all")
+            say(f"  and {count(len(rows) - _MAX_ROWS, f'more {thing}')} (--json lists all)")
 
     def paste(title: str, lines: list[str]) -> None:
         if lines:
@@ -202,23 +200,23 @@ def print_bad_samples(console: Console, report: BadSampleReport) -> None:
 
     samples = report.samples
     times = "once" if report.num_times == 1 else f"{report.num_times:,} times"
-    told = f"{len(samples):,}, failed {times}" if samples else "none"
+    told = f"{len(samples):,}, which failed {times}" if samples else "none"
     say(f"Bad samples in {escape(report.file)}: {told}", "bold")
     if report.num_unreadable_lines:
         say(f"  {count(report.num_unreadable_lines, 'line')} could not be read", "yellow")
     if not samples:
         return
     kinds = [[k.error, f"{k.num_samples:,}", f"{k.num_times:,}", k.example] for k in report.kinds]
-    list_rows("Errors", "kind", ("error", "samples", "times", "for example"), kinds)
+    list_rows("Errors", "kind", ("error", "samples", "times", "example"), kinds)
     cells = [[str(s.index), f"{s.count:,}", s.end or "", s.error, s.path or ""] for s in samples]
-    list_rows("The worst", "sample", ("index", "times", "end", "error", "path"), cells)
-    paste("To leave them out, in Python", report.leave_out)
+    list_rows("Worst samples", "sample", ("index", "times", "end", "error", "path"), cells)
+    paste("To exclude them in Python", report.leave_out)
     either = "Or to" if report.leave_out else "To"
-    paste(f"{either} move their files away, in Python (indices change)", report.move)
+    paste(f"{either} move their files in Python (indices change)", report.move)
     if report.num_elsewhere:
-        say(f"  {count(report.num_elsewhere, 'file')} cannot be seen from here")
+        say(f"  {count(report.num_elsewhere, 'file')} not found on this machine")
     if report.num_shared:
-        say(f"  {count(report.num_shared, 'file')} with several of the samples: not to be moved")
+        say(f"  {count(report.num_shared, 'file')} left in place (several samples per file)")
 
 
 def _print_rows(console: Console, columns: Sequence[str], rows: list[list[str]]) -> None:
@@ -242,7 +240,7 @@ def _cell(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    r"""A text in which nothing can move a terminal's cursor or hide.
+    r"""Return the text with control and invisible characters escaped.
 
     Example:
         >>> print(escape("a\x1b[2Jb"), escape("Käse 1.jpg"))

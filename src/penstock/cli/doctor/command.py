@@ -1,18 +1,19 @@
-"""``penstock doctor``: describes this machine, the plan for it, and what is wrong.
+"""``penstock doctor``: describes this machine and its plan, and lists problems.
 
 ::
 
-    command           facts, plan and problems; then a report or JSON
+    command           collects facts, plan and problems, then prints a report or JSON
       child_check       with SCRIPT:NAME, checks the dataset in a child process
-        - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - the child
+        - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - in the child
         dataset_check     length, pickling, contents, samples, one batch, the plan
-        sample_check      time, form, exceptions, randomness, the ends
-        - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - what it saved
-      dataset_problems  what in that is a problem
-      gpu_copies        with --gpu, how fast batches get to the GPUs; convolutions: do they work
-      report            all of it for a person
-    watch             --watch: the GPUs, once a second
-    bad_sample_report BAD.JSONL: the samples that failed, and how to get rid of them
+        sample_check      time, form, exceptions, randomness, first and last index
+        - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - in the command
+      dataset_problems  finds problems in the saved results
+      gpu_copies        with --gpu, measures copies to the GPUs
+      convolutions      with --gpu, probes convolutions
+      report            prints the findings
+    watch             --watch: shows the GPUs once a second
+    bad_sample_report BAD.JSONL: lists samples that failed, and how to remove them
 """
 
 from __future__ import annotations
@@ -55,35 +56,35 @@ DEFAULT_BATCH_SIZE = 32
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Called from: :mod:`penstock.cli.parser`."""
+    """Declare the arguments of the command. Called by :mod:`penstock.cli.parser`."""
     parser.add_argument(
         "target",
         nargs="?",
         metavar="[SCRIPT:NAME | BAD.JSONL]",
-        help="A dataset or loader to try, or a list of bad samples.",
+        help="A dataset or loader to check, or a list of bad samples.",
     )
     parser.add_script_arguments()
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="Ask torch which GPUs it can use, and time copies to them.",
+        help="List the GPUs that torch can use, measure copies and probe convolutions.",
     )
-    parser.add_argument("--watch", action="store_true", help="Show what the GPUs are doing.")
+    parser.add_argument("--watch", action="store_true", help="Show GPU usage once a second.")
     parser.add_argument(
         "--data",
         action="append",
         default=[],
         metavar="PATH",
-        help="Where the data lies; can be given several times.",
+        help="File or folder of the data. Can be repeated.",
     )
     parser.add_value(
-        "--batch-size", "N", number(int, 1), "Samples in a batch; the loader's, or 32."
+        "--batch-size", "N", number(int, 1), "Batch size. By default, the loader's, or 32."
     )
     add_loader_options(
         parser,
         "num_workers",
-        help={"num_workers": "Plan for this number of workers; the loader's, or auto."},
+        help={"num_workers": "Number of workers to plan for. By default, the loader's, or auto."},
     )
     parser.add_value(
         "--timeout",
@@ -95,10 +96,10 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Look, print, and give the exit code: 1 where something harms or the dataset fails.
+    """Examine the machine and print the report. Returns 1 for a harmful problem or a failed check.
 
     Raises:
-        BadTarget: There is nothing to try at ``options.target``.
+        BadTarget: ``options.target`` cannot be found or read.
     """
     if options.watch:
         return run_watch(as_json=options.json)
@@ -124,7 +125,7 @@ def _report_bad_samples(target: str, *, as_json: bool) -> int:
 
 
 def examine(options: argparse.Namespace) -> DoctorFindings:
-    """Everything there is to find."""
+    """Collect all findings."""
     target = find_script_object(options.target) if options.target is not None else None
     dataset = None if target is None else _check_in_child(options)
     here = _machine_in(dataset) or machine()
@@ -156,7 +157,7 @@ def examine(options: argparse.Namespace) -> DoctorFindings:
 
 
 def as_dict(findings: DoctorFindings) -> dict[str, Any]:
-    """The findings as a program reads them."""
+    """Return the findings as plain values for JSON."""
     dataset = findings.dataset
     return {
         "machine": asdict(findings.machine),
@@ -182,7 +183,7 @@ def _request(options: argparse.Namespace) -> LoaderRequest:
 
 
 def _check_in_child(options: argparse.Namespace) -> dict[str, Any]:
-    """What :func:`check_dataset` saved."""
+    """Run :func:`check_dataset` in a child process and return the results."""
     asked = {
         name: getattr(options, name)
         for name in ("target", "arguments", "timeout", "batch_size", "num_workers")
@@ -191,15 +192,15 @@ def _check_in_child(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_dataset(results: CheckResults, options: dict[str, Any], deadline: float) -> None:
-    """Check the dataset of a script, in the child."""
+    """Check the dataset of a script. Runs in the child process."""
     target = find_script_object(options["target"])
     value = load_object(target, options["arguments"], results.doing)
-    results.doing(f"making {target.name}()")
+    results.doing(f"calling {target.name}()")
     made = make_dataset(value, target)
     import torch
 
-    torch.set_num_threads(1)  # as in a worker: samples are timed
-    # Late: it imports torch, which the script may set up.
+    torch.set_num_threads(1)  # as in a worker, because samples are timed
+    # Imported late, because it imports torch, which the script may have to configure first.
     from penstock.cli.doctor.dataset_check import DatasetCheck
 
     is_loader = isinstance(made, torch.utils.data.DataLoader)
@@ -214,7 +215,7 @@ def check_dataset(results: CheckResults, options: dict[str, Any], deadline: floa
 
 
 def _machine_in(dataset: dict[str, Any] | None) -> Machine | None:
-    """The machine as the script left it: start method, environment, an open GPU."""
+    """Return the machine as seen after the script ran: start method, environment, an open GPU."""
     if dataset is None or not dataset.get("machine"):
         return None
     return Machine.from_json(json.dumps(dataset["machine"]))
@@ -228,10 +229,10 @@ def _plan_in(dataset: dict[str, Any] | None) -> Plan | None:
 def _check_data(
     folders: list[str], dataset: dict[str, Any] | None
 ) -> tuple[dict[str, Storage], list[Problem]]:
-    """What the data lies on: as told, as found in the dataset, or else this folder as a guess."""
+    """Check the storage of the data: ``--data``, the dataset's folders, or the current folder."""
     for folder in folders:
         if not Path(folder).exists():
-            raise BadTarget(f"--data {folder}: there is no such file or folder")
+            raise BadTarget(f"--data {folder} does not exist")
     folders = folders or (dataset or {}).get("folders", [])
     storage = {folder: storage_of(folder) for folder in folders or (".",)}
     problems = [
@@ -243,7 +244,7 @@ def _check_data(
 
 
 def _check_torch_gpus(here: Machine, found_gpus: FoundGpus) -> list[Problem]:
-    """GPUs that the drivers list and torch cannot use."""
+    """Report GPUs that the drivers list but torch cannot use."""
     listed = [gpu.name for gpu in here.gpus if gpu.vendor in ("nvidia", "amd")]
     is_blind = listed and not found_gpus.gpus and here.torch_build in ("cuda", "hip")
     if not found_gpus.trouble and not is_blind:
@@ -252,15 +253,15 @@ def _check_torch_gpus(here: Machine, found_gpus: FoundGpus) -> list[Problem]:
         Problem(
             code="torch-sees-no-gpu",
             severity="harm",
-            what=found_gpus.trouble or f"torch can use none of: {', '.join(listed)}",
-            why="training runs on the processor, or fails",
+            what=found_gpus.trouble or f"torch cannot use any of: {', '.join(listed)}",
+            why="training runs on the CPU, or fails",
             cure='python -c "import torch; torch.zeros(1).cuda()"',
         )
     ]
 
 
 def _with_line(problem: Problem, tree: ast.Module, script: str) -> Problem:
-    """Where the script itself set the start method, its line is the one to change."""
+    """Point to the line where the script sets the start method, because that line must change."""
     if problem.code not in ("fork-set", "context-set"):
         return problem
     for node in ast.walk(tree):

@@ -1,6 +1,6 @@
-"""Walks over the objects inside a dataset: large containers, tensors on a GPU, generators, paths.
+"""Inspects the objects inside a dataset: large containers, GPU tensors, generators, paths.
 
-Nothing is called, loaded or changed. Of a long list, the first few elements stand for the rest.
+Nothing is called, loaded or changed. Of a long list, only the first few elements are inspected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 MANY_ITEMS = 100_000
-"""More small Python objects than this cost each worker tens of megabytes and seconds to send."""
+"""More small Python objects cost tens of megabytes per worker and take seconds to send."""
 _MAX_OBJECTS = 20_000
 _MAX_DEPTH = 8
 _LOOK_AT = 32
@@ -26,7 +26,7 @@ _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type, types.ModuleT
 
 
 def walk_contents(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Everything inside a dataset with its path, nearest first.
+    """Yield all objects inside a dataset with their paths, breadth first.
 
     Example:
         >>> class Data:
@@ -37,7 +37,7 @@ def walk_contents(dataset: Any) -> Iterator[tuple[str, Any]]:
     """
     queue = deque([("dataset", dataset, 0)])
     seen: set[int] = set()
-    keep: list[Any] = []  # an id is only good while its object lives
+    keep: list[Any] = []  # an id is valid only while its object is alive
     for _ in range(_MAX_OBJECTS):
         if not queue:
             return
@@ -50,7 +50,7 @@ def walk_contents(dataset: Any) -> Iterator[tuple[str, Any]]:
         if depth < _MAX_DEPTH:
             try:
                 queue.extend((path + name, child, depth + 1) for name, child in _children(value))
-            except Exception:  # an object whose attributes raise when they are looked at
+            except Exception:  # an object whose attributes raise when accessed
                 continue
 
 
@@ -76,7 +76,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
         yield "__self__", value.__self__
     try:
         own = vars(value)
-    except Exception:  # it has none, or a __getattribute__ that fails
+    except Exception:  # no __dict__, or a __getattribute__ that raises
         own = {}
     if isinstance(own, dict):
         yield from list(own.items())
@@ -88,7 +88,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                 try:
                     yield name, member.__get__(value)
                 except AttributeError:
-                    continue  # a slot that was never filled
+                    continue  # a slot without a value
 
 
 def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -96,14 +96,14 @@ def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         try:
             yield f"<closure {name}>", cell.cell_contents
         except ValueError:
-            continue  # a cell that was never filled
+            continue  # an empty cell
 
 
-# -- what is worth knowing about an object ---------------------------------------------------------
+# -- properties of an object -----------------------------------------------------------------------
 
 
 def is_large(value: Any) -> bool:
-    """Is it a container of so many small Python objects that each worker suffers?
+    """Return True for a container of more than ``MANY_ITEMS`` small Python objects.
 
     Example:
         >>> is_large(["x"] * 200_000), is_large(["x"] * 10)
@@ -116,13 +116,13 @@ def is_large(value: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Is it a tensor or an array, of whatever library?"""
-    # Asked of the type: an object's own __getattr__ may do or raise anything.
+    """Return True for a tensor or an array of any library."""
+    # Looks at the type, because the object's __getattr__ may have side effects or raise.
     return hasattr(type(value), "shape") and hasattr(type(value), "dtype")
 
 
 def estimate_bytes(container: Any) -> int:
-    """What a large container takes as Python objects, judged by its first elements."""
+    """Estimate the memory of a container's Python objects from its first elements."""
     items: Any = container.items() if isinstance(container, dict) else container
     few = [_own_bytes(item) for item in itertools.islice(iter(items), _LOOK_AT)]
     return sys.getsizeof(container) + len(container) * sum(few) // max(1, len(few))
@@ -139,7 +139,7 @@ def _own_bytes(item: Any, depth: int = 3) -> int:
 
 
 def device_of(value: Any) -> str | None:
-    """The GPU on which a tensor lies; None for anything else."""
+    """Return the device of a GPU tensor, or None for any other object."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return None
@@ -147,9 +147,9 @@ def device_of(value: Any) -> str | None:
 
 
 def generator_state(value: Any) -> Any:
-    """The state of a generator object that a dataset holds; None for anything else.
+    """Return the state of a random generator object, or None for any other object.
 
-    The global ones do not count: workers have their own.
+    Global generators return None, because each worker has its own.
     """
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if isinstance(value, random.Random):
@@ -166,7 +166,7 @@ def generator_state(value: Any) -> Any:
 
 
 def folder_of(value: Any) -> str | None:
-    """The folder of a file or folder that a text or path names and that exists."""
+    """Return the folder of an existing file, or the folder itself, if ``value`` is its path."""
     if not isinstance(value, (str, PurePath)):
         return None
     text = str(value)

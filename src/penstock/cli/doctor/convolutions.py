@@ -1,4 +1,4 @@
-"""``penstock doctor --gpu``: probes this machine's convolutions, and reports broken ones."""
+"""``penstock doctor --gpu``: probes the GPU's convolutions and reports broken ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def probe_convolutions(found_gpus: FoundGpus | None) -> ProbeResult | None:
-    """The probe's findings, where torch can use a GPU; kept from an earlier time if they are."""
+    """Return the result of the convolution probe, or None if torch cannot use a GPU.
+
+    The result may come from a cache.
+    """
     if found_gpus is None or not any(gpu.vendor in ("nvidia", "amd") for gpu in found_gpus.gpus):
         return None
     from penstock.conv.probing.probe import probe
@@ -23,7 +26,7 @@ def probe_convolutions(found_gpus: FoundGpus | None) -> ProbeResult | None:
 
 
 def convolution_problems(found: ProbeResult | None) -> list[Problem]:
-    """Broken convolutions as a problem, with the line that gets around them."""
+    """Return broken convolutions as a problem, with a workaround to paste."""
     broken = [] if found is None else [v for v in found.verdicts if v.is_broken]
     if found is None or not broken:
         return []
@@ -34,15 +37,15 @@ def convolution_problems(found: ProbeResult | None) -> list[Problem]:
             code="convolutions-broken",
             severity="harm",
             what=f"{len(broken)} of {len(found.verdicts)} convolutions fail on the GPU ({words})",
-            why=note.splitlines()[0][:160] if note else "models with such layers cannot train",
+            why=note.splitlines()[0][:160] if note else "models with these layers cannot train",
             cure=found.advice,
         )
     ]
 
 
 def convolution_rows(found: ProbeResult) -> Iterable[tuple[str, str]]:
-    """The probe's table, for a section of the report."""
+    """Yield the probe's table as rows of the report."""
     head, *lines = str(found).splitlines()
-    yield "tried", head
+    yield "probed", head
     for line in lines:
         yield "", line.strip("\n")

@@ -1,7 +1,6 @@
-"""Checks a dataset: length, pickling, contents, samples, one batch through a worker, the plan.
+"""Dataset check of ``penstock doctor``: length, pickling, contents, samples, one batch, the plan.
 
-Called from: the child of ``penstock doctor``. Each step saves plain values; none decides what is a
-problem.
+It runs in the child process. Each step saves plain values and does not judge them.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ MAX_PATHS = 3
 
 @dataclass(kw_only=True)
 class DatasetCheck:
-    """One dataset, checked from the outside in.
+    """Checks one dataset step by step.
 
     Args:
-        loader: What the script made of it, if it did; its arguments are tried too.
-        options: ``batch_size`` and ``num_workers``, None where they are not asked for.
-        deadline: When the command will end this process, on the monotonic clock.
+        loader: The script's loader, or None. Its arguments are used for the check.
+        options: ``batch_size`` and ``num_workers`` of the command. None if not given.
+        deadline: When the command terminates this process, on the monotonic clock.
     """
 
     results: CheckResults
@@ -71,7 +70,7 @@ class DatasetCheck:
         self._try_batch(samples.good if travels else [])
         self._save_plan(samples, length)
 
-    # -- what it is --------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------
 
     @property
     def is_iterable(self) -> bool:
@@ -114,7 +113,7 @@ class DatasetCheck:
         )
 
     def _try_length(self) -> int | None:
-        self.results.doing("len(dataset)")
+        self.results.doing("calling len(dataset)")
         length, error = None, None
         try:
             length = len(self.dataset)
@@ -133,15 +132,18 @@ class DatasetCheck:
         if self.is_iterable:
             return range(MAX_SAMPLES)
         if sampler is not None and not isinstance(sampler, usual):
-            return itertools.islice(iter(sampler), MAX_SAMPLES)  # its keys may be anything
+            return itertools.islice(iter(sampler), MAX_SAMPLES)  # its keys can have any type
         if length is None:
             return range(AT_LEAST)
         return spread_indices(length, MAX_SAMPLES)
 
-    # -- travel, and what is inside ----------------------------------------------------------------
+    # -- pickling and contents ---------------------------------------------------------------------
 
     def _try_travel(self) -> bool:
-        """Before the first sample, as a loader does: what is opened on first use is not sent."""
+        """Pickle the dataset before the first sample is loaded, like a loader.
+
+        Files that the dataset opens on first use are therefore not pickled.
+        """
         self.results.doing("sending the dataset to a worker (pickling it)")
         objects = {"dataset": self.dataset}
         if self.loader is not None:
@@ -174,14 +176,14 @@ class DatasetCheck:
         return True
 
     def _look_inside(self) -> list[tuple[str, Any, Any]]:
-        """Large containers, tensors on a GPU, paths; returns generators with their states."""
+        """Save large containers, GPU tensors and paths. Returns generators with their states."""
         self.results.doing("looking inside the dataset")
         found: dict[str, list[Any]] = {"containers": [], "tensors_on_gpu": [], "folders": []}
         generators: list[tuple[str, Any, Any]] = []
         for path, value in contents.walk_contents(self.dataset):
             try:
                 self._check_content(path, value, found, generators)
-            except Exception:  # an object that cannot even be asked what it is
+            except Exception:  # an object that raises when it is inspected
                 continue
         self.results.save(**found)
         return generators
@@ -215,7 +217,7 @@ class DatasetCheck:
     # -- a batch, and the plan ---------------------------------------------------------------------
 
     def _try_batch(self, good: list[Any]) -> None:
-        """One real batch through one real worker, of samples that loaded here."""
+        """Load one batch in a real worker, from samples that loaded in this process."""
         if not good or not machine().can_start_python:
             self.results.save(batch=None)
             return
@@ -249,7 +251,7 @@ class DatasetCheck:
         self.results.doing("making the plan")
         asked, loader = self.options["num_workers"], self.results.values["loader"]
         if asked is None and loader and loader["num_workers"] > 0:
-            asked = loader["num_workers"]  # 0 is torch's default: nobody asked for it
+            asked = loader["num_workers"]  # 0 is torch's default, so it does not count as requested
         travel, timing = self.results.values["travel"], samples.timing
         request = LoaderRequest(
             num_workers="auto" if asked is None else asked,
@@ -278,7 +280,7 @@ def _held(path: str, generator: Any, before: Any) -> dict[str, Any]:
 
 
 def _first_lines(error: Exception) -> str:
-    """The error without the worker's traceback, which torch puts into the text."""
+    """Return the error text without the worker's traceback, which torch includes."""
     text = str(error)
     if "Original Traceback" in text:
         text = text[: text.index("Original Traceback")] + text.splitlines()[-1]
@@ -286,7 +288,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def _private_bytes(workers: list[Any]) -> int | None:
-    """What a worker holds of its own, after one batch."""
+    """Return the private memory of a worker after one batch."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""Finds the problems in what the check of a dataset saved, each with a line that cures it."""
+"""Finds problems in the results of a dataset check, each with a line that fixes it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from penstock.planning.plan import Problem
 from penstock.planning.quantities import count, duration, size
 
 UNEVEN = 5.0
-"""A tenth of the samples takes this many times the median: worth saying."""
+"""Report a problem if a tenth of the samples take this many times the median."""
 UNEVEN_FROM_S = 1e-3
 HEAVY_BYTES = 256 << 20
-"""Sent to each worker as a private copy: more than the worker itself takes."""
+"""Limit for the private copy sent to each worker. It exceeds the memory of the worker itself."""
 _SHOWN_INDICES = 3
 
 DatasetResults = Mapping[str, Any]
-"""What :mod:`penstock.cli.doctor.dataset_check` saved."""
+"""The results saved by :mod:`penstock.cli.doctor.dataset_check`."""
 
 
 def find_dataset_problems(results: DatasetResults) -> list[Problem]:
-    """Everything in the results that needs a change of the script.
+    """Return the problems in the results.
 
     Example:
         >>> for problem in find_dataset_problems({"length": 0, "kind": "map"}):
@@ -50,7 +50,7 @@ def _check_failure(results: DatasetResults) -> Iterator[Problem]:
             code=f"trial-{failure['kind']}",
             severity="harm",
             what=failure["what"],
-            why="the trial of the dataset ended there",
+            why="the check of the dataset stopped there",
             cure=failure["cure"],
             where=failure["where"],
         )
@@ -68,7 +68,7 @@ def _check_length(results: DatasetResults) -> Iterator[Problem]:
             what="the dataset has no __len__"
             if error["is_absent"]
             else f"len(dataset) raises {error['what']}",
-            why="a loader cannot make an order without it, unless it is given a sampler",
+            why="without it, a loader needs a sampler to determine the order",
             cure="def __len__(self): return len(self.samples)",
             where=error["where"],
         )
@@ -77,7 +77,7 @@ def _check_length(results: DatasetResults) -> Iterator[Problem]:
             code="empty",
             severity="harm",
             what="len(dataset) is 0",
-            why="there is nothing to load; a path or a filter is wrong",
+            why="there is nothing to load. A path or a filter may be wrong",
             cure="assert len(dataset) > 0",
         )
 
@@ -94,20 +94,20 @@ def _check_ends(results: DatasetResults) -> Iterator[Problem]:
             code="length-lies",
             severity="harm",
             what=f"len(dataset) is {length:,}, but the dataset {how} {found:,}",
-            why="an epoch ends in an exception, or has a wrong number of batches",
+            why="an epoch raises an exception, or has the wrong number of batches",
             cure=f"def __len__(self): return {found}",
         )
     elif results.get("goes_on_after_end"):
         yield Problem(
             code="no-end",
             severity="note",
-            what=f"dataset[{length}] gives a sample, although len(dataset) is {length:,}",
-            why="samples past the length are never loaded; `for sample in dataset` does not end",
+            what=f"dataset[{length}] returns a sample, although len(dataset) is {length:,}",
+            why="samples past the length are never loaded. `for sample in dataset` does not end",
             cure="if not 0 <= index < len(self): raise IndexError(index)",
         )
 
 
-# -- what goes wrong -------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
 def _check_errors(results: DatasetResults) -> Iterator[Problem]:
@@ -115,7 +115,7 @@ def _check_errors(results: DatasetResults) -> Iterator[Problem]:
     alike: dict[tuple[str, str | None], list[Any]] = {}
     for error in results.get("errors", ()):
         is_past = error["is_index_error"] and 0 < reachable <= _as_int(error["index"])
-        if not is_past:  # else the length lies, which was said
+        if not is_past:  # otherwise the length is wrong, which _check_ends reports
             alike.setdefault((error["what"], error["where"]), []).append(error["index"])
     for (what, where), indices in alike.items():
         shown = ", ".join(f"dataset[{index!r}]" for index in indices[:_SHOWN_INDICES])
@@ -126,7 +126,7 @@ def _check_errors(results: DatasetResults) -> Iterator[Problem]:
             code="sample-raises",
             severity="harm",
             what=f"{shown}{more} raised {what}",
-            why="an epoch ends there",
+            why="the epoch stops there",
             cure=f"if index == {indices[0]!r}: breakpoint()  # in __getitem__",
             where=where,
         )
@@ -143,7 +143,8 @@ def _check_travel(results: DatasetResults) -> Iterator[Problem]:
             code="tensor-on-gpu",
             severity="harm",
             what=f"{path} is a tensor on {device}",
-            why="it cannot be sent to a worker process; batches are moved to the GPU in the loop",
+            why="it cannot be sent to a worker process. Move batches to the GPU in the training "
+            "loop",
             cure=f"{path} = {path}.cpu()",
         )
     for device in results.get("devices", ()):
@@ -151,7 +152,7 @@ def _check_travel(results: DatasetResults) -> Iterator[Problem]:
             code="sample-on-gpu",
             severity="harm",
             what=f"samples are tensors on {device}",
-            why="every worker would open the GPU, and memory of a GPU does not travel back",
+            why="every worker would open the GPU, and GPU memory cannot be sent to the parent",
             cure=f"batch = batch.to({device!r}, non_blocking=True)  # in the loop, not __getitem__",
         )
     travel = results.get("travel")
@@ -160,7 +161,7 @@ def _check_travel(results: DatasetResults) -> Iterator[Problem]:
             code="cannot-travel",
             severity="harm",
             what=travel["what"],
-            why="without travel there are no worker processes; num_workers='auto' loads inline",
+            why="worker processes cannot be used. num_workers='auto' loads in the training process",
             cure=travel["cure"] or "DataLoader(..., pool='thread')",
         )
 
@@ -172,7 +173,7 @@ def _check_containers(results: DatasetResults) -> Iterator[Problem]:
             severity="slow",
             what=f"{item['path']} is a {item['kind']} of {item['num_items']:,} Python objects, "
             f"about {size(item['num_bytes'])}",
-            why="every worker gets a copy of its own",
+            why="every worker gets its own copy",
             cure=f"{item['path']} = penstock.{item['shared_as']}({item['path']})",
         )
     travel = results.get("travel") or {}
@@ -181,7 +182,7 @@ def _check_containers(results: DatasetResults) -> Iterator[Problem]:
             code="heavy",
             severity="slow",
             what=f"{size(travel['private_bytes'])} of the dataset are Python objects",
-            why="every worker gets a copy of its own; arrays and tensors are shared",
+            why="every worker gets its own copy. Arrays and tensors are shared",
             cure="self.table = numpy.asarray(self.table)",
         )
 
@@ -207,14 +208,14 @@ def _check_batch(results: DatasetResults) -> Iterator[Problem]:
         yield Problem(
             code="batch-fails",
             severity="harm",
-            what=f"a batch through one worker failed: {batch['what']}",
-            why="its samples loaded in one process, alone",
-            cure="DataLoader(..., num_workers=0)  # to see it without a worker",
+            what=f"loading a batch in a worker failed: {batch['what']}",
+            why="the same samples load one by one in a single process",
+            cure="DataLoader(..., num_workers=0)  # to debug without a worker",
             where=batch["where"],
         )
 
 
-# -- what is odd or slow ---------------------------------------------------------------------------
+# -- randomness and speed --------------------------------------------------------------------------
 
 
 def _check_randomness(results: DatasetResults) -> Iterator[Problem]:
@@ -223,19 +224,19 @@ def _check_randomness(results: DatasetResults) -> Iterator[Problem]:
         yield Problem(
             code="held-generator",
             severity="harm" if item["has_moved"] else "note",
-            what=f"{item['path']} is a {item['type']} of the dataset's own"
+            what=f"{item['path']} is a {item['type']} held by the dataset"
             + (", and samples draw from it" if item["has_moved"] else ""),
-            why="each worker gets the same copy, so samples repeat each other's numbers, and they "
-            "change with the number of workers",
+            why="each worker gets the same copy, so samples repeat random numbers, and they change "
+            "with the number of workers",
             cure="random.random(), numpy.random.rand() or torch.rand() in __getitem__",
         )
     if results.get("repeats") is False and not any(item["has_moved"] for item in held):
         yield Problem(
             code="unrepeatable",
             severity="note",
-            what="a sample loaded twice with the same seeds is not the same",
-            why="it draws from something that no seed reaches (a numpy.random.default_rng() made "
-            "anew, the clock), or it counts its calls",
+            what="a sample loaded twice with the same seeds differs",
+            why="it draws from an unseeded source (a new numpy.random.default_rng(), the clock) or "
+            "counts its calls",
             cure="random.random(), numpy.random.rand() or torch.rand() in __getitem__",
         )
 
@@ -248,9 +249,9 @@ def _check_timing(results: DatasetResults) -> Iterator[Problem]:
         yield Problem(
             code="uneven",
             severity="note",
-            what=f"a tenth of the samples takes {duration(timing['p90_s'])} or more, the median is "
+            what=f"a tenth of the samples take {duration(timing['p90_s'])} or more, the median is "
             f"{duration(timing['median_s'])}",
-            why="one slow sample holds up its batch; Penstock shares a batch out over all workers",
+            why="one slow sample delays its batch. Penstock splits a batch among all workers",
             cure=f"dataset[{timing['slowest_index']!r}]  # {duration(timing['slowest_s'])}",
         )
 
@@ -264,7 +265,8 @@ def _check_workers(results: DatasetResults) -> Iterator[Problem]:
         yield Problem(
             code="no-workers",
             severity="slow",
-            what=f"the loader has num_workers=0; the plan is {count(choice['value'], 'worker')}",
+            what="the loader has num_workers=0, but the plan is "
+            f"{count(choice['value'], 'worker')}",
             why=choice["reason"],
             cure=f"DataLoader(..., num_workers={choice['value']})",
         )

@@ -1,10 +1,10 @@
-"""``penstock doctor --gpu``: times copies to each GPU from three kinds of memory.
+"""``penstock doctor --gpu``: measures copies to each GPU from three kinds of memory.
 
-    pageable    ordinary memory: the driver copies it to a buffer of its own first
+    pageable    ordinary memory, which the driver first copies to an internal buffer
     pinned      torch's pinned memory
-    registered  shared memory as our slots are, page-locked after it was made
+    registered  shared memory like Penstock's slots, page-locked after allocation
 
-The copies run in a child process: a driver that hangs or crashes takes it along and no other.
+The copies run in a child process, so a driver that hangs or crashes affects only the child.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from penstock.planning.plan import Problem
 
 COPY_BYTES = 64 << 20
 WARM_UPS, MAX_COPIES, MAX_S = 3, 20, 0.3
-"""Per kind of memory. On an H200 machine a copy takes 1 to 5 ms."""
+"""Limits per kind of memory. On an H200 machine, a copy takes 1 to 5 ms."""
 MAX_GPUS = 16
 IMAGE_VALUES = 3 * 224 * 224
 _KINDS = {
     "pageable": "from ordinary memory",
     "pinned": "from pinned memory",
-    "registered": "from our slots",
+    "registered": "from Penstock's slots",
 }
 
 
 def measure_copies(
     gpus: tuple[Gpu, ...], limit_s: float, *, check: str = f"{__name__}:check_copies"
 ) -> dict[str, Any]:
-    """What a child measured on all GPUs, or why there was none: ``gpus`` and ``failure``.
+    """Measure copies to all GPUs in a child process. Returns ``gpus`` and ``failure``.
 
     Args:
-        gpus: Those that torch can use.
-        check: What is called in the child.
+        gpus: The GPUs that torch can use.
+        check: The function to call in the child.
     """
     if not any(gpu.vendor in ("nvidia", "amd") for gpu in gpus):
         apple = any(gpu.vendor == "apple" for gpu in gpus)
-        why = "Apple's shares its memory with the processor" if apple else "torch can use none"
+        why = "Apple GPUs share memory with the CPU" if apple else "torch cannot use any"
         return {"gpus": [], "failure": f"no GPU to copy to: {why}"}
     results = run_check(check, {"command": "doctor", "target": "--gpu", "timeout": limit_s})
     failure = results["failure"]
@@ -52,7 +52,7 @@ def measure_copies(
 
 
 def copy_rows(copies: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """For a person. One line where nothing was measured."""
+    """Yield the measurements as rows of the report. One row if nothing was measured."""
     for gpu in copies["gpus"]:
         link = PcieLink(**gpu["link"]) if gpu["link"] else "unknown"
         yield f"cuda:{gpu['index']}", f"{gpu['name']}; link: {link}"
@@ -61,14 +61,14 @@ def copy_rows(copies: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             for kind, rate in gpu["bytes_per_s"].items()
             if rate
         ]
-        yield "copies", ", ".join(rates) or "none came through"
+        yield "copies", ", ".join(rates) or "all failed"
         yield "slots", _pinning(gpu)
         rates_by_kind = gpu["bytes_per_s"]
         best = next(filter(None, map(rates_by_kind.get, ("registered", "pinned", "pageable"))), 0)
         if best:
             yield (
                 "feeds",
-                f"{best / IMAGE_VALUES:,.0f} images/s of 224 x 224 as bytes, "
+                f"{best / IMAGE_VALUES:,.0f} images/s of 224 x 224 as uint8, "
                 f"{best / IMAGE_VALUES / 4:,.0f} as float32",
             )
     if copies["failure"]:
@@ -77,13 +77,13 @@ def copy_rows(copies: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _pinning(gpu: Mapping[str, Any]) -> str:
     if gpu["bytes_per_s"]["registered"] is None:
-        return f"cannot be pinned ({gpu['trouble']}): batches go through torch's pinned buffers"
-    seen = "" if gpu["is_pinned"] else ", though torch does not see that"
-    return f"can be pinned{seen}; before one is used again: {gpu['fence']}"
+        return f"cannot be pinned ({gpu['trouble']}), so batches use torch's pinned buffers"
+    seen = "" if gpu["is_pinned"] else ", but torch does not detect it"
+    return f"can be pinned{seen}; fence before reuse: {gpu['fence']}"
 
 
 def copy_problems(copies: Mapping[str, Any]) -> Iterator[Problem]:
-    """What in the measurements is a problem."""
+    """Yield the problems in the measurements."""
     for gpu in copies["gpus"]:
         name = f"cuda:{gpu['index']} ({gpu['name']})"
         link = PcieLink(**gpu["link"]) if gpu["link"] else PcieLink()
@@ -92,15 +92,16 @@ def copy_problems(copies: Mapping[str, Any]) -> Iterator[Problem]:
                 code="narrow-link",
                 severity="slow",
                 what=f"{name} uses {link.width} of its {link.max_width} PCIe lanes",
-                why="copies take as much longer; another card or the slot shares the lanes",
+                why="copies are slower by the same factor. The slot may be narrow, or another card "
+                "shares the lanes",
                 cure="",
             )
         if gpu["bytes_per_s"]["registered"] is None:
             yield Problem(
                 code="slots-not-pinned",
                 severity="slow",
-                what=f"{name}: memory of batches cannot be pinned: {gpu['trouble']}",
-                why="each batch is copied once more on its way to the GPU",
+                what=f"{name}: batch memory cannot be pinned: {gpu['trouble']}",
+                why="each batch needs an extra copy before it is sent to the GPU",
                 cure="ulimit -l unlimited",
             )
     if copies["failure"] and not str(copies["failure"]).startswith("no GPU to copy to"):
@@ -108,7 +109,7 @@ def copy_problems(copies: Mapping[str, Any]) -> Iterator[Problem]:
             code="gpu-copies",
             severity="harm",
             what=f"copies to the GPUs could not be measured: {copies['failure']}",
-            why="training would end in the same way",
+            why="training would fail in the same way",
             cure="penstock doctor --gpu --timeout 300",
         )
 
@@ -117,7 +118,7 @@ def copy_problems(copies: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def check_copies(results: CheckResults, options: dict[str, Any], deadline: float) -> None:
-    """Measure all GPUs."""
+    """Measure copies to all GPUs. Runs in the child process."""
     results.doing("importing torch")
     import torch
 
@@ -128,11 +129,11 @@ def check_copies(results: CheckResults, options: dict[str, Any], deadline: float
 
 
 def measure_gpu(index: int, target: Any, doing: Callable[[str], None]) -> dict[str, Any]:
-    """What one GPU takes, as plain values; a kind of memory that is not to be had is None.
+    """Measure copies to one GPU. Returns plain values. An unavailable kind of memory is None.
 
     Args:
-        target: The device that is copied to.
-        doing: Told what is about to be done, for the report of a child that is lost.
+        target: The device to copy to.
+        doing: Called with each next step, which is reported if the child hangs or crashes.
     """
     import torch
 
@@ -149,12 +150,12 @@ def measure_gpu(index: int, target: Any, doing: Callable[[str], None]) -> dict[s
         doing(f"copying ordinary memory to GPU {index}")
         rates["pageable"] = _bytes_per_s(source, there)
         doing(f"copying pinned memory to GPU {index}")
-        with suppress(RuntimeError):  # of limits on locked memory
+        with suppress(RuntimeError):  # raised if locked memory is limited
             rates["pinned"] = _bytes_per_s(source.pin_memory(), there)
         doing(f"copying registered shared memory to GPU {index}")
         rates["registered"], is_pinned = _registered_rate(runtime, there)
         bus_id = bus_id_of(properties, index)
-        link = None if bus_id is None else pcie_link(bus_id)  # now: it is still awake
+        link = None if bus_id is None else pcie_link(bus_id)  # read before the link powers down
     return {
         "index": index,
         "name": properties.name,
@@ -168,7 +169,7 @@ def measure_gpu(index: int, target: Any, doing: Callable[[str], None]) -> dict[s
 
 
 def _registered_rate(runtime: Any, there: Any) -> tuple[float | None, bool]:
-    """As :mod:`penstock.device.pinning` does it with slots."""
+    """Measure copies from memory that is registered like :mod:`penstock.device.pinning` does."""
     import numpy as np
     import torch
 
@@ -176,7 +177,7 @@ def _registered_rate(runtime: Any, there: Any) -> tuple[float | None, bool]:
 
     file = SharedFile.create()
     memory = np.frombuffer(file.map(file.grow(COPY_BYTES), COPY_BYTES), dtype=np.uint8)
-    memory[:] = 1  # or its pages are made while it is registered
+    memory[:] = 1  # allocates the pages now, not while the memory is registered
     if not runtime.register(memory.ctypes.data, memory.nbytes):
         return None, False
     try:
@@ -194,7 +195,7 @@ def _is_pinned(tensor: Any) -> bool:
 
 
 def _bytes_per_s(source: Any, there: Any) -> float:
-    """The median over a few copies, each waited for."""
+    """Return the median rate of several copies, with a synchronization after each."""
     import torch
 
     def copy_s() -> float:
@@ -213,7 +214,7 @@ def _bytes_per_s(source: Any, there: Any) -> float:
 
 
 def bus_id_of(properties: Any, index: int) -> str | None:
-    """The PCI address of a GPU as torch numbers them; None where it is not known."""
+    """Return the PCI address of the GPU with torch's number ``index``, or None if unknown."""
     numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None not in numbers:
         domain, bus, device = numbers
@@ -222,7 +223,7 @@ def bus_id_of(properties: Any, index: int) -> str | None:
 
 
 def _bus_id_by_driver(index: int) -> str | None:
-    """Before torch told it, the driver did."""
+    """Return the PCI address from the driver. Older torch versions do not provide it."""
     import ctypes
 
     for library, question in (

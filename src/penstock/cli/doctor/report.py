@@ -1,4 +1,4 @@
-"""Prints what the doctor found: facts, plan, dataset, problems. Built from plain records."""
+"""The report of ``penstock doctor``: facts, dataset, plan and problems."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _GENERATORS = {"python": "random", "numpy": "numpy.random", "torch": "torch"}
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorFindings:
-    """All that the doctor found.
+    """All findings, as plain records.
 
     Args:
-        plan: As :meth:`penstock.planning.plan.Plan.to_dict` gives it.
-        seen_by_torch: The GPUs that torch can use, where it was asked.
-        gpu_copies: What :func:`penstock.cli.doctor.gpu_copies.measure_copies` gave.
-        dataset: What the check of a dataset saved.
-        convolutions: What became of convolutions on the GPU, where torch was asked.
+        plan: Result of :meth:`penstock.planning.plan.Plan.to_dict`.
+        seen_by_torch: The GPUs that torch can use. None without ``--gpu``.
+        gpu_copies: Result of :func:`penstock.cli.doctor.gpu_copies.measure_copies`.
+        dataset: Results of the dataset check.
+        convolutions: Result of the convolution probe. None without ``--gpu``.
     """
 
     machine: Machine
@@ -47,10 +47,10 @@ class DoctorFindings:
 
 
 def print_report(console: Console, findings: DoctorFindings) -> None:
-    """Print all of it. In a pipe there is no colour, and no line is broken to paste wrong."""
+    """Print all findings. A pipe gets no color. Lines are never wrapped, so they can be pasted."""
     print_section(console, "Machine", _machine_rows(findings))
     if findings.gpu_copies is not None:
-        print_section(console, "To the GPU", copy_rows(findings.gpu_copies))
+        print_section(console, "GPU copies", copy_rows(findings.gpu_copies))
     if findings.dataset is not None:
         print_section(
             console, f"Dataset {findings.dataset['target']}", _dataset_rows(findings.dataset)
@@ -77,7 +77,7 @@ def _print_problems(console: Console, problems: list[Problem]) -> None:
                 (f"  {problem.severity}  ", _STYLES[problem.severity]), where + problem.what
             ),
             Text(f"        {problem.why}", style="dim"),
-            Text.assemble("        ", ("cure: ", "green"), (problem.cure, "bold")),
+            Text.assemble("        ", ("fix: ", "green"), (problem.cure, "bold")),
         )
         for line in lines if problem.cure else lines[:2]:
             console.print(line, soft_wrap=True)
@@ -92,7 +92,7 @@ def _machine_rows(findings: DoctorFindings) -> Iterable[tuple[str, str]]:
     if findings.seen_by_torch is not None:
         names = [gpu.name for gpu in findings.seen_by_torch]
         yield "torch can use", ", ".join(names) or "no GPU"
-    settled = "settled" if machine.is_start_method_set else "by default"
+    settled = "already set" if machine.is_start_method_set else "default"
     yield "start method", f"{machine.start_method} ({settled})"
     if machine.environment:
         texts = [f"{name}={value}" for name, value in machine.environment.items()]
@@ -110,22 +110,22 @@ def _machine_rows(findings: DoctorFindings) -> Iterable[tuple[str, str]]:
 
 def _dataset_rows(dataset: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     if not dataset.get("type"):
-        yield "is", "not known: see the problems below"
+        yield "type", "unknown, see the problems below"
     if dataset.get("type"):
         length = dataset.get("length")
         shown = "no length" if length is None else f"{length:,} samples"
         loader = dataset.get("loader")
         through = f", from a {loader['made_by']} DataLoader" if loader else ""
-        yield "is", f"{dataset['type']} ({dataset['kind']}), {shown}{through}"
+        yield "type", f"{dataset['type']} ({dataset['kind']}), {shown}{through}"
     if dataset.get("forms"):
-        yield "a sample", dataset["forms"][0]["form"]
+        yield "sample", dataset["forms"][0]["form"]
     yield from _timing_rows(dataset.get("samples"))
     yield from _travel_rows(dataset)
     if dataset.get("draws"):
         drawn = ", ".join(_GENERATORS[name] for name in dataset["draws"])
-        yield "randomness", f"samples draw from {drawn}: set for each sample"
+        yield "randomness", f"samples draw from {drawn}, seeded for each sample"
     elif "draws" in dataset:
-        yield "randomness", "no global generator moved"
+        yield "randomness", "samples do not draw from global generators"
 
 
 def _timing_rows(timing: Mapping[str, Any] | None) -> Iterable[tuple[str, str]]:
@@ -134,27 +134,27 @@ def _timing_rows(timing: Mapping[str, Any] | None) -> Iterable[tuple[str, str]]:
     yield (
         "time",
         f"{duration(timing['median_s'])} median, {duration(timing['p10_s'])} to "
-        f"{duration(timing['p90_s'])} (tenth to ninetieth percentile), "
-        f"{duration(timing['slowest_s'])} slowest; {timing['num_samples']:,} tried, the first took "
-        f"{duration(timing['first_s'])}",
+        f"{duration(timing['p90_s'])} (10th to 90th percentile), "
+        f"{duration(timing['slowest_s'])} slowest, {duration(timing['first_s'])} first; "
+        f"{timing['num_samples']:,} samples timed",
     )
     waiting = 1 - timing["busy_share"]
-    yield "", f"{size(timing['sample_bytes'])} each; {waiting:.0%} of the time is waiting"
+    yield "", f"{size(timing['sample_bytes'])} per sample; {waiting:.0%} of the time is waiting"
 
 
 def _travel_rows(dataset: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     travel = dataset.get("travel")
     if travel and travel["is_ok"]:
         yield (
-            "travels",
-            f"yes, in {duration(travel['took_s'])}: {size(travel['private_bytes'])} for each "
-            f"worker, {size(travel['shared_bytes'])} shared by all",
+            "pickling",
+            f"takes {duration(travel['took_s'])}; {size(travel['private_bytes'])} per worker, "
+            f"{size(travel['shared_bytes'])} shared by all workers",
         )
         yield from (("", note) for note in travel["notes"])
     elif travel:
-        yield "travels", f"no: {travel['what']}"
+        yield "pickling", f"fails: {travel['what']}"
     batch = dataset.get("batch")
     if batch and batch["is_ok"]:
         held = batch["worker_bytes"]
-        worker = f"; the worker holds {size(held)} of its own" if held else ""
-        yield "a batch", f"{batch['form']}, the first after {duration(batch['first_s'])}{worker}"
+        worker = f"; the worker uses {size(held)} of private memory" if held else ""
+        yield "batch", f"{batch['form']}, the first after {duration(batch['first_s'])}{worker}"

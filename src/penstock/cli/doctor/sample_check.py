@@ -1,6 +1,6 @@
-"""Loads samples of a dataset: their time, form, exceptions and randomness, and the ends.
+"""Sample check of ``penstock doctor``: time, form, exceptions, randomness, and the last index.
 
-Called from: the child of ``penstock doctor``.
+It runs in the child process.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ MAX_SAMPLES = 10_000
 MAX_ERRORS = 5
 MAX_FORMS = 2
 WATCHED = 64
-"""Samples before and after which the generators are compared: about 0.1 ms each time."""
+"""Number of samples for which the generators are compared, which takes about 0.1 ms each."""
 
 
 @dataclass(kw_only=True)
 class SampleCheck:
-    """Loads samples of one dataset and records what happens.
+    """Loads samples of one dataset and records the results.
 
     Args:
-        length: What the dataset says of itself, if it says something.
-        indices: Which samples to load; for a stream, only how many.
-        doing: Told what is about to be loaded, in case it never comes back.
+        length: ``len(dataset)``, or None.
+        indices: The samples to load. For a stream, only their number matters.
+        doing: Called with each next step, which is reported if loading hangs.
     """
 
     dataset: Any
@@ -56,7 +56,7 @@ class SampleCheck:
     devices: set[str] = field(default_factory=set)
 
     def run(self) -> dict[str, Any]:
-        """Load samples for about two seconds; what was found."""
+        """Load samples for about two seconds and return the results."""
         watch = _GeneratorWatch()
         self.timing = summarize_timings(self._recorded(watch))
         return {
@@ -84,7 +84,7 @@ class SampleCheck:
                 self.errors.append(_describe_failure(timed))
             yield timed
             if timed.error is not None and self.is_iterable:
-                return  # a stream does not go on after an exception
+                return  # a stream does not continue after an exception
 
     def _loader(self) -> Callable[[Any], Any]:
         stream = iter(self.dataset) if self.is_iterable else None
@@ -104,10 +104,10 @@ class SampleCheck:
             self.forms[skeleton] = {"index": timed.index, "form": form_of(timed.sample)}
             self.devices |= devices_in(timed.sample)
 
-    # -- the ends ----------------------------------------------------------------------------------
+    # -- the last index ----------------------------------------------------------------------------
 
     def try_ends(self) -> dict[str, Any]:
-        """Compare the length with what is there: the last sample, and none after it."""
+        """Compare the length with the dataset: the last sample exists, and none after it."""
         if self.is_iterable or not self.length:
             return {}
         found: dict[str, Any] = {}
@@ -117,7 +117,7 @@ class SampleCheck:
         return found
 
     def _is_there(self, index: int, *, is_surely: bool = False) -> bool:
-        """Is there a sample? One that fails for another reason than its index is there, but bad."""
+        """Return True if the sample exists. A sample that raises other errors exists but is bad."""
         if index in self.good:
             return True
         self.doing(f"loading {self.name_of(index)}")
@@ -130,13 +130,13 @@ class SampleCheck:
         return True
 
     def _count_reachable(self, length: int) -> int:
-        """By halving: samples are taken to be there up to some index, and not after it."""
+        """Count samples by bisection. Assumes that no sample exists after the first missing one."""
         return bisect.bisect_left(range(length - 1), True, key=lambda i: not self._is_there(i))
 
     # -- randomness --------------------------------------------------------------------------------
 
     def try_twice(self) -> dict[str, Any]:
-        """Load a sample twice with the same state of all three global generators."""
+        """Load a sample twice with the same seeds of all three global generators."""
         if self.is_iterable or not self.good:
             return {}
         index = self.good[0]
@@ -148,13 +148,13 @@ class SampleCheck:
             torch.default_generator.manual_seed(0)
             try:
                 hashes.add(digest(self.dataset[index]))
-            except Exception:  # it keeps a count of its own, say, or cannot be compared
+            except Exception:  # for example, it counts its calls or cannot be hashed
                 return {}
         return {"repeats": len(hashes) == 1}
 
 
 class _GeneratorWatch:
-    """The global generators that samples draw from, compared around each of the first samples."""
+    """Finds the global generators that samples draw from, using the first samples."""
 
     def __init__(self) -> None:
         self.moved: set[str] = set()

@@ -1,4 +1,4 @@
-"""Describes a sample in one line, and gives a skeleton to compare two samples by."""
+"""One-line descriptions of samples, and skeletons to compare them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_DEPTH = 6
 
 
 def form_of(sample: Any, depth: int = _MAX_DEPTH) -> str:
-    """A sample's structure in one line.
+    """Return a sample's structure in one line.
 
     Example:
         >>> form_of(({"name": "cat", "box": [1, 2]}, 3.5))
@@ -48,7 +48,7 @@ def _more(items: Any) -> list[str]:
 
 
 def skeleton_of(sample: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Equal for samples that can be stacked into one batch by default.
+    """Return a value that is equal for samples that the default collate can stack.
 
     Example:
         >>> skeleton_of([1, "a"]) == skeleton_of([2, "b"]) != skeleton_of([1])
@@ -68,7 +68,7 @@ def skeleton_of(sample: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 def devices_in(sample: Any) -> set[str]:
-    """The GPUs on which tensors of a sample lie.
+    """Return the GPUs that hold tensors of a sample.
 
     Example:
         >>> devices_in([1, "a"])

@@ -1,6 +1,6 @@
-"""``penstock doctor --watch``: shows what the GPUs are doing, once a second.
+"""``penstock doctor --watch``: shows GPU usage once a second.
 
-A table that renews itself for a person, a line for each GPU and second in a pipe.
+On a terminal it updates a table. In a pipe it prints a line per GPU and second.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from penstock.planning.quantities import size
 LIMIT_S = 2.0
 INTERVAL_S = 1.0
 MAX_SILENCE = 5
-"""So many seconds without a reading in a row, and there is nothing to watch."""
+"""Stop after this many consecutive attempts without a reading."""
 
 
 def run_watch(*, as_json: bool, ask: Callable[[float], GpuUsage] = read_gpu_usage) -> int:
-    """Show the GPUs until Ctrl-C; the exit code.
+    """Show the GPUs until Ctrl-C. Returns the exit code.
 
     Args:
-        ask: Who looks at the GPUs, given a limit in seconds.
+        ask: Reads the GPU usage, given a time limit in seconds.
     """
     first = ask(LIMIT_S)
     if not first.readings:
@@ -42,7 +42,7 @@ def run_watch(*, as_json: bool, ask: Callable[[float], GpuUsage] = read_gpu_usag
                 return _follow(first, ask, lambda seen: live.update(_table(seen), refresh=True))
         return _follow(first, ask, _print_json if as_json else _print_lines)
     except KeyboardInterrupt:
-        return 0  # the usual way to end it
+        return 0  # the usual way to stop
 
 
 def _follow(
@@ -54,7 +54,7 @@ def _follow(
         show(seen)
         silence = 0 if seen.readings else silence + 1
         if silence >= MAX_SILENCE:
-            print(f"No reading for {MAX_SILENCE} times: {seen.trouble}.", file=sys.stderr)
+            print(f"No reading after {MAX_SILENCE} attempts: {seen.trouble}.", file=sys.stderr)
             return 1
         time.sleep(max(0.0, INTERVAL_S - (time.monotonic() - start_s)))
         seen = ask(LIMIT_S)

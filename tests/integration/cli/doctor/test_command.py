@@ -391,7 +391,7 @@ def test_where_the_data_lies_can_be_said(tmp_path: Path) -> None:
 def test_data_that_is_nowhere_is_said_to_be(tmp_path: Path) -> None:
     result = doctor("--data", str(tmp_path / "nowhere"))
     assert result.returncode == 2
-    assert "no such file or folder" in result.stderr
+    assert "nowhere does not exist" in result.stderr
 
 
 # -- vendor tools --------------------------------------------------------------------------------

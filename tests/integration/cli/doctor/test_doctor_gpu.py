@@ -14,7 +14,7 @@ import torch
 def test_without_a_gpu_the_section_is_one_line() -> None:
     command = [sys.executable, "-m", "penstock", "doctor", "--gpu"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    section = printed.stdout.partition("To the GPU\n")[2].partition("\n\n")[0]
+    section = printed.stdout.partition("GPU copies\n")[2].partition("\n\n")[0]
     assert section.strip().startswith("not measured  no GPU to copy to: "), printed.stdout
     assert "\n" not in section
 

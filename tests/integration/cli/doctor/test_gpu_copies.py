@@ -24,9 +24,9 @@ def test_everything_is_said_of_a_gpu_that_is_well() -> None:
     assert dict(copy_rows(measured())) == {
         "cuda:0": "NVIDIA H200; link: PCIe 5 x16, up to 63 GB/s",
         "copies": "14.4 GB/s from ordinary memory, 55.1 GB/s from pinned memory, "
-        "55.1 GB/s from our slots",
-        "slots": "can be pinned; before one is used again: an event of the whole GPU context",
-        "feeds": "366,045 images/s of 224 x 224 as bytes, 91,511 as float32",
+        "55.1 GB/s from Penstock's slots",
+        "slots": "can be pinned; fence before reuse: an event of the whole GPU context",
+        "feeds": "366,045 images/s of 224 x 224 as uint8, 91,511 as float32",
     }
     assert list(copy_problems(measured())) == []
 
@@ -55,7 +55,10 @@ def test_a_link_with_fewer_lanes_than_the_card_has_is_a_problem() -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "why"),
-    [((), "torch can use none"), ((Gpu(name="M2", vendor="apple"),), "Apple's shares its memory")],
+    [
+        ((), "torch cannot use any"),
+        ((Gpu(name="M2", vendor="apple"),), "Apple GPUs share memory with the CPU"),
+    ],
 )
 def test_without_a_gpu_it_is_one_line_and_no_child(gpus: Any, why: str) -> None:
     copies = measure_copies(gpus, 60.0, check="no such module:check")
@@ -73,7 +76,7 @@ def test_a_child_that_comes_to_its_end_is_believed(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("fate", "limit_s", "words"),
     [
-        ("hang", 1.5, "not done after 1.5 s; it was copying pinned memory to GPU 1"),
+        ("hang", 1.5, "timed out after 1.5 s while copying pinned memory to GPU 1"),
         ("die", 60.0, "the process died with SIGKILL while copying pinned memory to GPU 1"),
         ("raise", 60.0, "CUDA error: an illegal memory access"),
     ],

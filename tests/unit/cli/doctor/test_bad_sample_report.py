@@ -95,7 +95,8 @@ def test_a_person_gets_a_table_that_fits_the_window() -> None:
     )
     text = printed(report, force_terminal=True, color_system="standard")
     assert "\x1b[" in text
-    table = re.sub(r"\x1b\[[0-9;]*m", "", text).partition("The worst")[2].partition("To leave")[0]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    table = plain.partition("Worst samples")[2].partition("To exclude")[0]
     assert max(map(len, table.splitlines())) <= 80
 
 
@@ -171,14 +172,14 @@ def test_only_files_that_are_here_and_hold_one_bad_sample_are_moved() -> None:
     assert sorted(os.listdir("bad-samples")) == ["link.jpg", "one.jpg"]
     assert (report.num_elsewhere, report.num_shared) == (4, 1)
     text = printed(report)
-    assert "4 files cannot be seen from here" in text
-    assert "1 file with several of the samples: not to be moved" in text
+    assert "4 files not found on this machine" in text
+    assert "1 file left in place (several samples per file)" in text
 
 
 def test_without_paths_or_numbers_nothing_is_proposed() -> None:
     report = examine_bad_samples(write({"index": "a key", "error": "KeyError: 'a key'"}))
     assert (report.leave_out, report.move) == ([], [])
-    assert "To leave" not in printed(report)
+    assert "To exclude" not in printed(report)
 
 
 def test_an_empty_file_is_healthy_and_one_with_bad_samples_is_not() -> None:
@@ -191,7 +192,7 @@ def test_an_empty_file_is_healthy_and_one_with_bad_samples_is_not() -> None:
     done = command_line.invoke("doctor", "bad.jsonl")
     assert done.exit_code == 1
     assert done.output.startswith(
-        "Bad samples in bad.jsonl: 1, failed once\n  2 lines could not be read\n"
+        "Bad samples in bad.jsonl: 1, which failed once\n  2 lines could not be read\n"
     )
 
 
@@ -200,8 +201,8 @@ def test_an_empty_file_is_healthy_and_one_with_bad_samples_is_not() -> None:
     [
         (None, "cannot be read: No such file or directory"),
         ("folder", "is not a file"),
-        (b"\x00\xff" * 9000, "is no list of bad samples: 1 line"),
-        (b"print('a script')\n\n[1]\n", "is no list of bad samples: 2 lines"),
+        (b"\x00\xff" * 9000, "is not a list of bad samples: 1 line"),
+        (b"print('a script')\n\n[1]\n", "is not a list of bad samples: 2 lines"),
     ],
 )
 def test_what_is_no_such_file_is_a_usage_error(content: Any, words: str) -> None:

@@ -63,7 +63,7 @@ def test_a_dataset_in_order_has_no_problem() -> None:
             "yields 3",
             {"kind": "iterable", "num_yielded": 3},
         ),
-        ("no-end", "note", "dataset[1000] gives a sample", {"goes_on_after_end": True}),
+        ("no-end", "note", "dataset[1000] returns a sample", {"goes_on_after_end": True}),
         (
             "no-length",
             "harm",
@@ -113,7 +113,7 @@ def test_a_dataset_in_order_has_no_problem() -> None:
             "dataset.rng",
             {"held_generators": [{"path": "dataset.rng", "type": "Random", "has_moved": False}]},
         ),
-        ("unrepeatable", "note", "not the same", {"repeats": False}),
+        ("unrepeatable", "note", "with the same seeds differs", {"repeats": False}),
         ("uneven", "note", "30 ms", {"samples": {**TIMING, "p90_s": 0.03}}),
         (
             "no-workers",
