@@ -222,9 +222,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         return replace(plan, notes=(*self._notes, *self._notes_of_dataset()))
 
     def _notes_of_dataset(self) -> tuple[str, ...]:
-        """Return the notes of a Penstock dataset.
+        """Return the dataset's ``plan_notes``.
 
-        Values of other types are ignored, because a wrapper may return a value for any name.
+        Only a list or tuple counts, because a wrapper may return a value for any attribute name.
         """
         notes = probe(self.dataset, "plan_notes", ())
         return tuple(notes) if isinstance(notes, (list, tuple)) else ()
@@ -435,7 +435,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     def stats(self) -> Stats:
         """Return current rates and wait times.
 
-        A call takes about a millisecond. Loading does not become slower.
+        A call takes about a millisecond and does not slow down loading.
 
         Example:
             >>> from penstock import DataLoader

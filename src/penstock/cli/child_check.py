@@ -113,7 +113,7 @@ class CheckResults:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._activity = open(folder / "activity", "wb", buffering=0)  # noqa: SIM115 - until we end
+        self._activity = open(folder / "activity", "wb", buffering=0)  # noqa: SIM115 - open until exit
         self.values: dict[str, Any] = {"failure": None}
 
     def doing(self, activity: str) -> None:
@@ -143,7 +143,7 @@ def conduct(function: str, folder: str, options_text: str) -> None:
     results = CheckResults(Path(folder))
     end_with_parent(options["parent"], lambda: shutil.rmtree(folder, ignore_errors=True))
     deadline = time.monotonic() + options["timeout"]
-    stack = open(Path(folder) / "stack", "w", encoding="utf-8")  # noqa: SIM115 - until we end
+    stack = open(Path(folder) / "stack", "w", encoding="utf-8")  # noqa: SIM115 - open until exit
     faulthandler.enable(file=stack)
     faulthandler.dump_traceback_later(max(0.1, options["timeout"] - STACK_AHEAD_S), file=stack)
     module, _, name = function.partition(":")

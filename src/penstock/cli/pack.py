@@ -28,7 +28,11 @@ def add_arguments(parser: CommandParser) -> None:
     add_loader_options(
         parser,
         *("num_workers", "on_error"),
-        help={"num_workers": "Number of workers that load samples. By default, auto."},
+        help={
+            "num_workers": "Number of workers that load samples. By default, auto.",
+            "on_error": 'Policy for a sample that raises: "raise" stops, "skip" omits the sample, '
+            'and "replace" stores a different one.',
+        },
     )
     parser.add_value("--encoding", "keep|jpeg|raw", str, "Encoding of stored images.")
     parser.add_value(

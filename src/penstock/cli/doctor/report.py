@@ -125,7 +125,7 @@ def _dataset_rows(dataset: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         drawn = ", ".join(_GENERATORS[name] for name in dataset["draws"])
         yield "randomness", f"samples draw from {drawn}, seeded for each sample"
     elif "draws" in dataset:
-        yield "randomness", "samples do not draw from global generators"
+        yield "randomness", "no draws from global generators detected"
 
 
 def _timing_rows(timing: Mapping[str, Any] | None) -> Iterable[tuple[str, str]]:
