@@ -1,12 +1,13 @@
 """Batches of samples of similar length, as a function of (seed, epoch).
 
-    lengths, sorted, longest first    | bucket 0 | bucket 1 | bucket 2 ...
-    each bucket shuffled on its own   | batch batch ...
-    the order of all batches shuffled
+    samples sorted by length, longest first  | bucket 0 | bucket 1 | bucket 2 ...
+    samples shuffled within each bucket      | batch batch ...
+    order of all batches shuffled
 
-A bucket is ``bucket_batches`` batches' worth of neighbours, so a batch needs little padding and
-differs in each epoch. The bounds of buckets, and ``len``, do not depend on the epoch. Any batch is
-computed alone; only the sorted order is kept, 8 bytes per sample.
+A bucket holds ``bucket_batches`` batches of samples that are adjacent in the sorted order. A batch
+therefore needs little padding, and its samples differ in each epoch. The bucket bounds and ``len``
+do not depend on the epoch. Any batch can be computed directly. Only the sorted order is stored, at
+8 bytes per sample.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from penstock.order.samplers import ShardedOrder
 
 
 class BucketedBatches(ShardedOrder):
-    """A batch sampler (``batch_sampler=``) that puts samples of similar length together.
+    """A batch sampler (``batch_sampler=``) that groups samples of similar length.
 
-    With several ranks, each takes every ``world_size``-th batch of the same order.
+    With several ranks, each rank takes every ``world_size``-th batch of the same order.
 
     Args:
-        lengths: One whole number for each sample.
-        batch_size: Samples in a batch; or
-        max_tokens: how much a batch may hold when all are padded to its longest.
-        bucket_batches: Batches' worth of neighbours that are shuffled together. More: more variety
-            and more padding.
-        drop_last: Leave out the one batch that is not full (it may stand anywhere in the epoch),
-            and the batches that do not make a whole step of all ranks.
-        padding: Repeat batches from the start until all ranks have equally many.
+        lengths: One integer for each sample.
+        batch_size: Number of samples in a batch. Give either this or ``max_tokens``.
+        max_tokens: Maximum size of a batch when all its samples are padded to the longest one.
+        bucket_batches: Number of batches in a bucket. A larger bucket gives more variety and more
+            padding.
+        drop_last: Drop the one batch that is not full, which can be anywhere in the epoch, and the
+            batches that do not make a complete step of all ranks.
+        padding: Repeat batches from the start until all ranks have the same number of batches.
 
     Example:
         >>> batches = BucketedBatches([5, 1, 9, 2, 8, 1], batch_size=2, bucket_batches=1, seed=0)
@@ -72,7 +73,7 @@ class BucketedBatches(ShardedOrder):
         self._cut(values[self._samples], limit, bucket_batches)
         num_batches = int(self._batches_before[-1])
         if drop_last and num_batches and len(self._rows(num_batches - 1)) < self._sizes[-1]:
-            num_batches -= 1  # only the last bucket can have a batch that is not full
+            num_batches -= 1  # only the last bucket can have an incomplete batch
         self._shard = RankShard(
             length=num_batches,
             rank=rank,
@@ -85,7 +86,7 @@ class BucketedBatches(ShardedOrder):
     def _cut(
         self, lengths: npt.NDArray[np.int64], limit: tuple[int, int | None], bucket_batches: int
     ) -> None:
-        """Lay out the buckets: where each begins, how large its batches are, how many."""
+        """Compute the start, batch size and number of batches of each bucket."""
         batch_size, max_tokens = limit
         firsts, sizes, batches_before, first = [], [], [0], 0
         while first < len(lengths):
@@ -94,7 +95,7 @@ class BucketedBatches(ShardedOrder):
                 size = max_tokens // max(1, int(lengths[first]))
             last = first + size * bucket_batches
             if len(lengths) - last < size * bucket_batches // 2:
-                last = len(lengths)  # a small rest of its own would be the same batch every epoch
+                last = len(lengths)  # a small last bucket would give the same batch every epoch
             firsts.append(first)
             sizes.append(size)
             batches_before.append(batches_before[-1] - (first - last) // size)
@@ -110,7 +111,7 @@ class BucketedBatches(ShardedOrder):
         self._shuffles: dict[int, Permutation] = {}
 
     def batch_at(self, position: int) -> list[int]:
-        """The indices of the batch at ``position`` of the epoch, whichever rank has it."""
+        """Return the indices of the batch at ``position`` of the epoch, on any rank."""
         rows = self._rows(self._order.index_at(position))
         bucket = int(np.searchsorted(self._firsts, rows.start, side="right")) - 1
         first = int(self._firsts[bucket])
@@ -124,16 +125,17 @@ class BucketedBatches(ShardedOrder):
         return found
 
     def _rows(self, batch: int) -> range:
-        """Which places of the sorted, bucket by bucket shuffled samples make up a batch."""
+        """Return the rows of a batch, in the order of samples sorted and shuffled by bucket."""
         bucket = int(np.searchsorted(self._batches_before, batch, side="right")) - 1
         size = int(self._sizes[bucket])
         first = int(self._firsts[bucket]) + (batch - int(self._batches_before[bucket])) * size
         return range(first, min(first + size, int(self._firsts[bucket + 1])))
 
     def global_position(self, place: int) -> int:
-        """A number for the first sample of this rank's ``place``-th batch; decides its randomness.
+        """Return a number for the first sample of this rank's ``place``-th batch.
 
-        The rest of the batch follows it. No two samples of an epoch share one (padding aside).
+        The following samples of the batch have the following numbers. The numbers determine the
+        samples' randomness. Apart from padding, each is unique within an epoch.
         """
         return self._rows(self._order.index_at(self._position(place) % self.length)).start
 
@@ -151,7 +153,7 @@ def _checked_lengths(lengths: Any) -> npt.NDArray[np.int64]:
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
         raise BadArgument(
             f"lengths is an array of {values.dtype} with shape {values.shape}; "
-            "one whole number for each sample is needed",
+            "it must hold one integer for each sample",
             remedy="BucketedBatches([len(text) for text in texts], batch_size=32)",
         )
     values = values.astype(np.int64)
@@ -166,7 +168,7 @@ def _checked_limit(
 ) -> tuple[int, int | None]:
     if (batch_size is None) == (max_tokens is None):
         raise BadArgument(
-            f"batch_size={batch_size} and max_tokens={max_tokens}: exactly one must be given",
+            f"batch_size={batch_size} and max_tokens={max_tokens}: give exactly one of them",
             remedy="BucketedBatches(lengths, batch_size=32)",
         )
     if batch_size is not None:
@@ -175,7 +177,7 @@ def _checked_limit(
     if lengths.size and lengths.max() > max_tokens:
         longest = int(lengths.argmax())
         raise BadArgument(
-            f"lengths[{longest}]={lengths[longest]} alone is more than max_tokens={max_tokens}",
+            f"lengths[{longest}]={lengths[longest]} is greater than max_tokens={max_tokens}",
             remedy=f"max_tokens={lengths[longest]}",
         )
     return 0, max_tokens

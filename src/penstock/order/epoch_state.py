@@ -1,12 +1,12 @@
-"""The epoch of a loader: where it begins, how far it has come, and the indices it takes.
+"""The epoch of a loader: its start, its progress, and its batches of indices.
 
-    EpochState    epoch, start and what was drawn for it; turned once per epoch by the loader
-    EpochIndices  what an iterator draws its batches of indices from: the loader's index sampler,
-                  from the position where the epoch starts
+    EpochState    epoch, start and the seeds drawn for it; advanced once per epoch by the loader
+    EpochIndices  the batches of indices of an iterator: the loader's index sampler, from the
+                  position where the epoch starts
 
-An order of ours (:class:`penstock.order.samplers.Order`) begins anywhere at no cost. Any other
-sampler is asked for its indices from the first one on, and those before the start are dropped: no
-sample is loaded for them.
+A Penstock order (:class:`penstock.order.samplers.Order`) can start anywhere at no cost. Any other
+sampler is iterated from its first index, and the indices before the start are dropped. No sample is
+loaded for them.
 """
 
 from __future__ import annotations
@@ -27,63 +27,64 @@ Effect = Callable[[], None]
 
 
 class EpochState:
-    """Epochs of one loader, one after the other, and how far the present one has come.
+    """The epochs of one loader, and the progress of the current one.
 
     Args:
-        seed: The loader's; None: drawn anew for each iterator, where torch draws its base seed.
+        seed: The loader's seed. None: drawn for each iterator, where torch draws its base seed.
     """
 
     def __init__(self, seed: int | None) -> None:
         self.seed = seed
         self.epoch = -1
         self.start = 0
-        """Positions of the epoch that were over when it was begun, counted over all ranks."""
+        """Number of positions skipped at the start of the epoch, counted over all ranks."""
         self.num_batches = 0
-        """Batches that were delivered since."""
+        """Number of batches delivered since the start."""
         self.is_over = True
         self.num_begun = 0
-        """Tells iterators apart: only the last one begun counts what it delivers."""
+        """Identifies iterators. Only the most recent one counts its deliveries."""
         self.base_seed: int | None = seed
         self.base_epoch = 0
         self.shuffle_seed: int | None = None
         self.generator_state: str | None = None
-        """Of the user's generator, before the sampler drew the epoch's order from it."""
+        """State of the user's generator before the sampler drew the epoch's order from it."""
         self.own_state: Any = None
-        """What the sampler said of itself when the epoch was begun."""
+        """The sampler's ``state_dict()`` at the beginning of the epoch."""
         self.streams: dict[int, Any] = {}
-        """What an iterable dataset said of itself after the last delivered batch, by worker."""
+        """State of an iterable dataset after the last delivered batch, by worker."""
         self.next_worker = 0
         self._next_epoch = 0
         self._resumed: EpochPosition | None = None
 
     @property
     def key_epoch(self) -> int:
-        """The epoch as randomness counts it: from where the base seed was drawn."""
+        """The epoch number used for randomness, counted from the epoch of the base seed."""
         return self.epoch - self.base_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next epoch to begin is this one: from its start, unless it was to be resumed."""
+        """Set the next epoch. It begins at its start, unless it is the one to resume."""
         if self._resumed is not None and self._resumed.epoch != epoch:
             self._resumed = None
         self._next_epoch, self.is_over = epoch, True
 
     def resume(self, mark: EpochPosition) -> None:
-        """The next epoch to begin is that of ``mark``, in the middle."""
+        """Make the next epoch begin at ``mark``, in the middle of its epoch."""
         self._next_epoch, self._resumed, self.is_over = mark.epoch, mark, True
 
     def start_at(self, position: int) -> None:
-        """The next epoch to begin starts here, wherever it was to be resumed."""
+        """Make the next epoch start at ``position``. Overrides the position of a resume."""
         self.resume(replace(self.upcoming(), position=position))
 
     def upcoming(self) -> EpochPosition:
-        """Where the next epoch begins: at its start, or where it is resumed."""
+        """Return where the next epoch begins: at its start, or at the resumed position."""
         return self._resumed or EpochPosition(epoch=self._next_epoch, position=0)
 
     def begin_next(self, order: Order | None, sampler: Any) -> None:
-        """Begin the next epoch. Called once before each is iterated.
+        """Begin the next epoch. Called once before each epoch is iterated.
 
         Args:
-            order: Ours, if the indices come from one; else ``sampler`` may have a state of its own.
+            order: The Penstock order that the indices come from. If None, ``sampler`` can have its
+                own state.
         """
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         self.num_begun += 1
@@ -106,34 +107,35 @@ class EpochState:
         self.own_state = own_state_of(sampler) if order is None else None
 
     def settle_base(self, drawn: int) -> int:
-        """The base seed of a new iterator: ``drawn`` by torch just now, unless it is known."""
+        """Return the base seed of a new iterator: ``drawn`` by torch, unless already set."""
         if self.base_seed is None:
             self.base_seed, self.base_epoch = drawn, self.epoch
         return self.base_seed
 
     def keep_base(self, base_seed: int) -> None:
-        """The iterator goes on with persistent workers, and with the base seed that they have."""
+        """Record that persistent workers continue with their base seed."""
         if self.base_seed is None:
             self.base_seed = base_seed
 
     def worker_seed(self, base_seed: int) -> int:
-        """The base seed of workers whose generators run on: with a seed, another in each epoch.
+        """Return the base seed of workers with ``randomness="worker"``.
 
-        Where randomness belongs to the sample, the epoch is in its key instead.
+        With a seed, it differs in each epoch. Where randomness belongs to the sample, the epoch is
+        in the sample's key instead.
         """
-        if self.seed is None:  # drawn anew for each iterator
+        if self.seed is None:  # drawn for each iterator
             return base_seed
         return make_key(WORKER_STREAM, self.seed, self.epoch)
 
     def note_stream(self, worker: int, state: Any, next_worker: int) -> None:
-        """A batch of an iterable dataset was delivered, which then said this of itself."""
+        """Record the state of an iterable dataset after a delivered batch."""
         self.streams[worker], self.next_worker = state, next_worker
 
     def mark(self, global_batch: int | None, end: int | None) -> EpochPosition:
-        """Where the loader stands now: in the present epoch, or at the start of the next.
+        """Return the loader's position: in the current epoch, or at the start of the next.
 
         Args:
-            end: The position at which the epoch is over, where that is known.
+            end: The position at which the epoch ends, if known.
         """
         position = self.start + self.num_batches * (global_batch or 1)
         if self.is_over or (end is not None and position >= end):
@@ -152,10 +154,10 @@ class EpochState:
 
 
 class Progress:
-    """Counts what was delivered of an epoch.
+    """Counts the delivered batches of an epoch.
 
-    Where batches are copied to a device ahead of time, a change waits until the batch that it
-    belongs to is handed out.
+    Where batches are copied to a device ahead of time, a change is deferred until its batch is
+    delivered.
     """
 
     def __init__(self, epoch_state: EpochState, *, is_deferred: bool) -> None:
@@ -166,28 +168,28 @@ class Progress:
         self.begin()
 
     def begin(self) -> None:
-        """The loader has begun another epoch."""
+        """Reset at the beginning of an epoch."""
         self._epoch_number = self._epoch_state.num_begun
         self._num_failed = 0
         self._pending.clear()
 
     @property
     def is_current(self) -> bool:
-        """Is this still the epoch that the loader began last?"""
+        """True if the loader has not begun a later epoch."""
         return self._epoch_state.num_begun == self._epoch_number
 
     def count(self, num_batches: int) -> None:
-        """Batches were handed out. Those that failed before them are over, too."""
+        """Count delivered batches, and the failed batches before them."""
         if self.is_current:
             self._epoch_state.num_batches += num_batches + self._num_failed
             self._num_failed = 0
 
     def count_failed(self) -> None:
-        """A batch raised. A loop that ends there loads it again when it is resumed."""
+        """Count a batch that raised. If the loop ends there, a resumed run loads it again."""
         self._num_failed += 1
 
     def count_empty(self, num_batches: int = 1) -> None:
-        """Batches of which nothing is left take their place in the epoch all the same."""
+        """Count batches without samples. They keep their place in the epoch."""
         state, number = self._epoch_state, self._epoch_number
 
         def count() -> None:
@@ -197,12 +199,12 @@ class Progress:
         self._when_delivered(count)
 
     def note_stream(self, worker: int, state: Any, next_worker: int) -> None:
-        """An iterable dataset told its state with the batch that is being taken."""
+        """Record the state of an iterable dataset that arrived with the current batch."""
         note = self._epoch_state.note_stream
         self._when_delivered(lambda: note(worker, state, next_worker))
 
     def take_pending(self) -> list[Effect]:
-        """The changes that belong to the batch that was taken last."""
+        """Return and clear the changes that belong to the most recent batch."""
         pending = self._pending.copy()
         self._pending.clear()
         return pending
@@ -215,25 +217,25 @@ class Progress:
 
 
 def own_state_of(owner: Any) -> Any:
-    """The state that a sampler or dataset of the user's offers, as it is now; None: it has none."""
+    """Return a copy of the state of the user's sampler or dataset; None if it has none."""
     if isinstance(owner, Order) or not has_own_state(owner):
         return None
     return copy.deepcopy(owner.state_dict())
 
 
 def has_own_state(owner: Any) -> bool:
-    """Can a sampler or dataset of the user's save its state and restore it?"""
+    """True if the user's sampler or dataset can save and restore its state."""
     return all(callable(probe(owner, name)) for name in ("state_dict", "load_state_dict"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPosition:
-    """A place to go on from; the seeds are those that were drawn where none was given.
+    """A position to resume from. Its seeds are those drawn because none was given.
 
     Args:
-        own_state: What the sampler said of itself when the epoch was begun.
-        streams: What an iterable dataset said of itself after its last batch, by worker.
-        next_worker: Whose batch of it comes next.
+        own_state: The sampler's ``state_dict()`` at the beginning of the epoch.
+        streams: State of an iterable dataset after its last batch, by worker.
+        next_worker: The worker whose batch comes next.
     """
 
     epoch: int
@@ -248,7 +250,7 @@ class EpochPosition:
 
 
 class _Noted:
-    """What was drawn for one epoch; kept by the epoch's state while that epoch is current."""
+    """Seeds drawn for one epoch. Written to the epoch state while that epoch is current."""
 
     def __init__(self, epoch_state: EpochState) -> None:
         self._epoch_state = epoch_state
@@ -262,17 +264,18 @@ class _Noted:
 
 
 SAMPLING = "the sampler or dataset.__len__"
-"""Whose StopIteration it may be while indices are drawn."""
+"""Names the user code whose StopIteration can surface while indices are drawn."""
 
 
 class EpochIndices:
-    """The batches of indices of an epoch, from where the epoch starts.
+    """The batches of indices of an epoch, from the position where the epoch starts.
 
     Args:
         indices: The loader's index sampler: a batch sampler, or a sampler without batching.
-        rows: Samples of one rank in a batch; None without batching or where it varies.
-        is_batched: Is what the indices give a batch of them, and not one?
-        is_endless: The indices of an iterable dataset say nothing; there is none to drop.
+        rows: Samples of one rank in a batch. None without batching, or if it varies.
+        is_batched: True if ``indices`` yields batches of indices, False for single indices.
+        is_endless: True for an iterable dataset. Its indices carry no information, and none are
+            dropped.
     """
 
     def __init__(
@@ -293,9 +296,10 @@ class EpochIndices:
 
     @property
     def order(self) -> Order | None:
-        """The order of ours that the indices come from, if it is one.
+        """The Penstock order that the indices come from, or None.
 
-        A batch sampler of the user's own may do anything with it, so that one is replayed.
+        None for the user's own batch sampler, which can use the order in any way. Its indices are
+        replayed instead.
         """
         from torch.utils.data import BatchSampler
 
@@ -305,7 +309,7 @@ class EpochIndices:
 
     @property
     def drawing(self) -> Any:
-        """torch's RandomSampler, if the indices come from one: what it draws is noted."""
+        """torch's RandomSampler, if the indices come from one. Its draws are recorded."""
         from torch.utils.data import RandomSampler
 
         sampler = getattr(self._indices, "sampler", self._indices)
@@ -315,7 +319,7 @@ class EpochIndices:
         return len(self._indices)
 
     def __iter__(self) -> Iterator[Any]:
-        # Read now: by the first batch another iterator may have begun an epoch.
+        # Read now, because a different iterator may begin an epoch before the first batch.
         start, order = self._epoch_state.start, self.order
         if self._is_endless:
             return iter(self._indices)
@@ -327,7 +331,7 @@ class EpochIndices:
         return iter(type(self._indices)(rest, self._indices.batch_size, self._indices.drop_last))
 
     def _without(self, batches: Iterator[Any], num_over: int) -> Iterator[Any]:
-        """What is left after ``num_over``, whose samples are counted: a batch may be short."""
+        """Skip ``num_over`` batches and count their samples, because a batch can be short."""
         self._num_dropped = 0
         try:
             for batch in itertools.islice(batches, num_over):
@@ -336,11 +340,11 @@ class EpochIndices:
         except RuntimeError as error:
             if not isinstance(error.__cause__, StopIteration):
                 raise
-            # Python's own message names neither: "generator raised StopIteration".
+            # Python's message, "generator raised StopIteration", does not name the user's code.
             raise NoStopIteration.error_for(SAMPLING) from error.__cause__
 
     def _drawn(self) -> Iterator[Any]:
-        """The user's own sampler; what torch's RandomSampler draws for itself is noted."""
+        """Iterate the user's sampler. Records what torch's RandomSampler draws."""
         sampler = self.drawing
         if sampler is None:
             return iter(self._indices)
@@ -357,7 +361,7 @@ class EpochIndices:
         import torch
 
         seed = noted.shuffle_seed
-        if seed is None:  # exactly as RandomSampler does it
+        if seed is None:  # drawn as RandomSampler draws it
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
         noted.keep("shuffle_seed", seed)
         generator = torch.Generator()
@@ -365,7 +369,7 @@ class EpochIndices:
         sampler.generator = generator
         try:
             batches = iter(self._indices)
-            first = next(batches, None)  # it takes the generator when it is first asked
+            first = next(batches, None)  # the sampler reads the generator on the first call
         finally:
             sampler.generator = None
         if first is not None:
@@ -373,9 +377,10 @@ class EpochIndices:
             yield from batches
 
     def positions(self) -> Callable[[int], int]:
-        """From a rank's place in what is walked to the position in the epoch.
+        """Return a function from a rank's place in the iterated indices to the epoch position.
 
-        Called with places that were walked already, so that what was dropped is known.
+        Call it only with places already iterated, because the number of dropped indices is known
+        only then.
         """
         start, order = self._epoch_state.start, self.order
         if order is None:
@@ -386,7 +391,7 @@ class EpochIndices:
 
 
 def fits_generator(generator: Any, known: Any) -> bool:
-    """Is ``known`` what a generator of this kind says of itself, and not cut off?"""
+    """True if ``known`` is a complete state of this kind of generator."""
     try:
         num_bytes = len(base64.b64decode(known, validate=True))
         return bool(num_bytes == generator.get_state().numel())
@@ -395,7 +400,7 @@ def fits_generator(generator: Any, known: Any) -> bool:
 
 
 def _set_or_note(generator: Any, known: str | None) -> str:
-    """Put the user's generator into a state that is known, or tell the one it is in."""
+    """Set the user's generator to ``known``. If that is None, return its current state."""
     import torch
 
     if known is None:

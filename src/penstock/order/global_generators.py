@@ -1,14 +1,14 @@
-"""Python's and NumPy's global generators: fast access to their state, and who reads it.
+"""Python's and NumPy's global generators: fast access to their state, and counting of state reads.
 
-Both are Mersenne Twisters of 624 words and an index. NumPy publishes the address of its state.
-Python's lies behind the object header, and is checked word for word against ``getstate`` before it
-is trusted. Comparing states in memory takes 0.2 microseconds. Where the check fails, the public
-calls do the same work, slower.
+Both are Mersenne Twisters with 624 words and an index. NumPy publishes the address of its state.
+Python's state follows the object header, and is compared word for word with ``getstate`` before the
+address is used. Comparing states in memory takes 0.2 microseconds. If the comparison fails, the
+public functions are used instead, which is slower.
 
-Code that reads a state without drawing (``random.getstate``, ``torch.initial_seed``) leaves no
-trace in memory: those functions are replaced by counting ones in :func:`counting_state_reads`.
+Code that reads a state without drawing (``random.getstate``, ``torch.initial_seed``) does not
+change the memory. :func:`counting_state_reads` replaces these functions with counting versions.
 
-Used by whoever loads samples: workers, threads, and the training process where it loads itself.
+Used by the loading code: workers, threads, or the training process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PythonGenerator:
         self.is_known = _holds_python_state(self._address)
 
     def write(self, words: Any) -> None:
-        """Set the 624 words (an array of 312 64-bit ones); the next draw starts from the first."""
+        """Set the 624 words (an array of 312 64-bit words). The next draw uses the first word."""
         if not self.is_known:
             state = words.view(np.uint32).tolist()
             random.setstate((3, (*state, TWISTER_WORDS), None))
@@ -53,13 +53,13 @@ class PythonGenerator:
         return [ctypes.c_uint64.from_address(self._address)]
 
     def cached_normal(self) -> Any:
-        """The normal variate that the next ``random.gauss`` returns without drawing; or None."""
+        """Return the value that the next ``random.gauss`` returns without drawing, or None."""
         return self._twister.gauss_next
 
     def save(self) -> Any:
         """Return the whole state, for :meth:`restore`, and clear the cached normal variate.
 
-        A sample could take that variate, and the state in memory would not show it.
+        A sample could use that variate without changing the state in memory.
         """
         if not self.is_known:
             return random.getstate()
@@ -67,7 +67,7 @@ class PythonGenerator:
         return ctypes.string_at(self._address, 4 + _STATE_BYTES), cached_normal
 
     def restore(self, saved: Any, *, has_moved: bool = True) -> None:
-        """Undo :meth:`save`. ``has_moved=False``: nothing was drawn since."""
+        """Undo :meth:`save`. Pass ``has_moved=False`` if nothing was drawn since."""
         if not self.is_known:
             random.setstate(saved)
             return
@@ -88,14 +88,14 @@ class NumpyGenerator:
         self._values_without_normal: list[int] | None = None
 
     def cells(self) -> list[Any]:
-        """Memory that changes with every draw: the first words, and the index behind them."""
+        """Memory that changes with every draw: the first words, and the index after the state."""
         return [
             ctypes.c_uint64.from_address(self._address),
             ctypes.c_uint32.from_address(self._address + _STATE_BYTES),
         ]
 
     def cached_normal(self) -> Any:
-        """As Python's. Not by ``np.random.get_state``, whose calls are counted."""
+        """As Python's. Does not call ``np.random.get_state``, whose calls are counted."""
         state: Any = np.random.mtrand._rand.get_state(legacy=False)
         return state["gauss"] if state["has_gauss"] else None
 
@@ -103,7 +103,7 @@ class NumpyGenerator:
         """Return the whole state, for :meth:`restore`, and clear the cached normal variate."""
         values = self._values()
         if values is not None and values == self._values_without_normal:
-            # Nothing was drawn since it was known that no variate is cached: a copy will do.
+            # Nothing was drawn since the last check for a cached variate, so a copy is enough.
             return ctypes.string_at(self._address, _STATE_BYTES + 4), values
         state: Any = np.random.mtrand._rand.get_state(legacy=False)  # uncounted
         if state["has_gauss"]:
@@ -111,14 +111,14 @@ class NumpyGenerator:
         return state, values
 
     def restore(self, saved: Any, *, has_moved: bool | None = None) -> None:
-        """Undo :meth:`save`. ``has_moved``: were numbers drawn since? None: compare."""
+        """Undo :meth:`save`. ``has_moved``: True if numbers were drawn since; None: compare."""
         state, values = saved
         if has_moved is None:
             has_moved = values is None or values != self._values()
         has_normal = False
         if isinstance(state, bytes):
             if has_moved:
-                np.random.seed(0)  # clears a normal variate that samples left
+                np.random.seed(0)  # clears a normal variate cached by samples
                 ctypes.memmove(self._address, state, _STATE_BYTES + 4)
         else:
             has_normal = bool(state["has_gauss"])
@@ -131,15 +131,15 @@ class NumpyGenerator:
 
 
 def save_generators() -> bytes:
-    """The states of Python's and NumPy's generators, cached normal variates included.
+    """Return the states of Python's and NumPy's generators, including cached normal variates.
 
-    Two of them are equal if nothing was drawn or seeded in between. Takes 60 microseconds.
+    Two results are equal if nothing was drawn or seeded in between. Takes 60 microseconds.
     """
     return pickle.dumps((random.getstate(), np.random.mtrand._rand.get_state(legacy=False)))
 
 
 def restore_generators(saved: bytes) -> None:
-    """Set both to what :func:`save_generators` returned."""
+    """Restore both generators to the result of :func:`save_generators`."""
     python, numpy = pickle.loads(saved)
     random.setstate(python)
     np.random.set_state(numpy)
@@ -151,7 +151,7 @@ def python_generator() -> PythonGenerator:
 
 
 def numpy_generator() -> NumpyGenerator:
-    """The present one: ``np.random.set_bit_generator`` replaces it."""
+    """Return the current generator, which ``np.random.set_bit_generator`` can replace."""
     return _numpy_generator(np.random.mtrand._rand._bit_generator)
 
 
@@ -161,20 +161,20 @@ def _numpy_generator(bits: Any) -> NumpyGenerator:
 
 
 def replaced_bit_generator() -> type | None:
-    """The class that the user gave ``np.random.set_bit_generator``; None for NumPy's own."""
+    """Return the class passed to ``np.random.set_bit_generator``; None if NumPy's default."""
     kind = type(np.random.mtrand._rand._bit_generator)
     return None if kind is np.random.MT19937 else kind
 
 
 def use_bit_generator(kind: type | None) -> None:
-    """In a worker: draw from what :func:`replaced_bit_generator` found in the parent."""
+    """In a worker, use the class that :func:`replaced_bit_generator` returned in the parent."""
     if kind is not None and kind is not replaced_bit_generator():
-        numpy_random: Any = np.random  # its types leave the function out
+        numpy_random: Any = np.random  # NumPy's type stubs lack the function
         numpy_random.set_bit_generator(kind())
 
 
 def _holds_python_state(address: int) -> bool:
-    """Does memory there hold (int index, uint32 state[624]), as ``getstate`` tells it?"""
+    """True if the memory there holds (int index, uint32 state[624]), as ``getstate`` shows it."""
     if sys.implementation.name != "cpython" or sys.byteorder != "little":
         return False
     saved = random.getstate()
@@ -197,7 +197,7 @@ def _holds_numpy_state(address: int) -> bool:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Leave the caller's generators as they were, whatever runs inside.
+    """Restore the caller's generators at the end of the block.
 
     Example:
         >>> import random
@@ -224,7 +224,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 class StateReads:
-    """How often a state was read: Python's or NumPy's, and torch's."""
+    """Counts how often a state was read: Python's or NumPy's, and torch's."""
 
     def __init__(self) -> None:
         self.of_globals = self.of_torch = 0
@@ -233,7 +233,7 @@ class StateReads:
         self.originals: list[tuple[Any, str, Any]] = []
 
     def start(self) -> None:
-        """Count reads from now on. Pairs with :meth:`stop`; several may count at a time."""
+        """Start counting reads. Pairs with :meth:`stop`; several users can count at a time."""
         with self._lock:
             self.num_users += 1
             if self.num_users == 1:
@@ -261,7 +261,7 @@ _READERS = (
 
 @contextmanager
 def counting_state_reads() -> Iterator[None]:
-    """Count calls that read a generator's state (``random.getstate`` and the like) meanwhile."""
+    """Count calls that read a generator's state (such as ``random.getstate``) in the block."""
     state_reads.start()
     try:
         yield

@@ -1,13 +1,14 @@
-"""Keys: one 64-bit number per (seed, epoch), from which orders, weights and splits are computed.
+"""64-bit keys of (seed, epoch), from which orders, weights and splits are computed.
 
-A key is splitmix64's finaliser folded over the words. Only integers are used, so every machine
-computes the same bits. The formula is a promise to users:
+A key is splitmix64's finaliser folded over the input words. Only integers are used, so every
+machine computes the same bits. The formula is part of the public interface and does not change:
 
     mix64(x): x ^= x >> 30;  x *= 0xBF58476D1CE4E5B9
               x ^= x >> 27;  x *= 0x94D049BB133111EB;  x ^= x >> 31     (all modulo 2**64)
     key = mix64(mix64(mix64(stream) ^ seed + GOLDEN) ^ epoch + GOLDEN)  (^ binds tighter than +)
 
-``mix64`` is a bijection, so no two epochs of a seed share a key, and no two seeds in an epoch.
+``mix64`` is a bijection. Two epochs of a seed never share a key, and two seeds never share a key in
+the same epoch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
-# One stream for each use, so that a shuffle tells nothing about a split with the same seed.
+# Each use has its own stream, so that a shuffle is independent of a split with the same seed.
 ORDER_STREAM = 0x6F72646572
 SPLIT_STREAM = 0x73706C6974
 WEIGHT_STREAM = 0x776569676874
@@ -38,7 +39,7 @@ BLOCK_STREAM = 0x6E6561726279
 
 
 def mix64(word: int) -> int:
-    """Spread ``word`` over 64 bits; a bijection.
+    """Mix the bits of ``word`` into 64 bits. A bijection.
 
     Example:
         >>> hex(mix64(GOLDEN))  # the first number of splitmix64 with seed 0
@@ -51,12 +52,15 @@ def mix64(word: int) -> int:
 
 
 def make_key(stream: int, seed: int, epoch: int = 0) -> int:
-    """The 64-bit key of an epoch, for one use."""
+    """Return the 64-bit key of an epoch for one stream."""
     return mix64((mix64((mix64(stream) ^ (seed & MASK)) + GOLDEN) ^ epoch) + GOLDEN)
 
 
 def splitmix64(key: int, counters: Words) -> Words:
-    """A 64-bit number for each counter: splitmix64 started at ``key``, each place alone."""
+    """Return a 64-bit number for each counter, as splitmix64 with seed ``key`` computes it.
+
+    Each number depends only on its own counter.
+    """
     words: Words = (counters + np.uint64(1)) * np.uint64(GOLDEN)
     words += np.uint64(key)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(_FIRST)

@@ -1,7 +1,7 @@
-"""Where a loader stands, as a few hundred bytes that JSON can hold.
+"""State of a loader, as a few hundred bytes that can be stored as JSON.
 
-The epoch's order and each sample's randomness are computed from (seed, epoch, position), so that is
-the state; the rest is there to refuse a state that belongs to something else.
+The epoch's order and each sample's randomness are computed from (seed, epoch, position), so these
+three are the state. The other fields are used to reject a state that belongs to a different loader.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from penstock.order.epoch_state import EpochPosition, fits_generator
 
 VERSION = 1
 MOST = 1 << 62
-"""No epoch and no position is larger: as for ``set_epoch``."""
+"""Largest epoch and largest position, as in ``set_epoch``."""
 
 _SEEDS = ("seed", "base_seed", "shuffle_seed")
 _OWN = ("sampler", "dataset", "generator_state", "bad")
-"""Not numbers; the loader that they belong to checks them."""
+"""Entries that are not numbers. The loader they belong to checks them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +26,14 @@ class LoaderState:
     """The state of one loader.
 
     Args:
-        position: Samples of the epoch that were delivered, counted over all ranks.
-        base_seed, base_epoch, shuffle_seed: What was drawn where no ``seed=`` was given, and when.
-        global_batch: Samples in a batch of all ranks together.
-        generator_state: Of the generator that the user gave, before the order was drawn from it.
-        sampler, dataset: The state that these offer of their own.
-        bad: ``positions`` of this epoch at which samples were bad, and the indices of samples that
-            took down workers (``poison``).
+        position: Number of samples of the epoch that were delivered, counted over all ranks.
+        base_seed, base_epoch, shuffle_seed: The seeds drawn because no ``seed=`` was given, and the
+            epoch in which they were drawn.
+        global_batch: Number of samples in a batch of all ranks together.
+        generator_state: State of the user's generator before the order was drawn from it.
+        sampler, dataset: Their ``state_dict()``, if they have one.
+        bad: ``positions`` of bad samples in this epoch, and the indices of samples that crashed
+            workers (``poison``).
     """
 
     epoch: int
@@ -50,7 +51,7 @@ class LoaderState:
     bad: dict[str, list[Any]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; what is not known is left out.
+        """Return the state as plain values, without entries that are None.
 
         Example:
             >>> LoaderState(epoch=2, position=640, seed=0, length=1000).to_dict()
@@ -61,18 +62,19 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, values: Any) -> LoaderState:
-        """The state that ``values`` describes.
+        """Return the state that ``values`` describes.
 
         Raises:
-            BadState: It is no state, of another version, truncated or edited.
+            BadState: ``values`` is not a state, or it has a different version, is truncated, or was
+                edited.
         """
         if not isinstance(values, dict) or "version" not in values:
-            raise BadState(f"this is no state of a loader: {str(values)[:80]}")
+            raise BadState(f"not a loader state: {str(values)[:80]}")
         version = values["version"]
         if type(version) is not int or version != VERSION:
             raise BadState(
-                f"the state has version {version!r}, this Penstock reads {VERSION}",
-                remedy="resume with the Penstock that saved it, or start the epoch anew",
+                f"the state has version {version!r}, but this version of Penstock reads {VERSION}",
+                remedy="resume with the Penstock version that saved it, or restart the epoch",
             )
         content = {name: value for name, value in values.items() if name != "version"}
         _refuse_entries(content)
@@ -82,26 +84,34 @@ class LoaderState:
         return state
 
     def _refuse_impossible(self) -> None:
-        """No loader ever stood there: an epoch that is over is saved as the start of the next."""
+        """Refuse a position that no loader can have.
+
+        A completed epoch is saved as the start of the next one.
+        """
         if self.base_epoch is not None and self.base_epoch > self.epoch:
             raise BadState(
-                f"the state is in epoch {self.epoch}, before its base_epoch, {self.base_epoch}"
+                f"the state is in epoch {self.epoch}, before its base_epoch {self.base_epoch}"
             )
         if self.length is not None and self.position >= max(1, self.length):
-            raise BadState(f"the state is at {self.position} of {self.length} samples")
+            raise BadState(
+                f"the state is at position {self.position}, but its dataset has {self.length} "
+                "samples"
+            )
         for name, value in (("epoch", self.epoch), ("position", self.position)):
             if value > MOST:
-                raise BadState(f"the state's {name} is {value}, the largest is {MOST}")
+                raise BadState(f"the state's {name} is {value}, but the maximum is {MOST}")
         if self.global_batch and self.position % self.global_batch:
             raise BadState(
-                f"the state is at {self.position}, within a batch of {self.global_batch} samples"
+                f"the state is at position {self.position}, in the middle of a batch of "
+                f"{self.global_batch} samples"
             )
 
     def refuse_unlike(self, now: LoaderState) -> None:
-        """Check that this state belongs to a loader that stands at ``now``.
+        """Check that this state belongs to a loader whose state is ``now``.
 
         Raises:
-            BadState: Dataset length, seed or global batch differ; both sides are printed.
+            BadState: The dataset length, seed or global batch differs. The message shows both
+                values.
         """
         names = {"length": "samples", "seed": "seed", "global_batch": "samples in a global batch"}
         unlike = [
@@ -111,21 +121,21 @@ class LoaderState:
         ]
         if unlike:
             raise BadState(
-                f"the state belongs to another loader; {'; '.join(unlike)}",
-                remedy="the dataset, seed=, batch_size= and number of ranks it was saved with "
-                "(ranks may change if ranks x batch_size stays)",
+                f"the state belongs to a different loader; {'; '.join(unlike)}",
+                remedy="use the dataset, seed=, batch_size= and number of ranks it was saved with "
+                "(the number of ranks can change if ranks x batch_size stays the same)",
             )
 
     def refuse_foreign(
         self, *, has_seed: bool, drawing: Any, has_sampler_state: bool, is_iterable: bool
     ) -> None:
-        """Check that this loader can use every entry; what it cannot use would be lost silently.
+        """Check that this loader can use every entry, so that none is ignored silently.
 
         Args:
             drawing: torch's RandomSampler, if the indices come from one.
 
         Raises:
-            BadState: It belongs to another kind of loader.
+            BadState: The state belongs to a different kind of loader.
         """
         generator = None if drawing is None else drawing.generator
         takes = {
@@ -141,16 +151,19 @@ class LoaderState:
         foreign = [name for name in foreign if getattr(self, name) is not None]
         if foreign:
             raise BadState(
-                f"the state has {' and '.join(foreign)}, and this loader has no such thing: "
-                "it belongs to another loader, or was edited",
+                f"the state has {' and '.join(foreign)}, which this loader does not use: "
+                "it belongs to a different loader, or was edited",
                 remedy="a loader with the arguments that the state was saved with",
             )
         known = self.generator_state
         if known is not None and not fits_generator(generator, known):
-            raise BadState("the state's generator_state is not one: it was cut off or edited")
+            raise BadState("the state's generator_state is invalid: it was truncated or edited")
 
     def refuse_undrawn(self, *, has_seed: bool, drawing: Any) -> None:
-        """Check that what was drawn is here: without ``seed=``, the middle of an epoch needs it."""
+        """Check that the drawn seeds are present.
+
+        Without ``seed=``, resuming in the middle of an epoch needs them.
+        """
         needed: dict[str, object] = {}
         if not has_seed:
             needed["base_seed"] = self.base_seed
@@ -160,15 +173,17 @@ class LoaderState:
             needed["generator_state"] = self.generator_state
         missing = [name for name, value in needed.items() if value is None]
         if self.position and missing:
-            raise BadState(f"the state has no {' and no '.join(missing)}: it was cut off or edited")
+            raise BadState(
+                f"the state has no {' and no '.join(missing)}: it was truncated or edited"
+            )
 
     def refuse_streams(self, now: int) -> None:
-        """Check that ``now`` workers can go on: an iterable dataset is shared out by worker."""
+        """Check that ``now`` workers can resume, because workers divide an iterable dataset."""
         before = self.num_workers
         if before is not None and before != now and max(before, now) > 1:
             raise BadState(
-                f"an iterable dataset is shared out by worker: {before} workers in the state, "
-                f"{now} here",
+                "an iterable dataset is divided among its workers, and their number differs: "
+                f"{before} in the state, {now} here",
                 remedy=f"DataLoader(..., num_workers={before})",
             )
         if self.dataset is not None and not _are_streams(self.dataset, max(1, now)):
@@ -176,7 +191,7 @@ class LoaderState:
 
     @classmethod
     def at(cls, position: EpochPosition, **known: Any) -> LoaderState:
-        """The state of a loader that stands at ``position``."""
+        """Return the state of a loader that is at ``position``."""
         streams: dict[str, Any] | None = None
         if position.streams:
             own = {str(worker): state for worker, state in position.streams.items()}
@@ -194,7 +209,7 @@ class LoaderState:
         )
 
     def epoch_position(self) -> EpochPosition:
-        """Where to go on; the reverse of :meth:`at`."""
+        """Return the position to resume from. The inverse of :meth:`at`."""
         streams = self.dataset or {}
         return EpochPosition(
             epoch=self.epoch,
@@ -210,7 +225,7 @@ class LoaderState:
 
 
 def _are_streams(content: Any, num_workers: int) -> bool:
-    """Is this what the workers of an iterable dataset told, each under its number?"""
+    """True if ``content`` holds the workers' states of an iterable dataset, by worker number."""
     if not isinstance(content, dict) or set(content) != {"streams", "next"}:
         return False
     streams, workers = content["streams"], range(num_workers)
@@ -220,27 +235,27 @@ def _are_streams(content: Any, num_workers: int) -> bool:
 
 
 def _refuse_entries(content: dict[Any, Any]) -> None:
-    """Each entry must be known and hold what such an entry holds; none that counts may be missing.
+    """Check that each entry is known and has the right type, and that no required entry is missing.
 
     Raises:
-        BadState: Otherwise.
+        BadState: One of these checks fails.
     """
     known = {item.name for item in fields(LoaderState)}
     unknown = sorted(map(repr, set(content) - known))
     if unknown:
-        raise BadState(f"the state has entries that no state has: {', '.join(unknown)}")
+        raise BadState(f"the state has unknown entries: {', '.join(unknown)}")
     missing = [name for name in ("epoch", "position") if name not in content]
     if missing:
-        raise BadState(f"the state has no {' and no '.join(missing)}: it was cut off or edited")
+        raise BadState(f"the state has no {' and no '.join(missing)}: it was truncated or edited")
     for name, value in content.items():
         if name in _OWN or (value is None and name not in ("epoch", "position")):
             continue
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if name in _SEEDS:
             if not (is_whole and -(1 << 63) <= value < 1 << 64):
-                raise BadState(f"the state's {name} is {value!r}, not a whole number of 64 bits")
+                raise BadState(f"the state's {name} is {value!r}, not a 64-bit integer")
         elif not (is_whole and value >= 0):
-            raise BadState(f"the state's {name} is {value!r}, not a whole number from 0 up")
+            raise BadState(f"the state's {name} is {value!r}, not a non-negative integer")
 
 
 def _refuse_bad(bad: Any) -> None:
@@ -252,4 +267,4 @@ def _refuse_bad(bad: Any) -> None:
         is_right = is_right and isinstance(values, list)
         is_right = is_right and all(type(value) in kinds[name] for value in values)
     if not is_right:
-        raise BadState(f"the state's list of bad samples is none: {str(bad)[:80]}")
+        raise BadState(f"the state's list of bad samples is invalid: {str(bad)[:80]}")

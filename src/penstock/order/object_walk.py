@@ -1,12 +1,12 @@
-"""Walks over everything that the code of a sample (or of a collate_fn) can reach.
+"""Walk over all objects that the code of a sample (or of a collate_fn) can reach.
 
-Follows attributes, slots, containers, closures, defaults, bound methods and partials; and, in the
-user's own modules, the globals that functions and methods name: other functions, classes, objects
-and modules. Of installed libraries the objects are followed, but not the code. Nothing is called,
-copied or changed.
+The walk follows attributes, slots, containers, closures, defaults, bound methods and partials. In
+the user's own modules it also follows the globals that functions and methods reference: other
+functions, classes, objects and modules. In installed libraries it follows objects but not code.
+It calls, copies and changes nothing.
 
-Containers of many items are searched in bulk, at the speed of the garbage collector: a list of a
-million (path, label) tuples takes some 50 ms.
+Containers with many items are searched in bulk, at the speed of the garbage collector. A list of a
+million (path, label) tuples takes about 50 ms.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.user_objects import own_attributes
 MAX_OBJECTS = 1_000_000
 MAX_DEPTH = 32
 MANY_ITEMS = 64
-"""Containers with more items are searched in bulk: their items have no path of their own."""
+"""Containers with more items are searched in bulk, and their items have no path."""
 
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _BUILTIN_CONTAINERS = frozenset((list, tuple, dict, set, frozenset))
@@ -39,7 +39,7 @@ _OPAQUE = (
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _FOLLOWED_ALONE = (type, types.FunctionType, functools.partial, *_METHODS)
 LIBRARIES = frozenset(("torch", "torchvision", "numpy", "penstock")) | sys.stdlib_module_names
-"""Their own code draws from no generators but the global ones."""
+"""The code of these modules draws only from the global generators."""
 
 Placed = tuple[str, Any]
 """A path, such as ``dataset.transform.rng``, and the object there."""
@@ -49,15 +49,15 @@ class ObjectWalk:
     """One walk. Each object is visited once.
 
     Args:
-        is_sought: Is this one of the objects that the walk looks for? Those are not followed.
-        barren: Large containers that held only plain values in an earlier walk, and their lengths.
-            They are passed over, and those of this walk are added.
+        is_sought: Returns True for the objects to find. These are not followed.
+        barren: Large containers that held only plain values in an earlier walk, with their lengths.
+            They are skipped. The walk adds the ones it finds.
 
     Attributes:
-        modules: The names of modules that the code imports, or was defined in.
-        names: The names that code in the user's own modules uses.
-        holders: The objects and containers that were met, with their paths.
-        is_complete: No limit was met.
+        modules: The names of modules that the code imports or is defined in.
+        names: The names that code in the user's own modules references.
+        holders: The objects and containers visited, with their paths.
+        is_complete: True if no limit was reached.
 
     Example:
         >>> import random
@@ -75,7 +75,7 @@ class ObjectWalk:
         self._is_sought = is_sought
         self._barren = {} if barren is None else barren
         self._seen: set[int] = set()
-        self._kept: list[Any] = []  # an id is only unique while its object lives
+        self._kept: list[Any] = []  # an id is unique only while its object is alive
         self._classes: set[type] = set()
         self._followed: dict[type, bool] = {}
         self._held_modules: list[types.ModuleType] = []
@@ -85,10 +85,10 @@ class ObjectWalk:
         self.is_complete = True
 
     def find(self, path: str, root: Any, max_holders: int = MAX_OBJECTS) -> Iterator[Placed]:
-        """The objects that were sought, nearest first, each with its path.
+        """Yield the objects to find, nearest first, each with its path.
 
         Args:
-            max_holders: Stop when so many objects and containers were met.
+            max_holders: Stop after visiting this number of objects and containers.
         """
         queue: deque[tuple[str, Any, int]] = deque([(path, root, 0)])
         while queue and len(self.holders) < max_holders:
@@ -110,7 +110,7 @@ class ObjectWalk:
                         yield f"{name}.{attribute}", value
 
     def _enter(self, value: Any) -> bool:
-        """Is this an object to look at, for the first time?"""
+        """True if this object can hold others and is visited for the first time."""
         if id(value) in self._seen:
             return False
         if not (self._is_followed(type(value)) or _holds_objects(value)):
@@ -128,7 +128,7 @@ class ObjectWalk:
             is_followed = self._followed[kind] = _may_hold_objects(kind)
         return is_followed
 
-    # -- what an object holds --------------------------------------------------------------------
+    # -- contents of objects ---------------------------------------------------------------------
 
     def _inside(self, path: str, value: Any) -> Iterator[Placed]:
         kind = type(value)
@@ -174,7 +174,7 @@ class ObjectWalk:
         yield from self._of_class(kind)
 
     def _in_bulk(self, path: str, container: Any, length: int) -> Iterator[Placed]:
-        """What a large container holds, level by level."""
+        """Yield the contents of a large container, level by level."""
         if self._barren.get(id(container)) == length:
             return
         number, level, seen, is_plain = 0, [container], {id(container)}, True
@@ -184,7 +184,7 @@ class ObjectWalk:
             kinds = {kind for kind in kinds if not issubclass(kind, type)}
             if not kinds:
                 break
-            if kinds <= _BUILTIN_CONTAINERS:  # of which one rarely holds another twice
+            if kinds <= _BUILTIN_CONTAINERS:  # these rarely hold the same container twice
                 level = [item for item in items if type(item) in kinds]
                 continue
             is_plain = False
@@ -210,10 +210,10 @@ class ObjectWalk:
     def _is_met_alone(self, kind: type, example: Any) -> bool:
         return issubclass(kind, _FOLLOWED_ALONE) or self._is_sought(example)
 
-    # -- what code names -------------------------------------------------------------------------
+    # -- names that code references --------------------------------------------------------------
 
     def _of_class(self, cls: type) -> Iterator[Placed]:
-        """What the bodies of a class and its bases hold, and what their methods name."""
+        """Yield the contents of a class and its bases, and what their methods reference."""
         for base in cls.__mro__:
             if base in self._classes or _top_of(base) in LIBRARIES:
                 continue
@@ -233,7 +233,7 @@ class ObjectWalk:
             try:
                 yield f"{path}.{name}", cell.cell_contents
             except ValueError:
-                pass  # not filled yet
+                pass  # the cell is still empty
         for item in (function.__defaults__, function.__kwdefaults__):
             if item is not None:
                 yield f"{path}.<defaults>", item
@@ -253,7 +253,7 @@ class ObjectWalk:
                 yield f"{module}.{name}", named
 
     def _of_held_modules(self) -> Iterator[Placed]:
-        """What code can mean that has modules in attributes: ``self.ops.augment(x)``."""
+        """Yield objects reached through a module in an attribute: ``self.ops.augment(x)``."""
         held, self._held_modules = self._held_modules, []
         for module in held:
             yield from self._of_module(module, dict.fromkeys(sorted(self.names)), is_own=True)
@@ -261,7 +261,7 @@ class ObjectWalk:
     def _of_module(
         self, module: types.ModuleType, used: dict[str, None], *, is_own: bool
     ) -> Iterator[Placed]:
-        """What code that names ``module`` and the attributes ``used`` can mean."""
+        """Yield objects that code reaches through ``module`` with the attribute names ``used``."""
         self.modules.add(module.__name__)
         if not is_own or is_library(module.__name__):
             return
@@ -275,7 +275,7 @@ class ObjectWalk:
 
 @functools.cache
 def is_library(module_name: str) -> bool:
-    """Is this a module of Python, torch, NumPy or an installed package?"""
+    """True for modules of Python, torch, NumPy and installed packages."""
     if module_name.partition(".")[0] in LIBRARIES:
         return True
     file = getattr(sys.modules.get(module_name), "__file__", None) or ""
@@ -300,7 +300,7 @@ def _is_globals(value: Any) -> bool:
 
 
 def module_of(cls: type) -> str:
-    """The name of the module of a class. ``__module__`` may be anything."""
+    """Return the module name of a class. ``__module__`` can be any object."""
     return str(cls.__module__)
 
 
@@ -309,12 +309,12 @@ def _top_of(cls: type) -> str:
 
 
 def plain_length(container: Any) -> int:
-    """``len`` of a container, without a method of a subclass."""
+    """``len`` of a container, without calling a subclass's method."""
     return int(_base_of(container).__len__(container))
 
 
 def plain_items(container: Any) -> list[tuple[str, Any]]:
-    """Keys, as texts for paths, and items, without a method of a subclass.
+    """Return (key as path text, item) pairs, without calling a subclass's methods.
 
     Example:
         >>> class Lazy(dict):
@@ -335,7 +335,7 @@ def _base_of(container: Any) -> Any:
 
 
 def _parts_of_descriptor(item: Any) -> list[Any]:
-    """The functions in a property, a class or static method, a cached property."""
+    """Return the functions in a property, class method, static method or cached property."""
     if isinstance(item, (staticmethod, classmethod)):
         return [item.__func__]
     if isinstance(item, property):

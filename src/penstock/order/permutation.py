@@ -1,21 +1,22 @@
 """A shuffle that is computed, not stored: from a position to its index, and back.
 
-A permutation of 0 .. length-1 is a function of its key: any place is computed alone, in either
-direction, with no memory per element. Up to ``TABLE_LENGTH`` it is a table (numbers sorted by a
-hash of theirs, which is exactly uniform); above, a Feistel network:
+A permutation of 0 .. length-1 is a function of its key. Any element is computed directly, in either
+direction, with no memory per element. Up to ``TABLE_LENGTH`` elements it is a table: the numbers
+sorted by their hashes, which is exactly uniform. Above that it is a Feistel network:
 
     p = left * 2**h + right        left in 0 .. m-1, right in 0 .. 2**h - 1, m * 2**h >= length
-    left  = (left + F1(right)) mod m      each round changes one half by a hash of the other, which
-    right = right xor F2(left)            is undone by running the rounds backwards
-    ...                                   ROUNDS times, each with a key of its own
+    left  = (left + F1(right)) mod m      each round changes one half by a hash of the other half,
+    right = right xor F2(left)            and is undone by running the rounds backwards
+    ...                                   ROUNDS rounds, each with its own key
 
-Why this and not the usual network over the next power of four: there the domain can be almost four
-times the length, and each place outside is walked on (applied again) until it falls inside. With a
-left half of any size m the domain is at most 2**h, about the square root of the length, larger, so
-fewer than 1 place in 40 walks. An LCG or a multiplication modulo a prime is cheaper but leaves
-neighbours in visible lines; here pairs of neighbours pass a chi-square test (tests/unit/order).
+The usual network works on the next power of four. Its domain can be almost four times the length,
+and the network must be applied again to each result outside the length until it falls inside. Here
+the left half can have any size m, so the domain exceeds the length by at most 2**h, which is about
+the square root of the length. Fewer than 1 position in 40 needs a second pass. An LCG or a
+multiplication modulo a prime is cheaper but leaves visible patterns between neighbours. Here, pairs
+of neighbours pass a chi-square test (tests/unit/order).
 
-Only whole numbers of 64 bits are used, so every machine has the same order.
+Only 64-bit integers are used, so every machine computes the same order.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from penstock.options import check_count
 from penstock.order.keys import GOLDEN, MASK, Words, mix64, splitmix64
 
 ROUNDS = 8
-"""Four for each half. With 2 neighbours fail the chi-square test by far, with 4 they pass: this is
-twice that."""
+"""Four rounds for each half. With 2 rounds, neighbours fail the chi-square test by a wide margin.
+With 4 they pass. 8 doubles that."""
 TABLE_LENGTH = 2048
-"""Up to this length the order is a table of 16 KB: tiny halves would mix badly."""
+"""Up to this length the order is a table of 16 KB, because very small halves would mix badly."""
 _SPREAD = 0xD6E8FEB86659FD93
 _SPREAD_AGAIN = 0xA0761D6478BD642F
 _HALF = np.uint64(32)
@@ -69,14 +70,14 @@ class Permutation:
         return f"Permutation({self.length}, key={self.key:#x})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Permutation, (self.length, self.key)  # tables are cheaper made than sent
+        return Permutation, (self.length, self.key)  # computing a table is cheaper than sending it
 
     @property
     def is_table(self) -> bool:
         return self.length <= TABLE_LENGTH
 
     def index_at(self, position: int) -> int:
-        """The index that stands at ``position``. About 6 microseconds."""
+        """Return the index at ``position``. Takes about 6 microseconds."""
         check_index(position, self.length)
         if self.is_table:
             return int(self._table[position])
@@ -86,7 +87,7 @@ class Permutation:
         return index
 
     def position_of(self, index: int) -> int:
-        """Where ``index`` stands: the inverse of :meth:`index_at`."""
+        """Return the position of ``index``. The inverse of :meth:`index_at`."""
         check_index(index, self.length)
         if self.is_table:
             return int(self._inverse_table[index])
@@ -96,7 +97,7 @@ class Permutation:
         return position
 
     def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The indices at many positions at once: about 30 nanoseconds each for thousands."""
+        """Return the indices at several positions, at about 30 ns each for thousands of them."""
         places = check_indices(positions, self.length)
         if self.is_table:
             return self._table[places.astype(np.int64, copy=False)]
@@ -152,7 +153,7 @@ class Permutation:
             np.multiply(word, num_left, out=word)
             np.right_shift(word, _HALF, out=word)
             np.add(left, word, out=left)
-            # Modulo by one subtraction: below num_left it wraps around to something huge.
+            # Modulo by one subtraction. Values below num_left wrap around to a huge number.
             np.subtract(left, num_left, out=word)
             np.minimum(left, word, out=left)
             _scramble_many(left, next_key, word, spare)
@@ -164,7 +165,7 @@ class Permutation:
 
 
 class IdentityPermutation:
-    """No shuffle, with the interface of one: position p has index p."""
+    """The identity, with the interface of :class:`Permutation`: position p has index p."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -181,11 +182,11 @@ class IdentityPermutation:
 
 def check_index(index: int, length: int) -> None:
     if not 0 <= index < length:
-        raise IndexError(f"{index} is outside of 0 .. {length - 1}")
+        raise IndexError(f"{index} is out of range for length {length}")
 
 
 def check_indices(indices: npt.ArrayLike, length: int) -> npt.NDArray[Any]:
-    """The indices as an array, all of which are from 0 to ``length - 1``."""
+    """Return the indices as an array. Raises IndexError if one is not in 0 .. ``length - 1``."""
     found = np.asarray(indices)
     if found.size:
         check_index(int(found.min()), length)
@@ -199,7 +200,7 @@ def _scramble(half: int, key: int) -> int:
 
 
 def _scramble_many(half: Words, key: int, word: Words, spare: Words) -> None:
-    """:func:`_scramble` for arrays, into ``word``: allocating would cost half the time."""
+    """:func:`_scramble` for arrays, into ``word``. Allocating arrays would take half the time."""
     np.add(half, np.uint64(key), out=word)
     np.multiply(word, np.uint64(_SPREAD), out=word)
     np.right_shift(word, _HALF, out=spare)

@@ -1,18 +1,20 @@
-"""Which positions of an epoch each rank of a distributed run takes.
+"""Positions of an epoch that each rank of a distributed run loads.
 
-A global batch is ``world_size * batch_size`` consecutive positions, of which rank r takes the r-th
-part:
+A global batch is ``world_size * batch_size`` consecutive positions. Rank r takes the r-th part:
 
     positions   0 1 2 3 | 4 5 6 7 | 8 9      batch_size 2, world_size 2, 10 samples
     rank 0      0 1       4 5       8
     rank 1          2 3       6 7     9
 
-So the parts put side by side are the epoch's order, and another number of ranks with the same
-global batch has the same batches. What is left at the end is dealt out evenly: nothing is lost,
-nothing is there twice, and a rank may have one sample less than another, or no last batch at all
-where fewer samples than ranks are left (gradient averaging then waits for ever: use one of the
-other two). ``drop_last`` leaves the incomplete global batch out. ``padding`` fills it up from the
-start of the order, to the next multiple of ``world_size``. Unit tests: test_samplers.py.
+The parts of all ranks together, in order, are the epoch's order. A different number of ranks with
+the same global batch size gives the same global batches.
+
+By default the incomplete global batch at the end is divided evenly. No sample is lost or repeated,
+but a rank can have one sample fewer than the others. If fewer samples than ranks are left, some
+ranks have no last batch, and gradient averaging then waits forever. In that case use ``drop_last``
+or ``padding``. ``drop_last`` drops the incomplete global batch. ``padding`` fills it with samples
+from the start of the order, up to the next multiple of ``world_size``. Unit tests:
+test_samplers.py.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from penstock.options import check_count
 
 @dataclass(frozen=True, kw_only=True)
 class RankShard:
-    """One rank's part of ``length`` positions, of which the first ``start`` are over.
+    """One rank's part of ``length`` positions, without the first ``start`` positions.
 
     Example:
         >>> one, other = (RankShard(length=10, batch_size=2, rank=r, world_size=2) for r in (0, 1))
@@ -52,21 +54,21 @@ class RankShard:
         check_count("position", self.start, 0, self.length)
         if self.drop_last and self.padding:
             raise BadArgument(
-                "drop_last=True and padding=True exclude each other",
-                remedy="drop_last=True to leave out what is left at the end, or padding=True to "
+                "drop_last=True and padding=True cannot be combined",
+                remedy="drop_last=True to drop the incomplete batch at the end, or padding=True to "
                 "repeat some samples",
             )
 
     @property
     def num_local(self) -> int:
-        """How many positions are this rank's."""
+        """Number of positions of this rank."""
         num_whole, (first, last) = self._num_whole, self._tail
         return num_whole * self.batch_size + last - first
 
     def positions(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Where the rank's ``first``-th to (exclusive) ``last``-th sample stand in the epoch.
+        """Return the epoch positions of the rank's samples ``first`` to ``last`` (exclusive).
 
-        Positions past the length are padding: they stand for ``position % length``.
+        A position past the length is padding. Its sample is the one at ``position % length``.
         """
         own = np.arange(first, last, dtype=np.int64)
         if self.world_size == 1:
@@ -74,13 +76,13 @@ class RankShard:
         size, num_in_whole = self.batch_size, self._num_whole * self.batch_size
         found = own + own // size * (self.world_size - 1) * size + (self.start + self.rank * size)
         if last > num_in_whole:
-            # From one's place in the rank's tail to the place in the order.
+            # Convert a place in the rank's tail to a position in the order.
             shift = self.start + num_in_whole * (self.world_size - 1) + self._tail[0]
             np.copyto(found, own + shift, where=own >= num_in_whole)
         return found
 
     def position(self, own: int) -> int:
-        """Where the rank's ``own``-th sample stands in the epoch."""
+        """Return the epoch position of the rank's ``own``-th sample."""
         return int(self.positions(own, own + 1)[0])
 
     @property
@@ -89,7 +91,7 @@ class RankShard:
 
     @property
     def _tail(self) -> tuple[int, int]:
-        """This rank's piece of the incomplete global batch at the end."""
+        """This rank's range of the incomplete global batch at the end."""
         num_left = (self.length - self.start) % (self.batch_size * self.world_size)
         if self.drop_last:
             return 0, 0
@@ -100,17 +102,17 @@ class RankShard:
 
 
 def find_rank(shard: bool, rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """(rank, world_size) of this process, from a loader's options.
+    """Return (rank, world_size) of this process, from a loader's options.
 
     Raises:
-        BadArgument: One of the two is missing, or torch.distributed, which ``shard`` asks, is not
+        BadArgument: Only one of the two is given, or ``shard`` is set and torch.distributed is not
             initialised.
     """
     if rank is not None and world_size is not None:
         return rank, world_size
     if rank is not None or world_size is not None:
         raise BadArgument(
-            f"rank={rank} and world_size={world_size}: one does not work without the other",
+            f"rank={rank} and world_size={world_size} must be given together",
             remedy="DataLoader(..., rank=0, world_size=2), or shard=True under torch.distributed",
         )
     if not shard:
@@ -120,6 +122,7 @@ def find_rank(shard: bool, rank: int | None, world_size: int | None) -> tuple[in
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     raise BadArgument(
-        "shard=True, but torch.distributed is not initialised: which rank is this?",
-        remedy="torch.distributed.init_process_group() before, or rank=..., world_size=...",
+        "shard=True, but torch.distributed is not initialised, so the rank is unknown",
+        remedy="call torch.distributed.init_process_group() first, or pass rank=..., "
+        "world_size=...",
     )

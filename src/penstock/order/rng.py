@@ -1,12 +1,13 @@
-"""``penstock.rng()``: a NumPy Generator that belongs to the sample being loaded.
+"""``penstock.rng()``: a NumPy Generator for the sample that is being loaded.
 
     SampleRandomness, before a sample   active.rng = rng; rng.position = position
     the user's code in the sample       penstock.rng() -> Generator of (seed, epoch, position)
-    SampleRandomness, after it          rng.position = OUTSIDE
+    SampleRandomness, after the sample  rng.position = OUTSIDE
 
-The Generator is Philox, keyed by (seed, epoch), its counter set to the position: each sample has
-2**128 numbers of its own. One object per thread is set anew for each sample that asks (2.5
-microseconds; making one costs 20). Samples that do not ask cost nothing.
+The Generator is a Philox. Its key is computed from (seed, epoch) and its counter is set to the
+position, so each sample has its own 2**128 numbers. Each thread has one Generator. It is reset for
+each sample that calls ``rng()``, which takes 2.5 microseconds. Creating a Generator takes 20.
+Samples that do not call ``rng()`` have no cost.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ import numpy as np
 from penstock.order.keys import MASK, RNG_STREAM, make_key, mix64
 
 UNKNOWN = -1
-"""The position in an unseeded run without positions: asking for rng() makes the run invalid."""
+"""The position in an unseeded run without positions. Calling rng() makes such a run invalid."""
 _GIVEN = -2
-"""This sample has its generator already."""
+"""The generator of this sample is already set up."""
 OUTSIDE = -3
 """No sample of this loader is being loaded."""
 
 
 class SampleRng:
-    """The generators of a loader's samples in one thread, made when first asked for.
+    """The generators of a loader's samples in one thread, created on first use.
 
-    Pairs with :data:`active`. Entering a sample is one comparison and one assignment, because it
-    happens for each of them.
+    Used with :data:`active`. Entering a sample is one comparison and one assignment, because it
+    happens for every sample.
     """
 
     __slots__ = ("_generator", "_key", "_state", "is_shared", "position", "was_asked")
@@ -39,25 +40,25 @@ class SampleRng:
         self.position = OUTSIDE
         self.was_asked = False
         self.is_shared = False
-        """Other threads load samples now: no generator may be set."""
+        """True while other threads load samples. No generator can be set up then."""
         self._generator: np.random.Generator | None = None
         self._key = (0, 0)
 
     def begin(self, seed: int, epoch: int) -> None:
-        """Turn to another epoch."""
+        """Switch to a different epoch."""
         key = make_key(RNG_STREAM, seed, epoch & MASK)
         self._key = (key, mix64(key))
         self._generator = None
 
     def generator(self) -> np.random.Generator:
-        """The sample's generator; asked again within the sample, the same one, further on."""
+        """Return the sample's generator. Later calls in the same sample continue its stream."""
         self.was_asked = True
         if self._generator is None:
             bits = np.random.Philox(key=np.array(self._key, dtype=np.uint64))
             self._state: Any = bits.state
             self._generator = np.random.Generator(bits)
         if self.position != _GIVEN:
-            # The counter's two lower words count this sample's own numbers.
+            # The counter's two lower words count the numbers drawn within this sample.
             self._state["state"]["counter"][2] = self.position & MASK
             self._generator.bit_generator.state = self._state
             self.position = _GIVEN
@@ -69,19 +70,19 @@ class _Active(threading.local):
 
 
 active = _Active()
-"""``active.rng``: of the loader whose samples this thread loads, or loaded last."""
+"""``active.rng`` belongs to the loader whose samples this thread loads, or loaded last."""
 
 
 def rng() -> np.random.Generator:
-    """A NumPy Generator of the sample that is being loaded: new code's way to draw.
+    """Return a NumPy Generator for the sample that is being loaded.
 
-    Inside ``dataset[i]`` (or a ``collate_fn``) under a Penstock loader it is a function of the
-    loader's seed, the epoch and the position, whatever worker runs it. Ask for it in each sample
-    and do not keep it: the object is used again for the next one.
+    Inside ``dataset[i]`` or a ``collate_fn`` under a Penstock loader, its numbers are a function of
+    the loader's seed, the epoch and the position, in any worker. Call ``rng()`` in each sample and
+    do not keep the result, because the object is reused for the next sample.
 
-    Anywhere else (a sample loaded by hand, another loader, ``randomness="worker"``, an iterable
-    dataset) it is a new Generator seeded from NumPy's global one, which ``np.random.seed`` and
-    ``penstock.seed_all`` decide.
+    Everywhere else (a sample loaded directly, a different loader, ``randomness="worker"``, an
+    iterable dataset) it returns a new Generator seeded from NumPy's global generator, which
+    ``np.random.seed`` and ``penstock.seed_all`` control.
 
     Example:
         >>> import penstock

@@ -1,12 +1,12 @@
 """Samplers whose order is a function of (seed, epoch), for any DataLoader.
 
     SeededOrder      every index once, shuffled or in sequence
-    WeightedOrder    with replacement, each index as often as its weight says
+    WeightedOrder    with replacement, each index in proportion to its weight
     BlockOrder       every index once, shuffled so that the disk is read in blocks
 
-``len``, iteration and ``order[i]`` are about this rank's samples, counted from the start position;
-``index_at(position)`` is about the whole epoch. Nothing is drawn and nothing is remembered, so
-iterating twice gives the same order twice; ``set_epoch`` turns to another.
+``len``, iteration and ``order[i]`` refer to this rank's samples, counted from the start position.
+``index_at(position)`` refers to the whole epoch. Samplers have no random state, so iterating twice
+gives the same order twice. ``set_epoch`` selects a different order.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 CHUNK = 4096
-"""Indices computed at a time: 0.2 ms, and 160 KB while it lasts."""
+"""Number of indices computed at a time. Takes 0.2 ms and 160 KB of temporary memory."""
 
 Self = TypeVar("Self", bound="ShardedOrder")
 SelfOrder = TypeVar("SelfOrder", bound="Order")
 
 
 class ShardedOrder:
-    """Common to orders of samples and of batches: seed, epoch, start, and this rank's part."""
+    """Base class of orders of samples and of batches: seed, epoch, start, and this rank's part."""
 
     seed: int
     epoch: int
@@ -56,22 +56,23 @@ class ShardedOrder:
 
     @property
     def length(self) -> int:
-        """Positions in the epoch, over all ranks."""
+        """Number of positions in the epoch, over all ranks."""
         return self._shard.length
 
     @property
     def start(self) -> int:
-        """The position of the epoch, counted over all ranks, at which this order begins."""
+        """The epoch position, counted over all ranks, at which this order begins."""
         return self._shard.start
 
     def set_epoch(self, epoch: int) -> None:
-        """Turn to another epoch. An iteration that has begun stays in its own."""
+        """Switch to a different epoch. Iterations in progress are not affected."""
         self.epoch = check_count("epoch", epoch, most=(1 << 63) - 1)
 
     def starting_at(self: Self, position: int) -> Self:
-        """The same order without the first ``position`` positions of the epoch, at no cost.
+        """Return the same order without the first ``position`` positions of the epoch.
 
-        The position counts over all ranks, so it may be resumed with another number of them.
+        Nothing is computed for the skipped positions. The position counts over all ranks, so a run
+        can resume with a different number of ranks.
 
         Example:
             >>> order = SeededOrder(10, seed=1)
@@ -83,7 +84,7 @@ class ShardedOrder:
         return rest
 
     def _position(self, place: int) -> int:
-        """The position in the epoch of this rank's ``place``-th element; -1 is the last one."""
+        """Return the epoch position of this rank's ``place``-th element; -1 is the last one."""
         if place < 0:
             place += len(self)
         check_index(place, len(self))
@@ -144,23 +145,24 @@ class Order(ShardedOrder):
         return self._shard.drop_last
 
     def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The indices at many positions of the epoch."""
+        """Return the indices at several positions of the epoch."""
         raise NotImplementedError
 
     def index_at(self, position: int) -> int:
-        """The index at ``position`` of the epoch, whichever rank has it."""
+        """Return the index at ``position`` of the epoch, on any rank."""
         return int(self.at(np.array([position], dtype=np.int64))[0])
 
     def for_rank(self: SelfOrder, rank: int) -> SelfOrder:
-        """The same order as another rank has it."""
+        """Return the same order for a different rank."""
         other = copy.copy(self)
         other._shard = replace(self._shard, rank=rank)
         return other
 
     def global_position(self, place: int) -> int:
-        """The position in the epoch of this rank's ``place``-th sample; decides its randomness.
+        """Return the epoch position of this rank's ``place``-th sample.
 
-        Within a batch of this rank, positions are consecutive.
+        The position determines the sample's randomness. Within a batch of this rank, positions are
+        consecutive.
         """
         return self._position(place)
 
@@ -168,7 +170,7 @@ class Order(ShardedOrder):
         return self.index_at(self._position(place) % self.length)
 
     def __iter__(self) -> Iterator[int]:
-        frozen = copy.copy(self)  # set_epoch must not change an iteration that has begun
+        frozen = copy.copy(self)  # set_epoch must not change an iteration in progress
         for first in range(0, len(frozen), CHUNK):
             positions = frozen._shard.positions(first, min(first + CHUNK, len(frozen)))
             if frozen._shard.padding:
@@ -177,19 +179,19 @@ class Order(ShardedOrder):
 
 
 class SeededOrder(Order):
-    """Each index once: shuffled by (seed, epoch) without a list, or in sequence.
+    """Every index once: shuffled by (seed, epoch) without a list, or in sequence.
 
-    A billion indices take no more memory than ten. Give it to any DataLoader as ``sampler=``.
+    Memory use does not depend on the length. Pass it to any DataLoader as ``sampler=``.
 
     Args:
-        length: How many samples the dataset has, or the dataset itself.
-        seed: A whole number of 64 bits.
+        length: Number of samples in the dataset, or the dataset itself.
+        seed: A 64-bit integer.
         shuffle: False for 0, 1, 2, ...
-        batch_size: Matters with several ranks: see :mod:`penstock.order.ranks`. Without
-            ``drop_last`` and more than one rank it changes nothing.
-        rank, world_size: Give this rank's part only.
-        drop_last: Leave out what does not fill a batch of every rank.
-        padding: Repeat samples from the start until all ranks have equally many.
+        batch_size: Samples in a batch of one rank. It affects the order only with several ranks;
+            see :mod:`penstock.order.ranks`.
+        rank, world_size: Return only this rank's part.
+        drop_last: Drop the samples that do not fill a batch of every rank.
+        padding: Repeat samples from the start until all ranks have the same number of samples.
 
     Example:
         >>> order = SeededOrder(8, seed=0)
@@ -226,21 +228,21 @@ class SeededOrder(Order):
         return self._permutation.index_at(position)
 
     def position_of(self, index: int) -> int:
-        """Where in the epoch ``index`` stands: the inverse of :meth:`index_at`."""
+        """Return the epoch position of ``index``. The inverse of :meth:`index_at`."""
         return self._permutation.position_of(index)
 
 
 class WeightedOrder(Order):
-    """Indices drawn with replacement, each as often as its weight says.
+    """Indices drawn with replacement, in proportion to their weights.
 
-    The draw at position p is the first index whose cumulative weight is above u * total. u are the
-    top 53 bits of a hash of (seed, epoch, p); the cumulative weights are float64, added from left
-    to right. Each step is rounded once, as IEEE 754 says, so every machine draws the same. Eight
-    bytes are kept per weight.
+    The draw at position p is the first index whose cumulative weight is above u * total. u is the
+    top 53 bits of a hash of (seed, epoch, p). The cumulative weights are float64, summed from left
+    to right. Each step is rounded once, as IEEE 754 specifies, so every machine draws the same
+    indices. Memory use is eight bytes per weight.
 
     Args:
-        weights: One for each index, not negative; they need not sum to one.
-        num_samples: Positions in an epoch; None: as many as weights.
+        weights: One non-negative number for each index. They need not sum to one.
+        num_samples: Number of positions in an epoch. None: the number of weights.
         seed, epoch, batch_size, rank, world_size, drop_last, padding: As in :class:`SeededOrder`.
 
     Example:
@@ -274,21 +276,21 @@ class WeightedOrder(Order):
 
 
 class BlockOrder(Order):
-    """Each index once, in a random order that reads the disk in blocks of neighbours.
+    """Every index once, in a random order that reads the disk in blocks of adjacent samples.
 
     ::
 
         0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13      blocks of block_size samples
-        block 2, block 0   |   block 3, block 1    in random order, num_mixed of them at a time
-        9 2 11 0 8 3 1 10  |   5 12 4 13 7 6       the samples of those, shuffled
+        block 2, block 0   |   block 3, block 1    blocks in random order, in groups of num_mixed
+        9 2 11 0 8 3 1 10  |   5 12 4 13 7 6       samples shuffled within each group
 
-    A disk (or a network) reads whole blocks, and num_mixed of them are in memory at a time. No
-    buffer is filled: any position is computed alone.
+    A disk or network reads whole blocks, and num_mixed of them are in memory at a time. There is no
+    shuffle buffer to fill, because any position is computed directly.
 
     Args:
-        length: How many samples the dataset has, or the dataset itself.
-        block_size: Neighbours that are read together.
-        num_mixed: Blocks whose samples are shuffled among each other.
+        length: Number of samples in the dataset, or the dataset itself.
+        block_size: Number of adjacent samples that are read together.
+        num_mixed: Number of blocks whose samples are shuffled together.
         seed, epoch, batch_size, rank, world_size, drop_last, padding: As in
             :class:`penstock.SeededOrder`.
 
@@ -317,7 +319,7 @@ class BlockOrder(Order):
         self._key = make_key(BLOCK_STREAM, self.seed, self.epoch)
         num_blocks = -(-self.length // self.block_size)
         self._blocks = Permutation(num_blocks, self._key)
-        # Only the last block can be short; from its group on, all begin earlier by what it lacks.
+        # Only the last block can be short. Groups after its group begin _lack positions earlier.
         self._lack = num_blocks * self.block_size - self.length
         place = self._blocks.position_of(num_blocks - 1) if num_blocks else 0
         self._short_group, self._short_place = divmod(place, self.num_mixed)
@@ -327,7 +329,7 @@ class BlockOrder(Order):
         places = check_indices(positions, self.length).astype(np.int64).reshape(-1)
         group_rows = self.block_size * self.num_mixed
         groups = places // group_rows
-        # The short group ends earlier than its number says, and later ones begin earlier.
+        # The short group ends _lack positions earlier, and the groups after it begin earlier.
         is_later = places >= (groups + 1) * group_rows - np.where(
             groups >= self._short_group, self._lack, 0
         )
@@ -347,9 +349,9 @@ class BlockOrder(Order):
             rows = min(self.num_mixed, self._blocks.length - first) * self.block_size
             rows -= self._lack if is_short else 0
             shuffle = Permutation(rows, mix64(self._key ^ mix64(group + 1)))
-            self._group_shuffle = {group: shuffle}  # only the last group's is kept
+            self._group_shuffle = {group: shuffle}  # keep only the latest group's shuffle
         inner = shuffle.at(places)
-        if is_short:  # the rows behind the short block are nearer by what it lacks
+        if is_short:  # rows behind the short block move up by the number of missing rows
             end = (self._short_place + 1) * self.block_size - self._lack
             inner = np.where(inner >= end, inner + self._lack, inner)
         blocks = self._blocks.at(first + inner // self.block_size)
@@ -364,20 +366,20 @@ def _accumulate(weights: npt.ArrayLike) -> npt.NDArray[np.float64]:
     values = np.asarray(weights, dtype=np.float64)
     if values.ndim != 1 or not values.size:
         raise BadArgument(
-            f"weights has shape {values.shape}; one number for each sample is needed",
+            f"weights has shape {values.shape}; it must hold one number for each sample",
             remedy="WeightedOrder([1.0] * len(dataset))",
         )
     (bad,) = np.nonzero(~(np.isfinite(values) & (values >= 0)))
     if bad.size:
         raise BadArgument(
-            f"weights[{bad[0]}]={values[bad[0]]} is not a finite number from 0 up",
-            remedy="a weight of 0 for samples that are never to be drawn",
+            f"weights[{bad[0]}]={values[bad[0]]} must be a finite, non-negative number",
+            remedy="a weight of 0 for samples that should never be drawn",
         )
     with np.errstate(over="ignore"):
         cumulative: npt.NDArray[np.float64] = np.cumsum(values)
     if not 0 < cumulative[-1] < np.inf:
         raise BadArgument(
-            f"the weights sum to {cumulative[-1]}", remedy="weights with a finite sum above 0"
+            f"the weights sum to {cumulative[-1]}", remedy="weights with a finite, positive sum"
         )
     return cumulative
 
@@ -392,7 +394,7 @@ def make_order(
     ranks: tuple[bool, int | None, int | None],
     padding: bool,
 ) -> SeededOrder | None:
-    """The order of ours, where a seed or a rank asks for one.
+    """Return the seeded order of a loader. None if it has neither a seed nor several ranks.
 
     Args:
         ranks: The loader's ``shard``, ``rank`` and ``world_size``.
@@ -402,7 +404,7 @@ def make_order(
         return None
     if seed is None and shuffle:
         raise BadArgument(
-            "ranks that shuffle need the same seed, or samples are lost and doubled",
+            "shuffling with several ranks needs a seed, or samples are lost and repeated",
             remedy="DataLoader(..., seed=0, shard=True)",
         )
     return SeededOrder(

@@ -1,7 +1,7 @@
-"""``seed_all`` and ``seeded``: all generators and switches that make a run repeatable, in one call.
+"""``seed_all`` and ``seeded``: set every generator and switch that makes a run repeatable.
 
-A repeatable run also needs a loader with ``seed=``, the same data and the same machine. Whatever
-cannot be set inside a running process is reported, with the way to set it.
+A repeatable run also needs a loader with ``seed=``, the same data and the same machine. Settings
+that cannot be changed inside a running process are reported, together with the way to set them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.order.keys import MASK
 _INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACES = (":4096:8", ":16:8")
-"""The two values with which cuBLAS is repeatable; the first is the faster one, with 24 MB more."""
+"""The two values with which cuBLAS is repeatable. The first is faster and uses 24 MB more."""
 
 
 Restore = Callable[[], object]
@@ -33,7 +33,7 @@ Restore = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True)
 class SeedReport:
-    """What :func:`seed_all` did, and what it could not do."""
+    """Settings that :func:`seed_all` made, and those that it could not make."""
 
     seed: int
     done: tuple[str, ...]
@@ -48,14 +48,15 @@ def seed_all(seed: int, deterministic: bool | str = True, benchmark: bool = Fals
     """Seed Python's, NumPy's and torch's generators, and switch torch to repeatable algorithms.
 
     Args:
-        seed: A whole number of 64 bits (of which torch's generator on the CPU uses the lower 32).
-        deterministic: True: an operation that has no repeatable form raises. ``"warn"``: it warns.
-            False: torch is free to choose.
-        benchmark: May cuDNN (MIOpen) time its algorithms and take the fastest? Another one may win
-            in the next run, so True with ``deterministic`` is only for shapes that never change.
+        seed: A 64-bit integer. torch's CPU generator uses only the lower 32 bits.
+        deterministic: True: an operation without a repeatable implementation raises. ``"warn"``: it
+            warns. False: torch is free to choose.
+        benchmark: True if cuDNN (MIOpen) is allowed to time its algorithms and use the fastest. A
+            different one can win in the next run, so combine True with ``deterministic`` only for
+            shapes that never change.
 
     Returns:
-        What was set, and what cannot be set in a running process. Print it.
+        The settings made, and those that cannot be made in a running process. Print it.
 
     Example:
         >>> import random, penstock
@@ -68,7 +69,7 @@ def seed_all(seed: int, deterministic: bool | str = True, benchmark: bool = Fals
     value = check_seed("seed", seed)
     if deterministic not in (True, False, "warn"):
         raise BadArgument(
-            f"deterministic={deterministic!r} is not known; it is one of True, False, 'warn'",
+            f"deterministic={deterministic!r} must be True, False or 'warn'",
             remedy="seed_all(0, deterministic=True)",
         )
     cannot: list[str] = []
@@ -84,7 +85,7 @@ def seed_all(seed: int, deterministic: bool | str = True, benchmark: bool = Fals
 def seeded(
     seed: int, deterministic: bool | str = True, benchmark: bool = False
 ) -> Iterator[SeedReport]:
-    """:func:`seed_all` for a while: afterwards everything is as it was.
+    """Call :func:`seed_all` for the duration of a block, then restore everything.
 
     Example:
         >>> import random, penstock
@@ -119,7 +120,7 @@ def _seed_generators(seed: int) -> list[str]:
 
 
 def seed_numpy(bits: int) -> None:
-    """NumPy's global generator, by a seed of 64 bits."""
+    """Seed NumPy's global generator with 64 bits."""
     np.random.seed(bits if bits < 1 << 32 else [bits & 0xFFFFFFFF, bits >> 32])
 
 
@@ -148,8 +149,8 @@ def _set_flags(deterministic: bool | str, benchmark: bool) -> list[str]:
 def _use_deterministic(is_on: bool, *, warn_only: bool) -> None:
     """torch.use_deterministic_algorithms, without importing torch's compiler.
 
-    Newer versions import the compiler to set its flag, too (1.6 s in 2.13). While it is not
-    imported, an environment variable does the same.
+    Newer versions of torch import the compiler to set its flag too (1.6 s in 2.13). While the
+    compiler is not imported, an environment variable has the same effect.
     """
     import torch
 
@@ -170,7 +171,7 @@ def _has_miopen_switch() -> bool:
 
 
 def _set_workspace(done: list[str], cannot: list[str]) -> None:
-    """Older torch leaves its workspace to cuBLAS, which reads this variable when it starts."""
+    """Set cuBLAS's workspace variable. Older torch needs it, and cuBLAS reads it at start."""
     import torch
 
     if torch.version.cuda is None or not _needs_workspace():
@@ -178,22 +179,23 @@ def _set_workspace(done: list[str], cannot: list[str]) -> None:
     value = os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
     if value not in _WORKSPACES:
         cannot.append(
-            f"{_WORKSPACE}={value} was set before; repeatable are {' and '.join(_WORKSPACES)}"
+            f"{_WORKSPACE}={value} was already set; the repeatable values are "
+            f"{' and '.join(_WORKSPACES)}"
         )
     elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         cannot.append(
-            f"the GPU is in use already: {_WORKSPACE}={value} holds only if it was set before. "
-            "Call seed_all first, or set it in the shell"
+            f"the GPU is already in use: {_WORKSPACE}={value} has an effect only if it was set "
+            "before. Call seed_all first, or set it in the shell"
         )
     else:
         done.append(f"{_WORKSPACE}={value}")
 
 
 def _needs_workspace() -> bool:
-    """Does this torch refuse matrix products without the variable? Its own description says so.
+    """True if this torch refuses matrix products without the variable.
 
-    The check and the sentence left torch together (pull request 161749). Without docstrings
-    (``python -OO``) it is set to be safe.
+    Decided from the docstring of the torch function. torch removed the check and the sentence about
+    it together (pull request 161749). Without docstrings (``python -OO``), returns True to be safe.
     """
     import torch
 
@@ -204,19 +206,19 @@ def _needs_workspace() -> bool:
 def _check_hash_seed(done: list[str], cannot: list[str]) -> None:
     asked = os.environ.get("PYTHONHASHSEED", "random")
     if not sys.flags.hash_randomization:
-        done.append("the order of sets of strings: PYTHONHASHSEED=0 since the start")
-    elif asked.isdigit() and int(asked):  # the flag tells nothing then: it is 1 either way
+        done.append("the order of sets of strings: PYTHONHASHSEED=0 was set at startup")
+    elif asked.isdigit() and int(asked):  # the flag is 1 whether or not it was set in time
         done.append(
             f"the order of sets of strings, if PYTHONHASHSEED={asked} was set before Python started"
         )
     else:
         cannot.append(
-            "the order of sets of strings, which Python fixes when it starts. "
+            "the order of sets of strings, which Python fixes at startup. "
             "Try: PYTHONHASHSEED=0 python train.py"
         )
 
 
-# -- putting things back ---------------------------------------------------------------------------
+# -- restoring settings ----------------------------------------------------------------------------
 
 
 def _save_flags() -> list[Restore]:
@@ -244,7 +246,7 @@ def _save_workspace() -> list[Restore]:
 
 
 def _save_devices() -> list[Restore]:
-    """The generators of accelerators that run already; none is started to ask."""
+    """Save the generators of accelerators that are already initialised. Initialises none."""
     import torch
 
     first_seed = torch.default_generator.initial_seed()
@@ -256,7 +258,7 @@ def _save_devices() -> list[Restore]:
         if module.is_initialized():
             saved.append(partial(module.set_rng_state_all, module.get_rng_state_all()))
         else:
-            # What seed_all left there waits for the start: have it followed by what was there.
+            # seed_all's seed is queued until the device starts. Queue the original seed after it.
             saved.append(partial(module.manual_seed_all, first_seed))
     mps: Any = getattr(torch, "mps", None)
     if mps is not None and torch.backends.mps.is_available():

@@ -1,7 +1,7 @@
-"""``penstock.split``: divides a dataset by a seed, without a list of indices.
+"""``penstock.split``: divide a dataset at random by a seed, without a list of indices.
 
 The parts are the same on every machine. This is the only module of the package that imports torch
-when it is loaded, because a part is one of torch's datasets; no other module here imports it.
+at import time, because a part is a torch dataset. No other module of the package imports it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHUNK = 4096
 
 
 class PermutationSlice(Sequence[int]):
-    """A part of a permutation as a sequence of indices, computed when they are read."""
+    """A slice of a permutation as a sequence of indices, computed when they are read."""
 
     def __init__(self, shuffle: Permutation, places: range) -> None:
         self._shuffle = shuffle
@@ -41,7 +41,7 @@ class PermutationSlice(Sequence[int]):
         return self._shuffle.index_at(self._places[place])
 
     def at(self, places: Any) -> np.ndarray:
-        """The indices at many places at once; negative places count from the end."""
+        """Return the indices at several places. Negative places count from the end."""
         wanted = np.asarray(places, dtype=np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
@@ -65,13 +65,13 @@ class PermutationSlice(Sequence[int]):
 
 
 class PermutedSubset(Subset[Any]):
-    """Some samples of a dataset: torch's ``Subset``, without a list of indices."""
+    """A subset of a dataset: torch's ``Subset``, without a list of indices."""
 
     dataset: Any
 
     @property
     def __getitems__(self) -> Callable[[list[int]], list[Any]]:
-        """Only there where the dataset offers it: loaders ask whether a dataset takes batches."""
+        """Present only if the dataset has it, because loaders test for it to fetch batches."""
         get_many = self.dataset.__getitems__
         return lambda places: get_many([self.indices[place] for place in places])
 
@@ -80,16 +80,17 @@ class PermutedSubset(Subset[Any]):
 
 
 def split(dataset: Any, lengths: Sequence[Any], seed: int = 0) -> list[PermutedSubset]:
-    """Divide a dataset at random: every sample is in exactly one part.
+    """Divide a dataset at random. Every sample is in exactly one part.
 
-    Which sample goes where is a function of the seed, the dataset's length and the lengths alone.
-    Memory: constant, whatever the length.
+    The assignment is a function of the seed, the dataset's length and ``lengths``. Memory use is
+    constant for any length.
 
     Args:
         dataset: Anything with ``len()`` and ``dataset[i]``.
-        lengths: Numbers of samples, or fractions that sum to 1. A fraction is rounded down; what is
-            left over goes to the parts in turn, the first one first, as in torch's random_split.
-        seed: A whole number of 64 bits.
+        lengths: Numbers of samples, or fractions that sum to 1. A fraction is rounded down. The
+            samples left over are added to the parts one by one, starting with the first part, as in
+            torch's random_split.
+        seed: A 64-bit integer.
 
     Example:
         >>> import penstock
@@ -107,21 +108,22 @@ def split(dataset: Any, lengths: Sequence[Any], seed: int = 0) -> list[PermutedS
 
 
 def _count(total: int, lengths: Sequence[Any]) -> list[int]:
-    """How many samples each part gets."""
+    """Return the number of samples of each part."""
     if not all(isinstance(length, (int, float, np.number)) and length >= 0 for length in lengths):
         raise BadArgument(
-            f"lengths={lengths!r} must be numbers from 0 up", remedy="split(dataset, [0.8, 0.2])"
+            f"lengths={lengths!r} must be non-negative numbers",
+            remedy="split(dataset, [0.8, 0.2])",
         )
     if math.isclose(math.fsum(lengths), 1):
         counts: list[int] = []
-        for fraction in lengths:  # a sum a hair above 1 must not give out more than there is
+        for fraction in lengths:  # a sum slightly above 1 must not assign more than total
             counts.append(min(math.floor(total * fraction), total - sum(counts)))
         for place in range(total - sum(counts)):
             counts[place % len(counts)] += 1
         return counts
     if sum(lengths) != total or any(length != int(length) for length in lengths):
         raise BadArgument(
-            f"lengths={lengths!r} sum neither to 1 nor to the {total} samples of the dataset",
+            f"lengths={lengths!r} must sum to 1 or to the {total} samples of the dataset",
             remedy=f"split(dataset, [0.8, 0.2]), or numbers that sum to {total}",
         )
     return [int(length) for length in lengths]
