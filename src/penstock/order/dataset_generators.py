@@ -1,15 +1,15 @@
-"""Generators that a dataset or a collate_fn holds itself: find them, and set them for each sample.
+"""Random generators held by a dataset or collate_fn: find them, and set them for each sample.
 
-``self.rng = np.random.default_rng()`` in a dataset, albumentations' and MONAI's transforms, a
-module's own ``random.Random(0)``: none of them is one of the global generators that are set for
-each sample. They are found by a walk over what the code can reach
-(:mod:`penstock.order.object_walk`), and set in place from the sample's key and their own path, so
-unmodified code draws the same whichever worker runs it. A generator that cannot be set is listed
+Examples are ``self.rng = np.random.default_rng()`` in a dataset, the transforms of albumentations
+and MONAI, and a module's own ``random.Random(0)``. These are not the global generators that are set
+for each sample. They are found by a walk over the objects that the code can reach
+(:mod:`penstock.order.object_walk`), and are set in place from the sample's key and their path.
+Unmodified code then draws the same numbers in any worker. A generator that cannot be set is listed
 with the reason.
 
-The walk takes less than a millisecond for most datasets, and is repeated after the first sample,
-which may have made generators. One that code makes anew in each sample
-(``np.random.default_rng()`` inside ``__getitem__``) cannot be set: ``penstock.rng()`` replaces it.
+The walk takes less than a millisecond for most datasets. It is repeated after the first sample,
+which may have created generators. A generator that the code creates in each sample
+(``np.random.default_rng()`` inside ``__getitem__``) cannot be set. Use ``penstock.rng()`` instead.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MAKERS = (
     | {"PCG64", "PCG64DXSM", "Philox", "SFC64", "MT19937"}
     | {"urandom", "uuid1", "uuid4", "token_bytes", "token_hex", "randbits", "randbelow"}
 )
-"""Names in code that makes generators, or asks the operating system for randomness."""
+"""Names in code that creates generators, or reads randomness from the operating system."""
 SLOW_SEARCH_S = 0.05
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _MAX_HOLDERS = 64
@@ -61,17 +61,17 @@ _CHECKED_ITEMS = 256
 _CHECKED_BYTES = 1 << 16
 
 State = Any
-"""A generator's state: compared with ``==``, and given back."""
+"""A generator's state. It can be compared with ``==`` and restored."""
 Contents = dict[tuple[str, str], Any]
-"""What objects hold: (path of the object, name in it) and something that changes with the value."""
+"""Contents of objects: (path of the object, name in it) to a value that changes with the item."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorAccess:
-    """How a generator is seeded, and its state saved and put back.
+    """Functions that seed a generator, and save and restore its state.
 
     Args:
-        save: None: its state cannot be read.
+        save: None if the state cannot be read.
     """
 
     seed: Callable[[int], object]
@@ -81,12 +81,12 @@ class GeneratorAccess:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundGenerator:
-    """One that was found.
+    """A generator found by the walk.
 
     Args:
-        path: Where, from the dataset on: ``dataset.transform.rng``.
+        path: Its path, starting from the dataset: ``dataset.transform.rng``.
         kind: Its class, or the library that owns it.
-        why_not: Why it cannot be set; None: it can.
+        why_not: The reason it cannot be set. None if it can.
     """
 
     path: str
@@ -103,17 +103,17 @@ class FoundGenerator:
 
 
 class DatasetGenerators:
-    """The generators of a dataset (or collate_fn), to be set together before each sample.
+    """The generators of a dataset (or collate_fn), set together before each sample.
 
     Args:
-        root: Where the search begins.
+        root: The object where the search begins.
         path: Its name in messages.
-        is_worker: In a worker process, where torch's ``get_worker_info()`` is set: a pipeline that
-            would seed itself there is told not to.
-        states: By path, states of generators that a worker process has made anew, because it
+        is_worker: True in a worker process, where torch's ``get_worker_info()`` is set. Stops
+            pipelines from seeding themselves there.
+        states: States by path, for generators that a worker process created again because it
             imported their module. See :func:`module_states`.
 
-    Called from: the process and thread that loads; the objects are that process' copies. Changes
+    Called in the process and thread that loads, on that process's copies of the objects. Changes
     albumentations' transforms of one pipeline to share one pair of generators.
 
     Example:
@@ -141,8 +141,8 @@ class DatasetGenerators:
         self.found: list[FoundGenerator] = []
         self.is_complete = True
         self.makes_generators = False
-        """Code that a sample may run names something that makes a generator."""
-        self._known: dict[int, Any] = {}  # an id is only unique while its object lives
+        """True if code that a sample can run references a generator factory."""
+        self._known: dict[int, Any] = {}  # an id is unique only while its object is alive
         self._setters: list[tuple[Callable[[int], object], int]] = []
         self._search_s = 0.0
         self.search()
@@ -154,9 +154,9 @@ class DatasetGenerators:
         return bool(self._setters)
 
     def search(self) -> list[FoundGenerator]:
-        """Look for generators; returns those that were not there before.
+        """Search for generators. Returns those not found before.
 
-        A search that took long is not repeated, unless the code makes generators.
+        A slow search is not repeated, unless the code creates generators.
         """
         if self._search_s > SLOW_SEARCH_S and not self.makes_generators:
             return []
@@ -181,14 +181,14 @@ class DatasetGenerators:
         return new
 
     def set(self, seed: int) -> None:
-        """Set every one of them from 64 bits of the sample's own. Each gets other bits."""
+        """Set every generator from 64 bits of the sample. Each one gets different bits."""
         for seed_one, salt in self._setters:
             seed_one(mix64(seed ^ salt))
 
     # -- states ----------------------------------------------------------------------------------
 
     def save(self) -> list[State]:
-        """The states of all that can be read."""
+        """Return the states of all generators that can be read."""
         return [one.access.save() for one in self._readable()]
 
     def restore(self, states: list[State]) -> None:
@@ -197,7 +197,7 @@ class DatasetGenerators:
             one.access.restore(state)
 
     def set_unreadable(self, seed: int) -> None:
-        """Set those of which nobody can tell whether they were drawn from."""
+        """Set the generators whose state cannot be read."""
         readable = {id(one.access.seed) for one in self._readable()}
         for seed_one, salt in self._setters:
             if id(seed_one) not in readable:
@@ -206,15 +206,15 @@ class DatasetGenerators:
     def _readable(self) -> list[Any]:
         return [one for one in self.found if one.access is not None and one.access.save is not None]
 
-    # -- changes of the dataset ------------------------------------------------------------------
+    # -- changes to the dataset ------------------------------------------------------------------
 
     def contents(self, *, only_data: bool = False) -> Contents:
-        """What the dataset's nearest objects hold now, for :func:`changed_paths`.
+        """Return the current contents of the dataset's nearest objects, for :func:`changed_paths`.
 
-        Plain values are left out: they change all the time (counters).
+        Plain values are excluded, because they often change (counters).
 
         Args:
-            only_data: Arrays, tensors and containers; not files that were opened, and the like.
+            only_data: Include only arrays, tensors and containers, not open files, for example.
         """
         walk = ObjectWalk(_is_generator, _barren_of(self._root))
         deque(walk.find(self.path, self._root, _MAX_HOLDERS), maxlen=0)
@@ -223,7 +223,7 @@ class DatasetGenerators:
 
 
 def changed_paths(before: Contents, after: Contents) -> list[str]:
-    """Where objects that were there before hold something else now."""
+    """Return the paths at which objects present before have different contents."""
     return [
         holder + name
         for (holder, name), held in after.items()
@@ -232,10 +232,10 @@ def changed_paths(before: Contents, after: Contents) -> list[str]:
 
 
 def module_states(root: Any, path: str = "dataset") -> dict[str, State]:
-    """States of generators in modules, by path. A worker process may import those modules anew.
+    """Return the states of generators in modules, by path.
 
-    Called from: the parent, before workers start. Pairs with ``states`` of
-    :class:`DatasetGenerators`.
+    A worker process may import those modules again. Called by the parent before workers start.
+    Pairs with ``states`` of :class:`DatasetGenerators`.
     """
     found = ObjectWalk(_is_generator, _barren_of(root)).find(path, root)
     placed = [one for one in found if not one[0].startswith((f"{path}.", f"{path}["))]
@@ -248,7 +248,7 @@ def module_states(root: Any, path: str = "dataset") -> dict[str, State]:
 
 
 _barren: dict[int, tuple[weakref.ref[Any], dict[int, int]]] = {}
-"""Large containers without generators, by dataset: each epoch without workers searches again."""
+"""Large containers without generators, by dataset. Each epoch without workers searches again."""
 
 
 def _barren_of(root: Any) -> dict[int, int]:
@@ -256,7 +256,7 @@ def _barren_of(root: Any) -> dict[int, int]:
     if known is not None and known[0]() is root:
         return known[1]
     containers: dict[int, int] = {}
-    with suppress(TypeError):  # an object that takes no weak references
+    with suppress(TypeError):  # the object does not support weak references
         key = id(root)
         _barren[key] = weakref.ref(root, lambda _: _barren.pop(key, None)), containers
     return containers
@@ -265,12 +265,12 @@ def _barren_of(root: Any) -> dict[int, int]:
 def describe_search_limit(path: str) -> str:
     return (
         f"{path} holds more objects than are searched for generators ({MAX_OBJECTS:,}): draws from "
-        "one that was not found depend on who loads the sample"
+        "a generator that was not found depend on which worker loads the sample"
     )
 
 
 def _contents_of(path: str, value: Any) -> Iterator[tuple[tuple[str, str], Any, bool]]:
-    """Places, identities, and whether that is data; first the object itself."""
+    """Yield (place, identity, is_data), starting with the object itself."""
     items: list[tuple[str, Any]] = []
     if issubclass(type(value), CONTAINERS):
         length = plain_length(value)
@@ -292,10 +292,10 @@ def _is_data(value: Any) -> bool:
 
 
 def _identity(value: Any) -> Any:
-    """Another one after a change of an array's elements, too."""
+    """Return a value that also changes with an array's elements."""
     torch = sys.modules.get("torch")
     if torch is not None and type(value) is torch.Tensor and value.device.type == "cpu":
-        with suppress(RuntimeError, TypeError):  # a layout or type that NumPy does not have
+        with suppress(RuntimeError, TypeError):  # a layout or dtype that NumPy does not support
             return id(value), _checksum(value.detach().numpy())
     if issubclass(type(value), np.ndarray) and not value.dtype.hasobject:
         return id(value), _checksum(value)
@@ -318,7 +318,7 @@ def _is_generator(value: Any) -> bool:
 
 
 def _recognise(path: str, value: Any, is_worker: bool) -> FoundGenerator | None:
-    """The generator at ``path``; None for the global ones, which are set anyway."""
+    """Return the generator at ``path``. None for the global ones, which are set separately."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, np.random.Generator):
         return _settable(path, "numpy.random.Generator", _bits_access(value.bit_generator))
@@ -329,7 +329,7 @@ def _recognise(path: str, value: Any, is_worker: bool) -> FoundGenerator | None:
             return None
         return _settable(path, "numpy.random.RandomState", _random_state_access(value))
     if isinstance(value, random.SystemRandom):
-        why_not = "it asks the operating system"
+        why_not = "it draws from the operating system"
         return FoundGenerator(path=path, kind="random.SystemRandom", why_not=why_not)
     if isinstance(value, random.Random):
         if value is random._inst:
@@ -343,13 +343,13 @@ def _recognise(path: str, value: Any, is_worker: bool) -> FoundGenerator | None:
 def _settable(path: str, kind: str, access: GeneratorAccess) -> FoundGenerator:
     try:
         state = access.save() if access.save is not None else None
-    except Exception:  # a class that can be seeded, but not read
+    except Exception:  # a class that can be seeded but not read
         access, state = GeneratorAccess(seed=access.seed), None
     try:
         access.seed(0)
         if access.restore is not None:
             access.restore(state)
-    except Exception as error:  # another library's class: it may refuse in any way
+    except Exception as error:  # a class of a different library can raise anything
         return FoundGenerator(path=path, kind=kind, why_not=f"setting it fails: {error!r}")
     return FoundGenerator(path=path, kind=kind, access=access)
 
@@ -361,7 +361,7 @@ def _recognise_torch(path: str, value: Any) -> FoundGenerator | None:
         return None
     if value.device.type != "cpu":
         return FoundGenerator(
-            path=path, kind="torch.Generator", why_not=f"it lives on {value.device}"
+            path=path, kind="torch.Generator", why_not=f"it is on device {value.device}"
         )
 
     def save() -> bytes:
@@ -379,13 +379,13 @@ def _python_access(value: random.Random) -> GeneratorAccess:
 
 
 def _bits_access(bits: Any) -> GeneratorAccess:
-    """A bit generator of NumPy's, set in place."""
+    """Return the access to one of NumPy's bit generators, which is set in place."""
 
     def restore(state: bytes) -> None:
         bits.state = pickle.loads(state)
 
     def seed_any(seed: int) -> None:
-        bits.state = type(bits)(seed).state  # 20 microseconds: there is no shorter way for all
+        bits.state = type(bits)(seed).state  # 20 microseconds, the fastest that works for all
 
     is_pcg = type(bits) in (np.random.PCG64, np.random.PCG64DXSM)
     return GeneratorAccess(
@@ -407,7 +407,7 @@ def _pcg_seeder(bits: Any) -> Callable[[int], object]:
 
 
 def _random_state_access(value: np.random.RandomState) -> GeneratorAccess:
-    """It caches a normal variate beside its bits, which seeding has to clear."""
+    """A RandomState also caches a normal variate, which seeding must clear."""
     bits: Any = value._bit_generator
     by_bits = _bits_access(bits).seed
 
@@ -434,8 +434,10 @@ def _random_state_access(value: np.random.RandomState) -> GeneratorAccess:
 
 
 def _takes_states(value: Any) -> bool:
-    """Is this a pipeline (or transform) of albumentations 1.4.22 or newer? Older ones draw from the
-    global generators. A class of theirs, which code names, is none."""
+    """True for a pipeline or transform instance of albumentations 1.4.22 or newer.
+
+    Older versions draw from the global generators. Classes, which code can reference, do not count.
+    """
     if isinstance(value, type):
         return False
     try:
@@ -446,16 +448,16 @@ def _takes_states(value: Any) -> bool:
 
 
 def _share_generators(pipeline: Any, is_worker: bool) -> GeneratorAccess:
-    """Give all transforms of a pipeline one pair of generators: two to set instead of two each.
+    """Make all transforms of a pipeline share one pair of generators, instead of two each.
 
-    It is the pipeline's own pair, so that doing this again changes nothing: threads share a
-    dataset, and each of them does it.
+    It is the pipeline's own pair, so that repeating this changes nothing. Threads share a dataset,
+    and each of them calls this.
     """
     generator, python = _pair_of(pipeline)
     pipeline.set_random_state(generator, python)
     if is_worker and hasattr(pipeline, "_check_worker_seed"):
-        # AlbumentationsX replaces the pair whenever torch's seed has changed in a worker, which
-        # here is before each sample; without workers it does not, and the numbers would differ.
+        # In a worker, AlbumentationsX replaces the pair whenever torch's seed has changed, which
+        # here is before each sample. Without workers it does not, so the numbers would differ.
         pipeline._check_worker_seed = _keep
     numpy_access = _bits_access(generator.bit_generator)
 
@@ -484,11 +486,11 @@ def _pair_of(pipeline: Any) -> tuple[np.random.Generator, random.Random]:
 
 
 def _keep() -> None:
-    """Stands in for a pipeline's own seeding."""
+    """Replaces a pipeline's own seeding."""
 
 
 def _of_libraries(modules: set[str]) -> list[FoundGenerator]:
-    """Libraries with a generator of their own that the walked-over code imports."""
+    """Return the libraries with their own generator that the walked code imports."""
     found: list[FoundGenerator] = []
     used = {name.partition(".")[0] for name in modules}
     opencv: Any = sys.modules.get("cv2")

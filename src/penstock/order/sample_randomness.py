@@ -1,29 +1,30 @@
-"""Per-sample randomness: what a sample draws is a function of (seed, epoch, position) alone.
+"""Per-sample randomness: what a sample draws depends only on (seed, epoch, position).
 
-Unmodified user code draws the same numbers whichever worker runs it, because before ``dataset[i]``
-the global generators are set from a key of the sample's own:
+Unmodified user code draws the same numbers in any worker, because the global generators are set
+from the sample's own key before each ``dataset[i]``:
 
     hash of (seed, epoch, position)      -> NumPy's and torch's seeds
     Philox(key = seed, epoch), counter 78 * position -> the 624 words of Python's Mersenne Twister
 
-Any position can be computed alone. Setting all three costs 8 microseconds, setting torch's alone 2
-(16-core x86-64). Datasets that are quicker than that mostly draw nothing, so generators are set
-only where it matters:
+Any position can be computed directly. Setting all three takes 8 microseconds, setting only torch's
+takes 2 (16-core x86-64). Faster datasets rarely draw random numbers, so generators are set only
+where it matters:
 
     seeded      set everything, call. The first samples, and every dataset that draws.
     torch only  set torch's, call, check that Python's and NumPy's have not moved.
     unseeded    call a run of samples (a batch, or a worker's part of one), check that none moved.
 
-If one moved, everything is set and that sample (unseeded: that run) is loaded again, and the object
-stays with the slower mode. So a dataset that drew nothing for its first samples and then begins to
-draw has one run loaded twice per worker; what the user sees is always the seeded result.
+If a generator moved, everything is set and that sample (unseeded: that run) is loaded again, and
+the object stays in the slower mode. A dataset that starts to draw only after its first samples
+therefore loads one run twice per worker. The user always gets the seeded result.
 
-Generators that the dataset holds itself are set for each sample, too, but for the first one that
+Generators that the dataset holds are also set for each sample, except for the first sample that
 this object loads. A dataset that draws a permutation on first use and keeps it must draw the same
-one in every worker, as it does in PyTorch's, so that sample finds them as the user left them. If it
-drew from one of them, it is loaded once more for its bits; what the dataset kept stays. The same
-holds for Python's and NumPy's generators where worker_init_fn set them. A dataset that goes on
-keeping things while it draws, or keeps what it drew from a global generator, is named in ``notes``.
+permutation in every worker, as it does with PyTorch's DataLoader. The first sample therefore finds
+these generators in the state in which the user left them. If it draws from one of them, it is
+loaded again with its own randomness, and what the dataset stored is kept. The same applies to
+Python's and NumPy's generators if worker_init_fn set them. A dataset that continues to store values
+while it draws, or stores values drawn from a global generator, is reported in ``notes``.
 """
 
 from __future__ import annotations
@@ -65,63 +66,63 @@ from penstock.order.keys import (
 from penstock.order.rng import OUTSIDE, UNKNOWN, SampleRng, active
 
 _BLOCKS = 78
-"""Philox blocks (of four words) per position: 312 words are Python's 624."""
+"""Philox blocks (of four words) per position. 312 words hold Python's 624."""
 _SEED_RUN = 64
 _STATE_RUN = 16
-"""Positions computed in one call; 16 states are 40 KB, which stay in the cache."""
+"""Positions computed in one call. 16 states take 40 KB, which fits in the cache."""
 NUM_OBSERVED = 16
-"""Samples that are loaded seeded before a dataset counts as one that does not draw."""
+"""Samples that are loaded seeded before a dataset is treated as one that does not draw."""
 
 Function = Callable[[Any], Any]
 
 
 _KEEPS_DRAWS = (
-    "{path} changed while a sample drew from a generator of the dataset. If drawn numbers are kept "
-    "there, they differ between workers: draw them in __init__, or from a generator made of the "
-    "index, numpy.random.default_rng([seed, index])"
+    "{path} changed while a sample drew from a generator of the dataset. If drawn numbers are "
+    "stored there, they differ between workers. Draw them in __init__, or from a generator seeded "
+    "with the index: numpy.random.default_rng([seed, index])"
 )
 _KEEPS_GLOBAL_DRAWS = (
-    "{path} changed while a sample drew from a global generator. If drawn numbers are kept there, "
-    "they differ between workers, as they do in PyTorch's: draw them in __init__"
+    "{path} changed while a sample drew from a global generator. If drawn numbers are stored "
+    "there, they differ between workers, as with PyTorch's DataLoader. Draw them in __init__"
 )
 _MADE_IN_COLLATE = (
-    "collate_fn made a generator in its first call and could not be called again: what it drew for "
-    "that batch depends on who loads it. Make the generator before the loader is used"
+    "collate_fn created a generator in its first call and could not be called again: the numbers "
+    "drawn for that batch depend on which worker loads it. Create the generator before the loader "
+    "is used"
 )
 _MADE_LATE = (
-    "{generator} was made after the first samples: what they drew from it depends on who loaded "
-    "them. Make it in __init__"
+    "{generator} was created after the first samples: the numbers they drew from it depend on "
+    "which worker loaded them. Create it in __init__"
 )
 _UNREPEATABLE = (
-    "a sample that was loaded twice with the same seeds was not the same: it draws from a "
-    "generator that it makes without a seed, or asks the operating system. Use penstock.rng() "
-    "instead of numpy.random.default_rng(), or give it a seed"
+    "a sample that was loaded twice with the same seeds differed: it draws from an unseeded "
+    "generator that it creates, or from the operating system. Use penstock.rng() instead of "
+    "numpy.random.default_rng(), or pass a seed to it"
 )
 
 
 class UnexpectedDraw(Exception):
-    """Samples of an unseeded run drew, although none had before: load the run again."""
+    """Samples of an unseeded run drew random numbers for the first time. Load the run again."""
 
 
 class SampleRandomness:
-    """Calls user code so that each sample draws from generators of its own.
+    """Calls user code so that each sample draws its own random numbers.
 
     Args:
         seed: The loader's base seed.
-        with_torch: False leaves torch's generator alone (the user seeded it in worker_init_fn).
-        dataset_generators: Those that only the dataset knows; they are set for each sample, too.
-            Where there are any, every sample is seeded.
-        keeps_first: The first call finds the dataset's own generators as the user left them.
-        init_states: Of Python's and NumPy's generators, as worker_init_fn left them, if it set
+        with_torch: False does not set torch's generator (the user seeded it in worker_init_fn).
+        dataset_generators: Generators that the dataset holds. They are also set for each sample. If
+            there are any, every sample is seeded.
+        keeps_first: True if the first call finds the dataset's generators as the user left them.
+        init_states: The states of Python's and NumPy's generators after worker_init_fn, if it set
             them. The first call finds these.
-        checks_repeats: Load the first sample twice where the code makes generators of its own, to
-            see whether it is the same.
+        checks_repeats: Load the first sample twice if the code creates generators, and compare.
 
     Attributes:
         notes, warnings: For the user; see :meth:`take_messages`.
 
-    Called from: whoever loads samples, in that process or thread, one at a time. Pairs with
-    :func:`counting_state_reads`, which should be active meanwhile.
+    Called by the loading code (workers, threads, or the training process), one sample at a time in
+    that process or thread. :func:`counting_state_reads` should be active during these calls.
 
     Example:
         >>> import random
@@ -146,7 +147,7 @@ class SampleRandomness:
 
         self._seed = seed & MASK
         self._torch = torch.default_generator
-        # The generator's own method: torch.manual_seed also visits every accelerator (25x slower).
+        # The generator's own method. torch.manual_seed also seeds every accelerator (25x slower).
         self._seed_torch = self._torch.manual_seed if with_torch else None
         self._are_equal = torch.equal
         self._python = python_generator()
@@ -165,7 +166,7 @@ class SampleRandomness:
             self._seen = self._peek()
         self._seen_reads = state_reads.of_globals
         self.needs_seeding = not can_peek or self._set_own is not None
-        """Python's and NumPy's generators must be set for every sample."""
+        """True if Python's and NumPy's generators must be set for every sample."""
         self.is_torch_only = self.is_unseeded = False
         self._num_observed = 0
         self._has_drawn_torch = False
@@ -176,7 +177,7 @@ class SampleRandomness:
         self.begin(0)
 
     def begin(self, epoch: int) -> None:
-        """Turn to another epoch."""
+        """Switch to a different epoch."""
         self._find_late_generators()
         self._epoch = epoch
         self._seeds: list[tuple[int, int]] = []
@@ -186,11 +187,11 @@ class SampleRandomness:
         self._restart_philox()
 
     def snapshot(self, *, is_used: bool = False) -> None:
-        """Note the present state of the generators. Called before each run of samples.
+        """Record the current state of the generators. Called before each run of samples.
 
         Args:
-            is_used: Other user code (a collate_fn) has drawn since, and may have left a cached
-                normal variate.
+            is_used: True if other user code (a collate_fn) has drawn since, and may have left a
+                cached normal variate.
         """
         if self.needs_seeding:
             return
@@ -200,22 +201,22 @@ class SampleRandomness:
 
     @property
     def has_drawn(self) -> bool:
-        """Has any sample moved or read one of the global generators?"""
+        """True if any sample moved or read one of the global generators."""
         return self.needs_seeding or self._has_drawn_torch
 
     def skip_observation(self) -> None:
-        """Count the dataset as one that draws nothing, until it does.
+        """Treat the dataset as one that does not draw, until it does.
 
-        Called from: a cache, whose samples were observed before, maybe in another process.
+        Called by a cache, whose samples were observed before, possibly in a different process.
         """
         if not self.has_drawn:
             self.is_torch_only = self.is_unseeded = True
-            self._rng.was_asked = True  # positions are always told
+            self._rng.was_asked = True  # positions are always given
 
     # -- one sample ------------------------------------------------------------------------------
 
     def call(self, function: Function, index: Any, position: int) -> Any:
-        """``function(index)``, drawing what the sample at ``position`` draws."""
+        """Return ``function(index)``, called with the randomness of the sample at ``position``."""
         rng = self._rng
         if active.rng is not rng:
             outer, active.rng = active.rng, rng
@@ -255,7 +256,7 @@ class SampleRandomness:
             rng.position = OUTSIDE
 
     def _observe(self, function: Function, index: Any) -> Any:
-        """Call it with generators that are set, and see whether it draws."""
+        """Call it with generators set, and check whether it draws."""
         self._snapshot_all()
         sample = function(index)
         self.needs_seeding = not self._is_untouched()
@@ -266,7 +267,7 @@ class SampleRandomness:
         return sample
 
     def _call_first(self, function: Function, index: Any, position: int) -> Any:
-        """The first sample: the dataset's own generators are as the user left them."""
+        """Load the first sample, with the dataset's generators as the user left them."""
         own = self._own
         assert own is not None
         self._is_first = False
@@ -292,13 +293,13 @@ class SampleRandomness:
                 except Exception:
                     if self._keeps_first:
                         raise
-                    self.warnings.append(_MADE_IN_COLLATE)  # it has changed what it was given
+                    self.warnings.append(_MADE_IN_COLLATE)  # collate_fn modified its samples
         if self._checks_repeats and own.makes_generators:
             self._check_repeat(function, index, position, sample)
         return sample
 
     def _must_repeat(self, own: DatasetGenerators, states: list[Any], before: bytes) -> bool:
-        """After the first sample: did it make a generator, or draw from one not set for it?"""
+        """True if the first sample created a generator, or drew from one not set for it."""
         has_moved = self._keeps_first and own.save() != states
         has_made = bool(own.search())
         self._set_own = own.set if own else None
@@ -308,7 +309,7 @@ class SampleRandomness:
         return has_moved or has_made or has_drawn
 
     def _has_drawn_since(self, before: bytes, torch_before: Any) -> bool:
-        """Has a global generator moved?"""
+        """True if a global generator moved."""
         has_moved = not self._are_equal(self._torch.get_state(), torch_before)
         return has_moved or save_generators() != before
 
@@ -323,19 +324,19 @@ class SampleRandomness:
         return function(index)
 
     def _check_repeat(self, function: Function, index: Any, position: int, sample: Any) -> None:
-        """Is the sample the same with the same generators? Else it draws from one unknown."""
+        """Warn if the sample differs with the same generators, which means it draws elsewhere."""
         try:
             first, second = (
                 _bytes_of(sample),
                 _bytes_of(self._call_again(function, index, position)),
             )
         except Exception:
-            return  # it cannot be compared
+            return  # the samples cannot be compared
         if first != second:
             self.warnings.append(_UNREPEATABLE)
 
     def _watch(self, function: Function, index: Any, position: int) -> Any:
-        """One of the first samples: does it make a generator, or keep things while it draws?"""
+        """Load one of the first samples. Checks for new generators, and values stored by draws."""
         own = self._own
         assert own is not None
         self._num_watched += 1
@@ -352,7 +353,7 @@ class SampleRandomness:
         return sample
 
     def _find_late_generators(self) -> None:
-        """Samples of the last epoch may have made generators after the first ones were watched."""
+        """Search for generators that samples created after the first ones were watched."""
         own = self._own
         if own is None or self._is_first or not own.makes_generators:
             return
@@ -374,16 +375,16 @@ class SampleRandomness:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Leave the caller's generators as they were, the global ones and the dataset's own.
+        """Restore the caller's generators at the end of the block: global and the dataset's.
 
-        Called from: the process of the training loop, whose generators are in use.
+        Called in the training process, whose generators are in use.
         """
         with self.preserved_own(), preserved_generators(), counting_state_reads():
             yield
 
     @contextmanager
     def preserved_own(self) -> Iterator[None]:
-        """Leave the dataset's own generators as they were."""
+        """Restore the dataset's generators at the end of the block."""
         states = self._own.save() if self._own else []
         try:
             yield
@@ -392,7 +393,7 @@ class SampleRandomness:
                 self._own.restore(states)
 
     def take_messages(self) -> tuple[list[str], list[str]]:
-        """Warnings and notes for the user since the last call."""
+        """Return the warnings and notes for the user since the last call."""
         messages = self.warnings, self.notes
         self.warnings, self.notes = [], []
         return messages
@@ -400,7 +401,7 @@ class SampleRandomness:
     # -- many samples ----------------------------------------------------------------------------
 
     def call_many(self, function: Function, indices: Sequence[Any], position: int) -> list[Any]:
-        """The samples of ``indices``, of which the first is at ``position``."""
+        """Load the samples of ``indices``. The first one is at ``position``."""
         if self.is_unseeded:
             try:
                 return self._call_unseeded(function, indices, position)
@@ -412,9 +413,9 @@ class SampleRandomness:
     def call_many_preserved(
         self, function: Function, indices: Sequence[Any], position: int
     ) -> list[Any]:
-        """Like :meth:`call_many`, and leaves the caller's own generators as they were.
+        """Like :meth:`call_many`, but restores the caller's generators.
 
-        Called from: the process of the training loop, whose generators are in use.
+        Called in the training process, whose generators are in use.
         """
         if self.is_unseeded:
             python, numpy = self._python.save(), self._numpy.save()
@@ -442,7 +443,7 @@ class SampleRandomness:
             else:
                 samples = [function(index) for index in indices]
         except Exception:
-            self.end_unseeded()  # the sample may fail otherwise, or not, with its own randomness
+            self.end_unseeded()  # with its own randomness, the sample may not fail
             raise
         self.end_unseeded()
         return samples
@@ -453,7 +454,8 @@ class SampleRandomness:
         Called only while ``is_unseeded``.
 
         Args:
-            is_shared: Others draw from the generators, too, and may have left cached normals.
+            is_shared: True if other code also draws from the generators, and may have left cached
+                normals.
         """
         self._snapshot_all()
         self._cached_normals = self._get_cached_normals() if is_shared else None
@@ -465,9 +467,9 @@ class SampleRandomness:
     def unseeded_samples(
         self, function: Function, placed: Iterable[tuple[int, Any]]
     ) -> Iterator[Any]:
-        """The samples of an unseeded run, one by one; ``placed``: positions and indices.
+        """Yield the samples of an unseeded run. ``placed`` holds positions and indices.
 
-        Called from: between :meth:`begin_unseeded` and :meth:`end_unseeded`.
+        Called between :meth:`begin_unseeded` and :meth:`end_unseeded`.
         """
         with NoStopIteration("dataset[i]"):
             if not self._tracks_positions:
@@ -476,14 +478,14 @@ class SampleRandomness:
                 return
             rng = self._rng
             for position, index in placed:
-                rng.position = position  # the dataset asks for rng()
+                rng.position = position  # the dataset calls rng()
                 yield function(index)
 
     def end_unseeded(self) -> None:
         """Check that the samples since :meth:`begin_unseeded` drew nothing.
 
         Raises:
-            UnexpectedDraw: They did. This object seeds from now on: load the run again.
+            UnexpectedDraw: They drew. Seeding is now on. Load the run again.
         """
         self._rng.position, self._rng.is_shared = OUTSIDE, False
         active.rng, self._outer_rng = self._outer_rng, None
@@ -494,10 +496,10 @@ class SampleRandomness:
         elif self._has_torch_moved():
             self.is_unseeded, self._has_drawn_torch = False, True
         elif self._rng.was_asked == self._tracks_positions:
-            return  # rng() was not asked for, or positions were known
+            return  # rng() was not called, or positions were known
         raise UnexpectedDraw
 
-    # -- have generators moved? ------------------------------------------------------------------
+    # -- checks whether generators moved ---------------------------------------------------------
 
     def _snapshot_all(self) -> None:
         self._seen_reads, self._seen_torch_reads = state_reads.of_globals, state_reads.of_torch
@@ -506,7 +508,7 @@ class SampleRandomness:
 
     def _has_torch_moved(self) -> bool:
         if self._seed_torch is None:
-            return False  # torch's generator is the user's own here
+            return False  # torch's generator is managed by the user
         has_read = state_reads.of_torch != self._seen_torch_reads
         return has_read or not self._are_equal(self._torch.get_state(), self._seen_torch)
 
@@ -560,10 +562,10 @@ def make_randomness(
     states: Mapping[str, Any] | None = None,
     init_states: bytes | None = None,
 ) -> tuple[SampleRandomness, SampleRandomness]:
-    """The randomness of samples, and that of batches in ``collate_fn`` (None: torch's own).
+    """Return the randomness of samples, and that of batches in ``collate_fn`` (None: torch's own).
 
-    What a ``collate_fn`` finds in the generators is a function of (seed, epoch, position of the
-    batch's first sample). It is not called twice, because it may change the samples it is given.
+    In ``collate_fn`` the state of the generators is a function of (seed, epoch, position of the
+    batch's first sample). Called only once, because it may modify its samples.
 
     Args:
         states: See :class:`DatasetGenerators`.
@@ -591,7 +593,7 @@ def make_randomness(
     for generators in (own, of_collate):
         if generators is not None:
             samples.warnings += [
-                f"{one}: its draws depend on who loads the sample"
+                f"{one}: its draws depend on which worker loads the sample"
                 for one in generators.found
                 if not one.can_be_set
             ]
@@ -601,7 +603,7 @@ def make_randomness(
 
 
 class _ValuePickler(pickle.Pickler):
-    """Equal samples give equal bytes: tensors by value, and no object by reference to another."""
+    """Pickles equal samples to equal bytes: tensors by value, and without memoisation."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -624,7 +626,7 @@ def _bytes_of(sample: Any) -> bytes:
 
 
 def _hash_seeds(seed: int, epoch: int, position: int) -> list[tuple[int, int]]:
-    """(NumPy's, torch's) seed for a run of positions: two splitmix64 outputs per position."""
+    """Return (NumPy seed, torch seed) for a run of positions: two splitmix64 outputs each."""
     key = (seed + GOLDEN * ((epoch + 1) & MASK)) & MASK
     key = (key ^ (key >> 31)) * 0xD6E8FEB86659FD93 & MASK
     counters = np.arange(2 * position, 2 * (position + _SEED_RUN), dtype=np.uint64)
@@ -635,12 +637,12 @@ def _hash_seeds(seed: int, epoch: int, position: int) -> list[tuple[int, int]]:
 
 
 def seed_worker(base_seed: int, worker: int) -> int:
-    """Seed this process as PyTorch seeds its worker ``worker``; returns that worker's seed."""
+    """Seed this process as PyTorch seeds its worker ``worker``. Returns that worker's seed."""
     import torch
     from torch.utils.data._utils.worker import _generate_state  # PyTorch's own NumPy seed
 
     seed = base_seed + worker
-    if seed > MASK:  # no generator takes more than 64 bits
+    if seed > MASK:  # generators take at most 64 bits
         seed -= MASK + 1
     random.seed(seed)
     torch.manual_seed(seed)
