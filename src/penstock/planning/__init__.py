@@ -1,14 +1,14 @@
-"""From facts, options and measured times to a plan, with a reason for every choice.
+"""Planning: from machine facts, options and measured times to a plan with reasons.
 
 ::
 
-    inputs         LoaderRequest, Workload: what was asked for, what the work is like
+    inputs         LoaderRequest, Workload: the options given, and the facts about the data
     decisions      make_plan; the public penstock.plan
-      worker_count   how many workers pay
+      worker_count   the number of workers
     plan           Plan, Choice, Problem: the results
-    problems       what is wrong with a machine: amd_override
-    safety         requests that would hang or crash here
-    sample_timing  measures a dataset
-    prefetch_depth adapts while a loader runs
+    problems       problems of a machine, including amd_override
+    safety         changes requests that would hang or crash on this machine
+    sample_timing  times the samples of a dataset
+    prefetch_depth adapts the prefetch depth while a loader runs
     quantities     counts, durations and sizes as text
 """

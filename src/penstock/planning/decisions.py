@@ -1,8 +1,8 @@
 """Makes the plan of a loader: every automatic choice, with its reason.
 
-:func:`make_plan` is pure: the same facts, request and workload give the same plan anywhere. The
-loader and the doctor call it. :func:`plan` is the public ``penstock.plan``, which finds out the
-facts and measures the dataset first.
+:func:`make_plan` is pure: the same facts, request and workload give the same plan on any machine.
+The loader and ``penstock doctor`` call it. :func:`plan` is the public ``penstock.plan``, which
+first collects the facts and measures the dataset.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def plan(
     pin_memory: bool | None = None,
     randomness: str = "sample",
 ) -> Plan:
-    """What ``DataLoader`` with these arguments would do on this machine, and why.
+    """Return the plan of a ``DataLoader`` with these arguments on this machine, with reasons.
 
     Args:
-        dataset: A few of its samples are loaded here and timed, for about half a second. Without
-            one, the plan is what the machine alone says.
-        start_method: What ``multiprocessing_context`` would be.
+        dataset: A few of its samples are loaded in this process and timed, for about half a second.
+            Without a dataset, the plan depends only on the machine.
+        start_method: The value of ``multiprocessing_context``.
 
     Raises:
-        BadArgument: An argument has a value that the loader would refuse too.
-        Whatever ``dataset[i]`` raises.
+        BadArgument: An argument has a value that the loader would also refuse.
+        Any exception that ``dataset[i]`` raises.
 
     Example:
         >>> import penstock
@@ -59,7 +59,7 @@ def plan(
         randomness=randomness,
     )
     _refuse_unknown(request)
-    # Late: the loader and the doctor need neither for make_plan.
+    # Imported late, because the loader and the doctor need neither for make_plan.
     from penstock.machine.collect import machine
     from penstock.planning.sample_timing import measure_workload
 
@@ -68,7 +68,7 @@ def plan(
 
 
 def _refuse_unknown(request: LoaderRequest) -> None:
-    """What the loader refuses has no plan."""
+    """Refuse values that the loader refuses."""
     is_known = {
         "num_workers": request.num_workers == "auto" or _is_count(request.num_workers, least=0),
         "batch_size": request.batch_size is None or _is_count(request.batch_size, least=1),
@@ -81,7 +81,7 @@ def _refuse_unknown(request: LoaderRequest) -> None:
     for name, is_fine in is_known.items():
         if not is_fine:
             raise BadArgument(
-                f"no loader can have {name}={getattr(request, name)!r}",
+                f"{name}={getattr(request, name)!r} is not valid for a loader",
                 remedy=f"penstock.plan(dataset) without {name}",
             )
 
@@ -91,7 +91,7 @@ def _is_count(value: object, *, least: int) -> bool:
 
 
 def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
-    """Every choice for one loader on one machine.
+    """Make every choice for one loader on one machine.
 
     Example:
         >>> laptop, request = Machine(os="win32", num_cpus=8), LoaderRequest(num_workers=4)
@@ -102,7 +102,7 @@ def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
     workers = choose_num_workers(machine, request, work, method.value)
     pool = choose_pool(machine, request, workers.value)
     if pool.value == "thread" and work.is_iterable and workers.value > 1:
-        workers = Choice(1, "threads cannot share an iterable dataset out", "rule")
+        workers = Choice(1, "threads cannot divide an iterable dataset", "rule")
     if pool.value != "process":
         method = Choice(None, f"the {pool.value} pool starts no process", "rule")
     plan = Plan(
@@ -120,7 +120,7 @@ def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
 
 
 def choose_pool(machine: Machine, request: LoaderRequest, num_workers: int) -> Choice:
-    """Processes, threads, or no worker at all."""
+    """Choose processes, threads, or no workers."""
     if request.pool == "inline":
         return Choice("inline", "pool='inline' was given", "asked")
     if num_workers == 0:
@@ -129,19 +129,21 @@ def choose_pool(machine: Machine, request: LoaderRequest, num_workers: int) -> C
         return Choice(request.pool, f"pool={request.pool!r} was given", "asked")
     if not machine.can_start_python:
         what = "a frozen application" if machine.is_frozen else "this interpreter"
-        return Choice("thread", f"{what} has no Python to start workers with", "rule")
+        return Choice("thread", f"{what} cannot start Python worker processes", "rule")
     return Choice("process", "user code may hold the interpreter lock", "rule")
 
 
 def choose_start_method(machine: Machine, request: LoaderRequest) -> Choice:
-    """The fork server where there is one, else spawn, unless one was asked for."""
+    """Choose the given method, else the fork server where available, else spawn."""
     asked = request.start_method
     if asked in ("fork", "spawn"):
         return Choice(asked, f"multiprocessing_context={asked!r} was given", "asked")
     if machine.os == "linux" and not machine.has_proc:
-        return Choice("spawn", "without /proc no process is known to be safe to fork", "rule")
+        return Choice("spawn", "without /proc, no process is known to be safe to fork", "rule")
     if machine.os == "linux":
-        reason = "a clean process forks workers in milliseconds, whatever this one holds"
+        reason = (
+            "a clean process forks workers in milliseconds, unaffected by the state of this one"
+        )
         source: Source = "asked" if asked == "forkserver" else "rule"
         return Choice("forkserver", reason, source)
     return Choice("spawn", f"{machine.os} has no safe fork", "rule")
@@ -157,38 +159,40 @@ def _choose_prefetch(request: LoaderRequest, pool: str) -> Choice:
 
 def _choose_persistence(request: LoaderRequest, pool: str, method: str | None) -> Choice:
     if pool == "inline":
-        return Choice(False, "there is no worker to keep", "rule")
+        return Choice(False, "there are no workers to keep", "rule")
     if request.persistent_workers is not None:
-        how = "persistent_workers was given" if request.persistent_workers else "as in torch"
+        how = "persistent_workers was given" if request.persistent_workers else "torch's default"
         return Choice(
             request.persistent_workers, how, "asked" if request.persistent_workers else "rule"
         )
     if method == "spawn":
-        return Choice(True, "spawning takes seconds: workers are kept between epochs", "rule")
-    return Choice(False, "new workers take milliseconds, and see what changed since", "rule")
+        return Choice(True, "spawning takes seconds, so workers are kept between epochs", "rule")
+    return Choice(
+        False, "new workers start in milliseconds and see changes made since the last epoch", "rule"
+    )
 
 
 def _choose_pinning(machine: Machine, request: LoaderRequest) -> Choice:
     if request.device is not None and request.device.startswith("cuda"):
-        reason = f"device={request.device!r}: slots are pinned once, copies overlap the step"
+        reason = f"device={request.device!r}: slots are pinned once, and copies overlap the step"
         return Choice(True, reason, "rule")
     cards = [gpu.name for gpu in machine.gpus if gpu.vendor in ("nvidia", "amd")]
     if not cards and machine.has_gpu_context:
-        cards = ["GPU"]  # opened already, whatever its name
+        cards = ["GPU"]  # a GPU is in use, but its name is unknown
     has_card = bool(cards) and machine.torch_build in ("cuda", "hip")
     if request.pin_memory is None:
         if has_card:
-            return Choice(True, f"copies to the {cards[0]} are quicker from pinned memory", "rule")
+            return Choice(True, f"copies to the {cards[0]} are faster from pinned memory", "rule")
         return Choice(False, "there is no GPU to copy to", "rule")
     if request.pin_memory:
         return Choice(True, "pin_memory was given", "asked")
-    hint = f"; pin_memory=True makes copies to the {cards[0]} quicker" if has_card else ""
-    return Choice(False, f"as in torch{hint}", "rule")
+    hint = f"; pin_memory=True makes copies to the {cards[0]} faster" if has_card else ""
+    return Choice(False, f"torch's default{hint}", "rule")
 
 
 def _choose_threads(machine: Machine, pool: str, num_workers: int) -> Choice:
     if pool != "process":
-        return Choice(None, "no process of its own to set threads for", "rule")
+        return Choice(None, "there are no worker processes", "rule")
     reason = (
         f"{count(num_workers, 'worker')} on {count(machine.usable_cores, 'core')}: one thread each"
     )
@@ -197,7 +201,7 @@ def _choose_threads(machine: Machine, pool: str, num_workers: int) -> Choice:
 
 def _count_slots(request: LoaderRequest, work: Workload, pool: str, num_workers: int) -> Choice:
     if pool == "inline":
-        return Choice(0, "no batch is under way without workers", "rule")
+        return Choice(0, "no batch is in flight without workers", "rule")
     if work.sample_bytes is None:
         return Choice(None, "known after the first batch", "rule")
     depth = request.prefetch_factor or 2
@@ -213,37 +217,37 @@ def _choose_randomness(request: LoaderRequest, work: Workload) -> Choice:
     if request.randomness == "worker":
         return Choice("worker", "randomness='worker' was given", "asked")
     if work.is_iterable:
-        reason = "samples of an iterable dataset have no position of their own"
+        reason = "samples of an iterable dataset have no position"
         return Choice("worker", reason, "rule")
-    return Choice("sample", "the same bits whatever the number of workers", "rule")
+    return Choice("sample", "the same bits for any number of workers", "rule")
 
 
 def _warnings(plan: Plan, machine: Machine, request: LoaderRequest) -> list[str]:
-    """What was asked for and causes trouble: one line each, with the way out."""
+    """Return a line for each given option that causes problems. Its last sentence is the cure."""
     found = []
     free = machine.available_bytes or machine.usable_memory_bytes
     slots = plan.slot_memory.value or 0
     if free and slots > free // 2:
         found.append(
-            f"batches under way need {plan.slot_memory.reason}, and {size(free)} of memory are "
-            "free. Lower prefetch_factor, num_workers or batch_size."
+            f"batches in flight need {plan.slot_memory.reason}, but only {size(free)} of memory "
+            "is free. Lower prefetch_factor, num_workers or batch_size."
         )
     if plan.start_method.value == "fork" and machine.has_gpu_context:
         found.append(
             "multiprocessing_context='fork' copies a process that holds a GPU context: workers "
-            "that touch it hang or crash. Leave multiprocessing_context out."
+            "that use it hang or crash. Omit multiprocessing_context."
         )
     if request.has_sample_limit and plan.pool.value == "inline":
         found.append(
-            "sample_timeout_s: samples are loaded in this process, where nobody can look at them. "
-            "num_workers=1 or more makes the limit work."
+            "sample_timeout_s has no effect, because samples are loaded in this process. "
+            "Use num_workers=1 or more."
         )
     is_heavy = machine.os == "win32" and machine.torch_build == "cuda"
     if is_heavy and plan.num_workers.source == "asked" and plan.pool.value == "process":
         most = memory_ceiling(machine, request, Workload(), "spawn")
         if most is not None and most.num_workers < plan.num_workers.value:
             found.append(
-                f"num_workers={plan.num_workers.value}: {most.reason}. Windows may refuse them "
-                f"(WinError 1455); num_workers={most.num_workers} fits."
+                f"num_workers={plan.num_workers.value}: {most.reason}. Windows may refuse to start "
+                f"them (WinError 1455); use num_workers={most.num_workers}."
             )
     return found

@@ -1,4 +1,4 @@
-"""Inputs of a plan besides the machine: what the user asked for, and what the work is like."""
+"""Inputs of a plan besides the machine: the loader's options and the facts about the data."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderRequest:
-    """What the user asked for: the loader's arguments, as far as a choice depends on them.
+    """Options of a loader that the plan depends on.
 
     Args:
         start_method: ``"fork"``, ``"spawn"``, ``"forkserver"`` or None.
-        persistent_workers, pin_memory: None leaves it to the plan.
-        device: Where batches are brought to; None: they stay in CPU memory.
-        has_init_fn: Whether a ``worker_init_fn`` was given.
-        has_sample_limit: Whether a ``sample_timeout_s`` was given.
+        persistent_workers, pin_memory: None lets the plan decide.
+        device: The device that batches are copied to. None: they stay in CPU memory.
+        has_init_fn: True if a ``worker_init_fn`` was given.
+        has_sample_limit: True if a ``sample_timeout_s`` was given.
     """
 
     num_workers: int | str = "auto"
@@ -32,18 +32,18 @@ class LoaderRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is known of the data. None: not known (yet).
+    """Facts about the data. None means unknown.
 
     Args:
-        sample_s: Wall time of one sample; ``busy_share`` of it is spent computing, the rest
-            waiting for a disk or a network.
+        sample_s: Wall time of one sample. ``busy_share`` of it is spent computing, the rest waiting
+            for a disk or a network.
         num_samples: Length of the dataset or of its sampler.
         sample_bytes: Size of one sample as tensors.
-        step_s: What the training step takes between two batches; ``step_busy_s`` is what it
-            computes on this machine's cores meanwhile, all of them added up.
-        is_iterable: An IterableDataset: each worker would read all of it.
-        is_in_memory: The engine slices it (TensorDataset and its like).
-        stays_because: Why the dataset cannot be sent to a worker process.
+        step_s: Time of the training step between two batches. ``step_busy_s`` is the CPU time it
+            uses on this machine, summed over all cores.
+        is_iterable: True for an IterableDataset, which every worker would read completely.
+        is_in_memory: True if the engine slices it (TensorDataset and similar).
+        stays_because: The reason why the dataset cannot be sent to a worker process.
     """
 
     sample_s: float | None = None

@@ -31,12 +31,12 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a loader does on this machine. ``str(plan)`` is a table to read.
+    """Settings of a loader on this machine. ``str(plan)`` is a table.
 
     Args:
-        slot_memory: Bytes of shared memory for batches under way; None until a batch was seen.
-        warnings: What was asked for and will hurt here, each with its reason.
-        notes: What was done on the way where something is not as usual, once workers have started.
+        slot_memory: Bytes of shared memory for batches in flight. None until the first batch.
+        warnings: Given options that cause problems on this machine, each with the reason.
+        notes: Unusual events since the workers started.
     """
 
     pool: Choice
@@ -53,12 +53,12 @@ class Plan:
 
     @property
     def choices(self) -> dict[str, Choice]:
-        """The choices by name, in the order they are shown."""
+        """The choices by name, in display order."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Choice)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         shown: dict[str, Any] = {
             name: {"value": choice.value, "reason": choice.reason, "source": choice.source}
             for name, choice in self.choices.items()
@@ -67,7 +67,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
-        """The plan that :meth:`to_dict` described."""
+        """Return the plan that :meth:`to_dict` described."""
         lists = {name: tuple(values[name]) for name in ("warnings", "notes")}
         choices = {name: Choice(**value) for name, value in values.items() if name not in lists}
         return cls(**{**choices, **lists})  # type: ignore[arg-type]
@@ -81,16 +81,16 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is not as it should be.
+    """A problem found on a machine.
 
     Args:
-        code: A name for programs, as in ``"shm-small"``.
+        code: An identifier for programs, such as ``"shm-small"``.
         severity: ``"harm"`` breaks a run or its results, ``"slow"`` wastes time or memory,
-            ``"note"`` is worth knowing.
+            ``"note"`` is for information.
         what: What was found, with values.
-        why: What it does to whom.
+        why: Its effect.
         cure: A line to paste.
-        where: The file and line at fault, where there is one.
+        where: The file and line at fault, if there is one.
 
     Example:
         >>> problem = Problem(code="x", severity="note", what="a", why="b", cure="c")
@@ -106,10 +106,10 @@ class Problem:
     where: str | None = None
 
     def to_dict(self) -> dict[str, str | None]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def worst_first(problems: Iterable[Problem]) -> list[Problem]:
-    """Harm, then what is slow, then notes; each kind in the order it was found."""
+    """Sort problems by severity: harm, slow, note. The sort is stable."""
     return sorted(problems, key=lambda problem: _SEVERITIES.index(problem.severity))

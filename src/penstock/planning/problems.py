@@ -1,7 +1,7 @@
-"""Finds what is wrong with a machine for loading data. Pure: same facts, same problems.
+"""Finds problems of a machine that affect data loading. Pure: same facts, same problems.
 
-Each check looks at one thing and reports nothing where all is well, or where it cannot know: a
-false alarm costs more trust than a missed one.
+Each check covers one fact. It reports nothing if the fact is fine or unknown, because a false alarm
+costs more trust than a missed problem.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from penstock.planning.plan import Plan, Problem, Severity, worst_first
 from penstock.planning.quantities import count, size
 
 SMALL_SHM_BYTES = 1 << 30
-"""A container has 64 MiB unless told otherwise; a machine of its own has half its memory."""
+"""A container has 64 MiB by default. Outside of containers, it is half the memory."""
 FEW_FILES = {"linux": 1024, "darwin": 256}
-"""The default; a lower number was set on purpose."""
+"""The defaults. A lower limit was set on purpose."""
 LITTLE_MEMORY_BYTES, HARDLY_ANY_MEMORY_BYTES = 1 << 30, 256 << 20
-"""Guessed: a worker takes 50 MB and its batches; torch with the training step takes more."""
+"""Estimates. A worker needs 50 MB and its batches. torch with the training step needs more."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 GPU_BUILDS = ("cuda", "hip", "xpu")
 BUILD_OF_VENDOR = {"nvidia": "cuda", "amd": "hip"}
@@ -28,11 +28,11 @@ BUILD_OF_VENDOR = {"nvidia": "cuda", "amd": "hip"}
 def find_problems(
     machine: Machine, plan: Plan, storage: Mapping[str, Storage] | None = None
 ) -> list[Problem]:
-    """Everything that stands in the way of fast and sound loading, worst first.
+    """Return everything that prevents fast and correct loading, worst first.
 
     Args:
-        plan: What would be done here: some facts hurt only with many workers, or with fork.
-        storage: What the data lies on, by its path.
+        plan: The plan for this machine. Some facts matter only with many workers, or with fork.
+        storage: The storage of the data, by path.
 
     Example:
         >>> from penstock.planning.inputs import LoaderRequest, Workload
@@ -72,7 +72,7 @@ def _check_torch(machine: Machine, plan: Plan) -> Iterable[Problem]:
         yield Problem(
             code="torch-missing",
             severity="harm",
-            what="there is no torch in this Python",
+            what="torch is not installed in this Python",
             why="nothing can be loaded without it",
             cure="pip install torch",
         )
@@ -96,8 +96,8 @@ def _check_gpu_driver(machine: Machine, plan: Plan) -> Iterable[Problem]:
         yield Problem(
             code="gpu-driver",
             severity="harm" if is_needed else "note",
-            what=f"the GPU's driver did not answer as it should: {machine.gpu_trouble}",
-            why="a driver in this state makes torch fail or hang too",
+            what=f"the GPU driver did not respond correctly: {machine.gpu_trouble}",
+            why="a driver in this state also makes torch fail or hang",
             cure="sudo reboot",
         )
 
@@ -111,29 +111,30 @@ def _check_start_method(machine: Machine, plan: Plan) -> Iterable[Problem]:
         yield Problem(
             code="fork-set",
             severity="harm" if is_unsafe else "note",
-            what="somebody settled multiprocessing's start method on 'fork'",
+            what="multiprocessing's start method was set to 'fork'",
             why="a forked child of a process that uses a GPU or threads hangs or crashes; "
-            "Penstock's workers are not forked from this process, PyTorch's and others' are",
+            "Penstock does not fork its workers from this process, but PyTorch and others do",
             cure="multiprocessing.set_start_method('spawn', force=True)",
         )
         return
     yield Problem(
         code="context-set",
         severity="note",
-        what=f"multiprocessing's start method is settled already: {machine.start_method!r}",
-        why="a later set_start_method() raises 'context has already been set'; Penstock does not "
-        "look at it",
+        what=f"multiprocessing's start method is already set: {machine.start_method!r}",
+        why="a later set_start_method() raises 'context has already been set'; Penstock "
+        "ignores this setting",
         cure="multiprocessing.set_start_method('spawn', force=True)",
     )
 
 
 def _check_gpu_context(machine: Machine, plan: Plan) -> Iterable[Problem]:
-    if machine.has_gpu_context and plan.start_method.value != "fork":  # else: a plan's warning
+    if machine.has_gpu_context and plan.start_method.value != "fork":  # fork: the plan warns
         yield Problem(
             code="gpu-context",
             severity="note",
             what="this process holds a GPU context before the first batch",
-            why="children forked from it cannot use the GPU; Penstock's workers are not",
+            why="children forked from it cannot use the GPU; Penstock's workers are not forked "
+            "from it",
             cure="DataLoader(..., multiprocessing_context=None)",
         )
 
@@ -145,7 +146,7 @@ def _check_plan(machine: Machine, plan: Plan) -> Iterable[Problem]:
             code="asked-for-trouble",
             severity="harm",
             what=what or text,
-            why="it was asked for, so it is done",
+            why="it was requested, so the plan follows it",
             cure=cure,
         )
 
@@ -159,8 +160,9 @@ def _check_windows(machine: Machine, plan: Plan) -> Iterable[Problem]:
             code="windows-commit",
             severity="note",
             what="a CUDA build of torch on Windows",
-            why="each worker process commits about 2.5 GiB for CUDA's libraries, and too many end "
-            f"in WinError 1455; the plan is {count(plan.num_workers.value, 'worker')}",
+            why="each worker process commits about 2.5 GiB for CUDA's libraries, and too many "
+            "workers end in WinError 1455; the plan has "
+            f"{count(plan.num_workers.value, 'worker')}",
             cure="SystemPropertiesPerformance.exe  (Advanced, Virtual memory: a larger page file)",
         )
 
@@ -174,9 +176,9 @@ def _check_memory(machine: Machine, plan: Plan) -> Iterable[Problem]:
     yield Problem(
         code="memory-low",
         severity="harm" if free < HARDLY_ANY_MEMORY_BYTES else "note",
-        what=f"{size(free)} of memory "
-        + ("is all that the control group allows" if is_limit else "are free"),
-        why="the kernel kills workers when it runs out",
+        what=f"{size(free)} of memory is "
+        + ("all that the control group allows" if is_limit else "free"),
+        why="the kernel kills workers when memory runs out",
         cure="docker run --memory=8g ..."
         if is_limit
         else "DataLoader(..., num_workers=1, prefetch_factor=2)",
@@ -191,7 +193,7 @@ def _check_cores(machine: Machine, plan: Plan) -> Iterable[Problem]:
         what = "this machine has one core"
     elif machine.num_affine_cpus == 1:
         cure = f"taskset -c 0-{machine.num_cpus - 1} python train.py"
-        what = f"this process may use one of {machine.num_cpus} cores (affinity)"
+        what = f"this process can use one of {machine.num_cpus} cores (affinity)"
     else:
         cure = "docker run --cpus=4 ..."
         what = f"the control group allows {machine.cpu_quota:.3g} of {machine.num_cpus} cores"
@@ -199,7 +201,7 @@ def _check_cores(machine: Machine, plan: Plan) -> Iterable[Problem]:
         code="one-core",
         severity="slow",
         what=what,
-        why="workers and training share it: only samples that wait for a disk gain from a worker",
+        why="workers and training share it, so a worker helps only if samples wait for a disk",
         cure=cure,
     )
 
@@ -218,8 +220,8 @@ def _check_threads(machine: Machine, plan: Plan) -> Iterable[Problem]:
             severity="slow",
             what=f"{name}={threads} with {count(num_workers, 'worker')}: "
             f"{threads * num_workers} threads on {count(cores, 'core')}",
-            why="they take turns on the cores. Penstock starts its workers with one thread; what "
-            "a worker loads later, and PyTorch's workers, follow the variable",
+            why="the threads compete for the cores. Penstock starts its workers with one thread, "
+            "but libraries that a worker loads later, and PyTorch's workers, follow the variable",
             cure="export " + " ".join(f"{each}={fitting}" for each in crowding),
         )
     seen = machine.num_affine_cpus or machine.num_cpus
@@ -229,8 +231,8 @@ def _check_threads(machine: Machine, plan: Plan) -> Iterable[Problem]:
             severity="slow",
             what=f"the control group allows {machine.cpu_quota:.3g} of the {seen} cores that "
             "libraries see",
-            why="torch, OpenBLAS and OpenCV start a thread for each core they see, and all wait "
-            "when the quota is used up",
+            why="torch, OpenBLAS and OpenCV start a thread for each core they see, and all of them "
+            "stall when the quota is used up",
             cure=f"export OMP_NUM_THREADS={cores}",
         )
 
@@ -244,8 +246,8 @@ def _check_files(machine: Machine, plan: Plan) -> Iterable[Problem]:
         yield Problem(
             code="few-files",
             severity="slow",
-            what=f"this process may hold {machine.max_fds} open files",
-            why="each worker needs about 4, and PyTorch's one for each tensor under way",
+            what=f"this process can have {machine.max_fds} open files",
+            why="each worker needs about 4, and PyTorch needs one for each tensor in flight",
             cure="ulimit -n 4096",
         )
 
@@ -255,12 +257,12 @@ def _check_shm(machine: Machine, plan: Plan) -> Iterable[Problem]:
     if machine.os != "linux" or shm is None or shm >= SMALL_SHM_BYTES:
         return
     if machine.memory_bytes and shm >= machine.memory_bytes // 4:
-        return  # small because the machine is
+        return  # small only because the machine has little memory
     yield Problem(
         code="shm-small",
         severity="note",
-        what=f"/dev/shm holds {size(shm)}",
-        why="PyTorch's workers die of a bus error when it is full; Penstock's batches lie in "
+        what=f"/dev/shm has {size(shm)}",
+        why="PyTorch's workers die of a bus error when it is full; Penstock's batches are in "
         "anonymous memory, which it does not limit",
         cure="docker run --shm-size=8g ...",
     )
@@ -272,8 +274,8 @@ def _check_frozen(machine: Machine, plan: Plan) -> Iterable[Problem]:
         yield Problem(
             code="frozen",
             severity="note",
-            what=f"{what} has no Python to start workers with",
-            why="workers are threads: code that holds the interpreter lock gains nothing",
+            what=f"{what} cannot start Python worker processes",
+            why="workers are threads, and code that holds the interpreter lock does not get faster",
             cure="DataLoader(..., pool='thread')",
         )
 
@@ -284,16 +286,16 @@ def _check_pillow(machine: Machine, plan: Plan) -> Iterable[Problem]:
             code="pillow-without-turbo",
             severity="slow",
             what="Pillow was built without libjpeg-turbo",
-            why="libjpeg-turbo decodes JPEG two to six times faster, by its makers' count",
+            why="libjpeg-turbo decodes JPEG two to six times faster, according to its authors",
             cure="pip install --force-reinstall --only-binary :all: pillow",
         )
 
 
 def check_storage(path: str, storage: Storage, *, is_data: bool = True) -> list[Problem]:
-    """A problem if what ``path`` is stored on is too slow to feed training.
+    """Return a problem if the storage of ``path`` is too slow for training.
 
     Args:
-        is_data: Whether the data is known to be there. If not, it is only worth a note.
+        is_data: True if the data is known to be there. If False, the problem is only a note.
     """
     if storage.kind not in ("spinning", "network"):
         return []
@@ -304,7 +306,7 @@ def check_storage(path: str, storage: Storage, *, is_data: bool = True) -> list[
         Problem(
             code=f"storage-{storage.kind}",
             severity=severity,
-            what=f"{path} lies on {kind}{on}",
+            what=f"{path} is on {kind}{on}",
             why=storage.advice,
             cure=f"{'aws s3 sync' if '://' in path else 'rsync -a'} {path} /path/on/an/ssd/",
         )

@@ -1,10 +1,10 @@
-"""Quantities as text for a person: counts, durations, sizes."""
+"""Counts, durations and sizes as human-readable text."""
 
 from __future__ import annotations
 
 
 def count(number: int, thing: str) -> str:
-    """A number with its noun.
+    """Return a number with its noun.
 
     Example:
         >>> count(1, "core"), count(2, "core")
@@ -14,7 +14,7 @@ def count(number: int, thing: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that reads best.
+    """Return seconds as text, in a readable unit.
 
     Example:
         >>> duration(0.0123), duration(2.5), duration(4e-6)
@@ -26,7 +26,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in the unit that reads best.
+    """Return bytes as text, in a readable unit.
 
     Example:
         >>> size(512), size(3 << 20), size(16 << 30)

@@ -1,7 +1,7 @@
-"""Changes what other people's code asks for where it would hang or crash on this machine.
+"""Changes requests of third-party code that would hang or crash on this machine.
 
-The user of :class:`penstock.DataLoader` is obeyed and warned. Code that was written for another
-machine cannot read a warning, so patched loaders use this module.
+Arguments of :class:`penstock.DataLoader` are followed, with a warning. Code that was written for a
+different machine cannot react to a warning, so patched loaders use this module.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from penstock.planning.plan import Choice
 from penstock.planning.worker_count import most_workers
 
 USUAL_REQUESTS = (0, 1, 2, 4, 8)
-"""What scripts ask for."""
+"""Numbers of workers that scripts commonly request."""
 
 
 def make_safe(machine: Machine, request: LoaderRequest) -> tuple[LoaderRequest, list[str]]:
-    """The request as it can be met here, and one line for each change.
+    """Return a request that is safe on this machine, and one line for each change.
 
     Example:
         >>> box = Machine(os="linux", num_cpus=2, has_gpu_context=True)
@@ -33,7 +33,7 @@ def make_safe(machine: Machine, request: LoaderRequest) -> tuple[LoaderRequest, 
         request = replace(request, start_method=None)
         lines.append(
             "multiprocessing_context='fork' with a GPU context in this process hangs or crashes: "
-            "workers come from a clean process instead"
+            "workers are started from a clean process instead"
         )
     most = most_workers(machine, request, Workload(), choose_start_method(machine, request).value)
     if isinstance(request.num_workers, int) and request.num_workers > most.num_workers:
@@ -43,7 +43,7 @@ def make_safe(machine: Machine, request: LoaderRequest) -> tuple[LoaderRequest, 
 
 
 def choose_safe_workers(machine: Machine, num_workers: int) -> Choice:
-    """So many workers, or as many of them as this machine bears.
+    """Return ``num_workers``, or the maximum for this machine if that is lower.
 
     Example:
         >>> laptop = Machine(os="win32", num_cpus=8, torch_build="cuda", available_bytes=8 << 30)
@@ -53,19 +53,19 @@ def choose_safe_workers(machine: Machine, num_workers: int) -> Choice:
     safe, lines = make_safe(machine, LoaderRequest(num_workers=num_workers))
     if lines:
         return Choice(safe.num_workers, lines[0].partition(": ")[2], "rule")
-    return Choice(num_workers, "as asked", "asked")
+    return Choice(num_workers, "as requested", "asked")
 
 
 def tabulate_safe_workers(
     machine: Machine, requested: Iterable[int] = USUAL_REQUESTS
 ) -> dict[int, Choice]:
-    """From each number that may be asked for to the one that is safe here.
+    """Map each requested number of workers to the number that is safe on this machine.
 
     Example:
         >>> table = tabulate_safe_workers(Machine(os="linux", num_cpus=8, max_fds=80))
         >>> [(asked, safe.value) for asked, safe in table.items()]
         [(0, 0), (1, 1), (2, 2), (4, 4), (8, 4)]
         >>> table[8].reason
-        'only 80 files may be open (ulimit -n)'
+        'only 80 files can be open (ulimit -n)'
     """
     return {number: choose_safe_workers(machine, number) for number in requested}

@@ -1,6 +1,6 @@
-"""Times the samples of a dataset by loading a few of them here, within a time limit.
+"""Times the samples of a dataset by loading a few in the current process, within a time limit.
 
-Called in the user's process by ``penstock.plan`` and, sample by sample, by the doctor.
+Called in the user's process by ``penstock.plan`` and, sample by sample, by ``penstock doctor``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ LIMIT_S = 0.5
 MAX_SAMPLES = 64
 
 _STEP = 0.6180339887498949
-"""The golden section: its multiples, taken modulo 1, fill the unit interval evenly at any count."""
+"""The golden ratio. Its multiples modulo 1 fill the unit interval evenly for any count."""
 _TOO_SHORT_TO_WAIT_S = 100e-6
-"""The clocks are read at a microsecond's distance, and no disk answers in less than this."""
+"""The two clocks are read a microsecond apart, and no disk responds faster than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedSample:
-    """One sample, or the exception that came in its place.
+    """One sample, or the exception that loading it raised.
 
     Args:
-        busy_s: What the processor worked of ``wall_s``; the rest was waiting.
+        busy_s: CPU time within ``wall_s``. The rest was waiting.
     """
 
     index: Any
@@ -43,7 +43,7 @@ class TimedSample:
 def time_samples(
     load: Callable[[Any], Any], indices: Iterable[Any], limit_s: float, at_least: int = 1
 ) -> Iterator[TimedSample]:
-    """Load samples until ``limit_s`` is used up by loading, but at least so many.
+    """Load samples until loading has taken ``limit_s``, but at least ``at_least`` samples.
 
     Example:
         >>> [timed.sample for timed in time_samples(lambda i: i * i, [0, 1, 2], limit_s=60.0)]
@@ -57,17 +57,17 @@ def time_samples(
         busy_s, start_s = time.process_time() + queued_s(), time.perf_counter()
         try:
             sample = load(index)
-        except Exception as raised:  # the consumer's to judge
+        except Exception as raised:  # the consumer decides what to do with it
             error = raised
         wall_s = time.perf_counter() - start_s
-        # A core that another program had is not waiting for data.
+        # Time in which a different program had the core does not count as waiting for data.
         busy_s = min(wall_s, time.process_time() + queued_s() - busy_s)
         spent_s += wall_s
         yield TimedSample(index=index, wall_s=wall_s, busy_s=busy_s, sample=sample, error=error)
 
 
 def spread_indices(length: int, most: int) -> Iterator[int]:
-    """Indices from all over a dataset, no one twice: first, last, middle, then in between.
+    """Yield distinct indices from all over a dataset: first, last, middle, then in between.
 
     Example:
         >>> list(spread_indices(10, most=6))
@@ -86,12 +86,13 @@ def spread_indices(length: int, most: int) -> Iterator[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleTiming:
-    """What samples take, from several of them.
+    """Summary of the times of several samples.
 
     Args:
-        p10_s, p90_s: A tenth of the samples was quicker, a tenth slower.
-        first_s: The very first, which often opens files or fills caches: not counted in the others.
-        busy_share: Part of the time that was computing; the rest was waiting.
+        p10_s, p90_s: The 10th and 90th percentile.
+        first_s: Time of the first sample, which often opens files or fills caches. Not included in
+            the other values.
+        busy_share: Fraction of the time spent computing. The rest was waiting.
     """
 
     num_samples: int
@@ -107,7 +108,7 @@ class SampleTiming:
 
 
 def summarize_timings(samples: Iterable[TimedSample]) -> SampleTiming | None:
-    """The times and sizes of the samples that loaded; None if none did.
+    """Summarise the times and sizes of the samples that loaded. None if none did.
 
     Example:
         >>> timing = summarize_timings(time_samples(lambda i: b"x" * 100, range(20), limit_s=60.0))
@@ -141,7 +142,7 @@ def summarize_timings(samples: Iterable[TimedSample]) -> SampleTiming | None:
 
 
 def num_bytes(sample: Any) -> int:
-    """Bytes of the tensors, arrays and texts in a sample.
+    """Return the total size of the tensors, arrays and strings in a sample.
 
     Example:
         >>> num_bytes({"name": "ab", "data": [b"xyz", 7]})
@@ -155,7 +156,7 @@ def num_bytes(sample: Any) -> int:
     if isinstance(sample, (str, bytes, bytearray)):
         return len(sample)
     if isinstance(sample, (bool, int, float)):
-        return 8  # what it becomes in a batch
+        return 8  # its size in a batch
     if isinstance(sample, Mapping):
         sample = list(sample.values())
     if isinstance(sample, (list, tuple)):
@@ -164,7 +165,7 @@ def num_bytes(sample: Any) -> int:
 
 
 def is_iterable_only(dataset: Any) -> bool:
-    """Whether it is read from front to back, as torch's IterableDataset, not by index."""
+    """True if the dataset is read in sequence, like torch's IterableDataset, not by index."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(dataset, torch.utils.data.IterableDataset):
         return True
@@ -172,30 +173,30 @@ def is_iterable_only(dataset: Any) -> bool:
 
 
 def is_sliced_in_memory(dataset: Any) -> bool:
-    """Whether it is a TensorDataset, or a part of one, of which a batch is a single copy."""
+    """True for a TensorDataset or a subset of one, where loading a batch is a single copy."""
     torch = sys.modules.get("torch")
     if torch is None:
-        return False  # then none was made
+        return False  # without torch, it cannot be a TensorDataset
     while type(dataset) is torch.utils.data.Subset:
         dataset = dataset.dataset
     return type(dataset) is torch.utils.data.TensorDataset
 
 
 def length_of(dataset: Any) -> int | None:
-    """How many samples it says it has; None if it does not say."""
+    """Return ``len(dataset)``, or None if it has no length."""
     try:
         return len(dataset)
-    except Exception:  # absent, negative, not a number, or user code that fails
+    except Exception:  # missing, negative, not a number, or user code that fails
         return None
 
 
 def measure_workload(dataset: Any, limit_s: float = LIMIT_S) -> Workload:
-    """The workload of a dataset, from a few samples that are loaded here.
+    """Return the workload of a dataset, measured by loading a few samples in this process.
 
-    The caller's random generators are put back afterwards.
+    Restores the caller's random generators.
 
     Raises:
-        Whatever ``dataset[i]`` raises.
+        Any exception that ``dataset[i]`` raises.
 
     Example:
         >>> measure_workload(list(range(100))).num_samples
@@ -203,7 +204,7 @@ def measure_workload(dataset: Any, limit_s: float = LIMIT_S) -> Workload:
     """
     from penstock.order.global_generators import preserved_generators  # late: it imports NumPy
 
-    if is_iterable_only(dataset):  # its samples have no index, and one worker reads it anyway
+    if is_iterable_only(dataset):  # its samples have no index, and only one worker reads it
         return Workload(is_iterable=True)
     length = length_of(dataset)
     if is_sliced_in_memory(dataset):

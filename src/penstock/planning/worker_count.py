@@ -1,12 +1,14 @@
-"""Chooses the number of workers by a small model of one epoch, with and without them.
+"""Chooses the number of workers with a model of one epoch, with and without workers.
 
-Inline, a batch and the step that uses it follow each other. With ``n`` workers one such round takes
+Without workers, a batch and the training step that uses it run one after the other. With ``n``
+workers, one round of batch and step takes
 
     max(PARENT_S, (wall + HANDOVER_S) / n, step, (computing of both + HANDOVER_S) / cores)
 
-seconds: the parent takes the batch in, a worker that waits for a disk leaves its core to another,
-the step runs meanwhile, and the cores share all that is computed. The smallest ``n`` that comes
-near the best is chosen, starting them included, if what it saves in an epoch is more than that.
+seconds. The parent receives the batch. A worker that waits for a disk leaves its core to the
+others. The step runs at the same time. All computing shares the cores. The smallest ``n`` with
+nearly the best epoch time, including the start of the workers, is chosen if it saves several times
+the cost of starting them in an epoch.
 """
 
 from __future__ import annotations
@@ -20,53 +22,59 @@ from penstock.planning.quantities import count, duration, size
 
 PARENT_S = 120e-6
 HANDOVER_S = 250e-6
-"""What the parent does for one batch, and what parent and worker do together beyond loading it.
-Guesses from the rates of tiny batches (3,000 to 5,000 a second, 2 workers), not measured apart."""
+"""Time of the parent for one batch, and the combined overhead of parent and worker for one batch.
+Estimated from the rates of tiny batches (3,000 to 5,000 a second, 2 workers), not measured
+separately."""
 START_S = {"forkserver": 0.06, "fork": 0.06, "spawn": 3.0}
-"""Starting one worker for each core. More take their turns: until 2, 8 and 16 workers had given a
-batch each, a warm fork server took 0.05, 0.2 and 0.26 s, spawning 1.8, 7 and 14 s (2 cores, load
-4)."""
+"""Time to start one worker per core. More workers than cores take longer. Until 2, 8 and 16 workers
+had each delivered a batch, a warm fork server took 0.05, 0.2 and 0.26 s, and spawning took 1.8, 7
+and 14 s (2 cores, load 4)."""
 WORTH_STARTS = 3
-"""Workers must save this many times what starting them costs."""
+"""Workers must save this many times the cost of starting them."""
 SLACK = 1.25
 WORTH_SHARE = 0.9
-"""Workers must shorten a round at least to this part of it: the model is not more precise."""
+"""Workers must shorten a round at least to this fraction, because the model is not more precise."""
 NEAR_BEST = 1.05
 GPU_BOUND_SHARE = 0.05
-"""Loading that takes less of a step than this is not worth a worker."""
+"""If loading takes less than this fraction of a step, no worker is used."""
 MAX_WAITING_WORKERS = 32
 PER_CORE = 8
 WORKER_BYTES = {"forkserver": 48 << 20, "fork": 48 << 20, "spawn": 300 << 20}
-"""Private memory of a worker: idle ones had 10 and 146 MiB, the user's libraries come on top."""
+"""Private memory of a worker. Idle workers measured 10 and 146 MiB. The rest is a margin for the
+user's libraries."""
 WINDOWS_CUDA_WORKER_BYTES = 2560 << 20
 """On Windows each process that imports a CUDA torch commits its libraries (pytorch #59904).
-How much is a guess; no Windows machine was at hand."""
+The amount is an estimate, not measured on Windows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """The most workers that this machine bears, and what sets it."""
+    """The maximum number of workers for this machine, and the reason."""
 
     num_workers: int
     reason: str
 
 
-_OWN_CEILING = Ceiling(num_workers=64, reason="more than 64 workers are only made when asked for")
+_OWN_CEILING = Ceiling(
+    num_workers=64, reason="more than 64 workers are started only if num_workers is given"
+)
 
 
 def choose_num_workers(
     machine: Machine, request: LoaderRequest, work: Workload, method: str
 ) -> Choice:
-    """How many workers.
+    """Choose the number of workers.
 
     Args:
-        method: How they would be started: ``"forkserver"``, ``"spawn"`` or ``"fork"``.
+        method: The start method: ``"forkserver"``, ``"spawn"`` or ``"fork"``.
 
     Example:
         >>> laptop = Machine(os="linux", num_cpus=4, available_bytes=8 << 30)
         >>> jpeg = Workload(sample_s=0.01, busy_share=1.0, num_samples=50_000)
-        >>> print(choose_num_workers(laptop, LoaderRequest(batch_size=64), jpeg, "forkserver"))
-        4 (measured: a batch takes 640 ms here, about 160 ms in all with 4 workers on 4 cores)
+        >>> request = LoaderRequest(batch_size=64)
+        >>> choice = choose_num_workers(laptop, request, jpeg, "forkserver")
+        >>> print(choice.value, choice.reason, sep=": ")
+        4: a batch takes 640 ms without workers, about 160 ms in total with 4 workers on 4 cores
     """
     settled = _settled(machine, request, work, method)
     if settled is not None:
@@ -74,13 +82,15 @@ def choose_num_workers(
     if work.sample_s is None:
         ceiling = _ceiling(machine, request, work, method)
         return Choice(
-            ceiling.num_workers, f"{ceiling.reason}, if the first batch shows need", "rule"
+            ceiling.num_workers,
+            f"{ceiling.reason}, if the first batch shows that they help",
+            "rule",
         )
     return _measured(machine, request, work, method)
 
 
 def should_measure(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> bool:
-    """Whether the number of workers waits for a measured batch.
+    """True if the number of workers depends on a measured batch.
 
     Example:
         >>> linux, two = Machine(os="linux"), LoaderRequest(num_workers=2)
@@ -95,21 +105,23 @@ def should_measure(machine: Machine, request: LoaderRequest, work: Workload, met
 def _settled(
     machine: Machine, request: LoaderRequest, work: Workload, method: str
 ) -> Choice | None:
-    """The choice that no measurement changes, or None."""
+    """Return the choice if no measurement can change it, else None."""
     if request.num_workers != "auto":
         return Choice(request.num_workers, "num_workers was given", "asked")
     if request.pool == "inline":
         return Choice(0, "pool='inline' was given", "rule")
     if work.is_iterable:
-        reason = "every worker would read all of an iterable dataset: one only, loading ahead"
+        reason = "each worker would read the whole iterable dataset, so one worker loads ahead"
         return Choice(1, reason, "rule")
     if work.is_in_memory:
-        return Choice(0, "tensors in memory are sliced at memory speed; workers only add", "rule")
+        return Choice(
+            0, "tensors in memory are sliced at memory speed; workers only add overhead", "rule"
+        )
     if work.stays_because is not None:
         return Choice(0, f"the dataset stays in this process: {work.stays_because}", "rule")
     ceiling = _ceiling(machine, request, work, method)
     if request.has_init_fn:
-        reason = f"{ceiling.reason}; worker_init_fn prepares workers, so no sample is tried here"
+        reason = f"{ceiling.reason}; worker_init_fn sets up workers, so no sample is timed here"
         return Choice(ceiling.num_workers, reason, "rule")
     if request.pool == "thread" or not machine.can_start_python:
         return Choice(ceiling.num_workers, ceiling.reason, "rule")
@@ -121,13 +133,13 @@ def _measured(machine: Machine, request: LoaderRequest, work: Workload, method: 
     if work.num_samples:
         batch_size = min(batch_size, work.num_samples)
     wall_s, step_s = (work.sample_s or 0.0) * batch_size, work.step_s or 0.0
-    shown = f"a batch takes {duration(wall_s)} here"
+    shown = f"a batch takes {duration(wall_s)} without workers"
     if wall_s < GPU_BOUND_SHARE * step_s:
-        reason = f"{shown}, {wall_s / step_s:.0%} of a step: the step limits, not loading"
+        reason = f"{shown}, {wall_s / step_s:.0%} of a step: the bottleneck is the step"
         return Choice(least, reason, "measured")
     most = _ceiling(machine, request, work, method).num_workers
     rounds = {n: _round_s(n, machine, work, batch_size) for n in range(1, most + 1)}
-    epochs = rounds  # of one whose length is not known, a round
+    epochs = rounds  # if the epoch's length is unknown, compare rounds
     if work.num_samples is not None:
         num_rounds = work.num_samples / batch_size
         epochs = {n: num_rounds * rounds[n] + _start_s(n, machine, method) for n in rounds}
@@ -135,32 +147,32 @@ def _measured(machine: Machine, request: LoaderRequest, work: Workload, method: 
     inline_s, pooled_s = wall_s + step_s, rounds[chosen]
     with_step = f" and the step {duration(step_s)}" if step_s > 0.01 * wall_s else ""
     if pooled_s > WORTH_SHARE * inline_s:
-        reason = f"{shown}{with_step}; with workers a round would take {duration(pooled_s)}"
+        reason = f"{shown}{with_step}; with workers the total would be {duration(pooled_s)}"
         return Choice(least, reason, "measured")
     if work.num_samples is not None:
         saved_s = num_rounds * (inline_s - pooled_s)
         start_s = _start_s(chosen, machine, method)
         if saved_s < WORTH_STARTS * start_s:
             reason = (
-                f"{shown}{with_step}; in an epoch workers would save {duration(saved_s)}, "
-                f"and starting them costs {duration(start_s)}"
+                f"{shown}{with_step}; workers would save {duration(saved_s)} per epoch, "
+                f"but starting them takes {duration(start_s)}"
             )
             return Choice(least, reason, "measured")
     reason = (
-        f"{shown}{with_step}, about {duration(pooled_s)} in all with {count(chosen, 'worker')}"
+        f"{shown}{with_step}, about {duration(pooled_s)} in total with {count(chosen, 'worker')}"
         f" on {count(machine.usable_cores, 'core')}{_waits(work)}"
     )
     return Choice(chosen, reason, "measured")
 
 
 def _round_s(num_workers: int, machine: Machine, work: Workload, batch_size: int) -> float:
-    """One batch and one step, with workers."""
+    """Return the time of one batch and one step, with workers."""
     wall_s = (work.sample_s or 0.0) * batch_size
     busy_s = wall_s * (1.0 if work.busy_share is None else work.busy_share)
     computed_s = (busy_s + work.step_busy_s + HANDOVER_S) / machine.usable_cores
     loaded_s, step_s = (wall_s + HANDOVER_S) / num_workers, work.step_s or 0.0
     if loaded_s <= step_s:
-        loaded_s *= SLACK  # batches vary, and a late one holds the step
+        loaded_s *= SLACK  # batch times vary, and a late batch delays the step
     return max(PARENT_S, loaded_s, step_s, computed_s)
 
 
@@ -171,26 +183,26 @@ def _start_s(num_workers: int, machine: Machine, method: str) -> float:
 def _waits(work: Workload) -> str:
     if work.busy_share is None or work.busy_share > 0.8:
         return ""
-    return f"; samples wait {1 - work.busy_share:.0%} of their time, so more workers than cores"
+    return f"; samples wait {1 - work.busy_share:.0%} of the time, so workers can outnumber cores"
 
 
 def _ceiling(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> Ceiling:
     cores, ranks = machine.usable_cores, machine.num_local_ranks
-    most = Ceiling(num_workers=cores, reason=f"one for each of the {count(cores, 'usable core')}")
+    most = Ceiling(num_workers=cores, reason=f"one worker per core, {count(cores, 'usable core')}")
     if ranks > 1:
-        reason = f"{count(cores, 'usable core')} for {ranks} ranks on this machine"
+        reason = f"{count(cores, 'usable core')} shared by {ranks} ranks on this machine"
         most = Ceiling(num_workers=max(1, cores // ranks), reason=reason)
     if work.busy_share is not None and work.busy_share < 0.8:
         share = max(work.busy_share, 0.01)
         waiting = min(MAX_WAITING_WORKERS, PER_CORE * cores, int(most.num_workers / share))
-        reason = "samples wait more than they work"
+        reason = "samples spend much of their time waiting"
         most = Ceiling(num_workers=max(most.num_workers, waiting), reason=reason)
     memory = memory_ceiling(machine, request, work, method)
     return _lowest(most, memory, _file_ceiling(machine), _OWN_CEILING)
 
 
 def most_workers(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> Ceiling:
-    """The most that this machine bears at all, also of workers that mostly wait.
+    """Return the maximum for this machine, even for workers that mostly wait.
 
     Example:
         >>> linux = Machine(os="linux", num_cpus=2)
@@ -198,7 +210,7 @@ def most_workers(machine: Machine, request: LoaderRequest, work: Workload, metho
         16
     """
     cores = machine.usable_cores
-    reason = f"more than {PER_CORE} for each of {count(cores, 'usable core')} only take turns"
+    reason = f"more than {PER_CORE} workers per core only compete for {count(cores, 'usable core')}"
     most = Ceiling(num_workers=PER_CORE * cores, reason=reason)
     return _lowest(most, memory_ceiling(machine, request, work, method), _file_ceiling(machine))
 
@@ -211,7 +223,7 @@ def _lowest(*ceilings: Ceiling | None) -> Ceiling:
 def memory_ceiling(
     machine: Machine, request: LoaderRequest, work: Workload, method: str
 ) -> Ceiling | None:
-    """The most workers that fit in half of the free memory; None where that is unknown."""
+    """Return the number of workers that fit in half of the free memory. None if unknown."""
     available = min(
         machine.available_bytes or machine.usable_memory_bytes,
         machine.usable_memory_bytes or machine.available_bytes,
@@ -219,19 +231,19 @@ def memory_ceiling(
     if not available:
         return None
     each = WORKER_BYTES[method]
-    why = f"{size(each)} a worker"
+    why = f"each worker needs {size(each)}"
     if machine.os == "win32" and machine.torch_build == "cuda":
         each = WINDOWS_CUDA_WORKER_BYTES
         why = f"each worker commits about {size(each)} for CUDA's libraries on Windows"
     if work.sample_bytes is not None:
         each += 2 * work.sample_bytes * (request.batch_size or 1)
-        why += ", its batches included"
+        why += ", plus its batches"
     most = max(1, available // 2 // each)
-    return Ceiling(num_workers=most, reason=f"{size(available)} of memory are free, {why}")
+    return Ceiling(num_workers=most, reason=f"{size(available)} of memory is free, and {why}")
 
 
 def _file_ceiling(machine: Machine) -> Ceiling | None:
     if machine.max_fds is None:
         return None
     most = max(1, (machine.max_fds - 64) // 4)
-    return Ceiling(num_workers=most, reason=f"only {machine.max_fds} files may be open (ulimit -n)")
+    return Ceiling(num_workers=most, reason=f"only {machine.max_fds} files can be open (ulimit -n)")

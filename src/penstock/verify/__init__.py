@@ -1,19 +1,19 @@
-"""Checks that a loader gives the same bits whatever loads them: ``penstock.verify(make_loader)``.
+"""Checks that a loader gives the same bits under every setting: ``penstock.verify(make_loader)``.
 
 ::
 
     comparison      runs the factory's loader under each setting, and compares
-      factory       what the factory takes; a loader as a factory of loaders like it
-      settings      which settings there are
-      hashed_run    one run, batch after batch: delayed, or killed and resumed
-      hashing       a batch and its samples as hashes
-      fresh_process the same run in a new interpreter, with another hash seed
-      differences   the first sample and field that differ, and how
-      causes        why, as found by further runs
-      verdict       the answer: a table, the difference, for a person or a program
-    training        without a loader: is the same small training twice equal to the last bit here?
+      factory       arguments of the factory; turns a loader into a factory
+      settings      the settings to compare
+      hashed_run    one run of a loader, with delays, or killed and resumed
+      hashing       hashes of a batch and its samples
+      fresh_process the same run in a new interpreter, with a different hash seed
+      differences   the first sample and field that differ, and how they differ
+      causes        the likely cause, found by further runs
+      verdict       the result: a table and the difference, as text and as plain values
+    training        trains a small model twice and compares every bit, without a loader
 
-Nothing here knows Penstock's own loader: any iterable can be checked.
+This package works with any iterable and does not depend on Penstock's loader.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Finds the likely cause of a difference by further runs, each of which changes one thing.
+"""Finds the likely cause of a difference by further runs, each with one change.
 
-the reference once more      differs: no setting is to blame (time, id(), an unseeded generator)
-the other setting once more  differs: chance decides, the order of arrival
-all samples of the epoch     the same ones in another order; or the whole stream several times
-another hash seed            differs: the order of a set
-another seed                 the values follow: drawn from generators that each worker seeds
+the reference again          differs: no setting is the cause (time, id(), an unseeded generator)
+the other setting again      differs: the order of arrival is the cause
+all samples of the epoch     the same samples in a different order, or the whole stream repeated
+a different hash seed        differs: the order of a set
+a different seed             values change: drawn from generators that each worker seeds
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LOWEST_ADDRESS, _HIGHEST_ADDRESS = 1 << 20, 1 << 48
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Two runs that differ, and the means to run more.
+    """Two runs that differ, and functions to run more.
 
     Args:
         place: (Epoch, batch) of the first difference.
-        values: The two values of the field that differs, if it could be found.
-        has_own_seed: The loader was given a seed, so the caller's generators do not matter.
-        run: Runs a setting again; with another seed of the caller's generators, if given.
-        run_in_new_process: Runs a setting in a new process with a hash seed.
+        values: The two values of the field that differs, if it was found.
+        has_own_seed: True if the loader was given a seed, so the caller's generators do not matter.
+        run: Runs a setting again, optionally with a different seed of the caller's generators.
+        run_in_new_process: Runs a setting in a new process with a given hash seed.
     """
 
     reference: Setting
@@ -55,13 +55,14 @@ class Case:
 
 
 def find_cause(case: Case) -> Cause:
-    """The likely cause of a difference."""
+    """Return the likely cause of a difference."""
     look = _look_at_values(case.values)
     if _is_repeated(case):
         return Cause(
             code="repeated-stream",
-            text="each worker gives the whole stream: the iterable does not share it out",
-            cure="torch.utils.data.get_worker_info() in __iter__, and only this worker's part",
+            text="each worker gives the whole stream: the iterable does not divide it",
+            cure="use torch.utils.data.get_worker_info() in __iter__ to yield only this worker's "
+            "part",
         )
     if case.setting.is_fresh:
         return _cause_in_process(case, look)
@@ -77,23 +78,22 @@ def find_cause(case: Case) -> Cause:
 
 
 def _look_at_values(values: tuple[Any, Any] | None) -> Cause | None:
-    """The cause, if the values look like the time, or like addresses."""
+    """Return a cause if the values look like timestamps or addresses."""
     numbers = [_number(value) for value in values or ()]
     if len(numbers) < 2:
         return None
     if all(number is not None and _is_time(number) for number in numbers):
         return Cause(
             code="time",
-            text="the values are the time at which they were made",
-            cure="leave the clock out of what a sample returns",
+            text="the values are timestamps",
+            cure="do not return clock values from a sample",
             evidence=(f"both are within an hour of now: {numbers[0]:.6g}, {numbers[1]:.6g}",),
         )
     if all(number is not None and _is_address(number) for number in numbers):
         return Cause(
             code="address",
-            text="the values look like addresses: id(), or a hash of an object that has none of "
-            "its own",
-            cure="a number of the sample's own, such as its index, instead of id()",
+            text="the values look like addresses: id(), or the default hash of an object",
+            cure="use a number that belongs to the sample, such as its index, instead of id()",
             evidence=(f"{hex(int(numbers[0] or 0))}, {hex(int(numbers[1] or 0))}",),
         )
     return None
@@ -108,7 +108,7 @@ def _number(value: Any) -> float | None:
 
 
 def _is_fraction(values: tuple[Any, Any] | None) -> bool:
-    """Whether this is the kind of number that is drawn, and not counted."""
+    """True if a value is not an integer, so it was probably drawn and not counted."""
     numbers = [_number(value) for value in values or ()]
     return any(number is not None and number % 1 != 0 for number in numbers)
 
@@ -139,40 +139,42 @@ def _is_repeated(case: Case) -> bool:
 
 
 def _cause_in_hashes(case: Case) -> Cause | None:
-    """The cause, if processes differ by their hash seed alone."""
+    """Return a cause if processes differ only because of their hash seed."""
     try:
         first, second = (case.run_in_new_process(case.reference, seed) for seed in HASH_SEEDS)
         if first_difference(first, second) is None:
             return None
         again = case.run_in_new_process(case.reference, HASH_SEEDS[0])
     except Exception:
-        return None  # the factory cannot be run elsewhere
+        return None  # the factory cannot run in a new process
     if first_difference(first, again) is not None:
         return None
     seeds = " and ".join(HASH_SEEDS)
     return Cause(
         code="hash-order",
-        text="the order of a set (or of a dictionary made from one) follows the hash seed",
+        text="the order of a set (or of a dictionary made from one) depends on the hash seed",
         cure="sorted(...), or PYTHONHASHSEED=0 python train.py",
-        evidence=(f"two processes with PYTHONHASHSEED {seeds} differ; with the same, not",),
+        evidence=(
+            f"two processes with PYTHONHASHSEED {seeds} differ; with the same value they do not",
+        ),
     )
 
 
 def _cause_without_seed(case: Case) -> Cause:
-    """The reference differs from itself: by what ran before it in this process, or by nothing."""
-    said = f"{case.reference.name}, run once more, differs from itself"
+    """Return the cause if the reference differs from itself: kept state, or no seed."""
+    said = f"{case.reference.name}, run again, differs from itself"
     if _are_new_processes_alike(case):
         return Cause(
             code="kept-state",
-            text="the dataset keeps something from one run to the next",
-            cure="no attribute that __getitem__ changes",
+            text="the dataset keeps state from one run to the next",
+            cure="do not change attributes in __getitem__",
             evidence=(said, "two new processes are equal"),
         )
     return Cause(
         code="unseeded",
-        text="the values do not follow from any seed: a generator that nobody seeds "
+        text="the values do not depend on any seed: an unseeded generator "
         "(np.random.default_rng() in a sample, os.urandom), time, or id()",
-        cure="penstock.rng() in __getitem__",
+        cure="use penstock.rng() in __getitem__",
         evidence=(said,),
     )
 
@@ -181,18 +183,18 @@ def _are_new_processes_alike(case: Case) -> bool:
     try:
         first, second = (case.run_in_new_process(case.reference, HASH_SEEDS[0]) for _ in range(2))
     except Exception:
-        return False  # the factory cannot be run elsewhere
+        return False  # the factory cannot run in a new process
     return first_difference(first, second) is None
 
 
 def _cause_in_process(case: Case, look: Cause | None) -> Cause:
-    """A new process differs: by its hash seed, or by anything else that is new in it."""
+    """Return the cause if a new process differs: its hash seed, or something else in it."""
     return (
         _cause_in_hashes(case)
         or look
         or Cause(
             code="process",
-            text="it depends on the process: its environment, its number, or what ran in it before",
+            text="it depends on the process: its environment, its id, or what ran in it before",
             evidence=("a new process with the same arguments differs",),
         )
     )
@@ -202,10 +204,12 @@ def _cause_in_resuming(case: Case) -> Cause:
     epoch = case.place[0]
     ours, theirs = (Counter(run.samples(epoch)) for run in (case.one, case.other))
     num_lost, num_doubled = sum((ours - theirs).values()), sum((theirs - ours).values())
-    said = f"of {sum(ours.values())} samples, {num_lost} are missing and {num_doubled} are others"
+    said = (
+        f"of {sum(ours.values())} samples, {num_lost} are missing and {num_doubled} are different"
+    )
     return Cause(
         code="resume",
-        text="state_dict() does not bring back the place, the order or the randomness",
+        text="state_dict() does not restore the position, the order or the randomness",
         cure=_SEEDED_LOADER,
         evidence=(said,),
     )
@@ -214,21 +218,22 @@ def _cause_in_resuming(case: Case) -> Cause:
 def _cause_in_workers(case: Case, look: Cause | None) -> Cause:
     epoch = case.place[0]
     is_stable = _is_stable(case)
-    said = f"{case.setting.name}, run once more, " + (
+    said = f"{case.setting.name}, run again, " + (
         "is equal to itself" if is_stable else "differs from itself"
     )
     if Counter(case.one.samples(epoch)) == Counter(case.other.samples(epoch)):
-        same = "the epoch has the same samples, in another order"
+        same = "the epoch has the same samples in a different order"
         if is_stable:
             return Cause(
                 code="worker-order",
-                text="the order follows the number of workers: each has its own part of the stream",
-                cure="a dataset with __getitem__, or the same number of workers every time",
+                text="the order depends on the number of workers: each loads its part of the "
+                "stream",
+                cure="use a dataset with __getitem__, or always the same number of workers",
                 evidence=(same, said),
             )
         return Cause(
             code="arrival-order",
-            text="batches are given as they arrive, and that is not the same twice",
+            text="batches are delivered in the order of arrival, which varies",
             cure="in_order=True",
             evidence=(same, said),
         )
@@ -237,8 +242,9 @@ def _cause_in_workers(case: Case, look: Cause | None) -> Cause:
     if not is_stable:
         return Cause(
             code="worker-state",
-            text="it matters which worker loads a sample, and when: state that the dataset keeps",
-            cure="no attribute that __getitem__ changes",
+            text="the values depend on which worker loads a sample, and when: the dataset keeps "
+            "state",
+            cure="do not change attributes in __getitem__",
             evidence=(said,),
         )
     found = None if _is_fraction(case.values) else _cause_in_hashes(case)
@@ -246,7 +252,7 @@ def _cause_in_workers(case: Case, look: Cause | None) -> Cause:
 
 
 def _is_stable(case: Case) -> bool:
-    """Whether the other setting is equal to itself, also when samples take unequal times."""
+    """True if the other setting is equal to itself, even when samples take unequal times."""
     for delays in (None, "samples", "consumer", "samples"):
         try:
             again = case.run(replace(case.setting, delays=delays or case.setting.delays))
@@ -261,16 +267,16 @@ def _seeds_or_state(case: Case, said: str) -> Cause:
     reseeded = case.run(case.setting, seed=1)
     follows_seed = first_difference(case.other, reseeded) is not None
     if follows_seed or (case.has_own_seed and _is_fraction(case.values)):
-        seen = "another seed gives other values" if follows_seed else "they are no whole numbers"
+        seen = "a different seed gives different values" if follows_seed else "not integers"
         return Cause(
             code="worker-seeds",
-            text="random numbers are drawn from generators that each worker seeds for itself",
+            text="random numbers are drawn from generators that each worker seeds itself",
             cure=_SEEDED_LOADER,
             evidence=(said, seen),
         )
     return Cause(
         code="worker-state",
-        text="values follow the worker (its number, or a count that it keeps), not a seed",
-        cure="no attribute that __getitem__ changes, no worker id in a sample",
-        evidence=(said, "another seed changes nothing"),
+        text="values depend on the worker (its id, or a counter in it), not on a seed",
+        cure="do not change attributes in __getitem__, and do not use the worker id in a sample",
+        evidence=(said, "a different seed changes nothing"),
     )

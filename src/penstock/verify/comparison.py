@@ -1,4 +1,4 @@
-"""Runs a loader under one setting after the other, and compares what it gives.
+"""Runs a loader under several settings and compares the results.
 
 :func:`verify` is the public ``penstock.verify``.
 """
@@ -29,8 +29,8 @@ from penstock.verify.verdict import Cause, Difference, Row, Verdict, describe_er
 
 WORKERS = (0, 1, 2, 5)
 _NO_WORKERS = (
-    "make_loader does not take num_workers: the loader was run as it is. "
-    "def make_loader(num_workers=0) shows more."
+    "make_loader does not accept num_workers, so the loader was run only as given. "
+    "Use def make_loader(num_workers=0) to compare more settings."
 )
 
 
@@ -44,27 +44,29 @@ def verify(
     new_process: bool = True,
     tell: Callable[[str], None] = lambda setting: None,
 ) -> Verdict:
-    """Whether a loader gives the same bits whatever loads them: ours, torch's, or any iterable.
+    """Check whether a loader gives the same bits under every setting.
 
-    Each run seeds Python's, NumPy's and torch's generators anew, makes a loader, and hashes every
-    sample and every batch. The runs differ in the number of workers, pool, start method, prefetch,
-    delays, in being killed and resumed half way, and in the process. At the first difference,
-    further runs find the likely cause.
+    Works with Penstock's loader, torch's, or any iterable. Each run seeds Python's, NumPy's and
+    torch's generators, makes a loader, and hashes every sample and every batch. The runs differ in
+    the number of workers, pool, start method, prefetch and delays. One run is killed and resumed in
+    the middle, and one is in a new process. At the first difference, further runs find the likely
+    cause.
 
     Args:
-        make_loader: A function that makes a new loader. Of the arguments ``num_workers``, ``pool``,
-            ``multiprocessing_context`` and ``prefetch_factor``, it is given those that it takes;
-            the settings that need others are skipped, and listed as such. Or a DataLoader like
-            torch's, which is made again from its attributes.
-        epochs: How many are compared.
-        workers: Numbers of workers, of which the first is the reference.
-        max_batches: Compare only so many of each epoch.
-        start_methods: Of worker processes; None: all that this system has. Spawn is slow.
-        new_process: Also in a new process with another hash seed; takes a few seconds.
+        make_loader: A function that returns a new loader. It is passed those of the arguments
+            ``num_workers``, ``pool``, ``multiprocessing_context`` and ``prefetch_factor`` that it
+            accepts. Settings that need the others are skipped and listed. It can also be a
+            DataLoader like torch's, which is made again from its attributes.
+        epochs: Number of epochs to compare.
+        workers: Numbers of workers. The first is the reference.
+        max_batches: Compare only this many batches of each epoch.
+        start_methods: Start methods of worker processes. None: all that this system has. Spawn is
+            slow.
+        new_process: Also run in a new process with a different hash seed. Takes a few seconds.
         tell: Called with each setting's name before it is run.
 
     Raises:
-        BadArgument: The factory needs other arguments, or the loader gives nothing.
+        BadArgument: The factory requires other arguments, or the loader gives no batch.
 
     Example:
         >>> import penstock, random
@@ -104,15 +106,15 @@ class _Comparison:
         self._factory, self._takes, self._extent, self._tell = factory, takes, extent, tell
         self._reference, *self._others = settings
         with preserved_generators():
-            self._loader = factory(**self._reference.arguments)  # to look at, not to run
+            self._loader = factory(**self._reference.arguments)  # for inspection only
 
     def run(self) -> Verdict:
-        """Run all settings; explain the first that differs."""
+        """Run all settings, and explain the first that differs."""
         self._tell(self._reference.name)
         expected = self._run(self._reference)
         if not expected.num_batches:
             raise BadArgument(
-                "the loader gave no batch: there is nothing to compare",
+                "the loader gave no batch, so there is nothing to compare",
                 remedy="a factory whose loader has some samples",
             )
         self._extent = replace(self._extent, stops=_stops(expected))
@@ -152,7 +154,7 @@ class _Comparison:
     def _not_offered(self, setting: Setting) -> str:
         missing = sorted(name for name in setting.needed if not self._takes(name))
         if missing:
-            return f"make_loader does not take {', '.join(missing)}"
+            return f"make_loader does not accept {', '.join(missing)}"
         loader = self._loader
         if setting.arguments.get("multiprocessing_context") == "spawn":
             return reason_not_to_spawn(loader)
@@ -160,7 +162,7 @@ class _Comparison:
             if not hasattr(loader, "load_state_dict") or not hasattr(loader, "state_dict"):
                 return "the loader has no state_dict"
             if not any(self._extent.stops):
-                return "the epoch has one batch"
+                return "the epoch has only one batch"
         return ""
 
     def _explain(self, expected: HashedRun, setting: Setting, other: HashedRun) -> Difference:
@@ -184,8 +186,8 @@ class _Comparison:
         )
         try:
             cause = find_cause(case)
-        except Exception as error:  # the loader may fail when it is run once more
-            cause = Cause(code="unknown", text=f"looking for it failed: {type(error).__name__}")
+        except Exception as error:  # the loader may fail when it is run again
+            cause = Cause(code="unknown", text=f"finding it failed: {type(error).__name__}")
         epoch, batch = place
         return Difference(
             one=self._reference.name,
@@ -203,8 +205,8 @@ class _Comparison:
     def _find_field(
         self, setting: Setting, place: tuple[int, int], sample: int | None
     ) -> tuple[str, tuple[Any, Any] | None]:
-        """The field that differs and its values, from one more run of each."""
-        # A new process cannot hand its values back; this one shows the field all the same.
+        """Return the field that differs and its two values, from another run of each setting."""
+        # A new process cannot return its values, but a run in this process shows the field too.
         settings = (self._reference, setting)
         try:
             found = [capture_batch(self._factory, each, self._extent, place) for each in settings]
@@ -225,16 +227,16 @@ def _describe(
     sample: int | None,
     values: tuple[Any, Any] | None,
 ) -> tuple[str, str, str]:
-    """(How two runs differ, the one and the other in short)."""
+    """Return (how two runs differ, the first value as text, the second value as text)."""
     epoch, number = place
     counts = [len(run.batches(epoch)) for run in (expected, other)]
     if number >= min(counts):
-        return "the epoch ends", f"{counts[0]} batches", f"{counts[1]} batches"
+        return "the number of batches differs", f"{counts[0]} batches", f"{counts[1]} batches"
     moved = describe_move(expected, other, place, sample)
     if moved:
         return moved, "", ""
     if values is None:
-        return "other bits, which were not seen again", "", ""
+        return "different bits, which did not appear again in another run", "", ""
     return describe(*values)
 
 
@@ -250,7 +252,7 @@ def _row(setting: Setting, found: HashedRun, expected: HashedRun) -> Row:
 
 
 def _stops(expected: HashedRun) -> tuple[int, ...]:
-    """After how many batches of each epoch an interrupted run dies: somewhere in the middle."""
+    """Return the number of batches in each epoch after which an interrupted run is killed."""
     draw = random.Random(0)
     lengths = [len(epoch) for epoch in expected.epochs]
     return tuple(draw.randrange(1, length) if length > 1 else 0 for length in lengths)

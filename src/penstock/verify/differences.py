@@ -1,4 +1,4 @@
-"""Finds the first difference of two runs: batch, sample and field, and both values."""
+"""Finds the first difference between two runs: batch, sample and field, and both values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_SHOWN = 100
 
 
 def first_difference(one: HashedRun, other: HashedRun) -> tuple[int, int] | None:
-    """(Epoch, batch) of the first difference; None: the runs are the same."""
+    """Return (epoch, batch) of the first difference. None if the runs are the same."""
     for epoch in range(max(len(one.epochs), len(other.epochs))):
         pairs = zip_longest(one.batches(epoch), other.batches(epoch))
         for number, (mine, theirs) in enumerate(pairs):
@@ -25,7 +25,7 @@ def first_difference(one: HashedRun, other: HashedRun) -> tuple[int, int] | None
 
 
 def first_sample(one: HashedRun, other: HashedRun, place: tuple[int, int]) -> int | None:
-    """The first sample within the batch in which two runs differ; None: not to be told apart."""
+    """Return the first differing sample of a batch. None if it cannot be determined."""
     epoch, number = place
     batches = [run.batches(epoch)[number : number + 1] for run in (one, other)]
     if not all(batches):
@@ -33,14 +33,14 @@ def first_sample(one: HashedRun, other: HashedRun, place: tuple[int, int]) -> in
     mine, theirs = (batch.samples for (batch,) in batches)
     if mine is None or theirs is None:
         return None
-    pairs = enumerate(zip_longest(mine, theirs))  # one batch may be longer
+    pairs = enumerate(zip_longest(mine, theirs))  # one batch can be longer
     return next((index for index, (left, right) in pairs if left != right), None)
 
 
 def describe_move(
     one: HashedRun, other: HashedRun, place: tuple[int, int], sample: int | None
 ) -> str:
-    """Where a sample went, if the epoch has the same samples in another order; else nothing."""
+    """Describe where a sample moved. Empty unless the epochs differ only in their order."""
     epoch, number = place
     if sample is None or Counter(one.samples(epoch)) != Counter(other.samples(epoch)):
         return ""
@@ -49,14 +49,14 @@ def describe_move(
         if sample < len(samples) and samples[sample] in (batch.samples or ()):
             found = (batch.samples or ()).index(samples[sample])
             return (
-                "the same samples in another order; the one that comes here first comes there in "
-                f"batch {batch_number} as sample {found}"
+                "the same samples in a different order; the first differing sample of the first "
+                f"run is sample {found} of batch {batch_number} in the second"
             )
     return ""
 
 
 def first_leaf(one: Any, other: Any) -> tuple[str, Any, Any] | None:
-    """(Path, value, value) of the first field in which two samples or batches differ."""
+    """Return (path, value, value) of the first field in which two samples or batches differ."""
     ours, theirs = dict(leaves_of(one)), dict(leaves_of(other))
     for path in [*ours, *(path for path in theirs if path not in ours)]:
         if path not in ours or path not in theirs:
@@ -67,7 +67,7 @@ def first_leaf(one: Any, other: Any) -> tuple[str, Any, Any] | None:
 
 
 def describe(one: Any, other: Any) -> tuple[str, str, str]:
-    """(How two values differ, the one and the other in short).
+    """Return (how two values differ, the first value as text, the second value as text).
 
     Example:
         >>> describe(np.array([1, 2, 3]), np.array([1, 5, 3]))
@@ -77,24 +77,24 @@ def describe(one: Any, other: Any) -> tuple[str, str, str]:
     if left is None or right is None:
         if type(one) is not type(other):
             return f"{type(one).__name__} and {type(other).__name__}", shown(one), shown(other)
-        return "other values", shown(one), shown(other)
+        return "different values", shown(one), shown(other)
     for what, mine, theirs in (
         ("dtypes", left[0], right[0]),
         ("shapes", left[1].shape, right[1].shape),
     ):
         if mine != theirs:
-            return f"other {what}", str(mine), str(theirs)
+            return f"different {what}", str(mine), str(theirs)
     return _describe_numbers(left[1], right[1])
 
 
 def _describe_numbers(left: np.ndarray, right: np.ndarray) -> tuple[str, str, str]:
     if not left.ndim:
-        return "other numbers", shown(left[()]), shown(right[()])
+        return "different numbers", shown(left[()]), shown(right[()])
     unlike = left != right
-    if left.dtype.kind in "fc":  # NaN is not equal to itself, and 0.0 is to -0.0
+    if left.dtype.kind in "fc":  # NaN does not equal itself, and 0.0 equals -0.0
         unlike &= ~(np.isnan(left) & np.isnan(right))
         if not unlike.any():
-            return "equal numbers with other bits (NaN or -0.0)", shown(left), shown(right)
+            return "equal numbers with different bits (NaN or -0.0)", shown(left), shown(right)
     places = np.argwhere(unlike)
     first = tuple(int(axis) for axis in places[0])
     text = f"{len(places)} of {left.size} numbers, the first at {list(first)}"
@@ -106,7 +106,7 @@ def _describe_numbers(left: np.ndarray, right: np.ndarray) -> tuple[str, str, st
 
 
 def shown(value: Any) -> str:
-    """A value in a line."""
+    """Return a value as one line of text."""
     if isinstance(value, np.generic):
         value = value.item()
     try:

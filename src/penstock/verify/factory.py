@@ -1,6 +1,6 @@
-"""Factories of the loaders that are compared: which arguments they take, how to make one.
+"""Factories of the loaders to compare: the arguments they accept, and factories from loaders.
 
-torch's DataLoader and its subclasses keep their arguments, so one of them can be made again.
+torch's DataLoader and its subclasses keep their arguments, so a new one can be made from them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ORDERING = ("shuffle", "sampler", "batch_sampler", "batch_size", "drop_last")
 
 
 def factory_of(maker: Any) -> Factory:
-    """``maker`` itself, or, if it is a DataLoader, a function that makes loaders like it.
+    """Return ``maker``. If it is a DataLoader, return a function that makes similar loaders.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -34,7 +34,7 @@ def factory_of(maker: Any) -> Factory:
     restore = _generators(maker)
 
     def make_again(**settings: Any) -> Any:
-        restore()  # a generator that all of them share goes on where the last one left it
+        restore()  # a generator shared by the loaders would continue where the last one stopped
         arguments = {**given, **settings}
         if not arguments.get("num_workers"):
             for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
@@ -48,7 +48,7 @@ def factory_of(maker: Any) -> Factory:
 
 
 def _arguments(loader: Any) -> dict[str, Any]:
-    """What the loader was made with, as far as its attributes tell."""
+    """Return the arguments of the loader, as far as its attributes show them."""
     names = [
         name
         for name, item in inspect.signature(type(loader).__init__).parameters.items()
@@ -64,14 +64,14 @@ def _arguments(loader: Any) -> dict[str, Any]:
     order, shuffle = loader.sampler, ordering.get("shuffle")
     is_seeded = isinstance(order, SeededOrder) and order.seed == found.get("seed")
     if is_seeded and order.shuffle == bool(shuffle):
-        return {**found, "shuffle": shuffle}  # an order of its own making
+        return {**found, "shuffle": shuffle}  # the loader created this order itself
     if type(loader.sampler).__name__ != "_InfiniteConstantSampler":  # an iterable has no order
         found["sampler"] = loader.sampler
     return found
 
 
 def _generators(loader: Any) -> Callable[[], None]:
-    """Remember the torch generators that the loader and its sampler were given."""
+    """Save the torch generators of the loader and its sampler. Returns a function to restore."""
     owners = (loader, loader.sampler, loader.batch_sampler)
     found = [getattr(owner, "generator", None) for owner in owners]
     states = [(generator, generator.get_state()) for generator in found if generator is not None]
@@ -84,14 +84,17 @@ def _generators(loader: Any) -> Callable[[], None]:
 
 
 def taken_by(factory: Factory) -> Callable[[str], bool]:
-    """Whether the factory takes a keyword argument. It takes everything if it has ``**settings``.
+    """Return a function that is True for keyword arguments that the factory accepts.
+
+    A factory with ``**settings`` accepts all of them.
 
     Raises:
-        BadArgument: It is no function, or needs an argument that it is not given.
+        BadArgument: It is not callable, or has a required argument that is not passed.
     """
     if not callable(factory):
         raise BadArgument(
-            f"make_loader is a {type(factory).__name__}: it must be a function that makes a loader",
+            f"make_loader is a {type(factory).__name__}, but it must be a function that returns a "
+            "loader",
             remedy="penstock.verify(lambda **settings: DataLoader(dataset, **settings))",
         )
     try:
@@ -105,7 +108,7 @@ def taken_by(factory: Factory) -> Callable[[str], bool]:
     ]
     if needed:
         raise BadArgument(
-            f"make_loader needs {', '.join(needed)}, which nobody gives it",
+            f"make_loader requires {', '.join(needed)}, which is not passed",
             remedy="def make_loader(num_workers=0): ...",
         )
     takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
@@ -114,5 +117,5 @@ def taken_by(factory: Factory) -> Callable[[str], bool]:
 
 
 def is_not_taken(error: BaseException) -> bool:
-    """Whether a factory with ``**settings`` handed one on to a loader that does not know it."""
+    """True if a factory with ``**settings`` passed one to a loader that does not accept it."""
     return isinstance(error, TypeError) and "unexpected keyword argument" in str(error)

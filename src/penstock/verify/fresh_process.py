@@ -1,4 +1,4 @@
-"""Runs a loader in a new interpreter with another hash seed, as a second program would.
+"""Runs a loader in a new interpreter with a different hash seed, as a second program would.
 
 ::
 
@@ -26,7 +26,7 @@ HASH_SEEDS = ("1", "2")
 
 
 class NotPicklable(Exception):
-    """The factory cannot be sent to another process."""
+    """The factory cannot be sent to a different process."""
 
 
 def run_in_new_process(
@@ -35,14 +35,16 @@ def run_in_new_process(
     """Like :func:`penstock.verify.hashed_run.run_and_hash`, in a new process.
 
     Raises:
-        NotPicklable: The factory holds something that no other process can have.
+        NotPicklable: The factory holds something that cannot be pickled.
     """
     import cloudpickle
 
     try:
         pickled = cloudpickle.dumps((factory, dict(setting.arguments), extent))
     except Exception as error:
-        raise NotPicklable(f"the factory does not travel: {str(error).splitlines()[0]}") from error
+        raise NotPicklable(
+            f"the factory cannot be pickled: {str(error).splitlines()[0]}"
+        ) from error
     with tempfile.TemporaryDirectory(prefix="penstock-verify-") as folder:
         path = Path(folder, "hashes.pickle")
         with ChildProcess(
@@ -53,7 +55,7 @@ def run_in_new_process(
         ) as child:
             status, printed = child.finish(_LIMIT_S, keep_bytes=4000)
         if status is None:
-            raise TimeoutError(f"the new process had not ended after {_LIMIT_S:g} s")
+            raise TimeoutError(f"the new process did not end within {_LIMIT_S:g} s")
         if not path.exists():
             last = printed.strip().splitlines() or [""]
             raise BadArgument(f"the new process ended with status {status}", where=last[-1])
@@ -62,10 +64,10 @@ def run_in_new_process(
 
 
 def main(path: str, parent: str) -> None:
-    """Called from: the child's command line."""
+    """Entry point of the child process."""
     end_with_parent(int(parent))
     factory, arguments, extent = pickle.loads(sys.stdin.buffer.read())
     found = run_and_hash(factory, Setting(name="", arguments=arguments), extent)
     Path(path).write_bytes(pickle.dumps(found))
     sys.stdout.flush()
-    os._exit(0)  # what the factory's code started may wait for ever
+    os._exit(0)  # threads or processes that the factory started may block a normal exit

@@ -1,11 +1,11 @@
-"""One run of a loader under a setting, batch after batch.
+"""One run of a loader under a setting, batch by batch.
 
-    generators set -> factory -> loader -> batch, batch, ...        as it comes
-                                   | state_dict, workers killed     in the middle, where asked
-                      factory -> loader, load_state_dict -> batch ... the rest
+    seed generators -> factory -> loader -> batch, batch, ...           normal run
+                                    | state_dict, workers killed        in the middle, if requested
+                       factory -> loader, load_state_dict -> batch ...  the rest
 
-The caller's generators are set to the same numbers before each run, so a loader that takes its
-seeds from there gets the same ones, and they are put back afterwards.
+The caller's generators are set to the same state before each run, so a loader that draws its seeds
+from them draws the same seeds. They are restored afterwards.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from penstock.verify.settings import Setting
 
 MAX_DELAY_S = 0.004
 NUM_DELAYS = 200
-"""Delays in one run or one worker: enough to change who comes first, and 0.4 s in all."""
+"""Delays in one run or one worker: enough to change the order of arrival, and 0.4 s in total."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HashedBatch:
-    """The hash of a batch, and those of its samples; None: it cannot be taken apart."""
+    """The hash of a batch, and those of its samples. None if it cannot be split."""
 
     whole: bytes
     samples: tuple[bytes, ...] | None
@@ -50,7 +50,7 @@ class HashedRun:
 
     @property
     def digest(self) -> str:
-        """One hash over everything, to compare by eye."""
+        """One hash over everything, for comparison by eye."""
         return digest([[batch.whole for batch in epoch] for epoch in self.epochs]).hex()
 
     @property
@@ -62,11 +62,11 @@ class HashedRun:
         return sum(len(self.samples(epoch)) for epoch in range(len(self.epochs)))
 
     def batches(self, epoch: int) -> list[HashedBatch]:
-        """The batches of an epoch; none if the run did not come to it."""
+        """Return the batches of an epoch. Empty if the run did not reach it."""
         return self.epochs[epoch] if epoch < len(self.epochs) else []
 
     def samples(self, epoch: int) -> list[bytes]:
-        """The hashes of an epoch's samples, in order; a batch that is one thing counts as one."""
+        """Return the hashes of an epoch's samples. A batch that cannot be split counts as one."""
         found: list[bytes] = []
         for batch in self.batches(epoch):
             found += (batch.whole,) if batch.samples is None else batch.samples
@@ -75,12 +75,12 @@ class HashedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """How much of a loader is run.
+    """The part of a loader to run.
 
     Args:
-        max_batches: Of each epoch; None: all.
-        stops: Batches of each epoch after which an interrupted run is killed.
-        seed: Of the caller's generators.
+        max_batches: Maximum per epoch. None: all.
+        stops: Number of batches in each epoch after which an interrupted run is killed.
+        seed: Seed of the caller's generators.
     """
 
     num_epochs: int = 2
@@ -90,7 +90,7 @@ class Extent:
 
 
 def run_and_hash(factory: Factory, setting: Setting, extent: Extent) -> HashedRun:
-    """Run a loader and hash all that it gives."""
+    """Run a loader and hash its batches."""
     found, start_s = HashedRun(), time.perf_counter()
     for epoch, _, batch in iterate(factory, setting, extent):
         while len(found.epochs) <= epoch:
@@ -105,19 +105,19 @@ def run_and_hash(factory: Factory, setting: Setting, extent: Extent) -> HashedRu
 def capture_batch(
     factory: Factory, setting: Setting, extent: Extent, place: tuple[int, int]
 ) -> Any:
-    """The batch at ``place`` (epoch, number) of a new run, or None if it has none there."""
+    """Return the batch at ``place`` (epoch, number) of a new run, or None if there is none."""
     for epoch, number, batch in iterate(factory, setting, extent):
         if (epoch, number) == place:
-            samples = samples_of(batch)  # plain lists: the batch's classes may not be picklable
+            samples = samples_of(batch)  # as lists, because the batch's class may not be picklable
             plain = batch if samples is None else samples
-            return pickle.loads(pickle.dumps(plain))  # shares nothing with the loader
+            return pickle.loads(pickle.dumps(plain))  # shares no memory with the loader
     return None
 
 
 def iterate(factory: Factory, setting: Setting, extent: Extent) -> Iterator[tuple[int, int, Any]]:
-    """(Epoch, number, batch) of a run. All that it started has ended when the iterator has."""
+    """Yield (epoch, number, batch) of a run. Everything it started ends with the iterator."""
     with _generators_at(extent.seed), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the same ones with each setting, and not the question
+        warnings.simplefilter("ignore")  # every setting would repeat them
         run = _Run(factory, setting, extent)
         try:
             yield from run.iterate()
@@ -145,16 +145,20 @@ class _Run:
                 except StopIteration:
                     break
                 yield epoch, number, batch
-                del batch  # a loader that reuses memory must not be held up
+                del batch  # so that a loader that reuses memory is not blocked
                 number += 1
                 if self._setting.delays == "consumer" and number < NUM_DELAYS:
                     time.sleep(_random_s())
             if self._batches is self._loader:
-                return  # an iterator has one epoch
+                return  # an iterator has only one epoch
             self._batches = None
 
     def _stop_in(self, epoch: int) -> int | None:
-        """Where to die. Epochs after a resumed one count only where no seed is drawn for them."""
+        """Return the batch at which to kill the run, or None.
+
+        Without a seed, only the last epoch is interrupted, because a resumed loader would draw
+        different seeds for the epochs after it.
+        """
         if self._setting.resumed_with is None or epoch >= len(self._extent.stops):
             return None
         is_last = epoch == self._extent.num_epochs - 1
@@ -170,10 +174,10 @@ class _Run:
         self._batches = iter(self._loader)
 
     def close(self) -> None:
-        """End this run's workers, also those that were to be kept."""
+        """End this run's workers, including persistent ones."""
         batches, self._batches = self._batches, None
         for name, owner in (("_shutdown_workers", batches), ("close", self._loader)):
-            with suppress(Exception):  # dead workers may make it complain
+            with suppress(Exception):  # with dead workers it may raise
                 getattr(owner, name, lambda: None)()
 
 
@@ -189,13 +193,13 @@ def _generators_at(seed: int) -> Iterator[None]:
 
 
 def kill_workers(batches: Any) -> None:
-    """Kill the worker processes of an iterator, as the memory limit of a container would."""
+    """Kill the worker processes of an iterator, as a container's memory limit would."""
     import psutil
 
     workers = [worker for worker in getattr(batches, "_workers", ()) if hasattr(worker, "pid")]
     try:
         own = {child.pid for child in psutil.Process().children(recursive=True)}
-    except psutil.Error:  # there is no /proc
+    except psutil.Error:  # /proc is missing
         own = {worker.pid for worker in workers if worker.pid is not None}
     try:
         for worker in workers:
@@ -203,19 +207,19 @@ def kill_workers(batches: Any) -> None:
                 os.kill(worker.pid, getattr(signal, "SIGKILL", signal.SIGTERM))
         time.sleep(0.05)
     except (RuntimeError, ProcessLookupError):
-        pass  # torch's loader raises from its signal handler, wherever the program is
+        pass  # torch's loader raises from its signal handler, at any point of the program
 
 
 # -- delays ----------------------------------------------------------------------------------------
 
 
 def _random_s() -> float:
-    """Not from a generator: the delays must differ each time, and must move no generator."""
+    """Return a random delay. Uses no generator: delays must vary, and must not move any state."""
     return int.from_bytes(os.urandom(2), "little") / 65536 * MAX_DELAY_S
 
 
 class Delayed:
-    """A dataset whose samples take unequal times."""
+    """A dataset with a random delay for each of its first samples."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -232,7 +236,7 @@ class Delayed:
 
 
 class CannotDelay(Exception):
-    """The loader's samples are out of reach."""
+    """The loader's samples cannot be delayed."""
 
 
 def _delay_samples(loader: Any) -> None:
@@ -242,4 +246,4 @@ def _delay_samples(loader: Any) -> None:
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     if is_stream or hasattr(dataset, "__getitems__"):
         raise CannotDelay("its samples are not loaded one by one from a .dataset")
-    vars(loader)["dataset"] = Delayed(dataset)  # torch's class refuses the assignment
+    vars(loader)["dataset"] = Delayed(dataset)  # torch's class refuses a normal assignment

@@ -1,8 +1,8 @@
-"""A batch as hashes: one of the whole, and one for each sample where it can be taken apart.
+"""Hashes of a batch: one for the whole, and one for each sample if it can be split.
 
-What is hashed: classes, dtypes, shapes and bits of tensors and arrays; numbers, text and bytes;
-containers by their order (a dictionary's is that of insertion; a set has none). Two values have the
-same hash if no program could tell them apart by looking at what they hold.
+The hash covers the classes, dtypes, shapes and bits of tensors and arrays; numbers, text and bytes;
+and containers with their order (insertion order for a dictionary, none for a set). Two values have
+the same hash if their contents are indistinguishable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_DEPTH = 40
 
 
 def digest(value: Any) -> bytes:
-    """Eight bytes that stand for ``value``.
+    """Return an eight-byte hash of ``value``.
 
     Example:
         >>> digest([1, 2.0]) == digest([1, 2.0]) != digest([1.0, 2.0])
@@ -36,7 +36,7 @@ def digest(value: Any) -> bytes:
 def _feed(state: Any, value: Any, depth: int) -> None:
     state.update(f"<{type(value).__name__}".encode())
     if depth > MAX_DEPTH:
-        raise RecursionError(f"a batch is nested more than {MAX_DEPTH} deep")
+        raise RecursionError(f"a batch is nested more than {MAX_DEPTH} levels deep")
     array = as_array(value)
     if array is not None:
         kind, numbers = array
@@ -69,7 +69,7 @@ def _feed_parts(state: Any, value: Any, depth: int) -> None:
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]] | None:
-    """What a container holds, each with its name as one would write it; None: it is no container.
+    """Return (name as written in code, item) for a container. None for other objects.
 
     Example:
         >>> parts_of({"image": 1, "label": 2})
@@ -95,7 +95,7 @@ def _is_image(value: Any) -> bool:
 
 
 def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What is at the ends of the nesting, each with its path.
+    """Yield (path, value) for all leaves of a nested value.
 
     Example:
         >>> list(leaves_of([{"x": 1}, (2, 3)]))
@@ -111,7 +111,7 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def as_array(value: Any) -> tuple[str, np.ndarray] | None:
-    """(dtype, numbers) of a tensor or array; numbers of dtypes that NumPy lacks come as bytes."""
+    """Return (dtype, numbers) of a tensor or array, as bytes for dtypes that NumPy lacks."""
     import torch
 
     if isinstance(value, (np.ndarray, np.generic)):
@@ -126,7 +126,7 @@ def as_array(value: Any) -> tuple[str, np.ndarray] | None:
     tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
     try:
         return str(value.dtype), tensor.numpy()
-    except TypeError:  # bfloat16 and the like
+    except TypeError:  # bfloat16 and similar
         raw = tensor.reshape(-1).view(torch.uint8).numpy()
         return str(value.dtype), raw.reshape(*tensor.shape, -1) if tensor.numel() else raw
 
@@ -135,7 +135,7 @@ def as_array(value: Any) -> tuple[str, np.ndarray] | None:
 
 
 def samples_of(batch: Any) -> list[Any] | None:
-    """The samples of a collated batch; of a list that is none, its items; None: it is one thing.
+    """Return the samples of a collated batch, or the items of a list. None if it is neither.
 
     Example:
         >>> samples_of({"x": np.array([[1, 2], [3, 4]]), "name": ["a", "b"]})[1]

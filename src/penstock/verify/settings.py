@@ -1,4 +1,4 @@
-"""The settings under which a loader is run and compared."""
+"""Settings under which a loader is run and compared."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Setting:
     """One way to run the loader.
 
     Args:
-        arguments: What the factory is called with.
-        delays: ``"samples"`` or ``"consumer"``: waits at random.
-        resumed_with: Killed in the middle; what the factory is called with to go on. None: not.
-        is_fresh: In a new process, with another hash seed.
+        arguments: The arguments of the factory.
+        delays: ``"samples"`` or ``"consumer"``: adds random delays there.
+        resumed_with: The arguments of the factory after the run is killed in the middle and
+            resumed. None: the run is not interrupted.
+        is_fresh: True to run in a new process, with a different hash seed.
     """
 
     name: str
@@ -30,22 +31,23 @@ class Setting:
 
     @property
     def needed(self) -> set[str]:
-        """The arguments that the factory must take."""
+        """The arguments that the factory must accept."""
         return {*self.arguments, *(self.resumed_with or ())}
 
 
 def list_settings(
     workers: Sequence[int], *, takes_workers: bool, start_methods: Sequence[str] | None = None
 ) -> list[Setting]:
-    """All settings; the first is what the others are compared with.
+    """Return all settings. The others are compared with the first.
 
     Args:
-        workers: Numbers of workers, of which the first is the reference.
-        takes_workers: False: the factory makes the loader as it is, and only that is run.
-        start_methods: None: all that there are.
+        workers: Numbers of workers. The first is the reference.
+        takes_workers: False if the factory does not accept ``num_workers``. Only the loader as
+            given is run then.
+        start_methods: None: all that are available.
     """
     if not takes_workers:
-        first, busy, after = Setting(name="as it is"), Setting(name="as it is"), {}
+        first, busy, after = Setting(name="as given"), Setting(name="as given"), {}
         others, later = [], ""
     else:
         first, busy = (_with(number) for number in (workers[0], workers[0] or 2))
@@ -64,7 +66,7 @@ def list_settings(
 
 
 def _settings_of_workers(busy: Setting, start_methods: Sequence[str] | None) -> list[Setting]:
-    """What can be changed about workers; their number stays that of ``busy``."""
+    """Return the settings that change workers, with the same number of them as ``busy``."""
     methods = _start_methods() if start_methods is None else start_methods
     changes: dict[str, dict[str, Any]] = {
         "threads": {"pool": "thread"},
@@ -83,7 +85,7 @@ def _with(number: int) -> Setting:
 
 
 def _start_methods() -> list[str]:
-    """Fork is left out where a GPU is in use: a forked child cannot use it, and may hang."""
+    """Return the start methods. Excludes fork if a GPU is in use, because the child may hang."""
     known = [name for name in multiprocessing.get_all_start_methods() if name != "forkserver"]
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -92,9 +94,10 @@ def _start_methods() -> list[str]:
 
 
 def reason_not_to_spawn(loader: Any) -> str:
-    """Why spawned workers would run the user's script once more, with whatever it trains.
+    """Return why spawned workers would run the user's script again, including its training.
 
-    Penstock's own workers never do; torch's do, and rely on a guard in the script.
+    Empty if they would not. Penstock's workers never do. torch's do, and rely on a guard in the
+    script.
     """
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     if path is None or type(loader).__module__.startswith("penstock."):
@@ -103,5 +106,5 @@ def reason_not_to_spawn(loader: Any) -> str:
         with open(path, encoding="utf-8", errors="replace") as script:
             is_guarded = "__main__" in script.read()
     except OSError:
-        return ""  # nothing that could be run
-    return "" if is_guarded else f"each worker would run {path} again: it has no main guard"
+        return ""  # there is no script to run
+    return "" if is_guarded else f"each worker would run {path} again, which has no main guard"

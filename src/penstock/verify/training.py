@@ -1,11 +1,11 @@
-"""Checks that the same small training twice is equal to the last bit on this machine.
+"""Checks that training a small model twice gives the same bits on this machine.
 
     seeds -> model and data -> forward, backward, step, forward, ...    every tensor hashed
     seeds -> model and data -> forward, backward, step, forward, ...    again; compared in order
 
-The model has what most have (convolution, normalisation, pooling, a linear layer) and two things
-that accelerators are known to add up in the order of arrival: the gradient of a bilinear resize,
-and an index_add. Each device trains as torch comes, and with ``seed_all(deterministic=True)``.
+The model has common layers (convolution, normalisation, pooling, linear) and two operations that
+accelerators are known to sum in the order of arrival: the gradient of a bilinear resize, and an
+index_add. Each device trains with torch's defaults, and with ``seed_all(deterministic=True)``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from penstock.verify.verdict import Row, Verdict, describe_error
 NUM_STEPS = 8
 NUM_SAMPLES = 16
 NUM_CLASSES = 10
-MODES = {"as it comes": False, "deterministic=True": True}
+MODES = {"default": False, "deterministic=True": True}
 
 Trace = list[tuple[str, bytes]]
-"""What was computed, in order: a name, and a hash of the bits."""
+"""The computed tensors in order: a name, and a hash of the bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Where to train; the name is for people."""
+    """A device to train on, and its display name."""
 
     kind: str
     name: str
@@ -46,13 +46,13 @@ def verify_training(
     """Train twice on each device of this machine, and compare.
 
     Args:
-        tell: Is told what is trained next.
-        modes: Names, and whether torch is switched to repeatable algorithms.
+        tell: Called with the name of each training before it runs.
+        modes: Maps a name to whether torch uses repeatable algorithms.
 
     Example:
-        >>> verdict = verify_training(modes={"as it comes": False})
+        >>> verdict = verify_training(modes={"default": False})
         >>> verdict.rows[0].setting
-        'cpu, as it comes'
+        'cpu, default'
     """
     rows = []
     for device in find_devices():
@@ -63,7 +63,7 @@ def verify_training(
 
 
 def find_devices() -> list[Device]:
-    """The processor, and an accelerator if torch can use one."""
+    """Return the CPU, and the accelerators that torch can use."""
     import torch
 
     found = [Device(kind="cpu", name="cpu")]
@@ -90,12 +90,12 @@ def _compare(device: Device, mode: str, is_deterministic: bool) -> Row:
         num_batches=NUM_STEPS,
         num_samples=NUM_STEPS * NUM_SAMPLES,
         took_s=time.perf_counter() - start_s,
-        note="" if where is None else f"first in: {where}",
+        note="" if where is None else f"first difference: {where}",
     )
 
 
 def first_difference(first: Trace, second: Trace) -> str | None:
-    """The name of the first thing that is not the same in two trainings.
+    """Return the name of the first tensor that differs between two trainings.
 
     Example:
         >>> first_difference([("loss", b"a"), ("conv", b"b")], [("loss", b"a"), ("conv", b"c")])
@@ -112,15 +112,15 @@ def _advice(rows: list[Row]) -> Iterator[str]:
     for row in rows:
         device, _, mode = row.setting.rpartition(", ")
         is_cured = outcomes.get(f"{device}, deterministic=True") == "same"
-        if mode == "as it comes" and row.outcome == "differs" and is_cured:
-            yield f"{device}: penstock.seed_all(0, deterministic=True) makes it the same."
+        if mode == "default" and row.outcome == "differs" and is_cured:
+            yield f"{device}: use penstock.seed_all(0, deterministic=True) to get the same bits."
 
 
 # -- one training ----------------------------------------------------------------------------------
 
 
 def train(kind: str, is_deterministic: bool) -> Trace:
-    """Train for a few steps; returns the hash of every activation, gradient and weight."""
+    """Train for a few steps. Returns the hash of every activation, gradient and weight."""
     import torch
     from torch.nn import functional
 
@@ -135,14 +135,14 @@ def train(kind: str, is_deterministic: bool) -> Trace:
             lambda _layer, _inputs, output: note(f"the output of {name}", output)
         )
 
-    # Some torch versions warn that an operation has no repeatable form before they raise.
+    # Some torch versions warn about an operation without a repeatable form before they raise.
     with seeded(0, deterministic=is_deterministic), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = _make_model().to(kind)
         for name, layer in model.named_children():
             note_outputs(name, layer)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        numbers = np.random.RandomState(0)  # the data is no matter of torch's
+        numbers = np.random.RandomState(0)  # the data does not depend on torch
         for step in range(NUM_STEPS):  # noqa: B007 - note() reads it
             images = numbers.standard_normal((NUM_SAMPLES, 3, 32, 32)).astype(np.float32)
             labels = numbers.randint(0, NUM_CLASSES, NUM_SAMPLES)
@@ -152,7 +152,7 @@ def train(kind: str, is_deterministic: bool) -> Trace:
             note("the loss", loss)
             loss.backward()  # type: ignore[no-untyped-call]
             parameters = list(model.named_parameters())
-            for name, weight in reversed(parameters):  # backward comes to the last layer first
+            for name, weight in reversed(parameters):  # backward starts at the last layer
                 note(f"the gradient of {name}", weight.grad)
             optimizer.step()
             for name, weight in parameters:
@@ -165,7 +165,7 @@ def _make_model() -> Any:
     from torch import nn
 
     class IndexAdd(nn.Module):
-        """Adds up all places of the image into 64 bins, many to each."""
+        """Sums all pixels of the image into 64 bins, many into each."""
 
         def forward(self, images: Any) -> Any:
             flat = images.flatten(1)

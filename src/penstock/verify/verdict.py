@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """How one setting went.
+    """Result of one setting.
 
     Args:
-        outcome: ``"same"`` or ``"differs"``, as the reference has it; ``"failed"``: it raised;
-            ``"skipped"``: the factory or the loader does not offer it.
-        note: Why, for the last two.
+        outcome: ``"same"`` or ``"differs"``, compared with the reference. ``"failed"``: it raised.
+            ``"skipped"``: the factory or the loader does not support it.
+        note: The reason, for the last two.
     """
 
     setting: str
@@ -27,13 +27,13 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Why two runs differ, and what to do about it.
+    """The likely cause of a difference, and a cure.
 
     Args:
         code: ``time``, ``address``, ``unseeded``, ``worker-seeds``, ``worker-state``,
             ``worker-order``, ``arrival-order``, ``repeated-stream``, ``hash-order``, ``process``,
             ``kept-state``, ``resume`` or ``unknown``.
-        evidence: The runs that it was concluded from.
+        evidence: Results of the runs that support it.
     """
 
     code: str
@@ -44,14 +44,14 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first sample that is not the same.
+    """The first sample that differs.
 
     Args:
         one, other: The two settings.
-        row: The sample within the batch; None: the batch as a whole, or there is none.
-        field: Its path in the sample, as in ``['image']``.
+        row: The sample within the batch. None if the whole batch differs or is missing.
+        field: Its path in the sample, such as ``['image']``.
         left, right: The two values, shortened.
-        how: In what they differ.
+        how: How they differ.
     """
 
     one: str
@@ -63,7 +63,7 @@ class Difference:
     left: str = ""
     right: str = ""
     how: str = ""
-    cause: Cause = Cause(code="unknown", text="not known")
+    cause: Cause = Cause(code="unknown", text="unknown")
 
     def __str__(self) -> str:
         row = "" if self.row is None else f", sample {self.row}"
@@ -81,7 +81,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a loader's stream is the same under every setting. A condition in itself.
+    """Result of comparing a loader's batches under every setting. True if all are the same.
 
     Example:
         >>> verdict = Verdict(rows=(Row(setting="0 workers", outcome="same", digest="ab12"),))
@@ -100,14 +100,14 @@ class Verdict:
 
     @property
     def is_same(self) -> bool:
-        """No setting differs, and none failed."""
+        """True if no setting differs and none failed."""
         return all(row.outcome in ("same", "skipped") for row in self.rows)
 
     def __bool__(self) -> bool:
         return self.is_same
 
     def to_dict(self) -> dict[str, Any]:
-        """For a program: plain values."""
+        """Return plain values, for JSON."""
         return {
             "is_same": self.is_same,
             "rows": [asdict(row) for row in self.rows],
@@ -117,7 +117,7 @@ class Verdict:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Verdict:
-        """What :meth:`to_dict` wrote."""
+        """Return the verdict that :meth:`to_dict` described."""
         difference = values["difference"]
         if difference is not None:
             cause = {**difference["cause"], "evidence": tuple(difference["cause"]["evidence"])}
@@ -135,14 +135,14 @@ class Verdict:
         elif self.is_same:
             lines.append("The same bits under every setting.")
         elif any(row.outcome == "differs" for row in self.rows):
-            lines.append("Not the same bits.")
+            lines.append("The bits differ.")
         else:
-            lines.append("No difference was found, but not every setting could be run.")
+            lines.append("No difference was found, but some settings could not be run.")
         return "\n".join(lines)
 
 
 def describe_error(error: Exception) -> str:
-    """The class and the first line of an exception, for a row's note.
+    """Return the class and first line of an exception, for a row's note.
 
     Example:
         >>> describe_error(ValueError("no such file"))
