@@ -184,8 +184,8 @@ def print_safe_num_workers_table(requested: Iterable[int] = USUAL_REQUESTS) -> N
     Example:
         >>> print_safe_num_workers_table((0, 1))
         Safe num_workers
-          requested  0 -> safe  0  (as asked)
-          requested  1 -> safe  1  (as asked)
+          requested  0 -> safe  0  (as requested)
+          requested  1 -> safe  1  (as requested)
     """
     print("Safe num_workers")
     for asked, safe in tabulate_safe_workers(quick_facts(), requested).items():

@@ -404,7 +404,8 @@ def make_order(
         return None
     if seed is None and shuffle:
         raise BadArgument(
-            "shuffling with several ranks needs a seed, or samples are lost and repeated",
+            "shuffling with several ranks needs the same seed on every rank, or samples are lost "
+            "or repeated",
             remedy="DataLoader(..., seed=0, shard=True)",
         )
     return SeededOrder(

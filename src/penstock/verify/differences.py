@@ -49,8 +49,8 @@ def describe_move(
         if sample < len(samples) and samples[sample] in (batch.samples or ()):
             found = (batch.samples or ()).index(samples[sample])
             return (
-                "the same samples in a different order; the first differing sample of the first "
-                f"run is sample {found} of batch {batch_number} in the second"
+                "the same samples in a different order; in the other run, this sample is sample "
+                f"{found} of batch {batch_number}"
             )
     return ""
 
@@ -71,7 +71,7 @@ def describe(one: Any, other: Any) -> tuple[str, str, str]:
 
     Example:
         >>> describe(np.array([1, 2, 3]), np.array([1, 5, 3]))
-        ('1 of 3 numbers, the first at [1], by at most 3', '2', '5')
+        ('1 of 3 numbers differ, the first at [1], by at most 3', '2', '5')
     """
     left, right = as_array(one), as_array(other)
     if left is None or right is None:
@@ -97,7 +97,7 @@ def _describe_numbers(left: np.ndarray, right: np.ndarray) -> tuple[str, str, st
             return "equal numbers with different bits (NaN or -0.0)", shown(left), shown(right)
     places = np.argwhere(unlike)
     first = tuple(int(axis) for axis in places[0])
-    text = f"{len(places)} of {left.size} numbers, the first at {list(first)}"
+    text = f"{len(places)} of {left.size} numbers differ, the first at {list(first)}"
     if left.dtype.kind in "iuf":
         with np.errstate(invalid="ignore", over="ignore"):
             gap = np.abs(left[unlike].astype(np.float64) - right[unlike].astype(np.float64)).max()

@@ -107,7 +107,7 @@ def test_a_loader_that_is_not_the_same_has_status_1_and_a_cause(found: dict[str,
 def test_any_iterable_is_run_as_it_is(found: dict[str, Any]) -> None:
     ended = scripts.told(found["a list"])
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "as it is, again" in ended.stdout
+    assert "as given, again" in ended.stdout
 
 
 def test_a_factory_that_hangs_is_ended_with_what_it_was_doing(found: dict[str, Any]) -> None:
@@ -170,10 +170,10 @@ def test_a_training_that_is_not_the_same_is_noticed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(training, "_make_model", make_with_chance)
     monkeypatch.setattr(training, "find_devices", lambda: [training.Device(kind="cpu", name="cpu")])
-    verdict = training.verify_training(modes={"as it comes": False})
+    verdict = training.verify_training(modes={"default": False})
     assert not verdict
-    assert verdict.rows[0].note == "first in: step 0, the output of pooling"
-    assert "Not the same bits" in str(verdict)
+    assert verdict.rows[0].note == "first difference: step 0, the output of pooling"
+    assert "The bits differ" in str(verdict)
 
 
 def test_a_training_leaves_the_caller_s_switches_as_they_were() -> None:

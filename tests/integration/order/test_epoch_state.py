@@ -168,7 +168,7 @@ def test_an_iterable_dataset_cannot_change_its_number_of_workers() -> None:
     state = loader.state_dict()
     del batches
     other = DataLoader(Counting(), batch_size=3, num_workers=3)
-    with pytest.raises(BadState, match="2 workers in the state, 3 here"):
+    with pytest.raises(BadState, match="their number differs: 2 in the state, 3 here"):
         other.load_state_dict(state)
     assert len(list(other)) == 9  # as it was: 8 numbers for each of 3 workers
 

@@ -504,6 +504,6 @@ def test_a_generator_that_is_made_late_is_warned_about_in_the_next_epoch() -> No
     loader = DataLoader(MadeLate(), batch_size=4, num_workers=1, persistent_workers=True, seed=0)
     list(loader)
     assert not loader.plan.notes
-    with pytest.warns(UserWarning, match="dataset.rng .* was made after the first samples"):
+    with pytest.warns(UserWarning, match="dataset.rng .* was created after the first samples"):
         list(loader)
     loader.close()

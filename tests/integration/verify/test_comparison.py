@@ -75,8 +75,8 @@ def test_our_loader_without_a_seed_is_the_same_too() -> None:
 def test_any_iterable_can_be_verified() -> None:
     verdict = penstock.verify(lambda: [[1, 2], ["a", None]])
     assert verdict
-    assert outcomes(verdict)["as it is, killed and resumed"] == "skipped"
-    assert "does not take num_workers" in str(verdict)
+    assert outcomes(verdict)["as given, killed and resumed"] == "skipped"
+    assert "does not accept num_workers" in str(verdict)
 
 
 def test_a_loader_is_made_again_from_its_attributes() -> None:
@@ -244,7 +244,7 @@ def test_only_the_first_batches_are_compared_when_asked() -> None:
 def test_progress_is_told() -> None:
     told: list[str] = []
     penstock.verify(lambda: [1], tell=told.append)
-    assert told[:2] == ["as it is", "as it is, again"]
+    assert told[:2] == ["as given", "as given, again"]
 
 
 @pytest.mark.parametrize(

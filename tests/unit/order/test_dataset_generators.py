@@ -134,7 +134,7 @@ def test_the_global_generators_are_not_the_dataset_s_own() -> None:
 def test_what_cannot_be_set_is_named_with_the_reason() -> None:
     (found,) = DatasetGenerators(Holder(rng=random.SystemRandom())).found
     assert not found.can_be_set
-    assert str(found) == "dataset.rng (random.SystemRandom): it asks the operating system"
+    assert str(found) == "dataset.rng (random.SystemRandom): it draws from the operating system"
 
 
 def test_one_that_refuses_is_named_too() -> None:

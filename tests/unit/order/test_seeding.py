@@ -119,7 +119,7 @@ def test_everything_is_put_back_also_after_an_exception() -> None:
         (1, "random", "not set: the order of sets"),
         (1, "0", "not set: the order of sets"),  # set in the process: too late
         (1, "42", "set: the order of sets of strings, if PYTHONHASHSEED=42"),
-        (0, "0", "set: the order of sets of strings: PYTHONHASHSEED=0 since the start"),
+        (0, "0", "set: the order of sets of strings: PYTHONHASHSEED=0 was set at startup"),
     ],
 )
 def test_it_says_whether_the_hash_seed_is_fixed(
@@ -165,7 +165,7 @@ def test_a_workspace_that_comes_too_late_or_is_another_is_told(
     cannot: list[str] = []
     cuda_build.setattr(torch.cuda, "is_initialized", lambda: True)
     seeding._set_workspace(done, cannot)
-    assert "in use already" in cannot[0]
+    assert "already in use" in cannot[0]
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG")
 
 

@@ -125,7 +125,7 @@ def test_fork_that_was_asked_for_beside_a_gpu_context_is_harm() -> None:
     )
     assert set(found) == {"asked-for-trouble"}
     assert found["asked-for-trouble"].severity == "harm"
-    assert "Leave multiprocessing_context out" in found["asked-for-trouble"].cure
+    assert "Omit multiprocessing_context" in found["asked-for-trouble"].cure
 
 
 def test_threads_are_counted_against_the_workers_of_the_plan() -> None:

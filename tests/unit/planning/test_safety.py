@@ -21,7 +21,7 @@ def test_spawned_workers_are_counted_with_the_memory_that_spawned_ones_take() ->
     for system in ("win32", "darwin"):  # where nothing else but spawn is done
         safe = choose_safe_workers(Machine(os=system, **SMALL), 16)
         assert (safe.value, safe.source) == (3, "rule")
-        assert "300 MiB a worker" in safe.reason
+        assert "each worker needs 300 MiB" in safe.reason
 
 
 def test_no_worker_and_one_are_safe_everywhere() -> None:

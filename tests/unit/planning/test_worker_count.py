@@ -59,13 +59,13 @@ def test_slow_samples_use_the_cores() -> None:
 def test_tiny_samples_stay_here_because_handing_over_costs_more() -> None:
     choice = workers(TINY)
     assert choice.value == 0
-    assert "with workers a round would take" in choice.reason
+    assert "with workers the total would be" in choice.reason
 
 
 def test_a_short_epoch_is_not_worth_starting_workers() -> None:
     few = Workload(sample_s=1e-4, busy_share=1.0, num_samples=2_000)
     assert workers(few).value == 0
-    assert "starting them costs" in workers(few).reason
+    assert "starting them takes" in workers(few).reason
     many = Workload(sample_s=1e-4, busy_share=1.0, num_samples=2_000_000)
     assert workers(many).value > 0
 
@@ -80,7 +80,7 @@ def test_a_step_that_limits_needs_no_worker() -> None:
     quick = Workload(sample_s=1e-4, busy_share=1.0, num_samples=10**6, step_s=0.5)
     choice = workers(quick)
     assert choice.value == 0
-    assert "the step limits" in choice.reason
+    assert "the bottleneck is the step" in choice.reason
 
 
 def test_no_more_workers_than_the_step_can_use() -> None:
@@ -95,7 +95,7 @@ def test_a_step_that_fills_the_cores_leaves_nothing_for_workers() -> None:
     work = Workload(sample_s=0.001, busy_share=1.0, num_samples=10**6, step_s=1.0, step_busy_s=3.9)
     choice = workers(work)
     assert choice.value == 0
-    assert "a round would take" in choice.reason
+    assert "the total would be" in choice.reason
     idle = Workload(sample_s=0.002, busy_share=1.0, num_samples=10**6, step_s=1.0, step_busy_s=0.1)
     assert workers(idle).value == 1
 

@@ -60,8 +60,8 @@ def test_a_batch_that_only_one_run_has_is_not_taken_apart() -> None:
 
 def test_a_move_says_where_the_sample_went() -> None:
     moved = describe_move(run_of(["ab", "cd"]), run_of(["cb", "ad"]), (0, 0), 0)
-    assert "another order" in moved
-    assert "batch 1 as sample 0" in moved
+    assert "a different order" in moved
+    assert "sample 0 of batch 1" in moved
     assert not describe_move(run_of(["ab"]), run_of(["xb"]), (0, 0), 0)
 
 
@@ -75,17 +75,25 @@ def test_the_first_field_that_differs() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
-        (1, 2, "other values"),
+        (1, 2, "different values"),
         (1, "1", "int and str"),
-        (torch.zeros(2), torch.zeros(3), "other shapes"),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "other dtypes"),
-        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), "1 of 2 numbers, the first at [1]"),
-        (np.array([0.0]), np.array([-0.0]), "other bits"),
-        (torch.tensor(True), torch.tensor(False), "other numbers"),
-        (np.array([True, False]), np.array([True, True]), "1 of 2 numbers"),
-        (np.array(["a"]), np.array(["b"]), "1 of 1 numbers"),
+        (torch.zeros(2), torch.zeros(3), "different shapes"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "different dtypes"),
+        (
+            torch.tensor([1.0, 2.0]),
+            torch.tensor([1.0, 2.5]),
+            "1 of 2 numbers differ, the first at [1]",
+        ),
+        (np.array([0.0]), np.array([-0.0]), "different bits"),
+        (torch.tensor(True), torch.tensor(False), "different numbers"),
+        (np.array([True, False]), np.array([True, True]), "1 of 2 numbers differ"),
+        (np.array(["a"]), np.array(["b"]), "1 of 1 numbers differ"),
         (torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16), "numbers"),
-        (np.array([1, "a"], dtype=object), np.array([2, "a"], dtype=object), "1 of 2 numbers"),
+        (
+            np.array([1, "a"], dtype=object),
+            np.array([2, "a"], dtype=object),
+            "1 of 2 numbers differ",
+        ),
     ],
 )
 def test_how_two_values_differ(one: Any, other: Any, words: str) -> None:

@@ -159,7 +159,9 @@ def test_a_slow_consumer_is_not_blamed_on_the_workers(told: Told) -> None:
 
 
 def test_without_workers_nobody_looks_which_is_said() -> None:
-    with pytest.warns(UserWarning, match="num_workers=1 or more makes the limit work"):
+    with pytest.warns(
+        UserWarning, match="sample_timeout_s has no effect.* Use num_workers=1 or more"
+    ):
         assert len(collect(DataLoader(Slow(2, sample_s=0.3), sample_timeout_s=0.1))) == 2
 
 

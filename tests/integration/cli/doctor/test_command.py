@@ -414,7 +414,7 @@ def test_a_vendor_tool_that_hangs_costs_a_line_and_not_the_answer(tmp_path: Path
     found = json.loads(result.stdout)
     assert "Traceback" not in result.stderr
     if found["machine"]["gpus_seen_by"] != "nvml":  # else nobody had to ask the tool
-        assert "did not answer" in problems(found)["gpu-driver"]["what"]
+        assert "did not respond" in problems(found)["gpu-driver"]["what"]
 
 
 @pytest.fixture
