@@ -74,7 +74,7 @@ def choose_num_workers(
         >>> request = LoaderRequest(batch_size=64)
         >>> choice = choose_num_workers(laptop, request, jpeg, "forkserver")
         >>> print(choice.value, choice.reason, sep=": ")
-        4: a batch takes 640 ms without workers, about 160 ms in total with 4 workers on 4 cores
+        4: a batch takes 640 ms without workers; about 160 ms per batch with 4 workers on 4 cores
     """
     settled = _settled(machine, request, work, method)
     if settled is not None:
@@ -145,9 +145,9 @@ def _measured(machine: Machine, request: LoaderRequest, work: Workload, method: 
         epochs = {n: num_rounds * rounds[n] + _start_s(n, machine, method) for n in rounds}
     chosen = min(n for n in epochs if epochs[n] <= NEAR_BEST * min(epochs.values()))
     inline_s, pooled_s = wall_s + step_s, rounds[chosen]
-    with_step = f" and the step {duration(step_s)}" if step_s > 0.01 * wall_s else ""
+    with_step = f" and the step takes {duration(step_s)}" if step_s > 0.01 * wall_s else ""
     if pooled_s > WORTH_SHARE * inline_s:
-        reason = f"{shown}{with_step}; with workers the total would be {duration(pooled_s)}"
+        reason = f"{shown}{with_step}; with workers, about {duration(pooled_s)} per batch"
         return Choice(least, reason, "measured")
     if work.num_samples is not None:
         saved_s = num_rounds * (inline_s - pooled_s)
@@ -159,7 +159,7 @@ def _measured(machine: Machine, request: LoaderRequest, work: Workload, method: 
             )
             return Choice(least, reason, "measured")
     reason = (
-        f"{shown}{with_step}, about {duration(pooled_s)} in total with {count(chosen, 'worker')}"
+        f"{shown}{with_step}; about {duration(pooled_s)} per batch with {count(chosen, 'worker')}"
         f" on {count(machine.usable_cores, 'core')}{_waits(work)}"
     )
     return Choice(chosen, reason, "measured")
