@@ -319,7 +319,7 @@ class EpochIndices:
         return len(self._indices)
 
     def __iter__(self) -> Iterator[Any]:
-        # Read now, because a different iterator may begin an epoch before the first batch.
+        # Read now, because another iterator may begin an epoch before the first batch is drawn.
         start, order = self._epoch_state.start, self.order
         if self._is_endless:
             return iter(self._indices)
@@ -400,7 +400,7 @@ def fits_generator(generator: Any, known: Any) -> bool:
 
 
 def _set_or_note(generator: Any, known: str | None) -> str:
-    """Set the user's generator to ``known``. If that is None, return its current state."""
+    """Set the user's generator to ``known``, unless that is None. Returns the state it is in."""
     import torch
 
     if known is None:

@@ -20,7 +20,7 @@ import numpy as np
 from penstock.order.keys import MASK, RNG_STREAM, make_key, mix64
 
 UNKNOWN = -1
-"""The position in an unseeded run without positions. Calling rng() makes such a run invalid."""
+"""The position in an unseeded run without positions. Calling rng() makes the run invalid."""
 _GIVEN = -2
 """The generator of this sample is already set up."""
 OUTSIDE = -3

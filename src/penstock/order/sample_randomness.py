@@ -443,7 +443,7 @@ class SampleRandomness:
             else:
                 samples = [function(index) for index in indices]
         except Exception:
-            self.end_unseeded()  # with its own randomness, the sample may not fail
+            self.end_unseeded()  # with its own randomness, the sample may succeed
             raise
         self.end_unseeded()
         return samples

@@ -187,8 +187,8 @@ class SeededOrder(Order):
         length: Number of samples in the dataset, or the dataset itself.
         seed: A 64-bit integer.
         shuffle: False for 0, 1, 2, ...
-        batch_size: Samples in a batch of one rank. It affects the order only with several ranks;
-            see :mod:`penstock.order.ranks`.
+        batch_size: Samples in a batch of one rank. It matters only with several ranks or with
+            ``drop_last``; see :mod:`penstock.order.ranks`.
         rank, world_size: Return only this rank's part.
         drop_last: Drop the samples that do not fill a batch of every rank.
         padding: Repeat samples from the start until all ranks have the same number of samples.

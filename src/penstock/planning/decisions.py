@@ -247,7 +247,7 @@ def _warnings(plan: Plan, machine: Machine, request: LoaderRequest) -> list[str]
         most = memory_ceiling(machine, request, Workload(), "spawn")
         if most is not None and most.num_workers < plan.num_workers.value:
             found.append(
-                f"num_workers={plan.num_workers.value}: {most.reason}. Windows may refuse to start "
-                f"them (WinError 1455); use num_workers={most.num_workers}."
+                f"num_workers={plan.num_workers.value}: {most.reason}, so Windows may refuse to "
+                f"start them (WinError 1455). Use num_workers={most.num_workers}."
             )
     return found

@@ -267,7 +267,9 @@ def _seeds_or_state(case: Case, said: str) -> Cause:
     reseeded = case.run(case.setting, seed=1)
     follows_seed = first_difference(case.other, reseeded) is not None
     if follows_seed or (case.has_own_seed and _is_fraction(case.values)):
-        seen = "a different seed gives different values" if follows_seed else "not integers"
+        seen = (
+            "a different seed gives different values" if follows_seed else "values are not integers"
+        )
         return Cause(
             code="worker-seeds",
             text="random numbers are drawn from generators that each worker seeds itself",
