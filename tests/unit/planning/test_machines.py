@@ -76,7 +76,8 @@ def test_a_windows_laptop_spawns_few_workers_because_of_what_cuda_commits() -> N
     assert "CUDA's libraries" in plan.num_workers.reason
     assert found("windows-laptop-rtx")["windows-commit"].severity == "note"
     many = found("windows-laptop-rtx", LoaderRequest(num_workers=12, batch_size=64))
-    assert "WinError 1455" in many["asked-for-trouble"].cure
+    assert "WinError 1455" in many["asked-for-trouble"].what
+    assert "Use num_workers=" in many["asked-for-trouble"].cure
     assert planned("windows-no-gpu").num_workers.value > 3  # control: without CUDA they are light
 
 
