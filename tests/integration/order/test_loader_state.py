@@ -403,7 +403,7 @@ def test_a_state_is_refused_in_the_middle_of_an_epoch_without_harm() -> None:
 
 
 def test_a_bad_state_is_a_value_error_that_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"(?s)another loader.*Try: the dataset, seed="):
+    with pytest.raises(ValueError, match=r"(?s)a different loader.*Try: use the dataset, seed="):
         make(Numbers(23)).load_state_dict(dict(STATE))
 
 
