@@ -297,6 +297,7 @@ def default_collate(samples: Any, indices: list[Any], path: str = "") -> Any:
     except (RuntimeError, TypeError, KeyError, ValueError, IndexError) as error:
         if not isinstance(samples, (list, tuple)):
             raise
+        samples = list(samples)
         if all(map(dataclasses.is_dataclass, samples)):
             return _collate_dataclasses(samples, indices, path)
         kinds = _dataclasses_in(samples[0]) if samples else set()
