@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import pickle
 import random
 import sys
@@ -33,6 +34,7 @@ import numpy as np
 from penstock.order.keys import mix64
 from penstock.order.object_walk import (
     CONTAINERS,
+    MAX_DEPTH,
     MAX_OBJECTS,
     ObjectWalk,
     module_of,
@@ -52,8 +54,14 @@ _MAKERS = (
     {"default_rng", "Generator", "RandomState", "Random", "SystemRandom", "SeedSequence"}
     | {"PCG64", "PCG64DXSM", "Philox", "SFC64", "MT19937"}
     | {"urandom", "uuid1", "uuid4", "token_bytes", "token_hex", "randbits", "randbelow"}
+    | {"globals", "eval", "exec"}
 )
 """Names in code that creates generators, or reads randomness from the operating system."""
+_STATE_READERS = {
+    *("bit_generator", "state", "getstate", "setstate", "get_state", "set_state", "seed_seq"),
+    *("copy", "deepcopy", "jumped", "spawn", "initial_seed", "clone_state", "__getstate__"),
+}
+"""Names in code that may copy a generator, or restore its state after drawing."""
 SLOW_SEARCH_S = 0.05
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _MAX_HOLDERS = 64
@@ -111,7 +119,8 @@ class DatasetGenerators:
         is_worker: True in a worker process, where torch's ``get_worker_info()`` is set. Stops
             pipelines from seeding themselves there.
         states: States by path, for generators that a worker process created again because it
-            imported their module. See :func:`module_states`.
+            imported their module. See :func:`name_generators`.
+        names: Names from the parent. See :class:`NamedGenerators`.
 
     Called in the process and thread that loads, on that process's copies of the objects. Changes
     albumentations' transforms of one pipeline to share one pair of generators.
@@ -136,13 +145,19 @@ class DatasetGenerators:
         path: str = "dataset",
         is_worker: bool = False,
         states: Mapping[str, State] | None = None,
+        names: NamedGenerators | None = None,
     ) -> None:
         self.path, self._root, self._is_worker = path, root, is_worker
         self.found: list[FoundGenerator] = []
         self.is_complete = True
         self.makes_generators = False
         """True if code that a sample can run references a generator factory."""
+        self.reads_states = False
+        """True if that code references something that copies or restores a generator's state."""
         self._known: dict[int, Any] = {}  # an id is unique only while its object is alive
+        self._given = names.by_root.get(path, []) if names is not None else []
+        self._given_names = {id(value): name for name, value in self._given}
+        self._taken = {name for name, _ in self._given}
         self._setters: list[tuple[Callable[[int], object], int]] = []
         self._search_s = 0.0
         self.search()
@@ -166,7 +181,8 @@ class DatasetGenerators:
         for path, value in walk.find(self.path, self._root):
             if id(value) not in self._known:
                 self._known[id(value)] = value
-                one = _recognise(path, value, self._is_worker)
+                name = self._given_names.get(id(value)) or _unique(path, self._taken)
+                one = _recognise(name, value, self._is_worker)
                 new += [one] if one is not None else []
         paths = {one.path for one in self.found}
         new += [one for one in _of_libraries(walk.modules) if one.path not in paths]
@@ -177,6 +193,7 @@ class DatasetGenerators:
                 self._setters.append((one.access.seed, int.from_bytes(digest, "little")))
         self.is_complete = self.is_complete and walk.is_complete
         self.makes_generators = not _MAKERS.isdisjoint(walk.names)
+        self.reads_states = not _STATE_READERS.isdisjoint(walk.names)
         self._search_s = time.perf_counter() - started
         return new
 
@@ -231,20 +248,48 @@ def changed_paths(before: Contents, after: Contents) -> list[str]:
     ]
 
 
-def module_states(root: Any, path: str = "dataset") -> dict[str, State]:
-    """Return the states of generators in modules, by path.
+@dataclass(frozen=True)
+class NamedGenerators:
+    """The names of generators, for a process that receives copies of them.
 
-    A worker process may import those modules again. Called by the parent before workers start.
-    Pairs with ``states`` of :class:`DatasetGenerators`.
+    A generator's numbers depend on its name, which is its path in the parent. The path can differ
+    in a worker, because a class that is pickled by value loses its qualified name and the order of
+    its attributes. Sent in the same pickle as the dataset, this names the copies.
+
+    Args:
+        by_root: Pairs of name and generator, by ``"dataset"`` or ``"collate_fn"``.
     """
-    found = ObjectWalk(_is_generator, _barren_of(root)).find(path, root)
-    placed = [one for one in found if not one[0].startswith((f"{path}.", f"{path}["))]
-    known = [_recognise(where, value, is_worker=False) for where, value in placed]
-    return {
-        one.path: one.access.save()
-        for one in known
-        if one is not None and one.access is not None and one.access.save is not None
-    }
+
+    by_root: dict[str, list[tuple[str, Any]]]
+
+
+def name_generators(**roots: Any) -> tuple[NamedGenerators, dict[str, State]]:
+    """Name the generators of a dataset and a collate_fn. Called by the parent before workers start.
+
+    Returns the names, and the states by name of generators in modules, which a worker process may
+    import again. Pairs with ``names`` and ``states`` of :class:`DatasetGenerators`.
+    """
+    names = NamedGenerators({})
+    states: dict[str, State] = {}
+    for path, root in roots.items():
+        taken: set[str] = set()
+        found = ObjectWalk(_is_generator, _barren_of(root)).find(path, root)
+        pairs = names.by_root[path] = [(_unique(place, taken), value) for place, value in found]
+        for name, value in pairs:
+            if name.startswith((f"{path}.", f"{path}[")):
+                continue
+            one = _recognise(name, value, is_worker=False)
+            if one is not None and one.access is not None and one.access.save is not None:
+                states[name] = one.access.save()
+    return names, states
+
+
+def _unique(path: str, taken: set[str]) -> str:
+    """Return a name that no other generator has, and reserve it."""
+    names = (path if number == 1 else f"{path}#{number}" for number in itertools.count(1))
+    name = next(name for name in names if name not in taken)
+    taken.add(name)
+    return name
 
 
 _barren: dict[int, tuple[weakref.ref[Any], dict[int, int]]] = {}
@@ -264,8 +309,9 @@ def _barren_of(root: Any) -> dict[int, int]:
 
 def describe_search_limit(path: str) -> str:
     return (
-        f"{path} holds more objects than are searched for generators ({MAX_OBJECTS:,}): draws from "
-        "a generator that was not found depend on which worker loads the sample"
+        f"{path} was not searched completely for generators, because it holds more than "
+        f"{MAX_OBJECTS:,} objects or is nested deeper than {MAX_DEPTH} levels. Draws from a "
+        "generator that was not found depend on which worker loads the sample"
     )
 
 

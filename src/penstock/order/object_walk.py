@@ -41,6 +41,9 @@ _FOLLOWED_ALONE = (type, types.FunctionType, functools.partial, *_METHODS)
 LIBRARIES = frozenset(("torch", "torchvision", "numpy", "penstock")) | sys.stdlib_module_names
 """The code of these modules draws only from the global generators."""
 
+_CACHE_ENTRY = "_lru_list_elem"
+"""Class of the entries of a bounded ``functools.lru_cache``."""
+
 Placed = tuple[str, Any]
 """A path, such as ``dataset.transform.rng``, and the object there."""
 
@@ -168,9 +171,9 @@ class ObjectWalk:
         is_opaque = not attributes or _top_of(kind) in sys.stdlib_module_names
         if is_opaque and not issubclass(kind, CONTAINERS):
             # Written in C: an iterator, a cache, the frame of a generator.
-            for number, item in enumerate(gc.get_referents(value)):
+            for name, item in _referents_of(value):
                 if not (issubclass(type(item), type) or _is_globals(item)):
-                    yield f"{path}.<{number}>", item
+                    yield f"{path}{name}", item
         yield from self._of_class(kind)
 
     def _in_bulk(self, path: str, container: Any, length: int) -> Iterator[Placed]:
@@ -195,8 +198,9 @@ class ObjectWalk:
             seen.update(new)
             examples = {type(item): item for item in level}
             alone = {kind for kind, item in examples.items() if self._is_met_alone(kind, item)}
+            keys = {id(item): key for key, item in plain_items(container)} if alone else {}
             for item in [item for item in level if type(item) in alone] if alone else ():
-                yield f"{path}[*{number}]", item
+                yield f"{path}[{keys.get(id(item), f'*{number}')}]", item
                 number += 1
             level = [item for item in level if type(item) not in alone] if alone else level
             if len(seen) > MAX_OBJECTS:
@@ -214,13 +218,15 @@ class ObjectWalk:
 
     def _of_class(self, cls: type) -> Iterator[Placed]:
         """Yield the contents of a class and its bases, and what their methods reference."""
+        if type(cls) is not type and type(cls) not in self._classes:
+            yield from self._of_class(type(cls))
         for base in cls.__mro__:
             if base in self._classes or _top_of(base) in LIBRARIES:
                 continue
             self._classes.add(base)
             self.modules.add(module_of(base))
             for name, item in list(vars(base).items()):
-                path = f"{base.__qualname__}.{name}"
+                path = f"{base.__name__}.{name}"
                 for part in (item, *_parts_of_descriptor(item)):
                     if issubclass(type(part), types.FunctionType):
                         yield from self._of_function(path, part)
@@ -295,6 +301,27 @@ def _holds_objects(value: Any) -> bool:
     return issubclass(type(value), np.ndarray) and bool(value.dtype.hasobject)
 
 
+def _referents_of(value: Any) -> Iterator[Placed]:
+    """Yield the objects that an object written in C refers to.
+
+    The entries of a bounded ``functools.lru_cache`` (key, value, class of the entry) come in order
+    of use, which differs between processes. They are named by their keys.
+    """
+    referents, at, number = gc.get_referents(value), 0, 0
+    while at < len(referents):
+        entry = referents[at : at + 3]
+        if (
+            len(entry) == 3
+            and issubclass(type(entry[2]), type)
+            and entry[2].__name__ == _CACHE_ENTRY
+        ):
+            yield f"[{_key_text(entry[0])}]", entry[1]
+            at += 3
+        else:
+            yield f".<{number}>", entry[0]
+            at, number = at + 1, number + 1
+
+
 def _is_globals(value: Any) -> bool:
     return type(value) is dict and "__builtins__" in value
 
@@ -326,8 +353,15 @@ def plain_items(container: Any) -> list[tuple[str, Any]]:
     base = _base_of(container)
     if base is dict:
         pairs = list(dict.items(container))
-        return [(f"{key!r:.60}" if type(key) in _PLAIN else "...", item) for key, item in pairs]
+        return [(_key_text(key), item) for key, item in pairs]
     return [(str(number), item) for number, item in enumerate(list(base.__iter__(container)))]
+
+
+def _key_text(key: Any) -> str:
+    """Return a key as text that is the same in every process, without calling user code."""
+    if type(key) is tuple:
+        return f"({', '.join(map(_key_text, key))})"
+    return f"{key!r:.60}" if type(key) in _PLAIN else f"<{type(key).__name__}>"
 
 
 def _base_of(container: Any) -> Any:

@@ -42,6 +42,7 @@ from penstock.errors import NoStopIteration
 from penstock.order.dataset_generators import (
     Contents,
     DatasetGenerators,
+    NamedGenerators,
     changed_paths,
     describe_search_limit,
 )
@@ -72,6 +73,8 @@ _STATE_RUN = 16
 """Positions computed in one call. 16 states take 40 KB, which fits in the cache."""
 NUM_OBSERVED = 16
 """Samples that are loaded seeded before a dataset is treated as one that does not draw."""
+NUM_WATCHED_AFTER_NEW = 256
+"""Samples that are searched for new generators after one that created a generator."""
 
 Function = Callable[[Any], Any]
 
@@ -96,8 +99,8 @@ _MADE_LATE = (
 )
 _UNREPEATABLE = (
     "a sample that was loaded twice with the same seeds differed: it draws from an unseeded "
-    "generator that it creates, or from the operating system. Use penstock.rng() instead of "
-    "numpy.random.default_rng(), or pass a seed to it"
+    "generator that it creates, from one that Penstock cannot find, or from the operating system. "
+    "Use penstock.rng() instead of numpy.random.default_rng(), or pass a seed to it"
 )
 
 
@@ -300,10 +303,12 @@ class SampleRandomness:
 
     def _must_repeat(self, own: DatasetGenerators, states: list[Any], before: bytes) -> bool:
         """True if the first sample created a generator, or drew from one not set for it."""
-        has_moved = self._keeps_first and own.save() != states
+        has_moved = self._keeps_first and (own.save() != states or bool(own and own.reads_states))
         has_made = bool(own.search())
         self._set_own = own.set if own else None
         self._num_watched = 0 if own or own.makes_generators else NUM_OBSERVED
+        if has_made:
+            self._watch_longer()
         self.needs_seeding = self.needs_seeding or bool(own)
         has_drawn = self._init_states is not None and save_generators() != before
         return has_moved or has_made or has_drawn
@@ -347,10 +352,15 @@ class SampleRandomness:
         if own.makes_generators and self._keeps_first and own.search():
             self._set_own, self.needs_seeding = own.set, True
             self.is_torch_only = self.is_unseeded = False
+            self._watch_longer()
             return self._call_again(function, index, position)
         if self.notes:
             self._num_watched = NUM_OBSERVED
         return sample
+
+    def _watch_longer(self) -> None:
+        """A sample created a generator, so later samples may create more: one per class, say."""
+        self._num_watched = NUM_OBSERVED - NUM_WATCHED_AFTER_NEW
 
     def _find_late_generators(self) -> None:
         """Search for generators that samples created after the first ones were watched."""
@@ -560,6 +570,7 @@ def make_randomness(
     is_worker: bool = False,
     checks_repeats: bool = False,
     states: Mapping[str, Any] | None = None,
+    names: NamedGenerators | None = None,
     init_states: bytes | None = None,
 ) -> tuple[SampleRandomness, SampleRandomness]:
     """Return the randomness of samples, and that of batches in ``collate_fn`` (None: torch's own).
@@ -568,10 +579,10 @@ def make_randomness(
     batch's first sample). Called only once, because it may modify its samples.
 
     Args:
-        states: See :class:`DatasetGenerators`.
+        states, names: See :class:`DatasetGenerators`.
         init_states: See :class:`SampleRandomness`.
     """
-    own = DatasetGenerators(dataset, is_worker=is_worker, states=states)
+    own = DatasetGenerators(dataset, is_worker=is_worker, states=states, names=names)
     samples = SampleRandomness(
         seed,
         with_torch=with_torch,
@@ -582,7 +593,7 @@ def make_randomness(
     of_collate = None
     if collate_fn is not None:
         of_collate = DatasetGenerators(
-            collate_fn, path="collate_fn", is_worker=is_worker, states=states
+            collate_fn, path="collate_fn", is_worker=is_worker, states=states, names=names
         )
     batches = SampleRandomness(
         seed ^ COLLATE_STREAM,

@@ -268,6 +268,118 @@ def test_a_collate_fn_draws_the_same_in_any_worker(make: Any) -> None:
 # -- state that is drawn once and kept -------------------------------------------------------------
 
 
+# -- generators whose path differs between processes -----------------------------------------------
+
+
+def in_a_local_class() -> Any:
+    class Local(Base):
+        rng = np.random.default_rng(0)
+
+        def __getitem__(self, index: int, other: Any = random.Random(1)) -> float:  # noqa: B008
+            return float(self.rng.random()) + other.random()
+
+    return Local()
+
+
+class UnderTwoNames(Base):
+    zebra = antelope = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.zebra.random())
+
+
+def with_same_named_classes() -> Any:
+    def make(seed: int) -> Any:
+        class Transform:
+            rng = random.Random(seed)
+
+            def __call__(self) -> float:
+                return self.rng.random()
+
+        return Transform()
+
+    class Two(Base):
+        transforms = make(1), make(2)
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.tensor([transform() for transform in self.transforms])
+
+    return Two()
+
+
+class MadeByKey(Base):
+    """More of them than a container may have to be searched item by item."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, random.Random] = {}
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> float:
+        return self.made.setdefault(index % 100, random.Random(index % 100)).random()
+
+
+@functools.lru_cache
+def rng_of(key: int) -> np.random.Generator:
+    return np.random.default_rng(key)
+
+
+class InABoundedCache(Base):
+    def __getitem__(self, index: int) -> float:
+        return float(rng_of(index % 3).random())
+
+
+class Restored(Base):
+    """Draws, and puts the generator's state back."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> float:
+        state = self.rng.bit_generator.state
+        drawn = float(self.rng.random())
+        self.rng.bit_generator.state = state
+        return drawn
+
+
+class Meta(type):
+    rng = random.Random(0)
+
+
+class ByMetaclass(Base, metaclass=type("Combined", (Meta, type(Base)), {})):
+    def __getitem__(self, index: int) -> float:
+        return type(type(self)).rng.random()
+
+
+ELSEWHERE = {
+    "local class": in_a_local_class,
+    "two names": UnderTwoNames,
+    "same names": with_same_named_classes,
+    "made by key": MadeByKey,
+    "bounded cache": InABoundedCache,
+    "restored": Restored,
+    "metaclass": ByMetaclass,
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_numbers_do_not_depend_on_the_path_in_a_process(name: str) -> None:
+    runs = {}
+    for way, options in WAYS.items():
+        rng_of.cache_clear()
+        runs[way] = two_epochs(ELSEWHERE[name](), **options)
+    assert runs["1 worker"] == runs["2 workers"] == runs["2 threads"] == runs["inline"]
+    epochs = runs["inline"][: len(runs["inline"]) // 2], runs["inline"][len(runs["inline"]) // 2 :]
+    assert epochs[0] != epochs[1]  # control: each epoch draws its own
+
+
+def test_two_generators_of_one_name_draw_different_numbers() -> None:
+    dataset = with_same_named_classes()
+    for batch in DataLoader(dataset, batch_size=4, seed=0):
+        assert (batch[:, 0] != batch[:, 1]).all()
+
+
 class Kept(Base):
     """Draws something on first use from a generator with a fixed seed, and keeps it."""
 

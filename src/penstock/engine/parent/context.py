@@ -23,7 +23,7 @@ from penstock.engine.memory.ring import Ring
 from penstock.engine.parent.faults import Faults
 from penstock.errors import warn_user
 from penstock.machine.host import memory_bytes
-from penstock.order.dataset_generators import module_states
+from penstock.order.dataset_generators import NamedGenerators, name_generators
 from penstock.order.epoch_state import EpochState, Progress
 from penstock.order.global_generators import replaced_bit_generator
 from penstock.trace.recorder import Recorder
@@ -107,6 +107,7 @@ class LoadContext:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             sharding: Any = torch_loader._sharding_worker_init_fn
             init_fn = functools.partial(sharding, init_fn, *self.ranks)
+        names, states = self._name_generators()
         return {
             "dataset": self.dataset,
             "collate_fn": self.collate_fn,
@@ -114,17 +115,18 @@ class LoadContext:
             "on_error": self.parts.faults.on_error,
             "collators": custom_collators(),
             "streams": dict(self.parts.epoch_state.streams),
-            "generator_states": self._generator_states(),
+            "generator_states": states,
             "bit_generator": replaced_bit_generator(),
+            "generator_names": names,  # last: it refers to objects pickled before it
         }
 
-    def _generator_states(self) -> dict[str, Any]:
+    def _name_generators(self) -> tuple[NamedGenerators, dict[str, Any]]:
         if not self.settings.per_sample:
-            return {}
-        states = module_states(self.dataset)
+            return NamedGenerators({}), {}
+        roots = {"dataset": self.dataset}
         if not is_default_collate(self.collate_fn):
-            states.update(module_states(self.collate_fn, "collate_fn"))
-        return states
+            roots["collate_fn"] = self.collate_fn
+        return name_generators(**roots)
 
     def make_ring(self, file: Any) -> Ring:
         """Create a ring of slots over ``file``, pinned if the loader pins memory."""

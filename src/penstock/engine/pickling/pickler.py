@@ -13,6 +13,7 @@ cannot be pickled names the attribute.
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import random
 import sys
@@ -36,6 +37,7 @@ from penstock.engine.pickling.error_path import explain
 from penstock.engine.pickling.handles import HandleReducer, is_handle_class
 from penstock.engine.pickling.process_bound import connections_of_queue, is_suspect, why_bound
 from penstock.machine.host import free_memory_bytes
+from penstock.order.dataset_generators import NamedGenerators
 
 _BUFFER_GRAIN = 64
 _MAX_FDS = 200
@@ -113,6 +115,9 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._classes: dict[type, tuple[bool, bool]] = {}
         self._guarded_pipes: dict[int, Any] = {}
         self._reducers = _process_reducers()
+        self.named: dict[int, Any] = {}
+        """Generators whose names are sent, by id."""
+        self._met: set[int] = set()
 
     def dump(self, obj: Any) -> None:
         with self.process.entered(), self.by_value:
@@ -120,6 +125,10 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
+        if id(obj) in self.named:
+            self._met.add(id(obj))
+        elif kind is NamedGenerators:
+            return NamedGenerators, (self._met_only(obj.by_root),)
         is_named = issubclass(kind, (type, FunctionType, reducers.Cached))
         name = getattr(obj if is_named else kind, "__module__", None)
         if isinstance(name, str):
@@ -151,6 +160,13 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if synchronize is not None and isinstance(obj, synchronize.SemLock):
             _refuse_fork_primitive(obj)
         return super().reducer_override(obj)
+
+    def _met_only(self, by_root: dict[str, Any]) -> dict[str, Any]:
+        """Leave out generators that no pickled object refers to: those in imported modules."""
+        return {
+            root: [pair for pair in pairs if id(pair[1]) in self._met]
+            for root, pairs in by_root.items()
+        }
 
     def _refuse_bound(self, obj: Any) -> None:
         for pipe in connections_of_queue(obj):
@@ -250,6 +266,10 @@ class PickledObjects:
         self.stream = io.BytesIO()
         self.buffers: list[pickle.PickleBuffer] = []
         pickler = DatasetPickler(self.stream, self.buffers.append)
+        for value in objects.values():
+            if isinstance(value, NamedGenerators):
+                pairs = itertools.chain(*value.by_root.values())
+                pickler.named = {id(generator): generator for _, generator in pairs}
         try:
             pickler.dump(objects)
         except Exception as error:

@@ -131,6 +131,7 @@ class WorkerLoop:
                 is_worker=not is_thread,
                 checks_repeats=number == 0,
                 states=states,
+                names=objects.get("generator_names"),
                 init_states=objects.get("init_states"),
             )
         self._writes_slots = task.auto_collation and is_default_collate(self._collate)
