@@ -1,22 +1,22 @@
-"""Tracing: recording what a loader's processes do, and showing where the time went.
+"""Tracing: record what a loader's processes do, and show where the time goes.
 
-Recording, in the processes that work:
+Recording, in the training process and the workers:
 
     record            buffers of fixed-size records, ``penstock.span``
-    recorder          in the training process: its own buffer, and the workers' buffers, gathered
+    recorder          in the training process: its own buffer, and the buffers of the workers
     worker_recorder   in a worker
-    transform_spans   each transform of a ``Compose`` as a span
-    gpu_events        copies and steps on the GPU's own clock
+    transform_spans   one span per transform of a ``Compose``
+    gpu_events        copies and steps, timed by GPU events
 
-Reading, from plain records alone (no loader, worker or GPU is needed):
+Reading, from plain records (without a loader, workers or a GPU):
 
     records --> model: lanes of spans --> terminal, html, perfetto
-                  +--> accounting: sums --> diagnosis: what limits the run
-                  +--> simulator: the run with other settings
+                  +--> accounting: totals --> diagnosis: the bottleneck
+                  +--> simulator: the run with different settings
 
-    timeline          ``penstock.Timeline``: all of it under one name
+    timeline          ``penstock.Timeline``: the public interface to all of these
     what_if           ``penstock.simulate``
     stats             ``loader.stats()``: current rates, from the records of the training process
-    files             traces on disk
-    writer            writes the trace of a loader while the run goes on
+    files             trace files
+    writer            writes the trace file of a loader during the run
 """

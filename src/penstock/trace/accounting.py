@@ -1,7 +1,7 @@
-"""Sums over a run: how long the training loop and each worker worked and waited.
+"""Totals of a run: how long the training loop and each worker worked and waited.
 
-The beginning of each epoch is kept apart. :func:`compare` sets the sums of two runs side by side.
-Called from: :class:`penstock.Timeline` and ``penstock trace compare``.
+Start-up time of each epoch is counted separately. :func:`compare` compares the totals of two runs.
+Called by :class:`penstock.Timeline` and ``penstock trace compare``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from penstock.trace.model import Lane, Span, TraceModel
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerAccount:
-    """What one worker did.
+    """Totals of one worker.
 
     Args:
-        fetch_s, collate_s: In the dataset and in collate_fn.
-        cpu_s: Computed, of these two together.
-        queued_s: Ready to compute while others held the cores; from parts where it was measured.
-        copied_s: Copied into batches; likewise.
-        row_s: What a sample takes it, as the median over parts of batches.
-        stall_busy_share: How much of the time the training loop waited for its loader it was busy.
-        first_pass: The first epoch that it took part in: workers of one loader have the same.
+        fetch_s, collate_s: Time in the dataset and in collate_fn.
+        cpu_s: CPU time of both together.
+        queued_s: Time waiting for a core, extrapolated from the parts where it was measured.
+        copied_s: Time copying into batches, extrapolated in the same way.
+        row_s: Time per sample: the median over parts of batches.
+        stall_busy_share: Share of the training loop's stalls during which the worker was busy.
+        first_pass: First epoch of the worker. It is the same for all workers of one loader.
     """
 
     number: int
@@ -47,19 +47,19 @@ class WorkerAccount:
 
     @property
     def wait_share(self) -> float:
-        """Of its time at work, what it neither computed nor waited for a core."""
+        """Share of the busy time spent neither computing nor waiting for a core."""
         return max(0.0, 1.0 - (self.cpu_s + self.queued_s) / self.busy_s) if self.busy_s else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """How a run spent its time. Times of the steady run leave out each epoch's first batch.
+    """Totals of a run. The steady run excludes the first batch of each epoch.
 
     Args:
-        startup_s: Until the first batch of each epoch was there.
-        first_start_s: The part of it that the first epoch took, which pays once for much.
-        loading_s: Loading in the training process itself.
-        refused: How often there was no slot for another batch.
+        startup_s: Time until the first batch of each epoch, summed over epochs.
+        first_start_s: The share of ``startup_s`` in the first epoch, which includes one-time costs.
+        loading_s: Time loading samples in the training process.
+        refused: Number of times no slot was free for the next batch.
     """
 
     num_batches: int = 0
@@ -81,30 +81,30 @@ class Account:
     num_faults: int = 0
     free_memory_share: float = 1.0
     top_stall_share: float = 0.0
-    """Of the stalls, the part that the longest tenth of them took."""
+    """Share of the total stall time that the longest 10% of the stalls took."""
     slowest_ratio: float = 1.0
-    """How much longer than usual a sample of the batches behind those took."""
+    """Time per sample of the slowest part behind those stalls, relative to the median."""
     slowest: Span | None = None
     workers: tuple[WorkerAccount, ...] = ()
 
     @property
     def rate(self) -> float:
-        """Samples a second in the steady run."""
+        """Samples per second in the steady run."""
         return self.steady_rows / self.steady_s if self.steady_s > 0 else 0.0
 
     @property
     def typical_row_s(self) -> float:
-        """What a sample takes a typical worker; 0 where that is not known."""
+        """Median time per sample over workers, or 0 if unknown."""
         rows_s = sorted(worker.row_s for worker in self.workers if worker.row_s)
         return rows_s[len(rows_s) // 2] if rows_s else 0.0
 
     def share(self, seconds: float) -> float:
-        """``seconds`` as a share of the steady run."""
+        """Return ``seconds`` as a share of the steady run."""
         return min(1.0, seconds / self.steady_s) if self.steady_s > 0 else 0.0
 
 
 def make_account(model: TraceModel) -> Account:
-    """Sum up a model."""
+    """Compute the totals of a model."""
     batches = model.batches()
     if not batches:
         return Account(total_s=model.total_ns * 1e-9)
@@ -171,7 +171,7 @@ def _account_worker(lane: Lane, stalls: list[Span]) -> WorkerAccount:
         collate_s=collate_s,
         cpu_s=_scaled(fetches, collates, "cpu_ns"),
         queued_s=_scaled(fetches, collates, "queued_ns"),
-        # The first finds out the layout; the user's collate_fn is counted by itself.
+        # The first part also determines the layout. The user's collate_fn is counted separately.
         copied_s=max(0.0, _scaled(fetches[1:], collates, "copied_ns") - collate_s),
         row_s=row_s(fetches),
         stall_busy_share=_overlap_share(
@@ -182,7 +182,7 @@ def _account_worker(lane: Lane, stalls: list[Span]) -> WorkerAccount:
 
 
 def _scaled(fetches: list[Span], collates: list[Span], field: str) -> float:
-    """A sum over all parts from those where it was measured."""
+    """Return the sum of a field over all parts, extrapolated from the measured parts."""
     collate_ns = {span.place: span.took_ns for span in collates}
 
     def took_ns(spans: list[Span]) -> int:
@@ -195,13 +195,13 @@ def _scaled(fetches: list[Span], collates: list[Span], field: str) -> float:
 
 
 def row_s(fetches: list[Span]) -> float:
-    """What a sample takes: the median over parts."""
-    took_ns = [s.took_ns / s.rows for s in fetches if s.rows]  # none: dropped half way
+    """Return the time per sample: the median over parts."""
+    took_ns = [s.took_ns / s.rows for s in fetches if s.rows]  # abandoned parts have 0 rows
     return statistics.median(took_ns) * 1e-9 if took_ns else 0.0
 
 
 def _overlap_share(stalls: list[Span], busy: list[Span]) -> float:
-    """The share of the stalls that the busy spans cover."""
+    """Return the share of the stalls that the busy spans cover."""
     total = sum(stall.took_ns for stall in stalls)
     if not total or not busy:
         return 0.0
@@ -209,7 +209,7 @@ def _overlap_share(stalls: list[Span], busy: list[Span]) -> float:
     edges = np.array([edge for span in busy for edge in (span.start_ns, span.end_ns)], dtype=float)
     edges = np.maximum.accumulate(edges)
     busy_ns = np.diff(edges, prepend=edges[0])
-    busy_ns[::2] = 0.0  # from the end of a span to the beginning of the next
+    busy_ns[::2] = 0.0  # the gaps between spans
     starts, ends = np.array([stall[2:4] for stall in stalls], dtype=float).T
     sums = np.cumsum(busy_ns)
     covered = np.interp(ends, edges, sums) - np.interp(starts, edges, sums)
@@ -217,9 +217,10 @@ def _overlap_share(stalls: list[Span], busy: list[Span]) -> float:
 
 
 def _longest_stalls(model: TraceModel, stalls: list[Span]) -> tuple[float, float, Span | None]:
-    """The share of the longest tenth of the stalls, and how slow the slowest part behind them is.
+    """Examine the longest 10% of the stalls and the slowest part that caused them.
 
-    Returns the share, how much longer than usual a sample of that part took, and the part.
+    Returns their share of the total stall time, the time per sample of that part relative to the
+    median, and the part.
     """
     fetches = [span for lane in model.of("worker") for span in lane.of("fetch")]
     longest = sorted(stalls, key=lambda span: span.took_ns, reverse=True)
@@ -234,15 +235,15 @@ def _longest_stalls(model: TraceModel, stalls: list[Span]) -> tuple[float, float
     return _took_s(top) / _took_s(stalls), ratio, slowest
 
 
-# -- two runs side by side -------------------------------------------------------------------------
+# -- comparing two runs ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One number of two runs.
+    """One quantity of two runs.
 
     Args:
-        is_better: Whether the second run's is better; None: neither is.
+        is_better: True if the value of the second run is better. None if neither is better.
     """
 
     what: str
@@ -253,7 +254,7 @@ class ComparisonRow:
 
     @property
     def change(self) -> str:
-        """How the second relates to the first."""
+        """The second value relative to the first, as text."""
         if self.unit == "%":
             return f"{(self.other - self.one) * 100:+.0f} points"
         if not self.one:
@@ -275,11 +276,11 @@ _COMPARED: list[tuple[str, Callable[[Account], float], str, bool | None]] = [
     ("workers", lambda a: len(a.workers), "", None),
     ("batches", lambda a: a.num_batches, "", None),
 ]
-"""What is compared: a name, the number, its unit, and whether more of it is better."""
+"""Compared quantities: name, value, unit, and whether a larger value is better."""
 
 
 def compare(one: Account, other: Account) -> list[ComparisonRow]:
-    """Set two runs side by side.
+    """Compare two runs.
 
     Example:
         >>> fast = Account(num_batches=9, steady_s=1.0, steady_rows=80, step_s=1.0)

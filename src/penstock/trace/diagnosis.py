@@ -1,6 +1,6 @@
-"""What limits a run: one sentence with numbers, its evidence, and a line to paste.
+"""Diagnosis of a run: its bottleneck in one sentence, the evidence, and a line to paste.
 
-Called from: :attr:`penstock.Timeline.verdict`.
+Called by :attr:`penstock.Timeline.verdict`.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ CAUSES = (
     *("main process", "step", "start-up", "memory", "nothing"),
 )
 NOTHING_LOST = 0.10
-"""A training loop that waits less than this part of its time is limited by its own step."""
+"""A training loop that waits for less than this share of its time is limited by its own step."""
 MIN_BATCHES = 4
-"""Of fewer, most were loaded ahead while the workers started."""
+"""With fewer batches, most were prefetched while the workers started."""
 STARTUP_SHARE, LONG_START_S = 0.5, 20.0
 MANY_FAULTS, LOW_MEMORY = 1000, 0.03
-"""Major page faults, and the share of free memory, that are signs of memory pressure."""
+"""Thresholds for memory pressure: number of major page faults, and share of free memory."""
 SLOW_RATIO = 2.5
-"""A worker, or a sample, that takes this much longer than the others is an outlier."""
+"""A worker or sample that takes this many times longer than the others is an outlier."""
 OTHERS_BUSY = 0.75
-"""Workers that are busy more than this part of a stall do not wait for another one."""
+"""Workers that are busy for more than this share of the stalls do not wait for a slow worker."""
 
 Predict = Callable[[int], float | None]
-"""Samples a second with another number of workers, or None where that is not known."""
+"""Returns the samples per second with a given number of workers, or None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What limits a run.
+    """The bottleneck of a run.
 
     Args:
         cause: One of :data:`CAUSES`.
         sentence: The cause in words, with numbers.
-        evidence: The measurements behind it.
-        remedy: A line to paste; empty where there is nothing to gain.
+        evidence: The supporting measurements.
+        remedy: A line to paste. Empty if there is nothing to gain.
     """
 
     cause: str
@@ -56,7 +56,7 @@ class Diagnosis:
 def diagnose(
     account: Account, facts: dict[str, Any], predict: Predict = lambda _: None
 ) -> Diagnosis:
-    """Find what limits a run.
+    """Find the bottleneck of a run.
 
     Example:
         >>> diagnose(Account(num_batches=9, steady_s=1.0, step_s=0.98, stall_s=0.02), {}).cause
@@ -66,7 +66,7 @@ def diagnose(
 
 
 class _CauseSearch:
-    """Tries the causes one after the other: the ones that hide others first."""
+    """Tries the causes in order. Causes that can mask others come first."""
 
     def __init__(self, account: Account, facts: dict[str, Any], predict: Predict) -> None:
         self.run = run = account
@@ -74,7 +74,7 @@ class _CauseSearch:
         self.predict = predict
         self.workers = workers = account.workers
         busy_s = sum(worker.busy_s for worker in workers) or 1e-9
-        # Of the time that workers are busy. Each was measured in some parts only, and scaled.
+        # Shares of the workers' busy time, extrapolated from the parts that were measured.
         self.cpu = sum(worker.cpu_s for worker in workers) / busy_s
         self.queued = sum(worker.queued_s for worker in workers) / busy_s
         self.waiting = sum(worker.wait_share * worker.busy_s for worker in workers) / busy_s
@@ -83,9 +83,9 @@ class _CauseSearch:
         self.loading_s = run.stall_s + run.loading_s + run.deliver_s
         self.lost = self.loop_lost = run.share(self.loading_s + run.transfer_s)
         self.waiter = "training loop"
-        if run.gpu_s:  # its own clock says more than the loop's
+        if run.gpu_s:  # the GPU's own clock is more precise than the loop's
             self.waiter, self.lost = "GPU", max(0.0, 1.0 - run.share(run.gpu_s))
-        # Copies that the device makes by itself do not hold up the loop: the step waits for them.
+        # Asynchronous copies do not block the loop. The step waits for them on the device.
         copy_share = run.share(run.copy_s)
         self.are_copies_unseen = run.gpu_s > 0 and run.copy_s > self.loading_s and copy_share > 0.5
 
@@ -94,14 +94,14 @@ class _CauseSearch:
         if not run.num_batches and self.facts.get("is_off") is True:
             return Diagnosis(
                 cause="nothing",
-                sentence="Nothing was noted: tracing is off (trace=False, or PENSTOCK_TRACE=0).",
-                remedy="DataLoader(..., trace=True), and no PENSTOCK_TRACE in the environment",
+                sentence="Nothing was recorded: tracing is off (trace=False or PENSTOCK_TRACE=0).",
+                remedy="DataLoader(..., trace=True), with PENSTOCK_TRACE unset",
             )
         if run.num_batches < MIN_BATCHES or run.steady_s <= 0:
             named = {0: "No batch was", 1: "One batch was"}
             counted = named.get(run.num_batches, f"{run.num_batches:,} batches were")
             return Diagnosis(
-                cause="nothing", sentence=f"{counted} delivered: too few to say anything."
+                cause="nothing", sentence=f"{counted} delivered: too few for a diagnosis."
             )
         return (
             self._memory()
@@ -119,13 +119,13 @@ class _CauseSearch:
         run = self.run
         waits = f"The {self.waiter} waits {self.lost:.0%} of the time. "
         shares = (
-            f"steady run: {run.steady_s:.3g} s, {run.rate:,.0f} samples/s; step "
+            f"after start-up: {run.steady_s:.3g} s, {run.rate:,.0f} samples/s; step "
             f"{run.share(run.step_s):.0%}, waiting {run.share(run.stall_s + run.loading_s):.0%}, "
-            f"to the device {run.share(run.transfer_s):.0%}, putting together "
+            f"copying to the device {run.share(run.transfer_s):.0%}, assembling batches "
             f"{run.share(run.deliver_s):.0%}"
         )
         if run.startup_s > run.steady_s and cause != "start-up":
-            evidence = [*evidence, f"before that, the first batch took {run.startup_s:.2f} s"]
+            evidence = [*evidence, f"start-up: {run.startup_s:.2f} s until the first batch"]
         return Diagnosis(
             cause=cause,
             sentence=(waits if cause not in ("step", "start-up") else "") + text,
@@ -133,7 +133,7 @@ class _CauseSearch:
             remedy=remedy,
         )
 
-    # -- one look for each cause -----------------------------------------------------------------
+    # -- one check for each cause ----------------------------------------------------------------
 
     def _memory(self) -> Diagnosis | None:
         run = self.run
@@ -141,11 +141,11 @@ class _CauseSearch:
         if not is_short or self.lost < NOTHING_LOST:
             return None
         evidence = [
-            f"{run.num_faults:,} pages had to be read from the disk again",
-            f"free memory went down to {run.free_memory_share:.0%}",
+            f"{run.num_faults:,} memory pages were read back from disk",
+            f"free memory fell to {run.free_memory_share:.0%}",
         ]
         fewer = max(1, len(self.workers) // 2)
-        text = "Memory is short: workers wait for their own pages."
+        text = "Bottleneck: memory. Workers wait for their pages to be read back from disk."
         return self._say("memory", text, evidence, f"DataLoader(..., num_workers={fewer})")
 
     def _start_up(self) -> Diagnosis | None:
@@ -156,11 +156,11 @@ class _CauseSearch:
         later_steady_s = run.steady_s * num_later / max(1, run.num_passes)
         is_often = later_s > max(0.05 * num_later, later_steady_s)
         if share < STARTUP_SHARE or not (is_often or run.startup_s >= LONG_START_S):
-            return None  # a short run has started once: that says nothing about a long one
+            return None  # one start-up in a short run says nothing about a long run
         epochs = f"{run.num_passes} epochs ({run.first_start_s:.2f} s in the first)"
         text = (
-            f"{share:.0%} of the time is start-up: {run.startup_s:.2f} s until the first batch of "
-            f"{epochs if num_later else '1 epoch'}, then {run.steady_s:.2f} s."
+            f"Bottleneck: start-up, {share:.0%} of the time. {run.startup_s:.2f} s until the first "
+            f"batch of {epochs if num_later else '1 epoch'}, then {run.steady_s:.2f} s."
         )
         are_kept = self.facts.get("persistent_workers") is True
         remedy = "DataLoader(..., persistent_workers=True)"
@@ -170,23 +170,23 @@ class _CauseSearch:
         run = self.run
         if self.loop_lost < NOTHING_LOST <= self.lost and not self.are_copies_unseen:
             text = (
-                f"The GPU waits {self.lost:.0%} of the time, but not for batches: your step holds "
-                f"the loop {run.share(run.step_s):.0%} of it, and they are ready when it asks."
+                f"The GPU waits {self.lost:.0%} of the time, but not for batches. Your step takes "
+                f"{run.share(run.step_s):.0%} of the loop's time, and batches are ready in time."
             )
             remedy = (
-                'with penstock.span("forward"): ... shows where the step waits (.item(), print)'
+                'with penstock.span("forward"): ... to see where the step waits (.item(), print)'
             )
             return self._say("step", text, self._worker_evidence(), remedy)
         if self.lost >= NOTHING_LOST:
             return None
         text = (
-            f"Your step takes {run.share(run.step_s):.0%} of the time and batches are ready when "
-            f"it asks: faster loading would bring at most {self.lost:.0%}."
+            f"Your step takes {run.share(run.step_s):.0%} of the time, and batches are ready in "
+            f"time. Faster loading would save at most {self.lost:.0%}."
         )
-        if self.loop_lost >= NOTHING_LOST:  # it runs ahead of the GPU, and waits there
+        if self.loop_lost >= NOTHING_LOST:  # the loop runs ahead of the GPU
             text = (
                 f"The GPU is busy {1 - self.lost:.0%} of the time, although the loop waits "
-                f"{self.loop_lost:.0%}: faster loading would bring at most {self.lost:.0%}."
+                f"{self.loop_lost:.0%}. Faster loading would save at most {self.lost:.0%}."
             )
         return self._say("step", text, self._worker_evidence())
 
@@ -195,26 +195,29 @@ class _CauseSearch:
         if run.transfer_s <= self.loading_s and not self.are_copies_unseen:
             return None
         took_s = max(run.transfer_s, run.copy_s if self.are_copies_unseen else 0.0)
-        text = f"The way to the device limits: {run.share(took_s):.0%} of the time."
+        text = f"Bottleneck: copies to the device, {run.share(took_s):.0%} of the time."
         device = self.facts.get("device") or "cuda"
         remedy = (
-            f"DataLoader(..., device='{device}', pin_memory=True), samples as uint8 and finish="
+            f"DataLoader(..., device='{device}', pin_memory=True), with uint8 samples and finish="
         )
         return self._say("transfer", text, [f"copies: {took_s:.2f} s"], remedy)
 
     def _main(self) -> Diagnosis | None:
         run = self.run
         if not self.workers:
-            text = f"Samples are loaded in the training process: {run.share(run.loading_s):.0%}."
+            text = (
+                "Bottleneck: loading samples in the training process, "
+                f"{run.share(run.loading_s):.0%} of the time."
+            )
             text += self._promise(self._cores())
             return self._say("main process", text, [], 'DataLoader(..., num_workers="auto")')
         if run.deliver_s <= run.stall_s:
             return None
         text = (
-            f"The training process limits: putting batches together takes it "
+            "Bottleneck: assembling batches in the training process, "
             f"{run.share(run.deliver_s):.0%} of the time."
         )
-        remedy = "tensors or arrays instead of many small objects in each sample"
+        remedy = "return tensors or arrays instead of many small objects from dataset[i]"
         return self._say("main process", text, self._worker_evidence(), remedy)
 
     def _slow_sample(self) -> Diagnosis | None:
@@ -224,15 +227,17 @@ class _CauseSearch:
         if slowest is None or not is_outlier or len(self._slow_ones()) == 1:
             return None
         text = (
-            f"A few slow samples hold up the rest: batch {slowest.batch} of epoch {slowest.pass_} "
+            f"Bottleneck: a few slow samples. Batch {slowest.batch} of epoch {slowest.pass_} "
             f"took {slowest.took_ns * 1e-9:.2f} s, {run.slowest_ratio:.0f} times as long as usual."
         )
-        evidence = [f"the longest tenth of the waits is {run.top_stall_share:.0%} of all waiting"]
+        evidence = [
+            f"the longest 10% of the waits add up to {run.top_stall_share:.0%} of all waiting"
+        ]
         remedy = "DataLoader(..., prefetch_factor=8), and trace=penstock.Tracing(samples=True)"
         return self._say("slow sample", text, evidence, remedy)
 
     def _slow_ones(self) -> list[WorkerAccount]:
-        """Workers that are much slower than the others of their loader."""
+        """Return the workers that are much slower than the other workers of their loader."""
         found = []
         for first_pass in {worker.first_pass for worker in self.workers}:
             pool = [w for w in self.workers if w.first_pass == first_pass and w.row_s]
@@ -253,17 +258,18 @@ class _CauseSearch:
         if is_in_order and others_busy > OTHERS_BUSY:
             return None
         text = (
-            f"Worker {one.number} is {one.row_s / usual:.1f} times slower than the others"
-            f"{', which wait for it.' if is_in_order else '.'}"
+            f"Bottleneck: worker {one.number}, which takes {one.row_s / usual:.1f} times as long "
+            f"per sample as the others.{' They wait for it.' if is_in_order else ''}"
         )
         evidence = [
-            f"a sample takes it {one.row_s * 1e3:.3g} ms, the others {usual * 1e3:.3g} ms",
-            f"while the loop waits it is busy {one.stall_busy_share:.0%} of the time, the others "
-            f"{others_busy:.0%}",
+            f"worker {one.number} takes {one.row_s * 1e3:.3g} ms per sample, the others "
+            f"{usual * 1e3:.3g} ms",
+            f"while the loop waits, worker {one.number} is busy {one.stall_busy_share:.0%} of the "
+            f"time, the others {others_busy:.0%}",
         ]
-        remedy = "DataLoader(..., in_order=False), and look what else runs on its core"
+        remedy = "DataLoader(..., in_order=False), and check what else runs on its core (top -H)"
         if not is_in_order:
-            remedy = "look what else runs on its core: top -H"
+            remedy = "check what else runs on its core: top -H"
         return self._say("slow worker", text, evidence, remedy)
 
     def _workers(self) -> Diagnosis | None:
@@ -271,40 +277,39 @@ class _CauseSearch:
             return None
         evidence = self._worker_evidence()
         if self.collating > 0.5:
-            text = f"Collating in workers limits: it takes {self.collating:.0%} of their time."
+            text = f"Bottleneck: collating in the workers, {self.collating:.0%} of their time."
             remedy = "DataLoader(..., collate_fn=None), with the work moved to dataset[i]"
             if self.facts.get("collate_fn") == "default":
-                remedy = "samples of fewer bytes (uint8, not float32), in one tensor, not in many"
+                remedy = "return smaller samples (uint8, not float32) in one tensor, not several"
             return self._say("collate", text, evidence, remedy)
         if self.waiting > 0.5 and self.facts.get("pool") != "thread":
             more = max(2 * len(self.workers), self._cores())
-            text = f"Reading limits: workers wait for data {self.waiting:.0%} of their time."
+            text = f"Bottleneck: reading. Workers wait for data {self.waiting:.0%} of their time."
             text += self._promise(more)
             return self._say("storage", text, evidence, f"DataLoader(..., num_workers={more})")
         return self._decode(evidence)
 
     def _decode(self, evidence: list[str]) -> Diagnosis:
         cores, num_workers = self._cores(), len(self.workers)
-        text = "Decoding and transforms in workers limit."
+        text = "Bottleneck: decoding and transforms in the workers."
         if self.facts.get("pool") == "thread":
             remedy = "DataLoader(..., pool='process'): threads share one interpreter"
         elif self._others_compute():
-            text += " Other programs hold the cores, which workers wait for."
-            remedy = "look what else runs here (top), or ask for cores of your own"
+            text += " Other programs use the cores, so the workers wait for a free core."
+            remedy = "check what else runs here (top), or request dedicated cores"
         elif num_workers < cores:
-            promise = self._promise(cores)
-            text = text[:-1] + ":" + promise if promise else text
+            text += self._promise(cores)
             remedy = f"DataLoader(..., num_workers={cores})"
         else:
             text += f" All {cores} cores are in use."
             remedy = (
-                "penstock pack DATA PACKED, which does once what is the same in each epoch; images "
-                "by penstock.ImageFolder, which has the fastest decoder here"
+                "penstock pack DATA PACKED, to do once the work that is the same in every epoch; "
+                "for images, penstock.ImageFolder, which uses the fastest decoder available"
             )
         return self._say("decode", text, evidence, remedy)
 
     def _others_compute(self) -> bool:
-        """Whether workers wait for cores that neither they nor the step can be using."""
+        """True if workers wait for cores that neither the workers nor the step use."""
         run = self.run
         used = sum(worker.cpu_s for worker in self.workers) / max(run.total_s - run.startup_s, 1e-9)
         return (
@@ -313,10 +318,10 @@ class _CauseSearch:
 
     def _slots(self) -> Diagnosis:
         asked = self.facts.get("prefetch_factor")
-        text = "Workers stand idle while the loop waits: too few batches are under way."
+        text = "Bottleneck: too few batches in flight. Workers are idle while the loop waits."
         evidence = self._worker_evidence()
         if self.run.refused:
-            evidence.append(f"{self.run.refused:,} times there was no slot for another batch")
+            evidence.append(f"no slot was free for the next batch {self.run.refused:,} times")
         depth = max(4, 2 * asked) if isinstance(asked, int) else 16
         return self._say("slots", text, evidence, f"DataLoader(..., prefetch_factor={depth})")
 
@@ -333,7 +338,7 @@ class _CauseSearch:
         change = f"{num_workers} workers"
         if self.workers:
             change += f" instead of {len(self.workers)}"
-        return f" {change} would bring {self.run.rate:,.0f} to {rate:,.0f} samples/s."
+        return f" {change} would raise the rate from {self.run.rate:,.0f} to {rate:,.0f} samples/s."
 
     def _worker_evidence(self) -> list[str]:
         if not self.workers:
@@ -342,9 +347,9 @@ class _CauseSearch:
         queued = min(1.0 - cpu, self.queued)
         count, row_ms = len(self.workers), self.run.typical_row_s * 1e3
         return [
-            f"{count} worker{'s' * (count > 1)}, {row_ms:.3g} ms a sample: computing {cpu:.0%}, "
-            f"waiting for a core {queued:.0%}, for data {max(0.0, 1 - cpu - queued):.0%}; "
-            f"collating {self.collating:.0%}",
+            f"{count} worker{'s' * (count > 1)}, {row_ms:.3g} ms per sample: computing {cpu:.0%}, "
+            f"waiting for a core {queued:.0%}, waiting for data "
+            f"{max(0.0, 1 - cpu - queued):.0%}; collating {self.collating:.0%}",
             f"while the loop waits, workers are idle {1 - self.stall_busy:.0%} of the time",
         ]
 

@@ -1,4 +1,4 @@
-"""Traces on disk: JSON with columns of whole numbers, compressed where the name ends in ``.gz``.
+"""Trace files: JSON with columns of integers, compressed if the name ends in ``.gz``.
 
 {"format": "penstock-trace", "version": 1, "facts": {...},
  "lanes": [{"name", "role", "number", "pid", "num_lost", "names": [...],
@@ -21,12 +21,12 @@ from penstock.trace.record import Record
 FORMAT, VERSION = "penstock-trace", 1
 _COLUMNS = tuple(name for name in Record._fields if name != "name")
 _PLAIN = {"name": str, "role": str, "number": int, "pid": int, "num_lost": int}
-"""The fields of a lane beside its records, and their types."""
+"""The fields of a lane other than its records, and their types."""
 _GZIP = b"\x1f\x8b"
 
 
 def dump_records(records: Mapping[str, Any]) -> bytes:
-    """Records as the bytes of a trace file, not compressed."""
+    """Serialize records as an uncompressed trace file."""
     lanes = []
     for lane in records.get("lanes") or ():
         spans = lane.get("spans") or ()
@@ -43,51 +43,53 @@ def dump_records(records: Mapping[str, Any]) -> bytes:
 
 
 def write_records(records: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a trace file; whole or not at all."""
+    """Write a trace file atomically."""
     write_whole(dump_records(records), path)
 
 
 def write_whole(content: bytes, path: str | os.PathLike[str]) -> None:
-    """Write bytes, compressed where the name ends in ``.gz``, under another name first.
+    """Write bytes atomically, compressed if the name ends in ``.gz``.
 
     Raises:
-        BadTrace: It cannot be written there.
+        BadTrace: The file cannot be written.
     """
     path = Path(path)
     if path.suffix == ".gz":
         content = gzip.compress(content, 5, mtime=0)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         try:
-            beside.write_bytes(content)
-            os.replace(beside, path)
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
         is_there = path.parent.is_dir()
         why = getattr(error, "strerror", None) or str(error)
         raise BadTrace(
-            f"{path} cannot be written: {why if is_there else 'there is no such folder'}",
-            remedy="another folder, or more room" if is_there else f"mkdir -p {path.parent}",
+            f"{path} cannot be written: {why if is_there else 'the folder does not exist'}",
+            remedy="choose another folder, or free disk space"
+            if is_there
+            else f"mkdir -p {path.parent}",
         ) from error
 
 
 def read_records(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The records in a trace file.
+    """Read the records in a trace file.
 
     Raises:
-        BadTrace: There is none, it is not ours, or it breaks off.
+        BadTrace: The file is missing, truncated, damaged, or not a Penstock trace.
     """
     content = _load(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadTrace(
-            f"{path} is no trace of Penstock's: {_what_else(content)}",
+            f"{path} is not a Penstock trace: {_what_else(content)}",
             remedy="DataLoader(..., trace='run.json') writes one",
         )
     version = content.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise BadTrace(
-            f"{path} has version {version!r} of the format; this Penstock reads up to {VERSION}",
+            f"{path} has format version {version!r}, but this Penstock reads up to {VERSION}",
             remedy="pip install -U penstock",
         )
     try:
@@ -96,8 +98,8 @@ def read_records(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise BadTrace(
             f"{path} is damaged: {type(error).__name__}: {error}",
-            likely="somebody changed it, or two programs wrote it at once.",
-            remedy="run again with trace= and a name of its own",
+            likely="the file was edited, or two programs wrote to it at the same time.",
+            remedy="run again with trace= and a different file name",
         ) from None
 
 
@@ -113,42 +115,44 @@ def _load(path: str | os.PathLike[str]) -> Any:
         ) from None
     except (EOFError, zlib.error):
         raise BadTrace(
-            f"{path} breaks off: {len(raw):,} bytes that do not unpack",
-            likely="a copy or download that stopped, or a full disk.",
+            f"{path} is truncated: its {len(raw):,} bytes cannot be decompressed",
+            likely="an interrupted copy or download, or a full disk.",
             remedy="copy it again, or run again with trace=",
         ) from None
     except (ValueError, RecursionError) as error:
         if raw.lstrip()[:1] == b"<":
             raise BadTrace(
-                f"{path} is a page to look at, and not read back",
-                remedy=f"open it in a browser; for penstock trace: trace='{Path(path).stem}.json'",
+                f"{path} is an HTML page, which cannot be read back",
+                remedy="open it in a browser. For penstock trace, record with "
+                f"trace='{Path(path).stem}.json'",
             ) from None
-        ends = "is empty" if not raw else f"is no JSON, or breaks off ({error})"
+        what = "is empty" if not raw else f"is not JSON, or is truncated ({error})"
         raise BadTrace(
-            f"{path} {ends}",
-            likely="a copy that stopped, or a file of another kind.",
+            f"{path} {what}",
+            likely="an interrupted copy, or a file of a different kind.",
             remedy="DataLoader(..., trace='run.json') writes one",
         ) from None
 
 
 def _what_else(content: Any) -> str:
     if isinstance(content, dict) and "traceEvents" in content:
-        return "it is in Chrome's form, as the profiler of torch writes it; open it in Perfetto"
+        return "it is a Chrome trace, like those of torch's profiler. Open it in Perfetto"
     if isinstance(content, dict):
-        return f"an object with {', '.join(map(repr, list(content)[:3])) or 'nothing in it'}"
-    return f"a {type(content).__name__}"
+        keys = ", ".join(map(repr, list(content)[:3]))
+        return f"it contains an object with {f'the keys {keys}' if keys else 'no keys'}"
+    return f"it contains a {type(content).__name__}"
 
 
 def _read_lane(lane: Any) -> dict[str, Any]:
     columns, names = lane["columns"], lane["names"]
     numbers = columns["name"]
     if not all(type(name) is str for name in names):
-        raise ValueError("a name is no text")
+        raise ValueError("a name is not a string")
     lists = [columns.get(name, [0] * len(numbers)) for name in _COLUMNS]
     if any(len(column) != len(numbers) for column in lists):
-        raise ValueError("columns of different length")
+        raise ValueError("columns have different lengths")
     if any(type(value) is not int for column in (numbers, *lists) for value in column):
-        raise ValueError("a value is no whole number")
+        raise ValueError("a value is not an integer")
     spans = [
         Record(row[0], names[number], *row[1:])
         for number, row in zip(numbers, zip(*lists, strict=True), strict=True)

@@ -1,19 +1,19 @@
-"""Times of copies and steps on the GPU, by its own events, on this machine's clock.
+"""Timing of copies and steps on the GPU by events, converted to the host's clock.
 
 ::
 
     copy stream         begun == copy, finish == ended
     the step's stream              begun ===== step ===== ended
-                                   ^ a batch is handed out  ^ the next one is asked for
+                                   ^ a batch is delivered   ^ the next batch is requested
 
-Nothing waits for the GPU: whether an event is over is asked when a later batch goes by. Events tell
-only the time between them. Their place on this machine's clock is found once a second, by an event
-on a stream that has nothing else to do.
+Nothing waits for the GPU. Completed events are collected when later batches are requested. Events
+give only the time between them. Once a second, an event on an idle stream relates them to the
+host's clock.
 
-A step is all that was asked of its stream between two batches, and lasts at least until the next
-batch is asked for: moments in which the GPU waits for the next kernel of a step belong to the step.
+A step is all work queued on its stream between two batches. It lasts at least until the next batch
+is requested, so pauses in which the GPU waits for the next kernel of a step count as the step.
 
-Called from: the training process, by :mod:`penstock.device` and the loader's iterator.
+Called in the training process, by :mod:`penstock.device` and the loader's iterator.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ import torch
 from penstock.trace.record import Kind, now_ns
 
 MIN_INTERVAL_NS = 3_000_000
-"""Unasked, only batches that are at least this far apart are watched: about a dozen driver calls
-for each, an estimated 20 microseconds, must cost less than 1 %."""
+"""Without a requested trace, only batches at least this far apart are timed. Each takes about a
+dozen driver calls, an estimated 20 microseconds, which must cost less than 1 %."""
 ANCHOR_NS = 1_000_000_000
-"""How often the clocks are compared: no two run equally fast."""
+"""Interval between clock comparisons. They are repeated because the clocks drift."""
 _PATIENCE_NS = 100_000
-"""How long comparing them may take; else it is tried again at the next batch."""
+"""Time limit of a clock comparison. If it is exceeded, the next batch tries again."""
 _MAX_WAIT_NS = 1_000_000_000
 _MAX_PENDING = 256
-"""Operations whose end is waited for; beyond it the oldest are given up."""
+"""Maximum number of operations that have not ended. Beyond it, the oldest are dropped."""
 
 
 class GpuOperation:
-    """A copy or a step under way on the GPU: its first and last event."""
+    """A copy or step in progress on the GPU, with its first and last event."""
 
     __slots__ = ("asked_ns", "batch", "begun", "device", "ended", "kind", "num_bytes")
 
@@ -52,11 +52,12 @@ class GpuOperation:
 
 
 class GpuWatch:
-    """Records copies and steps of one loader.
+    """Records the copies and steps of one loader.
 
     Args:
-        note: Takes what was seen; see :meth:`penstock.trace.recorder.Recorder.record_device`.
-        is_asked: A trace was asked for: every batch is watched, however fast they come.
+        note: Called for each completed operation. See
+            :meth:`penstock.trace.recorder.Recorder.record_device`.
+        is_asked: The user requested a trace, so every batch is timed, however fast they are.
     """
 
     def __init__(self, note: Callable[..., None], *, is_asked: bool) -> None:
@@ -69,24 +70,24 @@ class GpuWatch:
         self._last_ns = self._interval_ns = 0
 
     def begin_copy(self, stream: Any, batch: int) -> GpuOperation | None:
-        """A copy is about to be queued on this stream; None: it is not watched."""
+        """Start timing a copy, before it is queued. Returns None if it is not timed."""
         return self._begin(Kind.COPY, stream, batch) if self._is_on else None
 
     def end_copy(self, copy: GpuOperation, stream: Any, num_bytes: int) -> Any:
-        """The copy was queued; returns its last event, for which others may wait."""
+        """Stop timing a copy, after it was queued. Returns its last event, to wait for."""
         copy.num_bytes = num_bytes
         return self._end(copy, stream)
 
     def begin_step(self, batch: int) -> None:
-        """The batch is handed out: what comes now on the user's stream is the step."""
+        """Start timing a step, when its batch is delivered. It runs on the user's stream."""
         try:
             if self._is_on and _can_record():
                 self._step = self._begin(Kind.GPU, torch.cuda.current_stream(), batch)
-        except RuntimeError:  # the GPU is lost; whoever uses it next says so
+        except RuntimeError:  # the GPU is lost; the user's next operation on it raises
             self._is_on = False
 
     def end_step(self) -> None:
-        """Another batch is asked for."""
+        """Stop timing the step, when the next batch is requested."""
         at_ns = now_ns()
         gap_ns, self._last_ns = at_ns - self._last_ns, at_ns
         self._interval_ns += (gap_ns - self._interval_ns) // 8 if gap_ns < 10**9 else 0
@@ -103,7 +104,7 @@ class GpuWatch:
             self._pending.clear()
 
     def end_pass(self) -> None:
-        """The epoch is over: where a trace was asked for, its last steps are waited for."""
+        """Collect the last steps of an epoch. Waits for them if a trace was requested."""
         until_ns = now_ns() + _MAX_WAIT_NS * self._is_asked
         try:
             while self._pending:
@@ -115,7 +116,7 @@ class GpuWatch:
             self._pending.clear()
 
     def reset(self) -> None:
-        """Another epoch begins: what is still under way belongs to none."""
+        """Discard the operations in progress, because a new epoch begins."""
         self._pending.clear()
         self._step = None
 
@@ -146,7 +147,7 @@ class GpuWatch:
 
 
 class GpuClock:
-    """Converts the times of one GPU's events to this machine's clock."""
+    """Converts the times of one GPU's events to the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -154,7 +155,7 @@ class GpuClock:
         self._known_ns = self._compared_ns = 0
 
     def compare(self) -> None:
-        """Look at both clocks, if it is time to. Nothing stands before the event on its stream."""
+        """Compare both clocks, if due. The event's stream is idle, so the event is not delayed."""
         before_ns = now_ns()
         if self._known is not None and before_ns - self._compared_ns < ANCHOR_NS:
             return
@@ -167,9 +168,9 @@ class GpuClock:
         self._known, self._known_ns = event, (before_ns + self._compared_ns) // 2
 
     def place(self, op: GpuOperation, seen_ns: int) -> tuple[int, int]:
-        """When the operation began and ended; ``seen_ns``: it was over by then.
+        """Return when the operation began and ended. It had ended by ``seen_ns``.
 
-        Whatever the clocks say, nothing begins before it was asked for.
+        The result is never before the operation was queued, even if the clocks disagree.
         """
         took_ns = _between_ns(op.begun, op.ended)
         start_ns = op.asked_ns
@@ -177,7 +178,7 @@ class GpuClock:
             start_ns = self._known_ns + _between_ns(self._known, op.begun)
         start_ns = max(op.asked_ns, min(start_ns, seen_ns - took_ns))
         if self._known is None or seen_ns - self._known_ns > 4 * ANCHOR_NS:
-            # The GPU gives milliseconds in single precision: not too far from the last one.
+            # elapsed_time() is in single precision, so the reference event must be recent.
             self._known, self._known_ns = op.ended, start_ns + took_ns
         return start_ns, start_ns + took_ns
 
@@ -191,6 +192,6 @@ def _between_ns(first: Any, second: Any) -> int:
 
 
 def _can_record() -> bool:
-    """Whether a GPU is in use, and no graph is captured that our events would become part of."""
+    """True if a GPU is in use and no graph is being captured, which would include the events."""
     is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(is_open) and not torch.cuda.is_current_stream_capturing()

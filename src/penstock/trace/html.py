@@ -1,10 +1,10 @@
-"""The timeline as one HTML page that needs nothing else: data, drawing and style in a single file.
+"""HTML renderer of the timeline: one self-contained page with data, script and style.
 
-Names come from the user's code and may hold anything: they are written as JSON inside a script
-element that is never run, with every ``<`` escaped, and are drawn as text on a canvas. The page
-forbids itself all requests. ``page.html`` is the template.
+Names come from the user's code and can contain any text. They are written as JSON inside a script
+element that is never executed, with every ``<`` escaped, and are drawn as text on a canvas. The
+page's content security policy forbids all requests. ``page.html`` is the template.
 
-Called from: :class:`penstock.Timeline` and the report of ``penstock bench``.
+Called by :class:`penstock.Timeline` and the report of ``penstock bench``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from penstock.trace.model import WORDS, Lane, Reading, TraceModel
 KINDS = tuple(WORDS)
 _DATA = "__PENSTOCK_DATA__"
 MAX_READINGS = 20_000
-"""Points of a curve: far more than a screen has columns."""
+"""Maximum number of points in a curve. A screen has far fewer columns."""
 
 
 def render(model: TraceModel, verdict: Diagnosis) -> str:
-    """The page."""
+    """Return the page as HTML."""
     return _template().replace(_DATA, _as_script_text(make_data(model, verdict)))
 
 
 def frame(page: str, height: int = 460) -> str:
-    """The page as a frame of another one, isolated from it."""
+    """Return a sandboxed ``iframe`` that shows the page inside another page."""
     return (
         f'<iframe srcdoc="{html.escape(page)}" sandbox="allow-scripts" '
         f'style="width:100%;height:{height}px;border:0" title="Penstock timeline"></iframe>'
@@ -48,7 +48,7 @@ def _as_script_text(data: dict[str, Any]) -> str:
 
 
 def make_data(model: TraceModel, verdict: Diagnosis) -> dict[str, Any]:
-    """What the page draws, in columns."""
+    """Return the data that the page draws, in columns."""
     names: dict[str, int] = {"": 0}
     lanes = [_lane(lane, names) for lane in model.lanes]
     return {

@@ -1,12 +1,12 @@
-"""The timeline as lanes of spans, made from records: what each process did, when, for which batch.
+"""Model of the timeline: records converted to lanes of spans.
 
     lease, collate  --> worker lanes: fetch, collate      (gaps: the worker waited for work)
     batch           --> main lane: step, stall, transfer, deliver
-    copy, gpu       --> lanes of their own
-    user, sample    --> where they happened, inside what they happened in
+    copy, gpu       --> separate lanes
+    user, sample    --> in the lane where they ran, nested in the enclosing span
 
-Records may come from a file that another program wrote: invalid ones are left out or cut to size,
-counted, and reported in ``notes``. Called from: :class:`penstock.Timeline`.
+Records can come from a file that another program wrote. Invalid records are left out or clipped,
+counted, and reported in ``notes``. Called by :class:`penstock.Timeline`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WORDS = {
     "fetch": "loading samples",
     "collate": "collate_fn",
     "stall": "waiting for a batch",
-    "deliver": "putting the batch together",
-    "transfer": "bringing batches to the device",
+    "deliver": "assembling the batch",
+    "transfer": "copying batches to the device",
     "step": "your step",
     "launch": "starting workers",
     "copy": "copy to the device",
@@ -32,20 +32,20 @@ WORDS = {
     "transform": "one transform",
     "user": "your own span",
 }
-"""Every kind of span that is drawn, in words."""
+"""The kinds of spans, with the text shown for each."""
 _INNER = {Kind.USER: "user", Kind.SAMPLE: "sample", Kind.TRANSFORM: "transform"}
 INNER_KINDS = frozenset(_INNER.values())
-"""Kinds of spans that lie within others."""
+"""Kinds of spans that are nested in others."""
 _OWN_LANES = {
     Kind.COPY: ("copy", "to device"),
     Kind.GPU: ("gpu", "GPU"),
 }
 MAX_YEARS_NS = 10**18
-"""Times beyond this (32 years of uptime) are nonsense."""
+"""Times beyond this (32 years of uptime) are invalid."""
 
 
 class Span(NamedTuple):
-    """One timed piece of work. Times are nanoseconds since the trace began."""
+    """One timed operation. Times are in nanoseconds since the trace began."""
 
     kind: str
     name: str
@@ -57,13 +57,13 @@ class Span(NamedTuple):
     part: int = 0
     rows: int = 0
     is_open: bool = False
-    """It never ended: its worker was killed, or had not finished."""
+    """True if it never ended, because its worker was killed or had not finished."""
     cpu_ns: int = -1
-    """How long it computed; -1: not measured."""
+    """CPU time, or -1 if not measured."""
     queued_ns: int = -1
-    """How long it waited for a core; -1: not measured."""
+    """Time waiting for a core, or -1 if not measured."""
     copied_ns: int = -1
-    """How much of it was copying into the batch; -1: not measured."""
+    """Time copying into the batch, or -1 if not measured."""
 
     @property
     def took_ns(self) -> int:
@@ -71,12 +71,12 @@ class Span(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Epoch, batch and part that it belongs to."""
+        """Epoch, batch and part of the span."""
         return self.pass_, self.batch, self.part
 
 
 class Reading(NamedTuple):
-    """A number at a time: batches ready, or bytes held."""
+    """A value at a point in time, such as batches ready or bytes held."""
 
     at_ns: int
     value: float
@@ -94,28 +94,28 @@ class Lane:
     num_lost: int = 0
     memory: list[Reading] = field(default_factory=list)
     num_faults: int = 0
-    """Pages that had to come from the disk."""
+    """Number of major page faults."""
     cpu_s: list[Reading] = field(default_factory=list)
-    """What the process had computed by then."""
+    """CPU time of the process so far."""
 
     def top(self) -> list[Span]:
-        """The spans that lie within no other."""
+        """Return the spans that are not nested in another span."""
         return [span for span in self.spans if not span.depth]
 
     def of(self, *kinds: str) -> list[Span]:
-        """The spans of these kinds that lie within no other."""
+        """Return the spans of these kinds that are not nested in another span."""
         return [span for span in self.spans if not span.depth and span.kind in kinds]
 
 
 @dataclass
 class TraceModel:
-    """A whole trace: lanes, curves, and notes about what was odd in its records."""
+    """A whole trace: lanes, curves, and notes about irregular records."""
 
     lanes: list[Lane] = field(default_factory=list)
     ready: list[Reading] = field(default_factory=list)
     free_memory: list[Reading] = field(default_factory=list)
     num_refused: int = 0
-    """How often there was no slot for another batch."""
+    """Number of times no slot was free for the next batch."""
     facts: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     total_ns: int = 0
@@ -133,7 +133,7 @@ class TraceModel:
 
 
 def make_model(records: Mapping[str, Any]) -> TraceModel:
-    """Make lanes from records, as :meth:`penstock.DataLoader.timeline` and trace files have them.
+    """Build a model from the records of a loader or a trace file.
 
     Example:
         >>> batch = Record(Kind.BATCH, "", 1_000, 1_500, batch=0, rows=4, a=300)
@@ -145,14 +145,14 @@ def make_model(records: Mapping[str, Any]) -> TraceModel:
 
 
 class _ModelBuilder:
-    """Makes one model."""
+    """Builds one model."""
 
     def __init__(self, records: Mapping[str, Any]) -> None:
         self._model = TraceModel(facts=dict(records.get("facts") or {}))
         self._odd: Counter[str] = Counter()
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._loaded_ns: dict[tuple[int, int], int] = {}
-        """When the training process itself had loaded a batch."""
+        """When the training process finished loading a batch inline."""
         self._raw = [
             (lane, self._valid(lane.get("spans") or ())) for lane in records.get("lanes") or ()
         ]
@@ -174,18 +174,18 @@ class _ModelBuilder:
         model.total_ns = max(0, self._end_ns - self._origin_ns)
         model.notes += [f"{count:,} {what}" for what, count in sorted(self._odd.items())]
         if num_lost := sum(lane.num_lost for lane in model.lanes):
-            model.notes.append(f"{num_lost:,} spans were overwritten before they were read")
+            model.notes.append(f"{num_lost:,} spans were lost: overwritten before they were read")
         return model
 
     def _valid(self, records: Iterable[Record]) -> list[Record]:
-        """Records that can be drawn, in the order of their beginnings."""
+        """Return the records that can be drawn, sorted by start time."""
         found = []
         for record in records:
             if not 0 <= record.kind < NUM_KINDS or not 0 < record.start_ns < MAX_YEARS_NS:
-                self._odd["spans made no sense and were left out"] += 1
+                self._odd["spans were invalid and left out"] += 1
                 continue
             if record.end_ns and not record.start_ns <= record.end_ns < MAX_YEARS_NS:
-                self._odd["spans ended before they began: the clock jumped"] += 1
+                self._odd["spans ended before they began, because the clock jumped"] += 1
                 record = record._replace(end_ns=record.start_ns)
             found.append(record)
         found.sort(key=lambda record: (record.start_ns, -record.end_ns))
@@ -209,7 +209,7 @@ class _ModelBuilder:
             if record.end_ns:
                 self._draw(lane, record, collates)
                 continue
-            self._odd["spans never ended: their worker was killed, or still at it"] += 1
+            self._odd["spans never ended: the worker was killed or had not finished"] += 1
             restarted_ns = next((at_ns for at_ns in starts_ns if at_ns > record.start_ns), last_ns)
             end_ns = max(restarted_ns, record.start_ns)
             self._draw(lane, record._replace(end_ns=end_ns), {}, is_open=True)
@@ -231,7 +231,7 @@ class _ModelBuilder:
                 collate
                 and not record.start_ns <= collate.start_ns <= collate.end_ns <= record.end_ns
             ):
-                collate = None  # of another time that this part was loaded
+                collate = None  # from a different attempt to load this part
             middle = collate.start_ns - self._origin_ns if collate else end
             copied_ns = record.extra * 1000 if record.extra >= 0 else -1
             measured = (record.a, record.b, copied_ns)
@@ -242,7 +242,7 @@ class _ModelBuilder:
             self._draw_batch(lane, record, start, end)
         elif kind in _INNER:
             if kind == Kind.USER and not record.name:
-                self._odd["spans have no name: a process keeps the first 128 names"] += 1
+                self._odd["spans have no name: a process records at most 128 names"] += 1
             lane.spans.append(Span(_INNER[kind], record.name, start, end, 0, *place, is_open))
         elif kind in _OWN_LANES:
             role, name = _OWN_LANES[kind]
@@ -267,7 +267,7 @@ class _ModelBuilder:
                 self._model.free_memory.append(Reading(at_ns, record.extra * 2**20))
 
     def _draw_batch(self, lane: Lane, record: Record, start: int, end: int) -> None:
-        """One record holds the step before the batch, the wait, the transfer, and the rest."""
+        """Split a batch record into the preceding step, the wait, the transfer and the delivery."""
         pass_, batch, num_ready = _place(record)
         self._model.ready.append(Reading(start, max(0, num_ready)))
         place = (pass_, batch, 0, record.rows)
@@ -294,8 +294,9 @@ def _add_pid(lane: Lane, pid: int) -> None:
 
 
 def nest(spans: list[Span]) -> list[Span]:
-    """Spans with their depth: how many others they lie within. Those that overlap without lying
-    within (two threads in one lane) go as deep as needed to keep apart.
+    """Return the spans with their nesting depth, sorted by start time.
+
+    Spans that overlap without being nested (two threads in one lane) get different depths.
 
     Example:
         >>> inner, outer = Span("user", "a", 2, 3), Span("fetch", "", 0, 9)

@@ -1,8 +1,9 @@
-"""The timeline as Chrome's trace-event JSON, for Perfetto, chrome://tracing and others.
+"""Perfetto renderer of the timeline: Chrome's trace-event JSON, also for chrome://tracing.
 
-One process for each lane's process, one thread for each lane, and more where spans overlap without
-lying within each other: a span around a ``yield``, one that never ended, two threads. Flows tie a
-part of a batch to the batch; counters carry the batches that were ready and the memory held.
+Each process of the run is a process and each lane a thread. A lane gets more threads if its spans
+overlap without being nested: a span around a ``yield``, a span that never ended, or two threads.
+Flows connect the parts of a batch to the batch. Counters show the batches ready and the memory
+held.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 from penstock.trace.model import INNER_KINDS, WORDS, Lane, Span, TraceModel
 
 _LINE_IDS = 10_000
-"""Between the thread ids of two lines of one lane."""
+"""Distance between the thread ids of two lines of one lane."""
 
 
 def render(model: TraceModel) -> dict[str, Any]:
-    """The trace in Chrome's form."""
+    """Return the trace in Chrome's trace-event format."""
     events: list[dict[str, Any]] = []
     fetched: list[tuple[Span, dict[str, Any]]] = []
     delivered: dict[tuple[int, int], dict[str, Any]] = {}
@@ -54,14 +55,14 @@ def render(model: TraceModel) -> dict[str, Any]:
 
 
 def dump(model: TraceModel) -> bytes:
-    """The trace as the bytes of a file."""
+    """Serialize the trace as a JSON file."""
     return json.dumps(render(model), separators=(",", ":")).encode()
 
 
 def lay_out(spans: list[Span]) -> list[int]:
-    """Assign each span a line, so that spans of one line lie within each other or apart.
+    """Assign each span a line, so that spans on one line are either nested or disjoint.
 
-    Spans of the loader itself have the first line; spans of the user give way to them.
+    The loader's own spans are on the first line. User spans that cross them move to other lines.
 
     Example:
         >>> fetches = [Span("fetch", "", 0, 10), Span("fetch", "", 10, 20)]
@@ -90,14 +91,14 @@ def lay_out(spans: list[Span]) -> list[int]:
 
 
 def _main_line(spans: list[Span]) -> tuple[list[int], list[int]]:
-    """When each of the loader's own spans begins, and when the last one up to it ends."""
+    """Return the starts of the loader's own spans, and the latest end up to each of them."""
     own = sorted((s.start_ns, s.end_ns) for s in spans if s.kind not in INNER_KINDS)
     ends = list(itertools.accumulate((end for _, end in own), max))
     return [start for start, _ in own], ends
 
 
 def _crosses(span: Span, starts: list[int], ends: list[int]) -> bool:
-    """Whether it begins or ends in the middle of one of the loader's own spans."""
+    """True if the span partly overlaps one of the loader's own spans."""
     place = bisect.bisect_right(starts, span.start_ns) - 1
     if place >= 0 and span.start_ns < ends[place]:
         return span.end_ns > ends[place]
@@ -143,6 +144,6 @@ def _counter(name: str, at_ns: int, pid: int, value: float) -> dict[str, Any]:
 
 
 def _flow(phase: str, number: int, event: dict[str, Any]) -> dict[str, Any]:
-    """One end of the arrow from a part of a batch to the batch that was handed out."""
+    """Return one end of the arrow from a part of a batch to the delivered batch."""
     place = {key: event[key] for key in ("ts", "pid", "tid")}
     return {"ph": phase, "id": number, "name": "part of a batch", "cat": "flow", **place}

@@ -1,20 +1,21 @@
-"""Records of what happens when: one of fixed size for each span, in a buffer of its process.
+"""Trace records: one record of fixed size per span, in a ring buffer per process.
 
     worker 0   TraceBuffer ==+
-    worker 1   TraceBuffer ==+== memory that the parent owns: a killed worker leaves its records
-    parent     TraceBuffer, of this process alone: batches, and ``penstock.span`` outside workers
+    worker 1   TraceBuffer ==+== memory owned by the parent: the records survive a killed worker
+    parent     TraceBuffer, private: batches, and ``penstock.span`` outside workers
                  |
-                 +--> read_records(): plain records, from which penstock.Timeline is made
+                 +--> read_records(): plain records, the input of penstock.Timeline
 
-All times are of one clock, ``time.perf_counter_ns``. On Linux that is CLOCK_MONOTONIC, on macOS
-``mach_absolute_time``, on Windows QueryPerformanceCounter. Each is the same for all processes of a
-machine and does not change with the date; times of different machines cannot be compared.
+All times come from one clock, ``time.perf_counter_ns``. On Linux that is CLOCK_MONOTONIC, on macOS
+``mach_absolute_time``, on Windows QueryPerformanceCounter. Each is shared by all processes of a
+machine and is independent of the date. Times of different machines cannot be compared.
 
-A record is written once when its span ends, or at its beginning and completed later: then one that
-never ended can be seen. Recording a span takes well under two microseconds. A full buffer is
-overwritten from its beginning, and the reader counts what it missed.
+A record is either written once, when its span ends, or written at the start and completed later.
+In the second case, spans that never ended are visible. Recording a span takes well under two
+microseconds. A full buffer is overwritten from its beginning, and the reader counts the records it
+missed.
 
-Called from: any process that loads or trains. This module needs the standard library only.
+Called in any process that loads or trains. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -35,38 +36,39 @@ now_ns = time.perf_counter_ns
 
 
 class Kind:
-    """What a record is about, and what its fields ``a``, ``b`` and ``extra`` hold.
+    """Kinds of records, and the meaning of their fields ``a``, ``b`` and ``extra``.
 
-    Plain numbers: reading a member of an ``IntEnum`` takes a tenth of what recording a span does.
+    These are plain integers, because reading a member of an ``IntEnum`` takes a tenth of the time
+    of recording a span.
     """
 
     USER = 0
-    """``penstock.span()``: the user's own."""
+    """A user's ``penstock.span()``."""
     START = 1
-    """A worker process begins to serve; a: its pid."""
+    """A worker process starts. a: its pid."""
     LEASE = 2
-    """A worker loads a part of a batch; a: CPU ns, b: ns waited for a core, extra: microseconds
-    that copying into the slot took; each -1: not measured this time."""
+    """A worker loads a part of a batch. a: CPU time in ns, b: ns waiting for a core, extra:
+    microseconds spent copying into the slot. Each is -1 if not measured."""
     COLLATE = 3
     """The user's collate_fn, within a lease."""
     SAMPLE = 4
-    """One ``dataset[i]``, within a lease; only when asked for."""
+    """One ``dataset[i]``, within a lease. Recorded only on request."""
     TRANSFORM = 5
-    """One transform of a ``Compose``; only when asked for."""
+    """One transform of a ``Compose``. Recorded only on request."""
     BATCH = 6
-    """The parent hands out a batch; a: ns waited for it, b: when the one before it was handed out,
-    extra: microseconds spent bringing batches to the device, part: batches ready."""
+    """The parent delivers a batch. a: ns spent waiting for it, b: time at which the previous batch
+    was delivered, extra: microseconds spent copying batches to the device, part: batches ready."""
     LAUNCH = 7
-    """The parent starts workers; a: how many."""
+    """The parent starts workers. a: their number."""
     MEMORY = 8
-    """a: kB held, b: major page faults so far. Of the parent, too, extra: MiB that the machine has
-    left, rows: milliseconds of CPU that the process has used."""
+    """a: kB held, b: major page faults so far. In the parent also extra: MiB of free memory on the
+    machine, rows: CPU time of the process in milliseconds."""
     REFUSED = 9
-    """There was no slot for another batch; a: slots held by the user."""
+    """No slot was free for the next batch. a: slots held by the user."""
     COPY = 10
-    """A batch goes to the device, on the device's own clock; a: bytes."""
+    """A batch is copied to the device, timed by the device. a: bytes."""
     GPU = 11
-    """The device computes, on its own clock."""
+    """The device computes, timed by the device."""
 
 
 NUM_KINDS = Kind.GPU + 1
@@ -83,16 +85,16 @@ _FIRST_CELL = _RECORDS_AT // 8
 TRACE_BYTES = 256 << 10
 """About 4,000 records."""
 ASKED_TRACE_BYTES = 4 << 20
-"""About 65,000: where a trace was asked for, so that fewer are missed between two reads."""
+"""About 65,000 records. Used when a trace is requested, so that fewer are missed between reads."""
 OFF = "PENSTOCK_TRACE"
-"""In the environment, ``0`` turns all tracing off."""
+"""Environment variable. ``0`` turns all tracing off."""
 NO_PLACE = (-1, -1, 0)
-"""The place of a record that belongs to no batch: epoch, batch, and part."""
+"""Epoch, batch and part of a record that belongs to no batch."""
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Record(NamedTuple):
-    """One record, read. ``end_ns`` 0: it had not ended. See :class:`Kind` for a, b and extra."""
+    """One decoded record. ``end_ns`` is 0 if it has not ended. For a, b, extra see :class:`Kind`."""
 
     kind: int
     name: str
@@ -109,12 +111,12 @@ class Record(NamedTuple):
 
 
 class TraceBuffer:
-    """Records of one writer, in memory that others may read meanwhile.
+    """Ring buffer with the records of one writer, which other processes can read at any time.
 
     Args:
-        memory: Their memory: zeros, or the buffer of a worker that this one replaces.
+        memory: The buffer's memory: zeros, or the buffer of the worker that this one replaces.
 
-    Called from: the process that writes; others use :func:`read_records`.
+    Called in the process that writes. Readers use :func:`read_records`.
 
     Example:
         >>> buffer = TraceBuffer(bytearray(TRACE_BYTES))
@@ -133,7 +135,7 @@ class TraceBuffer:
         self.next_number = itertools.count(self.cells[_HEAD]).__next__
         self.names = {name: number for number, name in enumerate(_read_names(self.memory), 1)}
         self.place = NO_PLACE
-        """Epoch, batch and part that the user's spans belong to."""
+        """Epoch, batch and part of the user's spans."""
 
     def add(
         self,
@@ -150,18 +152,18 @@ class TraceBuffer:
         name: int = 0,
         thread: int = 0,
     ) -> int:
-        """Record a span that is over, or with ``end_ns`` 0 is not yet; returns its number."""
+        """Record a span and return its number. An ``end_ns`` of 0 means that it has not ended."""
         number = self.next_number()
         at = _RECORDS_AT + number % self.capacity * 64
         # fmt: off
         _pack_into(self.memory, at, number, start_ns, end_ns, a, b, kind, name, thread, part,
                    pass_, batch, rows, extra)
         # fmt: on
-        self.cells[0] = number + 1  # last, so that a reader never meets half a record
+        self.cells[0] = number + 1  # last, so that readers never see a partial record
         return number
 
     def end(self, number: int, end_ns: int, a: int = 0, b: int = 0) -> None:
-        """Complete a span, unless the buffer has overwritten it since."""
+        """Complete a span, unless it has been overwritten."""
         cell = _FIRST_CELL + number % self.capacity * 8
         cells = self.cells
         if cells[cell] == number:
@@ -170,7 +172,7 @@ class TraceBuffer:
             cells[cell + 2] = end_ns
 
     def set_extra(self, number: int, extra: int) -> None:
-        """Set the last field of a record."""
+        """Set the ``extra`` field of a record."""
         at = _RECORDS_AT + number % self.capacity * RECORD.size
         _INT32.pack_into(self.memory, at + RECORD.size - 4, min(max(extra, -1), 2**31 - 1))
 
@@ -180,7 +182,7 @@ class TraceBuffer:
         _INT32.pack_into(self.memory, at + RECORD.size - 8, rows)
 
     def name(self, text: str) -> int:
-        """The number of a name, which is entered in the table; 0 once that is full."""
+        """Return the number of a name, adding it to the table. Returns 0 if the table is full."""
         number = self.names.get(text)
         if number is not None:
             return number
@@ -196,10 +198,9 @@ class TraceBuffer:
 
 
 def read_records(memory: Any, since: int) -> tuple[list[Record], int]:
-    """Read the records from number ``since`` on, oldest first; returns them and the next number.
+    """Return the records from number ``since`` on, oldest first, and the next number.
 
-    Some are missing where the buffer was overwritten meanwhile.
-    Called from: any process that maps the memory.
+    Records that were overwritten are missing. Called in any process that maps the memory.
     """
     view = memoryview(memory).cast("B")
     head = view[:8].cast("q")[0]
@@ -210,7 +211,7 @@ def read_records(memory: Any, since: int) -> tuple[list[Record], int]:
         at = _RECORDS_AT + number % capacity * RECORD.size
         fields = RECORD.unpack_from(view, at)
         is_whole = fields[0] == number and fields[5] < NUM_KINDS and fields[1] > 0
-        if not is_whole:  # overwritten while we read, or never written
+        if not is_whole:  # overwritten during the read, or never written
             continue
         _, start_ns, end_ns, a, b, kind, name, thread, part, pass_, batch, rows, extra = fields
         text = names[name] if name < len(names) else ""
@@ -235,7 +236,7 @@ def _read_names(view: memoryview) -> list[str]:
 
 class _ThreadBuffer(threading.local):
     writer: tuple[TraceBuffer | None, int] | None = None
-    """The buffer of each thread, and its number there; None: that is not known yet."""
+    """The thread's buffer and its thread number there, or None if not yet assigned."""
 
 
 _thread_buffer = _ThreadBuffer()
@@ -244,32 +245,32 @@ _thread_numbers = itertools.count()
 
 
 def is_on() -> bool:
-    """Whether anything is recorded at all."""
+    """True unless the environment turns tracing off."""
     return os.environ.get(OFF) != "0"
 
 
 def enter_process(buffer: TraceBuffer | None) -> None:
-    """From now on this process records there. Called from: a worker process, once."""
+    """Set the buffer of this process. Called once, in a worker process."""
     global _process_buffer
     _process_buffer = buffer
     enter_thread(buffer)
 
 
 def enter_thread(buffer: TraceBuffer | None) -> None:
-    """From now on this thread records there. Called from: a worker thread, once."""
+    """Set the buffer of this thread. Called once, in a worker thread."""
     _thread_buffer.writer = buffer, 0
 
 
 def process_buffer() -> TraceBuffer | None:
-    """The buffer of this process for spans outside workers.
+    """Return the buffer of this process for spans outside workers.
 
-    None: nothing was recorded in it, or tracing is off.
+    Returns None if nothing was recorded or tracing is off.
     """
     return _process_buffer
 
 
 def _register_thread() -> tuple[TraceBuffer | None, int]:
-    """Choose the buffer of a thread, for its first span outside workers."""
+    """Assign a buffer to this thread, for its first span outside workers."""
     global _process_buffer
     if _process_buffer is None and is_on():
         _process_buffer = TraceBuffer(bytearray(ASKED_TRACE_BYTES // 4))
@@ -278,17 +279,18 @@ def _register_thread() -> tuple[TraceBuffer | None, int]:
 
 
 if hasattr(os, "register_at_fork"):
-    # A child that the user forks leaves its parent's buffer. No Python runs in these hooks: a
-    # Ctrl-C would be lost in it.
+    # A child forked by the user must not write to its parent's buffer. These hooks run no Python
+    # code, because a Ctrl-C during it would be lost.
     for owner, name in ((sys.modules[__name__], "_process_buffer"), (_thread_buffer, "writer")):
         os.register_at_fork(after_in_child=functools.partial(setattr, owner, name, None))
 
 
 def _as_name(value: Any) -> str:
-    if callable(value):  # @span without a name: the function would never be called
+    if callable(value):  # @span without a name, which would never call the function
         name = getattr(value, "__name__", "part")
         raise BadArgument(
-            f"penstock.span was given {name}, not a name", remedy=f'@penstock.span("{name}")'
+            f"penstock.span needs a name, but got the callable {name}",
+            remedy=f'@penstock.span("{name}")',
         )
     return str(value)
 
@@ -296,8 +298,8 @@ def _as_name(value: Any) -> str:
 class span:
     """Times a part of your own code, in the training loop or inside ``dataset[i]``.
 
-    It appears in the timeline under its name, in the lane of whoever ran it. As a decorator it
-    times each call.
+    The span appears in the timeline under its name, in the lane of the process or thread that ran
+    it. As a decorator, it times each call.
 
     Example:
         >>> import penstock
@@ -326,7 +328,7 @@ class span:
             if name is None:
                 name = buffer.name(self._name)
             pass_, batch, part = buffer.place
-            # TraceBuffer.add() by hand: its call alone would be a fifth of all that a span costs.
+            # TraceBuffer.add(), inlined: the call would be a fifth of the cost of a span.
             number = self._number = buffer.next_number()
             at = _RECORDS_AT + number % buffer.capacity * 64
             # fmt: off

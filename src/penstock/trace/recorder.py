@@ -1,12 +1,13 @@
-"""The records of one loader, gathered in the training process: its own buffer, and the workers'.
+"""Recorder of one loader in the training process: its own records and those of the workers.
 
     LoaderIterator, Dispatcher --> Recorder.buffer         (this process)
-    WorkerBuffers: the buffers of the workers of one pool  (shared file; read when asked for, copied
+    WorkerBuffers: the buffers of the workers of one pool  (shared file; read on request, copied
                                                             when the pool ends)
     Recorder.records() --> plain records, which penstock.Timeline draws
 
-Recording is always on. Where a trace was asked for, the buffers are read several times a second, so
-that long runs are kept whole; otherwise the last few thousand records of each process are there.
+Recording is always on. If a trace was requested, the buffers are read several times per second, so
+that long runs are recorded completely. Otherwise, only the last few thousand records of each
+process are available.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from penstock.trace.record import (
 from penstock.trace.worker_recorder import memory_and_faults, next_look_ns, own_process
 
 LOOK_NS = 200_000_000
-"""How often buffers are read where a trace was asked for."""
+"""Interval between reads of the buffers, if a trace was requested."""
 MAX_KEPT = 400_000
-"""Records that are kept of one loader; beyond it the oldest go."""
+"""Maximum number of records kept per loader. Beyond it, the oldest are dropped."""
 MAX_KEPT_UNASKED = 40_000
 MAX_PENDING = 1000
-"""A span that has not ended after this many others in its buffer is not waited for any longer."""
+"""A span that has not ended after this many newer records is taken as it is."""
 
 
 class ProcessRecords:
-    """The records of one process or thread, as far as its buffer was read.
+    """The records read so far from the buffer of one process or thread.
 
     Args:
-        memory: That of the buffer.
+        memory: The memory of the buffer.
         head: The number of the first record to read.
     """
 
@@ -61,7 +62,7 @@ class ProcessRecords:
         self._open: list[Record] = []
 
     def read(self, pass_offset: int = 0, *, is_last: bool = False) -> None:
-        """Take what is new; ``is_last``: whether it has ended or not, and let go of the memory."""
+        """Read the new records. With ``is_last``, include open spans and release the memory."""
         records, head = read_records(self._memory, self._head)
         self.num_lost += max(0, head - self._head - len(records))
         for place, record in enumerate(records):
@@ -71,7 +72,7 @@ class ProcessRecords:
                 records[place] = record._replace(pass_=record.pass_ + pass_offset)
         self._open = []
         if not is_last and head - self._head < MAX_PENDING:
-            # A span that had not ended is looked at again: from the first of them on.
+            # Open spans are read again next time, starting with the first of them.
             num_ended = next((n for n, one in enumerate(records) if not one.end_ns), len(records))
             records, self._open = records[:num_ended], records[num_ended:]
         self._head = head - len(self._open)
@@ -88,7 +89,7 @@ class ProcessRecords:
         self.records, self.num_lost = [], 0
 
     def to_lane(self) -> dict[str, Any]:
-        """The records as plain values, with those that had not ended when they were read."""
+        """Return the records as plain values, including open spans."""
         names = ("name", "role", "number", "pid", "num_lost")
         lane = {name: getattr(self, name) for name in names}
         return {**lane, "spans": [*self.records, *self._open]}
@@ -110,10 +111,10 @@ class WorkerBuffers:
 
 
 class Recorder:
-    """The records of one loader. With ``trace_bytes=0`` it takes all calls and records none.
+    """Records one loader. With ``trace_bytes=0``, all calls are accepted and nothing is recorded.
 
     Args:
-        keeps_all: Read the buffers while the run goes on.
+        keeps_all: Read the buffers during the run.
     """
 
     def __init__(self, *, trace_bytes: int = 0, keeps_all: bool = False) -> None:
@@ -141,13 +142,13 @@ class Recorder:
         """Called at the end of an epoch."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Left behind when a loader is copied or pickled; the copy gets its own."""
+        """Pickle as None. A copied or unpickled loader gets its own recorder."""
         return type(None), ()
 
     # -- from the engine -------------------------------------------------------------------------
 
     def add_pool(self, buffers: list[memoryview]) -> WorkerBuffers | None:
-        """Read the buffers of a pool of workers from now on. Pairs with :meth:`remove_pool`."""
+        """Add the buffers of a pool of workers. Paired with :meth:`remove_pool`."""
         if not buffers:
             return None
         worker_buffers = WorkerBuffers(buffers)
@@ -156,7 +157,7 @@ class Recorder:
         return worker_buffers
 
     def remove_pool(self, worker_buffers: WorkerBuffers | None) -> None:
-        """A pool has ended: keep what its workers noted, and let go of its memory."""
+        """Copy the records of a pool that has ended, and release its memory."""
         with self._lock:
             if worker_buffers is None or worker_buffers not in self._pools:
                 return
@@ -167,26 +168,26 @@ class Recorder:
                 self._ended.pop(0)
 
     def record_launch(self, start_ns: int, num_workers: int) -> None:
-        """Workers were asked for; they come up meanwhile."""
+        """Record that workers were launched. They continue to start in the background."""
         if self.buffer is not None:
             self.buffer.add(Kind.LAUNCH, start_ns, now_ns(), self._num_passes, a=num_workers)
 
     def begin_pass(self, worker_buffers: WorkerBuffers | None, pass_number: int) -> None:
-        """A pass begins; ``pass_number``: its number since this pool began."""
+        """Begin a pass over the data. ``pass_number`` counts from the start of this pool."""
         if worker_buffers is not None and pass_number == 0:
             worker_buffers.pass_offset = self._num_passes
         self._place = (self._num_passes, -1, 0)
         self._num_passes += 1
 
     def record_request(self) -> int:
-        """Record a request for a batch; returns its time."""
+        """Record a request for a batch. Returns its timestamp."""
         self._waited_ns = self._taken_ns = 0
         start_ns = now_ns()
         self._is_close = start_ns > self._next_look_ns
         return start_ns
 
     def add_wait(self, started: float) -> None:
-        """A batch was waited for since ``started`` (time.monotonic)."""
+        """Add the time since ``started`` (``time.monotonic``) to the wait for the batch."""
         self._waited_ns += int((time.monotonic() - started) * 1e9)
 
     def record_delivery(
@@ -197,21 +198,24 @@ class Recorder:
         worker_buffers: WorkerBuffers | None,
         jobs: Any,
     ) -> None:
-        """A batch is about to be handed out; ``jobs``: those under way."""
+        """Record which batch is about to be delivered. ``jobs`` are the jobs in progress."""
         pass_offset = 0 if worker_buffers is None else worker_buffers.pass_offset
         self._place = (pass_number + pass_offset, batch, rows)
         if self._is_close:
-            others = sum(job.is_done for job in jobs.values()) - 1  # beside this one
+            others = sum(job.is_done for job in jobs.values()) - 1  # without this one
             self._num_ready = min(max(0, others), 65535)
 
     def add_prefetch(self, started_ns: int) -> None:
-        """A device prefetcher has been given a batch, which was loaded since ``started_ns``."""
+        """Add the time since ``started_ns`` that a device prefetcher spent getting a batch."""
         self._taken_ns += now_ns() - started_ns
 
     def record_batch(
         self, start_ns: int, returned_ns: int, batch: int, *, has_prefetcher: bool
     ) -> int:
-        """A batch is handed out; returns the time. ``returned_ns``: when the one before it was."""
+        """Record the delivery of a batch. Returns its timestamp.
+
+        ``returned_ns`` is the timestamp of the previous delivery.
+        """
         buffer, end_ns = self.buffer, now_ns()
         if buffer is None:
             return end_ns
@@ -228,11 +232,11 @@ class Recorder:
         return end_ns
 
     def end_epoch(self) -> None:
-        """The epoch is over."""
+        """Call ``on_end``."""
         self.on_end()
 
     def record_inline_load(self, start_ns: int, cpu_ns: int, rows: int, batch: int) -> None:
-        """This process itself has loaded a batch."""
+        """Record that this process loaded a batch itself."""
         if self.buffer is not None:
             pass_ = self._place[0]
             cpu_ns = time.thread_time_ns() - cpu_ns
@@ -242,17 +246,17 @@ class Recorder:
     def record_device(
         self, kind: int, start_ns: int, end_ns: int, *, batch: int = -1, num_bytes: int = 0
     ) -> None:
-        """The device copied a batch (``COPY``) or computed (``GPU``) from then to then.
+        """Record that the device copied a batch (``COPY``) or computed (``GPU``).
 
-        Times are of this machine's clock (:data:`penstock.trace.record.now_ns`): what a device's
-        own events say is to be set against it first. Called from: whoever brings batches to a
-        device, when the device is done.
+        Times are on the host's clock (:data:`penstock.trace.record.now_ns`), so times of device
+        events must be converted first. Called by the code that copies batches to a device, when
+        the device has finished.
         """
         if self.buffer is not None:
             self.buffer.add(kind, start_ns, end_ns, self._place[0], batch, a=num_bytes)
 
     def record_no_slot(self, num_held: int) -> None:
-        """There was no slot for another batch."""
+        """Record that no slot was free for the next batch."""
         if self.buffer is not None:
             at_ns = now_ns()
             self.buffer.add(Kind.REFUSED, at_ns, at_ns, self._place[0], a=num_held)
@@ -285,7 +289,7 @@ class Recorder:
         return [worker for pool in self._pools for worker in pool.workers]
 
     def clear(self) -> None:
-        """Forget what was noted so far."""
+        """Discard all records so far."""
         with self._lock:
             self._read()
             self._ended = []
@@ -294,14 +298,14 @@ class Recorder:
                 process.clear()
 
     def records(self) -> dict[str, Any]:
-        """All that is known by now, as plain values. Called from: the process that iterates."""
+        """Return all records so far as plain values. Called in the process that iterates."""
         with self._lock:
             self._read()
             processes = [self._main, *self._ended, *self._workers(), *self._user_records()]
             return {"facts": dict(self.facts), "lanes": [one.to_lane() for one in processes]}
 
     def _user_records(self) -> list[ProcessRecords]:
-        """The user's own spans in this process since this loader first ran."""
+        """Return the user's spans in this process since this recorder was created or cleared."""
         buffer = process_buffer()
         if buffer is None or self.buffer is None:
             return []
@@ -313,12 +317,12 @@ class Recorder:
         return [user] if user.records else []
 
     def recent(self) -> list[Record]:
-        """The last few thousand records of this process alone."""
+        """Return the last few thousand records of this process, without those of the workers."""
         return [] if self.buffer is None else read_records(self.buffer.memory, 0)[0]
 
 
 def _num_user_spans() -> int:
-    """How many spans the user has named in this process so far."""
+    """Return the number of user spans recorded in this process so far."""
     buffer = process_buffer()
     return 0 if buffer is None else buffer.cells[0]
 
@@ -327,18 +331,21 @@ _kept: list[Recorder] | None = None
 
 
 def keep_recorders() -> list[Recorder]:
-    """A list that gets every recorder made from now on. Called from: ``penstock run --trace``."""
+    """Return a list that collects every recorder created from now on.
+
+    Called by ``penstock run --trace``.
+    """
     global _kept
     _kept = []
     return _kept
 
 
 def make_recorder(trace: Any) -> Recorder:
-    """The recorder that a checked ``trace=`` asks for."""
+    """Create the recorder for a validated ``trace=`` option."""
     if trace is False:
         return Recorder()
     is_asked = isinstance(trace, Tracing)
-    keeps_all = is_asked or _kept is not None  # the whole run is traced: loaders of ours, too
+    keeps_all = is_asked or _kept is not None  # penstock run --trace records every loader
     recorder = Recorder(
         trace_bytes=ASKED_TRACE_BYTES if keeps_all else TRACE_BYTES, keeps_all=keeps_all
     )
@@ -350,9 +357,9 @@ def make_recorder(trace: Any) -> Recorder:
 
 
 def merge_records(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The records of several loaders of one program as one trace: training and validation, say.
+    """Merge the records of several loaders of one program, such as training and validation.
 
-    Workers and epochs are counted on from loader to loader.
+    Workers and epochs are numbered consecutively across loaders.
 
     Example:
         >>> one = {"facts": {}, "lanes": [{"name": "worker 0", "role": "worker", "spans": []}]}
@@ -368,7 +375,7 @@ def merge_records(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         new_workers, new_passes, num_batches = num_workers, num_passes, 0
         for lane in records.get("lanes") or ():
             if lane.get("role") == "user":
-                if has_user:  # it is the program's, and each loader has it
+                if has_user:  # the records of every loader contain the same user lane
                     continue
                 has_user = True
             moved = dict(lane, spans=[_moved(span, num_passes) for span in lane["spans"]])

@@ -1,17 +1,17 @@
-"""Discrete-event simulation of a loader, fed with the times that a trace holds.
+"""Discrete-event simulation of a loader, based on the times in a trace.
 
-    measure_costs(model) -> MeasuredCosts: what parts of batches, deliveries, copies and steps took
-                            SimulationSettings: workers, prefetch depth, samples in a batch, ...
+    measure_costs(model) -> MeasuredCosts: times of parts of batches, deliveries, copies and steps
+                            SimulationSettings: workers, prefetch depth, samples per batch, ...
     simulate_run(costs, settings) -> SimulatedRun: records like those of a real run
 
-Batches are leased ahead up to a depth, cut into parts, and given to the worker with the fewest
-samples to do. Workers load their parts one after the other; delivery is in order. The training
-process puts a batch together, brings it to the device, and takes its step; without workers it loads
-each batch itself. Workers and the training process share the cores evenly: computing is slowed down
-when there are too few of them, waiting is not. Times are drawn from the measured ones, so rare slow
-ones stay rare and slow.
+Batches are leased ahead up to the prefetch depth, split into parts, and assigned to the worker with
+the fewest queued samples. Workers load their parts one after the other. Delivery is in order. The
+training process copies a batch to the device, assembles it, and runs its step. Without workers, it
+loads each batch itself. Workers and the training process share the cores evenly. Too few cores slow
+down computing, but not waiting. Times are drawn from the measured times, so rare slow samples stay
+rare and slow.
 
-Called from: the training process or ``penstock trace``, through :mod:`penstock.trace.what_if` and
+Called in the training process or by ``penstock trace``, through :mod:`penstock.trace.what_if` and
 :attr:`penstock.Timeline.verdict`.
 """
 
@@ -33,15 +33,15 @@ from penstock.trace.record import Kind, Record
 
 NUM_BATCHES = 200
 MAX_WORKERS = 1024
-"""More take minutes to simulate."""
+"""Simulating more workers takes minutes."""
 MAX_DRAWS = 1000
-"""The mean of this many draws is as good as that of more."""
+"""Maximum number of draws per part. More draws would not change the mean noticeably."""
 _DONE = 1e-9
-"""A task with less than this share of its work left is over."""
+"""A task with less than this share of its work left is complete."""
 
 
 class Cost(NamedTuple):
-    """What a piece of work takes: computing, and waiting for something other than a core."""
+    """Duration of an operation: CPU time, and time waiting for something other than a core."""
 
     cpu_s: float
     wait_s: float
@@ -55,17 +55,17 @@ _NO_COST, _SHORT_COST = Cost(0.0, 0.0), Cost(5e-5, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """What each piece of a run's work took.
+    """Costs of the operations of a run.
 
     Args:
-        rows: For each part that was measured, the cost of one of its samples.
-        part_s: What a worker needs between two parts.
-        collate: What collating takes for each sample; empty: samples are written straight.
-        deliver: What the training process needs for each batch.
-        transfer_s: What bringing a batch to the device takes the training process.
-        steps: What each step took.
-        start_s: Until each worker had started.
-        part_rows: Samples in a part, when these were measured.
+        rows: For each measured part, the cost per sample.
+        part_s: Time of a worker between two parts.
+        collate: Costs of collating, per sample. Empty if samples are written directly into slots.
+        deliver: Cost of each batch in the training process.
+        transfer_s: Time for which the training process copies a batch to the device.
+        steps: Cost of each step.
+        start_s: Time until a worker has started.
+        part_rows: Samples per part in the measured run.
     """
 
     rows: tuple[Cost, ...]
@@ -83,8 +83,8 @@ class SimulationSettings:
     """The loader to simulate.
 
     Args:
-        depth: Batches under way for each worker; None: as the engine chooses.
-        can_split: A batch may be cut into parts.
+        depth: Batches in flight per worker. None means the engine's choice.
+        can_split: Batches can be split into parts.
     """
 
     num_workers: int
@@ -98,14 +98,14 @@ class SimulationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRun:
-    """The records that the training process and the workers would have made."""
+    """The simulated records of the training process and the workers."""
 
     main: list[Record]
     workers: list[list[Record]]
 
     @property
     def rate(self) -> float:
-        """Samples a second, from the first batch to the last."""
+        """Samples per second, from the first batch to the last."""
         first, *later = (record for record in self.main if record.kind == Kind.BATCH)
         if not later:
             return 0.0
@@ -113,7 +113,7 @@ class SimulatedRun:
         return sum(batch.rows for batch in later) * 1e9 / took_ns
 
     def lanes(self) -> list[dict[str, Any]]:
-        """The lanes, as a trace file has them."""
+        """Return the lanes in the form of a trace file."""
         workers = [
             {"name": f"worker {number}", "role": "worker", "number": number, "spans": records}
             for number, records in enumerate(self.workers)
@@ -122,7 +122,10 @@ class SimulatedRun:
 
 
 def predict_rate(model: TraceModel, num_workers: int) -> float | None:
-    """Samples a second with another number of workers; None where the trace does not tell."""
+    """Predict the samples per second with a given number of workers.
+
+    Returns None if the trace has too little data or ``num_workers`` is too large to simulate.
+    """
     if num_workers > MAX_WORKERS:
         return None
     try:
@@ -142,14 +145,14 @@ def simulate_run(costs: MeasuredCosts, settings: SimulationSettings) -> Simulate
         ...         num_workers=num_workers, batch_rows=4, num_batches=100, cores=1
         ...     )
         ...     return round(simulate_run(slow, settings).rate, -1)
-        >>> rate(0), rate(1), rate(2)  # samples that wait need no core
+        >>> rate(0), rate(1), rate(2)  # waiting needs no core
         (100.0, 100.0, 200.0)
     """
     return _Simulation(costs, settings).run()
 
 
 class _Task:
-    """A piece of work under way; ``then`` is called when it is over."""
+    """An operation in progress. ``then`` is called when it is complete."""
 
     __slots__ = ("cost", "left", "then")
 
@@ -160,7 +163,7 @@ class _Task:
 
 
 class _Simulation:
-    """The state of a simulated run: tasks under way, the queue of each worker, and the records."""
+    """State of a simulated run: tasks in progress, the queue of each worker, and the records."""
 
     def __init__(self, costs: MeasuredCosts, settings: SimulationSettings) -> None:
         self._costs = costs
@@ -200,7 +203,7 @@ class _Simulation:
         return task
 
     def _slowdown(self) -> float:
-        """By how much computing is slowed down: all that want a core get an equal share."""
+        """Return how many times slower computing is. All tasks share the cores equally."""
         cores = self._settings.cores
         active = [task.cost for task in self._tasks if task.cost.cpu_s > 0]
         if len(active) <= cores:
@@ -213,7 +216,7 @@ class _Simulation:
         return high
 
     def _advance(self) -> None:
-        """Go on to the moment when the next task ends."""
+        """Advance the clock to the end of the next task."""
         slowdown = self._slowdown()
         takes_s = [task.cost.wait_s + task.cost.cpu_s * slowdown for task in self._tasks]
         passed_s = min(task.left * s for task, s in zip(self._tasks, takes_s, strict=True))
@@ -267,7 +270,7 @@ class _Simulation:
         self._load_next(worker)
 
     def _part_cost(self, rows: int) -> Cost:
-        """Drawn from what was measured; large parts are sums of several draws."""
+        """Draw a cost from the measured costs. Large parts average several draws."""
         num_draws = max(1, min(MAX_DRAWS, round(rows / max(1, self._costs.part_rows))))
         cost = _mean([self._random.choice(self._costs.rows) for _ in range(num_draws)])
         if self._costs.collate:
@@ -284,7 +287,7 @@ class _Simulation:
     # -- the training process --------------------------------------------------------------------
 
     def _take(self, batch: int) -> None:
-        """Wait for a batch, bring it to the device, and put it together."""
+        """Wait for a batch, copy it to the device, and assemble it."""
         start_s = self._now_s
         self._lease()
         while self._missing_parts[batch]:
@@ -321,7 +324,10 @@ class _Simulation:
         self._delivered_ns = end_ns
 
     def _spend(self, cost: Cost) -> float:
-        """The training process works, and the workers go on meanwhile; how long it took."""
+        """Run an operation in the training process, while the workers continue.
+
+        Returns how long it took.
+        """
         start_s = self._now_s
         if cost.cpu_s + cost.wait_s > 0:
             task = self._begin(cost)
@@ -336,7 +342,7 @@ def _mean(costs: Sequence[Cost]) -> Cost:
 
 
 def _ns(seconds: float) -> int:
-    """A time of a record: nanoseconds, and never 0, which stands for none."""
+    """Convert to nanoseconds. Never returns 0, which means "no time" in a record."""
     return 1 + round(seconds * 1e9)
 
 
@@ -344,21 +350,20 @@ def _ns(seconds: float) -> int:
 
 
 def measure_costs(model: TraceModel, num_batches: int) -> tuple[MeasuredCosts, SimulationSettings]:
-    """The costs that a trace shows, and the settings that it was made with.
+    """Return the costs measured in a trace, and the settings of the traced loader.
 
     Raises:
-        BadTrace: There is too little in it.
+        BadTrace: The trace has too few batches.
     """
     main = next(iter(model.of("main")), None)
     workers = model.of("worker")
     lanes = [lane for lane in workers if lane.spans] or ([main] if main else [])
     parts = [span for lane in lanes for span in lane.of("fetch")]
-    fetches = [s for s in parts if s.rows > 0 and not s.is_open]  # no rows: dropped half way
+    fetches = [s for s in parts if s.rows > 0 and not s.is_open]  # abandoned parts have 0 rows
     batches = model.batches()
     if main is None or len(batches) < 3 or not fetches:
         raise BadTrace(
-            f"{len(batches)} batches and {len(fetches)} parts of them are too few to imagine "
-            "another run from",
+            f"{len(batches)} batches and {len(fetches)} parts are too few for a simulation",
             remedy="DataLoader(..., trace=True)"
             if model.facts.get("is_off") is True
             else "let the loader run for a few seconds first",
@@ -387,10 +392,9 @@ def measure_costs(model: TraceModel, num_batches: int) -> tuple[MeasuredCosts, S
 
 
 def _row_costs(fetches: list[Span]) -> tuple[Cost, ...]:
-    """What a sample took in each part, without the time that others held the cores.
+    """Return the cost per sample of each part, without the time spent waiting for a core.
 
-    How much of a part was computing, and how much such time, was measured in some; the others are
-    taken to be like those.
+    CPU time and waiting time were measured in some parts. The others get the same shares.
     """
     fetches = [span for span in fetches if span.took_ns > 0]
     known = [span for span in fetches if span.cpu_ns >= 0]
@@ -410,7 +414,10 @@ def _row_costs(fetches: list[Span]) -> tuple[Cost, ...]:
 
 
 def _collate_costs(lanes: list[Lane], fetches: list[Span]) -> tuple[Cost, ...]:
-    """What collating took for each sample. What it computed is noted with its part, for both."""
+    """Return the costs of collating, per sample.
+
+    The CPU time recorded with a part covers both fetching and collating.
+    """
     parts = {span.place: span for span in fetches}
     spans = [span for lane in lanes for span in lane.of("collate")]
     pairs = [(span, parts[span.place]) for span in spans if span.place in parts]
@@ -424,10 +431,11 @@ def _collate_costs(lanes: list[Lane], fetches: list[Span]) -> tuple[Cost, ...]:
 
 
 def _free_cores(fetches: list[Span], steps: Sequence[Cost], num_lanes: int, cores: float) -> float:
-    """The cores that were to be had: fewer than the machine has where other programs ran.
+    """Return the number of cores available: fewer than the machine has if other programs ran.
 
-    More workers do not get more of them: schedulers share out between sessions and containers, and
-    hosts between machines (seen on two shared cores: 2, 4 and 8 computing workers, the same rate).
+    More workers do not get more cores, because schedulers divide them between sessions and
+    containers, and hosts divide them between virtual machines. On two shared cores, 2, 4 and 8
+    computing workers had the same rate.
     """
     known = [
         span for span in fetches if span.queued_ns >= 0 and span.cpu_ns > 0 and span.took_ns > 0
@@ -447,7 +455,7 @@ def _free_cores(fetches: list[Span], steps: Sequence[Cost], num_lanes: int, core
 
 
 def _pause_s(lanes: list[Lane]) -> float:
-    """What a worker needs between two parts when it has another one to do."""
+    """Return the time of a worker between two parts when the next part is already queued."""
     pauses = []
     for lane in lanes:
         pairs = itertools.pairwise(lane.of("fetch", "collate"))
@@ -461,7 +469,7 @@ def _mean_s(spans: Iterable[Span]) -> float:
 
 
 def _step_costs(main: Lane, *, is_inline: bool) -> tuple[Cost, ...]:
-    """What each step took; how much of it was computing is known of all steps together."""
+    """Return the cost of each step. The CPU share is measured over all steps together."""
     steps = main.of("step")
     total_s = sum(step.took_ns for step in steps) * 1e-9
     busy = 0.0
@@ -474,7 +482,7 @@ def _step_costs(main: Lane, *, is_inline: bool) -> tuple[Cost, ...]:
 
 
 def _start_s(workers: list[Lane], main: Lane) -> float:
-    """From the moment that workers were asked for until they began to load."""
+    """Return the time from launching the workers until they begin to load."""
     launches = main.of("launch")
     firsts = [min(span.start_ns for span in lane.spans) for lane in workers if lane.spans]
     if not launches or not firsts:

@@ -10,12 +10,12 @@ from penstock.trace.recorder import Recorder
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Rates and waits over the last few thousand batches of the present epoch.
+    """Rates and waits over the last few thousand batches of the current epoch.
 
     Args:
-        stall_share: Of the time, the part in which the training loop waited for a batch.
-        step_share: The part that it worked with the batches.
-        num_ready: Batches that were loaded and waited to be taken, at the last look.
+        stall_share: Share of the time in which the training loop waited for a batch.
+        step_share: Share of the time in which the training loop used its batches.
+        num_ready: Batches that were loaded but not yet requested, when last counted.
     """
 
     num_batches: int = 0
@@ -25,11 +25,11 @@ class Stats:
     step_share: float = 0.0
     num_ready: int = 0
     is_off: bool = False
-    """Nothing is known, since tracing is off."""
+    """True if tracing is off, so there are no statistics."""
 
     def __str__(self) -> str:
         if self.is_off:
-            return "nothing is known: tracing is off (trace=False, or PENSTOCK_TRACE=0)"
+            return "no statistics: tracing is off (trace=False or PENSTOCK_TRACE=0)"
         return (
             f"{self.num_batches} batches, {self.samples_per_s:,.0f} samples/s; "
             f"waiting {self.stall_share:.0%}, step {self.step_share:.0%}, {self.num_ready} ready"
@@ -37,7 +37,7 @@ class Stats:
 
 
 def make_stats(recorder: Recorder | None) -> Stats:
-    """Sum up what a recorder holds; None: nothing was loaded yet."""
+    """Compute the statistics of a recorder. None means that nothing was loaded yet."""
     if recorder is None:
         return Stats()
     if recorder.buffer is None:

@@ -1,4 +1,4 @@
-"""The timeline in a terminal: a row for each lane, as wide as the window, with gaps for waits.
+"""Terminal renderer of the timeline: one row per lane, as wide as the window, with gaps for waits.
 
 worker 0   ▕█████████████      ██████████████▏
 main       ▕░░░░░░░░░░░░░▓▓▓▓▓▓▓▓░░░░▓▓▓▓▓▓▓▓▏
@@ -16,7 +16,7 @@ from penstock.trace.model import Lane, Span, TraceModel
 
 
 class Style(NamedTuple):
-    """How a kind of span looks; the character tells it apart without colour."""
+    """Appearance of a kind of span. The character identifies it when there is no colour."""
 
     character: str
     colour: str
@@ -29,7 +29,7 @@ STYLES = {
     "step": Style("█", "green", "your step"),
     "stall": Style("░", "red", "wait"),
     "transfer": Style("▓", "cyan", "to device"),
-    "deliver": Style("▒", "yellow", "put together"),
+    "deliver": Style("▒", "yellow", "assemble"),
     "launch": Style("▒", "bright_black", "start-up"),
     "gpu": Style("█", "green", "GPU busy"),
     "user": Style("▒", "white", "your spans"),
@@ -37,22 +37,22 @@ STYLES = {
     "sample": Style("▒", "blue"),
     "transform": Style("▒", "magenta"),
 }
-"""Those with a legend are explained below the drawing, in this order."""
+"""Kinds with a legend text are listed below the drawing, in this order."""
 MAX_LANES = 24
-"""More workers than this are shown as the first and the last few."""
+"""With more workers than this, only the first and last few are shown."""
 LITTLE, LEAST = "·", 0.01
-"""A column that is a gap but for a moment; less than this part of it is not shown."""
+"""Character of a column that is mostly a gap, and the smallest share of a column that is shown."""
 _DARK = " ▁▂▃▄▅▆▇█"
 
 
 def render(
     model: TraceModel, width: int, *, first_s: float = 0.0, last_s: float | None = None
 ) -> Group:
-    """The drawing of a part of the run, for rich to print.
+    """Return the drawing of a part of the run, as a rich renderable.
 
     Args:
         width: In characters.
-        first_s, last_s: The part, in seconds since the trace began.
+        first_s, last_s: Start and end of the part, in seconds since the trace began.
     """
     first_ns = int(first_s * 1e9)
     last_ns = model.total_ns if last_s is None else int(last_s * 1e9)
@@ -60,7 +60,7 @@ def render(
     label = min(max([8, *(len(lane.name) for lane in lanes)]), max(8, width // 4))
     columns = max(10, width - label - 3)
     if last_ns <= first_ns:
-        return Group(Text("No time passed: there is nothing to draw."))
+        return Group(Text("The trace is empty: nothing to draw."))
     lines: list[Text] = []
     seen: set[str] = set()
     has_little = False
@@ -84,9 +84,10 @@ _ASCII = str.maketrans("█▓▒░▕▏▁▂▃▄▅▆▇…·", "#%=.||_.
 
 
 def print_run(console: Console, drawing: Group, words: str, *, soft_wrap: bool = False) -> None:
-    """Print a drawing and the text below it, in ASCII where the console's encoding has no blocks.
+    """Print a drawing and the text below it.
 
-    That is so for a pipe on Windows and with ``LC_ALL=C``, where printing must not fail.
+    Uses ASCII if the console's encoding has no block characters. That is the case for a pipe on
+    Windows and with ``LC_ALL=C``, where printing must not fail.
     """
     can_draw = True
     try:
@@ -106,7 +107,7 @@ def _replaced(text: str, encoding: str) -> str:
 
 
 def _shown_lanes(model: TraceModel) -> tuple[list[Lane], int]:
-    """Workers first, then the others; of many workers the first and the last few."""
+    """Return the lanes to draw, workers first, and the number of workers left out."""
     lanes = [lane for lane in model.lanes if lane.spans]
     workers = [lane for lane in lanes if lane.role == "worker"]
     num_hidden = max(0, len(workers) - MAX_LANES)
@@ -116,14 +117,14 @@ def _shown_lanes(model: TraceModel) -> tuple[list[Lane], int]:
 
 
 class Cell(NamedTuple):
-    """What a column shows: the kind that took most of it, and whether most of it was a gap."""
+    """Content of a column: the kind with the largest share, and whether most of it is a gap."""
 
     kind: str = ""
     is_little: bool = False
 
 
 def paint(spans: Sequence[Span], first_ns: int, last_ns: int, columns: int) -> list[Cell]:
-    """What each column shows; an empty kind where there was nothing at all.
+    """Return the content of each column. An empty column has an empty kind.
 
     Example:
         >>> [cell.kind for cell in paint([Span("fetch", "", 0, 50)], 0, 100, 4)]
@@ -145,10 +146,10 @@ def paint(spans: Sequence[Span], first_ns: int, last_ns: int, columns: int) -> l
         kind, most = max(share.items(), key=lambda item: item[1], default=("", 0.0))
         gap = max(0.0, 1.0 - sum(share.values()))
         found.append(Cell(kind, most <= gap * 0.999) if most > LEAST else Cell())
-    beside = zip([Cell(), *found], [*found[1:], Cell()])  # noqa: B905 (the first has one more)
-    return [  # the edge of a span that is drawn anyway is no moment of its own
+    neighbours = zip([Cell(), *found], [*found[1:], Cell()])  # noqa: B905 (the first has one more)
+    return [  # no dot for the edge of a span that the next column draws
         Cell() if cell.is_little and Cell(cell.kind) in pair else cell
-        for cell, pair in zip(found, beside, strict=True)
+        for cell, pair in zip(found, neighbours, strict=True)
     ]
 
 
@@ -177,7 +178,7 @@ def _ready_line(model: TraceModel, first_ns: int, last_ns: int, columns: int) ->
     for total, count in zip(sums, counts, strict=True):
         last = total / count if count else last
         text += _DARK[round(last / most * (len(_DARK) - 1))]
-    return Text(f"{text}  most {most:.0f}"[: columns + 2], style="bright_black")
+    return Text(f"{text}  max {most:.0f}"[: columns + 2], style="bright_black")
 
 
 def _scale(first_ns: int, last_ns: int, label: int, columns: int) -> Text:
@@ -201,7 +202,7 @@ def _legend(seen: set[str], has_little: bool, label: int, width: int) -> list[Te
     lines = [Text(margin)]
     shown = [style for kind, style in STYLES.items() if style.legend and kind in seen]
     if has_little:
-        shown.append(Style(LITTLE, "", "for a moment"))
+        shown.append(Style(LITTLE, "", "very short"))
     for style in shown:
         if len(lines[-1]) + len(style.legend) + 3 > width and len(lines[-1]) > len(margin):
             lines.append(Text(margin))
@@ -213,7 +214,7 @@ def _legend(seen: set[str], has_little: bool, label: int, width: int) -> list[Te
 
 
 def draw(model: TraceModel, width: int, *, colour: bool = False) -> str:
-    """The drawing as text; with ``colour``, as a terminal understands it."""
+    """Return the drawing as text. With ``colour``, it contains ANSI escape sequences."""
     console = Console(
         width=width,
         force_terminal=colour,

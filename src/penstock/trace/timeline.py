@@ -1,6 +1,6 @@
-"""``penstock.Timeline``: a trace as a drawing, a page, a file, sums and a diagnosis.
+"""``penstock.Timeline``: a trace as a drawing, an HTML page, a file, totals and a diagnosis.
 
-Called from: the training process (``loader.timeline()``) and the command line.
+Called in the training process (``loader.timeline()``) and by the command line.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from penstock.trace.simulator import predict_rate
 
 
 class Timeline:
-    """Where the time of a run went. ``loader.timeline()`` gives one; :meth:`load` reads a file.
+    """Timeline of a run. ``loader.timeline()`` returns one, and :meth:`load` reads one from a file.
 
     Args:
-        records: As a loader or a trace file has them.
+        records: The records of a loader or a trace file.
 
     Example:
         >>> from penstock import DataLoader
@@ -47,7 +47,7 @@ class Timeline:
         """Read a trace file.
 
         Raises:
-            BadTrace: It is none, or damaged.
+            BadTrace: The file is not a trace, or is damaged.
         """
         return cls(files.read_records(path))
 
@@ -58,17 +58,17 @@ class Timeline:
 
     @cached_property
     def account(self) -> Account:
-        """The sums over the run."""
+        """The totals of the run."""
         return make_account(self.model)
 
     @cached_property
     def verdict(self) -> Diagnosis:
-        """What limits the run, in one sentence with its evidence."""
+        """The bottleneck of the run in one sentence, with evidence and a remedy."""
         return diagnose(self.account, self.facts, partial(predict_rate, self.model))
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is known about the loader and the machine."""
+        """Facts about the loader and the machine."""
         return self.model.facts
 
     @property
@@ -80,7 +80,7 @@ class Timeline:
         return self.account.num_batches
 
     def draw(self, width: int = 100, *, colour: bool = False) -> str:
-        """The drawing for a terminal, as text."""
+        """Return the drawing for a terminal, as text."""
         return render_terminal.draw(self.model, width, colour=colour)
 
     def show(self) -> None:
@@ -92,19 +92,24 @@ class Timeline:
         render_terminal.print_run(console, drawing, self.say())
 
     def say(self) -> str:
-        """The verdict and what is odd about the trace, as text."""
+        """Return the verdict and the notes about the trace, as text."""
         return "\n".join([str(self.verdict), *(f"Note: {note}" for note in self.model.notes)])
 
     def to_html(self) -> str:
-        """A page that needs nothing else: no network, no other file."""
+        """Return a self-contained HTML page. It needs no network and no other file."""
         return render_html.render(self.model, self.verdict)
 
     def to_perfetto(self) -> dict[str, Any]:
-        """The trace in Chrome's trace-event form, for Perfetto and others."""
+        """Return the trace in Chrome's trace-event format, for Perfetto and other viewers."""
         return render_perfetto.render(self.model)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it: ``.html`` is the page, ``.perfetto.json(.gz)`` Chrome's form, else records."""
+        """Write the timeline to a file.
+
+        The format follows the name: ``.html`` is the page, ``.perfetto.json`` and
+        ``.perfetto.json.gz`` are Chrome's format, other ``.json`` and ``.json.gz`` names are
+        trace files.
+        """
         name = os.fspath(path)
         if name.endswith(".html"):
             files.write_whole(self.to_html().encode(), name)
@@ -114,7 +119,7 @@ class Timeline:
             files.write_records(self._records, name)
         else:
             raise BadTrace(
-                f"{name}: a timeline is written to .html, .json, .json.gz or .perfetto.json.gz",
+                f"{name} must end in .html, .json, .json.gz or .perfetto.json.gz",
                 remedy="timeline.save('run.html')",
             )
 
@@ -128,5 +133,5 @@ class Timeline:
         return f"{self.draw()}\n{self.verdict}"
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, for notebooks."""
+        """Return the page in a frame, for notebooks."""
         return render_html.frame(self.to_html())

@@ -1,9 +1,9 @@
-"""A span for each transform of torchvision's ``Compose``, where that was asked for.
+"""Spans for each transform of torchvision's ``Compose``, recorded on request.
 
-The class's own method runs on a proxy of the ``Compose`` whose transforms are timed, so that no
-``Compose`` is changed, and every version of torchvision applies its transforms as it always does.
+The class's own method runs on a proxy of the ``Compose`` whose transforms are timed. No ``Compose``
+is modified, and every version of torchvision applies its transforms as usual.
 
-Called from: whatever process loads samples; tested by ``tests/compat/test_compose_steps.py``.
+Called in the process that loads samples. Tested by ``tests/compat/test_compose_steps.py``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _COMPOSE_METHODS = (
     ("torchvision.transforms.v2._container", "forward"),
     ("torchvision.transforms.transforms", "__call__"),
 )
-"""The modules of the two classes, and the method that applies the transforms."""
+"""The modules of the two ``Compose`` classes, and their methods that apply the transforms."""
 _MARK = "_penstock_steps"
 
 
 def trace_steps() -> None:
-    """Record every transform in this process from now on. Calling it again changes nothing."""
+    """Record every transform in this process from now on. Repeated calls have no effect."""
     for module_name, method in _COMPOSE_METHODS:
         compose = getattr(sys.modules.get(module_name), "Compose", None)
         original = vars(compose).get(method) if compose is not None else None
@@ -42,7 +42,7 @@ def _timed_method(original: Any) -> Any:
 
 
 class _TimedCompose:
-    """A Compose as its own method sees it: the same, but for the transforms."""
+    """Proxy of a ``Compose`` with timed transforms and otherwise the same attributes."""
 
     def __init__(self, compose: Any) -> None:
         self._compose = compose

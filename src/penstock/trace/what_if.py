@@ -1,6 +1,6 @@
-"""``penstock.simulate``: what a run would have been with other settings.
+"""``penstock.simulate``: predict a run with different settings from a trace.
 
-Called from: the user's code, ``penstock bench`` and tests; the simulator does the work.
+Called by user code, ``penstock bench`` and tests. :mod:`penstock.trace.simulator` does the work.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from penstock.trace.simulator import (
 from penstock.trace.timeline import Timeline
 
 MAX_COUNT = 10_000_000
-"""A larger batch, depth or number of cores is a mistake."""
+"""Upper limit for batch size, prefetch depth and number of cores, to catch mistakes."""
 PACKED_S, PACKED_BYTES_PER_S = 2e-5, 2e9
-"""What a packed sample costs: finding it, and copying it (150 KB samples, one core)."""
+"""Cost of a packed sample: lookup time and copy speed (measured: 150 KB samples, one core)."""
 
 
 def simulate(
@@ -38,16 +38,19 @@ def simulate(
     cores: int | None = None,
     num_batches: int = NUM_BATCHES,
 ) -> Timeline:
-    """A run as it would have been with other settings: a timeline like any other.
+    """Simulate a run with different settings. Returns its timeline.
 
     Args:
         run: A loader that has delivered batches, its timeline, or the path of a trace.
-        workers, prefetch, batch_size: As ``num_workers``, ``prefetch_factor`` and ``batch_size``.
-        device_prefetch: Batches on the device ahead of the step; 0: the step waits for each copy.
-        packed: As if samples lay ready in a packed file.
-        faster_decode: As if a sample took this many times less to compute.
-        step_ms: As if each step took so long.
-        cores: As if on another machine.
+        workers, prefetch, batch_size: Values for ``num_workers``, ``prefetch_factor`` and
+            ``batch_size``.
+        device_prefetch: Batches copied to the device ahead of the step. With 0, the step waits for
+            each copy.
+        packed: Assume that the samples come from a packed file.
+        faster_decode: Assume that computing a sample is this many times faster.
+        step_ms: Assume that each step takes this long.
+        cores: Assume this number of cores.
+        num_batches: Number of batches to simulate.
 
     Example:
         >>> import time, penstock
@@ -105,7 +108,7 @@ def _check_counts(*, least: int = 1, **counts: Any) -> None:
         most = MAX_WORKERS if name == "workers" else MAX_COUNT
         if value is not None and (type(value) is not int or not least <= value <= most):
             raise BadArgument(
-                f"{name}={value!r} is no whole number from {least} to {most:,}",
+                f"{name}={value!r} is invalid: it must be an integer from {least} to {most:,}",
                 remedy=f"simulate(..., {name}=2)",
             )
 
@@ -115,8 +118,9 @@ def _check_numbers(**numbers: Any) -> None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         is_factor = name == "faster_decode"
         if value is not None and not (is_number and (value > 0 if is_factor else 0 <= value < 1e9)):
+            rule = "a positive number" if is_factor else "a non-negative number of milliseconds"
             raise BadArgument(
-                f"{name}={value!r} is no {'factor above 0' if is_factor else 'time from 0 on'}",
+                f"{name}={value!r} is invalid: it must be {rule}",
                 remedy=f"simulate(..., {name}=1.5)",
             )
 
@@ -129,6 +133,6 @@ def _timeline_of(run: Any) -> Timeline:
     if callable(getattr(run, "timeline", None)):
         return run.timeline()  # type: ignore[no-any-return]
     raise BadArgument(
-        f"a {type(run).__name__} is no loader, no timeline and no path of a trace",
+        f"expected a loader, a timeline or the path of a trace, got {type(run).__name__}",
         remedy="penstock.simulate(loader, workers=4)",
     )

@@ -1,9 +1,8 @@
-"""The recorder of a worker: one record for each part of a batch, in its buffer of the shared file.
+"""Recorder of a worker: one record per part of a batch, in its buffer in the shared file.
 
-There is one for each sample, too, when that was asked for. Now and then a part is looked at
-closely: what copying into the slot took, how long a core was waited for, and how much memory is
-held.
-Called from: :mod:`penstock.engine.worker.loop`, in the worker.
+On request, it also writes one record per sample. Some parts are measured in detail: the time spent
+copying into the slot, the time waiting for a core, and the memory held.
+Called by :mod:`penstock.engine.worker.loop`, in the worker.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from penstock.trace.record import NO_PLACE, Kind, TraceBuffer, enter_process, en
 from penstock.trace.transform_spans import trace_steps
 
 CLOSE_LOOK_NS, EARLY_LOOKS, LATER_LOOK_NS = 50_000_000, 10, 250_000_000
-"""A close look costs 30 to 60 microseconds. The first ones are at least the first interval apart,
-the later ones the second."""
+"""Intervals between detailed measurements, which take 30 to 60 microseconds each. The first
+``EARLY_LOOKS`` are at least ``CLOSE_LOOK_NS`` apart, the later ones ``LATER_LOOK_NS``."""
 
 
 def next_look_ns(at_ns: int, num_looks: int) -> int:
-    """When another close look is due, after ``num_looks`` of them."""
+    """Return when the next detailed measurement is due, after ``num_looks`` of them."""
     return at_ns + (CLOSE_LOOK_NS if num_looks < EARLY_LOOKS else LATER_LOOK_NS)
 
 
 class WorkerRecorder:
-    """Records what one worker does.
+    """Records the work of one worker.
 
     Args:
-        buffer: Its part of the shared file; None: nothing is recorded.
-        traces_samples: Record each sample, too.
+        buffer: The worker's buffer in the shared file. None turns recording off.
+        traces_samples: Also record each sample.
         traces_steps: Record each transform of torchvision's ``Compose``.
-        is_thread: Of the user's process, and not a process of its own.
+        is_thread: The worker is a thread of the user's process, not a separate process.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class WorkerRecorder:
             self._buffer.add(Kind.START, now_ns(), now_ns(), a=os.getpid())
 
     def enter(self) -> None:
-        """From now on the user's spans are recorded here. Called from: the worker, once."""
+        """Record the user's spans in this buffer from now on. Called once, in the worker."""
         if self._traces_steps:
             trace_steps()
         if self._is_thread:
@@ -71,7 +70,7 @@ class WorkerRecorder:
             enter_process(self._buffer)
 
     def begin(self, lease: Any) -> None:
-        """A lease is about to be served. Small parts take 40 microseconds: this must be quick."""
+        """Begin a lease. Must be fast, because small parts take only 40 microseconds."""
         self._start_ns = start_ns = now_ns()
         buffer = self._buffer
         if buffer is None:
@@ -87,14 +86,14 @@ class WorkerRecorder:
             self._position = lease.position
 
     def end(self, *, is_loaded: bool) -> int:
-        """The lease is served; returns the nanoseconds it took.
+        """End a lease. Returns its duration in nanoseconds.
 
         Args:
-            is_loaded: It was not dropped half way.
+            is_loaded: The part was loaded completely, not abandoned.
         """
         buffer, end_ns = self._buffer, now_ns()
         if buffer is not None:
-            if not is_loaded:  # else the samples would seem to have been quick
+            if not is_loaded:  # otherwise the samples would appear to be fast
                 buffer.set_rows(self._number, 0)
             if self._is_close:
                 self._look(buffer, end_ns)
@@ -104,12 +103,12 @@ class WorkerRecorder:
         return end_ns - self._start_ns
 
     def collated(self, start_ns: int) -> None:
-        """The user's collate_fn has run since ``start_ns``."""
+        """Record a call of the user's collate_fn that began at ``start_ns`` and has just ended."""
         if self._buffer is not None:
             self._buffer.add(Kind.COLLATE, start_ns, now_ns(), *self._buffer.place)
 
     def watch(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """Yield the same samples; where that was asked for, time each."""
+        """Return the same samples. Each is timed on request and during detailed measurements."""
         if self._buffer is None or not (self._is_close or self._per_sample):
             return samples
         return self._timed(samples, self._buffer)
@@ -126,7 +125,7 @@ class WorkerRecorder:
             start_ns = now_ns()
 
     def _look(self, buffer: TraceBuffer, end_ns: int) -> None:
-        """Complete the record of a part that was looked at closely."""
+        """Complete the record of a part that was measured in detail."""
         cpu_ns = time.thread_time_ns() - self._cpu_ns
         queued_ns = int((queued_s() - self._queued_s) * 1e9)
         if self._inside_ns:
@@ -141,7 +140,7 @@ class WorkerRecorder:
 
 
 def own_process() -> psutil.Process | None:
-    """This process, as psutil sees it; None where there is no ``/proc``."""
+    """Return psutil's object for this process, or None if there is no ``/proc``."""
     try:
         return psutil.Process()
     except (psutil.Error, OSError):
@@ -149,12 +148,12 @@ def own_process() -> psutil.Process | None:
 
 
 def memory_and_faults(process: psutil.Process | None) -> tuple[int, int]:
-    """Resident memory of a process in bytes, and its major page faults; 0: unknown."""
+    """Return the resident memory in bytes and the number of major page faults (0: unknown)."""
     if process is None:
         return 0, 0
     try:
         num_bytes = process.memory_info().rss
-    except (psutil.Error, OSError):  # no descriptor to be had, say
+    except (psutil.Error, OSError):  # for example, out of file descriptors
         return 0, 0
     try:
         import resource

@@ -1,4 +1,4 @@
-"""Writes the trace of a loader to its file while the run goes on, and at its end."""
+"""Writer of a loader's trace file, during the run and at its end."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from penstock.trace.recorder import Recorder
 from penstock.trace.timeline import Timeline
 
 _claims: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""Which loader of this process writes to which file."""
+"""Maps each trace file to the loader of this process that writes it."""
 
 
 def claim_file(path: str, loader: Any) -> None:
     path = os.path.realpath(path)
     if _claims.get(path, loader) is not loader:
-        text = f"two loaders write their trace to {path}: only that of the last one stays there"
-        warnings.warn(f"{text}\n  Try: a trace= of its own for each", stacklevel=2)
+        text = f"two loaders write their trace to {path}, so only the last one is kept"
+        warnings.warn(f"{text}\n  Try: a different trace= for each loader", stacklevel=2)
     _claims[path] = loader
 
 
 class TraceWriter:
-    """Writes what a recorder holds to a file; knows the loader no longer."""
+    """Writes the records of a recorder to a file. Keeps no reference to the loader."""
 
     def __init__(self, recorder: Recorder, path: str) -> None:
         self._recorder = recorder
@@ -35,7 +35,7 @@ class TraceWriter:
         self._has_failed = False
 
     def write_sometimes(self) -> None:
-        """At the end of an epoch; not of each, where epochs are short and the file is long."""
+        """Write the file at the end of an epoch, unless writing takes too long for short epochs."""
         if time.monotonic() - self._written_s > 20 * self._took_s:
             self.write()
 
@@ -45,9 +45,9 @@ class TraceWriter:
         start_s = time.monotonic()
         try:
             Timeline(self._recorder.records()).save(self._path)
-        except BadTrace as error:  # a full disk, say: no reason to lose the training as well
+        except BadTrace as error:  # for example, a full disk: do not stop the training
             if not self._has_failed:
-                warnings.warn(f"{error}\n  The run goes on without its trace.", stacklevel=2)
+                warnings.warn(f"{error}\n  The run continues without its trace.", stacklevel=2)
             self._has_failed = True
         self._written_s = time.monotonic()
         self._took_s = self._written_s - start_s

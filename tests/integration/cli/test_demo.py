@@ -52,4 +52,4 @@ def test_a_page_that_cannot_be_written_is_said(
     demo._show_timeline(loader.timeline(), page, Console())
     told = capsys.readouterr().out.rpartition("The HTML page could not be written: ")[2]
     assert str(page) in told
-    assert "no such folder" in told.partition(str(page))[2]
+    assert "the folder does not exist" in told.partition(str(page))[2]

@@ -56,7 +56,7 @@ def assert_quiet(window: Browser) -> None:
 
 def test_the_page_draws_the_run_and_says_what_limits_it(page: Browser) -> None:
     assert "Images" in text_of(page, "title")
-    assert "would bring" in text_of(page, "sentence")
+    assert "would raise the rate" in text_of(page, "sentence")
     assert "Try: DataLoader(" in text_of(page, "evidence")
     painted = page.run(
         "const c = document.getElementById('view');"

@@ -64,18 +64,18 @@ def bad(tmp_path: Path, content: bytes) -> BadTrace:
     ("content", "words"),
     [
         (b"", "is empty"),
-        (b"import torch\n", "is no JSON"),
-        (b"\x00\xff\xfe" * 50, "is no JSON"),
+        (b"import torch\n", "is not JSON"),
+        (b"\x00\xff\xfe" * 50, "is not JSON"),
         (b"[1, 2]", "a list"),
         (b"<!doctype html><html>", "open it in a browser"),
-        (b"{}", "nothing in it"),
+        (b"{}", "an object with no keys"),
         (b'{"traceEvents": []}', "Perfetto"),
         (b'{"format": "penstock-trace", "version": 7}', "version 7"),
         (b'{"format": "penstock-trace", "version": "x"}', "version 'x'"),
         (b'{"format": "penstock-trace", "version": 1}', "damaged"),
         (b'{"format": "penstock-trace", "version": 1, "lanes": [3]}', "damaged"),
-        (b"[" * 100_000, "breaks off"),
-        (b"\x1f\x8b\x08garbage", "unpack"),
+        (b"[" * 100_000, "is truncated"),
+        (b"\x1f\x8b\x08garbage", "cannot be decompressed"),
     ],
 )
 def test_what_is_no_trace_is_named(tmp_path: Path, content: bytes, words: str) -> None:

@@ -104,7 +104,7 @@ def test_a_clock_that_jumps_back_and_nonsense_are_told_apart_and_counted() -> No
     )
     assert sorted(span.took_ns for span in model.lanes[0].spans) == [0, 40]
     assert any(note.startswith("1 spans ended before") for note in model.notes)
-    assert any(note.startswith("3 spans made no sense") for note in model.notes)
+    assert any(note.startswith("3 spans were invalid") for note in model.notes)
 
 
 @pytest.mark.parametrize("records", [{}, {"lanes": []}, {"lanes": None, "facts": None}])

@@ -101,4 +101,4 @@ def test_what_is_short_beside_a_column_is_not_lost() -> None:
     drawn = Timeline(records).draw(60)
     (worker,) = [line for line in lines_of(drawn) if line.strip().startswith("worker 0")]
     assert "·" in worker
-    assert "for a moment" in drawn
+    assert "very short" in drawn
