@@ -1,4 +1,4 @@
-"""Does num_workers="auto" come near the best number of workers, without being told?
+"""Compares num_workers="auto" with fixed numbers of workers.
 
 python benchmarks/auto.py --only d,e --repeats 3 --save my-laptop
 """
@@ -11,5 +11,5 @@ from auto_cases import CASES
 from front import run
 
 if __name__ == "__main__":
-    question = 'Does num_workers="auto" come near the best number of workers?'
+    question = 'Compares num_workers="auto" with fixed numbers of workers.'
     sys.exit(run("auto", question, CASES, sys.argv[1:]))

@@ -1,7 +1,7 @@
-"""Six kinds of dataset, each loaded with fixed numbers of workers and with "auto".
+"""Cases of auto.py: six kinds of dataset, with fixed numbers of workers and with "auto".
 
-A turn is a new loader and some whole epochs through it, starting of workers included: what a fixed
-setting pays, "auto" pays too, and its trial of the first batches on top.
+A turn creates a new loader and runs some whole epochs. It includes the start of the workers, and
+for "auto" also the trial of the first batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OURS: Any = penstock.DataLoader
 
 
 def _epochs(make: Callable[[], Any], num_epochs: int) -> float:
-    """Seconds for a new loader and all its epochs."""
+    """Return the seconds for a new loader and all its epochs."""
     start_s = time.perf_counter()
     loader = make()
     for _ in range(num_epochs):
@@ -88,7 +88,7 @@ def _against_torch(key: str, title: str, data: Any, target: Target | None, pace:
 
 
 def _size(pace: Pace, seconds: float, sample_s: float) -> int:
-    """So many samples that two epochs inline take about ``seconds``, at the benchmark's pace."""
+    """Return the number of samples for which two inline epochs take about ``seconds``."""
     share = pace.window_s / Pace().window_s
     return max(2 * BATCH_SIZE, int(share * seconds / NUM_EPOCHS / sample_s))
 
@@ -120,7 +120,7 @@ CASES: Mapping[str, Callable[[Pace], Case]] = MappingProxyType(
         "g": partial(
             _against_torch, "g", f"{BATCH_SIZE} x two numbers", Pairs(), Target(bound=10.0)
         ),
-        # Here making the tensor takes longer than all that a loader does: nobody can be 10x.
+        # No target: making the tensor takes longer than everything the loader does.
         "h": partial(_against_torch, "h", f"{BATCH_SIZE} x torch.full((4,))", Crumbs(), None),
     }
 )

@@ -1,4 +1,4 @@
-"""The four questions, each with its contenders and the ratio that the project has promised."""
+"""Cases of loader.py, each with its contenders and target ratios."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TORCH: Any = torch.utils.data.DataLoader
 OURS: Any = penstock.DataLoader
 
 Maker = Callable[[], Any]
-"""Makes a loader."""
+"""Creates a loader."""
 
 
 def transport(pace: Pace) -> Case:
-    """(a) Large samples that cost nothing to make."""
+    """(a) Large samples that take almost no time to make."""
     data = Pictures()
     keywords: dict[str, Any] = {"batch_size": BATCH_SIZE, "num_workers": NUM_WORKERS}
     makers = {
@@ -52,7 +52,7 @@ def transport(pace: Pace) -> Case:
 
 
 def tiny_samples(pace: Pace) -> Case:
-    """(b) Samples of 16 bytes, with workers and without."""
+    """(b) Samples of 16 bytes, with and without workers."""
     data = Crumbs()
     makers: dict[str, Maker] = {}
     against: dict[str, tuple[str, ...]] = {}
@@ -81,8 +81,8 @@ def tiny_samples(pace: Pace) -> Case:
 
 
 def first_batch(pace: Pace) -> Case:
-    """(c) From making the loader to holding its first batch, in a fresh process each time."""
-    del pace  # it takes as long as it takes
+    """(c) Time from creating the loader to its first batch, in a fresh process each time."""
+    del pace
     theirs = "PyTorch, spawn"
     arguments = {
         theirs: "torch-spawn",
@@ -112,7 +112,7 @@ def first_batch(pace: Pace) -> Case:
 
 
 def in_memory(pace: Pace) -> Case:
-    """(d) A TensorDataset, shuffled, beside the best that PyTorch can do with it."""
+    """(d) A shuffled TensorDataset, compared with PyTorch's best number of workers."""
     num_samples, batch_size = pace.num_images_in_memory, 256
     images = make_images_in_memory(num_samples)
     labelled = TensorDataset(*images.tensors, torch.arange(num_samples))
@@ -125,7 +125,7 @@ def in_memory(pace: Pace) -> Case:
             shuffle=True,
             drop_last=True,
             num_workers=num_workers,
-            persistent_workers=num_workers > 0,  # epochs are short here: no new workers for each
+            persistent_workers=num_workers > 0,  # because epochs are short
         )
 
     theirs = {f"PyTorch, workers: {count}": maker(TORCH, count) for count in (0, 1, 2)}
@@ -166,7 +166,7 @@ def _enter(
     against: Mapping[str, tuple[str, ...]],
     targets: Mapping[str, Target] = MappingProxyType({}),
 ) -> list[Contender]:
-    """Contenders that are rated by batches a second times ``scale``."""
+    """Return contenders that are rated by batches per second times ``scale``."""
     _require_agreement(makers)
     return [
         Contender(
@@ -188,15 +188,15 @@ def _rate(make: Maker, pace: Pace, scale: float) -> Callable[[], float]:
 
 
 def _require_agreement(makers: Mapping[str, Maker]) -> None:
-    """A fast loader of wrong data is worth nothing: all must give the first one's batches."""
+    """Check that all contenders deliver the same first three batches."""
     expected: list[Any] = []
     for name, make in makers.items():
-        torch.manual_seed(0)  # the order of a shuffled epoch is drawn from here
+        torch.manual_seed(0)  # determines the order of a shuffled epoch
         batches = iter(make())
         got = [next(batches) for _ in range(3)]
         expected = expected or got
         if not _is_same(got, expected):
-            raise RuntimeError(f"{name} delivers other data than {next(iter(makers))}")
+            raise RuntimeError(f"{name} and {next(iter(makers))} deliver different data")
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Whole networks with the convolutions of ResNet-50 and YOLOv8n, without other packages."""
+"""Networks with the convolutions of ResNet-50 and YOLOv8n, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50() -> nn.Module:
-    """The layers of ResNet-50, with 53 convolutions."""
+    """Return a network with the layers of ResNet-50, including its 53 convolutions."""
     layers: list[nn.Module] = [Unit(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
     channels = 64
     for stage, (width, depth) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
@@ -36,7 +36,7 @@ def resnet50() -> nn.Module:
 
 
 class C2f(nn.Module):
-    """YOLOv8's block: split, some pairs of 3x3, all joined."""
+    """YOLOv8's C2f block: a split, pairs of 3x3 convolutions, and a concatenation."""
 
     def __init__(self, a: int, b: int, num: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class C2f(nn.Module):
 
 
 class YoloShaped(nn.Module):
-    """Backbone, neck and heads as YOLOv8n has them; the loss is a plain sum of squares."""
+    """Backbone, neck and heads of YOLOv8n. The loss is a sum of mean squares."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class YoloShaped(nn.Module):
 
 
 def training_step(name: str, device: str, *, is_half: bool, divisor: int = 1):
-    """A function that does one step: forward, backward, SGD."""
+    """Return a function that runs one training step: forward, backward, SGD."""
     torch.manual_seed(0)
     batch, size = {"ResNet-50": (32, 224), "YOLOv8n": (8, 640)}[name]
     batch, size = max(1, batch // divisor), size // (2 if divisor > 1 else 1)

@@ -1,4 +1,4 @@
-"""Eleven layers, and who computes them: the library, ATen, unfold + matmul, and Penstock."""
+"""The eleven layers, and the contenders: the library, ATen, unfold + matmul, and Penstock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.conv.bypass import bypass_convolutions
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One convolution of a network, with the batch it is measured at."""
+    """One convolution of a network, with the batch size it is measured at."""
 
     name: str
     batch: int
@@ -76,13 +76,13 @@ class Problem:
         self.dy = make(layer.batch, layer.outputs, out, out)
 
     def native(self) -> tuple[torch.Tensor, ...]:
-        """Forward and backward, as torch would do it."""
+        """Run forward and backward with torch's own function."""
         a = self.layer
         y = functional.conv2d(self.x, self.w, None, a.stride, a.padding, 1, a.groups)
         return (y, *torch.autograd.grad(y, (self.x, self.w), self.dy))
 
     def exact(self) -> tuple[torch.Tensor, ...]:
-        """The same in float64, by the library."""
+        """Run the same in float64, with the library."""
         a = self.layer
         x, w = (t.detach().double().requires_grad_() for t in (self.x, self.w))
         with torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False):
@@ -90,7 +90,7 @@ class Problem:
             return (y.detach(), *torch.autograd.grad(y, (x, w), self.dy.double()))
 
     def unfold(self) -> tuple[torch.Tensor, ...]:
-        """The rival: all columns of a group, a product, the next group."""
+        """Run unfold and matmul, one group after the other."""
         a = self.layer
         parts = []
         xs, ws = self.x.chunk(a.groups, 1), self.w.chunk(a.groups, 0)
@@ -108,7 +108,7 @@ def _without_library(device: str) -> Iterator[None]:
         with torch.backends.cudnn.flags(enabled=False, allow_tf32=False):
             yield
     else:
-        torch._C._set_mkldnn_enabled(False)  # mkldnn.flags warns of a GPU's TF32
+        torch._C._set_mkldnn_enabled(False)  # mkldnn.flags would warn about TF32 on the GPU
         try:
             yield
         finally:
@@ -122,7 +122,7 @@ def _ours(device: str, cap_bytes: int | None) -> Iterator[None]:
 
 
 def contenders(device: str, cap_bytes: int | None = None) -> dict[str, tuple[Any, str]]:
-    """Name: the surroundings (called for each turn), and the method of Problem that is timed."""
+    """Return, by name, a factory of the context for each turn and the timed method of Problem."""
     library = "cuDNN" if device == "cuda" else "oneDNN"
     return {
         library: (lambda: nullcontext(), "native"),
@@ -133,7 +133,7 @@ def contenders(device: str, cap_bytes: int | None = None) -> dict[str, tuple[Any
 
 
 def time_ms(run: Callable[[], Any], device: str, num: int) -> float:
-    """Milliseconds of one call, over ``num`` calls."""
+    """Return the mean time of a call in milliseconds, over ``num`` calls."""
     if device == "cpu":
         started_s = time.perf_counter()
         for _ in range(num):
@@ -149,7 +149,7 @@ def time_ms(run: Callable[[], Any], device: str, num: int) -> float:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """GPU memory of a call beyond what lies there before it."""
+    """Return the peak GPU memory of a call, without the memory allocated before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -1,10 +1,10 @@
-"""How fast are convolutions without a convolution library, beside those that have one?
+"""Compares Penstock's convolutions with those of cuDNN or oneDNN, ATen, and unfold + matmul.
 
-python benchmarks/convolution.py --save my-card          # a CUDA GPU: about four minutes
-python benchmarks/convolution.py --device cpu --quick    # oneDNN beside ours
+python benchmarks/convolution.py --save my-card          # on a CUDA GPU, about four minutes
+python benchmarks/convolution.py --device cpu --quick    # compared with oneDNN
 
-Forward and backward of eleven layers, whole training steps, and speed against the memory cap. All
-contenders take turns in one run; float32 is float32 (no TF32) for all of them.
+Measures forward and backward of eleven layers, whole training steps, and speed under memory caps.
+All contenders take turns in one run. None of them uses TF32 for float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("PENSTOCK_CONV_TUNE_S", "600")  # every shape is measured before its turn
+os.environ.setdefault("PENSTOCK_CONV_TUNE_S", "600")  # tune every shape before its turn
 
 import torch
 from rich.console import Console
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
     def keep(part: str, found: list[dict[str, Any]]) -> None:
         records[part] += found
-        if options.save:  # after each part: a run that is cut off keeps what it measured
+        if options.save:  # after each part, so that an interrupted run keeps its results
             save(options.save, {**content, **records})
 
     for name in options.types:
@@ -125,7 +125,7 @@ def _layer(layer: Layer, type_name: str, options: argparse.Namespace) -> dict[st
     for name, (surroundings, method) in contenders(device).items():
         run = getattr(problem, method)
         with surroundings() as inside:
-            result = run()  # warm: libraries search, kernels compile, ways are measured
+            result = run()  # warm-up: libraries search, kernels compile, algorithms are tuned
             errors = [_distance(a, b) for a, b in zip(result, reference, strict=True)]
             record["error"][name] = max(errors)
             if device == "cuda":
@@ -155,7 +155,7 @@ def _turn(
 
 
 def _ways(problem: Problem, device: str) -> dict[str, int]:
-    """Which algorithms a forward and backward of this layer takes."""
+    """Return the algorithms that forward and backward of this layer use."""
     with bypass_convolutions("on", devices=(device,)) as bypass:
         before = bypass.counts
         problem.native()
@@ -188,7 +188,7 @@ def _print_layers(console: Console, type_name: str, records: list[dict[str, Any]
 
 
 def _judge(console: Console, records: list[dict[str, Any]], device: str) -> int:
-    """Sums and single layers against their targets; how many are missed."""
+    """Compare sums and single layers with their targets. Returns the number of missed targets."""
     missed = 0
     for type_name in dict.fromkeys(r["type"] for r in records):
         chosen = [r["median_ms"] for r in records if r["type"] == type_name]
@@ -209,7 +209,7 @@ def _judge(console: Console, records: list[dict[str, Any]], device: str) -> int:
     return missed
 
 
-# -- whole steps, and the cap ----------------------------------------------------------------------
+# -- training steps and memory caps ----------------------------------------------------------------
 
 
 def _steps(console: Console, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -245,8 +245,8 @@ def _steps(console: Console, options: argparse.Namespace) -> list[dict[str, Any]
 
 
 def _caps(console: Console, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Speed against peak memory, float32, over the layers that use buffers at all."""
-    table = Table(title="Sum of the layers over the memory cap, float32", title_justify="left")
+    """Measure speed and peak memory in float32, over the layers that use buffers."""
+    table = Table(title="Sum of the layers by memory cap, float32", title_justify="left")
     for name in ("cap MiB", "ms", "peak MiB", "largest share of the library's memory"):
         table.add_column(name, justify="right")
     problems = [Problem(layer, "cuda", torch.float32, is_last=False) for layer in LAYERS]
@@ -269,7 +269,9 @@ def _caps(console: Console, options: argparse.Namespace) -> list[dict[str, Any]]
     if best is None:
         console.print("No cap keeps every layer within 1.5x the library's memory.")
     else:
-        console.print(f"Within 1.5x its memory: {best['sum_ms']:.2f} ms, cap {best['cap_mib']} MiB")
+        console.print(
+            f"Within 1.5x the library's memory: {best['sum_ms']:.2f} ms, cap {best['cap_mib']} MiB"
+        )
     return records
 
 

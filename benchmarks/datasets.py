@@ -1,4 +1,4 @@
-"""What is loaded. In a module of its own, because PyTorch's spawned workers must import it."""
+"""Datasets of the benchmarks, in a separate module that PyTorch's spawned workers can import."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 ENDLESS = 10**9
-"""More samples than a run can load: no epoch ends inside a measurement."""
+"""More samples than a run can load, so that no epoch ends during a measurement."""
 
 
 class Pictures:
-    """150 KB a sample and hardly any work: what is left is the way of the bytes to the parent."""
+    """Samples of 150 KB with little work, to measure the transport of bytes to the parent."""
 
     shape = (3, 224, 224)
 
@@ -27,7 +27,7 @@ class Pictures:
 
 
 class Crumbs:
-    """16 bytes a sample: what is left is the cost of each sample and each batch."""
+    """Samples of 16 bytes, to measure the overhead per sample and per batch."""
 
     def __init__(self, num_samples: int = ENDLESS) -> None:
         self.num_samples = num_samples
@@ -40,7 +40,7 @@ class Crumbs:
 
 
 class Pairs:
-    """16 bytes a sample that cost nothing to make: an index and a label."""
+    """Samples of 16 bytes that take no time to make: an index and a label."""
 
     def __len__(self) -> int:
         return ENDLESS
@@ -50,7 +50,7 @@ class Pairs:
 
 
 class Working:
-    """3 KB a sample after a known amount of work: computing, or waiting for something."""
+    """Samples of 3 KB that take a given time to compute or to wait for."""
 
     def __init__(self, num_samples: int, work_s: float, *, waits: bool = False) -> None:
         self.num_samples = num_samples
@@ -64,7 +64,7 @@ class Working:
         if self.waits:
             time.sleep(self.work_s)
         else:
-            # The thread's own clock: a core that is shared with others does not count as work.
+            # The thread's CPU clock, so that time without a core does not count as work.
             end_s = time.thread_time() + self.work_s
             while time.thread_time() < end_s:
                 pass
@@ -72,7 +72,7 @@ class Working:
 
 
 def make_images_in_memory(num_samples: int) -> TensorDataset:
-    """Small pictures that lie in memory as one tensor."""
+    """Return small images in memory, as one tensor."""
     generator = torch.Generator().manual_seed(0)
     shape = (num_samples, 3, 64, 64)
     return TensorDataset(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))

@@ -1,4 +1,6 @@
-"""How fast do batches reach the GPU, and does a training step ever wait? See benchmarks/README.md.
+"""Measures how fast batches reach the GPU, and how long a training step waits.
+
+See benchmarks/README.md.
 
 python benchmarks/device.py --only a,b --repeats 3 --save h200
 """
@@ -15,7 +17,7 @@ from front import run
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         sys.exit(
-            "benchmarks/device.py needs a GPU that torch can use; penstock doctor --gpu says more"
+            "benchmarks/device.py needs a GPU that torch can use. For details: penstock doctor --gpu"
         )
-    question = "How fast do batches reach the GPU, and does a training step ever wait?"
+    question = "Measures how fast batches reach the GPU, and how long a training step waits."
     sys.exit(run("device", question, CASES, sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The questions about GPUs, each with its contenders and the ratio that was promised."""
+"""Cases of device.py, each with its contenders and target ratios."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TRAIN_BATCH = 256
 IMAGE_BYTES = 3 * 224 * 224
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 NUM_IMAGES = 8_192
-"""1.2 GB: more than any cache, less than a second to make."""
+"""1.2 GB, which exceeds every cache and takes less than a second to make."""
 
 # -- delivery ------------------------------------------------------------------------------------
 
 
 def deliver(pace: Pace, key: str, num_workers: int, target: Target) -> Case:
-    """Batches of 64 x 150 KB, on the GPU, and nothing else done with them."""
+    """(a), (b) Deliver batches of 64 x 150 KB to the GPU, without using them."""
     data = Stacked()
     shared: dict[str, Any] = {"batch_size": BATCH_SIZE, "num_workers": num_workers}
     pinned = {**shared, "pin_memory": True}
@@ -70,7 +70,7 @@ def deliver(pace: Pace, key: str, num_workers: int, target: Target) -> Case:
 
 
 def _delivered(make: Callable[[], Any], copies: bool, pace: Pace) -> float:
-    """GB/s, counted when the last copy is complete."""
+    """Return GB/s, measured until the last copy is complete."""
     with fresh():
         batches = iter(endless(make()))
 
@@ -87,7 +87,7 @@ def _delivered(make: Callable[[], Any], copies: bool, pace: Pace) -> float:
 
 
 def train_from_memory(pace: Pace, key: str, model: str) -> Case:
-    """Uint8 tensors in memory, and mapped from a file."""
+    """(c), (d) Train from uint8 tensors in memory and in mapped files."""
     images = torch.randint(0, 256, (NUM_IMAGES, 3, 224, 224), dtype=torch.uint8)
     labels = torch.arange(NUM_IMAGES) % 1000
     in_memory = TensorDataset(images, labels)
@@ -107,7 +107,7 @@ def train_from_memory(pace: Pace, key: str, model: str) -> Case:
 
 
 def train_from_jpeg(pace: Pace, key: str, model: str) -> Case:
-    """JPEG files of 500 x 375, decoded and cropped to 224."""
+    """(e) Train from JPEG files of 500 x 375, decoded and cropped to 224."""
     folder = make_photographs()
     data = Photographs(folder)
     own = penstock.ImageFolder(folder, transform=penstock.RandomResizedCrop(224))
@@ -131,7 +131,7 @@ def _ours(data: Any, num_workers: int) -> Callable[[], Any]:
 
 
 def _theirs(data: Any, num_workers: int) -> Callable[[], Any]:
-    """PyTorch at its best: pinned, a deep queue, the copy asked for early, finished on the GPU."""
+    """Return PyTorch's fastest setup: pinned, deep queue, early copies, finishing on the GPU."""
     keywords: dict[str, Any] = {"pin_memory": True, "num_workers": num_workers}
     if num_workers:
         keywords["prefetch_factor"] = 4
@@ -140,7 +140,7 @@ def _theirs(data: Any, num_workers: int) -> Callable[[], Any]:
 
 
 def _long_epoch(data: Any) -> RandomSampler:
-    """As long as ImageNet's: a turn sees no end of an epoch, whoever loads."""
+    """Return a sampler as long as ImageNet, so that no epoch ends during a turn."""
     return RandomSampler(data, replacement=True, num_samples=1_281_167)
 
 
@@ -177,7 +177,7 @@ def _training(
 
 
 def make_step(model_name: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """One training step of a torchvision model: forward, loss, backward, SGD."""
+    """Training step of a torchvision model: forward, loss, backward, SGD."""
     import torchvision
 
     make: Any = getattr(torchvision.models, model_name)
@@ -211,7 +211,7 @@ def _trained(step: Callable[..., None], make: Callable[[], Any], pace: Pace, nam
 
 
 def utilisation(pace: Pace, key: str) -> Case:
-    """What nvidia-smi said while the cases before were running."""
+    """(f) GPU utilization reported by nvidia-smi during the preceding cases."""
     contenders = [
         Contender(name=name, turn=partial(statistics.median, seen))
         for name, seen in busy_percent.items()

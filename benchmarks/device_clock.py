@@ -1,4 +1,4 @@
-"""Counting what a GPU does: rates, times between events, and how busy it says it was."""
+"""GPU measurements: rates, times between events, and utilization."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import torch
 from measure import Pace
 
 busy_percent: dict[str, list[float]] = {}
-"""What nvidia-smi said, by what ran."""
+"""Utilization reported by nvidia-smi, by contender."""
 
 
 def rate_of(call: Callable[[], Any], pace: Pace, watched: str | None = None) -> float:
-    """Calls per second, the GPU's work included; with a name, nvidia-smi looks on."""
+    """Return calls per second, including the GPU's work. With a name, run nvidia-smi meanwhile."""
     with _watched(watched) as begin:
-        call()  # starting is not the question, here
+        call()  # start-up is not measured
         run_for(call, max(1.0, pace.warm_up_s))
         torch.cuda.synchronize()
         begin()
@@ -48,7 +48,10 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """PyTorch forks: a worker that collects a CUDA tensor of ours dies. So none is left over."""
+    """Hide CUDA tensors from the garbage collector of PyTorch's forked workers.
+
+    A forked worker that collects a CUDA tensor dies.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     gc.freeze()
@@ -61,7 +64,7 @@ def fresh() -> Iterator[None]:
 
 @contextmanager
 def _watched(name: str | None) -> Iterator[Callable[[], None]]:
-    """nvidia-smi's own figure, from the call of what is handed out on."""
+    """Record nvidia-smi's utilization, starting when the yielded function is called."""
     command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     with tempfile.TemporaryFile("w+") as said:
         sizes = [0]
@@ -82,7 +85,7 @@ def _watched(name: str | None) -> Iterator[Callable[[], None]]:
 
 
 def timed(call: Callable[[], Any], count: int) -> float:
-    """Seconds a call takes on the GPU, between two events."""
+    """Return the seconds of a call on the GPU, between two events."""
     for _ in range(20):
         call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

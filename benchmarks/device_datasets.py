@@ -1,4 +1,4 @@
-"""What the GPU questions load. In a module of its own, for workers that import it."""
+"""Datasets of device.py, in a separate module that workers can import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PHOTOGRAPHS, CLASSES = 2_048, 8
 
 
 class Stacked(Dataset[Any]):
-    """150 KB a sample, in memory already: what is left is the way to the GPU."""
+    """Samples of 150 KB in memory, to measure the transport to the GPU."""
 
     def __init__(self) -> None:
         self.images = np.random.default_rng(0).integers(0, 256, (64, 3, 224, 224), dtype=np.uint8)
@@ -34,7 +34,7 @@ class Stacked(Dataset[Any]):
 
 
 class Mapped(Dataset[Any]):
-    """Images in a file that is mapped into memory, as people write it."""
+    """Images in a memory-mapped file, as typical user code reads them."""
 
     def __init__(self, path: Path, labels: torch.Tensor) -> None:
         self.path, self.labels = path, labels
@@ -50,7 +50,7 @@ class Mapped(Dataset[Any]):
 
 
 def make_arrays(images: torch.Tensor, labels: torch.Tensor) -> tuple[Path, Path]:
-    """Two files that NumPy can map."""
+    """Write two files that NumPy can map."""
     folder = _folder()
     np.save(folder / "images.npy", images.numpy())
     np.save(folder / "labels.npy", labels.numpy())
@@ -58,7 +58,7 @@ def make_arrays(images: torch.Tensor, labels: torch.Tensor) -> tuple[Path, Path]
 
 
 class Photographs(Dataset[Any]):
-    """Decoded by torchvision and cropped to 224, as people do it."""
+    """JPEGs decoded by torchvision and cropped to 224, as in typical user code."""
 
     def __init__(self, folder: Path) -> None:
         from torchvision.transforms import v2
@@ -77,7 +77,7 @@ class Photographs(Dataset[Any]):
 
 
 def make_photographs() -> Path:
-    """JPEG files of 500 x 375, about 60 KB each: smooth shapes and grain, as in photographs."""
+    """Write JPEG files of 500 x 375, about 60 KB each, with photo-like shapes and grain."""
     from torchvision.io import write_jpeg
 
     folder = _folder()

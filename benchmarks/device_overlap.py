@@ -1,4 +1,4 @@
-"""How much of the copies' time does a step see?"""
+"""Case (g) of device.py: the share of the copy time that is hidden from the step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from measure import Case, Contender, Pace, Target
 
 
 def hidden(pace: Pace, key: str) -> Case:
-    """The share of the copies' time in which the step does not stand still.
+    """Measure the share of the copy time during which the step does not wait.
 
-    Two looks at it: how long the step's stream waits for a batch, and how much longer a step takes
-    than on data that is there already. The second also has what a copy takes from the step's
-    memory bandwidth and clock, which nothing can hide. The control copies in the step's own stream.
+    There are two measurements: how long the step's stream waits for a batch, and how much longer a
+    step takes than on data that is already on the GPU. The second includes the memory bandwidth and
+    clock speed that a copy takes from the step, which cannot be hidden. The control copies in the
+    step's own stream.
     """
     every, target = "all of the copy", Target(bound=0.95)
     rows = {
@@ -66,7 +67,9 @@ def _hidden(look: Callable[..., float], is_ours: bool) -> float:
         )
         batches = endless(loader)
         fed = partial(next, batches) if is_ours else naive
-        run_for(lambda: (fed().sum(), compute()), 1.0)  # the ring has grown, slots are pinned
+        run_for(
+            lambda: (fed().sum(), compute()), 1.0
+        )  # warm-up: the ring grows and slots are pinned
         longer_s = look(fed, lambda: resident, compute)
         batches.close()  # type: ignore[attr-defined]
     return 1 - max(0.0, longer_s) / copy_s
@@ -75,7 +78,7 @@ def _hidden(look: Callable[..., float], is_ours: bool) -> float:
 def _waited(
     fed: Callable[[], Any], resident: Callable[[], Any], compute: Callable[[], None]
 ) -> float:
-    """Seconds a step's stream stands still at each batch, more than for one that is there."""
+    """Return the seconds a step's stream waits per batch, beyond those for data on the GPU."""
     found = []
     for take in (fed, resident):
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(200)]  # type: ignore[no-untyped-call]
@@ -93,7 +96,10 @@ def _waited(
 def _lengthened(
     fed: Callable[[], Any], resident: Callable[[], Any], compute: Callable[[], None]
 ) -> float:
-    """Seconds by which a step is longer than on a batch that is there; in turns, for the clock."""
+    """Return how many seconds longer a step takes than on data that is already on the GPU.
+
+    Both are measured in turns, because the GPU's clock speed varies.
+    """
     found = []
     for _ in range(5):
         fed_s, alone_s = (

@@ -1,4 +1,4 @@
-"""One fault, met by one loader, in a process of its own: prints what became of the epoch as JSON.
+"""Runs one epoch of one loader with one fault, in its own process. Prints the outcome as JSON.
 
 python benchmarks/fault_case.py torch kill
 """
@@ -26,12 +26,12 @@ import penstock
 NUM_BATCHES, BATCH = 125, 8
 NUM_SAMPLES = NUM_BATCHES * BATCH
 AT = 300
-"""The sample where it happens."""
+"""The sample with the fault."""
 MAX_CATCHES = 200
 
 
 def unpicklable() -> Exception:
-    """Of a class that is made in a function, as some libraries do."""
+    """Return an error of a class that is defined in a function, as in some libraries."""
 
     class Unpicklable(Exception):
         pass
@@ -40,7 +40,7 @@ def unpicklable() -> Exception:
 
 
 class Faulty(Dataset):
-    """Sample i is i; something happens at one of them: once if there is a marker file to make."""
+    """Sample i is i. One sample has a fault, which occurs only once if there is a marker file."""
 
     def __init__(self, fault: str, marker: str | None) -> None:
         self.fault = fault
@@ -74,7 +74,7 @@ class Faulty(Dataset):
             raise OSError("image file is truncated")
 
 
-# The fault, whether it happens once, whether the loop catches errors, and what each loader is told.
+# The fault, whether it occurs once, whether the loop catches errors, and each loader's options.
 CASES: dict[str, tuple[str, bool, bool, dict[str, Any], dict[str, Any]]] = {
     "kill": ("kill", True, False, {}, {}),
     "kill, caught": ("kill", True, True, {}, {}),
@@ -86,7 +86,7 @@ CASES: dict[str, tuple[str, bool, bool, dict[str, Any], dict[str, Any]]] = {
 
 
 def run(name: str, case: str) -> dict[str, Any]:
-    """Load one epoch; what came of it."""
+    """Load one epoch. Returns the outcome."""
     fault, is_once, catches, told_torch, told_penstock = CASES[case]
     logging.getLogger("penstock").setLevel(logging.ERROR)
     marker = os.path.join(tempfile.mkdtemp(), "met") if is_once else None
@@ -120,4 +120,4 @@ def run(name: str, case: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     print(json.dumps(run(*sys.argv[1:3])), flush=True)
-    os._exit(0)  # a loader that hangs in its own clean-up is no part of the question
+    os._exit(0)  # skip clean-up, in which a loader could hang

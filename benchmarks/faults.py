@@ -1,8 +1,8 @@
-"""What becomes of an epoch of 125 batches when something goes wrong in a worker?
+"""Compares the outcome of an epoch of 125 batches after a fault in a worker.
 
 python benchmarks/faults.py --save my-laptop
 
-Every line is a fresh process with a time limit; one that is still running then hangs.
+Every row is a fresh process with a time limit. A process that exceeds it counts as hung.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ TITLES = {
 
 
 def run(name: str, case: str) -> dict[str, Any]:
-    """One loader, one fault, in a process of its own."""
+    """Run one loader with one fault, in its own process."""
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+") as said:  # no pipe: a worker that hangs would hold it open
+    with tempfile.TemporaryFile("w+") as said:  # not a pipe, which a hung worker would keep open
         process = subprocess.Popen(
             [sys.executable, str(FAULT_CASE), name, case],
             stdout=said,
@@ -55,14 +55,14 @@ def run(name: str, case: str) -> dict[str, Any]:
             said.seek(0)
             outcome = json.loads(said.read().splitlines()[-1])
         finally:
-            with suppress(ProcessLookupError):  # its workers, too
+            with suppress(ProcessLookupError):  # including its workers
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return {"loader": name, **outcome, "seconds": round(time.monotonic() - started, 1)}
 
 
 def describe(outcome: dict[str, Any]) -> str:
-    """An outcome in words."""
+    """Return an outcome in words."""
     if "batches" not in outcome:
         return str(outcome["ending"])
     missing = NUM_BATCHES - outcome["batches"]
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--save", metavar="NAME", help="write results/faults-NAME.json")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    table = Table("2 workers", "PyTorch", "Penstock", title="What becomes of an epoch")
+    table = Table("2 workers", "PyTorch", "Penstock", title="Outcome of an epoch with a fault")
     records = []
     for case in CASES:
         rows = [run(name, case) for name in ("torch", "penstock")]

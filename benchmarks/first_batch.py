@@ -1,10 +1,11 @@
-"""How long until the first batch? Run in a fresh process for each answer.
+"""Measures the time until the first batch. Run in a fresh process for each measurement.
 
     python benchmarks/first_batch.py NAME      prints the seconds; NAME is one of CONTENDERS
 
-The clock starts before the loader is made. torch and the loader's own modules are imported by then,
-as in any training script. The main guard below is there for PyTorch's spawned workers, which import
-this file again; so Penstock is imported inside a function, to cost them nothing.
+The clock starts before the loader is created. At that point, torch and the loader's own modules are
+already imported, as in any training script. The main guard is needed because PyTorch's spawned
+workers import this file again. For the same reason, Penstock is imported inside a function, so that
+those workers do not pay for it.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ def _maker(name: str) -> Callable[[], Any]:
 
 
 def measure(name: str) -> float:
-    """Seconds from making the loader to holding its first batch."""
+    """Return the seconds from creating the loader to its first batch."""
     make = _maker(name)
     if name == "penstock-warm":
-        next(iter(make()))  # an earlier loader of the same program started the fork server
+        next(iter(make()))  # an earlier loader of the program starts the fork server
     start_s = time.perf_counter()
     batches = iter(make())
     batch = next(batches)

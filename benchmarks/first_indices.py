@@ -1,9 +1,9 @@
-"""How long until a shuffle gives its first batch of indices, and what does it hold by then?
+"""Measures the time and memory of a shuffle until its first batch of indices.
 
     python benchmarks/first_indices.py NAME LENGTH     prints seconds and megabytes
 
-Run in a fresh process for each answer: memory that an earlier shuffle gave back would hide the
-next one's. NAME is one of SHUFFLES.
+Run in a fresh process for each measurement, because memory freed by an earlier shuffle would hide
+the memory of the next one. NAME is one of SHUFFLES.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ SHUFFLES: dict[str, Callable[[int], Iterable[Any]]] = {
 
 
 def measure(name: str, length: int) -> tuple[float, float]:
-    """(Seconds, megabytes) for the first batch, from making the sampler on."""
-    next(iter(SHUFFLES[name](10)))  # whatever is loaded on first use
+    """Return seconds and megabytes from creating the sampler to the first batch of indices."""
+    next(iter(SHUFFLES[name](10)))  # warm-up: lazy imports
     process = psutil.Process()
     before_bytes = process.memory_info().rss
     start_s = time.perf_counter()
     indices = iter(SHUFFLES[name](length))
     batch = list(itertools.islice(indices, BATCH_SIZE))
     elapsed_s = time.perf_counter() - start_s
-    held_bytes = process.memory_info().rss - before_bytes  # the iterator is alive, as in an epoch
+    held_bytes = (
+        process.memory_info().rss - before_bytes
+    )  # while the iterator is alive, as in an epoch
     if len(set(batch)) != BATCH_SIZE or not all(0 <= index < length for index in batch):
         raise RuntimeError(f"{name} gave wrong indices")
     return elapsed_s, held_bytes / 1e6

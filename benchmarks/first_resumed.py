@@ -1,11 +1,12 @@
-"""How long until a loader that was saved in the middle of a huge epoch gives its next batch?
+"""Measures the time to the next batch after resuming in the middle of a huge epoch.
 
-    python benchmarks/first_resumed.py NAME WORKERS save FILE     trains half an epoch, saves the
-                                                                  state and the batch that is next
+    python benchmarks/first_resumed.py NAME WORKERS save FILE     loads half an epoch, saves the
+                                                                  state and the next batch
     python benchmarks/first_resumed.py NAME WORKERS resume FILE   prints the seconds
 
-Each is a process of its own. The clock runs from making the loader to its first batch, which must
-be the one that was next. NAME is one of MAKERS; "torch" has no state, so it loads what it skips.
+Each command is a separate process. The clock runs from creating the loader to its first batch,
+which must equal the saved one. NAME is one of MAKERS. "torch" has no state, so it loads the batches
+that it skips.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NUM_SKIPPED = 10_000_000 // BATCH_SIZE
 
 
 class Tiny(Dataset):  # type: ignore[type-arg]
-    """The cheapest sample there is: what is measured is the way to it."""
+    """Samples that take no time, so that only the time to reach them is measured."""
 
     def __init__(self, length: int = LENGTH) -> None:
         self.length = length
@@ -62,7 +63,7 @@ MAKERS = {"penstock": make_penstock, "StatefulDataLoader": make_stateful, "torch
 
 
 def save(name: str, num_workers: int, path: Path) -> None:
-    """Load half of the epoch; keep the state and the batch after it."""
+    """Load half of the epoch. Save the state and the next batch."""
     torch.manual_seed(0)
     loader = MAKERS[name](num_workers)
     batches = iter(loader)
@@ -72,9 +73,11 @@ def save(name: str, num_workers: int, path: Path) -> None:
 
 
 def resume(name: str, num_workers: int, path: Path) -> float:
-    """Seconds until the next batch."""
+    """Return the seconds until the next batch."""
     state, expected = pickle.loads(path.read_bytes())
-    next(iter(MAKERS[name](num_workers, 1000)))  # whatever is loaded or started on first use
+    next(
+        iter(MAKERS[name](num_workers, 1000))
+    )  # warm-up: lazy imports, and processes started on first use
     start_s = time.perf_counter()
     loader = MAKERS[name](num_workers)
     if state is not None:
@@ -85,7 +88,7 @@ def resume(name: str, num_workers: int, path: Path) -> float:
     batch = next(batches).tolist()
     elapsed_s = time.perf_counter() - start_s
     if batch != expected:
-        raise RuntimeError(f"{name} went on with another batch")
+        raise RuntimeError(f"{name} resumed with a wrong batch")
     return elapsed_s
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark does with its cases: options, turns, tables, targets, a file of results."""
+"""Command-line front end of the benchmarks: options, turns, tables, targets, result files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ Cases = Mapping[str, Callable[[Pace], Case]]
 
 
 def run(name: str, question: str, cases: Cases, arguments: Sequence[str]) -> int:
-    """Measure, print, save. Returns the exit status.
+    """Measure, print, and save. Returns the exit status.
 
     Args:
-        name: The benchmark's file, without its ending; results are named after it.
-        cases: By the letter that ``--only`` takes.
+        name: File name of the benchmark without its extension. Result files start with it.
+        question: Description shown by ``--help``.
+        cases: The cases, by the letter for ``--only``.
     """
     options = _parse(name, question, cases, arguments)
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -52,7 +53,7 @@ def run(name: str, question: str, cases: Cases, arguments: Sequence[str]) -> int
         _print_case(console, case, rows)
         num_missed += sum(row.is_missed for row in rows)
         records.append(_as_record(case, rows))
-        if options.save:  # after each: a run that is cut off keeps what it measured
+        if options.save:  # after each case, so that an interrupted run keeps its results
             path = save(options.save, {**content, "cases": records})
     console.print(f"Targets missed: {num_missed}")
     if options.save:
@@ -67,11 +68,11 @@ def _parse(name: str, question: str, cases: Cases, arguments: Sequence[str]) -> 
         type=partial(_keys, cases),
         default=[*cases],
         metavar=",".join(cases),
-        help="which questions to ask",
+        help="cases to run",
     )
     parser.add_argument("--repeats", type=_count, help="turns of each contender (default 5)")
-    parser.add_argument("--window", type=float, metavar="S", help="count for so long (default 1.5)")
-    parser.add_argument("--quick", action="store_true", help="short looks, 2 turns: a smoke test")
+    parser.add_argument("--window", type=float, metavar="S", help="measuring time (default 1.5 s)")
+    parser.add_argument("--quick", action="store_true", help="smoke test: 2 short turns")
     parser.add_argument(
         "--save", type=_name, metavar="NAME", help=f"write results/{name}-NAME.json"
     )
@@ -89,13 +90,15 @@ def _keys(cases: Cases, text: str) -> list[str]:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def _name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a plain name such as my-laptop")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid name; use a name such as my-laptop"
+        )
     return text
 
 
@@ -115,7 +118,7 @@ def _print_heading(console: Console, machine: dict[str, Any], versions: dict[str
     )
     console.print(", ".join(f"{name} {number}" for name, number in versions.items()))
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > facts().usable_cores / 2:
-        console.print(f"Something else runs here (load {os.getloadavg()[0]:.1f}): expect noise.")
+        console.print(f"Other programs are running (load {os.getloadavg()[0]:.1f}): expect noise.")
 
 
 def _print_case(console: Console, case: Case, rows: Sequence[Row]) -> None:

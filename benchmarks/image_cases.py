@@ -1,4 +1,4 @@
-"""The questions of images.py: JPEGs to random crops, and pixels to random crops."""
+"""Cases of images.py: random crops from JPEGs and from raw pixels."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ TORCH: Any = torch.utils.data.DataLoader
 OURS: Any = penstock.DataLoader
 BATCH_SIZE, NUM_WORKERS, SIZE = 64, 2, 224
 NUM_ROUNDS = 16
-"""Times that an epoch of (a) and (b) goes through the files. One round is four batches, and at the
-end of an epoch a worker waits for the other: 6% of the workers' time, which is not the question."""
+"""How often an epoch of (a) and (b) repeats the files. One round is only four batches, and workers
+wait for each other at the end of an epoch, which would take 6% of their time."""
 MEAN, STD = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
 
 
 class ByPillow:
-    """What most people have: Pillow and torchvision's transforms."""
+    """The usual recipe: Pillow and torchvision's transforms."""
 
     def __init__(self, files: list[bytes], antialias: bool) -> None:
         v2: Any = __import__("torchvision.transforms.v2", fromlist=["v2"])
@@ -58,7 +58,7 @@ class ByPillow:
 
 
 class ByTorchvision(ByPillow):
-    """torchvision's own decoder, and its transforms on tensors."""
+    """torchvision's own decoder, with its transforms on tensors."""
 
     def __init__(self, files: list[bytes], antialias: bool) -> None:
         v2: Any = __import__("torchvision.transforms.v2", fromlist=["v2"])
@@ -74,7 +74,7 @@ class ByTorchvision(ByPillow):
 
 
 class BySimplejpeg:
-    """The quickest that people write themselves: simplejpeg and OpenCV, no antialiasing."""
+    """The fastest handwritten dataset: simplejpeg and OpenCV, without antialiasing."""
 
     def __init__(self, files: list[bytes]) -> None:
         self.files = files
@@ -94,7 +94,7 @@ class BySimplejpeg:
 
 
 class Encoded:
-    """Ours, over bytes in memory; a folder of files adds the reading of them."""
+    """Penstock's decoder and crop, over bytes in memory. Reading of files is not included."""
 
     def __init__(self, files: list[bytes], crop: Any, decoder: str | None = None) -> None:
         self.files, self.crop, self.decoder = files, crop, decoder
@@ -106,7 +106,7 @@ class Encoded:
         return self.read_into(index, ())
 
     def read_into(self, index: int, rows: Sequence[Any]) -> torch.Tensor:
-        """As our own datasets do it: "Straight into the batch" in docs/packed-sets.md."""
+        """Writes crops directly into the batch. See "Straight into the batch" in docs/packed-sets.md."""
         found: torch.Tensor = to_tensor(
             decode(self.files[index], self.crop, decoder=self.decoder), rows[0] if rows else None
         )
@@ -127,7 +127,7 @@ def _rate(make: Callable[[], Any], pace: Pace) -> Callable[[], float]:
 
 
 def _bare(files: list[bytes], crop: Any, decoder: str, pace: Pace) -> Callable[[], float]:
-    """Two threads that decode and crop into a buffer, and hand nothing to anybody."""
+    """Measure two threads that decode and crop into a buffer, without a loader."""
 
     def turn() -> float:
         counts, end_s = [0] * NUM_WORKERS, time.perf_counter() + 3 * pace.window_s
@@ -151,7 +151,7 @@ def _bare(files: list[bytes], crop: Any, decoder: str, pace: Pace) -> Callable[[
 def _bare_processes(
     files: list[bytes], crop: Any, decoder: str, pace: Pace, num: int
 ) -> Callable[[], float]:
-    """The same in processes, one for each core."""
+    """Measure the same in processes, one per core."""
 
     def turn() -> float:
         context: Any = multiprocessing.get_context("fork")
@@ -202,7 +202,7 @@ def _case(key: str, antialias: bool, pace: Pace) -> Case:
     keywords: dict[str, Any] = {"batch_size": BATCH_SIZE, "shuffle": True, "drop_last": True}
     keywords |= {"num_workers": NUM_WORKERS, "persistent_workers": True}
     theirs = _peers(files, antialias)
-    decoder = fastest_decoder(files[0])  # or each worker would find its own
+    decoder = fastest_decoder(files[0])  # otherwise every worker would choose one
     ours, bare = Encoded(files, crop, decoder), "two bare threads, the same work"
     word = "antialiased" if antialias else "not antialiased"
     return Case(
@@ -232,11 +232,13 @@ def _case(key: str, antialias: bool, pace: Pace) -> Case:
 
 
 def _on_all_cores(key: str, antialias: bool, pace: Pace) -> Case:
-    """(e), (f): as (a) and (b) with as many workers as cores, beside as many bare processes."""
+    """(e), (f) Like (a) and (b), with one worker per core, and one bare process per core."""
     torch.set_num_threads(1)
     num = machine().usable_cores
     files = _files(pace) * NUM_ROUNDS
-    order = RandomSampler(files, replacement=True, num_samples=1_281_167)  # as long as ImageNet's
+    order = RandomSampler(
+        files, replacement=True, num_samples=1_281_167
+    )  # as long as an ImageNet epoch
     crop = penstock.RandomResizedCrop(SIZE, antialias=antialias)
     keywords: dict[str, Any] = {"batch_size": BATCH_SIZE, "sampler": order, "drop_last": True}
     keywords["num_workers"] = num
@@ -271,7 +273,7 @@ def quick(pace: Pace) -> Case:
 
 
 def raw(pace: Pace) -> Case:
-    """(c) Pixels of 256 on the longer side, packed: nothing is decoded."""
+    """(c) Packed raw pixels, 256 on the longer side, without decoding."""
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -296,7 +298,7 @@ def raw(pace: Pace) -> Case:
 
 
 def scaled(pace: Pace) -> Case:
-    """(d) Large JPEGs, where reading at a fraction of the scale pays; with its error."""
+    """(d) Large JPEGs, for which decoding at reduced scale is faster. Also prints its error."""
     torch.set_num_threads(1)
     files = [encode(make_pixels(1200, 1600, seed=number)) for number in range(16)]
     exact, fast = (penstock.Resize((SIZE, SIZE), fast=is_fast) for is_fast in (False, True))

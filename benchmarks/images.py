@@ -1,8 +1,9 @@
-"""How fast do JPEGs become random crops, beside PyTorch's loader and bare threads?
+"""Compares random crops from JPEGs with PyTorch's loader and with bare threads.
 
 python benchmarks/images.py --repeats 5 --save my-laptop
 
-Needs torchvision and Pillow; simplejpeg and OpenCV make ours faster: pip install "penstock[images]"
+Needs torchvision and Pillow. simplejpeg and OpenCV make Penstock faster: pip install
+"penstock[images]".
 """
 
 from __future__ import annotations
@@ -13,5 +14,5 @@ from front import run
 from image_cases import CASES
 
 if __name__ == "__main__":
-    question = "How fast do JPEGs become random crops, beside PyTorch's loader and bare threads?"
+    question = "Compares random crops from JPEGs with PyTorch's loader and with bare threads."
     sys.exit(run("images", question, CASES, sys.argv[1:]))

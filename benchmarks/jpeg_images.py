@@ -1,4 +1,4 @@
-"""Photographs for jpeg_workers.py: files of a camera's size and detail, drawn and not found."""
+"""Synthetic photographs for jpeg_workers.py, with the size and detail of camera images."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 try:
     from PIL import Image, ImageDraw
-except ImportError as error:  # the core environment has no decoder
+except ImportError as error:  # the core environment has no image decoder
     raise SystemExit('this needs Pillow: pip install "penstock[images]"') from error
 
 SIZE = (500, 375)
-"""As most pictures of ImageNet."""
+"""The most common size in ImageNet."""
 CROP = 224
 
 
 def draw_photographs(folder: Path, count: int) -> list[str]:
-    """Write so many JPEG files: a sky, ellipses of all sizes, and a sensor's noise."""
+    """Write JPEG files with a sky, ellipses of many sizes, and sensor noise."""
     paths = []
     for number in range(count):
         rng = np.random.default_rng(number)
@@ -43,7 +43,7 @@ def draw_photographs(folder: Path, count: int) -> list[str]:
 
 
 class Photographs(torch.utils.data.Dataset[Any]):
-    """Decode, crop at random, mirror at random: what training on ImageNet does to a sample."""
+    """Decodes, crops and mirrors at random, as in training on ImageNet."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths

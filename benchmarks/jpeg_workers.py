@@ -1,8 +1,9 @@
-"""Do workers pay on a JPEG job, and does keeping them? PyTorch's loader and ours, turn by turn.
+"""Measures the benefit of workers, and of persistent workers, when loading JPEGs.
 
 python benchmarks/jpeg_workers.py --save my-laptop
 
-Needs Pillow. The training step is a wait: what a GPU does meanwhile takes no core.
+Compares PyTorch's loader and Penstock's. Needs Pillow. The training step is a sleep, because a GPU
+uses no core.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock.cli.loader_timing import time_loader
 QUESTION = __doc__.splitlines()[0]
 BATCH = 32
 STEP_S = 0.06
-"""How long a step waits: a ResNet-50 on a batch of 32 takes about that on a mid-range GPU."""
+"""Length of a step. ResNet-50 with a batch of 32 takes about this long on a mid-range GPU."""
 NUM_FILES = 384
 NUM_EPOCHS = 3
 KINDS: dict[str, Any] = {"PyTorch": TorchDataLoader, "Penstock": DataLoader}
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
         def photographs(num_batches: int) -> Photographs:
             if not paths:
                 paths.extend(draw_photographs(Path(folder), NUM_FILES))
-            times = -(-num_batches * BATCH // NUM_FILES)  # a file may come more than once
+            times = -(-num_batches * BATCH // NUM_FILES)  # files can repeat
             return Photographs((paths * times)[: num_batches * BATCH])
 
         cases = {
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 class Training:
-    """A loader and the steps between its batches."""
+    """Iterate over a loader, with a step after each batch."""
 
     def __init__(self, dataset: Photographs, kind: str, options: Options) -> None:
         self.loader = KINDS[kind](dataset, batch_size=BATCH, shuffle=True, **options)
@@ -64,7 +65,7 @@ class Training:
 
 
 def rate(dataset: Photographs, kind: str, options: Options, pace: Pace) -> Callable[[], float]:
-    """Batches per second once it is running: starting is over by then."""
+    """Return batches per second after start-up."""
 
     def measure() -> float:
         timing = time_loader(
@@ -78,7 +79,7 @@ def rate(dataset: Photographs, kind: str, options: Options, pace: Pace) -> Calla
 
 
 def whole(dataset: Photographs, kind: str, options: Options) -> Callable[[], float]:
-    """Batches per second over all epochs, starting of workers included."""
+    """Return batches per second over all epochs, including the start of workers."""
 
     def measure() -> float:
         start_s = time.perf_counter()
@@ -93,7 +94,10 @@ def whole(dataset: Photographs, kind: str, options: Options) -> Callable[[], flo
 
 
 def zero_against_four(dataset: Photographs, pace: Pace) -> Case:
-    """(a) 0 workers, and 4: as each loader starts them, and spawned, which ROCm is said to need."""
+    """(a) 0 and 4 workers, with the default start method and spawned.
+
+    Spawning is often recommended for ROCm.
+    """
     ways: dict[str, Options] = {"4 workers": {"num_workers": 4}, "4 spawned": SPAWNED}
     contenders = [
         Contender(name=f"{kind}, 0 workers", turn=rate(dataset, kind, {}, pace)) for kind in KINDS
@@ -112,7 +116,7 @@ def zero_against_four(dataset: Photographs, pace: Pace) -> Case:
 
 
 def kept_against_fresh(dataset: Photographs) -> Case:
-    """(b) Workers of each epoch's own, or kept; as each loader starts them, and spawned."""
+    """(b) New and persistent workers, with the default start method and spawned."""
     contenders = []
     for way, options in (("4 workers", {"num_workers": 4}), ("4 spawned", SPAWNED)):
         for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Is Penstock's loader faster than PyTorch's, here and now? See benchmarks/README.md.
+"""Compares Penstock's loader with PyTorch's on this machine. See benchmarks/README.md.
 
 python benchmarks/loader.py --only a,b --repeats 7 --save my-laptop
 """
@@ -11,5 +11,5 @@ from cases import CASES
 from front import run
 
 if __name__ == "__main__":
-    question = "Is Penstock's loader faster than PyTorch's, here and now?"
+    question = "Compares Penstock's loader with PyTorch's on this machine."
     sys.exit(run("loader", question, CASES, sys.argv[1:]))

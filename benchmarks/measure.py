@@ -1,4 +1,4 @@
-"""Contenders take turns: medians, spread, ratios, and whether a target was met."""
+"""Measurement of contenders in turns: medians, spread, ratios and targets."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.cli.loader_timing import Summary, compare, take_turns
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How long to look.
+    """Length of a measurement.
 
     Args:
-        warm_up_s: Run before counting; see :func:`penstock.cli.loader_timing.time_loader`.
-        window_s: Counted.
+        warm_up_s: Warm-up time. See :func:`penstock.cli.loader_timing.time_loader`.
+        window_s: Measured time.
     """
 
     warm_up_s: float = 0.4
@@ -25,7 +25,7 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What the ratio ought to be: at least ``bound``, or at most where less is better."""
+    """Target of a ratio: at least ``bound``, or at most ``bound`` if less is better."""
 
     bound: float
     goal: float | None = None
@@ -35,10 +35,10 @@ class Target:
         return ratio <= self.bound if self.is_ceiling else ratio >= self.bound
 
     def verdict(self, ratio: float) -> str:
-        """The target, and whether ``ratio`` meets it."""
+        """Return the target as text, and whether ``ratio`` meets it."""
         if not self.is_met(ratio):
             return f"{self}: missed"
-        return f"{self}: ok" + (", goal too" if self.goal and ratio >= self.goal else "")
+        return f"{self}: ok" + (", goal met" if self.goal and ratio >= self.goal else "")
 
     def __str__(self) -> str:
         goal = f", goal {self.goal:g}x" if self.goal else ""
@@ -47,11 +47,11 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One row.
+    """One row of a table.
 
     Args:
-        turn: Measures once.
-        against: The rows to compare with; of several, the best one.
+        turn: Runs one measurement.
+        against: Names of the rows to compare with. If there are several, the best one counts.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One question and who takes part. Less is better where the unit is seconds."""
+    """One table with its contenders. Less is better if the unit is seconds."""
 
     key: str
     title: str
@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one contender did."""
+    """Result of one contender."""
 
     name: str
     samples: Sequence[float]
@@ -92,7 +92,7 @@ class Row:
         return not self.target.is_met(self.ratio.median)
 
     def as_record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row as values for JSON."""
         return {
             "contender": self.name,
             **asdict(self.summary),
@@ -105,7 +105,7 @@ class Row:
 
 
 def run_case(case: Case, num_turns: int, on_turn: Callable[[str], None]) -> list[Row]:
-    """All turns of all contenders, in alternation."""
+    """Run all turns, alternating between the contenders."""
     turns = {contender.name: contender.turn for contender in case.contenders}
     samples = take_turns(turns, num_turns, on_turn)
     return [_make_row(case, contender, samples) for contender in case.contenders]

@@ -1,4 +1,4 @@
-"""How much memory does a dataset take with four workers? See benchmarks/README.md.
+"""Measures the memory of a dataset with four workers. See benchmarks/README.md.
 
 python benchmarks/memory.py --only strings --repeats 1 --save my-laptop
 """
@@ -30,7 +30,7 @@ LIMIT_S = 900
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One kind of data, and who takes part."""
+    """One kind of data, with its contenders."""
 
     title: str
     length: int
@@ -59,11 +59,11 @@ QUESTIONS = {
     ),
 }
 BOUND = ("penstock-fork-server", "penstock-spawn")
-"""Only these promise something; the others show what it is compared with."""
+"""Contenders with a target. The others are for comparison."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print, save. Returns the exit status."""
+    """Measure, print, and save. Returns the exit status."""
     options = _parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 120)
     records, num_missed = [], 0
@@ -99,7 +99,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--only", type=lambda text: text.split(","), default=[*QUESTIONS], metavar="strings,array"
     )
     parser.add_argument("--repeats", type=int, default=1, help="runs of each contender (default 1)")
-    parser.add_argument("--quick", action="store_true", help="a fiftieth of the data: a smoke test")
+    parser.add_argument("--quick", action="store_true", help="smoke test: a fiftieth of the data")
     parser.add_argument("--save", metavar="NAME", help="write results/memory-NAME.json")
     parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
     options = parser.parse_args(arguments)
@@ -110,7 +110,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _measure(key: str, name: str, length: int, repeats: int, target: Target) -> dict[str, Any]:
-    """A row: the memory that the data cost, as a multiple of one copy, and the first batch."""
+    """Return a row: the memory of the data in copies, and the time to the first batch."""
     samples = []
     for _ in range(repeats):
         empty, full = (_run(key, name, length, content) for content in ("empty", "full"))

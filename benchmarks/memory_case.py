@@ -1,10 +1,10 @@
-"""How much memory do a parent and its workers hold after an epoch? Run in a fresh process.
+"""Measures the memory of a parent and its workers after an epoch. Run in a fresh process.
 
     python benchmarks/memory_case.py DATA CONTENDER LENGTH full|empty     prints one line of JSON
 
-DATA is "strings" or "array" (of 4 KiB for each sample), CONTENDER one of CONTENDERS. "empty" runs
-an epoch of the same length over nothing: what everything but the data costs. The main guard is
-there for PyTorch's spawned workers, which import this file again.
+DATA is "strings" or "array" (4 KiB per sample). CONTENDER is one of CONTENDERS. "empty" runs an
+epoch of the same length without data, to measure the memory of everything else. The main guard is
+needed because PyTorch's spawned workers import this file again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTENDERS = {
 
 
 class Strings:
-    """Sample i: the length of string i."""
+    """Sample i is the length of string i."""
 
     def __init__(self, names: Any, length: int) -> None:
         self.names = names
@@ -48,7 +48,7 @@ class Strings:
 
 
 class Rows:
-    """Sample i: the sum of row i; without rows, of the same one each time."""
+    """Sample i is the sum of row i, or of the same row each time if there is no data."""
 
     def __init__(self, rows: np.ndarray, length: int) -> None:
         self.rows = rows
@@ -66,7 +66,7 @@ def name_of(number: int) -> str:
 
 
 def make_dataset(data: str, contender: str, length: int, is_empty: bool) -> tuple[Any, int, int]:
-    """The dataset, the bytes of one flat copy of it, and what one epoch adds up to."""
+    """Return the dataset, the bytes of one flat copy of it, and the sum of one epoch."""
     if data == "array":
         rows = np.ones((1 if is_empty else length, ROW_BYTES), np.uint8)
         return Rows(rows, length), rows.nbytes, length * ROW_BYTES
@@ -83,14 +83,14 @@ def make_dataset(data: str, contender: str, length: int, is_empty: bool) -> tupl
 
 
 def family_pss() -> int:
-    """What this process and all below it hold; a shared page counts once, in parts."""
+    """Return the PSS of this process and its descendants. Shared pages count once."""
     process = psutil.Process()
     family = [process, *process.children(recursive=True)]
     return sum(member.memory_full_info().pss for member in family)
 
 
 def measure(data: str, contender: str, length: int, is_empty: bool) -> dict[str, float]:
-    """One epoch, shuffled, with workers that live on; then the memory is counted."""
+    """Run one shuffled epoch with persistent workers, then measure the memory."""
     loader_name, method = CONTENDERS[contender]
     make: Any = torch.utils.data.DataLoader
     if loader_name == "penstock":

@@ -1,4 +1,4 @@
-"""What does a shuffle cost before the first batch, and after?
+"""Measures the cost of a shuffle before and after its first batch.
 
 python benchmarks/order.py --repeats 3 --save my-laptop
 """
@@ -11,5 +11,5 @@ from front import run
 from order_cases import CASES
 
 if __name__ == "__main__":
-    question = "What does a shuffle cost before the first batch, and after?"
+    question = "Measures the cost of a shuffle before and after its first batch."
     sys.exit(run("order", question, CASES, sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The questions of order.py: a huge shuffle's first batch, its memory, and its rate after that."""
+"""Cases of order.py: time to the first batch of a huge shuffle, its memory, and its rate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from measure import Case, Contender, Pace, Target
 
 FIRST_INDICES = Path(__file__).with_name("first_indices.py")
 BILLION, TEN_MILLION, MILLION = 10**9, 10**7, 10**6
-# torch's sampler makes a list: a billion would need 40 GB. It is asked for a hundredth of that.
+# torch's sampler makes a list. A billion would need 40 GB, so it gets a hundredth of that.
 ROWS = {
     "penstock, a billion": ("penstock", BILLION),
     "penstock, ten million": ("penstock", TEN_MILLION),

@@ -1,4 +1,4 @@
-"""The questions of store.py: shuffled rows from mapped files, small and large."""
+"""Cases of store.py: shuffled rows from mapped files, small and large."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def _lap(make: Maker, pace: Pace, scale: float) -> Callable[[], float]:
 
 
 def _take(path: Path, batch_size: int, pace: Pace) -> Callable[[], float]:
-    """The floor: one thread, a fixed buffer, indices drawn beforehand."""
+    """Measure the lower bound: one thread, a fixed buffer, precomputed indices."""
     rows = np.load(path, mmap_mode="r")
     out = np.empty((batch_size, *rows.shape[1:]), rows.dtype)
 
     def turn() -> float:
         order = np.random.default_rng(1).permutation(len(rows))
         batches = order[: len(rows) // batch_size * batch_size].reshape(-1, batch_size)
-        for chosen in batches:  # every page is mapped, as after a first epoch
+        for chosen in batches:  # map every page, as after a first epoch
             np.take(rows, chosen, axis=0, out=out, mode="clip")
         count, start_s = 0, time.perf_counter()
         while time.perf_counter() - start_s < pace.window_s:
@@ -61,7 +61,7 @@ def _take(path: Path, batch_size: int, pace: Pace) -> Callable[[], float]:
 
 
 def _copy(images: np.ndarray, batch_size: int, pace: Pace) -> Callable[[], float]:
-    """The machine's copy bandwidth: whole batches that lie together, one thread."""
+    """Measure the copy bandwidth: contiguous batches, one thread."""
     out = np.empty_like(images[:batch_size])
 
     def turn() -> float:
@@ -130,7 +130,7 @@ def small(pace: Pace) -> Case:
                 Contender(name=name, turn=rate(make), against=(floor,), target=_floor(name, first))
                 for name, make in ours.items()
             ),
-            # Beside the nearest peer: others leave processes behind that take a while to end.
+            # Measured next to the nearest peer, because others leave processes that take a while to end.
             Contender(
                 name="Penstock, 0 workers, again",
                 turn=rate(ours[first]),
@@ -147,7 +147,7 @@ def _floor(name: str, first: str) -> Target | None:
 
 
 def large(pace: Pace) -> Case:
-    """(b) 150 KB a sample, shuffled, batches of 64."""
+    """(b) Samples of 150 KB, shuffled, batches of 64."""
     batch_size, folder = 64, _folder()
     images = _images(pace.num_images_in_memory // 10, (3, 224, 224))
     np.save(folder / "images.npy", images)

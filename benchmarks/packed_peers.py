@@ -1,4 +1,4 @@
-"""Other formats with the same samples, each as its authors recommend; only those installed here."""
+"""The same samples in other formats, each used as its authors recommend, if installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Maker = Callable[[], Any]
 
 
 class MemmapRows:
-    """np.memmap under PyTorch's loader, a batch at a time: the quickest that people write."""
+    """np.memmap with PyTorch's loader, a batch at a time: the fastest handwritten dataset."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -41,7 +41,7 @@ def as_it_is(batch: Any) -> Any:
 
 @contextmanager
 def without_our_datasets() -> Any:
-    """Hugging Face's package has the name of a file beside this one."""
+    """Import Hugging Face's package, whose name is also the name of a file in this folder."""
     here = str(Path(__file__).parent)
     before = list(sys.path)
     sys.path[:] = [path for path in sys.path if path not in ("", here)]
@@ -117,13 +117,13 @@ PEERS: dict[str, Callable[[Path, np.ndarray, int], Maker]] = {
 
 
 def find_peers(folder: Path, images: np.ndarray, batch_size: int) -> dict[str, Maker]:
-    """Those that are installed and deliver a batch; the others are named with the reason."""
+    """Return the formats that are installed and deliver a batch. Prints why others are missing."""
     found = {}
     for number, (name, prepare) in enumerate(PEERS.items()):
         try:
             make = prepare(folder / f"peer-{number}", images, batch_size)
             next(iter(make()))
             found[name] = make
-        except Exception as error:  # not installed, or it does not run here
+        except Exception as error:  # not installed, or fails on this machine
             print(f"without {name}: {type(error).__name__}: {str(error)[:100]}")
     return found

@@ -1,12 +1,12 @@
-"""How does Penstock stand beside every peer, on this machine, now?
+"""Compares Penstock with other loaders on this machine.
 
     .venv-vision/bin/python benchmarks/peers.py --save my-laptop --page   # all of it, 20 minutes
     python benchmarks/peers.py --only numbers,kill --contenders torch,penstock --here --quick
 
-Builds an environment for each peer over the torch of this interpreter (see rivals/environments.py),
-writes the same data in each one's format, lets them take turns in fresh processes, and writes
-results/peers-NAME.json; --page makes docs/peers.md from it. What does not install, does not run or
-is not offered is a row that says so.
+Builds an environment for each peer on top of this interpreter's torch (see rivals/environments.py),
+writes the same data in the format of each peer, measures them in turns in fresh processes, and
+writes results/peers-NAME.json. --page generates docs/peers.md from it. If a peer does not install,
+does not run, or lacks a feature, its row says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IN_PLAIN = ("torch", "torchvision", "numpy", "simplejpeg", "opencv-python-headle
 
 
 class Field:
-    """Everybody who takes part: environments, contenders, and what has been prepared."""
+    """All participants: environments, contenders, and prepared data."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.home: Path = options.home / ("quick" if options.quick else "full")
@@ -56,7 +56,7 @@ class Field:
                 print(f"{told['title']}: {told['trouble'] or ', '.join(told['contenders'])}")
 
     def _meet(self, name: str, found: Environment) -> dict[str, Any]:
-        """Who is in an environment: contenders and versions, or what the trouble is."""
+        """Return the contenders and versions in an environment, or its error."""
         peer, told = PEERS[name], {"failed": found.trouble}
         if found.trouble is None:
             packages = [*peer.packages, *peer.bare, *IN_PLAIN]
@@ -77,7 +77,7 @@ class Field:
         return run_turn(self.pythons[name], orders, limit_s, source)
 
     def prepare(self, name: str, contender: str, group: Group) -> dict[str, Any] | None:
-        """What comes before the turns; the answer, if that ends the matter."""
+        """Prepare a contender for its turns. Returns an answer only if it cannot take part."""
         has_format = group.kind in self.peers[name]["contenders"][contender]["formats"]
         for question in (("prepare",) if has_format else ()) + (group.before or ()):
             orders = self.orders(name, contender, group, question)
@@ -109,7 +109,7 @@ class Field:
 
 
 def ask(field: Field, group: Group, num_turns: int) -> list[dict[str, Any]]:
-    """All turns of all contenders that can load this; a row for everybody, also who cannot."""
+    """Run all turns of the contenders that can load this. Returns a row for every peer."""
     make_data(field.home / "data", field.sizes, {group.kind})
     turns, rows = {}, {}
     for name, peer in field.peers.items():
@@ -148,17 +148,17 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "penstock-peers"
     parser.add_argument("--only", type=partial(_some, GROUPS), default=[*GROUPS])
     parser.add_argument("--contenders", type=partial(_some, PEERS), default=[*PEERS])
-    parser.add_argument("--rows", type=_names, default=[], help="only rows of these names, by ;")
+    parser.add_argument("--rows", type=_names, default=[], help="only these rows, separated by ;")
     parser.add_argument("--home", type=Path, default=default, help="environments and data")
-    parser.add_argument("--here", action="store_true", help="build nothing: this interpreter")
+    parser.add_argument("--here", action="store_true", help="use this interpreter, build nothing")
     parser.add_argument("--repeats", type=_count, help="turns of each contender (default 3)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: a smoke test")
+    parser.add_argument("--quick", action="store_true", help="smoke test with tiny sizes")
     parser.add_argument("--save", type=_name, metavar="NAME", help="write results/peers-NAME.json")
-    parser.add_argument("--page", action="store_true", help="make docs/peers.md of what is saved")
+    parser.add_argument("--page", action="store_true", help="write docs/peers.md from the results")
     parser.add_argument(
-        "--render", metavar="FILE", help="measure nothing: the page of results/FILE"
+        "--render", metavar="FILE", help="only write docs/peers.md from results/FILE"
     )
-    parser.add_argument("--note", default="", help="what else ran on the machine, say")
+    parser.add_argument("--note", default="", help="for example, what else was running")
     return parser.parse_args(arguments)
 
 
@@ -199,13 +199,13 @@ def main(arguments: list[str]) -> int:
         tables = [summarise(table, rows) | {"asked": asked} for table in group.tables]
         for table in tables:
             print_table(table)
-        if options.save:  # after each group: a run that is stopped leaves what it has
+        if options.save:  # after each group, so that an interrupted run keeps its results
             _save(options, content, tables)
     return 0
 
 
 def _save(options: argparse.Namespace, content: dict[str, Any], tables: list[Any]) -> None:
-    """Write tables in their order, beside those of other questions that are there already."""
+    """Write the tables in order, together with tables already in the file."""
     path = RESULTS / f"peers-{options.save}.json"
     found = json.loads(path.read_text("utf-8"))["tables"] if path.exists() else []
     merged = {table["key"]: table for table in [*found, *tables]}

@@ -1,4 +1,4 @@
-"""On which machine, with which versions? Nothing that names a person, a host or a folder."""
+"""Description of the machine and versions in result files. Names no person, host or folder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PEERS = (
     *("torchdata", "torchvision", "pillow", "simplejpeg", "opencv-python-headless"),
     *("litdata", "mosaicml-streaming", "webdataset", "datasets", "ffcv"),
 )
-"""Those that take part where they are installed."""
+"""Optional packages, recorded if installed."""
 
 
 def describe_machine() -> dict[str, Any]:
-    """The hardware and the operating system."""
+    """Return facts about the hardware and the operating system."""
     return {
         "cpu": _cpu_model(),
         "architecture": platform.machine(),
@@ -37,7 +37,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """What was measured, and on which interpreter."""
+    """Return the versions of the measured packages and of the interpreter."""
     found = {"python": platform.python_version(), "penstock": penstock.__version__}
     for package in ("torch", "numpy", "cloudpickle"):
         try:
@@ -51,7 +51,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def _cpu_model() -> str:
-    """The name of the processor; the architecture where nobody tells it."""
+    """Return the name of the processor, or the architecture if it is unknown."""
     commands = (("lscpu", "Model name:"), ("sysctl", "machdep.cpu.brand_string:"))
     for command, label in commands:
         arguments = [command] if command == "lscpu" else [command, label.rstrip(":")]
@@ -65,7 +65,7 @@ def _cpu_model() -> str:
 
 
 def save(name: str, content: dict[str, Any]) -> Path:
-    """Write a result under the name of its benchmark; returns where."""
+    """Write a result file, named after its benchmark. Returns its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{content['benchmark']}-{name}.json"
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The question of resume.py: the first batch after a resume half way through 20 million samples."""
+"""Cases of resume.py: the first batch after a resume half way through 20 million samples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def _saved(name: str, num_workers: int) -> Path:
-    """A state from half an epoch that was really loaded: once for all turns."""
+    """Return a state from an epoch whose first half was actually loaded. Used by all turns."""
     file = Path(_folder().name, f"{name}-{num_workers}")
     _run(name, num_workers, "save", file)
     return file
@@ -46,7 +46,7 @@ def _case(key: str, num_workers: int, bound: float) -> Case:
     has_peer = importlib.util.find_spec("torchdata") is not None
     against = THEIRS if has_peer else SKIPPING
     rows = {"penstock": "penstock", **({THEIRS: THEIRS} if has_peer else {})}
-    if not num_workers or not has_peer:  # with workers it takes minutes
+    if not num_workers or not has_peer:  # takes minutes with workers
         rows[SKIPPING] = "torch"
     return Case(
         key=key,

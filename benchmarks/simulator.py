@@ -1,9 +1,9 @@
-"""Is the simulator right about settings that it was not given?
+"""Measures the error of the simulator for settings that it has not seen.
 
 python benchmarks/simulator.py --save my-laptop
 
-It sees traces of runs with 1 and 2 workers, and predicts other numbers of workers, batch sizes and
-depths. Each of those is then run, in turn with the others, and the error is written down.
+The simulator gets traces of runs with 1 and 2 workers, and predicts other numbers of workers, batch
+sizes and prefetch depths. Each of these is then run, in turns, and the error is recorded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUIET_PERCENT = 15.0
 
 
 class Job:
-    """Samples that wait, compute, or both; now and then one takes four times as long."""
+    """Samples that wait, compute, or both. Some take four times as long."""
 
     def __init__(self, wait_s: float, cpu_s: float) -> None:
         self.wait_s = wait_s
@@ -64,14 +64,14 @@ JOBS = {
 
 
 def wait_until_quiet(patience_s: float) -> None:
-    """Wait, but not for ever, until nobody else uses the cores."""
+    """Wait until no other program uses the cores, with a time limit."""
     until = time.monotonic() + patience_s
     while time.monotonic() < until and psutil.cpu_percent(0.5) > QUIET_PERCENT:
         time.sleep(0.5)
 
 
 def run_once(job: Job, setting: dict[str, int]) -> Any:
-    """A real run's timeline."""
+    """Return the timeline of a real run."""
     loader = penstock.DataLoader(
         job,
         batch_size=setting.get("batch_size", BATCH_SIZE),
@@ -82,9 +82,9 @@ def run_once(job: Job, setting: dict[str, int]) -> Any:
     batches = iter(loader)
     for _ in range(2 * setting["workers"] + 2):
         next(batches)
-    loader._recorder.clear()  # the beginning is another question
+    loader._recorder.clear()  # start-up is not compared
     end_s = time.monotonic() + RUN_S
-    # A step's time goes with its batch, as the simulator has it.
+    # The step time is proportional to the batch size, as in the simulator.
     step_s = STEP_S * setting.get("batch_size", BATCH_SIZE) / BATCH_SIZE
     while time.monotonic() < end_s:
         time.sleep(step_s)
@@ -95,18 +95,18 @@ def run_once(job: Job, setting: dict[str, int]) -> Any:
 
 
 def measure(job: Job, num_turns: int, patience_s: float) -> dict[str, Any]:
-    """All settings in turn, several times, and what would have been predicted each time."""
+    """Run all settings in turns, several times, and predict each of them."""
     real: dict[str, list[float]] = {}
     predicted: dict[str, list[float]] = {}
     replays: list[float] = []
     for _ in range(num_turns):
         wait_until_quiet(patience_s)
         seen = [run_once(job, setting) for setting in LEARNT]
-        # A control: what the model makes of the very run that it was given.
+        # Control: predict the run that the simulator was given.
         replays += [abs(penstock.simulate(one).account.rate / one.account.rate - 1) for one in seen]
         for setting in ASKED:
             key = ", ".join(f"{name}={value}" for name, value in setting.items())
-            # From the run with 2 workers: only that one shows how cores are shared.
+            # Only the run with 2 workers shows how cores are shared.
             rate = penstock.simulate(seen[-1], **setting).account.rate
             predicted.setdefault(key, []).append(rate)
             wait_until_quiet(patience_s)
@@ -127,9 +127,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", help="one of the jobs")
-    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for quiet")
+    parser.add_argument(
+        "--patience", type=float, default=0.0, help="seconds to wait for an idle machine"
+    )
     parser.add_argument("--save", help="write results/simulator-NAME.json")
-    parser.add_argument("--note", default="", help="what a reader should know of the machine")
+    parser.add_argument("--note", default="", help="remarks about the machine")
     options = parser.parse_args(arguments)
     cases = {}
     for name, job in JOBS.items():

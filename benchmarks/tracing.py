@@ -1,10 +1,10 @@
-"""What does tracing cost, which is always on?
+"""Measures the cost of tracing, which is always on.
 
 python benchmarks/tracing.py --repeats 7 --save my-laptop
 
-Loaders with and without it take turns. What counts is the time that the cores were at work for a
-batch, in the program and its workers together: on a machine that is shared with others, the rate
-says more about the others. Linux only.
+Loaders with and without tracing take turns. The result is the CPU time per batch, of the program
+and its workers together, because rates on a shared machine depend mostly on other programs. Linux
+only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUM_JPEGS, JPEG_SIZE, CROP = 64, (375, 500), 224
 
 
 class Jpegs:
-    """Pictures of 500 x 375 with shapes and noise, decoded and cropped to 224 by Pillow."""
+    """Images of 500 x 375 with shapes and noise, decoded and cropped to 224 by Pillow."""
 
     def __init__(self) -> None:
         from PIL import Image
@@ -63,13 +63,13 @@ class Jpegs:
 
 
 def _cpu_s(pids: list[int]) -> float:
-    """What this process and those have computed so far."""
+    """Return the CPU time so far of this process and the given ones."""
     files = [path for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     return time.process_time() + sum(int(path.read_text().split()[0]) for path in files) * 1e-9
 
 
 def _cost(dataset: Any, trace: Any, num_batches: int, **arguments: Any) -> float:
-    """Seconds of CPU for a thousand batches, in all processes."""
+    """Return the CPU seconds per thousand batches, over all processes."""
     loader = penstock.DataLoader(
         dataset, batch_size=BATCH_SIZE, num_workers=NUM_WORKERS, trace=trace, **arguments
     )
@@ -109,17 +109,17 @@ def _pair(key: str, title: str, dataset: Any, num_batches: int) -> Case:
 
 
 def jpegs(pace: Pace) -> Case:
-    """(a) A job of the usual kind."""
+    """(a) A typical workload."""
     return _pair("a", "JPEG 500x375 to 224 (Pillow)", Jpegs(), int(3 * pace.window_s))
 
 
 def tiny(pace: Pace) -> Case:
-    """(b) The worst case: batches that cost next to nothing."""
+    """(b) The worst case: batches that take almost no time."""
     return _pair("b", "Samples of 16 bytes", Pairs(), int(800 * pace.window_s))
 
 
 class _SlotMemory:
-    """Stands in for the connection: the slot of the worker is memory of this process."""
+    """Replaces the connection to a worker. The slot is in the memory of this process."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 64 << 20)
@@ -148,11 +148,12 @@ def _make_worker(dataset: Any, trace_bytes: int) -> Any:
 
 
 class _InTurn:
-    """Two ways of doing the same, one after the other again and again: what disturbs one of them
-    disturbs the other. A turn is the median CPU time of each.
+    """Alternates between two variants, so that disturbances affect both.
+
+    A turn is the median CPU time of each.
 
     Args:
-        make: Makes what is to be timed; given whether tracing is on.
+        make: Creates the function to time. Its argument says whether tracing is on.
     """
 
     def __init__(self, make: Callable[[bool], Callable[[], object]], num_runs: int) -> None:
@@ -163,7 +164,7 @@ class _InTurn:
         ways = self._make(False), self._make(True)
         took_s: tuple[list[float], list[float]] = ([], [])
         for number in range(2 * self._num_runs):
-            way = (number + number // 2) % 2  # neither is always the first of the two
+            way = (number + number // 2) % 2  # alternate which one is first
             start_s = time.thread_time()
             ways[way]()
             took_s[way].append(time.thread_time() - start_s)
@@ -171,7 +172,7 @@ class _InTurn:
         return without_s
 
     def with_tracing(self) -> float:
-        """Measured in the same turn."""
+        """Return the time measured in the same turn."""
         return self._with_s
 
 
@@ -215,7 +216,7 @@ def part(pace: Pace) -> Case:
 
 
 def span(pace: Pace) -> Case:
-    """(c) One span of the user's: the quickest of many short runs."""
+    """(c) One user span: the fastest of many short runs."""
     del pace
 
     def timed() -> None:
@@ -239,4 +240,4 @@ def span(pace: Pace) -> Case:
 CASES = {"a": jpegs, "b": tiny, "c": span, "d": part}
 
 if __name__ == "__main__":
-    sys.exit(run("tracing", "What does tracing cost?", CASES, sys.argv[1:]))
+    sys.exit(run("tracing", "Measures the cost of tracing.", CASES, sys.argv[1:]))
