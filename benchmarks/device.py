@@ -16,8 +16,6 @@ from front import run
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
-        sys.exit(
-            "benchmarks/device.py needs a GPU that torch can use. For details: penstock doctor --gpu"
-        )
+        sys.exit("benchmarks/device.py needs a GPU that torch can use. See penstock doctor --gpu.")
     question = "Measures how fast batches reach the GPU, and how long a training step waits."
     sys.exit(run("device", question, CASES, sys.argv[1:]))

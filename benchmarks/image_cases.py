@@ -106,7 +106,7 @@ class Encoded:
         return self.read_into(index, ())
 
     def read_into(self, index: int, rows: Sequence[Any]) -> torch.Tensor:
-        """Writes crops directly into the batch. See "Straight into the batch" in docs/packed-sets.md."""
+        """Write crops directly into the batch, as described in docs/packed-sets.md."""
         found: torch.Tensor = to_tensor(
             decode(self.files[index], self.crop, decoder=self.decoder), rows[0] if rows else None
         )

@@ -130,7 +130,7 @@ def small(pace: Pace) -> Case:
                 Contender(name=name, turn=rate(make), against=(floor,), target=_floor(name, first))
                 for name, make in ours.items()
             ),
-            # Measured next to the nearest peer, because others leave processes that take a while to end.
+            # Measured next to the nearest peer. Others leave processes that take a while to end.
             Contender(
                 name="Penstock, 0 workers, again",
                 turn=rate(ours[first]),

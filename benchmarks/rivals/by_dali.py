@@ -1,4 +1,4 @@
-"""DALI on the CPU: its own readers, decoder and crops, in threads."""
+"""DALI on the CPU, with its own readers, decoder and crops, in threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
 @pipeline_def
 def _images(job: Job) -> Any:
-    """Decodes the crop alone, as its documentation recommends."""
+    """Decode only the crop, as its documentation recommends."""
     encoded, labels = fn.readers.file(
         file_root=str(job.data / "jpeg"),
         random_shuffle=True,
@@ -37,12 +37,12 @@ def _images(job: Job) -> Any:
 
 @pipeline_def
 def _rows(job: Job) -> Any:
-    """A file for each sample: what its reader of NumPy files takes."""
+    """Write one file per sample, for its reader of NumPy files."""
     return fn.readers.numpy(file_root=str(job.folder), random_shuffle=True, name="reader")
 
 
 class _FromPython:
-    """A source for its worker processes: one sample for each call."""
+    """Source for its worker processes, with one sample per call."""
 
     def __init__(self, job: Job) -> None:
         self.count, self.work, self.seed = job.count, job.work, job.seed or 0

@@ -1,4 +1,4 @@
-"""FFCV: its .beton files and its pipeline compiled by Numba, in threads."""
+"""FFCV, with its .beton files and its pipeline compiled by Numba, in threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from PIL import Image
 
 
 class _Source:
-    """By index, as its writer wants it."""
+    """Indexable source, as its writer requires."""
 
     def __init__(self, job: Job) -> None:
         self.kind = job.kind
@@ -42,7 +42,7 @@ class _Source:
 class Ffcv(Contender):
     name = "FFCV"
     kinds = formats = ("jpeg", "small", "large", "raw")
-    antialias = (True,)  # OpenCV's area filter, always
+    antialias = (True,)  # always OpenCV's area filter
     has_processes = False
 
     def prepare(self, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""Grain: a MapDataset, prefetched by processes or by threads."""
+"""Grain, with a MapDataset prefetched by processes or threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from work import CropJpeg, CropPixels, Random
 
 
 class _Files:
-    """A source for Grain: anything with a length and an index."""
+    """Source for Grain, with a length and an index."""
 
     def __init__(self, files: list[tuple[str, int]], crop: Any) -> None:
         self.files, self.crop = files, crop
@@ -27,7 +27,7 @@ class _Files:
 
 
 class _Mapped:
-    """Rows of an array file, opened where they are read."""
+    """Rows of an array file, opened in the process that reads them."""
 
     def __init__(self, path: str, count: int) -> None:
         self.path, self.count, self.rows = path, count, None
@@ -45,7 +45,7 @@ class _Mapped:
 
 
 class _Draw(grain.transforms.RandomMap):
-    """What Random does, with the generator that Grain hands out: its own way to be reproducible."""
+    """Like Random, but with the generator that Grain provides for reproducible transforms."""
 
     def random_map(self, element: Any, rng: np.random.Generator) -> np.ndarray:
         return np.array([element, *rng.random(3)], np.float64)
@@ -101,7 +101,7 @@ class Threads(Processes):
 
 
 class _GrainFeed(Feed):
-    """An iterator with a state; arrays become tensors without a copy."""
+    """Iterator with a state. Converts arrays to tensors without a copy."""
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset, state=self._state, restore=self._restore)

@@ -1,4 +1,4 @@
-"""HF datasets: Arrow files with a transform, under PyTorch's loader as its documentation shows."""
+"""HF datasets, with Arrow files and a transform, in PyTorch's loader as in its documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import datasets
 
 
 class _Batch:
-    """A transform of a whole batch: what with_transform calls."""
+    """Transform of a whole batch, for with_transform."""
 
     def __init__(self, job: Job) -> None:
         self.kind = job.kind

@@ -1,4 +1,4 @@
-"""LitData: chunks of its own, read by its StreamingDataLoader."""
+"""LitData, with its own chunk format and StreamingDataLoader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from work import CropJpeg, CropPixels
 
 
 class _Mapped(litdata.StreamingDataset):
-    """A dataset whose samples go through a function, as its documentation writes one."""
+    """Dataset that applies a function to its samples, as in its documentation."""
 
     def __init__(self, function: Any, **keywords: Any) -> None:
         super().__init__(**keywords)

@@ -1,4 +1,4 @@
-"""MosaicML Streaming: MDS shards, its StreamingDataset and StreamingDataLoader."""
+"""MosaicML Streaming, with MDS shards, its StreamingDataset and StreamingDataLoader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Mapped(streaming.StreamingDataset):
 
 
 class _Sample:
-    """What becomes of a sample, by kind."""
+    """Transforms a sample, depending on the kind of data."""
 
     def __init__(self, job: Job) -> None:
         self.kind = job.kind
@@ -46,7 +46,7 @@ class Mosaic(Contender):
             columns["label"] = "int"
         else:
             rows = None if job.kind == "numbers" else np.load(job.data / f"{job.kind}.npy", "r")
-            if rows is not None:  # the shape in the header: its faster form
+            if rows is not None:  # faster, because the shape is in the header
                 columns["x"] = f"ndarray:uint8:{','.join(map(str, rows.shape[1:]))}"
         with streaming.MDSWriter(out=str(job.folder), columns=columns) as writer:
             for sample in self.samples(job):

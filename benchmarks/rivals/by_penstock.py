@@ -1,4 +1,4 @@
-"""Penstock: plain datasets, a folder of images, packed sets."""
+"""Penstock, with plain datasets, image folders and packed sets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Penstock(Contender):
         return Feed(loader, state=loader.state_dict, restore=loader.load_state_dict)
 
     def workers(self, job: Job) -> int:
-        """Mapped rows need none."""
+        """Mapped rows, without workers, which they do not need."""
         return 0 if job.kind in ("small", "large") else job.num_workers
 
     def prepare(self, job: Job) -> None:
@@ -75,7 +75,7 @@ class PenstockPacked(Penstock):
 
 
 class PenstockWorkers(Penstock):
-    """Rows from workers, where none are needed."""
+    """Mapped rows with workers, although they do not need any."""
 
     name = "Penstock, 2 workers"
     kinds = ("small", "large")
@@ -85,7 +85,7 @@ class PenstockWorkers(Penstock):
 
 
 class PenstockShared(Penstock):
-    """The names in a SharedList: one copy for all."""
+    """The names in a SharedList, with one copy for all processes."""
 
     name = "Penstock, SharedList"
     kinds = ("strings",)

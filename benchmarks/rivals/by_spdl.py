@@ -1,4 +1,4 @@
-"""SPDL: a pipeline of threads, with its own decoder or with the one by hand."""
+"""SPDL, a pipeline of threads with its own decoder or with simplejpeg and OpenCV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from work import CropJpeg, CropPixels, draw_crop
 
 
 class _Order:
-    """Batches of indices, shuffled anew for each epoch."""
+    """Batches of indices, shuffled again in each epoch."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -31,7 +31,7 @@ class _Order:
 
 
 class ByHand(Contender):
-    """Python functions in its threads: those of simplejpeg and OpenCV release the GIL."""
+    """Python functions in its threads. simplejpeg and OpenCV release the GIL."""
 
     name = "SPDL, simplejpeg + OpenCV"
     has_processes = False
@@ -70,7 +70,7 @@ class ByHand(Contender):
 
 
 class _Pipeline:
-    """A pipeline runs once: a new one for each epoch."""
+    """Creates a new pipeline for each epoch, because a pipeline runs only once."""
 
     def __init__(self, contender: ByHand, job: Job) -> None:
         self.contender, self.job = contender, job
@@ -82,7 +82,7 @@ class _Pipeline:
 
 
 class OwnDecoder(ByHand):
-    """FFmpeg through SPDL: crop, scale and flip are filters, and colours stay in one conversion."""
+    """FFmpeg through SPDL. Crop, scale and flip are filters, with a single colour conversion."""
 
     name = "SPDL, its own decoder"
     kinds = formats = ("jpeg",)

@@ -1,4 +1,4 @@
-"""PyTorch's own DataLoader, and the datasets that people write for it."""
+"""PyTorch's own DataLoader, with typical datasets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from work import CropJpeg, CropPixels
 
 
 class JpegFiles(torch.utils.data.Dataset[Any]):
-    """Reads, decodes and crops by hand."""
+    """Reads, decodes and crops with simplejpeg and OpenCV."""
 
     def __init__(self, files: list[tuple[str, int]], crop: Any) -> None:
         self.files, self.crop = files, crop
@@ -27,7 +27,7 @@ class JpegFiles(torch.utils.data.Dataset[Any]):
 
 
 class Numbers(torch.utils.data.Dataset[Any]):
-    """A number, and what the work makes of it."""
+    """Applies the work to a number."""
 
     def __init__(self, count: int, work: Any) -> None:
         self.count, self.work = count, work
@@ -40,7 +40,7 @@ class Numbers(torch.utils.data.Dataset[Any]):
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """np.memmap, a batch at a time: the quickest that people write."""
+    """np.memmap, a batch at a time: the fastest handwritten dataset."""
 
     def __init__(self, path: str) -> None:
         self.path, self.rows = path, None
@@ -77,7 +77,7 @@ def as_it_is(batch: Any) -> Any:
 
 
 class ByPillow:
-    """The recipe of the tutorials."""
+    """The recipe of the tutorials: Pillow and torchvision's transforms."""
 
     def __init__(self, antialias: bool, is_float: bool) -> None:
         from torchvision.transforms import v2
@@ -96,7 +96,7 @@ class ByPillow:
 
 
 class ByTorchvision(ByPillow):
-    """torchvision's own decoder, and its transforms on tensors."""
+    """torchvision's own decoder, with its transforms on tensors."""
 
     def middle(self, v2: Any) -> list[Any]:
         return []
@@ -155,7 +155,7 @@ class PyTorch(Contender):
 
 
 class PyTorchInline(PyTorch):
-    """Without workers: what in-memory data want, and tiny samples."""
+    """Without workers, which is best for data in memory and tiny samples."""
 
     name = "PyTorch, 0 workers"
     kinds = ("small", "large", "numbers")
@@ -166,7 +166,7 @@ class PyTorchInline(PyTorch):
 
 
 class PyTorchTensors(PyTorch):
-    """All of it in memory, as a TensorDataset."""
+    """All data in memory, as a TensorDataset."""
 
     name = "PyTorch, TensorDataset, 0 workers"
     kinds = ("small", "large")
@@ -197,7 +197,7 @@ class PyTorchTorchvision(PyTorch):
 
 
 class Strings(torch.utils.data.Dataset[Any]):
-    """A list of names, as most datasets hold one. A sample is the length of a name."""
+    """List of names, as in most datasets. A sample is the length of a name."""
 
     def __init__(self, names: Any, count: int) -> None:
         self.names, self.count = names, count

@@ -1,4 +1,4 @@
-"""torchdata: the StatefulDataLoader, and a pipeline of nodes with threads."""
+"""torchdata, with the StatefulDataLoader and with a pipeline of nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stateful(PyTorch):
 
 
 class Nodes(Contender):
-    """A sampler, a mapper with threads, a batcher, a prefetcher: as in its documentation."""
+    """Sampler, mapper with threads, batcher and prefetcher, as in its documentation."""
 
     name = "torchdata nodes, threads"
     has_processes = False
@@ -44,7 +44,7 @@ class Nodes(Contender):
 
 
 class _Fetch:
-    """A batch in one go: a sample at a time costs a queue for each."""
+    """Maps whole batches, because each sample would otherwise pass through a queue."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -1,4 +1,4 @@
-"""WebDataset: tar files, read in order by workers, shuffled in a buffer."""
+"""WebDataset, with tar files that workers read in order and shuffle in a buffer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_SHARDS = 8
 
 
 class _Sample:
-    """What becomes of a sample, by kind."""
+    """Transforms a sample, depending on the kind of data."""
 
     def __init__(self, job: Job) -> None:
         self.kind = job.kind
@@ -32,7 +32,7 @@ class _Sample:
 
 
 def _read_npy(content: bytes) -> np.ndarray:
-    """As NumPy's own reader does it, without a copy."""
+    """Decode an array like NumPy's own reader, without a copy."""
     length = int.from_bytes(content[8:10], "little")
     header: dict[str, Any] = eval(content[10 : 10 + length].decode("latin-1"), {})
     flat = np.frombuffer(content, header["descr"], offset=10 + length)

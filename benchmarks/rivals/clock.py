@@ -1,4 +1,4 @@
-"""How long until the first batch, and how many a second after that?"""
+"""Measurement of the time to the first batch, and of the rate after it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def time_feed(
     cpu: Callable[[], float],
     use: Callable[[Any], Any] = lambda batch: batch,
 ) -> dict[str, float]:
-    """Seconds to the first batch, and batches a second once it has been running for a while.
+    """Measure the seconds to the first batch, and the batches per second after a warm-up.
 
     Args:
-        check: Looks at the first batch; raises if it is wrong.
-        cpu: The processor time so far, of all processes that take part.
-        use: What the consumer does with each batch.
+        check: Checks the first batch. Raises if it is wrong.
+        cpu: Returns the CPU time so far of all processes involved.
+        use: Processes each batch, as the consumer.
     """
     start_s = time.perf_counter()
     batches = _endless(make())

@@ -1,11 +1,11 @@
-"""What a contender must be able to do, so that all of them can be asked the same questions.
+"""Interface of a contender, so that all of them run the same measurements.
 
     peers.py (any environment)  --job as JSON-->  turn.py (the contender's own environment)
                                 <--one line of JSON--
 
-A contender is a class. It writes the common data in its own format once (``prepare``) and makes a
-loader over it (``open``). What it does not offer it says by raising :class:`NotOffered`, with the
-reason: that becomes its row.
+A contender is a class. It writes the common data in its own format once (``prepare``) and creates a
+loader for it (``open``). For a missing feature it raises :class:`NotOffered` with the reason, which
+is shown in its row.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 
 class NotOffered(Exception):
-    """This contender has no such thing; the text says why."""
+    """The contender does not support this. The message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to load, and how.
+    """Data to load, and settings.
 
     Args:
         kind: "jpeg", "small" and "large" (tensors), "raw" (pixels), "numbers", "strings".
-        data: Where the common data lie: ``KIND.npy``, or a folder of classes for JPEGs.
-        home: Where this contender keeps them in its own format.
+        data: Folder of the common data: ``KIND.npy``, or a folder of classes for JPEGs.
+        home: Folder with the data in the contender's own format.
         count: Number of samples.
-        work: For numbers, a class of work.py: what becomes of a number.
-        is_endless: Whether epochs may follow each other without an end, where a peer starts its
-            workers anew for each.
-        seed: None where nobody asks for the same run twice.
+        work: For numbers, the class in work.py that converts a number to a sample.
+        is_endless: Allows one endless epoch, for peers that restart their workers in each epoch.
+        seed: None if the run need not be reproducible.
     """
 
     kind: str
@@ -52,7 +51,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """This contender's own copy of the data."""
+        """Path of the contender's own copy of the data."""
         return self.home / f"{self.kind}-{self.count}"
 
     def with_workers(self, num_workers: int) -> Job:
@@ -60,12 +59,12 @@ class Job:
 
 
 class Feed:
-    """A loader as the questions see it: iterate over it once for each epoch.
+    """Common wrapper of a loader. Iterate over it once per epoch.
 
     Args:
-        adapt: From the loader's batch to a tensor, or to a tuple that begins with one.
-        state: What must be saved to go on after the last batch; None if there is no such thing.
-        restore: Takes it, before the first batch.
+        adapt: Converts the loader's batch to a tensor, or to a tuple that begins with one.
+        state: Returns the state for resuming after the last batch. None if not supported.
+        restore: Restores a state, before the first batch.
     """
 
     def __init__(
@@ -86,32 +85,32 @@ class Contender:
     """One row of a table."""
 
     name = ""
-    """As the table shows it."""
+    """Name in the table."""
     kinds: tuple[str, ...] = ("jpeg", "small", "large", "raw", "numbers")
-    """What it can load at all."""
+    """Kinds of data that it can load."""
     formats: tuple[str, ...] = ()
-    """What it writes in a form of its own before it loads it."""
+    """Kinds of data that it first converts to its own format."""
     antialias: tuple[bool, ...] = (True, False)
     without_state = "no state to save"
-    """Why it cannot be resumed, where that is so."""
+    """Reason shown if it cannot be resumed."""
     has_processes = True
-    """Whether samples are loaded in worker processes."""
+    """True if samples are loaded in worker processes."""
 
     def prepare(self, job: Job) -> None:
-        """Write the data in the format of this peer; nothing where the common files are read."""
+        """Write the data in this peer's format. Does nothing if it reads the common files."""
 
     def open(self, job: Job) -> Feed:
-        """A loader that shuffles."""
+        """Return a shuffling loader."""
         raise NotOffered("no loader for this")
 
 
 def make_names(job: Job) -> list[str]:
-    """What a dataset of files holds: a path for each sample."""
+    """Return the paths of a dataset of files, one per sample."""
     return [f"train/n{number % 1000:08d}/image-{number:09d}.JPEG" for number in range(job.count)]
 
 
 def jpeg_files(job: Job) -> list[tuple[str, int]]:
-    """Paths and classes, in the order of their names."""
+    """Return paths and classes, sorted by name."""
     return [
         (str(path), int(path.parent.name)) for path in sorted((job.data / "jpeg").glob("*/*.jpg"))
     ][: job.count]

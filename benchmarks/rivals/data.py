@@ -1,4 +1,4 @@
-"""The common data: images that decode like photographs, and tensors. Made once for a home."""
+"""The common data: images that decode like photographs, and tensors. Created once per home."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_CLASSES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much of everything."""
+    """Amounts of data."""
 
     jpeg: int = 2048
     small: int = 20_000
@@ -26,9 +26,9 @@ class Sizes:
     numbers: int = 65_536
     strings: int = 500_000
     few: int = 4_096
-    """Numbers of an epoch that is loaded to its end."""
+    """Numbers in an epoch that is loaded completely."""
     num_images: int = 256
-    """Different ones; the rest are the same files again under other names."""
+    """Number of different images. The others are the same files under different names."""
 
 
 TINY = Sizes(
@@ -44,7 +44,7 @@ TINY = Sizes(
 
 
 def make_data(folder: Path, sizes: Sizes, kinds: set[str]) -> None:
-    """Write what some questions need and is not there yet."""
+    """Write the data of the given kinds, unless they exist."""
     folder.mkdir(parents=True, exist_ok=True)
     if "jpeg" in kinds and not (folder / "jpeg").exists():
         _make_jpegs(folder, sizes)

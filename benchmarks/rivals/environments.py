@@ -1,10 +1,10 @@
-"""Environments for the peers: one each, over the torch that is here.
+"""Environments of the peers: one virtual environment each, which shares this interpreter's torch.
 
     HOME/environments/NAME/    a venv whose last entry of sys.path is this interpreter's packages
 
-So torch, torchvision and what else is installed here is found and not downloaded again, and a peer
-that wants another version of something gets it for itself alone. torch itself is held fast: a peer
-that refuses it does not install, and its rows say so.
+Installed packages such as torch and torchvision are found and not downloaded again. A peer that
+needs a different version of a package gets its own copy. The version of torch is fixed. A peer that
+does not support it fails to install, and its rows say so.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 BY_HAND = ("simplejpeg", "opencv-python-headless", "pillow")
-"""What decodes and crops for everybody who has nothing of their own."""
+"""Packages for decoding and cropping, for peers without their own decoder."""
 HELD = ("torch", "torchvision")
 LIMIT_S = 900
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One peer: its environment, and the file beside this one that has its contenders.
+    """One peer: its environment, and the module in this folder with its contenders.
 
     Args:
-        packages: What pip is asked for.
-        bare: Installed without what they ask for, which would be gigabytes or is not needed.
+        packages: Packages to install.
+        bare: Packages installed without dependencies, which are not needed or take gigabytes.
     """
 
     title: str
@@ -67,14 +67,14 @@ PEERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """An interpreter for a peer, or why there is none."""
+    """The interpreter of a peer, or the reason why there is none."""
 
     python: str
     trouble: str | None = None
 
 
 def build(name: str, home: Path) -> Environment:
-    """Make the environment of a peer, or find the one made before; its failure is a result, too."""
+    """Create or reuse the environment of a peer. A failure is also a result."""
     peer, folder = PEERS[name], home / "environments" / name
     python, done = folder / "bin" / "python", folder / "done.json"
     mark = hashlib.sha256(repr((peer, sys.prefix)).encode()).hexdigest()
@@ -95,7 +95,7 @@ def build(name: str, home: Path) -> Environment:
 
 
 def _look_here(folder: Path) -> None:
-    """Our own packages come last on the path of the environment."""
+    """Add this interpreter's packages to the end of the environment's path."""
     paths = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
     target = next(folder.glob("lib/python*/site-packages"))
     (target / "zz_base.pth").write_text("".join(f"{path}\n" for path in paths), "utf-8")
@@ -123,7 +123,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _reason(said: str) -> str:
-    """The line of pip's answer that says most, without anything that names this machine."""
+    """Return the most informative line of pip's output, without names of this machine."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     for word in ("RuntimeError", "fatal error", "No matching distribution", "ERROR:", "error:"):
         for line in lines:

@@ -1,4 +1,4 @@
-"""Which questions are asked, with which jobs, and what of the answers goes into which table."""
+"""Plan of the comparison: the questions, their jobs, and the tables of the report."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Table:
     """One table of the report.
 
     Args:
-        job: Which of the group's jobs it is made from.
-        value: The number of an answer that it shows; None where it shows words.
-        is_less_better: Seconds and megabytes.
+        job: Index of the job in its group.
+        value: Key of the number in an answer. None if the table shows words.
+        is_less_better: True for seconds and megabytes.
     """
 
     key: str
@@ -28,12 +28,12 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Jobs that one turn does one after the other, in one fresh process.
+    """Jobs that one turn runs one after the other, in one fresh process.
 
     Args:
-        question: See questions.py.
-        before: Questions asked once, before the turns.
-        num_turns: 0: as many as were asked for.
+        question: Name of a function in questions.py.
+        before: Questions that run once, before the turns.
+        num_turns: Number of turns. 0 means the requested number.
     """
 
     key: str

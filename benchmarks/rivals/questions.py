@@ -1,7 +1,7 @@
-"""The questions, as they are put to one contender inside its own process.
+"""The measurements ("questions") of one contender, run in its own process.
 
-Each function answers with a dictionary for JSON. Numbers under the names of a table's columns;
-words under "says".
+Each function returns a dictionary for JSON, with numbers under the keys that the tables use, and
+text under "says".
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ Answer = dict[str, Any]
 
 
 def first_of(batch: Any) -> Any:
-    """The tensor of a batch, or its first."""
+    """Return the tensor of a batch, or its first tensor."""
     while not isinstance(batch, (torch.Tensor, np.ndarray)):
         batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
     return batch
 
 
 def family_mb() -> float:
-    """What this process and all below it hold; a shared page counts once, in parts."""
+    """Return the PSS of this process and its descendants. Shared pages count once."""
     process, total = psutil.Process(), 0
     for member in [process, *process.children(recursive=True)]:
         try:
             total += member.memory_full_info().pss
-        except psutil.Error:  # it ended meanwhile
+        except psutil.Error:  # the process has ended
             pass
     return total / 1e6
 
 
 def family_cpu_s() -> float:
-    """Processor time of this process and all below it, so far."""
+    """Return the CPU time so far of this process and its descendants."""
     process, total = psutil.Process(), 0.0
     for member in [process, *process.children(recursive=True)]:
         try:
             times = member.cpu_times()
             total += times.user + times.system
-        except psutil.Error:  # it ended meanwhile
+        except psutil.Error:  # the process has ended
             pass
     return total
 
 
 def ask_rate(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
-    """Samples a second, and the first batch."""
+    """Measure samples per second, and the time to the first batch."""
     job = replace(job, is_endless=True)
     use: Callable[[Any], Any] = lambda batch: batch  # noqa: E731
     if job.is_float:
@@ -89,7 +89,7 @@ def _to_floats(batch: Any) -> Any:
 
 
 def _check(job: Job, batch: Any) -> None:
-    """A fast loader of wrong data is worth nothing."""
+    """Check type, shape and content of a batch."""
     batch = torch.as_tensor(batch)
     if job.kind in ("jpeg", "raw"):
         wanted = torch.float32 if job.is_float else torch.uint8
@@ -112,7 +112,7 @@ def _is_one_of(row: np.ndarray, rows: np.ndarray) -> bool:
 
 
 def ask_kill(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
-    """An epoch in which one worker is killed once."""
+    """Run an epoch in which one worker is killed once."""
     if not contender.has_processes:
         raise NotOffered("no worker processes: what kills a thread kills the program")
     marker = os.path.join(tempfile.mkdtemp(), "met")
@@ -136,7 +136,7 @@ def ask_kill(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
 
 
 def ask_save(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
-    """Half an epoch, then the state, and what would have come next."""
+    """Load half an epoch, then save the state and the next batch."""
     feed = contender.open(job)
     if feed.state is None:
         raise NotOffered(contender.without_state)
@@ -152,7 +152,7 @@ def ask_save(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
 
 
 def ask_resume(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
-    """Seconds until the next batch, in a fresh process; and whether it is the right one."""
+    """Measure the seconds until the next batch in a fresh process, and check the batch."""
     if not (job.home / "state").exists():
         raise NotOffered("no state to save")
     state, coming = pickle.loads((job.home / "state").read_bytes())
@@ -170,7 +170,7 @@ def ask_resume(contender: Contender, job: Job, pace: dict[str, float]) -> Answer
 
 
 def ask_bits(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
-    """The same seed with 1, 2 and 4 workers: the same order, the same augmentation?"""
+    """Compare order and augmentation of the same seed with 1, 2 and 4 workers."""
     orders, values = [], []
     for num_workers in (1, 2, 4):
         random.seed(0)
@@ -188,7 +188,7 @@ def ask_bits(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
 
 
 def ask_strings(contender: Contender, job: Job, pace: dict[str, float]) -> Answer:
-    """What is held after a shuffled epoch with 4 workers."""
+    """Measure the memory after a shuffled epoch with 4 workers."""
     feed = contender.open(replace(job, num_workers=4))
     batches = iter(feed)
     for _ in itertools.islice(batches, job.count // job.batch_size - 2):

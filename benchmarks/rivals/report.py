@@ -1,6 +1,6 @@
-"""From answers to tables, and from a file of results to docs/peers.md.
+"""Tables from answers, and docs/peers.md from a result file.
 
-Standard library only: a test makes the page again from the file and compares.
+Needs only the standard library, because a test renders the page again and compares it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 
 OURS = "penstock"
 MIN_TURNS = 3
-"""On a busy machine, one run (2 turns) put a pair at 0.91 and the next (1 turn) at 0.36."""
+"""With fewer turns, ratios are unreliable. On a busy machine, one run (2 turns) gave a ratio of
+0.91 for a pair, and the next run (1 turn) 0.36."""
 
 
 def summarise(table: Any, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A table for JSON: each contender's samples with median and spread, or what it says."""
+    """Return a table for JSON: samples, median and spread of each contender, or its text."""
     found = []
     for row in rows:
         answers = [turn[min(table.job, len(turn) - 1)] for turn in row["answers"]]
@@ -54,7 +55,7 @@ def _entry(table: Any, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def find_best(table: dict[str, Any], is_ours: bool) -> dict[str, Any] | None:
-    """The best row of ours, or of all others. Rows are in order."""
+    """Return the best row of Penstock or of the peers. Rows are sorted."""
     for row in table["rows"]:
         if "median" in row and (row["peer"] == OURS) == is_ours:
             found: dict[str, Any] = row
@@ -63,7 +64,7 @@ def find_best(table: dict[str, Any], is_ours: bool) -> dict[str, Any] | None:
 
 
 def compare(table: dict[str, Any]) -> tuple[float, str] | None:
-    """How many times as good as the best peer ours is, turn by turn, and in a word."""
+    """Return the ratio of Penstock to the best peer, over pairs of turns, and a verdict."""
     ours, theirs = find_best(table, True), find_best(table, False)
     if ours is None or theirs is None:
         return None
@@ -71,7 +72,7 @@ def compare(table: dict[str, Any]) -> tuple[float, str] | None:
     ratios = [b / a if table["is_less_better"] else a / b for a, b in pairs if a and b]
     ratio = statistics.median(ratios)
     if len(ratios) < MIN_TURNS:
-        return ratio, "too few turns to say"
+        return ratio, "too few turns"
     if min(ratios) < 1 < max(ratios) and not 0.97 < ratio < 1.03:
         return ratio, "unclear: each side wins some turns"
     return ratio, "level" if 0.97 < ratio < 1.03 else "ahead" if ratio > 1 else "behind"
@@ -103,7 +104,7 @@ def print_table(table: dict[str, Any]) -> None:
         print(f"  {row['contender']:40s} {first:>12s}   {second}")
     found = compare(table)
     if found:
-        print(f"  Penstock is {found[0]:.2f} times as good as the best peer: {found[1]}")
+        print(f"  Ratio of Penstock to the best peer: {found[0]:.2f} ({found[1]})")
 
 
 INTRODUCTION = """\
@@ -125,7 +126,7 @@ written code it means OpenCV's area filter. A difference of less than 10% may be
 
 
 def render(content: dict[str, Any], file_name: str) -> str:
-    """The page."""
+    """Return the page as Markdown."""
     machine = content["machine"]
     text = [
         f"<!-- from benchmarks/results/{file_name} -->",

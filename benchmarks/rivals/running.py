@@ -1,4 +1,4 @@
-"""Starts the turns, from the parent's side: a process each, a limit, and nothing left behind."""
+"""Runs the turns: one process each, with a time limit and clean-up."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HERE = Path(__file__).parent
 def run_turn(
     python: str, orders: list[dict[str, Any]], limit_s: float, source: Path | None
 ) -> list[dict[str, Any]]:
-    """Ask one contender; as many answers as orders, whatever happens to the process.
+    """Run one contender. Returns one answer per order, even if the process fails.
 
     Args:
-        source: Where Penstock's sources lie; only its own turns see them.
+        source: Path of Penstock's sources, visible only to Penstock's own turns.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-peers-") as folder:
         file, said = Path(folder, "orders.json"), Path(folder, "said")
@@ -32,7 +32,7 @@ def run_turn(
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         if source is not None:
             environment["PYTHONPATH"] = str(source)
-        with said.open("wb") as output:  # no pipe: a worker that hangs would hold it open
+        with said.open("wb") as output:  # not a pipe, which a hung worker would keep open
             process = subprocess.Popen(
                 [python, str(script)],
                 stdout=output,
@@ -47,7 +47,7 @@ def run_turn(
 
 
 def _script(file: Path) -> str:
-    """A main module with a guard: some peers spawn workers, which import it again."""
+    """Write a main module with a guard, because spawned workers import it again."""
     return (
         "import sys\n"
         f"sys.path[:] = [p for p in sys.path[1:]] + [{str(HERE)!r}]\n"
@@ -69,15 +69,15 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
 
 
 def _end_group(leader: int) -> None:
-    """End its workers, too.
+    """End the process and its workers.
 
-    Politely first: Python's resource tracker stays, and removes the shared memory they leave.
+    Sends SIGTERM first. Python's resource tracker survives it and removes their shared memory.
     """
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGTERM)
         for _ in range(20):
             time.sleep(0.05)
-            os.killpg(leader, 0)  # raises when nobody is left
+            os.killpg(leader, 0)  # raises when no process is left
         os.killpg(leader, signal.SIGKILL)
 
 

@@ -1,9 +1,9 @@
-"""One turn of one contender, in a fresh process of its own environment.
+"""One turn of one contender, in a fresh process of the contender's environment.
 
-    python benchmarks/rivals/turn.py FOLDER_OF_RIVALS JOBS     prints a line of JSON for each job
+    python benchmarks/rivals/turn.py FOLDER_OF_RIVALS JOBS     prints one line of JSON per job
 
-The parent starts it with ``-c``, so that this folder is not the first place where packages are
-looked for. JOBS is a list of {module, contender, question, pace, job}.
+The parent starts it with ``-c``, so that this folder is not first on the import path. JOBS is a
+list of {module, contender, question, pace, job}.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def list_contenders(module: str) -> dict[str, Any]:
 
 
 def answer(order: dict[str, Any]) -> dict[str, Any]:
-    """What the contender did; a failure is an answer, too."""
+    """Return the contender's answer. A failure is also an answer."""
     from contract import Job, NotOffered
     from questions import QUESTIONS
     from work import WORKS
@@ -52,7 +52,7 @@ def answer(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(module: str, packages: list[str]) -> dict[str, Any]:
-    """Which contenders the module has, and the versions of some packages."""
+    """Return the contenders of the module, and the versions of some packages."""
     versions = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -72,4 +72,4 @@ def main(orders: list[dict[str, Any]]) -> None:
     for order in orders:
         told = describe(**order["describe"]) if "describe" in order else answer(order)
         print("ANSWER " + json.dumps(told), flush=True)
-    os._exit(0)  # a loader that hangs in its own clean-up is no part of the question
+    os._exit(0)  # skip clean-up, in which a loader could hang

@@ -1,6 +1,6 @@
-"""What is done to a sample, by every contender that has no way of its own.
+"""Common work on a sample, for contenders without their own implementation.
 
-NumPy in, NumPy out, and picklable: some peers run it in threads, some in processes of their own.
+Input and output are NumPy arrays. Everything is picklable, because some peers use processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contract import MEAN, SIZE, STD
 
 
 def draw_crop(height: int, width: int) -> tuple[int, int, int, int]:
-    """Top, left, height and width, as torchvision's RandomResizedCrop draws them."""
+    """Return top, left, height and width, drawn like torchvision's RandomResizedCrop."""
     area = height * width
     low, high = math.log(3 / 4), math.log(4 / 3)
     for _ in range(10):
@@ -33,10 +33,10 @@ def draw_crop(height: int, width: int) -> tuple[int, int, int, int]:
 
 
 class CropPixels:
-    """A crop by OpenCV, which is the quickest that people write themselves.
+    """Crop with OpenCV, the fastest handwritten implementation.
 
-    Antialiased means OpenCV's area filter where the crop shrinks: not the triangle of Pillow and
-    torchvision, but it reads every pixel.
+    Antialiased means OpenCV's area filter if the crop shrinks. It is not the triangle filter of
+    Pillow and torchvision, but it also reads every pixel.
     """
 
     def __init__(self, antialias: bool) -> None:
@@ -54,7 +54,7 @@ class CropPixels:
 
 
 class CropJpeg(CropPixels):
-    """The same, from the bytes of a JPEG, which simplejpeg decodes."""
+    """Decode a JPEG with simplejpeg, then crop it with OpenCV."""
 
     def __call__(self, content: bytes) -> np.ndarray:
         import simplejpeg
@@ -63,7 +63,7 @@ class CropJpeg(CropPixels):
 
 
 def normalise(images: Any) -> Any:
-    """A batch of bytes (N, H, W, C or N, C, H, W) to normalised floats, by the consumer."""
+    """Convert a batch of bytes (N, H, W, C or N, C, H, W) to normalised floats, in the consumer."""
     import torch
 
     shape = (3,) if images.shape[-1] == 3 else (3, 1, 1)
@@ -72,21 +72,21 @@ def normalise(images: Any) -> Any:
 
 
 class Tiny:
-    """16 bytes a sample: what is left is the cost of each sample and each batch."""
+    """Samples of 16 bytes, to measure the overhead per sample and per batch."""
 
     def __call__(self, number: int) -> np.ndarray:
         return np.full(4, number, np.float32)
 
 
 class Large:
-    """150 KB a sample and hardly any work: what is left is the way of the bytes."""
+    """Samples of 150 KB with little work, to measure the transport of bytes."""
 
     def __call__(self, number: int) -> np.ndarray:
         return np.full((3, SIZE, SIZE), number % 256, np.uint8)
 
 
 class Sleepy:
-    """A sample that takes a millisecond: loading it again to skip it can be seen."""
+    """Samples that take a millisecond, so that loading skipped samples is visible."""
 
     def __call__(self, number: int) -> np.ndarray:
         time.sleep(0.001)
@@ -94,7 +94,7 @@ class Sleepy:
 
 
 class Random:
-    """What users write: all the global generators, and nothing else."""
+    """Draws from all global generators, like typical user code."""
 
     def __call__(self, number: int) -> np.ndarray:
         import torch
@@ -104,7 +104,7 @@ class Random:
 
 
 class Killed:
-    """Once, one sample takes its worker with it."""
+    """One sample kills its worker, once."""
 
     victim = 1000
 
@@ -122,7 +122,7 @@ WORKS = {work.__name__: work for work in (Tiny, Large, Sleepy, Random, Killed)}
 
 
 def digest(arrays: Any) -> str:
-    """A short name for what is in some arrays."""
+    """Return a short digest of some arrays."""
     found = hashlib.sha256()
     for array in arrays:
         found.update(np.ascontiguousarray(array).tobytes())

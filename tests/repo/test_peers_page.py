@@ -64,5 +64,5 @@ def test_a_loss_is_called_one() -> None:
     assert report.compare(table) == (0.5, "behind")
     assert "**behind**" in "\n".join(report._verdicts([table]))
     few = [{**row, "samples": row["samples"][:1]} for row in rows]
-    assert report.compare({**table, "rows": few}) == (0.5, "too few turns to say")
+    assert report.compare({**table, "rows": few}) == (0.5, "too few turns")
     assert report.compare({**table, "rows": rows[::-1], "is_less_better": True}) == (2.0, "ahead")

@@ -94,7 +94,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Record(NamedTuple):
-    """One decoded record. ``end_ns`` is 0 if it has not ended. See :class:`Kind` for a, b, extra."""
+    """One decoded record. ``end_ns`` is 0 if it has not ended. :class:`Kind` explains the rest."""
 
     kind: int
     name: str
