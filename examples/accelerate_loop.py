@@ -1,4 +1,4 @@
-"""A loop of one's own with accelerate, on one process or on several.
+"""A custom training loop with accelerate, in one or several processes.
 
 penstock run --seed 0 examples/accelerate_loop.py
 accelerate launch --cpu -m penstock run --seed 0 examples/accelerate_loop.py

@@ -1,4 +1,4 @@
-"""An albumentations pipeline, which has a generator of its own, in a plain loop.
+"""An albumentations pipeline, which has its own generator, in a plain loop.
 
 penstock run --seed 0 examples/albumentations_images.py
 """

@@ -1,10 +1,10 @@
-"""A stream of your own: lines from several files, shared out over workers, resumed in the middle.
+"""A custom stream: lines from several files, divided among workers, and resumed in the middle.
 
-    python examples/custom_stream.py                  # makes some files to try it with
+    python examples/custom_stream.py                  # creates some sample files
     python examples/custom_stream.py logs/*.jsonl
 
-An iterable dataset has no positions, so it says itself which part each worker reads, and where it
-stands (`state_dict`).
+An iterable dataset has no positions. It chooses the part that each worker reads, and saves its own
+state (`state_dict`).
 """
 
 import json
@@ -73,4 +73,4 @@ if __name__ == "__main__":
     resumed = penstock.DataLoader(Lines(paths), batch_size=10, num_workers=2)
     resumed.load_state_dict(state)
     num_after = sum(len(y) for _, y in resumed)
-    print("each line once, also when resumed:", num_before + num_after == num_rows)
+    print("every line exactly once, also after resuming:", num_before + num_after == num_rows)

@@ -1,4 +1,4 @@
-"""Several processes on CPUs with DistributedDataParallel; the sampler shares the samples out.
+"""DistributedDataParallel with several CPU processes. The sampler divides the samples among them.
 
 torchrun --nproc-per-node 3 -m penstock run --seed 0 examples/ddp_gloo.py
 """

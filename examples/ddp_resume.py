@@ -1,4 +1,4 @@
-"""DistributedDataParallel with a checkpoint after each epoch: started again, it goes on.
+"""DistributedDataParallel with a checkpoint after each epoch, from which a second run resumes.
 
 torchrun --nproc-per-node 2 -m penstock run --seed 0 examples/ddp_resume.py checkpoint.pt 2
 torchrun --nproc-per-node 2 -m penstock run --seed 0 examples/ddp_resume.py checkpoint.pt 4

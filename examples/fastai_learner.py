@@ -1,4 +1,4 @@
-"""fastai's Learner over torch's loaders; with the argument ``own``, over fastai's.
+"""fastai's Learner with torch's loaders, or with fastai's loaders if the argument is ``own``.
 
 penstock run --seed 0 examples/fastai_learner.py
 """

@@ -1,4 +1,4 @@
-"""A Hugging Face dataset, by index and as a stream of two shards.
+"""A Hugging Face dataset, read by index and as a stream of two shards.
 
 penstock run --seed 0 examples/huggingface_datasets.py
 """

@@ -1,6 +1,6 @@
 """Image classification from a folder, then from the same images packed.
 
-    python examples/image_folder.py                 # makes some images to try it with
+    python examples/image_folder.py                 # creates some sample images
     python examples/image_folder.py photos/ packed/ # root/class/name.jpg
 
 Needs Pillow, OpenCV or simplejpeg: pip install "penstock[images]".
@@ -16,7 +16,7 @@ import penstock
 
 
 def make_photos(root: Path, num_images: int = 48) -> Path:
-    """Blobs of two colours, as JPEG files in two folders."""
+    """Write blobs of two colours as JPEG files, in two folders."""
     import numpy as np
     from PIL import Image
 
@@ -31,7 +31,7 @@ def make_photos(root: Path, num_images: int = 48) -> Path:
 
 
 def train(dataset, num_classes: int) -> float:
-    """An epoch or two; bytes become floats on the device."""
+    """Train for a few epochs. Bytes are converted to floats on the device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     to_floats = penstock.finish(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
     loader = penstock.DataLoader(
@@ -42,7 +42,7 @@ def train(dataset, num_classes: int) -> float:
         num_workers="auto",
         device=device,
         finish=to_floats,
-        on_error="skip",  # a broken file is listed in loader.bad_samples, and costs nothing else
+        on_error="skip",  # broken files are skipped and listed in loader.bad_samples
     )
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     loss = train(folder, len(folder.classes))
     print(f"from the folder: loss {loss:.4f} in {time.perf_counter() - start_s:.2f} s")
 
-    # Once: decoded, shrunk, and stored as pixels. `penstock pack photos/ packed/` does the same.
+    # Decode, shrink and store the pixels once. `penstock pack photos/ packed/` does the same.
     if not place.exists():
         penstock.pack(penstock.ImageFolder(photos), place, workers=0)
     packed = penstock.Packed(place, transforms={"image": crop})

@@ -1,4 +1,4 @@
-"""A MONAI pipeline over a CacheDataset, whose random transforms have generators of their own.
+"""A MONAI pipeline with a CacheDataset, whose random transforms have their own generators.
 
 penstock run --seed 0 examples/monai_images.py
 """

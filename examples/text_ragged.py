@@ -1,7 +1,7 @@
-"""Text: sequences of different lengths, batched by length and padded to the longest of each batch.
+"""Text sequences of different lengths, batched by length and padded to the longest in each batch.
 
-python examples/text_ragged.py            # makes up some sentences
-python examples/text_ragged.py corpus.txt # a sentence on each line
+python examples/text_ragged.py            # creates some sample sentences
+python examples/text_ragged.py corpus.txt # one sentence per line
 """
 
 import random
@@ -16,10 +16,12 @@ PAD = 0
 
 
 class Sentences:
-    """Bytes of lines, as numbers; some are dropped at random, as augmentation."""
+    """Bytes of lines, as numbers. Some are dropped at random, as augmentation."""
 
     def __init__(self, lines: list[str]) -> None:
-        self.lines = penstock.SharedList(line.encode() for line in lines)  # once for all workers
+        self.lines = penstock.SharedList(
+            line.encode() for line in lines
+        )  # one copy for all workers
         self.lengths = [len(line.encode()) for line in lines]
 
     def __len__(self) -> int:
@@ -44,7 +46,7 @@ def made_up_lines(num_lines: int = 200) -> list[str]:
 if __name__ == "__main__":
     lines = Path(sys.argv[1]).read_text().splitlines() if len(sys.argv) > 1 else made_up_lines()
     dataset = Sentences(lines)
-    # At most 2,000 bytes in a batch, padding included: short sentences come in large batches.
+    # At most 2,000 bytes per batch, including padding, so short sentences form large batches.
     batches = penstock.BucketedBatches(dataset.lengths, max_tokens=2_000, bucket_batches=1, seed=0)
     loader = penstock.DataLoader(
         dataset, batch_sampler=batches, collate_fn=pad, num_workers=2, seed=0
@@ -65,5 +67,5 @@ if __name__ == "__main__":
             optimizer.step()
             num_tokens += int((tokens != PAD).sum())
             num_padded += int((tokens == PAD).sum())
-    print(f"padding: {num_padded / (num_padded + num_tokens):.1%} of all places")
+    print(f"padding: {num_padded / (num_padded + num_tokens):.1%} of all positions")
     print(f"loss {loss.item():.4f}")

@@ -1,10 +1,10 @@
-"""A long recording: random windows of it, read from a file that is never loaded as a whole.
+"""Random windows of a long recording, read from a file that is never loaded completely.
 
-    python examples/time_series.py            # makes a recording to try it with
+    python examples/time_series.py            # creates a sample recording
     python examples/time_series.py sound.npy  # an array of (samples, channels)
 
-The workers map the file; no copy of it is sent to them. What is drawn in a window (its start, its
-gain) is the same for any number of workers, and `resume` below goes on in the middle of an epoch.
+The workers map the file, so no copy of it is sent to them. The random start and gain of a window
+are the same for any number of workers. `resume` below continues in the middle of an epoch.
 """
 
 import sys
@@ -19,7 +19,7 @@ WINDOW = 1024
 
 
 class Windows:
-    """Window i lies somewhere in the i-th piece of the recording."""
+    """Window i starts at a random place in the i-th piece of the recording."""
 
     def __init__(self, path: Path) -> None:
         self.signal = np.load(path, mmap_mode="r")
@@ -28,7 +28,7 @@ class Windows:
         return len(self.signal) // WINDOW - 1
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rng = penstock.rng()  # of this sample: seed, epoch and position decide
+        rng = penstock.rng()  # depends on seed, epoch and position
         start = i * WINDOW + int(rng.integers(WINDOW))
         piece = np.array(self.signal[start : start + WINDOW + 1], np.float32)
         piece = torch.from_numpy(piece * rng.uniform(0.8, 1.2)).T.float()
@@ -62,9 +62,9 @@ if __name__ == "__main__":
         loss.backward()
         optimizer.step()
         if number == 4:
-            state = loader.state_dict()  # in a checkpoint, beside model.state_dict()
+            state = loader.state_dict()  # save it in a checkpoint, with model.state_dict()
     print(f"loss {loss.item():.4f} after {number + 1} batches")
 
     resume = make_loader(dataset, num_workers=0)
     resume.load_state_dict(state)
-    print("batches left after a resume:", sum(1 for _ in resume))
+    print("batches left after resuming:", sum(1 for _ in resume))

@@ -1,4 +1,4 @@
-"""timm's own dataset, loader and augmentation, on drawn images.
+"""timm's own dataset, loader and augmentation, with generated images.
 
 penstock run --seed 0 examples/timm_loader.py images
 """
@@ -15,7 +15,7 @@ from timm.optim import create_optimizer_v2
 
 
 def draw_images(folder: Path) -> None:
-    """Two classes: dark images and bright ones."""
+    """Write images of two classes, dark and bright."""
     rng = np.random.default_rng(0)
     for label, name in enumerate(("dark", "bright")):
         (folder / name).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A pipeline of torchdata's nodes as the source of a loader; its threads run in the worker.
+"""A pipeline of torchdata's nodes as the source of a loader. Its threads run in the worker.
 
 penstock run --seed 0 examples/torchdata_nodes.py
 """

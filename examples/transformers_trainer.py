@@ -1,4 +1,4 @@
-"""A tiny BERT made from its configuration, trained by Hugging Face's Trainer: no downloads.
+"""A tiny BERT, built from a configuration without downloads, with Hugging Face's Trainer.
 
 penstock run --seed 0 examples/transformers_trainer.py output
 """
@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 
 class Sentences(Dataset):
-    """Words are dropped at random, as a denoiser's are."""
+    """Sentences with words dropped at random, as for a denoiser."""
 
     def __len__(self) -> int:
         return 32

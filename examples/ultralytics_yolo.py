@@ -1,8 +1,8 @@
-"""YOLOv8n on drawn squares, as Ultralytics' users train it: no weights and no data are downloaded.
+"""YOLOv8n trained with Ultralytics on generated squares, without downloading weights or data.
 
     YOLO_OFFLINE=true penstock run --seed 0 --workers 2 examples/ultralytics_yolo.py squares
 
-On a CPU Ultralytics itself sets workers to 0, whatever was asked for; --workers says otherwise.
+On a CPU, Ultralytics always sets workers to 0. --workers overrides it.
 """
 
 import sys
@@ -16,7 +16,7 @@ SIZE = 64
 
 
 def draw_squares(folder: Path) -> Path:
-    """Images with one bright square each, with labels and a data.yaml as Ultralytics wants them."""
+    """Write images with one bright square each, labels, and a data.yaml for Ultralytics."""
     rng = np.random.default_rng(0)
     for part, count in (("train", 64), ("val", 8)):
         for kind in ("images", "labels"):

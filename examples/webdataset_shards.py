@@ -1,4 +1,4 @@
-"""WebDataset: shards of a tar archive, decoded and shuffled in the workers.
+"""WebDataset with tar shards, decoded and shuffled in the workers.
 
 penstock run --seed 0 examples/webdataset_shards.py shards
 """

@@ -2,7 +2,7 @@
 
     python tools/batch_path.py [--device cuda]
 
-A loader with two workers runs; the calls of a batch in mid-epoch are watched on both sides.
+Runs a loader with two workers, and records the calls for a batch in mid-epoch in both processes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import penstock
 
 NUM_SAMPLES, BATCH_SIZE = 256, 8
 FIRST, LAST = 2 * BATCH_SIZE + 1, 4 * BATCH_SIZE + 1
-"""Samples of a worker between which its calls are watched: two batches."""
+"""The worker's calls between these two samples are recorded. They span two batches."""
 
 
 class Calls:
-    """The modules of the package that were called, each once."""
+    """Profiler that records the modules of the package that are called, each once."""
 
     def __init__(self) -> None:
         self.modules: list[str] = []
@@ -38,7 +38,7 @@ class Calls:
 
 
 class WatchedSamples(Dataset[Any]):
-    """Samples that watch what their worker does around them."""
+    """Dataset that records the calls of its worker."""
 
     def __init__(self, file: str) -> None:
         self.file, self.calls, self.num_loaded = file, Calls(), 0
@@ -58,7 +58,7 @@ class WatchedSamples(Dataset[Any]):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", help="where batches are copied to")
+    parser.add_argument("--device", help="device to copy batches to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder, "worker.json"))

@@ -1,7 +1,7 @@
 #!/bin/sh
-# The core leg with coverage of src, children included: workers, nurseries, forked and spawned ones,
-# programs that tests start. With arguments, those go to pytest.
-# Called by `make coverage` with the interpreter first. Writes build/coverage/ (HTML) and prints a table.
+# Runs the core leg with coverage of src, including child processes: workers, fork servers, and
+# programs that tests start. Arguments are passed to pytest.
+# Called by `make coverage`, with the interpreter first. Writes build/coverage/ (HTML) and prints a table.
 set -eu
 
 python=$1
@@ -10,14 +10,14 @@ root=$(pwd)
 mkdir -p build/coverage
 rm -f build/coverage/.coverage*
 
-# Each Python that starts reads this folder's sitecustomize.py, which begins to measure where the
-# variable names a configuration.
+# Every Python process imports sitecustomize.py from this folder. It starts coverage if the variable
+# names a configuration.
 export COVERAGE_PROCESS_START="$root/pyproject.toml" COVERAGE_FILE="$root/build/coverage/.coverage"
 export PYTHONPATH="$root/tools/measured:$root/src${PYTHONPATH:+:$PYTHONPATH}"
 status=0
 if [ $# -eq 0 ]; then set -- tests; fi
 "$python" -m pytest "$@" || status=$?
-# A process that was killed may leave half a file: those are passed over.
+# Killed processes can leave incomplete files, which are skipped.
 "$python" -W ignore -m coverage combine --quiet build/coverage || true
 rm -f build/coverage/.coverage.*
 "$python" -m coverage html --quiet -d build/coverage/html

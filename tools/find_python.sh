@@ -1,20 +1,20 @@
 #!/bin/sh
-# Prints the path of a Python that really starts, or nothing.
+# Prints the path of a working Python, or nothing.
 #
 #   tools/find_python.sh 3.11 3.10+
 #
-# The arguments are wishes, best first: "3.11" is exactly that version, "3.10+" is that or newer.
-# For each wish it tries, in this order:
+# The arguments are versions, best first. "3.11" is exactly that version, "3.10+" is that or newer.
+# For each of them it tries, in this order:
 #   1. the command of that name on PATH (python3.11; for "3.10+": python3, then python3.N);
-#   2. every version that pyenv holds.
-# A name on PATH proves nothing: pyenv puts a shim there for every version it holds, and the shim
-# refuses to run when that version is not selected. So each candidate is started, asked for its
-# version, and asked whether it can build an environment (Debian ships a python3 that cannot).
+#   2. every version installed by pyenv.
+# A command on PATH need not work: pyenv adds a shim for every installed version, and the shim fails
+# if that version is not selected. So each candidate is started, to check its version and whether it
+# can create an environment (Debian's python3 cannot).
 set -u
 
 pyenv_root=${PYENV_ROOT:-$( (pyenv root) 2>/dev/null || echo "${HOME:-/nonexistent}/.pyenv")}
 
-# usable COMMAND MINIMUM MAXIMUM: prints the interpreter's real path if it starts and fits.
+# usable COMMAND MINIMUM MAXIMUM: prints the interpreter's real path if it works and matches.
 usable() {
     "$1" -c '
 import sys
@@ -25,7 +25,7 @@ if low <= sys.version_info[:2] <= high:
 ' "$2" "$3" 2>/dev/null
 }
 
-# candidates WISH: the commands that could answer it, one per line, best first.
+# candidates VERSION: prints the commands to try, one per line, best first.
 candidates() {
     case $1 in
     *+)

@@ -1,7 +1,6 @@
 #!/bin/sh
-# Gets Debian's Chromium and its driver for the tests of the timeline's page, where that is possible:
-# as root on a machine with apt (17 s and 500 MB when last measured). Elsewhere those tests are
-# skipped, and say so.
+# Installs Debian's Chromium and its driver, for the tests of the timeline's page. This needs root and
+# apt (measured: 17 s and 500 MB). On other machines, those tests are skipped with a message.
 set -u
 
 if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then

@@ -1,7 +1,7 @@
 """Lists the modules of the package with the first line of their docstrings.
 
 python tools/list_modules.py            print the listing
-python tools/list_modules.py --write    put it into docs/architecture.md
+python tools/list_modules.py --write    write it to docs/architecture.md
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def first_line(path: Path) -> str:
 
 
 def listing(folder: Path, depth: int = 0) -> Iterator[str]:
-    """A line for each module of a package, then its packages."""
+    """Return one line for each module of a package, followed by its subpackages."""
     indent = "  " * depth
     for path in sorted(folder.glob("*.py")):
         if path.name not in ("__init__.py", "__main__.py"):

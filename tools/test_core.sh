@@ -1,7 +1,7 @@
 #!/bin/sh
-# The core leg in two halves at once: much of each is waiting for programs that start, sleep and die.
-# With arguments, those go to one pytest alone.
-# Called by `make test-core` with the interpreter first; `make test` runs the halves in its lanes.
+# Runs the core leg in two parallel halves, because much of each is waiting for programs that start,
+# sleep and die. Arguments are passed to a single pytest instead.
+# Called by `make test-core`, with the interpreter first. `make test` runs the halves in its lanes.
 set -u
 
 python=$1
@@ -17,7 +17,7 @@ trap 'exit 130' INT TERM
 "$make" --no-print-directory test-integration
 failed=$?
 echo
-echo "== the other half of the core leg"
+echo "== Output of the other half of the core leg"
 wait "$other" || failed=1
 cat "$log"
 exit "$failed"

@@ -1,21 +1,21 @@
 #!/bin/sh
-# Runs the test legs in two lanes at once, then says which ran, which did not, and why. Environments
-# that are not there yet are built on the way.
+# Runs the test legs in two parallel lanes, then prints which legs ran, which did not, and why. Missing
+# environments are built during the run.
 #
 #   first lane     core: integration  ------->  legacy
 #   second lane    core: all others   ------->  vision
-#   beside them    browser, environments
+#   in parallel    browser, environments
 #
-# One after the other the legs leave much of two cores idle: their tests wait for programs that start,
-# sleep and die.
-# Called by `make test`; exits with 1 if any part failed. A leg that was skipped is no failure.
+# Run one after the other, the legs would leave two cores mostly idle, because their tests wait for
+# programs that start, sleep and die.
+# Called by `make test`. Exits with 1 if any part failed. A skipped leg is not a failure.
 set -u
 
 make=${MAKE:-make}
 notes=$(mktemp -d)
 : >"$notes/summary"
 
-# run_part NAME TARGET: runs one make target and notes how it went.
+# run_part NAME TARGET: runs one make target and records the outcome.
 run_part() {
     echo
     echo "== $1"
@@ -24,14 +24,14 @@ run_part() {
     echo "  $1: $outcome ($(($(date +%s) - start_s)) s)" >>"$notes/summary"
 }
 
-# run_leg LEG: waits until its environment has been built below, and runs it.
+# run_leg LEG: waits until its environment is built (see below), then runs it.
 run_leg() {
     while [ ! -e "$notes/env-$1" ] && kill -0 "$setup" 2>/dev/null; do sleep 1; done
     [ ! -e "$notes/env-$1" ] || cat "$notes/env-$1"
     run_part "$1" "test-$1"
 }
 
-# prepare LEG: builds its environment; the log gets its name at the end, when others may read it.
+# prepare LEG: builds its environment. The log gets its final name at the end, when it is complete.
 prepare() {
     "$make" --no-print-directory "env-$1" >"$notes/building" 2>&1
     mv "$notes/building" "$notes/env-$1"
@@ -42,8 +42,8 @@ if [ -e .venv-legacy/.ready ] || [ -n "$(tools/find_python.sh 3.10)" ]; then
     has_legacy=true
 fi
 
-# The other environments are built beside the first and beside its tests: downloads leave most of the
-# cores free. First comes the browser, which tests in the middle of the first lane use.
+# The other environments are built in parallel with the first one and its tests, because downloads
+# leave most of the cores free. The browser comes first, because tests of the first lane need it.
 {
     tools/install_browser.sh
     prepare vision
@@ -65,13 +65,13 @@ run_part "core: integration" test-integration
 if "$has_legacy"; then
     run_leg legacy
 else
-    echo "  legacy: skipped (no Python 3.10 that starts was found; torch 1.13.1 needs it)" \
+    echo "  legacy: skipped (no working Python 3.10 found; torch 1.13.1 needs it)" \
         >>"$notes/summary"
 fi
 
 wait "$lane"
 echo
-echo "== The second lane, which ran meanwhile"
+echo "== Output of the second lane"
 cat "$notes/second-lane"
 echo
 echo "== Test legs"

@@ -41,8 +41,8 @@ def script_of(text: str) -> str:
 
 EXAMPLES = {
     "text_ragged.py": "loss",
-    "time_series.py": "batches left after a resume: 8",
-    "custom_stream.py": "each line once, also when resumed: True",
+    "time_series.py": "batches left after resuming: 8",
+    "custom_stream.py": "every line exactly once, also after resuming: True",
     "first_steps.ipynb": "127 of 128 samples",
     "readme_picture.py": "run.svg",
 }

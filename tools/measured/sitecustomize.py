@@ -1,4 +1,4 @@
-"""Begins to measure coverage in each Python that `make coverage` starts; see tools/coverage.sh."""
+"""Starts coverage in every Python process of `make coverage`. See tools/coverage.sh."""
 
 import coverage
 

@@ -1,11 +1,11 @@
-"""What does MkDocs get beside docs/? The pages that are made, and links that hold there.
+"""MkDocs hook: adds generated pages, and adapts links that leave docs/.
 
-    docs/*.md                        as they are
-    README's neighbours, examples/   brought in as pages (BROUGHT)
-    reference.py                     reference/api.md and reference/cli.md, from the code
+    docs/*.md                      unchanged
+    files in the root, examples/   added as pages (BROUGHT)
+    reference.py                   reference/api.md and reference/cli.md, generated from the code
 
-On GitHub, `../benchmarks/README.md` is where it says. In the site it is another page: links that
-lead out of docs/ are turned towards the page made of that file, or lose their link.
+On GitHub, `../benchmarks/README.md` is a file. In the site it is a different page. Links that leave
+docs/ point to the page of that file, or become plain text if there is none.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ BROUGHT = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
-"""Files outside docs/ that are pages of the site."""
+"""Files outside docs/ that become pages of the site."""
 MADE = ("reference/api.md", "reference/cli.md", "examples.md")
-"""Pages that no file is behind."""
+"""Generated pages without a source file."""
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"(^```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
 
 
 def site_page_of(path: str) -> str | None:
-    """The page of the site that a file of the repository became."""
+    """Return the page of the site for a file of the repository, or None."""
     if path in ("README.md", "docs"):
         return "index.md"
     if path.startswith("examples"):
@@ -50,7 +50,7 @@ def site_page_of(path: str) -> str | None:
 
 
 def turn_links(text: str, origin: str, page: str) -> str:
-    """Links as they must be in the site, for a page made of the file ``origin``."""
+    """Adapt the links of a page, whose source is the file ``origin``, to the site."""
 
     def turned(match: re.Match[str]) -> str:
         words, target = match.group(1), match.group(2)
@@ -64,14 +64,14 @@ def turn_links(text: str, origin: str, page: str) -> str:
         back = posixpath.relpath(to, posixpath.dirname(page) or ".")
         return f"[{words}]({back}{mark}{part})"
 
-    pieces = _FENCED.split(text)  # every second one is code
+    pieces = _FENCED.split(text)  # every second part is code
     return "".join(
         piece if number % 2 else _LINK.sub(turned, piece) for number, piece in enumerate(pieces)
     )
 
 
 def examples_page() -> str:
-    out = ["# Examples\n", "Whole scripts to start from. The tests run each of them.\n"]
+    out = ["# Examples\n", "Complete scripts to start from. The tests run all of them.\n"]
     for path in sorted((REPO / "examples").glob("*.py")):
         source = path.read_text(encoding="utf-8")
         told = ast.get_docstring(ast.parse(source)) or path.stem
@@ -103,7 +103,7 @@ def made_pages() -> dict[str, str]:
 
 
 def spread(entry: Any) -> list[Any]:
-    """An entry of the navigation; one with a star becomes the pages that it means."""
+    """Expand an entry of the navigation. A pattern with a star becomes the matching pages."""
     if isinstance(entry, dict):
         return [{title: spread_all(inside) for title, inside in entry.items()}]
     if "*" in entry:
@@ -118,7 +118,7 @@ def spread_all(entries: Any) -> Any:
     return [page for entry in entries for page in spread(entry)]
 
 
-# What MkDocs calls
+# Called by MkDocs
 
 
 def on_config(config: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Draws the README's picture: the timeline of a real run, in which a worker is killed half way.
+"""Draws the README's picture: the timeline of a real run in which a worker is killed.
 
     python tools/site/readme_picture.py docs/images/run.svg
 
-The demo's pictures, two workers, a small network as the training step. Nothing is drawn that was
-not noted; the sentence below is the verdict of that run.
+The run uses the demo's images, two workers, and a small network as the training step. Everything in
+the picture was recorded. The sentence below it is the verdict of that run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ text { font: 13px system-ui, sans-serif; fill: #444 }
 
 
 def train() -> penstock.Timeline:
-    """One epoch; a worker is killed in the middle of it."""
+    """Run one epoch, and kill a worker in the middle of it."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = torch.nn.Sequential(
@@ -104,7 +104,7 @@ def _page(shapes: list[Any], num_lanes: int, total_s: float, told: str) -> str:
     legend.append(
         f'<line class="killed" x1="{left}" x2="{left}" y1="{bottom}" y2="{bottom + 13}"/>'
     )
-    gone = "kill -9: another worker takes over, the batches are the same"
+    gone = "kill -9: a new worker takes over, and the batches stay the same"
     legend.append(f'<text x="{left + 8}" y="{bottom + 11}">{gone}</text>')
     end = f'<text x="{WIDTH - 10}" y="{bottom + 11}" text-anchor="end">{total_s:.2f} s</text>'
     legend.append(end)

@@ -1,7 +1,7 @@
-"""Makes the reference pages: signatures and docstrings, read from the sources.
+"""Generates the reference pages from the signatures and docstrings in the sources.
 
-src/penstock/__init__.py  which names there are, and where each lives
-that module               its signature and docstring, turned into Markdown
+src/penstock/__init__.py  the public names, and the modules that define them
+those modules             signatures and docstrings, converted to Markdown
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GROUPS = {
 }
 """The packages under each heading."""
 MODULES = ("conv", "errors", "legacy")
-"""Public modules, with sections of their own."""
+"""Public modules, each with its own section."""
 _ROLE = re.compile(r":\w+:`~?([^`]+)`")
 _SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Yields|Examples?|Called from|Pairs with):")
 
@@ -47,7 +47,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def homes_of(package: str) -> dict[str, str]:
-    """Each public name of a front page, and the module that defines it."""
+    """Return each public name of a package, and the module that defines it."""
     tree, found = tree_of(package), {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_HOMES":
@@ -56,7 +56,7 @@ def homes_of(package: str) -> dict[str, str]:
             found = ast.literal_eval(node.value) if node.value else found
     if package != "penstock":
         found = {name: f"{package}.{home}" for name, home in found.items()}
-    for node in ast.walk(tree):  # what a type checker is told is the defining module itself
+    for node in ast.walk(tree):  # imports for type checkers name the defining module
         if (
             isinstance(node, ast.ImportFrom)
             and node.module
@@ -69,7 +69,7 @@ def homes_of(package: str) -> dict[str, str]:
 
 
 def definition_of(name: str, module: str) -> Node | None:
-    """Where a name is defined, following one `from x import name`."""
+    """Return the definition of a name, following one `from x import name`."""
     for node in tree_of(module).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
@@ -82,7 +82,7 @@ def definition_of(name: str, module: str) -> Node | None:
 
 
 def _options_of(node: Node) -> Any:
-    """The class of `penstock.options` whose options a function, or a class's `__init__`, takes."""
+    """Return the options class of a function or of a class's `__init__`, if it takes one."""
     if isinstance(node, ast.ClassDef):
         inits = [method for method in methods_of(node, private=True) if method.name == "__init__"]
         return _options_of(inits[0]) if inits else None
@@ -114,7 +114,7 @@ def signature_of(node: Node, name: str) -> str:
 
 
 def _split(arguments: str) -> list[str]:
-    """Arguments apart: at commas that are in no bracket or quotes."""
+    """Split arguments at commas outside of brackets and quotes."""
     parts, depth, quoted, start = [], 0, "", 0
     for place, sign in enumerate(arguments):
         if quoted:
@@ -143,7 +143,7 @@ def methods_of(node: ast.ClassDef, private: bool = False) -> Iterator[ast.Functi
 
 
 def render_docstring(text: str) -> str:
-    """A docstring as Markdown: sections become paragraphs and lists, examples code."""
+    """Convert a docstring to Markdown. Sections become paragraphs and lists, examples code."""
     out: list[str] = []
     for block in re.split(r"\n(?=(?:\w[\w ]+):\n\s)", textwrap.dedent(text).strip()):
         head, _, rest = block.partition("\n")
@@ -159,7 +159,7 @@ def render_docstring(text: str) -> str:
 
 
 def _render_prose(text: str) -> str:
-    """Paragraphs as they are; what is set in, a drawing or code, as code."""
+    """Keep paragraphs unchanged. Indented text, such as drawings and code, becomes code."""
     out = []
     for paragraph in text.split("\n\n"):
         is_set_in = all(line.startswith("    ") for line in paragraph.splitlines() if line)
@@ -190,7 +190,7 @@ def _plain(text: str) -> str:
 
 
 def _all_methods(node: ast.ClassDef, home: str) -> Iterator[ast.FunctionDef]:
-    """Of the class, then of those of ours that it is made of, each name once."""
+    """Yield the methods of a class and of its bases in Penstock, each name once."""
     seen = set()
     families = [node]
     for base in node.bases:
@@ -222,7 +222,7 @@ def describe(name: str, node: Node, level: int, shown: str, home: str) -> Iterat
 
 
 def options_table(kind: type) -> str:
-    """The options that a class declares, as a table."""
+    """Return the options that a class declares, as a table."""
     rows = [
         f"| `{option.name}` | `{option.default!r}` | {_plain(option.help)} |"
         for option in penstock.options.options_of(kind).values()
@@ -231,9 +231,9 @@ def options_table(kind: type) -> str:
 
 
 def api_page() -> str:
-    """The page of the whole public face."""
+    """Return the page of the public API."""
     homes = homes_of("penstock")
-    out = ["# API\n", "Made from the sources. Every name is on `penstock` itself.\n"]
+    out = ["# API\n", "Generated from the sources. Import all names from `penstock`.\n"]
     left = {name: home for name, home in homes.items() if name not in MODULES}
     for title, packages in GROUPS.items():
         out.append(f"## {title}\n")
@@ -268,14 +268,14 @@ def api_page() -> str:
 
 
 CALLABLE_PACKAGES = {"machine": "penstock.machine.collect", "verify": "penstock.verify.comparison"}
-"""Packages that can be called, and the module of the function behind the call."""
+"""Callable packages, and the modules of the functions that they call."""
 
 
 def command_page() -> str:
-    """The page of the command line, asked of the parser itself."""
+    """Return the page of the command line, generated from the parser."""
     from penstock.cli.parser import make_parser
 
-    out = ["# Command line\n", "Made from the program. `penstock COMMAND --help` says the same.\n"]
+    out = ["# Command line\n", "Generated from the program, like `penstock COMMAND --help`.\n"]
     for name, parser in make_parser().subcommands():
         told = "\n\n".join(filter(None, (parser.description, parser.epilog)))
         usage = parser.format_usage().removeprefix("Usage: ").strip()
@@ -290,7 +290,7 @@ def command_page() -> str:
 
 
 def _written(action: argparse.Action) -> str:
-    """An argument as it is typed."""
+    """Return an argument as it is typed."""
     shown = str(action.metavar or action.dest.upper())
     if not action.option_strings:
         return shown
