@@ -21,7 +21,7 @@ busy_percent: dict[str, list[float]] = {}
 
 
 def rate_of(call: Callable[[], Any], pace: Pace, watched: str | None = None) -> float:
-    """Return calls per second, including the GPU's work. With a name, run nvidia-smi meanwhile."""
+    """Return calls per second, including the GPU's work. With a name, also run nvidia-smi."""
     with _watched(watched) as begin:
         call()  # start-up is not measured
         run_for(call, max(1.0, pace.warm_up_s))

@@ -31,7 +31,7 @@ def hidden(pace: Pace, key: str) -> Case:
     }
     return Case(
         key=key,
-        title="Copy time that is hidden behind longer computing, from events",
+        title="Share of the copy time hidden behind computing, from events",
         unit="part",
         contenders=[
             Contender(name=every, turn=lambda: 1.0),

@@ -315,7 +315,7 @@ def scaled(pace: Pace) -> Case:
 
     return Case(
         key="d",
-        title="JPEG 1600x1200 to 224, antialiased, exact beside reduced scale",
+        title="JPEG 1600x1200 to 224, antialiased, exact and at reduced scale",
         unit="images/s",
         contenders=[
             Contender(

@@ -111,7 +111,7 @@ def zero_against_four(dataset: Photographs, pace: Pace) -> Case:
         for way, options in ways.items()
         for kind in KINDS
     ]
-    title = "0 against 4 workers, once running: ratio against the same loader without"
+    title = "0 and 4 workers after start-up: ratio to the same loader without workers"
     return Case(key="a", title=title, unit="batches/s", contenders=contenders)
 
 
@@ -128,7 +128,7 @@ def kept_against_fresh(dataset: Photographs) -> Case:
                     name=f"{kind}, {way}, kept", turn=whole(dataset, kind, kept), against=(fresh,)
                 ),
             ]
-    title = f"kept against fresh workers, {NUM_EPOCHS} epochs of {len(dataset) // BATCH} batches"
+    title = f"persistent and new workers, {NUM_EPOCHS} epochs of {len(dataset) // BATCH} batches"
     return Case(key="b", title=title, unit="batches/s", contenders=contenders)
 
 

@@ -89,8 +89,8 @@ def _pair(key: str, title: str, dataset: Any, num_batches: int) -> Case:
     cost = partial(_cost, dataset, num_batches=num_batches)
     turns: dict[str, Callable[[], float]] = {
         "tracing off": lambda: cost(trace=False),
-        "tracing as always": lambda: cost(trace=None),
-        "a trace is asked for": lambda: cost(trace=True),
+        "tracing, the default": lambda: cost(trace=None),
+        "trace=True": lambda: cost(trace=True),
     }
     return Case(
         key=key,
@@ -101,7 +101,7 @@ def _pair(key: str, title: str, dataset: Any, num_batches: int) -> Case:
                 name=name,
                 turn=turn,
                 against=() if name == "tracing off" else ("tracing off",),
-                target=MOST if name == "tracing as always" and key == "a" else None,
+                target=MOST if name == "tracing, the default" and key == "a" else None,
             )
             for name, turn in turns.items()
         ],
@@ -205,13 +205,13 @@ def part(pace: Pace) -> Case:
         contenders += [
             Contender(name=f"{name}, off", turn=way.without),
             Contender(
-                name=f"{name}, as always",
+                name=f"{name}, on",
                 turn=way.with_tracing,
                 against=(f"{name}, off",),
                 target=MOST if "JPEG" in name else None,
             ),
         ]
-    title = "CPU time, tracing on and off in turn, batch by batch"
+    title = "CPU time, alternating batch by batch between tracing on and off"
     return Case(key="d", title=title, unit="s", contenders=contenders)
 
 

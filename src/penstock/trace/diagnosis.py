@@ -157,10 +157,12 @@ class _CauseSearch:
         is_often = later_s > max(0.05 * num_later, later_steady_s)
         if share < STARTUP_SHARE or not (is_often or run.startup_s >= LONG_START_S):
             return None  # one start-up in a short run says nothing about a long run
-        epochs = f"{run.num_passes} epochs ({run.first_start_s:.2f} s in the first)"
+        first = "the first batch"
+        if num_later:
+            first += f"es of {run.num_passes} epochs ({run.first_start_s:.2f} s in the first)"
         text = (
-            f"Bottleneck: start-up, {share:.0%} of the time. {run.startup_s:.2f} s until the first "
-            f"batch of {epochs if num_later else '1 epoch'}, then {run.steady_s:.2f} s."
+            f"Bottleneck: start-up, {share:.0%} of the time. {run.startup_s:.2f} s until {first}, "
+            f"then {run.steady_s:.2f} s."
         )
         are_kept = self.facts.get("persistent_workers") is True
         remedy = "DataLoader(..., persistent_workers=True)"
@@ -170,18 +172,19 @@ class _CauseSearch:
         run = self.run
         if self.loop_lost < NOTHING_LOST <= self.lost and not self.are_copies_unseen:
             text = (
-                f"The GPU waits {self.lost:.0%} of the time, but not for batches. Your step takes "
-                f"{run.share(run.step_s):.0%} of the loop's time, and batches are ready in time."
+                f"The GPU waits {self.lost:.0%} of the time, but not for batches. Bottleneck: your "
+                f"training step, {run.share(run.step_s):.0%} of the loop's time. The batches are "
+                "ready in time."
             )
             remedy = (
-                'with penstock.span("forward"): ... to see where the step waits (.item(), print)'
+                'with penstock.span("forward"): ..., to see where the step waits (.item(), print)'
             )
             return self._say("step", text, self._worker_evidence(), remedy)
         if self.lost >= NOTHING_LOST:
             return None
         text = (
-            f"Your step takes {run.share(run.step_s):.0%} of the time, and batches are ready in "
-            f"time. Faster loading would save at most {self.lost:.0%}."
+            f"Bottleneck: your training step, {run.share(run.step_s):.0%} of the time. The batches "
+            f"are ready in time, so faster loading would save at most {self.lost:.0%}."
         )
         if self.loop_lost >= NOTHING_LOST:  # the loop runs ahead of the GPU
             text = (
@@ -259,7 +262,7 @@ class _CauseSearch:
             return None
         text = (
             f"Bottleneck: worker {one.number}, which takes {one.row_s / usual:.1f} times as long "
-            f"per sample as the others.{' They wait for it.' if is_in_order else ''}"
+            f"per sample as the others.{' The others wait for it.' if is_in_order else ''}"
         )
         evidence = [
             f"worker {one.number} takes {one.row_s * 1e3:.3g} ms per sample, the others "
