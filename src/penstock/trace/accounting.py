@@ -57,7 +57,7 @@ class Account:
 
     Args:
         startup_s: Time until the first batch of each epoch, summed over epochs.
-        first_start_s: The share of ``startup_s`` in the first epoch, which includes one-time costs.
+        first_start_s: The part of ``startup_s`` in the first epoch, which includes one-time costs.
         loading_s: Time loading samples in the training process.
         refused: Number of times no slot was free for the next batch.
     """

@@ -232,7 +232,7 @@ class Recorder:
         return end_ns
 
     def end_epoch(self) -> None:
-        """Call ``on_end``."""
+        """End an epoch. Calls ``on_end``."""
         self.on_end()
 
     def record_inline_load(self, start_ns: int, cpu_ns: int, rows: int, batch: int) -> None:

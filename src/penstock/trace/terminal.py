@@ -60,7 +60,7 @@ def render(
     label = min(max([8, *(len(lane.name) for lane in lanes)]), max(8, width // 4))
     columns = max(10, width - label - 3)
     if last_ns <= first_ns:
-        return Group(Text("The trace is empty: nothing to draw."))
+        return Group(Text("The time range is empty: nothing to draw."))
     lines: list[Text] = []
     seen: set[str] = set()
     has_little = False
