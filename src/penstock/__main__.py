@@ -1,4 +1,7 @@
-"""``python -m penstock``: the command line, or an overview of this platform if no arguments."""
+"""``python -m penstock``: the command line, or an overview of this platform if no arguments.
+
+Tested by ``tests/integration/cli/test_module_command.py``.
+"""
 
 import sys
 

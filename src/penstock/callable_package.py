@@ -2,6 +2,8 @@
 
 Importing any module of a package makes Python set ``penstock.<package>`` to the package, which
 replaces a function of the same name. The package itself is callable for this reason.
+
+Tested by ``tests/integration/verify/test_comparison.py``.
 """
 
 from __future__ import annotations

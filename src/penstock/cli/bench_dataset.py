@@ -1,4 +1,7 @@
-"""Opens the dataset of ``penstock bench``: SCRIPT:NAME, a folder of images, or generated images."""
+"""Opens the dataset of ``penstock bench``: SCRIPT:NAME, a folder of images, or generated images.
+
+Tested by ``tests/integration/cli/test_bench.py``.
+"""
 
 from __future__ import annotations
 

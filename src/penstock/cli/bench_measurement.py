@@ -1,6 +1,8 @@
 """Measurements of ``penstock bench``: each stage alone, each number of workers, and the ceiling.
 
 The ceiling is the rate with samples that are already in memory. Nothing is printed here.
+
+Tested by ``tests/integration/cli/test_bench.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Output of ``penstock bench``: a table, JSON, and an HTML page with plots."""
+"""Output of ``penstock bench``: a table, JSON, and an HTML page with plots.
+
+Tested by ``tests/integration/cli/test_bench.py``.
+"""
 
 from __future__ import annotations
 

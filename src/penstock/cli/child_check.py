@@ -11,6 +11,8 @@
 The child may hang, crash, print, or exit in any way. The command still gets a result within the
 time limit, including what the child was doing. The child does not outlive the call, even if the
 command is killed.
+
+Tested by ``tests/integration/cli/doctor/test_gpu_copies.py``.
 """
 
 from __future__ import annotations

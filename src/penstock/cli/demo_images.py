@@ -1,6 +1,8 @@
 """Generated images for ``penstock demo`` and ``bench``: files, augmented at each load.
 
 The code is plain Python and NumPy. It draws from their global generators, like most datasets.
+
+Tested by ``tests/integration/cli/test_demo.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The speed of a machine drifts, because it warms up and other programs use it. So the contenders take
 turns within one run, the order is reversed every time, and they are compared turn by turn.
+
+Tested by ``tests/unit/cli/test_loader_comparison.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Report sections: titled rows, and the rows that describe a machine."""
+"""Report sections: titled rows, and the rows that describe a machine.
+
+Tested by ``tests/unit/cli/test_overview.py``.
+"""
 
 from __future__ import annotations
 

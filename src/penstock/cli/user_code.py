@@ -1,4 +1,7 @@
-"""Finds the line of user code behind an error, skipping frames of libraries and Penstock."""
+"""Finds the line of user code behind an error, skipping frames of libraries and Penstock.
+
+Tested by ``tests/integration/cli/doctor/test_command.py``.
+"""
 
 from __future__ import annotations
 

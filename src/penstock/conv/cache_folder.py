@@ -1,4 +1,7 @@
-"""The per-user cache folder for measurements. Files are written atomically."""
+"""The per-user cache folder for measurements. Files are written atomically.
+
+Tested by ``tests/faults/conv/probing/test_probe.py``.
+"""
 
 from __future__ import annotations
 

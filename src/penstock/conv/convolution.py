@@ -9,6 +9,8 @@ Results have the strides that torch predicts, because compiled code relies on th
 ``_select_conv_backend`` returns the library that torch would have called, and
 ``_conv_determine_backend_memory_format`` the memory layout of its results. The first also checks
 shapes, with torch's own errors.
+
+Tested by ``tests/integration/conv/test_bypass.py``.
 """
 
 from __future__ import annotations

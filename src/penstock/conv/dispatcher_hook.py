@@ -12,6 +12,8 @@ Autograd attaches the derivative of a convolution above this level. It calls
 ``convolution_backward``, so training passes through here as well. Double backward consists of
 convolutions again. torch's own kernels stay registered under ``CompositeExplicitAutograd``. Calls
 that Penstock does not compute are sent there.
+
+Tested by ``tests/integration/conv/test_bypass.py``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ only the three passes of ordinary convolutions:
     forward           x, w   -> y
     input gradient    dy, w  -> dx
     weight gradient   x, dy  -> dw
+
+Tested by ``tests/integration/conv/test_bypass.py``.
 """
 
 from __future__ import annotations

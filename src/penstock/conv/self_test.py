@@ -1,4 +1,7 @@
-"""Self-test of the bypass: compares a grid of layers on one device with float64 on the CPU."""
+"""Self-test of the bypass: compares a grid of layers on one device with float64 on the CPU.
+
+Tested by ``tests/integration/conv/test_inference.py``.
+"""
 
 from __future__ import annotations
 

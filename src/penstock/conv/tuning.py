@@ -4,6 +4,8 @@ On a GPU, the candidates for a shape are timed the first time it is seen, within
 the whole process. The result is written to a file for this torch, Triton and GPU. The first
 candidate is used without measuring on the CPU, under ``torch.use_deterministic_algorithms``, while
 a CUDA graph is captured, and when the budget is used up.
+
+Tested by ``tests/integration/conv/test_bypass.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 torch exposes the runtime under CUDA's names in both builds (``torch.cuda.cudart()``), so the same
 code registers memory on NVIDIA and AMD. Tests: test_pinning.py and test_fences.py.
+
+Tested by ``tests/integration/device/test_pinning.py``.
 """
 
 from __future__ import annotations

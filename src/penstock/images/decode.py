@@ -4,6 +4,8 @@
           -> turn upright -> crop, resize, flip -> uint8
 
 Pixels are uint8 RGB. Normalization to floats happens on the device, where it costs nothing.
+
+Tested by ``tests/compat/test_images.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Reads size, channels and orientation from the first bytes of an image file.
 
 Nothing is decoded, so a file that would fill the memory is refused in time.
+
+Tested by ``tests/compat/test_images.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The choice between simplejpeg, OpenCV, torchvision and Pillow is measured once per process, on one
 of the user's files.
+
+Tested by ``tests/compat/test_images.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Pixels are uint8 arrays of shape (height, width, channels). Runs in the process that loads the
 sample. Called by :mod:`penstock.images.decode` and :mod:`penstock.images.crops`.
+
+Tested by ``tests/compat/test_images.py``.
 """
 
 from __future__ import annotations

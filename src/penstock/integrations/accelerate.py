@@ -10,6 +10,8 @@ accelerate still moves batches to the device, splits them across ranks, and does
 the end of an epoch. It saves and restores the state of stateful loaders, so ``save_state`` and
 ``load_state`` can resume in the middle of an epoch. Nothing is patched before a Penstock loader is
 prepared.
+
+Tested by ``tests/compat/test_accelerate.py``.
 """
 
 from __future__ import annotations

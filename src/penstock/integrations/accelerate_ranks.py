@@ -6,6 +6,8 @@
 The first two belong to accelerate and may be missing. They decide which indices a rank gets. The
 position of a sample in the epoch determines its randomness and depends on the number of ranks. A
 global batch covers consecutive positions, and each rank has its part of them.
+
+Tested by ``tests/compat/test_accelerate.py``.
 """
 
 from __future__ import annotations

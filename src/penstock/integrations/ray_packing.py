@@ -5,6 +5,8 @@
 
 If a node dies, the shards it was writing are lost. Ray runs them again on a different node. A
 half-written file is never mistaken for a shard.
+
+Tested by ``tests/soak/test_packing_soak.py``.
 """
 
 from __future__ import annotations

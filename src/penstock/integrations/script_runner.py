@@ -3,6 +3,8 @@
     argv, sys.path, __main__, exit codes and signals are the script's; tracebacks begin with it
 
 torch is patched when the script imports it. A script that does not import torch has no overhead.
+
+Tested by ``tests/integration/cli/test_run_training.py``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Mosaic takes its additional images from a buffer of images that this process loaded recently. No
 seed can reproduce that when workers divide the samples, or after a worker has died. Ultralytics has
 a switch for it, which it uses itself for images in memory (``cache="ram"``).
+
+Tested by ``tests/unit/integrations/test_ultralytics_mosaic.py``.
 """
 
 from __future__ import annotations

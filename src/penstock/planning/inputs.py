@@ -1,4 +1,7 @@
-"""Inputs of a plan besides the machine: the loader's options and the facts about the data."""
+"""Inputs of a plan besides the machine: the loader's options and the facts about the data.
+
+Tested by ``tests/unit/planning/test_decisions.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Results of planning: choices with their reasons, and problems with their cures."""
+"""Results of planning: choices with their reasons, and problems with their cures.
+
+Tested by ``tests/unit/planning/test_decisions.py``.
+"""
 
 from __future__ import annotations
 

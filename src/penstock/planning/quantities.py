@@ -1,4 +1,7 @@
-"""Counts, durations and sizes as human-readable text."""
+"""Counts, durations and sizes as human-readable text.
+
+Tested by ``tests/unit/planning/test_decisions.py``.
+"""
 
 from __future__ import annotations
 

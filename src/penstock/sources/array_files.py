@@ -11,6 +11,8 @@ where NumPy sees their rows as rows of one array:
 
 No descriptor stays open, so a set with many shards does not approach the limit. On other systems
 files are mapped one by one, and a gather copies rows in smaller chunks.
+
+Tested by ``tests/unit/sources/test_packed.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 All writes use ``pwrite``, so a full disk raises ``OSError``. A write through a memory map would
 raise SIGBUS.
+
+Tested by ``tests/unit/sources/test_cache.py``.
 """
 
 from __future__ import annotations

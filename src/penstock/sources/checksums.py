@@ -6,6 +6,8 @@ The record of verified blocks is shared by all workers and epochs:
 
 On Linux workers open the parent's memory under that name. It vanishes with the parent, so nothing
 is left behind. On other systems each process keeps its own record.
+
+Tested by ``tests/unit/sources/test_packed.py``.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ in 3 chunks each, a gather took 450 microseconds on x86-64. From a single array 
 by row 640.
 
 Called in any process that loads samples, by the datasets of :mod:`penstock.sources.packed`.
+
+Tested by ``tests/unit/sources/test_packed.py``.
 """
 
 from __future__ import annotations

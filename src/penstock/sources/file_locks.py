@@ -1,4 +1,7 @@
-"""File locks between processes. The system releases them when the holder exits."""
+"""File locks between processes. The system releases them when the holder exits.
+
+Tested by ``tests/faults/sources/test_cache_killed.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``penstock.ImageFolder``: images in one subfolder per class, like torchvision's class."""
+"""``penstock.ImageFolder``: images in one subfolder per class, like torchvision's class.
+
+Tested by ``tests/compat/test_images.py``.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@
 
 There is no pickle and no code is run, so a packed set from an untrusted source is safe to open. The
 checksums detect accidents, not attacks, because an attacker can rewrite them.
+
+Tested by ``tests/unit/sources/test_packed.py``.
 """
 
 from __future__ import annotations

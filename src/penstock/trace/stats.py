@@ -1,4 +1,7 @@
-"""``loader.stats()``: current rates and waits, from the recent records of the training process."""
+"""``loader.stats()``: current rates and waits, from the recent records of the training process.
+
+Tested by ``tests/integration/trace/test_worker_recorder.py``.
+"""
 
 from __future__ import annotations
 

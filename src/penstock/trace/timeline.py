@@ -1,6 +1,8 @@
 """``penstock.Timeline``: a trace as a drawing, an HTML page, a file, totals and a diagnosis.
 
 Called in the training process (``loader.timeline()``) and by the command line.
+
+Tested by ``tests/unit/trace/test_accounting.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Writer of a loader's trace file, during the run and at its end."""
+"""Writer of a loader's trace file, during the run and at its end.
+
+Tested by ``tests/unit/trace/test_files.py``.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@
     this process                                 child
     factory and setting, pickled  -- stdin -->   run_and_hash()
     HashedRun                     <-- a file --
+
+Tested by ``tests/integration/verify/test_comparison.py``.
 """
 
 from __future__ import annotations

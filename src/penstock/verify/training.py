@@ -6,6 +6,8 @@
 The model has common layers (convolution, normalisation, pooling, linear) and two operations that
 accelerators are known to sum in the order of arrival: the gradient of a bilinear resize, and an
 index_add. Each device trains with torch's defaults, and with ``seed_all(deterministic=True)``.
+
+Tested by ``tests/integration/verify/test_comparison.py``.
 """
 
 from __future__ import annotations

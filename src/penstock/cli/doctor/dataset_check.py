@@ -1,6 +1,8 @@
 """Dataset check of ``penstock doctor``: length, pickling, contents, samples, one batch, the plan.
 
 It runs in the child process. Each step saves plain values and does not judge them.
+
+Tested by ``tests/integration/cli/doctor/test_command.py``.
 """
 
 from __future__ import annotations

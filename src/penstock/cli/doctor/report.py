@@ -1,4 +1,7 @@
-"""The report of ``penstock doctor``: facts, dataset, plan and problems."""
+"""The report of ``penstock doctor``: facts, dataset, plan and problems.
+
+Tested by ``tests/integration/cli/doctor/test_command.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Sample check of ``penstock doctor``: time, form, exceptions, randomness, and the last index.
 
 It runs in the child process.
+
+Tested by ``tests/integration/cli/doctor/test_command.py``.
 """
 
 from __future__ import annotations

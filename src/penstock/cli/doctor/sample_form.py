@@ -1,4 +1,7 @@
-"""One-line descriptions of samples, and skeletons to compare them."""
+"""One-line descriptions of samples, and skeletons to compare them.
+
+Tested by ``tests/integration/cli/doctor/test_command.py``.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ over the taps are in float32 and rounded once more.
 
 Memory in addition to inputs and results: ``C * taps`` elements for each position of ``dy``, for as
 many samples as the cap allows.
+
+Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 """
 
 from __future__ import annotations

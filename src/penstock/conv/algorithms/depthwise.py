@@ -11,6 +11,8 @@ and memory are those of ATen: sums in float32, and no memory in addition to the 
 
 *Triton*: one lane for each element. Error: sums in float32, rounded once. Memory in addition to
 inputs and results: none, except ``parts * C * taps`` float32 sums for the weight gradient.
+
+Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 """
 
 from __future__ import annotations

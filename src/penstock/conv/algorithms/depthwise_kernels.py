@@ -2,6 +2,8 @@
 
 Imported only where Triton is installed. :mod:`penstock.conv.algorithms.depthwise` launches them.
 They sum in float32 and use no atomic operations.
+
+Tested by ``tests/integration/conv/algorithms/test_triton_launch.py``.
 """
 
 # Triton compiles the source of these functions itself, so Python's types do not apply.

@@ -4,6 +4,8 @@ Imported only where Triton is installed. :mod:`penstock.conv.algorithms.implicit
 :mod:`penstock.conv.algorithms.col2im` launch them. All kernels address tensors by strides, so one
 kernel serves both memory layouts. All sum in float32 (no TF32) and use no atomic operations, so the
 same call gives the same bits.
+
+Tested by ``tests/integration/conv/algorithms/test_triton_launch.py``.
 """
 
 # Triton compiles the source of these functions itself, so Python's types do not apply.

@@ -12,6 +12,8 @@ Memory in addition to inputs and results, in elements, for ``b`` samples and ``r
 spatial axis in a chunk: ``b * r * positions_per_row * taps * C  +  b * padded_rows * C``. The
 second term applies only with padding. The total is at most ``cap``, or one row of one sample if
 that is larger.
+
+Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 """
 
 from __future__ import annotations

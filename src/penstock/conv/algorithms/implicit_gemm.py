@@ -17,6 +17,8 @@ Memory in addition to inputs and results: a transposed copy of the weights where
 not suit the kernel. With merged groups, the weights once for each group in a merged group. Weight
 gradients: ``parts * O * C/groups * taps`` sums in float32, limited by the cap and
 :data:`MAX_PARTIAL_BYTES`, or the sums of one part if those are larger.
+
+Tested by ``tests/integration/conv/algorithms/test_triton_launch.py``.
 """
 
 from __future__ import annotations

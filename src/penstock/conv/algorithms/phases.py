@@ -7,6 +7,8 @@ With stride 1 there is one phase: a convolution with the taps in reverse.
 
 Error and memory: those of the algorithm that computes the phases, for the largest phase. With more
 than one phase there is also a copy of the phase's result.
+
+Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Error: sums of ``C`` products, summed by torch's matrix product. Memory in addit
 results: none in channels_last layout. Otherwise a weight gradient takes ``O * C`` elements for each
 sample, or the size of x and dy if that is less, for as many samples at a time as the cap allows.
 With a stride, the part of ``x`` that is read is copied.
+
+Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ chunk size is chosen so that this stays under the cap, or is one sample. The wei
 The ``triton_*`` passes are F(4x4) in float32, with the same mathematics, error bound and products.
 Their transforms read and write each value once: a tile is not stored before it is transformed.
 Memory: ``36 * P * (C + O)`` for the tiles of a chunk, and ``36 * C * O`` for the weights.
+
+Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 """
 
 from __future__ import annotations

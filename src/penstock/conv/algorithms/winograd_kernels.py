@@ -2,6 +2,8 @@
 
 Imported only where Triton is installed. :mod:`penstock.conv.algorithms.winograd` launches them.
 A lane holds one tile of one channel, with all 36 positions in registers.
+
+Tested by ``tests/integration/conv/algorithms/test_triton_launch.py``.
 """
 
 # Triton compiles the source of these functions itself, so Python's types do not apply.

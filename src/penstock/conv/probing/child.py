@@ -8,6 +8,8 @@
 
 The reference is computed in float64 on the CPU with Penstock's own im2col, so a broken library is
 never compared with itself.
+
+Tested by ``tests/faults/conv/probing/test_probe.py``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The remedies are settings of the vendor's library, then torch's own kernels, then Penstock's bypass.
 Each remedy that applies to this machine is tried on the broken steps, in child processes. The
 fastest one that fixes all of them is the advice.
+
+Tested by ``tests/faults/conv/probing/test_probe.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Steps of the probe: one for each kind of convolution, dtype, layout and pass.
 
 Steps are plain data. The parent sends a list of steps to a child and reads a verdict for each.
+
+Tested by ``tests/faults/conv/probing/test_probe.py``.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ shared()      any number of threads run samples that do not draw from the global
 
 Samples that have not drawn so far can run concurrently, because no thread sets a generator during
 that time. If one does draw, its run is loaded again under the exclusive lock.
+
+Tested by ``tests/integration/engine/parent/test_thread_pool.py``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ parent -> fork server   ("fork", (modules, path, assignment)) + [channel, memory
 parent -> fork server   ("import", (modules, path))
 fork server -> parent   ("ready", pid) ("imported", pid) ("exit", pid, status)
 fork server -> parent   ("forked", pid), or ("tainted" | "stale" | "refused", why)
+
+Tested by ``tests/faults/engine/parent/test_fork_server.py``.
 """
 
 from __future__ import annotations

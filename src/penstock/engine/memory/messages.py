@@ -8,6 +8,8 @@
 The first page of the shared file is the control page. Its 64-bit cells are read and written without
 messages. It is followed by one trace buffer per worker, where the worker records its activity (see
 :mod:`penstock.trace.worker_recorder`).
+
+Tested by ``tests/unit/engine/parent/test_in_flight.py``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 
 Python's ``hash()`` of a string differs between processes, so SharedDict hashes an encoding of the
 key. Equal keys, such as ``1``, ``1.0`` and ``True``, have the same encoding.
+
+Tested by ``tests/integration/engine/memory/test_shared_list.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A lazily conjugated or negated tensor has the bytes of its base plus a flag bit. torch 1.13 and
 torch's own workers lose that bit. Here the base is pickled, and the bit is restored.
+
+Tested by ``tests/property/engine/memory/test_storage_blocks.py``.
 """
 
 from __future__ import annotations

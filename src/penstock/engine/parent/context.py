@@ -4,6 +4,8 @@
 
 None of them holds a loader or an iterator. So dropping the last reference to an iterator ends its
 workers immediately, without the garbage collector.
+
+Tested by ``tests/integration/test_loader.py``.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 Batches are delivered in the order of the sampler, whatever the order of arrival. With per-sample
 randomness, the choice of worker for a part does not change the batch. With per-worker randomness,
 and for iterable datasets, whole batches are assigned to the workers in strict rotation.
+
+Tested by ``tests/integration/test_loader.py``.
 """
 
 from __future__ import annotations

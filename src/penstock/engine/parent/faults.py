@@ -1,6 +1,8 @@
 """Fault-handling options and counters of a loader: bad samples found, workers replaced.
 
 One ``Faults`` belongs to a loader and is shared with its iterators. It holds neither of them.
+
+Tested by ``tests/integration/engine/loading/test_bad_samples.py``.
 """
 
 from __future__ import annotations

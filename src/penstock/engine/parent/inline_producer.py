@@ -1,4 +1,7 @@
-"""Loads batches without workers, in the caller's thread, on request."""
+"""Loads batches without workers, in the caller's thread, on request.
+
+Tested by ``tests/integration/test_loader.py``.
+"""
 
 from __future__ import annotations
 

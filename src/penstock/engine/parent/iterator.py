@@ -5,6 +5,8 @@ warns about wrong lengths exactly as PyTorch does. Batches come from a producer:
 :mod:`~penstock.engine.parent.inline_producer` loads in the caller's thread,
 :mod:`~penstock.engine.parent.worker_producer` loads with workers, and
 :mod:`~penstock.engine.parent.auto_workers` starts inline and may switch to workers.
+
+Tested by ``tests/integration/engine/memory/test_lifetimes.py``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 
 The fork server is used on Linux. macOS and Windows use spawn. ``fork`` copies the parent in its
 current state and is used only if the user requests it explicitly.
+
+Tested by ``tests/faults/engine/parent/test_fork_server.py``.
 """
 
 from __future__ import annotations

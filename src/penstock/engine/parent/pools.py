@@ -1,6 +1,8 @@
 """The worker pool interface, and code shared by process and thread pools.
 
 pool.send(worker, leases); pool.receive(timeout_s) -> [(worker, Reply | WorkerExit | ...)]
+
+Tested by ``tests/integration/engine/parent/test_thread_pool.py``.
 """
 
 from __future__ import annotations

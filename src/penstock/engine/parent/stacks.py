@@ -7,6 +7,8 @@
 faulthandler needs neither the GIL nor the worker's cooperation, so this also works for a decoder
 that hangs in C. Linux only. On other systems the stack is not available, and everything else works
 without it.
+
+Tested by ``tests/faults/engine/parent/test_watchdog.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Loads batches with worker processes or threads, which load ahead of the training loop."""
+"""Loads batches with worker processes or threads, which load ahead of the training loop.
+
+Tested by ``tests/integration/engine/worker/test_loop.py``.
+"""
 
 from __future__ import annotations
 

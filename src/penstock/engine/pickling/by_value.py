@@ -1,6 +1,8 @@
 """Registers modules that workers cannot import, so that cloudpickle pickles them by value.
 
 Plugin loaders, config systems and ``runpy`` execute files under names that cannot be imported.
+
+Tested by ``tests/integration/engine/pickling/test_scripts.py``.
 """
 
 from __future__ import annotations

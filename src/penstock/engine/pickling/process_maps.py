@@ -2,6 +2,8 @@
 
 list_mappings(start, end)  the mappings in a range, with their file, permissions and flags
 is_unwritten(start, end)   True if a range of a private mapping still equals its file
+
+Tested by ``tests/integration/engine/pickling/test_shared_arrays.py``.
 """
 
 from __future__ import annotations

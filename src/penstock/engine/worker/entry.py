@@ -1,6 +1,8 @@
 """Entry points of workers that start without a new interpreter: threads, and forks on request.
 
 The loader passes them to the parent's side of the engine, which does not import this side.
+
+Tested by ``tests/integration/engine/worker/test_loop.py``.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 
 The parent's side is :mod:`penstock.engine.parent.fork_server`. The user's main module is never run.
 The fork server and its workers exit when the parent does.
+
+Tested by ``tests/faults/engine/parent/test_fork_server.py``.
 """
 
 from __future__ import annotations

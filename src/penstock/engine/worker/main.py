@@ -4,6 +4,8 @@
     fork server ==fork==> worker_main
 
 The user's main module is never run. A worker exits when its parent does.
+
+Tested by ``tests/integration/engine/worker/test_loop.py``.
 """
 
 from __future__ import annotations

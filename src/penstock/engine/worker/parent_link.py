@@ -2,6 +2,8 @@
 
 The status needs no message. It is in the worker's cells on the control page, so the parent can also
 read what a worker was doing when it died or hung. The worker's stack is written on request.
+
+Tested by ``tests/faults/engine/parent/test_endings.py``.
 """
 
 from __future__ import annotations
