@@ -1,8 +1,6 @@
 """Calls the user's dataset: by sample, by batch (``__getitems__``) or as a stream.
 
 Called by a worker (process or thread), or by the parent when it loads inline.
-
-Tested by ``tests/integration/engine/loading/test_every_kind.py``.
 """
 
 from __future__ import annotations

@@ -57,6 +57,22 @@ def test_the_present_folder_reaches_new_workers(
     assert first(Whereabouts())["folder"] == str(tmp_path)
 
 
+@legacy
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not show the umask")
+def test_the_umask_reaches_new_workers() -> None:
+    def umask(index: int) -> int:
+        before = os.umask(0)
+        os.umask(before)
+        return before
+
+    before = os.umask(0o077)
+    try:
+        assert first(Samples(umask)) == 0o077
+    finally:
+        os.umask(before)
+    assert first(Samples(umask)) == before
+
+
 def test_a_present_folder_that_was_deleted_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
