@@ -248,7 +248,7 @@ def test_a_training_that_differs_is_told(
     assert capsys.readouterr().out == ""
     assert legacy.verify_reproducibility(verbose=True) is False
     shown = capsys.readouterr().out
-    assert "first in: the loss" in shown
+    assert "first difference: the loss" in shown
     assert "set_seed(42, deterministic=True)" in shown
 
 
