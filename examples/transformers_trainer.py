@@ -19,6 +19,7 @@ class Sentences(Dataset):
     def __getitem__(self, index: int) -> dict:
         words = (torch.arange(12) * (index + 3)) % 50 + 1
         words[torch.rand(12) < 0.2] = 0
+        words[0] = index
         return {"input_ids": words, "labels": torch.tensor(index % 2)}
 
 
@@ -35,11 +36,18 @@ if __name__ == "__main__":
         output_dir=sys.argv[1] if len(sys.argv) > 1 else "output",
         num_train_epochs=2,
         per_device_train_batch_size=8,
-        dataloader_num_workers=2,
+        dataloader_num_workers=int(sys.argv[2]) if len(sys.argv) > 2 else 2,
         use_cpu=True,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
     )
-    trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=Sentences())
+    model, order = BertForSequenceClassification(config), []
+
+    def note_order(module, args, inputs):
+        order.extend(inputs["input_ids"][:, 0].tolist())
+
+    model.register_forward_pre_hook(note_order, with_kwargs=True)
+    trainer = Trainer(model, arguments, train_dataset=Sentences())
     print("loss", trainer.train().training_loss)
+    print("order", order)

@@ -51,6 +51,9 @@ RUNS |= {
     (example, "plain"): Run(example=example, is_plain=True, arguments=("0",))
     for example in ("monai_images", "fastai_learner")
 }
+RUNS["transformers_trainer", "plain"] = Run(
+    example="transformers_trainer", is_plain=True, arguments=("output", "0")
+)
 RUNS["fastai_learner", "own"] = Run(example="fastai_learner", arguments=("0", "own"))
 
 
@@ -117,6 +120,12 @@ def test_monai_gets_the_order_of_torch_s_loader(ends: dict[Any, Any]) -> None:
     assert order_of(ours) == order_of(plain)
     assert ours.told("pixels") == end_of(("monai_images", "other"), ends).told("pixels")
     assert ours.told("pixels") != plain.told("pixels")  # drawn from other generators
+
+
+def test_transformers_trainer_gets_the_order_of_torch_s_loader(ends: dict[Any, Any]) -> None:
+    orders = [order_of(end_of(("transformers_trainer", way), ends)) for way in ("workers", "plain")]
+    assert orders[0] == orders[1]
+    assert sorted(orders[0][:32]) == list(range(32)) != orders[0][:32]  # shuffled, each once
 
 
 def test_fastai_gets_each_sample_of_an_epoch(ends: dict[Any, Any]) -> None:
