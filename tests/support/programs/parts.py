@@ -118,6 +118,7 @@ class Holder:
     """The attributes that datasets and collates draw from; a user's augmentation."""
 
     _class_generator = np.random.default_rng(6)
+    _zebra = _antelope = np.random.default_rng(5)
 
     def __init__(self, draws: tuple[str, ...]) -> None:
         self.draws = draws
@@ -134,6 +135,8 @@ class Holder:
         self.lazy: Any = None
         self.folds = np.random.default_rng(80)
         self.kept: Any = None
+        self.local = _make_local()
+        self.by_key: dict[int, random.Random] = {}
         self.pipeline: Any = _make_pipelines(draws)
 
     def draw(self, index: int) -> torch.Tensor:
@@ -148,6 +151,28 @@ class Holder:
         if self.kept is None:
             self.kept = self.folds.permutation(1000)
         return int(self.kept[index % 1000])
+
+
+def _make_local() -> Any:
+    """Return an object of a class that workers receive by value."""
+
+    class Local:
+        zulu = np.random.default_rng(13)
+        alpha = zulu
+
+    return Local()
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_generator(key: int) -> random.Random:
+    return random.Random(key)
+
+
+def _draw_and_restore(generator: random.Random) -> int:
+    state = generator.getstate()
+    drawn = generator.getrandbits(60)
+    generator.setstate(state)
+    return drawn
 
 
 def _draw_unequally(index: int) -> int:
@@ -184,6 +209,11 @@ DRAWS: dict[str, Callable[[Holder, int], int]] = {
     "long list": lambda self, i: int(self.many[i % 60].integers(1 << 60)),
     "first use": lambda self, i: self.draw_lazily(),
     "kept": lambda self, i: self.draw_once(i),
+    "local class": lambda self, i: int(self.local.zulu.integers(1 << 60)),
+    "two names": lambda self, i: int(self._zebra.integers(1 << 60)),
+    "bounded cache": lambda self, i: _cached_generator(i % 3).getrandbits(60),
+    "by key": lambda self, i: self.by_key.setdefault(i % 70, random.Random(i % 70)).getrandbits(60),
+    "restored": lambda self, i: _draw_and_restore(self.random),
     "torchvision": lambda self, i: _apply(self.pipeline["torchvision"], i),
     "torchvision v2": lambda self, i: _apply(self.pipeline["torchvision v2"], i),
     "albumentations": lambda self, i: _augment(self.pipeline["albumentations"], i),
@@ -417,6 +447,16 @@ class _Batches:
         return iter(self._batches())
 
 
+class _RefilledBatches(_Batches):
+    """Yields one list again and again."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for indices in self._batches():
+            batch[:] = indices
+            yield batch
+
+
 def _seeded_generator() -> torch.Generator:
     generator = torch.Generator()
     generator.manual_seed(5)
@@ -471,6 +511,7 @@ ORDERS: dict[str, Callable[[int, dict[str, Any]], dict[str, Any]]] = {
     "list": lambda length, batch: {"sampler": [*range(length)][::-1], **batch},
     "batches": lambda length, batch: {"batch_sampler": _Batches(length)},
     "batch list": lambda length, batch: {"batch_sampler": [*_Batches(length)]},
+    "refilled batches": lambda length, batch: {"batch_sampler": _RefilledBatches(length)},
     "batch sampler": _batched,
     "seeded order": lambda length, batch: {
         "sampler": penstock.SeededOrder(length, seed=6),
@@ -486,7 +527,7 @@ ORDERS: dict[str, Callable[[int, dict[str, Any]], dict[str, Any]]] = {
     },
     "buckets": _bucketed,
 }
-BATCH_ORDERS = ("batches", "batch list", "batch sampler", "buckets")
+BATCH_ORDERS = ("batches", "refilled batches", "batch list", "batch sampler", "buckets")
 REPLACING_ORDERS = ("weighted generator", "replacement", "weighted order")
 """The same index may come twice in an epoch."""
 
