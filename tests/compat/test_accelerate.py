@@ -1,4 +1,4 @@
-"""accelerate keeps our engine in the loaders it prepares, and saves and restores their place."""
+"""Loaders prepared by accelerate keep Penstock's engine and save and restore their position."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def epochs(loader: Any, count: int = NUM_EPOCHS) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[Any]:
-    """What the loader gives without accelerate."""
+    """Batches of the loader without accelerate."""
     return epochs(make())
 
 
@@ -74,7 +74,7 @@ def test_torch_s_loader_is_prepared_as_ever_and_fails_this() -> None:
         assert type(prepared.base_dataloader) is TorchDataLoader
         return epochs(prepared)
 
-    prepare(make())  # what is done for ours must not reach others
+    prepare(make())  # changes for Penstock's loaders must not affect others
     assert draws(0) != draws(2)
 
 
@@ -115,14 +115,14 @@ def test_gradients_are_summed_up_as_many_steps_as_asked_and_at_the_end() -> None
             syncs.append(summing.sync_gradients)
             summing.backward(model(batch[1].float().reshape(-1, 1)).sum())
     assert syncs == [False, True, False, True, True]
-    assert summing.gradient_state.remainder == -1  # the loader has ended
+    assert summing.gradient_state.remainder == -1  # the loader is exhausted
 
 
 def test_a_batch_that_was_looked_at_before_does_not_shorten_the_epoch(plain: list[Any]) -> None:
     loader = make()
     next(iter(loader))
     prepared = prepare(loader)
-    assert epochs(prepared, 2) == plain[STEPS:]  # as the loader itself goes on
+    assert epochs(prepared, 2) == plain[STEPS:]  # continues like the unprepared loader
 
 
 def test_a_place_that_was_restored_before_is_where_the_prepared_one_begins(
@@ -160,7 +160,7 @@ def test_a_stream_is_prepared_too(num_workers: int) -> None:
 
 
 def test_samples_without_batches_keep_their_order() -> None:
-    """accelerate forgets the sampler there."""
+    """accelerate drops the sampler when there are no batches."""
     loader = DataLoader(Draws(24), batch_size=None, shuffle=True, seed=3)
     order = [sample[0] for sample in DataLoader(Draws(24), batch_size=None, shuffle=True, seed=3)]
     assert [sample[0] for sample in prepare(loader)] == order
@@ -214,7 +214,7 @@ def test_an_epoch_that_is_left_early_is_not_begun_again(plain: list[Any]) -> Non
     assert seen == plain[::STEPS]
 
 
-# -- going on --------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 
 def skipping(training: Any, loader: Any, num_done: int) -> Any:
@@ -239,7 +239,7 @@ def train(
     kind: Any = DataLoader,
     **keywords: Any,
 ) -> list[Any]:
-    """As scripts for accelerate have it; ``num_done`` steps were saved by an earlier call."""
+    """Train like a typical accelerate script. An earlier call saved ``num_done`` steps."""
     training, loader, seen = accelerate.Accelerator(cpu=True), None, []
     loader = make(num_workers, kind, **keywords)
     if way is as_registered:
@@ -273,7 +273,7 @@ def test_a_training_goes_on_with_the_batches_that_were_missing(
 def test_a_training_that_is_stopped_twice_goes_on_twice(
     way: Any, tmp_path: Path, plain: list[Any]
 ) -> None:
-    """The second time at the end of the epoch that was resumed the first time."""
+    """The second stop is at the end of the epoch that the first resume continued."""
     first = train(tmp_path, way, stop_at=3)
     second = train(tmp_path, way, num_done=3, stop_at=STEPS)
     assert first + second + train(tmp_path, way, num_done=STEPS) == plain
@@ -332,8 +332,8 @@ def test_skipped_batches_are_not_loaded(num_workers: int, plain: list[Any]) -> N
 
 
 def rank_of(loader: Any, rank: int, world_size: int = 2, **options: Any) -> Any:
-    """What the accelerator of that rank makes of a loader."""
-    assert not loader._is_accelerate_prepared  # it asks first
+    """Return the loader as the accelerator of this rank prepares it."""
+    assert not loader._is_accelerate_prepared  # accelerate checks this first
     return accelerate.data_loader.prepare_data_loader(
         loader, num_processes=world_size, process_index=rank, **options
     )
@@ -351,7 +351,7 @@ def map_tuples(field: list[Any]) -> list[Any]:
 def test_ranks_together_have_the_rows_of_one_process(
     options: dict[str, Any], plain: list[Any]
 ) -> None:
-    """Order and augmentation alike; what fills up the last batch comes on top."""
+    """Order and augmentation are the same. Samples that pad the last batch are extra."""
     size = 4 if "split_batches" in options else 5
     ranks = [
         rank_of(DataLoader(Draws(24), batch_size=size, shuffle=True, seed=3), rank, **options)
@@ -404,10 +404,10 @@ def test_a_loader_that_takes_its_rank_s_part_already_is_refused_by_two_ranks() -
     loader = make(rank=0, world_size=2)
     with pytest.raises(BadArgument, match="already"):
         rank_of(loader, 0)
-    assert len(epochs(prepare(make(rank=0, world_size=2)), 1)) == 3  # alone it may
+    assert len(epochs(prepare(make(rank=0, world_size=2)), 1)) == 3  # allowed with one process
 
 
-# -- versions that are not known -------------------------------------------------------------------
+# -- unknown versions ------------------------------------------------------------------------------
 
 
 def test_an_accelerate_that_is_built_otherwise_gets_a_line_and_torch_s_loader(

@@ -1,4 +1,4 @@
-"""Real albumentations pipelines, which have generators of their own: the same bits all the same."""
+"""Real albumentations pipelines with their own generators give the same bits in any worker."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pipeline() -> Any:
 
 
 class Images(Dataset):
-    """Small images; what is random is the transform."""
+    """Small images. Only the transform is random."""
 
     def __init__(self) -> None:
         self.images = np.random.RandomState(0).randint(0, 255, (40, 24, 24, 3)).astype(np.uint8)
@@ -76,7 +76,7 @@ def test_each_epoch_and_each_sample_is_augmented_anew() -> None:
 
     loader = DataLoader(Same(), batch_size=10, seed=5, num_workers=2)
     seen = {stream_hash.numbers_of(image) for _ in range(2) for batch in loader for image in batch}
-    assert len(seen) > 70  # of 80; a flip alone gives few that differ
+    assert len(seen) > 70  # of 80; a flip alone gives few distinct images
 
 
 def test_an_augmented_sample_is_replayed() -> None:

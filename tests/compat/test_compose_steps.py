@@ -1,4 +1,4 @@
-"""torchvision's Compose, step by step, without being changed."""
+"""Running torchvision's Compose step by step, without modifying it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other people's networks on a machine whose convolutions fail: unmodified, they train."""
+"""Unmodified third-party networks train on a machine whose convolutions fail."""
 
 from __future__ import annotations
 

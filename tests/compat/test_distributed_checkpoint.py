@@ -1,4 +1,4 @@
-"""The state through torch.distributed.checkpoint, which is how torchtitan saves a loader."""
+"""Loader state in torch.distributed.checkpoint, which torchtitan uses to save a loader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ stateful = pytest.importorskip("torch.distributed.checkpoint.stateful")
 pytestmark = [
     pytest.mark.vision,
     pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # torch 2.8's own
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # raised by torch
 ]
 
 
@@ -28,7 +28,7 @@ def make(num_workers: int = 0, **arguments: Any) -> Any:
 
 
 class Pickled:
-    """As torchtitan's own loader does it: one entry per rank, a pickle of the loader's state."""
+    """Same format as torchtitan's loader: one entry per rank, a pickle of the loader's state."""
 
     def __init__(self, loader: Any, rank: int = 0) -> None:
         self.loader, self.key = loader, f"dp_rank_{rank}"
@@ -68,7 +68,7 @@ def test_a_loader_goes_on_from_a_checkpoint(wrap: Any, tmp_path: Path) -> None:
 
 
 def test_what_was_drawn_without_a_seed_needs_the_pickle(tmp_path: Path) -> None:
-    """torch loads only the entries that the new loader has: that is refused, not guessed."""
+    """torch loads only the entries that the new loader has. The missing ones are an error."""
     loader = make()
     batches, _ = halfway(loader)
     both = {"values": loader, "bytes": Pickled(loader)}

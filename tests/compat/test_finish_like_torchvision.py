@@ -1,4 +1,4 @@
-"""penstock.finish against torchvision itself: the same bits, whatever the image."""
+"""penstock.finish gives the same bits as torchvision for every image."""
 
 from __future__ import annotations
 

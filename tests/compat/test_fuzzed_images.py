@@ -1,6 +1,6 @@
-"""Broken JPEG files, through "skip" and "replace": no crash, no hang, every one is listed.
+"""Broken JPEG files with "skip" and "replace": no crash, no hang, and every one is listed.
 
-The 2,000 are in tests/soak/test_fuzzed_soak.py.
+tests/soak/test_fuzzed_soak.py runs 2,000 files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> fuzzed_jpegs.Images:
 @pytest.fixture(scope="module")
 def bad(images: fuzzed_jpegs.Images) -> set[int]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pillow about odd tags
+        warnings.simplefilter("ignore")  # pillow warns about odd tags
         return fuzzed_jpegs.bad_ones(images)
 
 
@@ -78,7 +78,7 @@ def test_every_broken_file_is_listed_and_every_good_one_is_loaded(
 def test_most_of_what_was_broken_is_bad_and_nothing_else(
     images: fuzzed_jpegs.Images, bad: set[int]
 ) -> None:
-    """A control: bits may be flipped in vain, and good files are good."""
+    """Control: some flipped bits have no effect, and good files are accepted."""
     names = [Path(images.files[index]).name for index in bad]
     assert not any("good" in name for name in names)
     assert len(bad) > NUM_BROKEN * 2 // 3

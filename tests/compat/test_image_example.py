@@ -1,4 +1,4 @@
-"""The example of a folder of images, then packed: as a newcomer runs it."""
+"""The image folder example, run plain and then packed, as a new user runs it."""
 
 from __future__ import annotations
 

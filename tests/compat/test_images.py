@@ -1,4 +1,4 @@
-"""Images: right whatever their form, and the same crops and pixels as torchvision's."""
+"""Images of every format decode correctly, with the same crops and pixels as torchvision."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def distance(left: Any, right: Any) -> int:
     return int(np.abs(np.asarray(left).astype(int) - np.asarray(right).astype(int)).max())
 
 
-# Every form of image
+# Image formats
 
 FORMS: dict[str, Any] = {
     "jpeg": lambda pixels: encode(pixels),
@@ -87,7 +87,7 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
     Image.fromarray(wide).save(file, "PNG")
     found = penstock.decode(file.getvalue())
     assert np.array_equal(found[:, 0, 0], np.arange(256))
-    clipped = by_pillow(file.getvalue())  # the negative control: Pillow's own way loses it
+    clipped = by_pillow(file.getvalue())  # negative control: Pillow's own conversion clips
     assert clipped[200, 0, 0] == 255
 
 
@@ -146,14 +146,14 @@ def test_all_decoders_agree(name: str, jpeg: bytes) -> None:
     assert distance(decode(jpeg, 1), by_pillow(jpeg)) <= 4
 
 
-# torchvision's crops
+# Crops of torchvision
 
 SIZES = [(375, 500), (500, 375), (64, 64), (20, 300)]
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_crops_have_the_distribution_of_torchvisions(size: tuple[int, int]) -> None:
-    """Two samples of 4000 crops: Kolmogorov-Smirnov for each of the four numbers."""
+    """Compare 4000 crops of each with a Kolmogorov-Smirnov test for each of the four numbers."""
     count = 4000
     ours = penstock.RandomResizedCrop(224)
     np.random.seed(1)
@@ -163,10 +163,10 @@ def test_crops_have_the_distribution_of_torchvisions(size: tuple[int, int]) -> N
     theirs = v2.RandomResizedCrop(224, antialias=True)
     made = [theirs.make_params([blank]) for _ in range(count)]
     expected = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in made], float)
-    limit = 1.95 * np.sqrt(2 / count)  # both from one distribution pass with probability 0.999
+    limit = 1.95 * np.sqrt(2 / count)  # one distribution passes with probability 0.999
     for column in range(4):
         assert largest_gap(found[:, column], expected[:, column]) < limit, column
-    # The negative control. In a strip nothing fits, and all take the middle.
+    # Negative control: a different scale. In a strip no crop fits, and all are center crops.
     other = penstock.RandomResizedCrop(224, scale=(0.2, 1.0))
     wrong = np.array([other.draw(*size) for _ in range(count)], float)
     is_other = max(largest_gap(wrong[:, k], expected[:, k]) for k in (2, 3)) > limit
@@ -174,7 +174,7 @@ def test_crops_have_the_distribution_of_torchvisions(size: tuple[int, int]) -> N
 
 
 def largest_gap(left: np.ndarray, right: np.ndarray) -> float:
-    """Kolmogorov and Smirnov's distance of two samples."""
+    """Return the Kolmogorov-Smirnov distance of two samples."""
     both = np.concatenate([left, right])
     heights = [
         np.searchsorted(np.sort(one), both, side="right") / len(one) for one in (left, right)
@@ -203,7 +203,7 @@ def test_a_crop_has_torchvisions_pixels(box: tuple[int, int, int, int]) -> None:
     plain = functional.resized_crop(tensor, *box, [224, 224], antialias=False)
     quick = resize(part, (224, 224), antialias=False)
     assert distance(quick.transpose(2, 0, 1), plain) <= 3
-    if height > 250:  # the negative control: without antialiasing it is another image
+    if height > 250:  # negative control: without antialiasing the image differs
         assert distance(quick, ours) > 20
 
 
@@ -301,11 +301,11 @@ def test_pillow_images_are_packed_as_pixels(folder: Path, tmp_path: Path) -> Non
     assert distance(packed[3][0].permute(1, 2, 0), theirs[3][0]) == 0
 
 
-# Straight into the batch
+# Decoding directly into the batch
 
 
 class Telling(ImageFolder):
-    """Says in place of the class whether there was a row for the image, and it lies there."""
+    """Replaces the label by whether the image was written into the row offered for it."""
 
     def read_into(self, index: int, rows: Any) -> tuple[Any, Any]:
         image, _ = super().read_into(index, rows)
@@ -350,7 +350,7 @@ def test_packed_images_are_written_where_the_batch_lies(folder: Path, tmp_path: 
 
 
 class CountsThreads:
-    """How many threads OpenCV takes where the sample is loaded."""
+    """Samples are the number of OpenCV threads in the process that loads them."""
 
     def __len__(self) -> int:
         return 2
@@ -370,7 +370,7 @@ def test_opencv_stays_in_one_thread_in_a_worker(monkeypatch: pytest.MonkeyPatch)
         assert list(DataLoader(CountsThreads())) == [2, 2]
     finally:
         cv2.setNumThreads(before)
-    monkeypatch.setenv("OPENCV_FOR_THREADS_NUM", "3")  # OpenCV's own variable is the user's word
+    monkeypatch.setenv("OPENCV_FOR_THREADS_NUM", "3")  # the user's own setting wins
     assert list(DataLoader(CountsThreads(), num_workers=1)) == [3, 3]
 
 
@@ -392,7 +392,7 @@ def test_packing_twice_gives_the_same_bytes_with_files_that_are_no_images(tmp_pa
     for name in ("one", "two"):
         folder = penstock.ImageFolder(tmp_path / "in")
         fields = {"image": penstock.Field(encoding="raw")}
-        kept = bytearray(100_000)  # what is made next lies elsewhere
+        kept = bytearray(100_000)  # later allocations get different addresses
         packed = penstock.pack(folder, tmp_path / name, fields=fields, workers=0, on_error="skip")
         manifests.append((tmp_path / name / "manifest.json").read_bytes())
         assert kept
@@ -429,7 +429,7 @@ def test_a_broken_first_file_does_not_choose_the_decoder(monkeypatch: pytest.Mon
 def test_a_library_that_replaced_pillow_s_open_is_not_quoted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ultralytics does, and tries to install a package for files that are no images."""
+    """Ultralytics replaces it and tries to install a package for files that are not images."""
     import PIL.Image
 
     opened = PIL.Image.open

@@ -1,7 +1,6 @@
-"""A training script that is killed half way through an epoch, and started again, misses nothing.
+"""A training script that is killed in mid-epoch and restarted misses no sample.
 
-That torch's own loader fails this is shown without processes, in test_accelerate.py and
-test_lightning.py.
+test_accelerate.py and test_lightning.py show, without processes, that torch's loader fails this.
 """
 
 from __future__ import annotations
@@ -106,14 +105,14 @@ class Case:
 
 
 CASES = {
-    "Lightning": Case(training=LIGHTNING, stop_at=2),  # takes longest
+    "Lightning": Case(training=LIGHTNING, stop_at=2),  # takes the longest
     "accelerate": Case(training=ACCELERATE, stop_at=7),  # an epoch has 5 steps
-    "accelerate, 2 ranks": Case(training=ACCELERATE, stop_at=4, num_ranks=2),  # of 3
+    "accelerate, 2 ranks": Case(training=ACCELERATE, stop_at=4, num_ranks=2),  # of 3 per epoch
 }
 
 
 def start(case: Case, folder: Path, stop_at: int) -> list[subprocess.Popen[str]]:
-    """The ranks, as a launcher starts them; it would be one more process that imports torch."""
+    """Start the ranks directly. A launcher would be one more process that imports torch."""
     program = folder / "program.py"
     program.write_text(BEGIN + case.training)
     path = os.pathsep.join(filter(None, (str(TESTS), *sys.path)))
@@ -137,13 +136,13 @@ def start(case: Case, folder: Path, stop_at: int) -> list[subprocess.Popen[str]]
 
 
 def kill_half_way(case: Case, folder: Path) -> None:
-    """Run it until each rank waits with its checkpoint saved, and kill them all there."""
+    """Run until each rank has saved its checkpoint and waits, then kill all ranks."""
     ranks = start(case, folder, case.stop_at)
     try:
         for rank in ranks:
             scripts.read_line(rank, "waiting")
     finally:
-        for rank in ranks:  # the workers notice by themselves
+        for rank in ranks:  # the workers exit without a signal
             rank.kill()
             rank.communicate(timeout=60)
 
@@ -155,7 +154,7 @@ def seen_by(case: Case, folder: Path) -> list[list[Any]]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each rank was given, before and after it was killed."""
+    """Samples of each rank, before and after the kill."""
     root = tmp_path_factory.mktemp("killed")
 
     def both(name: str) -> Any:
@@ -199,10 +198,11 @@ def test_two_ranks_killed_half_way_go_on_with_exactly_what_was_missing(
 
 
 def test_two_ranks_gather_each_sample_once_and_sync_at_the_end(seen: dict[str, Any]) -> None:
-    """The last batch of an epoch is filled up with samples of its first: they do not count."""
+    """Samples of the first batch that pad the last batch of an epoch do not count."""
     _, after = scripts.told(seen["accelerate, 2 ranks"])
     plain = [index for fields in epochs(DataLoader(Draws(24), **KEYWORDS)) for index in fields[0]]
     for rank in (0, 1):
         assert [index for _, gathered, _ in after[rank] for index in gathered] == plain
-        # An epoch has 3 steps: the second is the accumulated one, the third the last.
+        # An epoch has 3 steps. Gradients are synchronized at the second (accumulation) and third
+        # (last).
         assert [is_synced for *_, is_synced in after[rank]] == [False, True, True] * NUM_EPOCHS

@@ -1,4 +1,4 @@
-"""Lightning saves and restores the loader by itself: a run that crashes goes on where it was."""
+"""Lightning saves and restores the loader, so a run that crashes continues at the same batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.datasets import Draws
 pytestmark = [
     pytest.mark.vision,
     pytest.mark.timeout(240),
-    # Advice and deprecations of Lightning and of what it imports, none of them about the loader.
+    # Advice and deprecation warnings of Lightning and its dependencies, unrelated to the loader.
     pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -37,11 +37,11 @@ Step = tuple[int, int, list[Any]]
 
 
 class Crash(Exception):
-    """Stands for whatever ends a training."""
+    """Any error that ends training."""
 
 
 class Witness(pl.LightningModule):  # type: ignore[misc]
-    """A model that notes what it is given, and crashes when it is told to."""
+    """A model that records its batches and crashes at a given step."""
 
     def __init__(self, crash_at: int | None = None) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def fit(
     resume: str | None = None,
     **arguments: Any,
 ) -> tuple[list[Step], str]:
-    """Train; what was seen, and the newest checkpoint. One is saved after each step."""
+    """Train with a checkpoint after each step. Returns the batches and the newest checkpoint."""
     model = Witness(crash_at)
     saver = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1)
     trainer = pl.Trainer(max_epochs=NUM_EPOCHS, callbacks=[saver], **QUIET)
@@ -112,7 +112,7 @@ def test_without_a_seed_the_epoch_that_was_under_way_is_the_same(tmp_path: Path)
     torch.manual_seed(99)
     after, _ = fit(tmp_path / "1", resume=checkpoint)
     assert before + after[:3] == whole[:10]
-    assert after[3:] != whole[10:]  # later ones are drawn anew: nobody saved torch's generator
+    assert after[3:] != whole[10:]  # later epochs differ: torch's generator was not saved
 
 
 def test_torch_s_own_loader_fails_this(tmp_path: Path) -> None:
@@ -125,13 +125,13 @@ def test_torch_s_own_loader_fails_this(tmp_path: Path) -> None:
     before, checkpoint = indices("1", crash_at=7)
     after, _ = indices("1", resume=checkpoint)
     assert before == whole[:7]
-    assert after[:3] != whole[7:10]  # it begins the epoch anew
+    assert after[:3] != whole[7:10]  # the epoch starts over
 
 
 def test_seed_everything_with_workers_is_obeyed_and_a_warning_says_what_it_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # what seed_everything(0, workers=True) leaves
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # set by seed_everything(0, workers=True)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     with pytest.warns(UserWarning, match="worker_init_fn set torch's seed"):
         fit(tmp_path, seed=3, num_workers=1)
@@ -142,7 +142,7 @@ def test_seed_everything_with_workers_is_obeyed_and_a_warning_says_what_it_costs
 def test_lightning_s_question_after_more_workers_is_answered_by_auto(
     num_workers: Any, is_warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine with cores it asks for more, whatever a sample costs."""
+    """On a machine with many cores, Lightning suggests more workers whatever a sample costs."""
     connector = pl.trainer.connectors.data_connector
     monkeypatch.setattr(connector, "suggested_max_num_workers", lambda *_: 7)
     trainer = pl.Trainer(enable_checkpointing=False, max_steps=1, **QUIET)
@@ -155,7 +155,7 @@ def test_lightning_s_question_after_more_workers_is_answered_by_auto(
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_loader_that_lightning_builds_again_is_still_ours(num_workers: int) -> None:
-    """For predictions it makes a new loader of the same class, with a batch sampler of its own."""
+    """For predictions, Lightning builds a loader of the same class with its own batch sampler."""
     loader = DataLoader(
         Draws(12), batch_size=5, shuffle=True, seed=3, num_workers=num_workers, pool="thread"
     )

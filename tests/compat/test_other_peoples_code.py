@@ -1,4 +1,4 @@
-"""A training script for each library, as its users write it, through ``penstock run``."""
+"""One typical training script for each library, run by ``penstock run``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support import scripts
 from support.example_runs import End, Run, train
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(600)]
-# One of the scripts needs nothing but torch; the core leg has its like in test_run_training.py.
+# One script needs only torch. The core CI leg has a similar one in test_run_training.py.
 pytest.importorskip("torchvision")
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "3", "--standalone")
@@ -74,7 +74,7 @@ def end_of(key: tuple[str, str], ends: dict[Any, Any]) -> End:
         pytest.skip(f"{NEEDS[key[0]]} is not installed")
     end: End = scripts.told(ends[key])
     assert end.status == 0, end.err[-3000:]
-    # timm keeps its loader to the very end, when of our modules nothing is left but names.
+    # timm keeps its loader until interpreter shutdown, when Penstock's modules are already cleared.
     assert "Exception ignored" not in end.err
     return end
 
@@ -119,7 +119,7 @@ def test_monai_gets_the_order_of_torch_s_loader(ends: dict[Any, Any]) -> None:
     ours, plain = (end_of(("monai_images", way), ends) for way in ("workers", "plain"))
     assert order_of(ours) == order_of(plain)
     assert ours.told("pixels") == end_of(("monai_images", "other"), ends).told("pixels")
-    assert ours.told("pixels") != plain.told("pixels")  # drawn from other generators
+    assert ours.told("pixels") != plain.told("pixels")  # drawn from different generators
 
 
 def test_transformers_trainer_gets_the_order_of_torch_s_loader(ends: dict[Any, Any]) -> None:
@@ -141,7 +141,7 @@ def test_fastai_s_own_loader_is_left_alone_and_the_report_says_so(ends: dict[Any
 
 
 def test_ranks_go_on_from_a_checkpoint_as_torch_s_loader_without_a_stop(tmp_path: Path) -> None:
-    """The samples draw nothing, so torch's loader has the same bits."""
+    """The samples draw no random numbers, so torch's loader gives the same bits."""
     plain = resume(tmp_path / "plain.pt", "4", "0", is_plain=True)
     first, second = (resume(tmp_path / "ours.pt", num_epochs) for num_epochs in ("2", "4"))
     for word in ("order", "loss"):

@@ -1,4 +1,4 @@
-"""Random programs whose samples go through torchvision's and albumentations' transforms."""
+"""Random programs whose samples use torchvision and albumentations transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real torchvision v2 transforms: one hash of the pixels over 3 epochs, whatever loads them."""
+"""Real torchvision v2 transforms give one pixel hash over 3 epochs, with any kind of worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TRANSFORM = v2.Compose(
 
 
 class Images:
-    """Small images, made once: what is random is the transform."""
+    """Small images, created once. Only the transform is random."""
 
     def __init__(self, transform: Any = TRANSFORM) -> None:
         fake = datasets.FakeData(40, (3, 24, 24), num_classes=5)

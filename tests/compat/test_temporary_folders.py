@@ -1,4 +1,4 @@
-"""Workers that import torchvision leave no temporary folder, also when they are killed."""
+"""Workers that import torchvision leave no temporary folder, even when they are killed."""
 
 from __future__ import annotations
 
@@ -55,11 +55,12 @@ def test_no_folder_of_a_worker_is_left(tmp_path: Path, end: str) -> None:
     lines = done.stdout.splitlines()
     assert lines == ["[1, 1, 1, 1] []"] * 2, done.stderr
     left = list(folder.iterdir())
-    assert len(left) <= (end == "kill")  # a program that is killed leaves the one torch made for it
+    # A killed program leaves the folder that torch created for it.
+    assert len(left) <= (end == "kill")
 
 
 def test_torch_leaves_one_where_python_does_not_end_in_the_usual_way(tmp_path: Path) -> None:
-    """The control: the folder is torch's, and only its own exit handler removes it."""
+    """Control: torch owns the folder, and only its exit handler removes it."""
     code = "import os, torchvision; os._exit(0)"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)

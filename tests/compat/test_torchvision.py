@@ -1,4 +1,4 @@
-"""torchvision's datasets, transforms and tensors through the loader: what torch's own gives."""
+"""torchvision's datasets, transforms and tensors give the same batches as with torch's loader."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_torch_s_own_loader_gives_other_bits_with_2_workers_than_with_1(name: st
 
 
 class Detection(Dataset):
-    """Samples as detection models want them: an image and a dict of boxes, labels and masks."""
+    """Samples for detection models: an image and a dict of boxes, labels and masks."""
 
     def __len__(self) -> int:
         return 12

@@ -1,4 +1,4 @@
-"""Batches of torchvision's own tensor classes are those of torch's default_collate."""
+"""Batches of torchvision's tensor classes match those of torch's default_collate."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def test_a_result_of_a_collate_fn_keeps_its_class_and_attributes(name: str) -> N
 
 
 def test_a_lost_class_would_be_noticed() -> None:
-    """The control of the comparison."""
+    """Control for the comparison."""
     image = KINDS["images"](1, 2)
     assert compare(image.as_subclass(torch.Tensor), image)

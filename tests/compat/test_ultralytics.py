@@ -1,4 +1,4 @@
-"""YOLOv8n, trained by Ultralytics' own code: one loss to the last bit, whatever loads and dies."""
+"""YOLOv8n trained by Ultralytics gives bit-identical losses with any workers and with kills."""
 
 from __future__ import annotations
 

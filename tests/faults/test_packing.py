@@ -1,4 +1,4 @@
-"""A packing that is killed at any moment goes on, and ends with the same bytes."""
+"""A packing killed at any moment can be resumed, and ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def server() -> Iterator[PackServer]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What an undisturbed packing leaves."""
+    """Digest of an uninterrupted packing."""
     folder = tmp_path_factory.mktemp("whole") / "set"
     pack(Mixed(), folder, workers=0, shard_bytes=1500)
     return digest(folder)
@@ -49,14 +49,14 @@ def test_killed_at_random_moments_a_packing_goes_on_to_the_same_bytes(
     moments = random.Random(9)
     num_killed = 0
     folder = tmp_path / "killed"
-    for _ in range(5 * NUM_KILLS):  # some come too late, and more of them beside other tests
+    for _ in range(5 * NUM_KILLS):  # some kills come too late, more so on a busy machine
         if num_killed == NUM_KILLS:
             break
         code = server.pack(folder, kill_after_s=moments.uniform(0.0, full_s / 2))
         num_killed += code == -signal.SIGKILL
         if (folder / "manifest.json").exists() and not (folder / "packing.json").exists():
             if code != 0:
-                server.pack(folder)  # it was killed when all was there but its lock to be removed
+                server.pack(folder)  # the kill came when only the lock was left to remove
             assert digest(folder) == whole
             folder = folder.with_name(folder.name + "x")
     assert server.pack(folder) == 0
@@ -68,15 +68,15 @@ def test_killed_before_each_step_a_packing_goes_on_to_the_same_bytes(
     server: PackServer, whole: dict[str, str], tmp_path: Path
 ) -> None:
     steps = 0
-    for step in range(1, 2000, 11):  # every file call of every kind, in strides
+    for step in range(1, 2000, 11):  # every kind of file call, with a stride
         folder = tmp_path / f"{step}"
         if server.pack(folder, die_at=step) == 0:
             break
         steps += 1
         with pytest.raises(BadStore) if not (folder / "manifest.json").exists() else _nothing():
-            Packed(folder)  # a reader never sees half a set
+            Packed(folder)  # a reader never sees a partial set
         code = server.pack(folder)
-        # Killed after the last of it was tidied up, it was finished: then nothing is overwritten.
+        # A packing killed after its last cleanup step is complete, so nothing is overwritten.
         assert code == 0 or (folder / "manifest.json").exists()
         assert digest(folder) == whole, step
     assert steps > 12
@@ -107,7 +107,7 @@ def test_another_source_does_not_go_on_where_this_one_stopped(
 ) -> None:
     folder = tmp_path / "set"
     server.pack(folder, die_at=60)
-    (folder / ".packing.lock").unlink()  # which a killed process cannot take away
+    (folder / ".packing.lock").unlink()  # a killed process cannot remove it
     before = digest(folder)
     with pytest.raises(AlreadyThere, match="a different unfinished packing"):
         pack(Mixed(61), folder, workers=0, shard_bytes=1500)
@@ -141,8 +141,8 @@ print(len(packed))
 
 
 def test_a_disk_that_fills_up_is_named_and_keeps_what_was_finished(tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the disk: the same call fails, another errno."""
-    assert resource.RLIM_INFINITY  # the limit is this process's own in the program
+    """A file size limit simulates the full disk. The same call fails, with a different errno."""
+    assert resource.RLIM_INFINITY  # the program sets the limit only for itself
     result = scripts.run(FILLS_UP, tmp_path, str(tmp_path / "set"))
     assert result.returncode == 0, result.stderr
     assert "CannotWrite [F04]" in result.stdout
@@ -196,6 +196,6 @@ def test_killed_while_it_wrote_its_first_file_a_packing_begins_again(
     assert digest(folder) == whole
     other = tmp_path / "mine"
     other.mkdir()
-    (other / ".part-of-my-own.txt").write_text("kept")  # control: what is not ours is left alone
+    (other / ".part-of-my-own.txt").write_text("kept")  # control: other files are kept
     assert server.pack(other) != 0
     assert (other / ".part-of-my-own.txt").read_text() == "kept"

@@ -1,7 +1,7 @@
-"""What people ask for help with when they use PyTorch's loader: it cannot happen here, or is told.
+"""Common problems with PyTorch's loader cannot happen here, or are reported.
 
-docs/troubleshooting.md has the list. Most of it is tested where it belongs; here is what was left,
-and that the list tells the truth.
+docs/troubleshooting.md lists the problems. Most of them are tested with the module concerned. This
+file has the remaining tests, and checks that the list is true.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_forked_workers_do_hang_there_and_the_error_names_the_sample(guarded: An
 
 
 class DiesOnce(Draws):
-    """Sample 7 ends the worker that loads it, the first time."""
+    """Sample 7 kills the worker that loads it, once."""
 
     def __init__(self, mark: Path | None = None, length: int = 40) -> None:
         super().__init__(length)
@@ -139,7 +139,7 @@ def test_a_worker_that_dies_once_costs_a_retry_and_not_a_bit_of_the_epoch(
 ) -> None:
     mark = tmp_path / "died"
     assert_same(epoch(DiesOnce(mark), **WAYS[way]), epoch(DiesOnce(), num_workers=0))
-    assert mark.exists()  # control: it did die
+    assert mark.exists()  # control: the worker did die
 
 
 # -- "An attempt has been made to start a new process before ..." ----------------------------------
@@ -152,7 +152,7 @@ print(*[batch.tolist() for batch in DataLoader(
 """
 
 
-@pytest.mark.soak  # test_scripts.py shows the first half in every run; the second takes long
+@pytest.mark.soak  # slow; test_scripts.py always tests the first half
 def test_a_script_without_a_guard_starts_workers_and_torch_s_loader_cannot(tmp_path: Path) -> None:
     ours = scripts.run(UNGUARDED.format(package="penstock"), tmp_path)
     assert (ours.stdout, ours.stderr) == ("[0, 1] [2, 3]\n", "")
@@ -161,7 +161,7 @@ def test_a_script_without_a_guard_starts_workers_and_torch_s_loader_cannot(tmp_p
     assert "exited unexpectedly" in theirs.stderr
 
 
-# -- slow to start ---------------------------------------------------------------------------------
+# -- slow start ------------------------------------------------------------------------------------
 
 
 class Weighed(Numbers):
@@ -205,7 +205,7 @@ def rows() -> list[list[str]]:
 
 
 def missing_tests(text: str) -> list[str]:
-    """Tests that are named and do not exist."""
+    """Return the tests that the page names and that do not exist."""
     missing = []
     for file, name in NAMED.findall(text):
         sources = [path.read_text(encoding="utf-8") for path in TESTS.rglob(file)]

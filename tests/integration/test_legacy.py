@@ -1,4 +1,4 @@
-"""penstock.legacy with real workers, and before torch."""
+"""penstock.legacy with real workers, and imported before torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the functions of people's own modules do here what they did there, and say what is left?"""
+"""The functions of penstock.legacy behave like the project helpers that they replace."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_arguments_that_only_workers_have_are_still_refused_where_nobody_took_th
         legacy.create_dataloader(Draws(), num_workers=0, persistent_workers=True)
 
 
-# -- numbers of workers ----------------------------------------------------------------------------
+# -- worker counts ---------------------------------------------------------------------------------
 
 
 def test_the_recommended_number_is_the_plan_s() -> None:
@@ -199,7 +199,7 @@ def test_the_configuration_is_printed_with_reasons(
 
 @pytest.fixture
 def put_back() -> Iterator[None]:
-    """Seeds, switches and variables are as before the test."""
+    """Restore seeds, switches and environment variables after the test."""
     with seeded(0, deterministic=False):
         yield
 
@@ -210,7 +210,7 @@ def test_set_seed_gives_a_record_that_a_checkpoint_can_hold() -> None:
     first = (random.random(), torch.rand(1).item())
     assert (info["seed"], info["deterministic"], info["benchmark"]) == (42, True, False)
     assert torch.are_deterministic_algorithms_enabled()
-    assert torch.is_deterministic_algorithms_warn_only_enabled()  # what runs today still runs
+    assert torch.is_deterministic_algorithms_warn_only_enabled()  # such operations only warn
     assert json.loads(json.dumps(info)) == info
     legacy.set_seed(42, deterministic=False)
     assert (random.random(), torch.rand(1).item()) == first
@@ -218,7 +218,7 @@ def test_set_seed_gives_a_record_that_a_checkpoint_can_hold() -> None:
 
 
 def brief(monkeypatch: pytest.MonkeyPatch, runs: list[bool], *, is_same: bool) -> None:
-    """A training of one step that notes how it was asked for."""
+    """Replace training by one step that records whether determinism was requested."""
 
     def train(kind: str, is_deterministic: bool) -> training.Trace:
         runs.append(is_deterministic)

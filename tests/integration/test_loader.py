@@ -1,4 +1,4 @@
-"""The same batches as torch's DataLoader, however they are loaded."""
+"""The same batches as torch's DataLoader, in every pool."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ legacy = pytest.mark.legacy
 
 
 def both(dataset: Any, way: str, **arguments: Any) -> tuple[list[Any], list[Any]]:
-    """All batches of ours (loaded in this way) and of torch's (in this process)."""
+    """Return all batches of Penstock (loaded this way) and of torch (in this process)."""
     ours = collect(DataLoader(dataset, **WAYS[way], **arguments))
     torch_arguments = {
         k: v for k, v in arguments.items() if k not in ("prefetch_factor", "in_order")
@@ -107,7 +107,7 @@ def test_a_shuffle_with_a_generator_is_torch_s_over_two_epochs(way: str) -> None
         loader = kind(Numbers(), batch_size=3, shuffle=True, generator=generator, **arguments)
         epochs[kind] = [collect(loader), collect(loader)]
     assert_same(epochs[DataLoader], epochs[TorchDataLoader])
-    assert differences(epochs[DataLoader][0], epochs[DataLoader][1])  # control: it is shuffled
+    assert differences(epochs[DataLoader][0], epochs[DataLoader][1])  # control: shuffled
 
 
 @legacy
@@ -180,7 +180,7 @@ def test_a_dataclass_inside_containers_is_collated_as_well(way: str) -> None:
     assert type(record) is Record
     assert record.label.tolist() == batch[0].tolist() == [0, 1]
     with pytest.raises(TypeError):
-        torch.utils.data.default_collate([dataset[0]])  # control: torch does not do this
+        torch.utils.data.default_collate([dataset[0]])  # control: torch raises
 
 
 @pytest.mark.parametrize("way", WORKER_WAYS)
@@ -210,7 +210,7 @@ REFUSED: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_refuses_to_collate_is_refused_with_the_same_type(name: str, way: str) -> None:
     dataset = Samples(REFUSED[name])
-    with pytest.raises(Exception) as theirs:  # noqa: PT011 - which one is what the test is about
+    with pytest.raises(Exception) as theirs:  # noqa: PT011 - the test compares the type
         collect(TorchDataLoader(dataset, batch_size=4))
     with pytest.raises(theirs.type):
         collect(DataLoader(dataset, batch_size=4, **WAYS[way]))
@@ -271,7 +271,7 @@ def _slowly(value: int, seconds: float) -> int:
     return value
 
 
-# -- data that comes in batches, or lies in memory ------------------------------------------------
+# -- data in batches or in memory ------------------------------------------------------------------
 
 
 @legacy
@@ -281,7 +281,7 @@ def test_a_batched_getitems_is_used(way: str) -> None:
     assert [batch[1].tolist() for batch in batches] == [
         list(range(n, min(n + 6, 20))) for n in range(0, 20, 6)
     ]
-    with pytest.raises(AssertionError, match="__getitems__"):  # control: it would have been noticed
+    with pytest.raises(AssertionError, match="__getitems__"):  # control: it raises
         Batched()[0]
 
 
@@ -334,7 +334,7 @@ def test_the_wrong_length_of_an_iterable_dataset_is_warned_about_as_torch_warns(
         assert len(collect(loader)) == 20
 
 
-# -- random order is drawn where torch draws it ---------------------------------------------------
+# -- random order is drawn at the same point as in torch -------------------------------------------
 
 
 @pytest.mark.parametrize("way", QUICK_WAYS)

@@ -1,4 +1,4 @@
-"""Arguments: torch's names, torch's meanings, torch's errors, before any worker starts."""
+"""Arguments have torch's names, meanings and errors, which are raised before any worker starts."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_it_is_a_dataloader_of_torch_s() -> None:
     assert isinstance(loader.sampler, RandomSampler)
     assert isinstance(loader.batch_sampler, BatchSampler)
     assert len(loader) == 7
-    assert DataLoader[int] is not None  # it can be subscribed, as torch's can
+    assert DataLoader[int] is not None  # subscriptable, like torch's
 
 
 @legacy
@@ -243,7 +243,7 @@ def test_the_plan_says_what_will_be_done(
     if pool != "inline":
         assert plan.num_workers.value == workers
     for line in str(plan).splitlines():
-        assert ": " in line  # every choice gives its reason
+        assert ": " in line  # every choice has a reason
     iterator = iter(loader)
     assert len(getattr(iterator, "_workers", [])) == (0 if pool == "inline" else workers)
 

@@ -1,4 +1,4 @@
-"""What the long counts found, as text: `make soak` gathers it in benchmarks/results."""
+"""Text reports of the soak runs. `make soak` collects them in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def note(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Says a line, and adds it to the file that SOAK_RESULTS names."""
+    """Print a line and append it to the file named by SOAK_RESULTS."""
 
     def write(text: str) -> None:
         with capsys.disabled():

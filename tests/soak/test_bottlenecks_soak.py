@@ -1,4 +1,4 @@
-"""Twenty runs of each bottleneck: the verdict is right each time."""
+"""Twenty runs of each bottleneck, with the right verdict each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole network compiled by Inductor through the bypass; a minute of C++ compiler."""
+"""A whole network compiled by Inductor through the bypass (a minute of C++ compilation)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First and second derivatives of all of torch's samples of convolutions, in full."""
+"""First and second derivatives of all of torch's convolution samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at 200 random moments of programs that fork workers: every one of them ends."""
+"""Ctrl-C at 200 random moments of programs that fork workers. Every program ends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Thousands of batches with deaths and hangs in them: the stream of a quiet run, and nothing grows.
+"""Thousands of batches with deaths and hangs give the fault-free stream without leaks.
 
-The hash of each epoch is that of the same epoch of a quiet loader; the two take turns.
+Each epoch has the hash of the same epoch of a fault-free loader. The two loaders alternate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make(tolls: Tolls, *, wait_s: float, **arguments: Any) -> Any:
 
 
 def timed(loader: Any) -> tuple[str, int, float]:
-    """The hash of an epoch, its batches and its seconds."""
+    """Return the hash, the number of batches and the duration of an epoch."""
     started, count = time.perf_counter(), 0
 
     def counted() -> Any:
@@ -76,13 +76,13 @@ def grown(before: dict[str, int], after: dict[str, int]) -> list[str]:
 def race(
     tmp_path: Path, *, num_rounds: int, num_batches: int, wait_s: float
 ) -> tuple[list[float], int, list[str]]:
-    """Quiet and killed epochs in turn; the ratios of their speeds, the deaths, and what grew."""
+    """Alternate fault-free and killed epochs. Returns speed ratios, deaths and leaks."""
     chance = random.Random(1)
     num_samples = num_batches * BATCH
     quiet_tolls, tolls = (Tolls(tmp_path / name, num_samples) for name in ("quiet", "killed"))
     quiet, killed = make(quiet_tolls, wait_s=wait_s), make(tolls, wait_s=wait_s)
     ratios, num_deaths, before = [], 0, {}
-    for number in range(num_rounds + 1):  # the first round warms up
+    for number in range(num_rounds + 1):  # the first round is a warm-up
         codes = spread(chance, num_samples, GAP, DEATHS)
         tolls.set(codes)
         runs = {}
@@ -90,7 +90,7 @@ def race(
             runs[name] = timed(quiet if name == "quiet" else killed)
         assert runs["killed"][:2] == runs["quiet"][:2], f"round {number}"
         assert runs["quiet"][1] == num_batches
-        assert tolls.unpaid() == 0  # all of them did happen
+        assert tolls.unpaid() == 0  # all deaths happened
         if number:
             ratios.append(runs["quiet"][2] / runs["killed"][2])
             num_deaths += len(codes)

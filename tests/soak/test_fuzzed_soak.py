@@ -1,4 +1,4 @@
-"""2,000 broken JPEG files, through "skip" and "replace". Needs pillow: see `make soak`."""
+"""2,000 broken JPEG files with "skip" and "replace". Needs pillow: see `make soak`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("PIL")
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore"),  # pillow about odd tags
+    pytest.mark.filterwarnings("ignore"),  # pillow warns about odd tags
 ]
 
 NUM_BROKEN = 2000

@@ -1,4 +1,4 @@
-"""A thousand loaders, each used for one batch and dropped: nothing grows."""
+"""A thousand loaders, each used for one batch and dropped, leak nothing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_thousand_loaders_leave_nothing(way: str) -> None:
             assert labels.tolist() == [0, 1, 2, 3], number
             assert image.shape == (4, 1000)
 
-    use(50)  # caches fill, the allocator settles
+    use(50)  # fill caches and settle the allocator
     before, memory_before = census(), memory()
     use(NUM_LOADERS)
     after, memory_after = census(), memory()

@@ -1,4 +1,4 @@
-"""A program killed with SIGKILL at 200 random moments: nothing of it is left after 3 seconds."""
+"""A program killed with SIGKILL at 200 random moments leaves nothing behind after 3 seconds."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ for line in sys.stdin:  # one program for each line, without importing torch eac
 
 
 class Zygote:
-    """Starts programs, one after the other."""
+    """A process that starts programs one after the other."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "program.py"
@@ -84,7 +84,7 @@ class Zygote:
         return self.process.stdout.readline().strip()
 
     def kill_one(self, method: str, moment_s: float, token: str) -> tuple[int, list[str]]:
-        """How many children it had, and what was left."""
+        """Kill one program. Returns the number of its children and the processes left."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{method} {token}\n")
         self.process.stdin.flush()
@@ -108,7 +108,7 @@ class Zygote:
 
 
 def marked(token: str) -> list[str]:
-    """Processes that were started below the program, whoever is their parent by now."""
+    """Return the processes started below the program, whatever their current parent."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -151,7 +151,7 @@ def test_killed_at_200_random_moments_nothing_is_left(tmp_path: Path, note: Any)
     )
     assert len(outcomes) == NUM_KILLS
     assert left == []
-    assert sizes[2] + sizes[3] > NUM_KILLS // 4  # control: there was something to go
+    assert sizes[2] + sizes[3] > NUM_KILLS // 4  # control: there were children to end
 
 
 def test_a_process_that_stays_is_found(tmp_path: Path) -> None:

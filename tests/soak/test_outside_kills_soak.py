@@ -1,6 +1,6 @@
-"""Hundreds of kills from outside, of workers and fork servers: the same stream, no sample blamed.
+"""Hundreds of outside kills of workers and fork servers give the same stream and blame no sample.
 
-Every other epoch has a sample that really kills. It is the only one that is left out.
+Every other epoch has a sample that does kill its worker. Only this sample is skipped.
 """
 
 from __future__ import annotations

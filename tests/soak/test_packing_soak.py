@@ -1,4 +1,4 @@
-"""Packing, killed a hundred times; and on a Ray cluster that loses a node."""
+"""Packing that is killed a hundred times, and packing on a Ray cluster that loses a node."""
 
 from __future__ import annotations
 

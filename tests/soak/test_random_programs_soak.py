@@ -1,4 +1,4 @@
-"""Random programs for as long as SOAK_PROGRAM_MINUTES says: `make soak`."""
+"""Random programs for SOAK_PROGRAM_MINUTES minutes: `make soak`."""
 
 from __future__ import annotations
 

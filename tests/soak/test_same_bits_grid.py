@@ -1,4 +1,4 @@
-"""The whole grid of settings, one hash: `make soak`."""
+"""The whole grid of settings has one hash: `make soak`."""
 
 from __future__ import annotations
 

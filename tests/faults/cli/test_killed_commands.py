@@ -1,4 +1,4 @@
-"""A command that is killed takes its trial along, and the folder of its notes."""
+"""A killed command takes its child process and its temporary folder with it."""
 
 from __future__ import annotations
 

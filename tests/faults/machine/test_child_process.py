@@ -1,4 +1,4 @@
-"""Child processes that hang, die, flood, or leave children of their own behind."""
+"""Child processes that hang, die, flood their output, or leave their own children behind."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_children_are_found_where_there_are_no_process_groups() -> None:
         _kill_children(child._process.pid)
         assert is_gone(pid)
         with pytest.raises(TimeoutError):
-            child.wait(SHORT_S)  # it lives on
-    _kill_children(child._process.pid)  # it has ended: there is nothing to kill
+            child.wait(SHORT_S)  # still running
+    _kill_children(child._process.pid)  # it has exited, so nothing is killed
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="orphans are not found on Windows")

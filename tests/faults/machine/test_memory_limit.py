@@ -1,6 +1,6 @@
-"""A process that the kernel really kills for want of memory is counted, with the limit it met.
+"""A process that the kernel kills for lack of memory is counted, with its limit.
 
-And a loader whose worker is killed so says it, with what each worker held.
+A loader whose worker is killed this way reports it, with the memory of each worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.fault
 
 LIMIT_BYTES = 64 << 20
 ROOM_FOR_A_LOADER_BYTES = 3 << 29
-# It enters the group, tells that it has, and takes more than it may.
+# Enters the control group, reports it, and allocates more than the limit.
 GREEDY = """
 import os, sys
 with open(sys.argv[1], "w") as procs:
@@ -34,7 +34,7 @@ while True:
 """
 
 
-# A loader of which one sample takes more than there is, each time.
+# A loader with one sample that always needs more memory than available.
 LOADER = """
 import os, sys
 import numpy, torch
@@ -62,7 +62,7 @@ print("left:", sum(len(batch) for batch in left_out))
 
 
 class SmallGroup:
-    """A control group of this machine that may hold little memory."""
+    """A control group with a small memory limit."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -92,7 +92,7 @@ class SmallGroup:
             try:
                 self.folder.rmdir()
                 return
-            except OSError:  # the process that was in it is not quite gone
+            except OSError:  # its process is still exiting
                 time.sleep(0.02)
 
 
@@ -152,7 +152,7 @@ def test_a_loader_names_the_kernel_s_killer_with_the_limit_and_each_worker_s_mem
 def test_looking_takes_less_than_a_millisecond() -> None:
     times_s = []
     for _ in range(25):
-        start_s = time.thread_time()  # processor time: other programs do not count
+        start_s = time.thread_time()  # processor time excludes other programs
         OomCount.now()
         times_s.append(time.thread_time() - start_s)
     assert min(times_s) < 0.001

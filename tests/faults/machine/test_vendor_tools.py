@@ -1,4 +1,4 @@
-"""A vendor's tool that hangs, floods, fails or prints rubbish: a real program on the PATH."""
+"""Vendor tools that hang, flood their output, fail or print garbage, as programs on the PATH."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LONG_S = 60.0
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in front of the PATH, and a machine without NVML and without AMD's driver."""
+    """A folder at the front of PATH, on a machine without NVML and AMD's driver."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
     def no_library() -> None:
@@ -57,7 +57,7 @@ def install(folder: Path, name: str, script: str) -> None:
 
 
 def num_sleepers(settle_s: float = SETTLE_S) -> int:
-    """How many are left once those that are being killed are gone?"""
+    """Count the sleeping processes, after those being killed have exited."""
     deadline_s = time.monotonic() + settle_s
     while True:
         commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
@@ -93,7 +93,7 @@ def test_control_a_child_that_is_left_would_be_noticed() -> None:
     shell.stdout.close()
     deadline_s = time.monotonic() + 10
     while psutil.Process(pid).cmdline() != SLEEP.split() and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # it is still the shell
+        time.sleep(0.01)  # still the shell
     try:
         assert num_sleepers(settle_s=0.2) == 1
     finally:
@@ -130,7 +130,7 @@ def test_a_machine_whose_tool_hangs_is_described_without_gpus(
     here = machine()
     assert (here.gpus, here.gpus_seen_by) == ((), "nobody")
     assert here.gpu_trouble == "nvidia-smi did not answer in 0.5 s"
-    assert here.num_cpus == os.cpu_count()  # the rest is known all the same
+    assert here.num_cpus == os.cpu_count()  # other facts are still known
 
 
 def test_a_machine_whose_tool_prints_rubbish_is_described_without_gpus(path: Path) -> None:
@@ -141,14 +141,14 @@ def test_a_machine_whose_tool_prints_rubbish_is_described_without_gpus(path: Pat
 
 
 def test_a_watch_is_cut_off_too(path: Path) -> None:
-    install(path, "nvidia-smi", "exit 9")  # also where there is a real one
+    install(path, "nvidia-smi", "exit 9")  # shadows a real one
     install(path, "rocm-smi", SLEEP)
     seen = gpu_usage.read_gpu_usage(LIMIT_S)
     assert seen.readings == ()
     assert seen.trouble.endswith("; rocm-smi did not answer in 0.5 s")
 
 
-# A stand-in for torch, found first by the child because it gets this process's sys.path.
+# A stand-in for torch. The child finds it first because it gets this process's sys.path.
 
 
 def put_torch(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:

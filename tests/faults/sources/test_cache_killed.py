@@ -1,7 +1,7 @@
 """Caches of samples that draw, below samples that draw, while workers are killed.
 
-A worker that replaces a killed one finds in the cache what the other had computed. What comes after
-it must draw what it would have drawn.
+A replacement worker finds cached results of the killed worker. Later draws must be the same as
+without the cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Cache = Callable[[Any, Path], Any]
 
 
 class Drawn:
-    """Samples that draw as their program says; the generators that it names, in its order."""
+    """Samples that draw from the generators named in ``program``, in that order."""
 
     def __init__(self, program: list[str]) -> None:
         self.program = program
@@ -50,10 +50,11 @@ class Drawn:
 
 
 class Read(Drawn):
-    """Samples that read others in between, of the ``below`` datasets: at the same index, or not.
+    """Samples that also read the ``below`` datasets, at the same or a different index.
 
     Args:
-        traps: Files. A worker that loads the sample of that name removes the file and is killed.
+        traps: Folder of files named after samples. A worker that loads a sample with a file removes
+            the file and is killed.
     """
 
     def __init__(self, program: list[str], below: list[Any], traps: Path | None = None) -> None:
@@ -71,7 +72,7 @@ class Read(Drawn):
 
 
 def naively_cached(dataset: Any, folder: Path) -> Any:
-    """A cache as people write it, for the control: what is drawn depends on who computes."""
+    """A typical cache, as a control. Its draws depend on which worker computes a sample."""
     folder.mkdir()
 
     class Naive:
@@ -94,7 +95,7 @@ def one_cache(traps: Path, folder: Path, cache: Cache) -> Any:
 
 
 def random_caches(traps: Path, folder: Path, cache: Cache, number: int) -> Any:
-    """One to three caches, some of them in others, and programs that draw from any generator."""
+    """One to three caches, some nested, and programs that draw from any generator."""
     choose = random.Random(number)
 
     def program() -> list[str]:
@@ -111,7 +112,7 @@ def random_caches(traps: Path, folder: Path, cache: Cache, number: int) -> Any:
 def epochs(
     make: Any, folder: Path, kills: list[int], cache: Cache = cached, **keywords: Any
 ) -> Any:
-    """The batches of two epochs, and the number of workers that were replaced."""
+    """Return the batches of two epochs and the number of replaced workers."""
     folder.mkdir()
     traps = folder / "traps"
     traps.mkdir()

@@ -1,4 +1,4 @@
-"""``penstock bench``: stages, settings, the ceiling, and what it recommends."""
+"""``penstock bench``: stages, settings, the ceiling, and the recommendation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support import command_line
 
 
 class Waiting:
-    """Samples that wait: every worker brings as much as the one before."""
+    """Samples that sleep, so every worker adds the same throughput."""
 
     def __len__(self) -> int:
         return 50
@@ -81,7 +81,7 @@ number = 3
 
 @pytest.fixture
 def own_main(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script takes the place of ``__main__``, the path and the arguments: for this test only."""
+    """Let a script replace ``__main__``, the path and the arguments for one test only."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))

@@ -1,4 +1,4 @@
-"""``penstock demo``, shortened: it trains, races, says what it saw, and leaves a page."""
+"""``penstock demo``, shortened: it trains, races, prints its findings, and writes a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m penstock`` and ``penstock``, alone, as programs."""
+"""``python -m penstock`` and ``penstock`` as programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.legacy
 
-MAX_MODULES = 600  # torch alone brings 1,100
+MAX_MODULES = 600  # torch alone adds 1,100
 ALONE = "import sys; from penstock.cli import main; sys.argv = ['penstock']; main()"
 
 

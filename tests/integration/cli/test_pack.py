@@ -1,4 +1,4 @@
-"""``penstock pack`` as a person types it."""
+"""``penstock pack`` as typed on a command line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_dataset_of_a_script_is_packed_and_its_bad_sample_listed(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(DATASET)
-    # A loader's dataset, as doctor and bench take it, too.
+    # The dataset of a loader, which doctor and bench accept too.
     result = run(tmp_path, "data.py:make_loader", "out", "--on-error", "skip", "--workers", "2")
     assert result.returncode == 0, result.stderr
     assert "49 samples of n, square" in result.stdout
@@ -53,7 +53,7 @@ def test_a_dataset_of_a_script_is_packed_and_its_bad_sample_listed(tmp_path: Pat
     packed = Packed(tmp_path / "out")
     assert packed[7]["n"] == 8
     assert packed[7]["square"] == 64.0
-    assert result.stderr == ""  # no bar where nobody is watching
+    assert result.stderr == ""  # no progress bar without a terminal
     again = run(tmp_path, "data:dataset", "out", "--on-error", "skip")
     assert again.returncode == 2
     assert "AlreadyThere [F05]" in again.stderr

@@ -1,4 +1,4 @@
-"""``penstock run`` does with a script what ``python`` does, to the letter; without torch here."""
+"""``penstock run`` runs a script exactly like ``python``. These tests do not need torch."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def told(result: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Each script twice in the same folder: with python, and with penstock run."""
+    """Results of each script in the same folder, with python and with penstock run."""
     root = tmp_path_factory.mktemp("scripts")
 
     def both(name: str) -> Any:
@@ -230,11 +230,11 @@ def found(package: Path) -> dict[str, Any]:
 def test_modules_folders_and_archives_run_as_with_python(name: str, found: dict[str, Any]) -> None:
     plain, ours = scripts.told(found[name])
     assert ours[:2] == plain[:2]
-    # Python shows its own runpy in a traceback through -m, and we do not.
+    # With -m, Python's traceback shows its own runpy frames, and Penstock's does not.
     assert ours[2].splitlines()[-1:] == plain[2].splitlines()[-1:]
 
 
-# -- what penstock itself says ---------------------------------------------------------------------
+# -- output of penstock itself ---------------------------------------------------------------------
 
 COMMANDS = {
     "no script": (["gone.py"], "script 'gone.py' not found"),
@@ -311,7 +311,7 @@ def test_a_seed_settles_the_order_of_sets_unless_somebody_has(tmp_path: Path) ->
         ([*command, "--seed=5", "hashes.py"], {}),
         ([*command, "hashes.py", "--seed", "5"], {}),
         (seeded, {"PYTHONHASHSEED": "9"}),
-        ([*command, "--seed", "1", "--seed", "5", "hashes.py"], {}),  # the last one counts
+        ([*command, "--seed", "1", "--seed", "5", "hashes.py"], {}),  # the last one wins
     ]
     cleared = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     shown = [
@@ -333,7 +333,7 @@ def test_a_seed_settles_the_order_of_sets_unless_somebody_has(tmp_path: Path) ->
 
 
 def test_a_plain_run_imports_nothing_slow(tmp_path: Any) -> None:
-    """The control: help needs rich."""
+    """Control: the help text needs rich."""
     script = tmp_path / "program.py"
     script.write_text("import sys; print({'torch', 'numpy', 'rich', 'zipfile'} & {*sys.modules})")
     command = [sys.executable, "-m", "penstock", "run", "--workers", "2", str(script)]

@@ -1,4 +1,4 @@
-"""``penstock run`` with torch: what the engine does under a script, and what is said at the end."""
+"""``penstock run`` with torch: the engine under a script, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_files_are_written_where_the_command_was_typed(ends: dict[str, Any]) -> 
 def test_killed_workers_change_nothing_and_are_reported(ends: dict[str, Any]) -> None:
     end = end_of("seeded, killed", ends)
     assert end.stdout == end_of("seeded", ends).stdout
-    # Of 12 batches two are under way at most: a worker that is killed after the first is missed.
+    # At most two of 12 batches are in flight, so a worker killed after the first batch is noticed.
     assert "penstock: recovered: 2 lost worker(s) were replaced" in end.stderr
 
 
@@ -243,9 +243,9 @@ def test_the_report_is_one_line_where_nothing_happened(ends: dict[str, Any]) -> 
 
 @posix
 def test_start_methods_pools_and_forks_of_the_script_s_own_work(ends: dict[str, Any]) -> None:
-    end = end_of("settings", ends, status=1)  # for its last line
+    end = end_of("settings", ends, status=1)  # its last line fails
     assert end.stdout == "child 5 fork\n"
-    # Two of its pool and one of its own; those that a worker forks are not the script's.
+    # Two from its pool and one of its own. Processes forked by a worker do not count.
     notes = [line for line in end.stderr.splitlines() if "note:" in line]
     assert len(notes) == 1
     assert "the script forked 3 process(es)" in notes[0]
@@ -259,7 +259,7 @@ def test_a_start_method_of_the_script_s_own_is_for_its_own_processes(ends: dict[
 
 @posix
 def test_a_pool_in_a_worker_that_needs_the_script_is_told_what_to_do(ends: dict[str, Any]) -> None:
-    """With torch's own workers, no pool can be made at all; one of a module's functions works."""
+    """torch's workers cannot create a pool at all. A pool that runs a module's function works."""
     lines = end_of("settings", ends, status=1).stderr.splitlines()
     assert any("PicklingError" in line for line in lines)
     assert any("Try: put the function in a module" in line for line in lines)
@@ -335,7 +335,7 @@ def test_under_torchrun_each_rank_runs_the_script_and_reports(tmp_path: Path) ->
 
 
 def test_starting_up_costs_little_more_than_python(tmp_path: Path) -> None:
-    """About 0.07 s of processor time. Other programs do not count."""
+    """About 0.07 s of processor time, which excludes other programs."""
     (tmp_path / "program.py").write_text("pass")
 
     def time_s(*command: str) -> float:

@@ -1,4 +1,4 @@
-"""``penstock trace`` and ``penstock run --trace``: what they print, write, and refuse."""
+"""``penstock trace`` and ``penstock run --trace``: printed text, written files, and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support import command_line, synthetic_traces
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
-    """A slow run and a quick one."""
+    """A slow run and a fast run."""
     paths = []
     for name, workers in (("slow", 1), ("quick", 4)):
         path = tmp_path / f"{name}.json.gz"
@@ -136,7 +136,7 @@ def test_run_writes_the_timeline_of_all_loaders_and_says_what_limits(tmp_path: P
     timeline = Timeline.load(tmp_path / "run.json.gz")
     assert timeline.num_batches == 36
     assert timeline.verdict.cause != "nothing"
-    for line in str(timeline.verdict).splitlines():  # which it is depends on the machine's load
+    for line in str(timeline.verdict).splitlines():  # the cause depends on the load
         assert f"penstock: {line}\n" in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""``penstock verify`` on real scripts: the table, the exit status, and what makes it stumble."""
+"""``penstock verify`` on real scripts: the table, the exit status, and failing scripts."""
 
 from __future__ import annotations
 

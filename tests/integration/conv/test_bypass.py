@@ -1,4 +1,4 @@
-"""The bypass at the dispatcher: what it catches, how results lie, and that it leaves no trace."""
+"""The bypass at the dispatcher: intercepted calls, memory layout of results, and clean removal."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ needs_torch_2 = pytest.mark.skipif(IS_OLD, reason="torch 1.13 has no such thing"
 
 @pytest.fixture
 def on() -> Iterator[Bypass]:
-    """The bypass is on, and torch's own convolutions raise: nothing can pass by."""
+    """The bypass, enabled while torch's own convolutions raise, so it must intercept all calls."""
     with broken_convolution.breaking("all:raises") as native:
         with bypass_convolutions("on", devices=("cpu",)) as bypass:
             yield bypass
         assert native.num_calls == 0
 
 
-# -- what is caught --------------------------------------------------------------------------------
+# -- intercepted calls -----------------------------------------------------------------------------
 
 
 def test_every_layer_and_gradient_of_a_network_is_caught() -> None:
@@ -121,7 +121,7 @@ def test_an_exported_program(on: Bypass) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_training_reads_the_results_as_they_lie() -> None:
-    """One layer, because kernels beside it cost seconds of C++ compiler; see tests/soak."""
+    """Uses one layer, because more kernels take seconds of C++ compilation; see tests/soak."""
     x = X.contiguous(memory_format=torch.channels_last)
     model = nn.Conv2d(3, 8, 3, 2, 1, bias=False).to(memory_format=torch.channels_last)
     native = gradients(model, x)
@@ -133,7 +133,7 @@ def test_compiled_training_reads_the_results_as_they_lie() -> None:
     assert (bypass.num_caught, bypass.num_native) == (3, 0)
 
 
-# -- how results lie -------------------------------------------------------------------------------
+# -- memory layout of results ----------------------------------------------------------------------
 
 SHAPES = [
     ((2, 3, 8, 9), (4, 3, 3, 3), False, 1),
@@ -178,11 +178,11 @@ def test_strides_are_as_torch_predicts(
 
 
 def significant(t: torch.Tensor) -> list[int | None]:
-    """Strides, but not of axes with one element: they say nothing."""
+    """Return the strides, without those of axes with one element, which have no meaning."""
     return [s if n > 1 else None for s, n in zip(t.stride(), t.shape, strict=True)]
 
 
-# -- on and off ------------------------------------------------------------------------------------
+# -- enabling and disabling ------------------------------------------------------------------------
 
 
 def test_when_it_is_off_torch_is_as_before_to_the_bit() -> None:
@@ -252,7 +252,7 @@ def test_another_library_that_takes_the_override_is_noticed() -> None:
             weight = torch.ones(1, 1, 1, 1)
             rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
             backward = torch.ops.aten.convolution_backward
-            with pytest.warns(OverrideTaken):  # by itself, while training goes on
+            with pytest.warns(OverrideTaken):  # detected during training, without check()
                 _ = [backward(weight, weight, weight, *rest) for _ in range(70)]
         finally:
             taker._destroy()
@@ -288,7 +288,7 @@ def test_the_order_of_algorithms_is_fixed_when_determinism_is_asked_for() -> Non
 
 
 class Forgetful(dict[Any, Any]):
-    """Plans that are not kept."""
+    """A dict that stores no plan."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
@@ -298,7 +298,7 @@ class Forgetful(dict[Any, Any]):
     "COVERAGE_PROCESS_START" in os.environ, reason="each line costs more while coverage looks"
 )
 def test_the_hook_costs_less_than_the_smallest_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of many rounds, in turn: other programs' turns are not the hook's cost."""
+    """Compare the minima of many alternating rounds, which exclude time taken by other programs."""
     from penstock.conv.algorithms import pointwise
 
     x, w = torch.randn(1, 4, 2, 2), torch.randn(4, 4, 1, 1)
@@ -311,7 +311,7 @@ def test_the_hook_costs_less_than_the_smallest_algorithm(monkeypatch: pytest.Mon
         return time.perf_counter() - started
 
     def ratio(geometry: Any, limit_s: float) -> float:
-        """What a call through the hook costs, in calls of the algorithm."""
+        """Return the cost of a call through the hook, relative to a call of the algorithm."""
         through = alone = float("inf")
         until = time.monotonic() + limit_s
         while time.monotonic() < until and not through < 2 * alone < float("inf"):
@@ -325,7 +325,7 @@ def test_the_hook_costs_less_than_the_smallest_algorithm(monkeypatch: pytest.Mon
         (plan,) = bypass._hook._plans.values()
         assert ratio(plan.geometry, 10.0) < 2
         monkeypatch.setattr(bypass._hook, "_plans", Forgetful())
-        assert ratio(plan.geometry, 1.0) > 2  # each call makes its plan
+        assert ratio(plan.geometry, 1.0) > 2  # every call creates its plan
 
 
 def test_a_kernel_of_triton_s_that_fails_is_left_out_for_good(
@@ -352,7 +352,7 @@ def test_a_kernel_of_triton_s_that_fails_is_left_out_for_good(
     assert not triton_launch.is_available()
 
 
-# -- from outside ----------------------------------------------------------------------------------
+# -- environment variable --------------------------------------------------------------------------
 
 SCRIPT = """
 import penstock

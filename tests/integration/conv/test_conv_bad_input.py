@@ -1,4 +1,4 @@
-"""Bad input through the bypass: the same error, or the same result, as torch gives."""
+"""Invalid input through the bypass gives the same error or the same result as in torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.conv import bypass_convolutions
 
 pytestmark = [
     pytest.mark.legacy,
-    # torch warns of an empty weight that it cannot initialise, of complex numbers, and the like
+    # torch warns about empty weights that it cannot initialize, complex numbers, and similar input.
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 IS_OLD = torch.__version__.startswith("1.")
@@ -96,7 +96,7 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
     "expanded weights": lambda: f.conv2d(t(*X), t(1, 3, 1, 1).expand(4, 3, 3, 3)),
 }
-if not IS_OLD:  # torch 1.13 divides by zero, and the process ends
+if not IS_OLD:  # torch 1.13 divides by zero and crashes the process
     CASES["no groups"] = lambda: f.conv2d(t(*X), t(*W), groups=0)
 
 
@@ -123,7 +123,7 @@ def test_the_outcome_is_torch_s(name: str) -> None:
 
 
 def test_most_of_them_are_errors() -> None:
-    """Otherwise the test above would compare nothing."""
+    """Control: otherwise the test above would compare nothing."""
     outcomes = [outcome(run) for run in CASES.values()]
     assert (
         sum(isinstance(result, tuple) and isinstance(result[0], type) for result in outcomes) > 20

@@ -1,4 +1,4 @@
-"""torch's own samples of convolutions through the bypass: results, layouts, derivatives."""
+"""torch's own convolution samples through the bypass: results, layouts, derivatives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from penstock.conv import bypass_convolutions
 from support import conv_opinfo
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own making, at each odd sample
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns about odd samples
 
 
 @pytest.mark.parametrize("name", conv_opinfo.NAMES)
@@ -27,7 +27,7 @@ def test_every_sample_gives_torch_s_result_in_torch_s_layout(name: str) -> None:
 
 @pytest.mark.parametrize("name", conv_opinfo.NAMES)
 def test_first_and_second_derivatives_are_right(name: str) -> None:
-    """One sample in seven here; all of them in tests/soak."""
+    """Tests one sample in seven. tests/soak tests all of them."""
     op, num = conv_opinfo.operator(name), 0
     with bypass_convolutions("on", devices=("cpu",)) as bypass:
         for function, inputs in conv_opinfo.gradient_cases(op, torch.float64, every=7):

@@ -1,4 +1,4 @@
-"""optimize(): what is handed out was checked, and what was left is named with its reason."""
+"""optimize() returns only backends that it has checked, and reports why it rejected others."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ X = torch.linspace(0, 1, 3 * 64).reshape(1, 3, 8, 8)
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speed is not the question here, and nobody's machine is quiet."""
+    """Replace timing by a constant. These tests ignore speed, and the machine may be busy."""
     monkeypatch.setattr(inference, "_time_ms", lambda run, device: 1.0)
 
 
 @pytest.fixture
 def tensorrt() -> Iterator[dict[str, Any]]:
-    """A backend under TensorRT's name, as torch_tensorrt registers its own."""
+    """A backend registered under TensorRT's name, like that of torch_tensorrt."""
     from torch._dynamo import register_backend
     from torch._dynamo.backends import registry
 
@@ -73,7 +73,7 @@ def test_a_backend_that_fails_or_lies_is_rejected_with_its_reason(
     tensorrt: dict[str, Any], patient: None, fault: str, reason: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setitem(tensorrt, fault, True if fault == "fails" else 1.5)
-    monkeypatch.delitem(inference.BACKENDS, "inductor")  # its C++ compiler takes a minute here
+    monkeypatch.delitem(inference.BACKENDS, "inductor")  # its C++ compilation takes a minute here
     module, report = optimize(small_net(), X)
     assert report.backend == "autocast"
     ((name, why),) = report.rejected
@@ -131,7 +131,7 @@ def test_an_engine_needs_tensorrt_and_says_which_line_installs_it(tmp_path: Path
 def test_an_engine_becomes_a_module_with_its_own_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stand-ins for two packages that no machine of ours has: what is asked of them is the test."""
+    """Uses stand-ins for two packages that are not installed, and checks the calls made to them."""
     path = tmp_path / "model.engine"
     path.write_bytes(b"engine")
     modes = {"x": "input", "y": "output", "z": "output"}

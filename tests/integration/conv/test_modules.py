@@ -1,4 +1,4 @@
-"""The bypass by module: layers of one model, and nothing beside it."""
+"""The bypass per module: it affects the layers of one model and nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_patched_model_gives_the_same_gradients_without_torch_s_convolutions()
     with broken_convolution.breaking("all:raises") as broken:
         ours = gradients(model, X)
         with pytest.raises(RuntimeError, match="miopen"):
-            net()(X)  # another model, not patched
+            net()(X)  # a different model, not patched
         assert broken.num_calls == 1
     assert_close(ours, native, 1e-5)
 

@@ -1,4 +1,4 @@
-"""to_device: any iterable, its batches elsewhere, and nothing left behind."""
+"""to_device moves the batches of any iterable to a device and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_pytorchs_own_loader_left_half_way_ends_its_workers() -> None:
     for batch in to_device(loader, "cpu"):
         assert batch.item() == 0
         break
-    wait_until_no_thread()  # and the fixture sees that no child is left
+    wait_until_no_thread()  # and the fixture checks that no child is left
 
 
 def test_a_length_is_asked_of_the_iterable() -> None:
@@ -204,7 +204,7 @@ def test_a_program_that_ends_while_a_batch_is_taken_keeps_its_exit_code(tmp_path
 
 
 def test_without_waiting_for_it_the_thread_would_outlast_the_program(tmp_path: Path) -> None:
-    """And come back into an interpreter that is gone, which aborts the process before 3.14."""
+    """It would return to a finalized interpreter, which aborts the process before Python 3.14."""
     stop = "import penstock.device.device_iterable as it; it._wait_for_all = lambda: None"
     assert leave(stop, tmp_path).stdout.strip() == "penstock-to-device"
 

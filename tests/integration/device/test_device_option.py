@@ -1,7 +1,7 @@
-"""DataLoader(device=): the same batches, counted when they are handed out, on every way of loading.
+"""DataLoader(device=) gives the same batches and counts each when it is delivered, in every pool.
 
-There need be no GPU here. A prefetcher that is ahead is made from the one for the CPU; pinned slots
-are tried with runtime calls that are only noted.
+These tests need no GPU. A prefetcher that runs ahead is derived from the one for the CPU. Pinned
+slots use runtime calls that are only recorded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LOADING: dict[str, dict[str, Any]] = {
 
 
 class Ahead(prefetching.DevicePrefetcher):
-    """Is really ahead, though the CPU gains nothing by it; notes how far."""
+    """Runs ahead, although this has no benefit on the CPU, and records how far."""
 
     made: ClassVar[list[Ahead]] = []
 
@@ -78,7 +78,7 @@ def batches_of(loader: Any, count: int, pause_s: float = 0.0) -> list[Any]:
     taken = []
     for batch in itertools.islice(loader, count):
         taken.append(snapshot(batch))
-        time.sleep(pause_s)  # a step, in which workers get ahead
+        time.sleep(pause_s)  # a step, during which workers get ahead
     return taken
 
 
@@ -98,7 +98,7 @@ def test_being_ahead_changes_no_batch_in_any_epoch(way: str, is_ahead: list[Ahea
     for _ in range(3):
         assert_same(batches_of(placed, 99, pause_s=0.002), collect(plain))
     placed.close()
-    if way != "auto":  # there, steps are timed until it is known whether workers pay
+    if way != "auto":  # "auto" times steps until it has chosen
         assert max(prefetcher.furthest for prefetcher in is_ahead) > 0, (
             "the prefetcher was not ahead"
         )
@@ -299,7 +299,7 @@ def test_a_device_that_fails_ends_the_workers_and_says_so_each_time(
     assert num_before <= 1 + DEPTH
     assert not any(worker.is_alive() for worker in batches._workers)
     with pytest.raises(DeviceFailed):
-        next(batches)  # and not: the epoch is over
+        next(batches)  # not StopIteration
     monkeypatch.undo()
     assert_same(snapshot(next(iter(make(device="cpu")))), first)
     assert loader.state_dict()["position"] == 4 * num_before
@@ -333,7 +333,7 @@ def test_batches_without_tensors_pass(is_ahead: list[Ahead]) -> None:
         assert list(own) == [texts[:2], texts[2:4], texts[4:]]
 
 
-# -- pinned slots, with runtime calls that are only noted ------------------------------------------
+# -- pinned slots, with runtime calls that are only recorded ---------------------------------------
 
 
 @pytest.fixture(params=["cuda", "hip"])
@@ -346,7 +346,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[PretendGpu]:
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Batches that torch was asked to pin: it cannot, here."""
+    """Types of the batches passed to torch's pin_memory, which is replaced: it needs a GPU."""
     seen: list[str] = []
 
     def pin_memory(batch: Any, device: Any = None) -> Any:
@@ -406,9 +406,9 @@ def test_where_pinning_is_refused_batches_go_through_torchs_buffers_and_the_plan
 def test_a_slot_with_a_copy_under_way_is_not_given_to_a_worker(
     is_safe: bool, gpu: PretendGpu, copied: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user copies with non_blocking=True and drops the batch; a worker must not write there.
+    """The user copies with non_blocking=True and drops the batch. No worker may write to its slot.
 
-    And the control: with fences that are over at once, one does.
+    Control: with fences that are over immediately, a worker does.
     """
     if not is_safe:
         monkeypatch.setattr(SlotPinner, "fence", lambda self: lambda: True)
@@ -460,7 +460,7 @@ def test_batches_taken_while_a_graph_is_captured_ask_nothing(
         next(batches)
     fence = pinning._gpus[0]._fence
     while isinstance(fence, SynchronizingFence) and fence.thread.is_running:
-        time.sleep(0.001)  # as torch.cuda.synchronize() before a capture: see docs/gpu.md
+        time.sleep(0.001)  # like torch.cuda.synchronize() before a capture; see docs/gpu.md
     gpu.is_capturing = True
     before = gpu.names()
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""A fence is over when everything asked of the GPU before it is done, and not before."""
+"""A fence is over when all earlier work on the GPU is done, and not before."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_nvidia_gets_events_of_the_context_and_amd_a_thread_that_waits(gpu: Pret
 def test_a_driver_without_events_of_the_context_gets_the_thread(
     nvidia: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(fake_gpu.Driver, "cuCtxRecordEvent")  # older than 12.5
+    monkeypatch.delattr(fake_gpu.Driver, "cuCtxRecordEvent")  # like drivers before 12.5
     assert isinstance(choose_fence(CudaRuntime(0)), SynchronizingFence)
 
 
@@ -66,7 +66,7 @@ def test_a_copy_after_a_fence_does_not_hold_it(gpu: PretendGpu) -> None:
     fence = choose_fence(CudaRuntime(0))
     is_over = fence.record()
     if gpu.vendor == "hip":
-        assert is_soon(is_over)  # a device that is waited for is waited for as it is then
+        assert is_soon(is_over)  # a device synchronization covers the work queued when it runs
     gpu.begin_copy()
     assert is_over()
     later = fence.record()
@@ -97,7 +97,7 @@ def test_events_are_used_again(nvidia: PretendGpu) -> None:
     for _ in range(20):
         assert fence.record()()
     gpu.begin_copy()
-    fence.record()  # nobody asks how it ends
+    fence.record()  # its result is not used
     assert not fence.record()()
     assert gpu.names().count("make event") == 1
     assert gpu.devices_of("record event") == {0}
@@ -114,7 +114,7 @@ def test_a_capture_in_another_thread_delays_the_event_and_loses_nothing(
     gpu.finish_all()
     assert not is_over()
     gpu.is_elsewhere_capturing = False
-    assert not is_over()  # now it is recorded
+    assert not is_over()  # this call records it
     assert is_over()
 
 
@@ -123,7 +123,7 @@ def test_of_a_gpu_that_is_lost_every_fence_is_over(gpu: PretendGpu) -> None:
     gpu.begin_copy()
     before = fence.record()
     gpu.lost = True
-    gpu.num_done = gpu.num_asked  # the one who waits is let go with an error
+    gpu.num_done = gpu.num_asked  # the waiting call returns with an error
     after = fence.record()
     assert is_soon(before)
     assert is_soon(after)

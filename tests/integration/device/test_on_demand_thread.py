@@ -1,4 +1,4 @@
-"""A thread that is there only while there is something to do, and the end of the program."""
+"""A thread that exists only while there is work, and its behavior when the program ends."""
 
 from __future__ import annotations
 

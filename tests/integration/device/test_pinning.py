@@ -1,4 +1,4 @@
-"""What is asked of CUDA and HIP to pin slots: once each, on the right GPU, and undone in time."""
+"""CUDA and HIP calls that pin slots: once each, on the right GPU, and undone in time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def deliver(ring: PinnedRing, num_bytes: int = NUM_BYTES) -> torch.Tensor:
 
 
 def use_all(ring: PinnedRing) -> None:
-    """Deliver a batch in each slot of the first segment; all of them come back."""
+    """Deliver a batch in each slot of the first segment and wait until all slots are free."""
     batches = [deliver(ring) for _ in range(FIRST_SLOTS)]
     del batches
     wait_until(lambda: ring._collect() or len(ring._free) == FIRST_SLOTS)
@@ -96,7 +96,7 @@ def test_the_gpu_that_was_opened_is_chosen_not_number_0(
 
 
 def test_memory_is_unregistered_before_it_is_unmapped(gpu: PretendGpu) -> None:
-    """The ring, the pinner and all views go at once: the process keeps what is pinned."""
+    """The ring, pinner and views are dropped together. The process keeps pinned memory alive."""
     ring = make_ring(SlotPinner(0, print))
     deliver(ring)
     address = next(iter(gpu.registered))
@@ -105,11 +105,11 @@ def test_memory_is_unregistered_before_it_is_unmapped(gpu: PretendGpu) -> None:
     assert gpu.wait_until_unpinned()
     assert not gpu.unmapped
     gc.collect()
-    wait_until(lambda: not fake_gpu.is_mapped(address, GRAIN))  # its thread lets go of it last
+    wait_until(lambda: not fake_gpu.is_mapped(address, GRAIN))  # its thread releases it last
 
 
 def test_a_ring_that_nobody_closes_unpins_its_slots(gpu: PretendGpu) -> None:
-    """Loading without workers has nobody who closes its ring."""
+    """A loader without workers never closes its ring."""
     ring = make_ring(SlotPinner(0, print))
     kept = deliver(ring)
     deliver(ring)
@@ -128,7 +128,8 @@ def test_views_that_outlive_the_ring_stay_pinned_until_they_go(gpu: PretendGpu) 
     kept = [deliver(ring) for _ in range(3)]
     ring.close()
     del ring
-    gc.collect()  # nothing but the process may hold what will unpin them
+    # Only process-wide state may hold the objects that unpin them.
+    gc.collect()
     time.sleep(0.02)
     assert set(gpu.registered) == {tensor.data_ptr() for tensor in kept}
     last = kept.pop()
@@ -216,13 +217,13 @@ def test_nothing_but_captures_is_asked_while_a_graph_is_captured(gpu: PretendGpu
     assert gpu.names()[before:] == []
     gpu.is_capturing = False
     other = make_ring(SlotPinner(0, print))
-    deliver(other)  # what was left is unpinned with the next thing that is done
+    deliver(other)  # the next operation unpins the rest
     other.close()
     assert gpu.wait_until_unpinned()
 
 
 def test_a_slot_pinned_in_part_is_handed_out_as_a_copy(gpu: PretendGpu) -> None:
-    """A graph is captured, so it cannot be pinned anew; and copies from such memory fail."""
+    """It cannot be pinned again while a graph is captured, and copies from such memory fail."""
     ring = make_ring(SlotPinner(0, print), num_bytes=4 * GRAIN)
     slot, *_ = [ring.take() for _ in range(FIRST_SLOTS)]
     slot.view(4 * GRAIN)[:] = 9

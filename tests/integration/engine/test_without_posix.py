@@ -1,8 +1,7 @@
-"""Windows semantics on Linux: the spawn path with every POSIX-only facility taken away.
+"""Windows semantics on Linux: the spawn path with every POSIX-only facility removed.
 
-A ``sitecustomize`` does the taking, so it is in force in the program and in each worker, before any
-of our code is imported. What is left that only Windows runs is listed in
-engine/memory/windows_pipes.py.
+A ``sitecustomize`` removes them in the program and in each worker before any code of Penstock is
+imported. engine/memory/windows_pipes.py lists the code that only Windows runs.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import pytest
 from support import scripts
 from support.paths import SOURCE
 
-pytestmark = pytest.mark.timeout(300)  # the programs share one set-up
+pytestmark = pytest.mark.timeout(300)  # the programs share one setup
 
 ENGINE = SOURCE / "engine"
 MAX_WINDOWS_LINES = 48
@@ -116,7 +115,7 @@ except ValueError as error:
 
 
 def run(folder: Path, source: str = PROGRAM) -> Any:
-    """Run a program where every interpreter takes POSIX away before anything else."""
+    """Run a program in which every interpreter removes the POSIX facilities first."""
     site, scratch = folder / "site", folder / "scratch"
     site.mkdir()
     scratch.mkdir()
@@ -135,7 +134,7 @@ PROGRAMS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every program of this file, run to its end."""
+    """Results of all programs in this file, run to completion."""
     return scripts.run_all(
         lambda name: PROGRAMS[name](scripts.make_folder(tmp_path_factory, "program")),
         list(PROGRAMS),
@@ -164,7 +163,7 @@ def test_an_error_travels_without_posix(results: dict[str, Any]) -> None:
 
 
 def test_the_fork_server_would_not_run_there(results: dict[str, Any]) -> None:
-    """The control: what is taken away is needed by the other start methods."""
+    """Control: the other start methods need the removed facilities."""
     result = scripts.told(results["the fork server"])
     assert result.returncode != 0
     assert result.stdout.splitlines() == ["blocked: True"]
@@ -180,6 +179,6 @@ def test_what_only_windows_runs_is_in_one_place_and_small() -> None:
         for line in path.read_text().splitlines()
         if "win32" in line and path.name != "windows_pipes.py"
     ]
-    # Elsewhere Windows is only asked for to reach that file, or to refuse.
+    # Other files check for Windows only to reach that file or to raise an error.
     assert all('if sys.platform == "win32":' in ask for ask in asks), asks
     assert len(asks) <= MAX_DOORS, asks

@@ -1,4 +1,4 @@
-"""penstock.patch(): torch's own class with our engine under it, whoever imported it and when."""
+"""penstock.patch() puts the engine under torch's own class, whenever it was imported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_unpatched_afterwards() -> Iterator[None]:
     assert not is_ours(ImportedBefore([0])), "a test left the patch in place"
 
 
-# -- who gets our engine ---------------------------------------------------------------------------
+# -- loaders that use the engine -------------------------------------------------------------------
 
 
 def test_it_does_not_matter_when_the_class_was_imported_or_subclassed() -> None:
@@ -90,11 +90,11 @@ def test_a_class_with_its_own_iterator_is_left_alone() -> None:
     assert report.num_loaders == 0
 
 
-# -- there and back --------------------------------------------------------------------------------
+# -- patching and restoring ------------------------------------------------------------------------
 
 
 def world() -> list[Any]:
-    """torch's module and classes: every name, and the identity of what stands behind it."""
+    """Return every name in torch's module and classes, with the identity of its value."""
     places = [torch_data, torch_data.dataloader, ImportedBefore, torch_data.Dataset]
     return [[(name, id(value)) for name, value in vars(place).items()] for place in places]
 
@@ -194,7 +194,7 @@ def test_a_loader_that_was_iterated_can_be_copied_and_pickled(copied: Any) -> No
         assert vars(other)["_penstock_loader"] is not vars(loader)["_penstock_loader"]
         batches = iter(loader)
         next(batches)
-        collect(other)  # does not disturb the first
+        collect(other)  # does not affect the first
         assert len(list(batches)) == 4
 
 

@@ -1,4 +1,4 @@
-"""What torch's own loaders do with our engine under them, and what is changed."""
+"""torch's own loaders with Penstock's engine: unchanged behavior and documented differences."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def test_loaders_that_never_end_give_the_same_bits_for_any_number_of_workers(kin
     for num_workers in (1, 2):
         assert_same(stream(num_workers), inline)
     draws = [batch[1].tolist() for batch in inline]
-    assert len({tuple(draw) for draw in draws}) == 15  # no epoch repeats another
+    assert len({tuple(draw) for draw in draws}) == 15  # all epochs differ
 
 
 def test_an_endless_loader_that_is_reset_half_way_has_the_order_of_none() -> None:
-    """It had drawn ahead from its generator, further with more workers."""
+    """The loader draws ahead from its generator, further ahead with more workers."""
 
     def stream(num_workers: int) -> list[Any]:
         generator = torch.Generator()
@@ -84,7 +84,7 @@ def test_an_endless_loader_that_is_reset_half_way_has_the_order_of_none() -> Non
 
 
 def test_torch_s_own_loader_differs_between_2_and_4_workers() -> None:
-    """The control: unpatched, the same script has other augmentations with other workers."""
+    """Control: unpatched, the augmentations change with the number of workers."""
     assert [batch[4].tolist() for batch in seeded(2)] != [batch[4].tolist() for batch in seeded(4)]
 
 
@@ -108,7 +108,7 @@ def test_a_loader_made_anew_for_each_epoch_draws_anew() -> None:
 
 
 def test_loaders_with_generators_of_their_own_draw_apart() -> None:
-    """Ranks are told apart by them, in Ultralytics for one."""
+    """Ultralytics, for example, gives each rank its own generator."""
 
     def draws(seed: int) -> list[float]:
         generator = torch.Generator()
@@ -135,7 +135,7 @@ def test_a_worker_init_fn_that_seeds_torch_does_not_count_beside_a_seed() -> Non
 
 
 def test_a_sampler_that_draws_as_it_goes_is_asked_as_far_ahead_as_torch_asks() -> None:
-    """Or what the training draws in between would depend on how fast batches come."""
+    """Otherwise draws of the training code in between would depend on how fast batches arrive."""
 
     class Lazy:
         def __init__(self) -> None:
@@ -164,7 +164,7 @@ def test_the_ranks_of_a_launcher_do_not_share_samples_out(monkeypatch: pytest.Mo
     assert [batch[1].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-# -- what the engine does under it -----------------------------------------------------------------
+# -- engine behavior -------------------------------------------------------------------------------
 
 
 def test_a_killed_worker_is_replaced_and_counted() -> None:
@@ -215,7 +215,7 @@ def test_workers_are_kept_where_the_patch_says_so_and_the_code_does_not() -> Non
     plain, others = stream(False)
     assert (len(set(pids)), len(set(others))) == (2, 4)
     assert_same(kept, plain)
-    # Where the code itself asks for it, torch draws no base seed for the second epoch.
+    # With persistent workers in the user's code, torch draws no base seed for the second epoch.
     with pytest.raises(AssertionError):
         assert_same(kept, stream(True)[0])
 
@@ -232,7 +232,7 @@ def test_workers_that_are_kept_are_replaced_when_the_dataset_is_another() -> Non
 def test_spawned_workers_that_are_not_kept_are_a_note_from_the_second_epoch_on() -> None:
     with penstock.patched(multiprocessing_context="spawn") as report:
         loader = make()
-        assert len(epochs(loader, 1)) == 5  # without workers, which takes no time
+        assert len(epochs(loader, 1)) == 5  # without workers, which is fast
         assert report.notes == []
         loader.num_workers = 1
         with pytest.warns(UserWarning, match="spawned again for each epoch.*persistent-workers"):
@@ -259,7 +259,7 @@ def test_options_reach_the_engine() -> None:
         assert isinstance(iterator, LoaderIterator)
         assert len(iterator._workers) == 1
         assert [len(batch) for batch in iterator] == [3, 3]
-        assert loader.num_workers == 0  # what the code says stays what it sees
+        assert loader.num_workers == 0  # the user's setting stays visible
     assert report.num_bad == 2
 
 
@@ -282,7 +282,7 @@ def test_workers_auto_is_measured_with_the_code_s_own_loader() -> None:
         assert_same(seeded(0), auto)
 
 
-# -- what would hang or crash ----------------------------------------------------------------------
+# -- cases that would hang or crash ----------------------------------------------------------------
 
 
 def test_five_hundred_workers_become_what_the_machine_bears_with_one_line() -> None:
@@ -308,7 +308,7 @@ def test_fork_after_a_gpu_context_becomes_the_fork_server_with_one_line(
             iterator = iter(loader)
         assert iterator._settings.start_method == "forkserver"
         assert len(list(iterator)) == 5
-        assert len(list(loader)) == 5  # and no second line
+        assert len(list(loader)) == 5  # no second warning
     assert len(report.changes) == 1
 
 

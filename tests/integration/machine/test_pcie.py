@@ -1,4 +1,4 @@
-"""The PCIe link of a GPU: from the system's files, else from nvidia-smi, else unknown."""
+"""The PCIe link of a GPU: read from sysfs, else from nvidia-smi, else unknown."""
 
 from __future__ import annotations
 

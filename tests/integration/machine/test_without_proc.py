@@ -1,4 +1,4 @@
-"""Without ``/proc``, as in a chroot or a build sandbox, loaders load; facts are unknown there."""
+"""Loaders work without ``/proc``, as in a chroot or a build sandbox, with some facts unknown."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ print("done")
 
 
 def without_proc(program: Path) -> list[str] | None:
-    """The command that runs a program without ``/proc``; None where that is not allowed."""
+    """Command that runs a program without ``/proc``, or None where that is not allowed."""
     if sys.platform != "linux" or shutil.which("unshare") is None:
         return None
     for flags in (["-m"], ["-rm"]):
@@ -90,7 +90,7 @@ def test_loaders_of_every_kind_load_without_proc(tmp_path: Path) -> None:
 
 
 def test_the_program_needs_the_loss_of_proc() -> None:
-    """The control: with it, the program stops at its first line."""
+    """Control: with ``/proc``, the program fails at its first line."""
     done = subprocess.run(
         [sys.executable, "-c", "import os; assert not os.path.exists('/proc/self')"],
         capture_output=True,

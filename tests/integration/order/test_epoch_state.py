@@ -1,4 +1,4 @@
-"""Resuming with states that others own: samplers, generators, iterable datasets."""
+"""Resuming with state held by samplers, generators and iterable datasets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.legacy
 
 
 def stop_and_go(make: Any, taken: int, **other: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """What came after ``taken`` batches, in one go and after a stop; and the state between."""
+    """Return the batches after ``taken``, without and with a stop, and the state in between."""
     loader = make()
     batches = iter(loader)
     for _ in range(taken):
@@ -54,7 +54,7 @@ def test_a_generator_of_the_user_s_goes_on() -> None:
 
 
 class Backwards:
-    """A sampler with a state: how often it was used."""
+    """A sampler whose state is the number of times it was used."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -96,7 +96,7 @@ def test_a_sampler_s_own_state_is_saved_through_it(num_workers: int) -> None:
 
 
 class Counting(IterableDataset):
-    """Counts; each worker its own numbers. With a state of its own."""
+    """Counts, with separate numbers for each worker and a state of its own."""
 
     def __init__(self, length: int = 24) -> None:
         self.length = length
@@ -170,7 +170,7 @@ def test_an_iterable_dataset_cannot_change_its_number_of_workers() -> None:
     other = DataLoader(Counting(), batch_size=3, num_workers=3)
     with pytest.raises(BadState, match="their number differs: 2 in the state, 3 here"):
         other.load_state_dict(state)
-    assert len(list(other)) == 9  # as it was: 8 numbers for each of 3 workers
+    assert len(list(other)) == 9  # unchanged: 8 numbers for each of 3 workers
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Generators that user code holds: the same bits in any worker, wherever the generator lies."""
+"""Generators held by user code give the same bits in any worker, wherever they are stored."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class MadeByALaterSample(Base):
 
     def __getitem__(self, index: int) -> float:
         if self.rng is None and index % 4:
-            return index / 100  # not drawn
+            return index / 100  # no draw
         self.rng = self.rng or np.random.default_rng(0)
         return float(self.rng.random()) if not index % 4 else index / 100
 
@@ -179,7 +179,7 @@ def test_samples_draw_the_same_wherever_the_generator_lies(name: str) -> None:
     assert sorted(itertools.chain(*epochs[0])) != sorted(itertools.chain(*epochs[1]))  # control
     for way in ("1 worker", "2 workers", "2 threads"):
         if name == "in an iterator's function" and way != "2 threads":
-            continue  # such an object cannot be sent to a process
+            continue  # it cannot be sent to a process
         assert two_epochs(DATASETS[name](), **WAYS[way]) == inline, way
 
 
@@ -232,7 +232,7 @@ def test_control_without_randomness_per_sample_the_bits_depend_on_the_workers() 
 
 
 class Adding:
-    """A collate_fn with a generator of its own."""
+    """A collate_fn with its own generator."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -262,10 +262,10 @@ def test_a_collate_fn_draws_the_same_in_any_worker(make: Any) -> None:
     }
     assert runs["1 worker"] == runs["2 workers"] == runs["2 threads"] == runs["inline"]
     offsets = {batch[0] % 1 for batch in runs["inline"]}
-    assert len(offsets) == len(runs["inline"])  # control: each batch draws its own
+    assert len(offsets) == len(runs["inline"])  # control: each batch draws
 
 
-# -- state that is drawn once and kept -------------------------------------------------------------
+# -- values that are drawn once and kept -----------------------------------------------------------
 
 
 # -- generators whose path differs between processes -----------------------------------------------
@@ -308,7 +308,7 @@ def with_same_named_classes() -> Any:
 
 
 class MadeByKey(Base):
-    """More of them than a container may have to be searched item by item."""
+    """Holds more generators than the limit for searching a container item by item."""
 
     def __init__(self) -> None:
         self.made: dict[int, random.Random] = {}
@@ -331,7 +331,7 @@ class InABoundedCache(Base):
 
 
 class Restored(Base):
-    """Draws, and puts the generator's state back."""
+    """Draws, then restores the generator's state."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -371,7 +371,7 @@ def test_numbers_do_not_depend_on_the_path_in_a_process(name: str) -> None:
         runs[way] = two_epochs(ELSEWHERE[name](), **options)
     assert runs["1 worker"] == runs["2 workers"] == runs["2 threads"] == runs["inline"]
     epochs = runs["inline"][: len(runs["inline"]) // 2], runs["inline"][len(runs["inline"]) // 2 :]
-    assert epochs[0] != epochs[1]  # control: each epoch draws its own
+    assert epochs[0] != epochs[1]  # control: each epoch draws
 
 
 def test_two_generators_of_one_name_draw_different_numbers() -> None:
@@ -381,7 +381,7 @@ def test_two_generators_of_one_name_draw_different_numbers() -> None:
 
 
 class Kept(Base):
-    """Draws something on first use from a generator with a fixed seed, and keeps it."""
+    """Draws on first use from a generator with a fixed seed, and keeps the result."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(42)
@@ -442,7 +442,7 @@ class KeptInAnArray(Base):
 
 
 class KeptWithJitter(Kept):
-    """Draws for the sample from the same generator, before and after."""
+    """Also draws from the same generator for each sample, before and after."""
 
     def __getitem__(self, index: int) -> Any:
         self.rng.random()
@@ -458,7 +458,7 @@ KEPT = (
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_what_is_drawn_on_first_use_is_equal_in_every_worker(kind: Any) -> None:
-    torch_s = torch.utils.data.DataLoader(kind(), batch_size=4)  # without workers: one of each
+    torch_s = torch.utils.data.DataLoader(kind(), batch_size=4)  # without workers, so only one copy
     expected = [int(value) for batch in torch_s for value in batch]
     for way, options in WAYS.items():
         batches = list(DataLoader(kind(), batch_size=4, seed=0, **options))
@@ -476,11 +476,11 @@ def test_the_user_s_generators_are_left_as_they_were(way: str) -> None:
     two_epochs(dataset, **WAYS[way])
     assert dataset.rng.random() == expected
     dataset[0]
-    assert dataset.rng.random() != expected  # control: drawing moves it
+    assert dataset.rng.random() != expected  # control: a draw advances it
 
 
 class KeepingMore(Base):
-    """Keeps a drawn number for each sample: another one in each worker."""
+    """Keeps a drawn number for each sample, different in each worker."""
 
     def __init__(self) -> None:
         self.rng, self.cache = np.random.default_rng(0), {}
@@ -544,7 +544,7 @@ def test_numpy_s_seed_of_worker_init_fn_makes_kept_draws_equal_in_every_worker()
 
     np_state = np.random.RandomState(42)
     assert values(seed_numpy) == np_state.permutation(NUM_SAMPLES).tolist()  # as in PyTorch
-    assert len(set(values(seed_numpy_by_worker))) < NUM_SAMPLES  # control, also as in PyTorch
+    assert len(set(values(seed_numpy_by_worker))) < NUM_SAMPLES  # control, as in PyTorch
 
 
 def test_samples_draw_their_own_bits_after_a_seed_of_worker_init_fn() -> None:
@@ -590,16 +590,16 @@ def test_a_bit_generator_that_the_user_gave_numpy_is_used_in_workers() -> None:
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
         runs = [two_epochs(FromNumpy(), **options) for options in WAYS.values()]
-        assert np.random.rand() == np.random.Generator(np.random.PCG64(1)).random()  # left alone
+        assert np.random.rand() == np.random.Generator(np.random.PCG64(1)).random()  # unchanged
     finally:
         np.random.set_bit_generator(before)
     assert all(run == runs[0] for run in runs)
-    assert runs[0] != usual  # control: it is another generator
+    assert runs[0] != usual  # control: a different generator
     assert two_epochs(FromNumpy(), **WAYS["inline"]) == usual
 
 
 class MadeLate(Base):
-    """Makes its generator with the 30th sample that it loads."""
+    """Creates its generator with the 30th sample that it loads."""
 
     def __init__(self) -> None:
         self.rng, self.num_loaded = None, 0

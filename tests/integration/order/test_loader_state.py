@@ -1,4 +1,4 @@
-"""Going on in the middle of an epoch: what is left is what was left, on whatever loads it."""
+"""Resuming in mid-epoch gives exactly the remaining batches, in every pool."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def make(dataset: Any = None, **arguments: Any) -> Any:
 
 
 def taken(loader: Any, count: int) -> list[Any]:
-    """So many batches of a new epoch, which is then left."""
+    """Return the first ``count`` batches of a new epoch, which is then abandoned."""
     return [snapshot(batch) for batch in itertools.islice(loader, count)]
 
 
 def saved(loader: Any) -> Any:
-    """The state as a checkpoint holds it."""
+    """Return the state after a round trip through JSON, as in a checkpoint."""
     return json.loads(json.dumps(loader.state_dict()))
 
 
@@ -82,7 +82,7 @@ def test_the_rest_of_an_epoch_is_the_same_under_spawn() -> None:
 
 
 def test_what_was_loaded_ahead_does_not_count() -> None:
-    loader = make(num_workers=3, prefetch_factor=4)  # more than the whole epoch is under way
+    loader = make(num_workers=3, prefetch_factor=4)  # the whole epoch is in flight
     batches = iter(loader)
     next(batches)
     assert loader.state_dict()["position"] == ROWS
@@ -97,7 +97,7 @@ def test_a_loop_that_is_left_is_taken_up_where_it_was_left() -> None:
             break
     state = loader.state_dict()
     assert state["position"] == 3 * ROWS
-    loader.load_state_dict(state)  # the same loader may go on, too
+    loader.load_state_dict(state)  # the same loader can resume too
     assert_same(seen + collect(loader), collect(make()))
 
 
@@ -124,7 +124,7 @@ def test_after_the_last_batch_comes_the_next_epoch(length: int, drop_last: bool)
     batches = iter(first)
     for _ in range(len(first)):
         next(batches)
-    state = first.state_dict()  # before the loop has noticed that nothing is left
+    state = first.state_dict()  # before the loop sees the end
     assert (state["epoch"], state["position"]) == (1, 0)
     assert next(batches, None) is None
     assert first.state_dict() == state
@@ -165,7 +165,7 @@ def test_a_state_that_was_loaded_and_not_begun_is_still_the_state() -> None:
     taken(first, 2)
     other.load_state_dict(saved(first))
     assert other.state_dict() == first.state_dict()
-    other.load_state_dict(make().state_dict())  # thought better of it
+    other.load_state_dict(make().state_dict())  # replaces the first state
     assert_same(collect(other), collect(make()))
 
 
@@ -208,7 +208,7 @@ def test_set_epoch_is_not_needed_but_honoured() -> None:
     for epoch in (2, 0, 1):
         told.set_epoch(epoch)
         assert indices(told) == epochs[epoch]
-    assert indices(told) == epochs[2]  # and goes on counting
+    assert indices(told) == epochs[2]  # counting continues
 
 
 def test_a_loop_that_tells_the_epoch_still_resumes_in_its_middle() -> None:
@@ -218,10 +218,10 @@ def test_a_loop_that_tells_the_epoch_still_resumes_in_its_middle() -> None:
     first.set_epoch(5)
     taken(first, 2)
     other.load_state_dict(saved(first))
-    other.set_epoch(5)  # the usual loop says so before each epoch
+    other.set_epoch(5)  # typical loops call this before each epoch
     assert indices(other) == rest
     other.load_state_dict(saved(first))
-    other.set_epoch(6)  # another epoch begins at its start
+    other.set_epoch(6)  # a different epoch starts at its beginning
     assert len(indices(other)) == len(first)
 
 
@@ -246,7 +246,7 @@ def test_two_iterators_that_shuffle_without_a_seed_have_an_order_each() -> None:
 
 
 class Pairs(BatchSampler):
-    """Somebody's own: another way to be made."""
+    """A user's batch sampler with a different constructor."""
 
     def __init__(self, source: Any) -> None:
         super().__init__(source, 2, False)
@@ -292,7 +292,7 @@ def test_more_batches_than_samples_are_not_taken_for_the_end() -> None:
     assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 5)
 
 
-# -- states that are refused -----------------------------------------------------------------------
+# -- invalid states --------------------------------------------------------------------------------
 
 STATE = {"version": 1, "epoch": 1, "position": 8, "seed": 3, "length": 22, "global_batch": 4}
 BAD_STATES: dict[str, tuple[Any, str]] = {
@@ -445,4 +445,4 @@ def test_a_batch_that_failed_is_over_once_a_later_one_was_delivered(way: str) ->
         return [labels.tolist() for _, labels in other]
 
     assert rest(3) == [[6, 7]]
-    assert rest(2) == [[2, 3], [4, 5], [6, 7]]  # a loop that ended there tries it again
+    assert rest(2) == [[2, 3], [4, 5], [6, 7]]  # a loop that ends there retries the batch

@@ -1,4 +1,4 @@
-"""Ranks that are real processes under torch.distributed, and come and go between global steps."""
+"""Ranks as real processes under torch.distributed, added and removed between global steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this torch has no torch.distributed"
 )
 
-LENGTH, GLOBAL_BATCH, SEED = 100, 12, 5  # as in the program below
+LENGTH, GLOBAL_BATCH, SEED = 100, 12, 5  # same values as in the program below
 
 RANK = """
 import itertools, json, sys
@@ -65,7 +65,7 @@ if rank == 0:
 def run_ranks(
     folder: Path, state: Any, *, world_size: int, num_steps: int, num_workers: int
 ) -> dict[str, Any]:
-    """Start so many ranks, wait for all, and give what rank 0 gathered from them."""
+    """Start ``world_size`` ranks, wait for all, and return the data that rank 0 gathered."""
     folder.mkdir()
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "rank.py").write_text(RANK)
@@ -94,7 +94,7 @@ def run_ranks(
 
 @pytest.fixture(scope="module")
 def phases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """2 ranks, then 3, then 1: each goes on from the state of the one before."""
+    """2 ranks, then 3, then 1. Each phase resumes from the state of the previous one."""
     folder, state, found = tmp_path_factory.mktemp("ranks"), None, []
     for world_size, num_steps, num_workers in ((2, 3, 1), (3, 3, 0), (1, -1, 2)):
         phase = run_ranks(
@@ -150,10 +150,10 @@ def test_torch_s_own_ranks_fail_this_test() -> None:
 
     assert stream(2) != stream(3)
     assert len({index for step in stream(3) for index in step}) == LENGTH
-    assert sum(map(len, stream(3))) > LENGTH  # it doubles samples, too
+    assert sum(map(len, stream(3))) > LENGTH  # it also duplicates samples
 
 
-# -- bad input -------------------------------------------------------------------------------------
+# -- invalid input ---------------------------------------------------------------------------------
 
 
 def rank_indices(rank: int, world_size: int, length: int, **more: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""The same bits whatever the number of workers, for code that draws from the global generators."""
+"""The same bits for any number of workers, for code that draws from the global generators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def epoch(
 
 
 def by_sample(batches: list[Any]) -> dict[int, Any]:
-    """What each sample drew, whatever batch it was in."""
+    """Return the numbers drawn by each sample, regardless of its batch."""
     return {
         int(index): [field[place].tolist() for field in batch[1:]]
         for batch in batches
@@ -113,7 +113,7 @@ def test_what_a_sample_draws_follows_its_position_and_not_its_index() -> None:
     one = collect(DataLoader(Draws(), batch_size=4, sampler=[0, 3, 6, 9], num_workers=2))
     torch.manual_seed(0)
     other = collect(DataLoader(Draws(), batch_size=4, sampler=[9, 6, 3, 0]))
-    assert one[0][1][0] == other[0][1][0]  # 0 and 9 draw alike: both draw nothing beforehand
+    assert one[0][1][0] == other[0][1][0]  # 0 and 9 draw alike: neither draws extra numbers first
 
 
 def test_a_batch_that_is_split_over_workers_has_the_same_bits() -> None:
@@ -124,12 +124,12 @@ def test_a_batch_that_is_split_over_workers_has_the_same_bits() -> None:
 def _slow_draw(index: int) -> Any:
     import time
 
-    time.sleep(0.02)  # a batch of 8 passes the limit from which batches are split
+    time.sleep(0.02)  # makes a batch of 8 slow enough to be split
     return draw(index)
 
 
 def late(draw_one: Any) -> Samples:
-    """Silent for long enough that nobody expects a draw any more; then it draws."""
+    """Samples that start to draw at index 44, when no draw is expected any more."""
     return Samples(lambda i: float(draw_one()) if i >= 44 else 0.0, 60)
 
 
@@ -156,7 +156,7 @@ def test_a_dataset_that_begins_to_draw_late_has_the_same_bits_in_a_loop_that_dra
         found = []
         for batch in DataLoader(late(LATE_DRAWS[name]), batch_size=4, num_workers=num_workers):
             found.append(batch.tolist())
-            for _ in range(noise):  # an odd number of normals leaves one in reserve
+            for _ in range(noise):  # an odd number of normals leaves one cached
                 random.gauss(0, 1)
                 np.random.randn()
         return found
@@ -170,7 +170,7 @@ def test_a_dataset_that_begins_to_draw_late_has_the_same_bits_in_a_loop_that_dra
 @pytest.mark.parametrize("draw_one", ["gauss", "numpy's normal"])
 def test_a_collate_fn_that_draws_normals_leaves_none_for_the_next_sample(draw_one: str) -> None:
     def collate(samples: list[float]) -> list[float]:
-        return [*samples, random.gauss(0, 1), np.random.randn()]  # each leaves one in reserve
+        return [*samples, random.gauss(0, 1), np.random.randn()]  # each leaves one cached
 
     def drawn(**arguments: Any) -> list[Any]:
         torch.manual_seed(0)
@@ -190,7 +190,7 @@ def test_a_thread_whose_samples_draw_nothing_leaves_those_of_others_alone() -> N
     def slowly(index: int) -> float:
         if index < 80 or index // 4 % 4:
             return 0.0
-        time.sleep(0.005)  # meanwhile the other threads go on to their next batches
+        time.sleep(0.005)  # the other threads start their next batches
         return random.random() + float(np.random.rand())
 
     def drawn(**arguments: Any) -> list[Any]:
@@ -205,7 +205,7 @@ def test_a_thread_whose_samples_draw_nothing_leaves_those_of_others_alone() -> N
 
 @pytest.mark.parametrize("draw_one", ["gauss", "numpy's normal"])
 def test_a_normal_that_somebody_left_in_reserve_is_no_sample_s(draw_one: str) -> None:
-    """One draw takes it and leaves no other trace."""
+    """A draw takes the cached normal and leaves no other trace."""
 
     def drawn(**arguments: Any) -> list[Any]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""penstock.rng() draws the same in any worker."""
+"""penstock.rng() draws the same numbers in any worker."""
 
 from __future__ import annotations
 

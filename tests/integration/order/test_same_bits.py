@@ -1,6 +1,6 @@
-"""One and the same hash, whatever loads: workers, pools, start methods, prefetch, kills, resumes.
+"""One hash for all settings: workers, pools, start methods, prefetch, kills, resumes.
 
-tests/soak/test_same_bits_grid.py runs the whole grid; here is what takes a minute.
+tests/soak/test_same_bits_grid.py runs the whole grid. These tests take a minute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from support.stream_hash import GOLDEN, Augmented, make
 legacy = pytest.mark.legacy
 pytestmark = pytest.mark.timeout(240)
 
-# -- the constant ----------------------------------------------------------------------------------
+# -- the expected hash -----------------------------------------------------------------------------
 
 QUICK = stream_hash.grid(("thread", "forkserver"))
 
@@ -88,7 +88,7 @@ def test_the_parts_of_ranks_put_together_are_the_one_written_down() -> None:
     assert stream_hash.hashed(steps) == stream_hash.hashed(stream_hash.whole(single))
 
 
-# -- a program that is killed ----------------------------------------------------------------------
+# -- a killed program ------------------------------------------------------------------------------
 
 PROGRAM = """
 import json, os, sys
@@ -133,7 +133,7 @@ def test_a_program_that_is_killed_and_started_again_has_the_same_stream(tmp_path
     assert stream_hash.hashed(torch.tensor(batch) for batch in seen) == GOLDEN
 
 
-# -- controls that must fail -----------------------------------------------------------------------
+# -- controls that must differ ---------------------------------------------------------------------
 
 
 def theirs(num_workers: int, dataset: Any = None) -> str:
@@ -146,7 +146,7 @@ def theirs(num_workers: int, dataset: Any = None) -> str:
 
 def test_torch_s_own_loader_fails_with_2_against_4_workers() -> None:
     assert theirs(2) != theirs(4)
-    assert theirs(2) == theirs(2)  # so it is the number of workers that does it
+    assert theirs(2) == theirs(2)  # so the number of workers makes the difference
 
 
 @pytest.mark.parametrize(

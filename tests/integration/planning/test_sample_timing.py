@@ -1,4 +1,4 @@
-"""A plan without a loader: measured on the dataset, without moving anybody's generators."""
+"""A plan without a loader is measured on the dataset and leaves the user's generators unchanged."""
 
 from __future__ import annotations
 

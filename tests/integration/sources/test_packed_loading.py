@@ -1,4 +1,4 @@
-"""Packed sets under real workers: same bits, little memory, caches that many fill at once."""
+"""Packed sets with real workers: same bits, little memory, and caches filled by many processes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_workers_check_each_block_once_for_all(pixels: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="counted from /proc")
 def test_reading_adds_little_private_memory_to_a_worker(tmp_path: Path) -> None:
-    """A set of 200 MB, every page of it read by one worker, beside one of a few pages."""
+    """One worker reads every page of a 200 MB set, another one reads a 2 MB set."""
     large = pack(Sparse(200), tmp_path / "large", workers=0)
     small = pack(Sparse(2), tmp_path / "small", workers=0)
     measured = {}
@@ -99,7 +99,7 @@ def test_reading_adds_little_private_memory_to_a_worker(tmp_path: Path) -> None:
         measured[name] = private_bytes(worker.pid)
         loader.close()
     assert measured["large"] - measured["small"] < MAX_PRIVATE_BYTES
-    # The negative control: a dataset that keeps what it has read.
+    # Negative control: a dataset that keeps the samples it has read.
     assert measured["hoarded"] - measured["small"] > 3 * MAX_PRIVATE_BYTES
 
 
@@ -116,7 +116,7 @@ class Hoarding:
 
 
 class Sparse:
-    """A megabyte each."""
+    """Samples of one megabyte."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -129,7 +129,7 @@ class Sparse:
 
 
 def private_bytes(pid: int) -> int:
-    """Memory that only this process has: what its pages of the page cache are not."""
+    """Return the private memory of a process, without its pages in the page cache."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Private_Dirty:"):
             return int(line.split()[1]) * 1024
@@ -140,7 +140,7 @@ def private_bytes(pid: int) -> int:
 
 
 class Counted:
-    """Notes each sample that is computed in a file."""
+    """Records each computed sample in a file."""
 
     def __init__(self, notes: Path, length: int = 40, ragged: bool = False) -> None:
         self.notes, self.length, self.ragged = notes, length, ragged
@@ -198,7 +198,7 @@ def test_a_full_cache_is_mapped_and_computes_nothing(tmp_path: Path) -> None:
 
 def test_two_ranks_fill_one_cache_at_once(tmp_path: Path) -> None:
     source = Counted(tmp_path / "notes", 200)
-    with ThreadPoolExecutor(2) as executor:  # both find no cache, and one of them makes it
+    with ThreadPoolExecutor(2) as executor:  # both find no cache, and one creates it
         ranks = list(executor.map(lambda _: cached(source, tmp_path / "cache"), range(2)))
     loaders = [
         DataLoader(data, batch_size=8, num_workers=1, shuffle=True, seed=rank)
@@ -221,16 +221,16 @@ def test_a_cache_that_was_torn_by_a_power_cut_forgets_what_is_wrong(tmp_path: Pa
     data = cached(source, tmp_path / "cache")
     for index in range(40):
         data[index]
-    flip(tmp_path / "cache" / "field_0.npy")  # of the last sample
+    flip(tmp_path / "cache" / "field_0.npy")  # in the last sample
     (tmp_path / "cache" / "boot").write_text("before")
     again = cached(source, tmp_path / "cache")
     assert (again[39][0] == 39).all()
-    flip(tmp_path / "cache" / "field_0.npy")  # the negative control: without a new start, trusted
+    flip(tmp_path / "cache" / "field_0.npy")  # negative control: trusted without a reboot
     assert not (cached(source, tmp_path / "cache")[39][0] == 39).all()
 
 
 class Doubled(Packed):
-    """A set whose samples are changed by the class, not by a transform."""
+    """A set whose class, not a transform, changes the samples."""
 
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index) * 2

@@ -1,4 +1,4 @@
-"""The verdict on real runs that have one thing wrong by construction (20 of each: make soak)."""
+"""The verdict on real runs with one artificial bottleneck (20 runs of each: make soak)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real browser. PENSTOCK_SCREENSHOTS=docs/images makes the pictures of the manual."""
+"""The trace page in a real browser. PENSTOCK_SCREENSHOTS=docs/images renders the manual images."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def save(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture
 def page(window: Browser, tmp_path: Path) -> Browser:
-    """A run of 40 batches, just loaded."""
+    """The page of a run of 40 batches, freshly loaded."""
     window.open(save(tmp_path, spans_per_part=2, dataset="Images"))
     return window
 
@@ -49,7 +49,7 @@ def text_of(window: Browser, name: str) -> str:
 
 
 def assert_quiet(window: Browser) -> None:
-    """Nothing went wrong, and nobody was asked for anything."""
+    """Check that the page logged no errors and made no requests."""
     assert window.complaints() == []
     assert window.requests() == []
 
@@ -133,7 +133,7 @@ def test_search_finds_names_batches_and_workers(page: Browser) -> None:
     page.press("Enter", "Enter")
     assert "3 of 80" in text_of(page, "status")
     page.press("Escape")
-    assert type_search(page, "batch 7") == 5  # a part, two spans in it, the batch, its step
+    assert type_search(page, "batch 7") == 5  # a part with two spans, the batch, its step
     page.press("Escape")
     assert type_search(page, "worker 2") == 39
     page.press("Escape")

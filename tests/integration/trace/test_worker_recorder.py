@@ -1,4 +1,4 @@
-"""What real runs note: every part of every batch, whoever loads it and however it ends."""
+"""Trace records of real runs: every part of every batch, in every pool and for every ending."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COUNT, BATCH_SIZE = 40, 4
 
 
 class Drawing:
-    """Samples that take a millisecond, draw a number, and name a part of their work."""
+    """Samples that take a millisecond, draw a number, and record a span."""
 
     def __len__(self) -> int:
         return COUNT
@@ -97,7 +97,7 @@ def test_what_was_named_before_the_loader_ran_is_not_its_own() -> None:
 
 
 def test_the_clock_is_one_for_all_processes() -> None:
-    """A part is loaded after it was asked for, and before its batch is handed out."""
+    """A part is loaded after it was requested and before its batch is delivered."""
     loader = DataLoader(Drawing(), batch_size=BATCH_SIZE, num_workers=2)
     batches_of(loader)
     timeline = loader.timeline()
@@ -108,7 +108,7 @@ def test_the_clock_is_one_for_all_processes() -> None:
 
 
 class KillsOnce(Drawing):
-    """Its tenth sample kills the worker that loads it, the first time."""
+    """Its tenth sample kills the worker that loads it, once."""
 
     def __init__(self, flag: Path) -> None:
         self._flag = flag
@@ -227,7 +227,7 @@ def test_a_trace_that_cannot_be_written_any_more_ends_no_training(tmp_path: Path
 
 def test_parts_that_were_dropped_half_way_make_no_sample_seem_quick() -> None:
     loader = DataLoader(Drawing(), batch_size=8, num_workers=2, persistent_workers=True)
-    for _ in range(6):  # each time, what was loaded ahead is dropped
+    for _ in range(6):  # each time, the prefetched batches are dropped
         next(iter(loader))
     for _ in loader:
         pass
@@ -235,7 +235,7 @@ def test_parts_that_were_dropped_half_way_make_no_sample_seem_quick() -> None:
     parts = [s for lane in timeline.lanes if lane.role == "worker" for s in lane.top() if s.rows]
     loader.close()
     assert len(parts) >= COUNT // 8
-    assert min(part.took_ns / part.rows for part in parts) >= 1_000_000  # what a sample sleeps
+    assert min(part.took_ns / part.rows for part in parts) >= 1_000_000  # the sleep of a sample
 
 
 def test_two_loaders_that_would_overwrite_each_other_s_trace_are_told(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_two_loaders_that_would_overwrite_each_other_s_trace_are_told(tmp_path: 
     with pytest.warns(UserWarning, match="two loaders write their trace"):
         next(iter(second))
     del first, second
-    assert len(list(DataLoader(range(4), trace=tmp_path / "run.json"))) == 4  # one after the other
+    assert len(list(DataLoader(range(4), trace=tmp_path / "run.json"))) == 4  # sequential use
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -257,7 +257,7 @@ def test_nothing_is_ready_while_everything_is_waited_for(num_workers: int) -> No
 
 
 def test_long_runs_are_kept_whole_where_a_trace_was_asked_for() -> None:
-    count = 9000  # more batches than a ring has records
+    count = 9000  # more batches than records in a ring
     loader = DataLoader(torch.arange(count), batch_size=1, trace=True)
     for _ in loader:
         pass

@@ -1,4 +1,4 @@
-"""``penstock.verify`` acquits what is the same and convicts what is not, with the right cause."""
+"""``penstock.verify`` passes equal runs and fails different ones, with the right cause."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from penstock import DataLoader, Verdict
 from penstock.errors import BadArgument
 from support.datasets import Draws, Numbers, Samples, Shards
 
-# Each verdict starts a dozen loaders and programs: minutes in all.
+# Each verdict starts a dozen loaders and programs, which takes minutes in total.
 pytestmark = [pytest.mark.timeout(240), pytest.mark.soak]
 
 
 def ours(dataset: Any = None, **fixed: Any) -> Callable[..., Any]:
-    """A factory of Penstock loaders that takes the number of workers only: quick to run."""
+    """Return a factory of Penstock loaders that takes only the number of workers, for fast runs."""
 
     def make_loader(num_workers: int = 0) -> Any:
         arguments = {"batch_size": 5, "shuffle": True, "seed": 1, **fixed}
@@ -50,7 +50,7 @@ def outcomes(verdict: Verdict) -> dict[str, str]:
     return {row.setting: row.outcome for row in verdict.rows}
 
 
-# -- acquitted -------------------------------------------------------------------------------------
+# -- equal runs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_the_caller_s_generators_are_left_as_they_were() -> None:
     assert drawn == (random.random(), np.random.rand(), torch.rand(1).item())
 
 
-# -- convicted -------------------------------------------------------------------------------------
+# -- different runs --------------------------------------------------------------------------------
 
 
 class Whole(IterableDataset):
@@ -105,7 +105,7 @@ class Whole(IterableDataset):
 
 
 class Counts(Draws):
-    """Keeps a count, so a sample depends on how many its worker has loaded."""
+    """Counts samples, so a sample depends on how many its worker has loaded."""
 
     num_loaded = 0
 
@@ -115,7 +115,7 @@ class Counts(Draws):
 
 
 class Forgetful:
-    """A loader whose state says nothing: after a resume it begins anew."""
+    """A loader with an empty state, which starts over after a resume."""
 
     def __init__(self) -> None:
         self.seed = 0

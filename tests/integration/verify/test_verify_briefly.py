@@ -1,4 +1,4 @@
-"""The two verdicts of ``penstock.verify``. test_comparison.py has all of them (soak)."""
+"""The two verdicts of ``penstock.verify``. test_comparison.py tests all causes (soak)."""
 
 from __future__ import annotations
 

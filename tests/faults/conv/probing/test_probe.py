@@ -1,4 +1,4 @@
-"""Convolution libraries that raise, lie, crash or hang: the probe tells, and the bypass trains."""
+"""Convolution libraries that raise, return wrong results, crash or hang: probe and bypass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.legacy]
 
 
 class UNet(nn.Module):
-    """Down, up by a transposed convolution, and across; with groups and a depthwise layer."""
+    """Down, up by a transposed convolution, and a skip, with groups and a depthwise layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_a_unet_trains_without_one_native_convolution(fault: str, is_half: bool)
             losses = train(is_half=is_half)
         assert native.num_calls == 0
     assert losses == pytest.approx(expected, rel=2e-2 if is_half else 1e-5)
-    assert bypass.num_caught == 3 * (3 * NUM_LAYERS - 1)  # the first has no input gradient
+    assert bypass.num_caught == 3 * (3 * NUM_LAYERS - 1)  # the first layer has no input gradient
 
 
 def test_without_the_bypass_it_fails() -> None:
@@ -159,7 +159,7 @@ def test_auto_bypasses_what_is_broken_and_nothing_else(tmp_path: Path) -> None:
     result = scripts.run(source, tmp_path, folder, PENSTOCK_CONV="auto", **environ)
     assert result.returncode == 0, result.stderr
     assert "passed to torch" in result.stdout
-    assert "bypass_convolutions" in result.stdout  # ATen's kernels are broken as well
+    assert "bypass_convolutions" in result.stdout  # ATen's kernels are broken too
     kept = list((tmp_path / "cache").glob("conv-probe-*.json"))
     assert len(kept) == 1
 
@@ -174,7 +174,7 @@ def test_a_kept_result_is_used_again_and_forgotten_by_reset(
     first = probe("cpu", on_verdict=calls.append)
     again = probe("cpu", on_verdict=calls.append)
     assert (len(calls), again.verdicts) == (2, first.verdicts)
-    monkeypatch.setenv("MIOPEN_FIND_MODE", "NORMAL")  # other settings, another result
+    monkeypatch.setenv("MIOPEN_FIND_MODE", "NORMAL")  # different settings give a different result
     probe("cpu", on_verdict=calls.append)
     assert len(calls) == 4
     assert reset() == 2

@@ -1,6 +1,7 @@
-"""Something runs out in the middle: room for batches, descriptors, a folder to write to.
+"""Exhausted resources during loading: batch memory, file descriptors, temporary folders.
 
-Each ends in a fallback that works or an error that says what is missing, never in a hang or SIGBUS.
+Each case ends in a working fallback or in an error that names the missing resource, never in a hang
+or SIGBUS.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ pytestmark = [pytest.mark.fault, pytest.mark.legacy, pytest.mark.timeout(300)]
 MIB = 1 << 20
 
 
-# -- room for batches ------------------------------------------------------------------------------
+# -- batch memory ----------------------------------------------------------------------------------
 
 
 @contextmanager
 def mounted(folder: Path, num_bytes: int) -> Iterator[None]:
-    """A file system of this size in a folder, for as long as it lasts."""
+    """Mount a file system of this size in a folder while the context is active."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -49,7 +50,7 @@ def mounted(folder: Path, num_bytes: int) -> Iterator[None]:
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files go, and no memfd: batches must lie there. Nothing is mounted yet."""
+    """The temporary folder that holds batches, because memfd is disabled. Not mounted yet."""
     folder = tmp_path / "disk"
     folder.mkdir()
     monkeypatch.delattr(os, "memfd_create")
@@ -58,7 +59,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Growing(Numbers):
-    """Samples of half a megabyte, and of eight in the second half."""
+    """Samples of half a megabyte, and of eight megabytes in the second half."""
 
     def __getitem__(self, index: int) -> Any:
         rows = 128 if 2 * index < self.length else 2048
@@ -66,7 +67,7 @@ class Growing(Numbers):
 
 
 def fill(path: Path) -> None:
-    """Write until there is no room left."""
+    """Write until the disk is full."""
     try:
         with open(path, "wb", buffering=0) as file:
             while file.write(bytes(MIB)):
@@ -77,7 +78,7 @@ def fill(path: Path) -> None:
 
 
 def labels_of(batches: Any) -> list[int]:
-    """The labels in the order they came, each checked against its image; keeps no batch."""
+    """Return the labels in order, checked against the images, without keeping a batch."""
     labels: list[int] = []
     for image, label in batches:
         assert image.min() == image.max() == label.item()
@@ -143,12 +144,12 @@ def test_an_iterator_without_room_says_so_again_and_goes_on_when_there_is_some(
         assert labels_of(iterator) == list(range(8))
 
 
-# -- descriptors -----------------------------------------------------------------------------------
+# -- file descriptors ------------------------------------------------------------------------------
 
 
 @contextmanager
 def few_descriptors_left(num_left: int = 0) -> Iterator[None]:
-    """This process may open nothing more, or only so much."""
+    """Leave this process only ``num_left`` file descriptors to open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = [os.open(os.devnull, os.O_RDONLY)]
     try:
@@ -187,7 +188,7 @@ def test_without_a_descriptor_the_next_epoch_is_an_error_that_says_so_and_later_
     way: str,
 ) -> None:
     loader = DataLoader(Numbers(20), batch_size=2, **WAYS[way])
-    assert len(collect(loader)) == 10  # everything is imported, the fork server runs
+    assert len(collect(loader)) == 10  # imports everything and starts the fork server
     with (
         few_descriptors_left(),
         pytest.raises((OSError, RuntimeError), match="Too many open files"),
@@ -221,7 +222,7 @@ def test_persistent_workers_need_no_descriptor_for_the_next_epoch() -> None:
 
 # -- folders ---------------------------------------------------------------------------------------
 
-# In a private view of the file system: /dev/shm is full, and the temporary folder is read-only.
+# In a private mount namespace: /dev/shm is full, and the temporary folder is read-only.
 NOWHERE = """
 mount -t tmpfs -o size=4k tmpfs /dev/shm && (cat /dev/zero > /dev/shm/full 2>/dev/null; true) \\
 && mount -t tmpfs -o ro tmpfs "$TMPDIR" && exec "$0" "$1"
@@ -274,5 +275,5 @@ def test_a_full_dev_shm_and_a_read_only_folder_do_not_matter_where_there_is_a_me
         pytest.skip(f"no private file system can be made here: {result.stderr.strip()}")
     works, _, refusal = result.stdout.partition("\n")
     assert works == "works", result.stderr
-    assert refusal.startswith("FileNotFoundError"), result.stderr  # and without one it is said
+    assert refusal.startswith("FileNotFoundError"), result.stderr  # the error without a folder
     assert "TMPDIR=" in refusal

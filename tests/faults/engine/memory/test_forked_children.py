@@ -1,4 +1,4 @@
-"""A batch stays as it is in a process that the user forked while he held it."""
+"""A batch does not change in a process that the user forked while holding it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WAIT_S = 60
 
 
 class Child:
-    """A forked process that does one thing when it is told to, and then ends.
+    """A forked process that waits on a pipe, does one thing, and exits.
 
     Args:
         work: Its result is the exit code.
@@ -94,10 +94,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def batch_changes_under_a_child(start: Any, loader: Any) -> bool:
-    """Does a batch change in a child while the parent drops it and goes on?"""
+    """Return whether a batch changes in a child while the parent drops it and continues."""
     iterator = iter(loader)
     next(iterator)
-    held = [next(iterator)[0].numpy()]  # a child of a process with OpenMP's threads has none
+    held = [next(iterator)[0].numpy()]  # NumPy: OpenMP's threads do not survive a fork
     before = held[0].tolist()
     end = start(lambda: held[0].tolist() != before)
     held.clear()
@@ -124,7 +124,7 @@ def test_it_does_where_slots_are_not_parked(way: str, monkeypatch: pytest.Monkey
 def test_memory_of_a_loader_without_workers_is_copied_by_the_fork(
     is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_shared:  # control: such memory is not
+    if is_shared:  # control: a fork does not copy shared memory
 
         def map_shared(file: Any, offset: int, num_bytes: int, **_: Any) -> mmap.mmap:
             return mmap.mmap(-1, num_bytes)
@@ -134,7 +134,7 @@ def test_memory_of_a_loader_without_workers_is_copied_by_the_fork(
     assert batch_changes_under_a_child(by_fork, loader) == is_shared
 
 
-# -- when a slot is free again ---------------------------------------------------------------------
+# -- when a slot becomes free ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def is_free(ring: Ring, slot: Slot) -> bool:
 
 
 def wait_until_free(ring: Ring, slot: Slot) -> bool:
-    """The end of a pipe is seen a moment after that of its process; the limit is for a hang."""
+    """Wait for a slot. A pipe closes shortly after its process. Only a hang reaches the limit."""
     for _ in range(WAIT_S * 100):
         if is_free(ring, slot):
             return True
@@ -190,7 +190,7 @@ def test_a_child_that_calls_exec_frees_the_slot(ring: Ring) -> None:
     assert not is_free(ring, slot)
     os.close(child._tell)
     assert wait_until_free(ring, slot)
-    assert os.waitpid(child.pid, os.WNOHANG) == (0, 0)  # control: it lives, as another program
+    assert os.waitpid(child.pid, os.WNOHANG) == (0, 0)  # control: alive, as a different program
     os.write(write_end, b"\n")
     os.close(write_end)
     assert os.waitpid(child.pid, 0)[1] == 0
@@ -258,7 +258,7 @@ def test_a_long_lived_child_keeps_only_what_it_can_see(ring: Ring) -> None:
     assert wait_until_free(ring, slot)
 
 
-# -- for long --------------------------------------------------------------------------------------
+# -- long runs -------------------------------------------------------------------------------------
 
 
 def count_fds() -> int:
@@ -323,11 +323,11 @@ print(most_fds, most_parked, ring.num_slots, file.num_bytes)
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 def test_a_fork_in_each_of_two_thousand_steps_takes_one_segment(tmp_path: Path) -> None:
-    """Without torch, which makes a fork ten times as slow."""
+    """Runs without torch, which makes a fork ten times slower."""
     result = scripts.run(FORKING, tmp_path)
     most_fds, most_parked, num_slots, num_bytes = map(int, result.stdout.split())
     assert most_fds <= 20
-    assert 1 <= most_parked <= FIRST_SLOTS  # at least one: there were children to wait for
+    assert 1 <= most_parked <= FIRST_SLOTS  # at least one: the ring waited for children
     assert num_slots <= 2 * FIRST_SLOTS
     assert num_bytes <= 2 * FIRST_SLOTS * (1 << 16)
 
@@ -362,4 +362,4 @@ def test_a_fork_by_native_code_is_not_seen() -> None:
     os.waitpid(pid, 0)
     assert process_forks.era() == before
     os.waitpid(fork_and_end(), 0)
-    assert process_forks.era() != before  # control: one by Python is
+    assert process_forks.era() != before  # control: a fork by Python counts

@@ -1,4 +1,4 @@
-"""Little of everything: descriptors, address space, shared memory. And a lot held for long."""
+"""Low limits on descriptors, address space and shared memory, and batches held for a long time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock import DataLoader
 from support import scripts
 from support.datasets import QUICK_WAYS, WAYS, WORKER_WAYS, Numbers, collect
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]  # the programs share one set-up
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]  # the programs share one setup
 
 FEW_FDS = """
 import resource, sys, torch
@@ -92,7 +92,7 @@ PROGRAMS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every program of this file, run to its end."""
+    """Results of all programs in this file, run to completion."""
     return scripts.run_all(
         lambda name: PROGRAMS[name](scripts.make_folder(tmp_path_factory, "starved")),
         list(PROGRAMS),
@@ -136,7 +136,7 @@ def test_without_memfd_a_file_does_the_same_work(
         assert image.unique().tolist() == labels.tolist() == [2 * number, 2 * number + 1]
     assert list(tmp_path.iterdir()) == []
     mapped = [m.path for m in psutil.Process().memory_maps(grouped=False)]
-    assert any(str(tmp_path) in path for path in mapped)  # control: it was a file
+    assert any(str(tmp_path) in path for path in mapped)  # control: batches are in a file
 
 
 @pytest.mark.parametrize("way", WORKER_WAYS)

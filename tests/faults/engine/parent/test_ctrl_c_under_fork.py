@@ -1,4 +1,4 @@
-"""Ctrl-C is not lost while workers are forked, and workers do not print it."""
+"""Ctrl-C is not lost while workers are forked, and workers print no traceback for it."""
 
 from __future__ import annotations
 
@@ -118,4 +118,4 @@ def test_no_at_fork_hook_of_ours_runs_python(tmp_path: Path) -> None:
         "penstock.trace.record",
     ]
     assert ours == "[]"
-    assert has_others == "True"  # control: those of other libraries do
+    assert has_others == "True"  # control: hooks of other libraries do

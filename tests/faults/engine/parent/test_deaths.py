@@ -1,6 +1,6 @@
-"""A sample that kills whoever loads it is named, with the exit code; nothing hangs.
+"""A sample that kills its worker is reported with the exit code, and nothing hangs.
 
-That a worker killed once costs a retry and no more is in test_recovery.py.
+test_recovery.py shows that a worker killed once costs only a retry.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Deadly(Numbers):
 
     def __getitem__(self, index: int) -> Any:
         if index == self.at:
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file beside the tests
-            faulthandler.disable()  # pytest's own, inherited by fork: it would print stacks
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core files in the test folder
+            faulthandler.disable()  # inherited from pytest by fork; it would print stacks
             self.die()
         return super().__getitem__(index)
 
 
 def run_until_death(loader: Any) -> tuple[WorkerDied, Any, float]:
-    """Iterate until the death; also gives the iterator, and how long the last wait was."""
+    """Iterate until the death. Also returns the iterator and the duration of the last wait."""
     iterator = iter(loader)
     while True:
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""However a program ends, nothing of ours outlives it."""
+"""No process or file of Penstock outlives the program, however it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from support import leftovers, scripts
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]  # the programs share one set-up
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]  # the programs share one setup
 
 HEAD = """
 import ctypes, os, sys, time, threading, warnings
@@ -65,7 +65,7 @@ by itself by then; the same holds for the limits below."""
 KILLED = [
     ("RUNNING", "forkserver"),
     *[("STUCK", method) for method in METHODS],
-    ("HOLDING", "forkserver"),  # under fork and spawn it ends with the native call: see the docs
+    ("HOLDING", "forkserver"),  # under fork and spawn it ends after the native call; see the docs
     ("IDLE", "forkserver"),
     ("STARTING", "forkserver"),
 ]
@@ -73,25 +73,25 @@ KILLED = [
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """Programs killed in the middle: how many children each had, and which of them stayed."""
+    """Programs killed while running: the number of children of each, and the children left."""
 
     def kill(case: tuple[str, str]) -> tuple[int, list[int]]:
         state, method = case
         folder = scripts.make_folder(tmp_path_factory, "killed")
         with scripts.running(HEAD + globals()[state], folder, method) as program:
             if state == "STARTING":
-                scripts.wait_for_family(program.pid, 1)  # the fork server, which imports torch now
+                scripts.wait_for_family(program.pid, 1)  # the fork server, while it imports torch
             else:
                 scripts.read_line(program, "ready")
             family = scripts.family_of(program.pid)
             program.send_signal(signal.SIGKILL)
             program.wait()
             left = leftovers.wait_until_gone(family, GONE_S)
-        for pid in left:  # they are nobody's children now: a failed test must not keep them
+        for pid in left:  # orphans: a failed test must not leave them
             os.kill(pid, signal.SIGKILL)
         return len(family), left
 
-    return scripts.run_all(kill, KILLED, at_once=3)  # they wait more than they work
+    return scripts.run_all(kill, KILLED, at_once=3)  # they mostly wait
 
 
 @pytest.mark.parametrize(("state", "method"), KILLED)
@@ -100,7 +100,7 @@ def test_when_the_parent_is_killed_everything_else_goes(
 ) -> None:
     num_children, left = scripts.told(killed[state, method])
     least = 1 if state == "STARTING" else 3 if method == "forkserver" else 2
-    assert num_children >= least  # control: there was something to go
+    assert num_children >= least  # control: there were children to end
     assert left == []
 
 
@@ -135,7 +135,7 @@ INTERRUPTED = [
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """Programs that got Ctrl-C: their exit code, what they said, and which children stayed."""
+    """Programs that received Ctrl-C: exit code, output, and the children left."""
 
     def interrupt(case: tuple[str, str]) -> tuple[int, str, list[int]]:
         method, state = case
@@ -148,7 +148,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
             else:
                 scripts.read_line(program, "ready")
             family = scripts.family_of(program.pid)
-            os.killpg(program.pid, signal.SIGINT)  # as the terminal does: the whole group
+            os.killpg(program.pid, signal.SIGINT)  # the whole group, like a terminal
             _, said = program.communicate(timeout=40)
             return program.returncode, said, leftovers.wait_until_gone(family, GONE_S)
 
@@ -168,7 +168,7 @@ def test_ctrl_c_leaves_nothing_and_says_so_once(
     assert code in (-signal.SIGINT, 1, 130)
     assert said.count("KeyboardInterrupt") == 1, said
     assert said.count("Traceback") == 1, said
-    assert not re.search(r"^Process \S+:$", said, re.MULTILINE)  # what multiprocessing says
+    assert not re.search(r"^Process \S+:$", said, re.MULTILINE)  # printed by multiprocessing
 
 
 def test_after_a_ctrl_c_that_was_caught_the_loader_goes_on(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def tell():
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Programs that came to an end: exit code, what they said, and which children stayed."""
+    """Programs that ran to the end: exit code, output, and the children left."""
 
     def end(name: str) -> tuple[int, str, list[int]]:
         body = ENDINGS[name][0].replace("next(it)\n", "next(it)\ntell()\n", 1)

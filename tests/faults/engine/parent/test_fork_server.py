@@ -1,4 +1,4 @@
-"""The fork server may die, be unfit, or meet a user who forks: loaders go on."""
+"""Loaders survive a fork server that dies or is unsafe to fork, and users who fork."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_loader_with_workers_starts_it_and_does_not_wait_for_it() -> None:
     while not fork_servers.current_fork_server().is_warm() and time.monotonic() < until:
         time.sleep(0.05)
     assert fork_servers.current_fork_server().is_warm()
-    assert made_s < 0.5 * (time.monotonic() - started)  # on a busy machine both take longer
+    assert made_s < 0.5 * (time.monotonic() - started)  # a busy machine slows down both
     assert [labels.tolist() for _, labels in collect(loader)] == GOOD
     assert leftovers.fork_server_pid() == pid
 
@@ -253,7 +253,7 @@ def test_a_module_that_starts_a_thread_makes_the_fork_server_step_aside(
         loader = DataLoader(threaded_module.Dataset(), batch_size=2, num_workers=2)
         assert [numbers.tolist() for numbers, _ in loader] == [[0, 10], [20, 30]]
     after = leftovers.fork_server_pid()
-    assert after != before  # the one that imported it was not fit to fork any more
+    assert after != before  # the one that imported the module was unsafe to fork
     assert fork_server_threads(after) == 1
     assert load() == GOOD
     assert leftovers.fork_server_pid() == after
@@ -272,7 +272,7 @@ def test_the_fork_server_has_one_thread() -> None:
 
 
 def in_a_fork(work: Any) -> int:
-    """Run ``work`` in a forked child; returns its exit code."""
+    """Run ``work`` in a forked child. Returns its exit code."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -314,7 +314,7 @@ def test_a_forked_child_does_not_use_a_slot_that_its_parent_may_still_view() -> 
 
     assert in_a_fork(drop_and_look) == 0
     held.clear()
-    assert ring.take() is slot  # control: here it comes back
+    assert ring.take() is slot  # control: in this process the slot comes back
     ring.close()
 
 
@@ -369,7 +369,7 @@ def test_parent_and_forked_child_may_both_go_on_loading(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_keep_the_fork_server_from_ending(
     hangs_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds a copy of the control socket. Control: one that is only closed stays open there."""
+    """The child holds a copy of the control socket. Control: a plain close keeps it open there."""
     assert load() == GOOD
     process = fork_servers.current_fork_server()._process
     if not hangs_up:
@@ -409,7 +409,7 @@ WITHOUT_PIDFD = "import os\nif hasattr(os, 'pidfd_open'): del os.pidfd_open\n"
 def test_nor_where_its_parent_is_killed(
     has_pidfd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not has_pidfd:  # as in older kernels
+    if not has_pidfd:  # like older kernels
         (tmp_path / "sitecustomize.py").write_text(WITHOUT_PIDFD)
         path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
@@ -420,6 +420,6 @@ def test_nor_where_its_parent_is_killed(
         program.wait()
         try:
             assert leftovers.wait_until_gone([fork_server]) == []
-            os.kill(child, 0)  # control: the child lives
+            os.kill(child, 0)  # control: the child is alive
         finally:
             os.kill(child, signal.SIGKILL)

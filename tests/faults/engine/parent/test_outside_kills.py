@@ -1,7 +1,7 @@
-"""Kills from outside blame no sample: the epoch goes on within its budget, with the same bits.
+"""Kills from outside are not blamed on a sample, and the epoch continues with the same bits.
 
-No test ends by a clock: a killer rests after a number of kills that cannot use up a budget, or
-kills until one is.
+No test ends by a clock. A killer stops after a number of kills that cannot exhaust a budget, or
+kills until a budget is exhausted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def log(tmp_path: Path) -> Log:
 
 
 def a_moment() -> None:
-    time.sleep(0.004)  # so that most kills find somebody at work
+    time.sleep(0.004)  # so that most kills hit a busy worker
 
 
 class Slowly(Fateful):
@@ -82,7 +82,7 @@ def test_kills_change_nothing_however_samples_are_loaded(kind: str) -> None:
     slow, quick = datasets.get(kind, (Slowly, Fateful))
     num_workers = 1 if kind == "one worker" else 2
     arguments = WAYS[kind] if kind in PROCESS_WAYS else {"num_workers": num_workers}
-    # A stream is a function of the number of workers.
+    # The order of a stream depends on the number of workers.
     calm = {"num_workers": num_workers} if kind == "stream" else {}
     is_persistent = kind == "persistent"
     quiet = make(quick(length=LENGTH), **calm)
@@ -93,7 +93,7 @@ def test_kills_change_nothing_however_samples_are_loaded(kind: str) -> None:
             found = collect(loader)
             torch.manual_seed(7)
             expected = collect(quiet)
-            if kind == "stream":  # random numbers of a stream are the worker's
+            if kind == "stream":  # a stream draws from the worker's generators
                 found, expected = ([batch[:, 0] for batch in one] for one in (found, expected))
             assert_same(found, expected)
     assert killer.num_killed == FEW_KILLS  # control
@@ -127,10 +127,10 @@ def test_fork_servers_that_are_all_killed_end_the_run_and_the_error_says_so() ->
     assert killer.num_servers
     assert "lost there" not in str(info.value)
     quiet = collect(make(Fateful()))
-    assert_same(collect(make(Fateful(), num_workers=2)), quiet)  # the next one has another
+    assert_same(collect(make(Fateful(), num_workers=2)), quiet)  # with a new fork server
 
 
-# -- samples that do kill --------------------------------------------------------------------------
+# -- samples that kill workers ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DEATHS)
@@ -154,14 +154,15 @@ def test_only_the_sample_that_kills_is_left_out(name: str, log: Log) -> None:
             expected = [batch[batch[:, 0] != 13] for batch in collect(quiet)]
             assert_same(collect(loader), expected)
     assert [one.index for one in loader.bad_samples] == [13]
-    assert len(log.lines) > 1  # control: by itself, that is; a kill may have been one of its deaths
+    # Control: the sample itself kills workers. One of its deaths may have been an outside kill.
+    assert len(log.lines) > 1
 
 
-# -- stopped from outside --------------------------------------------------------------------------
+# -- workers stopped by a signal -------------------------------------------------------------------
 
 
 def test_a_sample_at_which_workers_are_stopped_is_no_hung_one(log: Log) -> None:
-    """A hang is the sample's doing the second time; see test_watchdog."""
+    """A hang is blamed on the sample only the second time; see test_watchdog."""
 
     class Stops(Fateful):
         def meet(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""A worker that is lost costs a retry: the batches are those of a quiet run, to the bit."""
+"""A lost worker costs a retry, and the batches are bit-identical to those of a fault-free run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def log(tmp_path: Path) -> Log:
 
 @pytest.fixture
 def restarts(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
-    """How many workers were replaced so far, by what was logged."""
+    """Return the number of workers replaced so far, according to the log."""
     caplog.set_level(logging.WARNING, "penstock")
     return lambda: sum("a new worker replaces it" in text for text in caplog.messages)
 
@@ -67,7 +67,7 @@ def test_a_death_in_a_sample_changes_nothing_in_the_batches(
 ) -> None:
     caplog.set_level(logging.WARNING, "penstock")
     assert_same(batches(Fateful({13: name}, log), **WAYS[way]), batches(Fateful()))
-    assert log.lines == ["13"]  # control: it did happen
+    assert log.lines == ["13"]  # control: the worker did die
     (told,) = caplog.messages
     assert "while loading sample 13" in told
     assert "a new worker replaces it" in told
@@ -88,11 +88,11 @@ def test_pytorchs_loader_dies_at_the_first_one(log: Log) -> None:
     torch_loader = TorchDataLoader(
         Fateful({13: "SIGKILL"}, log), batch_size=4, num_workers=2, multiprocessing_context="fork"
     )
-    # Or, where it was just about to fetch what the worker had left for it, by what that raises.
+    # torch's loader may instead raise the error of fetching data that the dead worker left for it.
     words = r"killed|exited unexpectedly|reset|refused|No such file|Broken pipe|^$"
     with pytest.raises((RuntimeError, OSError, EOFError), match=words):
         collect(torch_loader)
-    assert log.lines == ["13"]  # that was why
+    assert log.lines == ["13"]  # the cause
 
 
 @pytest.mark.parametrize("way", PROCESS_WAYS)
@@ -190,7 +190,7 @@ def test_a_worker_that_dies_in_its_init_fn_is_tried_again(log: Log, restarts: An
     assert restarts() == 2
 
 
-# -- how often -------------------------------------------------------------------------------------
+# -- restart limits --------------------------------------------------------------------------------
 
 
 def test_without_restarts_the_first_death_is_the_end(log: Log) -> None:
@@ -203,7 +203,7 @@ def test_restarts_are_bounded_and_the_error_says_so(log: Log) -> None:
     with pytest.raises(WorkerDied, match="max_restarts=3") as info:
         batches(dataset, num_workers=2, max_restarts=3)
     assert info.value.num_restarts == 3  # type: ignore[attr-defined]
-    assert len(log.lines) in (4, 5)  # the fourth is the end; the other worker may have met its own
+    assert len(log.lines) in (4, 5)  # the fourth is the last; the other worker may meet one too
     log.add("none")
     assert len(batches(dataset, num_workers=2, max_restarts=12)) == 12  # control
 
@@ -214,7 +214,7 @@ def test_restarts_leave_no_descriptors_and_no_threads(log: Log) -> None:
 
     def census() -> tuple[int, int]:
         fds = [name for name in leftovers.look().fds.values() if "memfd" not in name]
-        return len(fds), psutil.Process().num_threads()  # the ring grows with its depth
+        return len(fds), psutil.Process().num_threads()  # memfds do not count: the ring grows
 
     next(iterator)
     before, num_before = census(), len(log.lines)
@@ -226,11 +226,11 @@ def test_restarts_leave_no_descriptors_and_no_threads(log: Log) -> None:
     assert len(list(iterator)) == 2
 
 
-# -- from outside ----------------------------------------------------------------------------------
+# -- kills from outside ----------------------------------------------------------------------------
 
 
 class Waiting(Fateful):
-    """Samples take a moment, so that a kill finds somebody at work."""
+    """Samples that sleep briefly, so that a kill hits a busy worker."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.002)
@@ -300,13 +300,13 @@ def test_a_fork_server_killed_again_and_again_blames_no_sample() -> None:
     found = []
     for batch in loader:
         found.append(batch.clone())
-        if len(found) in (10, 11):  # the same samples are loaded each time
+        if len(found) in (10, 11):  # both kills hit the same samples
             os.kill(leftovers.fork_server_pid() or 0, signal.SIGKILL)
     assert_same(found, batches(Fateful(length=400)))
 
 
 class HoldsThePipe(Fateful):
-    """The worker leaves a child behind, which holds what it inherited open."""
+    """The worker leaves a child that keeps the inherited descriptors open."""
 
     def meet(self, index: int) -> None:
         if index in self.fates and self.log is not None and not self.log.lines:
@@ -319,7 +319,7 @@ def test_a_worker_whose_child_holds_its_pipe_open_is_missed_all_the_same(log: Lo
     try:
         found = batches(HoldsThePipe({13: ""}, log), num_workers=2)
         assert_same(found, batches(Fateful()))
-        assert leftovers.is_running(int(log.lines[0]))  # control: it was open all the time
+        assert leftovers.is_running(int(log.lines[0]))  # control: the pipe stayed open
     finally:
         for pid in log.lines:
             os.kill(int(pid), signal.SIGKILL)
@@ -387,7 +387,7 @@ def test_a_stream_with_a_state_goes_on_from_it(tmp_path: Path, log: Log) -> None
     found = torch.cat(collect(DataLoader(stream, batch_size=2, num_workers=2)))
     assert sorted(found.tolist()) == [*range(40)]
     assert len(log.lines) == 2
-    # control: without a state the 20 before the first death would be made again
+    # Control: without a state, the 20 samples before the first death would be loaded again.
     assert len(seen.lines) < 40 + 2 * 2 * 2
 
 
@@ -407,7 +407,7 @@ def test_a_persistent_stream_goes_on_in_later_epochs(tmp_path: Path, log: Log) -
 
 
 def test_a_worker_killed_after_its_share_has_ended_gives_nothing_twice() -> None:
-    """Shares of 3, 6 and 9: the first worker has nothing more to do while the others go on."""
+    """The shares have 3, 6 and 9 samples. The first worker is idle while the others continue."""
 
     class SlowlyUnequal(Unequal):
         def __iter__(self) -> Any:
@@ -425,7 +425,7 @@ def test_a_worker_killed_after_its_share_has_ended_gives_nothing_twice() -> None
 
 
 class PatchyStream(IterableDataset):
-    """Numbers from 0 on, of which 4 to 7 and 12 cannot be had; worker 0 dies once, at 20."""
+    """Numbers from 0, except 4 to 7 and 12, which raise. Worker 0 dies once, at 20."""
 
     def __init__(self, log: Log) -> None:
         self.fate = Fateful({20: "SIGKILL"}, log)
@@ -443,7 +443,7 @@ class PatchyStream(IterableDataset):
 
 
 def test_a_patchy_stream_goes_on_and_its_bad_samples_are_told_once(log: Log) -> None:
-    """The second batch is empty: taking it again must not count as one more."""
+    """The second batch is empty. Loading it again must not count its bad samples twice."""
     loader = DataLoader(PatchyStream(log), batch_size=4, num_workers=1, on_error="skip")
     assert [batch.tolist() for batch in loader] == [
         [0, 1, 2, 3],
@@ -455,7 +455,7 @@ def test_a_patchy_stream_goes_on_and_its_bad_samples_are_told_once(log: Log) -> 
     assert log.lines == ["20"]
 
 
-# -- poison ----------------------------------------------------------------------------------------
+# -- samples that always kill ----------------------------------------------------------------------
 
 
 def poisoned(log: Log, at: Any = (13,), **arguments: Any) -> Fateful:
@@ -477,7 +477,7 @@ def test_a_sample_that_ends_workers_alone_is_named_after_four_deaths(
 def test_a_sample_that_is_loaded_alone_without_harm_is_not_left_out(
     log: Log, restarts: Any
 ) -> None:
-    """Two deaths there, as by chance: the trial of the third worker succeeds."""
+    """Two workers die there, as if by chance. The third loads the sample alone without dying."""
     loader = DataLoader(
         Fateful({13: "SIGKILL"}, log, times=2),
         batch_size=4,
@@ -505,7 +505,7 @@ def test_poison_is_found_however_samples_are_put_together(kind: Any, log: Log) -
 
 
 class Truncated(Fateful):
-    """Sample 13 lies in a file that is cut off, which is noticed when the sample is copied."""
+    """Sample 13 is in a truncated file, which is detected when the sample is copied."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index != 13 or self.log is None:
@@ -528,7 +528,7 @@ def test_a_sample_that_kills_when_it_is_copied_is_found_alone(log: Log) -> None:
 
 
 class DiesInCompany(Fateful):
-    """Sample 13 ends a worker that has loaded another sample before."""
+    """Sample 13 kills a worker that has already loaded a different sample."""
 
     num_loaded = 0
 
@@ -560,7 +560,7 @@ def test_poison_is_skipped_and_nothing_else_moves(kind: Any, way: str, log: Log)
     quiet = [batch[(batch[:, 0] != 13) & (batch[:, 0] != 30)] for batch in batches(Fateful())]
     if kind is Fateful:
         assert_same(found, quiet)
-    else:  # drawn per call there
+    else:  # draws happen per call
         assert [batch[:, 0].tolist() for batch in found] == [b[:, 0].tolist() for b in quiet]
     bad = {one.index: one for one in loader.bad_samples}
     assert sorted(bad) == [13, 30]
@@ -621,7 +621,7 @@ def test_poison_is_remembered_by_a_saved_state(num_workers: Any, log: Log) -> No
     other.load_state_dict(state)
     found += collect(other)
     assert sum(len(batch) for batch in found) == 47
-    assert sum(len(batch) for batch in other) == 47  # the whole next epoch
+    assert sum(len(batch) for batch in other) == 47  # the next epoch, complete
     assert log.lines == ["13"] * 4
 
 
@@ -640,7 +640,7 @@ def test_poison_is_remembered_whatever_an_index_is(kind: Any, log: Log) -> None:
 
 
 def test_a_substitute_that_is_poison_too_gives_way_to_the_next(log: Log) -> None:
-    """Half of the dataset kills whoever loads it; the other half stands in."""
+    """Half of the dataset kills its worker. The other half provides the substitutes."""
     at = range(0, 48, 2)
     found = batches(poisoned(log, at), num_workers=2, on_error="replace", max_restarts=1000)
     failing = Fateful(dict.fromkeys(at, "error"), Log(f"{log.path}-other"), times=99)

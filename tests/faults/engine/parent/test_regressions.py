@@ -1,4 +1,4 @@
-"""What somebody found who tried to break the handling of faults: each stays mended."""
+"""Regression tests for defects found in the fault handling."""
 
 from __future__ import annotations
 

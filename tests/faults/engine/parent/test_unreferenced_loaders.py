@@ -1,4 +1,4 @@
-"""``for batch in DataLoader(...)``: the loader is gone at once, its promises are not."""
+"""``for batch in DataLoader(...)`` keeps its guarantees although the loader is unreferenced."""
 
 from __future__ import annotations
 

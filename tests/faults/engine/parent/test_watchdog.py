@@ -1,4 +1,4 @@
-"""What hangs is noticed in time, named with its stack, and replaced; what is slow is left alone."""
+"""Hung samples are detected in time, reported with a stack, and replaced. Slow ones are not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Told = Callable[[], list[logging.LogRecord]]
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Told:
-    """What was logged so far."""
+    """Messages logged so far."""
     caplog.set_level(logging.WARNING, "penstock")
     return lambda: caplog.get_records("call")
 
@@ -113,7 +113,7 @@ def test_a_sample_that_always_hangs_is_left_out_or_replaced(
             assert indices[13] != 13
     assert [(one.index, one.count) for one in loader.bad_samples] == [(13, 2)]
     assert "SampleTimeout" in loader.bad_samples[0].error
-    # twice, and with __getitems__ twice more alone; never in the second epoch
+    # Twice, plus twice more alone with __getitems__. Never in the second epoch.
     assert len(log.lines) == (2 if kind is Fateful else 4)
 
 
@@ -142,13 +142,13 @@ def test_a_collate_fn_that_hangs_is_replaced_and_the_second_time_an_error(log: L
     assert info.value.sample_index is None  # type: ignore[attr-defined]
 
 
-# -- what is not a hang ----------------------------------------------------------------------------
+# -- not a hang ------------------------------------------------------------------------------------
 
 
 def test_samples_below_the_limit_are_left_alone(told: Told) -> None:
     loader = DataLoader(Slow(8, sample_s=0.3), batch_size=4, num_workers=2, sample_timeout_s=1.0)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert not told()  # although each batch took longer than a sample may
+    assert not told()  # although each batch took longer than the sample limit
 
 
 def test_a_slow_consumer_is_not_blamed_on_the_workers(told: Told) -> None:
@@ -177,7 +177,7 @@ def test_without_a_limit_nothing_is_ended(told: Told) -> None:
 def release() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
-    event.set()  # nobody else can end the thread
+    event.set()  # nothing else can end the thread
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
@@ -201,7 +201,7 @@ def test_a_thread_that_hangs_cannot_be_replaced_and_is_named_at_once(
     with pytest.raises(SampleTimeout, match="sample 13") as info:
         collect(loader)
     assert " in __getitem__" in info.value.stack  # type: ignore[attr-defined]
-    assert "process" in str(info.value)  # where it could be replaced
+    assert "process" in str(info.value)  # suggests processes, which can be replaced
 
 
 # -- timeout= --------------------------------------------------------------------------------------
@@ -216,11 +216,11 @@ def test_a_batch_that_is_late_is_an_error_with_the_stacks(way: str) -> None:
     assert 13 in info.value.samples.values()  # type: ignore[attr-defined]
 
 
-# -- stopped from outside --------------------------------------------------------------------------
+# -- workers stopped by a signal -------------------------------------------------------------------
 
 
 def few_ahead(**arguments: Any) -> Any:
-    """A loader that has much left to do when its workers are idle."""
+    """Return a loader with most batches still to load when its workers are idle."""
     arguments = {"batch_size": 4, "shuffle": True, "seed": 3, "prefetch_factor": 1, **arguments}
     return DataLoader(Fateful(), **arguments)
 
@@ -232,7 +232,7 @@ def test_an_idle_worker_that_was_stopped_is_replaced(
     monkeypatch.setattr(recovery, "OWN_LIMIT_S", 1.5)
     iterator = iter(few_ahead(**WAYS[way]))
     found = [next(iterator).clone()]
-    time.sleep(0.6)  # all that was leased is done
+    time.sleep(0.6)  # all leased batches are done
     os.kill(iterator._workers[0].pid, signal.SIGSTOP)
     started = time.monotonic()
     found += [batch.clone() for batch in iterator]

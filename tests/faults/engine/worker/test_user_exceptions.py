@@ -1,4 +1,4 @@
-"""What dataset[i] raises reaches the caller as it was; what takes too long is named."""
+"""Exceptions from dataset[i] reach the caller unchanged, and samples that time out are named."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Unpicklable(Exception):
 
 
 class LockInside(ValueError):
-    """Its arguments cannot be pickled: torch's own loader hangs here."""
+    """Its arguments cannot be pickled. torch's own loader hangs on it."""
 
     def __init__(self) -> None:
         super().__init__("bad", threading.Lock())
@@ -81,7 +81,7 @@ def test_an_exception_says_which_sample_which_worker_and_which_line(way: str) ->
         assert "test_user_exceptions.py" in text
         assert "this line is named in the traceback" in text
         assert "in corrupt_at_7" in text
-    kind = "thread" if way == "thread" else "process"  # the latter in torch's own words
+    kind = "thread" if way == "thread" else "process"  # torch's wording for processes
     assert f"Caught Corrupt in DataLoader worker {kind}" in str(error)
 
 
@@ -211,7 +211,7 @@ def test_a_batch_that_takes_too_long_is_an_error_that_names_the_sample(way: str)
     with pytest.raises(WorkerTimeout, match="sample 5") as info:
         next(iterator)
     assert time.monotonic() - started > 1.9  # the sample takes longer than any test
-    assert "timed out" in str(info.value)  # torch's own words
+    assert "timed out" in str(info.value)  # torch's wording
     assert isinstance(info.value, RuntimeError)
     del iterator, info
     assert leftovers.wait_until_gone(pids) == []
@@ -226,7 +226,7 @@ def test_the_limit_is_per_batch_and_not_for_the_epoch() -> None:
     loader = DataLoader(Slow(12, sample_s=0.3), batch_size=1, num_workers=1, timeout=3.0)
     started = time.monotonic()
     assert torch.cat(list(loader)).tolist() == list(range(12))
-    assert time.monotonic() - started > 3.0  # control: the epoch took longer than the limit
+    assert time.monotonic() - started > 3.0  # control: the epoch exceeded the limit
 
 
 def test_a_slow_consumer_is_not_timed_out() -> None:
@@ -234,7 +234,7 @@ def test_a_slow_consumer_is_not_timed_out() -> None:
     started = time.monotonic()
     for _ in loader:
         time.sleep(0.6)
-    assert time.monotonic() - started > 3.0  # control: the limit was passed
+    assert time.monotonic() - started > 3.0  # control: the limit was exceeded
 
 
 @pytest.mark.parametrize("way", PROCESS_WAYS)

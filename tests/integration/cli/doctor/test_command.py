@@ -1,4 +1,4 @@
-"""``penstock doctor`` on real scripts: what it finds, and that nothing makes it fall over."""
+"""``penstock doctor`` on real scripts: findings, and robustness against failing scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from support import scripts
 
-pytestmark = pytest.mark.timeout(300)  # the trials share one set-up
+pytestmark = pytest.mark.timeout(300)  # the trials share one setup
 
 MAX_S_WITHOUT_SCRIPT = 3.0
 COLOUR = re.compile(r"\x1b\[")
@@ -129,7 +129,7 @@ ds = [1.0] * int(args.root)
 """
 
 TRIALS: dict[str, tuple[str, ...]] = {
-    "hanging": ("hanging.py:ds", "--json", "--timeout", "20"),  # torch's import counts in it
+    "hanging": ("hanging.py:ds", "--json", "--timeout", "20"),  # includes the import of torch
     "good": ("good.py:ds", "--json"),
     "good for people": ("good.py:ds",),
     "guarded": ("guarded.py:loader", "--json"),
@@ -183,12 +183,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trials(folder: Path) -> dict[str, Any]:
-    # One of the three only waits for its time limit.
+    # One of the three parallel trials only waits for its time limit.
     return scripts.run_all(lambda name: doctor(*TRIALS[name], folder=folder), list(TRIALS), 3)
 
 
 def outcome(trials: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and JSON of a trial; whatever happened, there is no traceback."""
+    """Return the exit code and JSON of a trial. No trial prints a traceback."""
     result = scripts.told(trials[name])
     assert "Traceback" not in result.stdout + result.stderr, result.stderr
     return result.returncode, json.loads(result.stdout)
@@ -326,7 +326,7 @@ def test_arguments_after_two_dashes_are_the_script_s(trials: dict[str, Any]) -> 
 
 
 def test_without_a_script_it_answers_quickly() -> None:
-    doctor()  # writes the bytecode, fills the page cache
+    doctor()  # warm up the bytecode and page caches
     times = []
     for _ in range(3):
         start_s = time.monotonic()
@@ -398,7 +398,7 @@ def test_data_that_is_nowhere_is_said_to_be(tmp_path: Path) -> None:
 
 
 def fake_tool(folder: Path, body: str) -> str:
-    """A PATH with an nvidia-smi that does ``body``."""
+    """Return a PATH with an nvidia-smi that runs ``body``."""
     path = folder / "nvidia-smi"
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -413,7 +413,7 @@ def test_a_vendor_tool_that_hangs_costs_a_line_and_not_the_answer(tmp_path: Path
     result = doctor("--json", PATH=fake_tool(tmp_path, "sleep 1000"))
     found = json.loads(result.stdout)
     assert "Traceback" not in result.stderr
-    if found["machine"]["gpus_seen_by"] != "nvml":  # else nobody had to ask the tool
+    if found["machine"]["gpus_seen_by"] != "nvml":  # NVML does not need the tool
         assert "did not respond" in problems(found)["gpu-driver"]["what"]
 
 

@@ -1,4 +1,4 @@
-"""``penstock doctor --gpu``, for real, on whatever machine this is."""
+"""``penstock doctor --gpu``, run for real on the current machine."""
 
 from __future__ import annotations
 

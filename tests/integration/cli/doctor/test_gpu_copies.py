@@ -1,4 +1,4 @@
-"""The doctor's copies to GPUs: what its child measured, as rows and problems."""
+"""The doctor's GPU copy measurements, formatted as rows and problems."""
 
 from __future__ import annotations
 

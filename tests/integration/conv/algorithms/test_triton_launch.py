@@ -1,7 +1,7 @@
-"""Triton's kernels without a GPU: run by Triton's own interpreter, against float64.
+"""Triton's kernels without a GPU, run by Triton's interpreter and compared with float64.
 
-On a real GPU they are tested in tests/gpu. No leg of CI has Triton (it comes with torch's CUDA
-builds); the hosted CI file installs such a build on Linux.
+tests/gpu tests them on a real GPU. No local CI leg has Triton, which comes with torch's CUDA
+builds. The hosted CI file installs a CUDA build on Linux.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""on_error: bad samples are left out or replaced, nothing else moves, and every one is listed."""
+"""on_error: bad samples are skipped or replaced, other samples do not move, and all are listed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LENGTH = 40
 
 
 class Unspeakable(Exception):
-    """Cannot be pickled, and its text cannot be had."""
+    """An exception that cannot be pickled and whose text cannot be read."""
 
     def __init__(self) -> None:
         super().__init__(lambda: None)
@@ -42,7 +42,7 @@ class Unspeakable(Exception):
 
 
 class Broken(Dataset):
-    """Sample i is i and drawn numbers; those in ``bad`` raise after they have drawn."""
+    """Sample i is i and random numbers. Samples in ``bad`` raise after drawing."""
 
     def __init__(self, bad: Any = BAD, *, length: int = LENGTH, wait_s: float = 0.0) -> None:
         self.bad = frozenset(bad)
@@ -62,7 +62,7 @@ class Broken(Dataset):
 
 
 class BrokenBatches(Broken):
-    """The same with ``__getitems__``: one bad sample spoils the call."""
+    """The same with ``__getitems__``, where one bad sample makes the call fail."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [Broken.__getitem__(self, index) for index in indices]
@@ -92,14 +92,14 @@ def indices_of(batches: list[Any]) -> list[list[int]]:
 
 
 def without_bad(batches: list[Any], bad: Any = BAD) -> list[Any]:
-    """What is left of the batches of a quiet run."""
+    """Return the batches of a fault-free run without the bad samples."""
     kept = [
         torch.stack([row for row in b if int(row[0]) not in bad] or [b[0][:0]]) for b in batches
     ]
     return [batch for batch in kept if batch.numel()]
 
 
-# -- leaving out -----------------------------------------------------------------------------------
+# -- skipping --------------------------------------------------------------------------------------
 
 
 @legacy
@@ -126,7 +126,7 @@ def test_under_spawn_it_is_the_same() -> None:
 def test_auto_that_goes_on_with_workers_is_the_same() -> None:
     loader = make(Broken(wait_s=0.02, length=80), on_error="skip", num_workers="auto")
     assert_same(collect(loader), without_bad(collect(make(Broken((), length=80)))))
-    assert loader.num_workers > 0  # control: it did
+    assert loader.num_workers > 0  # control: workers were started
     assert {one.index for one in loader.bad_samples} == BAD
 
 
@@ -300,7 +300,7 @@ def test_a_substitute_that_is_bad_too_gives_way_to_the_next() -> None:
     assert {one.index for one in loader.bad_samples} <= set(half)
 
 
-# -- functions -------------------------------------------------------------------------------------
+# -- callables -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", [*EVERY, "fork"])
@@ -326,7 +326,7 @@ def test_a_function_that_raises_is_raised_in_the_batch_s_place(way: str) -> None
     assert indices_of([next(iterator) for _ in range(3)])[2] == [8, 9, 10, 11]
     with pytest.raises(LookupError, match="no substitute for 13"):
         next(iterator)
-    assert next(iterator)[:, 0].tolist() == [16, 17, 18, 19]  # as after any error of a sample
+    assert next(iterator)[:, 0].tolist() == [16, 17, 18, 19]  # continues, as after any sample error
 
 
 @pytest.mark.parametrize("way", EVERY)
@@ -501,7 +501,7 @@ def test_only_the_first_few_are_logged(caplog: pytest.LogCaptureFixture) -> None
     assert "loader.bad_samples" in caplog.messages[-1]
 
 
-# -- going on --------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 
 @legacy
@@ -541,7 +541,7 @@ def test_the_state_has_the_positions_and_the_budget_counts_on(tmp_path: Path) ->
     assert info.value.num_bad == len(BAD)  # type: ignore[attr-defined]
     fresh = make(on_error="skip", max_bad=len(BAD) - 1)
     fresh.load_state_dict({**state, "bad": None})
-    collect(fresh)  # control: without those positions there is room for one
+    collect(fresh)  # control: without the recorded positions the budget suffices
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -559,14 +559,14 @@ def test_an_epoch_resumed_before_a_bad_rest_is_over_and_not_an_error(num_workers
     other = new()
     other.load_state_dict(state)
     assert collect(other) == []
-    assert sum(len(batch) for batch in other) == 31  # the next epoch is whole
+    assert sum(len(batch) for batch in other) == 31  # the next epoch is complete
 
 
 # -- streams ---------------------------------------------------------------------------------------
 
 
 class BrokenStream(IterableDataset):
-    """Numbers from 0 on; those in ``bad`` raise, and the stream goes on after them."""
+    """Numbers from 0. Those in ``bad`` raise, and the stream continues after them."""
 
     def __init__(self, bad: Any = (3, 4, 11), length: int = 24) -> None:
         self.bad, self.length = frozenset(bad), length
@@ -599,7 +599,7 @@ def test_bad_samples_of_a_stream_are_left_out(way: str) -> None:
     loader = DataLoader(BrokenStream(), batch_size=3, on_error="skip", **WAYS[way])
     found = torch.cat(collect(loader)).flatten().tolist()
     assert sorted(found) == [n for n in range(24) if n not in (3, 4, 11)]
-    assert [bad.count for bad in loader.bad_samples] == [1, 1, 1]  # told apart by their places
+    assert [bad.count for bad in loader.bad_samples] == [1, 1, 1]  # distinguished by position
 
 
 @pytest.mark.parametrize("way", STREAM_WAYS)
@@ -673,7 +673,7 @@ def test_a_stream_s_budget_is_judged_from_a_hundred_samples_on(num_workers: int)
 
 
 def test_bad_samples_are_told_apart_from_good_ones() -> None:
-    """A control: what counts as equal above does notice a sample that moved."""
+    """Control: the comparison above does detect a sample that moved."""
     assert differences(without_bad(quiet()), quiet())
     assert differences(without_bad(quiet(seed=4)), without_bad(quiet()))
 

@@ -1,4 +1,4 @@
-"""A collate_fn of the user's own: it gets its whole list, and its tensors come back unharmed."""
+"""A user's collate_fn gets the whole list of samples, and its tensors arrive unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ legacy = pytest.mark.legacy
 
 
 def with_a_mask(samples: list[Any]) -> dict[str, Any]:
-    """What people write: default_collate inside, something of their own beside it."""
+    """A typical collate_fn: default_collate and additional fields."""
     images, labels = default_collate(samples)
     return {
         "images": images,
@@ -73,7 +73,7 @@ def test_all_batches_of_a_collate_fn_may_be_kept(way: str) -> None:
 
 
 class Hoarder:
-    """Keeps a tensor that default_collate made, and shows it with a later batch."""
+    """Keeps a tensor made by default_collate and returns it with a later batch."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -103,10 +103,10 @@ def test_a_kept_tensor_that_is_written_over_would_be_noticed() -> None:
 
 
 def torch_files() -> int:
-    """How many of torch's shared-memory files this process holds (they are unlinked at once)."""
+    """Count torch's shared-memory files of this process, which are unlinked when created."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # closed by another thread meanwhile
+        with suppress(FileNotFoundError):  # closed by a different thread
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
     with open("/proc/self/maps") as lines:
         mapped = sum("/torch_" in line for line in lines)
@@ -127,7 +127,7 @@ def test_default_collate_inside_a_worker_makes_none_of_torch_s_shared_files(way:
     theirs = TorchDataLoader(
         Numbers(20, (5000,)), num_workers=1, multiprocessing_context="fork", **arguments
     )
-    assert max(count for _, count in theirs) > 0  # control: torch's own workers do make them
+    assert max(count for _, count in theirs) > 0  # control: torch's workers create them
 
 
 @legacy
@@ -208,7 +208,7 @@ def test_a_kind_registered_with_default_collate_is_collated_that_way(
         return torch.tensor([box.value for box in batch]) * 100
 
     dataset = Samples(lambda i: (Box(i), i), 4)
-    with pytest.raises(TypeError):  # control: nobody knows what to do with it
+    with pytest.raises(TypeError):  # control: the type has no collate function
         collect(DataLoader(dataset, batch_size=2, **WAYS[way]))
     monkeypatch.setitem(torch_collate.default_collate_fn_map, Box, collate_boxes)
     ours = collect(DataLoader(dataset, batch_size=2, **WAYS[way]))

@@ -1,7 +1,7 @@
-"""Batches of every kind of sample, however they are loaded, against torch's own default_collate.
+"""Batches of every kind of sample, in every pool, compared with torch's default_collate.
 
-The reference is ``default_collate`` in this process. What torch itself does otherwise in a worker
-(conjugated tensors and subclasses fail there, results lose lazy bits) is not repeated here.
+The reference is ``default_collate`` in this process. Differences of torch's own workers (conjugated
+tensors and subclasses fail there, results lose lazy bits) are not reproduced.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from support.pickling import round_trip
 
 pytestmark = [
     pytest.mark.legacy,
-    pytest.mark.filterwarnings("ignore"),  # torch's and NumPy's own, about what is made here
+    pytest.mark.filterwarnings("ignore"),  # from torch and NumPy, about these samples
 ]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """As in a worker: some dtypes of torch can be copied by one thread only."""
+    """One thread, as in a worker. torch can copy some dtypes only in a single thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
-    """What torch makes of each batch."""
+    """Result of torch for each batch."""
     return [outcome_of(default_collate, batch) for batch in batches()]
 
 
@@ -61,13 +61,13 @@ def test_a_batch_of_any_kind_is_torch_s(way: str, expected: list[Any]) -> None:
 
 
 def test_there_are_batches_that_torch_makes_and_some_that_it_refuses(expected: list[Any]) -> None:
-    """The control: neither of the two is the answer to everything."""
+    """Control: the batches include both results and errors."""
     num_refused = sum(isinstance(one, Exception) for one in expected)
     assert len(expected) // 10 < num_refused < len(expected) // 2
 
 
 def test_another_batch_would_be_noticed(expected: list[Any]) -> None:
-    """The control of the comparison: the batch of the next mix is hardly ever the same."""
+    """Control for the comparison: batches of consecutive mixes are rarely equal."""
     num_different = sum(bool(compare(one, two)) for one, two in itertools.pairwise(expected))
     assert num_different > len(expected) // 2
 
@@ -83,7 +83,7 @@ def test_results_of_a_collate_fn_come_as_they_went(way: str) -> None:
 
 
 def has_memory(tensor: Any) -> bool:
-    """Has it memory that torch can share? It crashes on others."""
+    """Return whether torch can share the tensor's memory. torch crashes on other tensors."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_inference():
         return False
     return bool(tensor.is_cpu and not tensor._is_zerotensor())

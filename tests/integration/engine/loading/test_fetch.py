@@ -1,4 +1,4 @@
-"""Indices reach the dataset, and samples the collate_fn, as in torch's own loader."""
+"""The dataset receives indices, and collate_fn receives samples, as in torch's own loader."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def same(value: Any) -> Any:
 
 
 class Columns:
-    """Reads a whole batch at once."""
+    """Reads a whole batch in one call."""
 
     def __len__(self) -> int:
         return 12
@@ -69,7 +69,7 @@ def test_the_default_collate_takes_what_torch_s_takes(way: str) -> None:
 
 
 class Refilling:
-    """A batch sampler that fills one object again and again."""
+    """A batch sampler that refills one object for each batch."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
@@ -127,7 +127,7 @@ def test_a_replaced_getitem_of_tensor_datasets_is_called(monkeypatch: pytest.Mon
 
 
 def test_uint8_tensors_are_not_taken_for_indices() -> None:
-    """torch uses them as masks."""
+    """torch treats them as masks."""
     mask = torch.tensor([1, 0], dtype=torch.uint8)
     errors = []
     for kind in (torch.utils.data.DataLoader, DataLoader):

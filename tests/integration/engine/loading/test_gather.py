@@ -1,4 +1,4 @@
-"""Data that lies in memory is sliced, and gives what torch gives by looping."""
+"""Data in memory is sliced, with the same result as torch's loop over samples."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ DATASETS: dict[str, Any] = {
 
 
 class Doubled(TensorDataset):
-    """A TensorDataset that does more than slice: slicing its tensors would be wrong."""
+    """A TensorDataset that changes its samples, so slicing its tensors would be wrong."""
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(tensor * 2 for tensor in super().__getitem__(index))
@@ -138,7 +138,7 @@ def test_a_part_of_a_split_is_sliced_and_right(num_workers: int) -> None:
 
 
 class Rows:
-    """Copies rows by itself, as a packed set does."""
+    """Copies rows with its own method, like a packed set."""
 
     def __len__(self) -> int:
         return 8
@@ -166,7 +166,7 @@ WITHOUT_INDICES: dict[str, Any] = {
 def test_a_batch_without_indices_is_torch_s_error(name: str, way: str) -> None:
     arguments = {"batch_sampler": [[0, 1], [], [2]]}
     theirs = outcomes(TorchDataLoader(WITHOUT_INDICES[name](), **arguments))
-    assert [type(one) for one in theirs][1] is IndexError  # the control: torch refuses it
+    assert [type(one) for one in theirs][1] is IndexError  # control: torch raises
     ours = outcomes(DataLoader(WITHOUT_INDICES[name](), **arguments, **WAYS[way]))
     assert_same(ours[::2], theirs[::2])
     assert isinstance(ours[1], IndexError)
@@ -174,7 +174,7 @@ def test_a_batch_without_indices_is_torch_s_error(name: str, way: str) -> None:
 
 
 def outcomes(loader: Any) -> list[Any]:
-    """Batches and exceptions of a loader, in their order."""
+    """Return the batches and exceptions of a loader, in order."""
     found: list[Any] = []
     iterator = iter(loader)
     for _ in range(3):

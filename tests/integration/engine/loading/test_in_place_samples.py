@@ -1,4 +1,4 @@
-"""Workers have a dataset write into the batch's rows, and nobody can tell but by the time."""
+"""Workers let a dataset write into the rows of the batch, which changes nothing but the speed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.legacy
 
 
 class Drawn:
-    """Random tensors; the last number of a sample says whether it lies in a row that was offered.
+    """Random tensors. The last number of a sample is whether it was written into an offered row.
 
     Args:
-        bad: This sample writes half of its row and fails.
-        wide: This one has another form.
+        bad: Index of a sample that writes half of its row and fails.
+        wide: Index of a sample with a different shape.
     """
 
     def __init__(self, bad: int = -1, wide: int = -1) -> None:
@@ -51,7 +51,7 @@ class Overridden(Drawn):
 def load(dataset: Any, num_workers: int, **keywords: Any) -> list[Any]:
     keywords = {"batch_size": 8, "shuffle": True, "seed": 3, **keywords}
     loader = DataLoader(dataset, num_workers=num_workers, **keywords)
-    batches = list(loader)  # all of them are held: no slot may be written to again
+    batches = list(loader)  # all are held, so no slot may be reused
     loader.close()
     return batches
 

@@ -1,4 +1,4 @@
-"""Ragged samples under the default collate are named, wherever they were loaded."""
+"""Samples of different shapes under the default collate are named in the error, in every pool."""
 
 from __future__ import annotations
 

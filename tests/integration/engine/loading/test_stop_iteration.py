@@ -1,4 +1,4 @@
-"""A StopIteration of user code is an error that names the function, wherever the code runs."""
+"""StopIteration raised by user code is an error that names the function, in every pool."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class HasNoIterator(IterableDataset):
 
 
 class Stumbles(IterableDataset):
-    """Raises once, in a plain ``__next__``, and goes on."""
+    """Raises once, in a plain ``__next__``, and continues."""
 
     def __iter__(self) -> Any:
         self.place = -1
@@ -67,7 +67,7 @@ class Stumbles(IterableDataset):
 
 
 class Fails:
-    """Its field cannot be read: user code that default_collate runs."""
+    """A sample with a field that cannot be read, which is user code run by default_collate."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -193,7 +193,7 @@ def test_the_length_of_a_loader_raises_it_too() -> None:
 
 
 class Counts:
-    """A sampler without a generator: its StopIteration is the end."""
+    """A sampler without a generator function. Its StopIteration is the end of the epoch."""
 
     def __init__(self, length: int) -> None:
         self.length, self.place = length, -1
@@ -211,13 +211,13 @@ class Counts:
 @pytest.mark.parametrize("way", QUICK_WAYS)
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_the_end_of_a_sampler_is_the_end(batch_size: Any, way: str) -> None:
-    """The control: where a StopIteration means the end, it is one."""
+    """Control: where StopIteration means the end, the epoch ends."""
     loader = DataLoader(range(100), batch_size=batch_size, sampler=Counts(8), **WAYS[way])
     assert len(collect(loader)) == (8 if batch_size is None else 2)
 
 
 def test_without_the_check_the_epoch_would_end_silently() -> None:
-    """The control: torch's loader loses batches without a word."""
+    """Control: torch's loader silently loses batches."""
     batches = list(
         torch.utils.data.DataLoader(
             range(LENGTH),  # type: ignore[arg-type]

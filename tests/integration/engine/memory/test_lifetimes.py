@@ -1,4 +1,4 @@
-"""Batches that are kept, epochs that are left, iterators that are many: all stay right."""
+"""Batches stay valid when they are kept, when epochs are left, and with many iterators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def expected(length: int, batch_size: int) -> list[list[int]]:
 
 
 def values(batches: list[Any]) -> list[list[int]]:
-    """The index that each sample of each batch was made from, seen in every element of it."""
+    """Return the index of each sample in each batch, checked against every element."""
     found = []
     for image, label in batches:
         assert_same(image, label.to(image.dtype).reshape(-1, 1).expand_as(image).contiguous())
@@ -58,7 +58,7 @@ def test_a_list_of_all_batches_holds_distinct_and_correct_data(way: str, size: i
 
 def test_a_clobbered_batch_is_noticed() -> None:
     batches = list(DataLoader(Numbers(12), batch_size=2, num_workers=2))
-    batches[1][0].copy_(batches[4][0])  # as if the slot had been used again
+    batches[1][0].copy_(batches[4][0])  # as if the slot had been reused
     with pytest.raises(AssertionError):
         values(batches)
 
@@ -68,7 +68,7 @@ def test_memory_is_used_again_when_batches_are_dropped(way: str) -> None:
     places = set()
     for image, _ in DataLoader(Numbers(400, (5000,)), batch_size=2, **WAYS[way]):
         places.add(image.data_ptr())
-    assert len(places) < 120  # 200 batches; what is under way at once takes a place each
+    assert len(places) < 120  # 200 batches; each batch in flight needs its own slot
 
 
 @legacy
@@ -77,7 +77,7 @@ def test_every_other_batch_kept_is_not_touched_by_the_rest(way: str) -> None:
     kept = []
     for number, batch in enumerate(DataLoader(Numbers(200, (500,)), batch_size=2, **WAYS[way])):
         if number % 2:
-            kept.append((number, batch[0][1:], batch[1]))  # a slice of one, the whole of the other
+            kept.append((number, batch[0][1:], batch[1]))  # a slice of one tensor, all of the other
     for number, image, label in kept:
         assert label.tolist() == [2 * number, 2 * number + 1]
         assert image.unique().tolist() == [2 * number + 1]
@@ -101,7 +101,7 @@ def test_batches_may_be_written_to() -> None:
 
 
 def in_shared_memory(tensor: torch.Tensor) -> bool:
-    """Does it lie in a mapping of ours?"""
+    """Return whether the tensor is in a mapping of Penstock."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(end, 16) for end in line.split()[0].split("-"))
         if first <= tensor.data_ptr() < last:
@@ -114,7 +114,7 @@ def test_when_the_user_holds_too_much_batches_become_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loader = DataLoader(Numbers(80, (2000,)), batch_size=2, num_workers=2)
-    assert all(in_shared_memory(image) for image, _ in list(loader))  # control: none is a copy
+    assert all(in_shared_memory(image) for image, _ in list(loader))  # control: no copies
     monkeypatch.setattr("penstock.engine.parent.context.max_held_bytes", lambda: 10 * 16_064)
     batches = list(loader)
     assert values(batches) == expected(80, 2)
@@ -147,7 +147,7 @@ def test_an_epoch_of_persistent_workers_left_half_way_does_not_spill_into_the_ne
 
 
 class SlowBatches(Numbers):
-    """Notes each batch that it loads in a file."""
+    """Appends to a file for each batch it loads."""
 
     def __init__(self, length: int, log: Path) -> None:
         super().__init__(length)
@@ -171,7 +171,7 @@ def test_what_was_asked_for_in_an_epoch_that_was_left_is_not_loaded(
     )
     next(iter(loader))  # 30 batches of 0.1 s are requested
     next(iter(loader))
-    assert len(dataset.log.read_text()) < 30  # else all of the first epoch's came before
+    assert len(dataset.log.read_text()) < 30  # otherwise the whole first epoch came before
     loader.close()
 
 
@@ -185,7 +185,7 @@ def test_persistent_workers_are_the_same_processes_in_every_epoch() -> None:
     assert pids[0] == pids[1] == pids[2]
     loader.close()
     other = DataLoader(Numbers(8), batch_size=2, num_workers=2)
-    iterators = [iter(other), iter(other)]  # control: others are other processes
+    iterators = [iter(other), iter(other)]  # control: separate processes
     assert not {w.pid for w in iterators[0]._workers} & {w.pid for w in iterators[1]._workers}
 
 
@@ -261,7 +261,7 @@ def test_iterators_in_reference_cycles_close_nothing_twice(
         try:
             next(iterator)
         except LookupError as error:
-            iterator.reason = error  # its traceback holds every frame, and they hold the iterator
+            iterator.reason = error  # its traceback holds the frames, which hold the iterator
         del iterator
     gc.collect()
     assert complaints == []
@@ -321,10 +321,10 @@ def test_batches_that_were_loaded_but_not_taken_give_their_memory_back(way: str)
     for _ in range(60):
         iterator = iter(loader)
         next(iterator)
-        time.sleep(0.01)  # the workers load what they were asked for
-        next(iterator)  # and this one hears of it; nobody takes the others
-    # 8 batches are asked for at a time; a busy machine may still be at those of an epoch before.
-    # Of 60 epochs, six each that nobody takes would be 360.
+        time.sleep(0.01)  # the workers load the requested batches
+        next(iterator)  # receives their messages; the other batches are never taken
+    # 8 batches are requested at a time. A busy machine may still load those of an earlier epoch.
+    # Leaking six unused batches in each of 60 epochs would need 360 slots.
     assert loader._iterator._producer.dispatcher.ring.num_slots <= 64
     loader.close()
 
@@ -353,7 +353,7 @@ def test_a_parent_with_running_threads_gets_its_batches(way: str) -> None:
 
 
 class Nested(Numbers):
-    """Each sample is what another loader gives inside the worker."""
+    """Each sample comes from a nested loader inside the worker."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(4)
@@ -369,7 +369,7 @@ class Nested(Numbers):
 def test_a_loader_works_inside_a_worker(outer: str, inner: str) -> None:
     arguments = dict(WAYS[inner])
     if inner == "forkserver":
-        arguments["num_workers"] = 1  # each outer worker starts a fork server of its own
+        arguments["num_workers"] = 1  # each outer worker starts its own fork server
     loader = DataLoader(Nested(**arguments), batch_size=2, **{**WAYS[outer], "num_workers": 1})
     assert torch.cat(collect(loader)).tolist() == [sum(range(4 + n)) for n in range(4)]
 
@@ -418,6 +418,6 @@ def test_nothing_waits_for_the_garbage_collector(arguments: dict[str, Any]) -> N
             next(batches)
         iterator = weakref.ref(batches)
         del batches, loader
-        assert iterator() is None  # so its workers have been stopped
+        assert iterator() is None  # so its workers are stopped
     finally:
         gc.enable()

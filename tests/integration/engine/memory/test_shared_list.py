@@ -1,4 +1,4 @@
-"""Real workers read shared data: by reference, at one copy, with no descriptor left behind."""
+"""Real workers read shared data by reference, with one copy and without leaking descriptors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 class Names(Dataset):
-    """Sample i: the length of name i, its label, and how much memory is this process's alone."""
+    """Sample i: the length of name i, its label, and the private memory of this process."""
 
     def __init__(self, names: Any, labels: Any = None) -> None:
         self.names = names
@@ -73,7 +73,7 @@ def test_torch_s_own_loader_shares_it_too_when_it_spawns() -> None:
 @needs_proc
 def test_a_worker_pays_for_a_plain_list_and_not_for_a_shared_one() -> None:
     def most_private(content: Any) -> int:
-        # The least of two: what the collector and the allocator happen to touch varies.
+        # The smaller of two, because the pages touched by the collector and the allocator vary.
         return min(
             max(int(memory.max()) for _, _, memory in loader)
             for loader in [DataLoader(Names(content), batch_size=8, **WAYS["forkserver"])] * 2
@@ -93,7 +93,7 @@ def test_a_worker_pays_for_a_plain_list_and_not_for_a_shared_one() -> None:
 @pytest.mark.legacy
 def test_twenty_loaders_leave_no_descriptor_behind() -> None:
     dataset = Names(SharedList(names(50)), SharedDict((name, 0) for name in names(50)))
-    list(DataLoader(dataset, batch_size=8, num_workers=1))  # the fork server's own, once
+    list(DataLoader(dataset, batch_size=8, num_workers=1))  # opens the fork server's descriptors
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         list(DataLoader(dataset, batch_size=8, num_workers=1))
@@ -124,7 +124,7 @@ def test_a_worker_gains_no_descriptor_from_epoch_to_epoch() -> None:
 
 
 class Lazy(Dataset):
-    """The pattern that manuals teach: opened on first use, in the worker."""
+    """The documented pattern: the file is opened on first use, in the worker."""
 
     def __init__(self, path: Path, opened: Any) -> None:
         self.path = path
@@ -141,7 +141,7 @@ class Lazy(Dataset):
 
 
 class Eager(Lazy):
-    """Opened where the dataset is made, as beginners write it."""
+    """The file is opened in the constructor, as beginners write it."""
 
     def __init__(self, path: Path, opened: Any) -> None:
         super().__init__(path, opened)
@@ -195,7 +195,7 @@ def test_databases_are_read_in_two_epochs_by_two_workers(
         assert [x for batch in loader for x in batch.tolist()] == list(range(12))
     loader.close()
     if dataset.handle is not None:
-        assert read(dataset.handle, 5) == 5  # ours was left alone
+        assert read(dataset.handle, 5) == 5  # the parent's handle is unchanged
         dataset.handle.close()
 
 
@@ -278,7 +278,7 @@ def test_writes_on_either_side_stay_there_and_the_next_epoch_sees_ours(
         batches = iter(loader)
         assert any("is not copied" in note for note in loader.plan.notes) != fits
         first = next(batches)
-        array[1] = 1000  # the workers have theirs
+        array[1] = 1000  # the workers have their own
         second = next(batches)
         array[1] = 1
         assert (array[0], array.min()) == (10 + epoch, 1)

@@ -1,4 +1,4 @@
-"""num_workers="auto": the first batches are loaded and timed here; workers come if they pay."""
+"""num_workers="auto" times the first batches in this process and starts workers if they help."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def busy(seconds: float) -> None:
 
 
 class Slow(Dataset):
-    """Enough work per sample that workers pay; says who did it."""
+    """Samples slow enough to benefit from workers. Each contains the PID that loaded it."""
 
     def __init__(self, length: int = 120, work_s: float = 0.006) -> None:
         self.length = length
@@ -54,7 +54,7 @@ def warm_fork_server() -> None:
 
 
 def run(loader: DataLoader[Any]) -> tuple[list[int], list[int]]:
-    """Which samples came, and which process loaded each."""
+    """Return the indices of the samples and the PID that loaded each."""
     batches = list(loader)
     indices = [int(index) for batch in batches for index in batch[0]]
     return indices, [int(pid) for batch in batches for pid in batch[-1]]
@@ -66,10 +66,11 @@ def run(loader: DataLoader[Any]) -> tuple[list[int], list[int]]:
 def test_slow_samples_get_the_cores_and_the_first_batch_is_not_wasted() -> None:
     loader = DataLoader(Slow(400), batch_size=8, num_workers="auto")
     indices, pids = run(loader)
-    assert indices == list(range(400))  # each once, in order, across the change
+    assert indices == list(range(400))  # each once, in order, across the switch
     assert set(pids[:8]) == {os.getpid()}
     assert os.getpid() not in set(pids[-40:])
-    # One fewer comes near enough to 16, and time that others take looks like waiting: then more.
+    # On 16 cores, one worker fewer is close enough. Time taken by other programs looks like
+    # waiting, which adds workers.
     assert loader.num_workers >= 0.9 * CORES
     choice = loader.plan.num_workers
     assert choice.source == "measured"
@@ -114,8 +115,8 @@ def test_a_cold_fork_server_is_not_waited_for() -> None:
     came = [(time.perf_counter() - start_s, set(batch[-1].tolist())) for batch in loader]
     assert all(pids == {os.getpid()} for _, pids in came[:4])
     assert os.getpid() not in came[-1][1]
-    # 64 ms of work; importing torch in the fork server takes a second and more, on a busy machine
-    # both take longer.
+    # 64 ms of work. Importing torch in the fork server takes more than a second. A busy machine
+    # slows down both.
     first_of_a_worker_s = next(at_s for at_s, pids in came if os.getpid() not in pids)
     assert came[3][0] < 0.5 * first_of_a_worker_s
 
@@ -134,9 +135,9 @@ def test_a_fork_server_that_is_killed_while_it_warms_up_is_replaced() -> None:
 
 @legacy
 def test_tiny_samples_are_loaded_here_and_no_process_is_started() -> None:
-    for _ in range(4):  # where others hold the cores, samples may seem slow: once, not each time
+    for _ in range(4):  # on busy cores, samples may seem slow once, not each time
         fork_servers.close_fork_server()
-        before = psutil.Process().children()  # multiprocessing's own tracker may be there
+        before = psutil.Process().children()  # may include multiprocessing's resource tracker
         loader = DataLoader(Samples(lambda i: i, 5_000), batch_size=50, num_workers="auto")
         assert torch.cat(collect(loader)).tolist() == list(range(5_000))
         if psutil.Process().children() == before:
@@ -153,7 +154,7 @@ def test_the_timeline_has_each_batch_that_was_loaded_here() -> None:
     collect(loader)
     account = loader.timeline().account
     assert account.num_batches == 8
-    assert account.steady_rows == 400 - 50 * account.num_passes  # all but each part's first batch
+    assert account.steady_rows == 400 - 50 * account.num_passes  # except first batches of passes
     assert account.num_passes <= 2
 
 
@@ -201,7 +202,7 @@ def test_what_a_worker_init_fn_prepares_is_never_tried_without_it() -> None:
 
 
 class OpensLate(Dataset):
-    """Opens its file on first use, and notes in which process it did."""
+    """Opens its file on first use and records the process that opened it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -218,7 +219,7 @@ class OpensLate(Dataset):
 
 
 class _Handle:
-    """Cannot travel, as the handles of many libraries cannot."""
+    """Cannot be pickled, like the handles of many libraries."""
 
     def __init__(self, path: Path) -> None:
         with path.open("a") as log:
@@ -249,7 +250,7 @@ def test_what_the_first_batches_opened_here_is_not_sent_in_the_next_epoch(tmp_pa
     for _ in range(2):
         assert torch.cat(list(loader)).tolist() == list(range(200))
     assert loader.num_workers > 0
-    assert dataset.handle is None  # as if workers had loaded it all
+    assert dataset.handle is None  # as if workers had loaded all samples
 
 
 def test_a_dataset_that_cannot_travel_is_loaded_here_with_a_warning_that_names_the_part() -> None:
@@ -258,13 +259,13 @@ def test_a_dataset_that_cannot_travel_is_loaded_here_with_a_warning_that_names_t
     loader = DataLoader(dataset, batch_size=8, num_workers="auto")
     with pytest.warns(UserWarning, match=r"dataset\.handle") as told:
         batches = list(loader)
-    assert {one.filename for one in told} == {__file__}  # the user's line, not one of ours
+    assert {one.filename for one in told} == {__file__}  # the user's line, not Penstock's
     assert torch.cat(batches).tolist() == list(range(40))
     assert loader.num_workers == 0
     assert "dataset.handle" in loader.plan.num_workers.reason
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert len(list(loader)) == 5  # said once
+        assert len(list(loader)) == 5  # no second warning
     dataset.handle.close()  # type: ignore[attr-defined]
 
 

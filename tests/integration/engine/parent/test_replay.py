@@ -1,4 +1,4 @@
-"""``penstock.replay``: one sample alone is the sample that training saw, to the bit."""
+"""``penstock.replay`` loads one sample alone, bit-identical to the sample in training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ legacy = pytest.mark.legacy
 
 
 class ByBatch(Draws):
-    """Draws for a whole batch at once: what a sample gets depends on those before it."""
+    """Draws for a whole batch in one call, so samples depend on the samples before them."""
 
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("__getitems__ should have been used")
@@ -35,7 +35,7 @@ def make(dataset: Any = None, **arguments: Any) -> Any:
 
 
 def seen_in_training(loader: Any, num_epochs: int = 2) -> dict[tuple[int, int], Any]:
-    """What each sample of each epoch was, by (epoch, index)."""
+    """Return each sample of each epoch, by (epoch, index)."""
     return {
         (epoch, int(batch[0][row])): [field[row].clone() for field in batch]
         for epoch in range(num_epochs)

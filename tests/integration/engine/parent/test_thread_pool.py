@@ -1,4 +1,4 @@
-"""Threads keep the bits: samples that draw run one at a time, the others at once."""
+"""Threads keep the bits: samples that draw run one at a time, other samples run in parallel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.legacy
 
 
 class Crowd:
-    """How many samples are being loaded at the same time, at most?"""
+    """Counts the samples that are loaded at the same time, and their maximum."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -35,7 +35,7 @@ class Crowd:
 
 
 def load_in_threads(draw_one: Any) -> tuple[int, DataLoader[Any]]:
-    """The most samples at once, and the loader, after an epoch."""
+    """Load one epoch. Returns the maximum number of parallel samples, and the loader."""
     crowd = Crowd()
 
     def load(index: int) -> float:
@@ -121,13 +121,13 @@ def test_one_alone_waits_for_those_together_and_the_other_way_round() -> None:
 
 
 def test_a_loader_that_is_collected_in_one_of_its_own_threads_ends_cleanly() -> None:
-    """The collector runs wherever something is allocated: also in a worker."""
+    """The garbage collector runs wherever memory is allocated, including in a worker thread."""
     holder: list[Any] = []
     seen = threading.Event()
 
     def drop(index: int) -> int:
         if index == 8 and seen.wait(5.0):
-            holder.clear()  # the last reference: it is ended from within
+            holder.clear()  # the last reference, dropped in its own thread
         return index
 
     holder.append(iter(DataLoader(Samples(drop), batch_size=2, num_workers=2, pool="thread")))
@@ -136,4 +136,4 @@ def test_a_loader_that_is_collected_in_one_of_its_own_threads_ends_cleanly() -> 
     limit = time.monotonic() + 5.0
     while holder and time.monotonic() < limit:
         time.sleep(0.01)
-    assert not holder  # and conftest.py finds neither threads nor memory of it
+    assert not holder  # conftest.py checks that no thread or memory is left

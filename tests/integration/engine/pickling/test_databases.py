@@ -1,4 +1,4 @@
-"""Databases are opened again in a worker for reading, or refused by name with the reason."""
+"""Databases are reopened read-only in a worker, or refused with their name and the reason."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_hdf5_files_groups_and_datasets_are_opened_again_as_one_file(hdf5: Any) 
     assert file.id.get_access_plist().get_cache()[2] == 1 << 22
     assert same is file
     file.close()
-    assert hdf5["group/x"][0] == 0  # ours is still open
+    assert hdf5["group/x"][0] == 0  # the parent's handle is still open
 
 
 def test_an_hdf5_file_that_is_written_to_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_an_lmdb_environment_tells_how_to_open_it(lmdb_path: str) -> None:
     assert reduced is not None
     function, arguments = reduced
     assert function is _reopen_lmdb
-    with function(*arguments) as again:  # only now: one process opens a path once
+    with function(*arguments) as again:  # opened here because a process can open a path only once
         flags = again.flags()
         assert (flags["readonly"], flags["lock"], flags["readahead"]) == (True, False, False)
         with again.begin() as transaction:

@@ -1,4 +1,4 @@
-"""Workers find the world as the parent sees it now, and share with it what can be shared."""
+"""Workers see the parent's current environment and share the objects that can be shared."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Dataset(torch.utils.data.Dataset):
 @pytest.fixture
 def module_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two versions within one second
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the module changes within one second
     yield tmp_path
     for name in ("new_here", "edited_here"):
         sys.modules.pop(name, None)
@@ -136,7 +136,7 @@ def test_a_module_that_was_edited_and_reloaded_runs_its_new_code(module_folder: 
     assert first(module.Dataset()) == 1
     path.write_text(MODULE.format(value=22))
     importlib.reload(module)
-    assert first(module.Dataset(), num_workers=0) == 22  # control: without workers it does
+    assert first(module.Dataset(), num_workers=0) == 22  # control: without workers
     assert first(module.Dataset()) == 22
 
 
@@ -145,7 +145,7 @@ def test_a_module_that_was_edited_and_reloaded_runs_its_new_code(module_folder: 
 
 @pytest.fixture(scope="module")
 def context() -> Any:
-    """The spawn context; its heap keeps one file open for good, so it is made before any test."""
+    """The spawn context. Its heap keeps one file open, so it is created before any test."""
     context = multiprocessing.get_context("spawn")
     context.Value("i", 0)
     return context

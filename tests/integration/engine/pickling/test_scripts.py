@@ -1,4 +1,4 @@
-"""Programs without a main guard, with lambdas and classes of their own: they just run."""
+"""Scripts without a main guard, with lambdas and their own classes, run unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from support import scripts
 
-pytestmark = pytest.mark.timeout(300)  # the programs share one set-up
+pytestmark = pytest.mark.timeout(300)  # the programs share one setup
 
 PROGRAM = """
 print("main runs", flush=True)
@@ -86,7 +86,7 @@ def program(package: str = "penstock", record: str = "Record(torch.ones(2) * i, 
 
 CELLS = [
     program().replace("len(sys.argv) > 1", "False"),
-    # A class defined again, as one does in a notebook: the loader must see the new one.
+    # A class that is redefined, as in a notebook. The loader must use the new one.
     """
 class Data(torch.utils.data.Dataset):
     def __len__(self):
@@ -95,7 +95,7 @@ class Data(torch.utils.data.Dataset):
         return i * 1000
 print("again", [b.tolist() for b in DataLoader(Data(), batch_size=4, num_workers=4)][0])
 """,
-    # A global changed between cells.
+    # A global that changes between cells.
     """
 scale = -1.0
 print("changed", sum(b.sum().item() for b in DataLoader(
@@ -135,7 +135,7 @@ def run_package(folder: Path) -> Any:
     (package / "parts.py").write_text("offset = 100\n")
     (package / "train.py").write_text(PACKAGE)
     runner = "import runpy; runpy.run_module('mine.train', run_name='__main__', alter_sys=True)"
-    return scripts.run(runner, folder, PYTHONUNBUFFERED="")  # lines of two workers do not mix
+    return scripts.run(runner, folder, PYTHONUNBUFFERED="")  # buffered, so lines do not mix
 
 
 def run_piped_under_spawn(folder: Path) -> Any:
@@ -158,7 +158,7 @@ PROGRAMS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every program of this file, run to its end."""
+    """Results of all programs in this file, run to completion."""
     return scripts.run_all(
         lambda name: PROGRAMS[name](scripts.make_folder(tmp_path_factory, "program")),
         list(PROGRAMS),

@@ -1,4 +1,4 @@
-"""A large array is copied for the workers; where that does not fit, it is shared, if it is safe."""
+"""A large array is copied for the workers, or shared if a copy does not fit and sharing is safe."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ SLACK = 12 << 20
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a program without threads: whatever earlier tests left waiting is not looked at."""
+    """Simulate a program without threads by ignoring threads that earlier tests left waiting."""
     if threading.active_count() > 1:
         monkeypatch.setattr(shared_arrays, "_busy_threads", list)
 
 
 @pytest.fixture(autouse=True)
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine on which a copy does not fit."""
+    """Simulate a machine on which a copy does not fit."""
     monkeypatch.setattr(pickler, "free_memory_bytes", lambda: 1 << 20)
 
 
@@ -53,7 +53,7 @@ def pack(value: Any) -> PickleFile:
 
 
 def own_bytes() -> int:
-    """Memory of this process alone, and what it shares, each page counted once."""
+    """Return the anonymous memory of this process in bytes."""
     total = 0
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         name, *rest = line.split()
@@ -69,7 +69,7 @@ def is_shared(pickle_file: PickleFile) -> bool:
 
 
 def torch_allocates_with_glibc() -> bool:
-    """Builds of torch for arm64 have mimalloc inside, whose blocks cannot be shared."""
+    """Return False for torch builds with mimalloc (arm64), whose blocks cannot be shared."""
     tensor = torch.empty(NUM_BYTES, dtype=torch.uint8)
     address = tensor.data_ptr()
     if not list_mappings(address - 16, address):
@@ -144,13 +144,13 @@ def test_there_is_one_copy_and_without_sharing_there_are_two(
     value = numbers()
     before = own_bytes()
     pickle_file = pack(value)
-    assert own_bytes() - before < -NUM_BYTES + SLACK  # our pages are the file's now
+    assert own_bytes() - before < -NUM_BYTES + SLACK  # the pages belong to the file
     pickle_file.close()
     monkeypatch.setattr(pickler, "free_memory_bytes", lambda: 1 << 40)
     value = numbers()
     before = own_bytes()
     pickle_file = pack(value)
-    assert abs(own_bytes() - before) < SLACK  # ours, and a copy in the pickle file
+    assert abs(own_bytes() - before) < SLACK  # private pages, plus a copy in the pickle file
     assert pickle_file.location.num_bytes > NUM_BYTES
     assert pickle_file.notes == ("a buffer of 0.07 GB is copied once for all workers",)
     pickle_file.close()
@@ -173,7 +173,7 @@ def test_where_a_copy_fits_or_nobody_knows_the_user_s_memory_is_not_touched(
     assert not any("memfd" in name for name in before)
     assert pickle_file.location.separate == ()
     assert not shared_arrays._shared
-    value.resize(2 * len(value), refcheck=False)  # nobody watches it
+    value.resize(2 * len(value), refcheck=False)  # it is not watched
     np.testing.assert_array_equal(arrive(pickle_file), numbers())
     pickle_file.close()
 
@@ -235,10 +235,10 @@ def test_a_write_at_the_edges_is_noticed_too(place: int) -> None:
 
 @pytest.mark.parametrize("make", SOURCES)
 def test_the_memory_and_the_descriptor_go_with_the_array(make: Any) -> None:
-    def mapped() -> list[Any]:  # others may hold shared lists: a parametrized test does
+    def mapped() -> list[Any]:  # parametrized tests may hold shared lists
         return [area for area in list_mappings(0, sys.maxsize) if "memfd:penstock" in area.name]
 
-    def num_memfds() -> int:  # other descriptors may be closed meanwhile by garbage collection
+    def num_memfds() -> int:  # garbage collection may close other descriptors
         links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")]
         return sum(link.startswith("/memfd:penstock") for link in links)
 
@@ -287,7 +287,7 @@ def test_growing_in_place_copies_because_the_block_is_no_longer_one_mapping(
     pack(value).close()
     monkeypatch.undo()
     shared_arrays._shared.clear()
-    value.resize(len(value) * 2, refcheck=False)  # realloc; NumPy refuses it while we watch
+    value.resize(len(value) * 2, refcheck=False)  # realloc; NumPy refuses it for a watched array
     assert (value[1], value[len(value) // 2 - 1], value[-1]) == (1, len(value) // 2 - 1, 0)
 
 
@@ -301,7 +301,7 @@ def test_two_views_that_overlap_both_arrive() -> None:
     pickle_file.close()
 
 
-# -- where it is not safe --------------------------------------------------------------------------
+# -- unsafe cases ----------------------------------------------------------------------------------
 
 
 def reason_against(value: Any) -> str:
@@ -410,7 +410,7 @@ def test_not_with_a_gpu_library_that_may_have_pinned_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(shared_arrays, "covers", lambda *_: True)
     monkeypatch.setattr(shared_arrays, "_why_not", lambda *_: "")
     pickle_file = pack(numbers())
-    assert is_shared(pickle_file)  # the driver is loaded, but torch says that nothing is pinned
+    assert is_shared(pickle_file)  # the driver is loaded, but torch reports no pinned memory
     pickle_file.close()
     monkeypatch.setitem(sys.modules, "cupy", sys)
     assert "cupy may have pinned it" in reason_against(numbers())
@@ -435,7 +435,7 @@ def test_a_mapping_that_fails_in_the_middle_loses_nothing(
     assert len(calls) == 3
     np.testing.assert_array_equal(value, numbers())
     monkeypatch.setattr(shared_arrays, "_call_mmap", real)
-    pickle_file = pack(value)  # the next time it works, over what is mapped in part
+    pickle_file = pack(value)  # the next attempt maps over the partial mapping
     assert is_shared(pickle_file)
     pickle_file.close()
 
@@ -448,7 +448,7 @@ def test_a_file_that_cannot_grow_is_a_reason(monkeypatch: pytest.MonkeyPatch) ->
     assert "no space left" in reason_against(numbers())
 
 
-# -- what /proc tells ------------------------------------------------------------------------------
+# -- information from /proc ------------------------------------------------------------------------
 
 
 def test_a_written_page_of_a_private_mapping_is_seen(tmp_path: Path) -> None:

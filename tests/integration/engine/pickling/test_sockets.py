@@ -1,4 +1,4 @@
-"""A dataset with a live connection: refused before a worker starts, named where it is shared."""
+"""A dataset with a live connection is refused before a worker starts, or named if shared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.legacy
 
 @pytest.fixture
 def address() -> Iterator[Any]:
-    """A server that answers each line ``i`` with ``10 * i``, one thread per connection."""
+    """Address of a server that answers line ``i`` with ``10 * i``, one thread per connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer(connection: socket.socket) -> None:
@@ -44,7 +44,7 @@ def address() -> Iterator[Any]:
 
 
 class Asking:
-    """Sample i is what the server answers; the connection is there from the start, or not."""
+    """Sample i is the server's answer. The connection is opened at the start or on first use."""
 
     def __init__(self, address: Any, *, is_lazy: bool) -> None:
         self.address = address
@@ -105,7 +105,7 @@ def test_forked_workers_inherit_it_and_a_warning_and_the_plan_name_it(address: A
         with pytest.warns(UserWarning, match=r"dataset\.connection \(socket\.socket\) is shared"):
             batches = iter(loader)
         assert any("dataset.connection" in note for note in loader.plan.notes)
-        assert count_wrong(batches) == 0  # one worker has it alone
+        assert count_wrong(batches) == 0  # only one worker uses it
 
 
 def test_a_running_child_process_is_refused() -> None:

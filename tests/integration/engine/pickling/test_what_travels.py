@@ -1,4 +1,4 @@
-"""What the documentation says about what reaches a worker, sentence by sentence."""
+"""The documented rules for objects that reach a worker, one test per statement."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ pytestmark = pytest.mark.legacy
 PAGE = DOCS / "errors" / "T01.md"
 
 
-# -- errors/T01.md: what cannot travel -------------------------------------------------------------
+# -- errors/T01.md: objects that cannot be sent ----------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_of_values() -> None:
-    """multiprocessing allocates it with the first value, and keeps it."""
+    """Allocate multiprocessing's shared heap, which is created with the first value and kept."""
     multiprocessing.get_context("fork").Value("i", 0)
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     @property
     def device(self) -> Any:  # type: ignore[override]
@@ -147,7 +147,7 @@ def test_what_the_table_lists_is_refused_by_its_attribute(row: str, tmp_path: Pa
                 PickledObjects({"dataset": Holder(plain=1, part=part)})
             assert info.value.path.startswith("dataset.part")  # type: ignore[attr-defined]
             assert "Try: " in str(info.value)
-    PickledObjects({"dataset": Holder(plain=1, part=None)})  # the control: nothing else is at fault
+    PickledObjects({"dataset": Holder(plain=1, part=None)})  # control: the rest can be sent
 
 
 def test_it_is_raised_before_any_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +179,12 @@ def test_objects_of_a_manager_travel() -> None:
 
 
 def test_threads_are_sent_nothing() -> None:
-    """A generator, which no process could be sent, is used where it is."""
+    """An iterator that cannot be sent to a process is used in place."""
     numbers = iter([5, 6, 7, 8])
     dataset = Counting({"offset": 0})
     dataset.draw = lambda: next(numbers)  # type: ignore[attr-defined]
     assert list(DataLoader(dataset, batch_size=4, num_workers=1, pool="thread"))
-    assert dataset.table["seen 3"] is True  # the very object
+    assert dataset.table["seen 3"] is True  # the same object
 
 
 # -- sharing.md ------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_a_plain_list_is_a_copy_of_its_own() -> None:
     assert names == ["a", "b"]
 
 
-# -- compatibility.md: what reaches a worker -------------------------------------------------------
+# -- compatibility.md: objects that reach a worker -------------------------------------------------
 
 HELPER = 'VALUE = "as imported"\n'
 PROGRAM = """

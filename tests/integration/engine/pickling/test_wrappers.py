@@ -1,4 +1,4 @@
-"""Datasets that hand attributes on, or answer any name, load in workers of every kind."""
+"""Datasets that forward attributes, or answer to any name, load in workers of every kind."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Raising(Wrapper):
 
 
 class Mocking(Wrapper):
-    """Answers with a Mock, except for torch's ``__getitems__``, which torch would call."""
+    """Returns a Mock for every attribute except ``__getitems__``, which torch would call."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "__getitems__":
@@ -59,7 +59,7 @@ class Mocking(Wrapper):
 
 
 class Intercepting(Wrapper):
-    """Hands on all names but those of methods that this class needs itself."""
+    """Forwards every attribute lookup to the wrapped dataset, except ``dataset`` itself."""
 
     def __getattribute__(self, name: str) -> Any:
         inner = object.__getattribute__(self, "__dict__")["dataset"]
@@ -119,5 +119,5 @@ def test_packing_a_wrapper_stores_the_wrapper_s_samples(tmp_path: Any) -> None:
     penstock.pack(Wrapper(Encoded()), tmp_path / "wrapped")
     packed = penstock.Packed(tmp_path / "wrapped")
     assert [int(packed[index]) for index in range(8)] == [10 * index + 1 for index in range(8)]
-    penstock.pack(Encoded(), tmp_path / "encoded")  # the control: this class does offer it
+    penstock.pack(Encoded(), tmp_path / "encoded")  # control: this class has packed_sample
     assert int(penstock.Packed(tmp_path / "encoded")[3]) == -1

@@ -1,4 +1,4 @@
-"""What a worker is to user code, and what the iterator offers to other people's."""
+"""Worker state seen by user code, and the iterator attributes that other libraries use."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_without_workers_the_work_is_done_here() -> None:
 
 
 class Initialised(Numbers):
-    """Its samples say what worker_init_fn left in the worker."""
+    """Samples are the value that worker_init_fn stored in the worker."""
 
     mark = -1
 
@@ -93,7 +93,7 @@ def leave_a_mark(worker: int) -> None:
 def test_worker_init_fn_runs_in_each_worker_before_its_samples(way: str) -> None:
     loader = DataLoader(Initialised(), batch_size=None, worker_init_fn=leave_a_mark, **WAYS[way])
     assert set(loader) == {100, 101}
-    assert Initialised.mark == -1  # control: without it
+    assert Initialised.mark == -1  # control: without worker_init_fn
     assert set(DataLoader(Initialised(), batch_size=None, **WAYS[way])) == {-1}
 
 
@@ -158,7 +158,7 @@ def test_after_the_workers_were_shut_down_there_is_an_end_and_not_a_hang(way: st
     iterator = iter(DataLoader(Numbers(200), batch_size=2, **WAYS[way]))
     next(iterator)
     iterator._shutdown_workers()
-    assert len(list(iterator)) < 199  # what had come already, then the end
+    assert len(list(iterator)) < 199  # batches that had arrived, then the end
 
 
 def test_reset_begins_a_new_epoch_on_the_same_workers() -> None:
