@@ -22,7 +22,7 @@ accelerate: Any = pytest.importorskip("accelerate")
 
 NUM_EPOCHS = 3
 STEPS = 5
-"""Of one rank in an epoch."""
+"""Steps of one rank in an epoch."""
 
 
 def make(num_workers: int = 0, kind: Any = DataLoader, **keywords: Any) -> Any:

@@ -19,7 +19,7 @@ stateful = pytest.importorskip("torch.distributed.checkpoint.stateful")
 pytestmark = [
     pytest.mark.vision,
     pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # raised by torch
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # from torch 2.8
 ]
 
 

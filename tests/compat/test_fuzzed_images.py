@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vision, pytest.mark.timeout(120)]
 
 NUM_BROKEN, NUM_GOOD = 120, 240
 MAX_GROWTH_KB = 300 << 10
-"""One file that is believed to be 65,500 x 65,500 would take 13 GB."""
+"""Decoding one file with a header of 65,500 x 65,500 pixels would take 13 GB."""
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,7 @@ def test_crops_have_the_distribution_of_torchvisions(size: tuple[int, int]) -> N
     theirs = v2.RandomResizedCrop(224, antialias=True)
     made = [theirs.make_params([blank]) for _ in range(count)]
     expected = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in made], float)
-    limit = 1.95 * np.sqrt(2 / count)  # one distribution passes with probability 0.999
+    limit = 1.95 * np.sqrt(2 / count)  # equal distributions pass with probability 0.999
     for column in range(4):
         assert largest_gap(found[:, column], expected[:, column]) < limit, column
     # Negative control: a different scale. In a strip no crop fits, and all are center crops.

@@ -107,7 +107,7 @@ class Case:
 CASES = {
     "Lightning": Case(training=LIGHTNING, stop_at=2),  # takes the longest
     "accelerate": Case(training=ACCELERATE, stop_at=7),  # an epoch has 5 steps
-    "accelerate, 2 ranks": Case(training=ACCELERATE, stop_at=4, num_ranks=2),  # of 3 per epoch
+    "accelerate, 2 ranks": Case(training=ACCELERATE, stop_at=4, num_ranks=2),  # 3 steps per epoch
 }
 
 
@@ -142,7 +142,7 @@ def kill_half_way(case: Case, folder: Path) -> None:
         for rank in ranks:
             scripts.read_line(rank, "waiting")
     finally:
-        for rank in ranks:  # the workers exit without a signal
+        for rank in ranks:  # their workers then exit
             rank.kill()
             rank.communicate(timeout=60)
 

@@ -112,7 +112,7 @@ def test_without_a_seed_the_epoch_that_was_under_way_is_the_same(tmp_path: Path)
     torch.manual_seed(99)
     after, _ = fit(tmp_path / "1", resume=checkpoint)
     assert before + after[:3] == whole[:10]
-    assert after[3:] != whole[10:]  # later epochs differ: torch's generator was not saved
+    assert after[3:] != whole[10:]  # later epochs differ because torch's generator was not saved
 
 
 def test_torch_s_own_loader_fails_this(tmp_path: Path) -> None:

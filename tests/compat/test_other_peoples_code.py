@@ -32,7 +32,7 @@ NEEDS = {
     "webdataset_shards": "webdataset",
     "ddp_gloo": "torch",
 }
-"""The scripts in examples/, and what each of them imports."""
+"""Scripts in examples/ and the package that each of them needs."""
 COMPARED = [example for example in NEEDS if example not in list(NEEDS)[-4:]]
 
 

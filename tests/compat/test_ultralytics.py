@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.vision, pytest.mark.timeout(400)]
 pytest.importorskip("ultralytics")
 
 HALF_WAY = r"1/2 .* [1-5]/16 "
-"""Eight batches are under way (prefetch_factor=4): a worker killed here has batches to come."""
+"""Eight batches are in flight (prefetch_factor=4), so a worker killed here has batches left."""
 SEEDED = ("--seed", "0")
 RUNS = {
     "inline": Run(example="ultralytics_yolo", options=(*SEEDED, "--workers", "0")),

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.fault, pytest.mark.timeout(1800)]
 
 BATCH = 4
 GAP = 50 * BATCH
-"""Samples between two deaths, on average: 50 batches."""
+"""Average number of samples between two deaths (50 batches)."""
 MAX_GROWTH_BYTES = 20 << 20
 
 

@@ -24,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
 }
 MAX_GROWTH_BYTES = 20 << 20
-"""A loader that kept one page of its control segment would cost 64 MB over the thousand."""
+"""Leaking one page of the control segment per loader would cost 64 MB over a thousand loaders."""
 
 
 def census() -> dict[str, int]:

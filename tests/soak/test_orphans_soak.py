@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.fault, pytest.mark.timeout(1800)]
 NUM_KILLS = 200
 GONE_S = 3.0
 MOMENTS_S = {"forkserver": 4.0, "fork": 1.0, "spawn": 5.0}
-"""Up to when: workers are up after 2.5 s, 0.1 s and 3 s on two busy cores."""
+"""Latest moment of a kill. Workers are up after 2.5 s, 0.1 s and 3 s on two busy cores."""
 
 PROGRAM = """
 import os, sys, time, random

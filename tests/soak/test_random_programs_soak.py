@@ -12,7 +12,7 @@ from support.programs.driver import Session
 
 MINUTES = float(os.environ.get("SOAK_PROGRAM_MINUTES", "120"))
 SEED = int(os.environ.get("PROGRAMS_SEED", time.strftime("%Y%m%d")))
-"""Another one each day; it is printed with the result."""
+"""A different seed each day, printed with the result."""
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(MINUTES * 60 + 3600)]
 

@@ -1,4 +1,4 @@
-"""A killed command takes its child process and its temporary folder with it."""
+"""A killed command leaves no child process and no temporary folder behind."""
 
 from __future__ import annotations
 

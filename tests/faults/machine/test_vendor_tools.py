@@ -32,9 +32,9 @@ pytestmark = [
 
 LIMIT_S = 0.5
 SLEEP = f"sleep 300.{os.getpid()}"
-"""An orphan is nobody's child any more: it is found by a command line that only this run has."""
+"""An orphan has no parent to find it by, so the command line is unique to this run."""
 LONG_S = 60.0
-"""Far above what cutting off takes on a busy machine, far below what the tools would."""
+"""Far above the time to kill a tool on a busy machine, far below the run time of the tools."""
 
 
 @pytest.fixture

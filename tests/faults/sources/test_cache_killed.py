@@ -1,7 +1,7 @@
 """Caches of samples that draw, below samples that draw, while workers are killed.
 
 A replacement worker finds cached results of the killed worker. Later draws must be the same as
-without the cache.
+in a run without kills.
 """
 
 from __future__ import annotations

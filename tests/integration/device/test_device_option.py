@@ -346,7 +346,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[PretendGpu]:
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Types of the batches passed to torch's pin_memory, which is replaced: it needs a GPU."""
+    """Types of batches passed to torch's pin_memory, replaced because it needs a GPU."""
     seen: list[str] = []
 
     def pin_memory(batch: Any, device: Any = None) -> Any:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(INSTALL_S + 300.0)
 
 EVIL = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">&amp;'
 MAX_FRAME_MS = 3000.0
-"""Only a page that hangs takes longer. The usual is 16 ms on two cores without a GPU."""
+"""Only a page that hangs takes longer. A frame usually takes 16 ms on two cores without a GPU."""
 
 
 @pytest.fixture(scope="module")

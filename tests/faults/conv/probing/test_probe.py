@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.legacy]
 
 
 class UNet(nn.Module):
-    """Down, up by a transposed convolution, and a skip, with groups and a depthwise layer."""
+    """Downsampling, a transposed convolution and a skip, with groups and a depthwise layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ def batch_changes_under_a_child(start: Any, loader: Any) -> bool:
     """Return whether a batch changes in a child while the parent drops it and continues."""
     iterator = iter(loader)
     next(iterator)
-    held = [next(iterator)[0].numpy()]  # NumPy: OpenMP's threads do not survive a fork
+    held = [next(iterator)[0].numpy()]  # NumPy, because OpenMP's threads do not survive a fork
     before = held[0].tolist()
     end = start(lambda: held[0].tolist() != before)
     held.clear()
@@ -156,7 +156,7 @@ def is_free(ring: Ring, slot: Slot) -> bool:
 
 
 def wait_until_free(ring: Ring, slot: Slot) -> bool:
-    """Wait for a slot. A pipe closes shortly after its process. Only a hang reaches the limit."""
+    """Wait for a slot. Pipes close shortly after a process exits. Only a hang times out."""
     for _ in range(WAIT_S * 100):
         if is_free(ring, slot):
             return True

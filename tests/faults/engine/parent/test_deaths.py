@@ -26,7 +26,7 @@ from support.worker_faults import abort, kill, leave, segfault
 pytestmark = pytest.mark.fault
 
 PROMPT_S = 40.0
-"""Below the limits after which a worker counts as hung, far above what a busy machine needs."""
+"""Below the limits for a hung worker, far above the time that a busy machine needs."""
 
 
 def leave_politely() -> None:

@@ -58,14 +58,14 @@ IDLE = (
 STARTING = RUNNING
 METHODS = ["forkserver", "fork", "spawn"]
 GONE_S = 60.0
-"""It takes 0.1 s, on a busy machine more. Stuck samples sleep for 60 s, so none of them has ended
-by itself by then; the same holds for the limits below."""
+"""Processes exit within 0.1 s, later on a busy machine. Stuck samples sleep for 60 s, so none of
+them ends before this limit. The same holds for the limits below."""
 
 
 KILLED = [
     ("RUNNING", "forkserver"),
     *[("STUCK", method) for method in METHODS],
-    ("HOLDING", "forkserver"),  # under fork and spawn it ends after the native call; see the docs
+    ("HOLDING", "forkserver"),  # under fork and spawn it ends with the native call; see docs
     ("IDLE", "forkserver"),
     ("STARTING", "forkserver"),
 ]

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 
 LENGTH = 200
 FEW_KILLS = 10
-"""Together with the deaths that finding a poisonous sample takes, fewer than NO_PROGRESS."""
+"""Below NO_PROGRESS, together with the deaths needed to find a sample that kills."""
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from support.worker_faults import (
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 
 SPREAD = {index: [*DEATHS][place % 4] for place, index in enumerate((5, 17, 18, 40))}
-"""One sample of each death, two of them neighbours."""
+"""One sample for each kind of death, two of them neighbors."""
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_restarts_leave_no_descriptors_and_no_threads(log: Log) -> None:
 
     def census() -> tuple[int, int]:
         fds = [name for name in leftovers.look().fds.values() if "memfd" not in name]
-        return len(fds), psutil.Process().num_threads()  # memfds do not count: the ring grows
+        return len(fds), psutil.Process().num_threads()  # without memfds, because the ring grows
 
     next(iterator)
     before, num_before = census(), len(log.lines)

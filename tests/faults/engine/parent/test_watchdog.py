@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 
 LIMIT_S = 0.8
 NAMED_WITHIN_S = 60.0
-"""Far below the time for which samples hang, far above what a busy machine needs."""
+"""Far below the time for which samples hang, far above the time that a busy machine needs."""
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Triton's kernels without a GPU, run by Triton's interpreter and compared with float64.
 
-tests/gpu tests them on a real GPU. No local CI leg has Triton, which comes with torch's CUDA
+tests/gpu tests them on a real GPU. No leg of CI has Triton, which comes with torch's CUDA
 builds. The hosted CI file installs a CUDA build on Linux.
 """
 

@@ -27,7 +27,7 @@ legacy = pytest.mark.legacy
 AUTO = {**WAYS, "auto": {"num_workers": "auto"}}
 EVERY = ["inline", "thread", "forkserver", "auto"]
 BAD = frozenset({0, 5, 6, 23, 24, 25, 26, 39})
-"""The first, the last, neighbours, and (in order, by four) all of one batch but one."""
+"""The first, the last, neighbors, and all but one of a batch (unshuffled, batches of four)."""
 LENGTH = 40
 
 

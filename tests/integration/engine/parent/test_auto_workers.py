@@ -154,7 +154,7 @@ def test_the_timeline_has_each_batch_that_was_loaded_here() -> None:
     collect(loader)
     account = loader.timeline().account
     assert account.num_batches == 8
-    assert account.steady_rows == 400 - 50 * account.num_passes  # except first batches of passes
+    assert account.steady_rows == 400 - 50 * account.num_passes  # all but each pass's first batch
     assert account.num_passes <= 2
 
 
