@@ -245,7 +245,7 @@ def test_the_report_is_one_line_where_nothing_happened(ends: dict[str, Any]) -> 
 def test_start_methods_pools_and_forks_of_the_script_s_own_work(ends: dict[str, Any]) -> None:
     end = end_of("settings", ends, status=1)  # its last line fails
     assert end.stdout == "child 5 fork\n"
-    # Two from its pool and one of its own. Processes forked by a worker do not count.
+    # Two from its pool and one that it forks. Processes forked by a worker do not count.
     notes = [line for line in end.stderr.splitlines() if "note:" in line]
     assert len(notes) == 1
     assert "the script forked 3 process(es)" in notes[0]

@@ -96,7 +96,7 @@ def test_a_sampler_s_own_state_is_saved_through_it(num_workers: int) -> None:
 
 
 class Counting(IterableDataset):
-    """Counts, with separate numbers for each worker and a state of its own."""
+    """Counts, with separate numbers for each worker and its own state."""
 
     def __init__(self, length: int = 24) -> None:
         self.length = length

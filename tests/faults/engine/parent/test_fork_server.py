@@ -253,7 +253,7 @@ def test_a_module_that_starts_a_thread_makes_the_fork_server_step_aside(
         loader = DataLoader(threaded_module.Dataset(), batch_size=2, num_workers=2)
         assert [numbers.tolist() for numbers, _ in loader] == [[0, 10], [20, 30]]
     after = leftovers.fork_server_pid()
-    assert after != before  # the one that imported the module was unsafe to fork
+    assert after != before  # the old server became unsafe to fork
     assert fork_server_threads(after) == 1
     assert load() == GOOD
     assert leftovers.fork_server_pid() == after
