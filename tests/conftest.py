@@ -1,8 +1,8 @@
-"""What every test must leave behind: nothing.
+"""Global test setup, and a fixture that fails tests which leave resources behind.
 
-The fixture below compares the world before and after each test: child processes, descriptors,
-shared-memory segments, mappings of ours, and threads of ours. The one fork server of this pytest
-process is warm on purpose and may stay; its workers may not.
+The fixture compares the state before and after each test: child processes, descriptors,
+shared-memory segments, and Penstock's mappings and threads. The fork server of this pytest process
+stays warm on purpose and is allowed to remain. Its workers are not.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ FAILED = pytest.StashKey[bool]()
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell script that starts us with & or nohup has Ctrl-C ignored, and every program that a
-        # test starts would inherit that; the tests of Ctrl-C would wait for nothing.
+        # A shell script that starts pytest with & or nohup makes it ignore Ctrl-C. Every program
+        # that a test starts would inherit that, and the Ctrl-C tests would wait forever.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # its import asks the network otherwise
-    # torch says this whenever a test asks for more workers than the machine has cores. How many
-    # that is depends on the machine, so it cannot be an error; test_options.py checks that it is
-    # said.
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # avoids network access
+    # torch emits this warning when a test uses more workers than the machine has cores. The number
+    # of cores is platform-dependent, so the warning cannot be an error. test_options.py checks that
+    # it is emitted.
     config.addinivalue_line(
         "filterwarnings", "ignore:This DataLoader will create .* worker processes:UserWarning"
     )
     try:
         from hypothesis import settings
-    except ImportError:  # the vision leg's folder needs none
+    except ImportError:  # the vision leg has no Hypothesis
         return
-    # A deadline says something about the machine, not about the product; two shared cores miss any.
+    # A deadline measures the machine, not the library. Two shared cores miss any deadline.
     settings.register_profile("penstock", deadline=None, max_examples=60)
     settings.load_profile("penstock")
 
 
 def pytest_collection_finish() -> None:
-    """Leave out of every later collection what is there for good: torch, pytest, all tests.
+    """Exclude permanent objects (torch, pytest, all tests) from later garbage collections.
 
-    The fixture below collects where something is left at first, in a third of the tests, and that
-    took 0.1 to 0.2 s each time; now it looks at what the tests made.
+    The fixture below runs a collection when something is left at first, which happens in a third of
+    the tests. A collection of all objects takes 0.1 to 0.2 s.
     """
     gc.collect()
     gc.freeze()
@@ -60,20 +60,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves something (tests/repo/test_leftovers.py shows that this notices)."""
+    """Fail a test that leaves something behind. Covered by tests/repo/test_leftovers.py."""
     if request.node.get_closest_marker("gpu") is not None:
         _open_gpu()
     before = leftovers.look()
     yield
     if request.node.stash.get(FAILED, False):
-        return  # its traceback keeps everything alive that the test held; one failure is enough
+        return  # its traceback keeps the test's objects alive; one failure is enough
     left = leftovers.wait_until_clean(before)
     if left:
         pytest.fail("this test left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
 def _open_gpu() -> None:
-    """Open the GPU before the first look: the driver keeps its descriptors to the end."""
+    """Open the GPU before the first snapshot, because the driver keeps its descriptors open."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Random programs around a loader agree with their references; see :mod:`programs`.
+"""Random programs around a loader agree with their references. See :mod:`programs`.
 
-``PROGRAMS_SEED=5`` draws others. A failure prints the smallest program that shows it, which
-``cd tests && python -m support.programs --one 'Program(...)'`` runs again.
+``PROGRAMS_SEED=5`` draws different programs. A failure prints the smallest failing program, and
+``cd tests && python -m support.programs --one 'Program(...)'`` runs it again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.programs import checking, driver, promises, record, running
 from support.programs.record import Program
 from support.programs.shrinking import shrink
 
-# Programs ask for more workers than there are cores, make generators without a seed, and so on.
+# Programs use more workers than cores, generators without a seed, and other things that warn.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SEED = int(os.environ.get("PROGRAMS_SEED", "0"))
@@ -85,7 +85,7 @@ def test_shrinking_finds_the_part_that_matters() -> None:
     assert shrink(program, fails) == Program(num_workers=2)
 
 
-# -- controls: each defect is found ----------------------------------------------------------------
+# -- negative controls: each defect is found -------------------------------------------------------
 
 _take = LoaderIterator.__next__
 

@@ -1,14 +1,15 @@
-"""Do the commands in the documents work as they are written? Files, changes and commands, in order.
+"""Commands in the documents work as written, together with their files and changes.
 
-A block of code in a document is one of these, and nothing else is:
+Every code block in a document has one of these kinds:
 
-    ```python               part of the document's script: test_documentation.py
-    ```python title="x.py"  a file that the commands below it find
-    ```diff title="x.py"    a change of that file
-    ```console              commands behind "$ ", and lines that they print
-    ```text                 something to look at
+```python               part of the document's script: test_documentation.py
+```python title="x.py"  a file that the commands below it use
+```diff title="x.py"    a change of that file
+```console              commands after "$ ", and lines of their output
+```text                 output or a drawing
 
-``<!-- not run: why -->`` above a block leaves it out, by name; ``<!-- status: 1 -->`` expects that.
+``<!-- not run: reason -->`` above a block skips it. ``<!-- status: 1 -->`` sets the expected exit
+status.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks for each 
 
 
 def documents() -> list[Path]:
-    """What a reader may copy commands from."""
+    """List the documents that a reader may copy commands from."""
     pages = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
     return [*pages, REPO / "benchmarks" / "README.md"]
 
 
 def typed_texts() -> dict[str, str]:
-    """The documents with commands, by their names."""
+    """Return the texts of the documents with commands, by name."""
     texts = {path.relative_to(REPO).as_posix(): path.read_text("utf-8") for path in documents()}
     return {
         name: text
@@ -52,7 +53,7 @@ TEXTS = typed_texts()
 
 
 def type_documents(texts: list[str], folders: list[Path]) -> list[list[dict[str, Any]]]:
-    """What came of each command of each document."""
+    """Run the commands of each document and return their outcomes."""
     jobs = [
         {"folder": str(folder), "steps": typed_commands.steps_of(text)}
         for text, folder in zip(texts, folders, strict=True)
@@ -72,7 +73,7 @@ def type_documents(texts: list[str], folders: list[Path]) -> list[list[dict[str,
 
 
 def faults_of(typed: list[dict[str, Any]]) -> list[str]:
-    """What did not go as written."""
+    """Describe the commands whose status or output differs from the document."""
     faults = []
     for one in typed:
         missing = [line for line in one["shown"] if line.strip() and line not in one["said"]]
@@ -93,7 +94,7 @@ def typed(
     return dict(zip(names, results, strict=True))
 
 
-@pytest.mark.timeout(300)  # the documents share one set-up
+@pytest.mark.timeout(300)  # the documents share one setup
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_commands_of_a_document_work_as_written(
     name: str, typed: dict[str, list[dict[str, Any]]]
@@ -119,7 +120,7 @@ def test_a_command_that_fails_or_prints_something_else_would_be_noticed(tmp_path
 
 
 def strange_blocks(text: str) -> list[str]:
-    """Blocks that are none of the kinds, or commands in disguise."""
+    """Return blocks of an unknown kind, and commands in text blocks."""
     found = []
     for match in typed_commands.FENCE.finditer(text):
         kind = match["info"].strip().split(" ")[0] or "text"

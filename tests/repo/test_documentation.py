@@ -1,7 +1,7 @@
-"""Does the code in the documents run? Each file's Python blocks, top to bottom, as one script.
+"""The Python blocks of each document run, top to bottom, as one script.
 
-So do the examples that need nothing but torch, and the cells of the notebook. What has a title, and
-commands, are for test_commands.py.
+The examples that need only torch and the cells of the notebook run too. Blocks with a title and
+commands are covered by test_commands.py.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ EXAMPLES = {
     "first_steps.ipynb": "127 of 128 samples",
     "readme_picture.py": "run.svg",
 }
-"""In examples/ (the last one in tools/site/), and a line that each prints."""
+"""Files in examples/ (the last one in tools/site/), with a line that each prints."""
 
 
 def source_of(path: Path) -> str:
-    """What is run of a file: a script, the cells of a notebook, the blocks of a document."""
+    """Return the code of a file: a script, the cells of a notebook, or the blocks of a document."""
     text = path.read_text("utf-8")
     if path.suffix == ".ipynb":
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
@@ -81,8 +81,10 @@ for path in sys.argv[1:]:
     with open(path + ".status", "w") as file:
         file.write(str(status))
 """
-"""Runs scripts one after the other, each as a main module in a folder of its own. Torch is imported
-once for all of them, and so it is in the process that their workers come from."""
+"""Runs scripts in sequence, each as a main module in its own folder.
+
+Torch is imported once for all scripts and for the process that starts their workers.
+"""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Outcome:
 
 
 def run_scripts(texts: Sequence[str], folders: Sequence[Path]) -> list[Outcome]:
-    """Run documents' scripts the way a reader would: files, in folders of their own."""
+    """Run the scripts of documents as a reader would: as files, each in its own folder."""
     paths = [folder / "script.py" for folder in folders]
     for path, script in zip(paths, texts, strict=True):
         path.write_text(script, encoding="utf-8")
@@ -124,7 +126,7 @@ WITH_CODE = [
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Path, Any]:
-    """The scripts of the documents that were asked for (with -k, say), each run to its end."""
+    """Run the scripts of the selected documents (for example with -k) to completion."""
     cases = [getattr(item, "callspec", None) for item in request.session.items]
     wanted = {case.params.get("path") for case in cases if case is not None}
 
@@ -138,13 +140,13 @@ def results(
     return {**scripts.told(parts[0]), **scripts.told(parts[1])}
 
 
-@pytest.mark.timeout(300)  # the scripts share one set-up
+@pytest.mark.timeout(300)  # the scripts share one setup
 @pytest.mark.parametrize(
     "path", DOCUMENTS_WITH_CODE, ids=lambda path: path.relative_to(REPO).as_posix()
 )
 def test_the_python_blocks_of_a_document_run(path: Path, results: dict[Path, Any]) -> None:
     result = results[path]
-    print(result.said)  # warnings are shown, not errors
+    print(result.said)  # warnings are printed and are not errors
     assert result.status == "0", result.said
 
 

@@ -1,4 +1,4 @@
-"""The shape of the repository: sizes, names, layers, the front page, errors and links."""
+"""Repository structure: sizes, names, layers, the public package, errors and links."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCE = REPO / "src" / "penstock"
 ERROR_PAGES = REPO / "docs" / "errors"
 
 MAX_MODULE_LINES = 700
-"""A module beyond this is not one idea any more; most have 100 to 400 lines."""
+"""A module longer than this holds more than one idea. Most modules have 100 to 400 lines."""
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 HEAVY_PACKAGES = {"torch", "numpy"}
 MAX_IMPORT_S = 0.050
@@ -35,7 +35,7 @@ NUM_IMPORT_RUNS = 7
 
 
 def run_python(code: str) -> str:
-    """Run `code` in a fresh interpreter and return what it printed."""
+    """Run `code` in a fresh interpreter and return its output."""
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
@@ -47,7 +47,7 @@ def run_python(code: str) -> str:
 
 
 def too_long(root: Path) -> list[str]:
-    """Name each module under `root` that is past the limit, with its length."""
+    """List each module under `root` that exceeds the limit, with its length."""
     lengths = {path: len(path.read_text("utf-8").splitlines()) for path in root.rglob("*.py")}
     return [
         f"{path.relative_to(root)}: {length} lines"
@@ -57,7 +57,7 @@ def too_long(root: Path) -> list[str]:
 
 
 def nameless(root: Path) -> list[str]:
-    """Name each module or folder under `root` whose name says nothing about what it does."""
+    """List each module or folder under `root` whose name does not describe its purpose."""
     return [
         str(path.relative_to(root))
         for path in sorted(root.rglob("*"))
@@ -76,7 +76,7 @@ def test_a_long_module_would_be_noticed(tmp_path: Path) -> None:
 
 
 def twins(root: Path) -> list[str]:
-    """Name each module and each public class that two places under `root` have."""
+    """List module names and public class names that occur twice under `root`."""
     places: dict[str, list[str]] = {}
     for path in sorted(root.rglob("*.py")):
         if path.name.startswith("__"):
@@ -112,7 +112,7 @@ def contracts() -> list[dict[str, Any]]:
 
 
 def modules() -> list[str]:
-    """Every module of the package but its front page and the entry of ``python -m``."""
+    """Return every module of the package except its ``__init__`` and ``__main__``."""
     parts = [path.relative_to(SOURCE.parent).with_suffix("").parts for path in SOURCE.rglob("*.py")]
     names = [".".join(part for part in one if part != "__init__") for one in parts]
     return sorted(set(names) - {"penstock", "penstock.__main__"})
@@ -132,10 +132,10 @@ def test_every_module_stands_in_a_layer() -> None:
 
 
 def front_page_users(root: Path) -> list[str]:
-    """Where code of the package reaches another part through `penstock` itself.
+    """Return the places where package code imports another part through `penstock` itself.
 
-    The linter looks at modules; the front page would lead it round the layers. Its version may be
-    asked for, and packages may be named.
+    The linter checks modules, and these imports would bypass the layers. Imports of the version and
+    of packages are allowed.
     """
     found = []
     packages = {path.name for path in root.iterdir() if path.is_dir()}
@@ -176,7 +176,7 @@ def test_every_module_and_folder_has_a_name_of_its_own() -> None:
 
 
 def test_no_two_test_files_share_a_name() -> None:
-    """pytest takes the second for the first, and stops."""
+    """pytest confuses two test files of the same name, and stops."""
     names = Counter(path.name for path in (REPO / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
 
@@ -188,11 +188,11 @@ def test_a_nameless_module_would_be_noticed(tmp_path: Path) -> None:
     assert nameless(tmp_path) == [os.path.join("engine", "_common.py"), "utils"]
 
 
-# The front door
+# The public package
 
 
 def heavy_packages_after(statement: str) -> set[str]:
-    """Return which heavy packages a fresh interpreter holds after running `statement`."""
+    """Return the heavy packages that a fresh interpreter holds after running `statement`."""
     names = json.loads(
         run_python(f"{statement}\nimport json, sys\nprint(json.dumps([*sys.modules]))")
     )
@@ -200,16 +200,16 @@ def heavy_packages_after(statement: str) -> set[str]:
 
 
 def time_run_s(code: str) -> float:
-    """Processor time of an interpreter, start included: what others do here is not in it."""
+    """Return the CPU time of an interpreter, start included. Other processes do not affect it."""
     return float(run_python(f"{code}\nimport time\nprint(time.process_time())"))
 
 
 def import_cost_s(statement: str) -> float:
-    """Return what `statement` costs beyond the bare interpreter: difference of the quickest runs.
+    """Return the cost of `statement` beyond the bare interpreter, from the fastest runs.
 
-    The two are run in turn, so that a slow spell of the machine hits both alike.
+    The two alternate, so that a slow phase of the machine affects both.
     """
-    run_python(statement)  # writes the bytecode, fills the page cache
+    run_python(statement)  # writes the bytecode and fills the page cache
     bare_s, with_import_s = [], []
     for _ in range(NUM_IMPORT_RUNS):
         bare_s.append(time_run_s("pass"))
@@ -230,12 +230,12 @@ def test_import_penstock_takes_less_than_50_ms_beyond_the_interpreter() -> None:
 
 
 def test_a_slow_import_would_be_noticed() -> None:
-    # Twice the limit, because what the interpreter itself takes is subtracted, and that varies.
+    # Twice the limit, because the interpreter's own time is subtracted, and it varies.
     busy = f"import time\nend_s = time.process_time() + {2 * MAX_IMPORT_S}"
     assert import_cost_s(f"{busy}\nwhile time.process_time() < end_s: pass") >= MAX_IMPORT_S
 
 
-# The package that can be called: `penstock.machine` is a package too, whoever imports what first.
+# The callable package: `penstock.machine` is also a package, whatever the import order.
 
 CALL_MACHINE = [
     "import penstock; here = penstock.machine()",
@@ -272,8 +272,8 @@ assert penstock.machine().is_start_method_set and penstock.machine().start_metho
     assert run_python("import penstock; print(penstock.machine().start_method)") == default
 
 
-# What a fresh interpreter sees at the front door before and after every name has been loaded.
-# Submodules become attributes as they load: they are no exports unless `__all__` says so.
+# Exports in a fresh interpreter before and after every name is loaded. Submodules become attributes
+# when they load. They are exports only if `__all__` lists them.
 LIST_EXPORTS = """
 import json
 from types import ModuleType
@@ -325,7 +325,7 @@ def test_a_name_that_is_not_in_all_cannot_be_imported() -> None:
 
 
 def coded_errors() -> list[type[BaseException]]:
-    """List the error classes that have a code; the abstract ones have an empty one."""
+    """List the error classes that have a code. Abstract classes have an empty code."""
     from penstock import errors
 
     return [
@@ -375,11 +375,11 @@ CODE = re.compile(r"^(```|~~~).*?^\1[ \t]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL
 MADE_PAGES = {
     REPO / "docs" / name for name in ("reference/api.md", "reference/cli.md", "examples.md")
 }
-"""Made when the site is built: tools/site/hook.py."""
+"""Generated when the site is built, by tools/site/hook.py."""
 
 
 def markdown_files(root: Path) -> Iterator[Path]:
-    """Yield the Markdown files of the project: nothing hidden, built, or in an environment."""
+    """Yield the project's Markdown files, without hidden, built or environment folders."""
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [
             name
@@ -392,7 +392,7 @@ def markdown_files(root: Path) -> Iterator[Path]:
 
 
 def broken_links(root: Path) -> list[str]:
-    """List `file -> target` for each local link that leads nowhere."""
+    """List `file -> target` for each broken local link."""
     broken = []
     for path in markdown_files(root):
         text = CODE.sub("", path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The fixture that fails tests which leave something: does it notice each kind of thing?"""
+"""The leftover fixture notices every kind of resource that a test can leave behind."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_segment_that_another_process_uses_is_not_blamed_on_us() -> None:
         "mapping = mmap.mmap(fd, 4096)\nprint('holding', flush=True)\ntime.sleep(30)\n"
     )
     before = leftovers.look()
-    # Started through a shell that goes away: a process of its own, not a child of ours.
+    # Started through a shell that exits, so it is a separate process and not a child of this one.
     command = f"{sys.executable} -c '{hold.replace(chr(39), chr(34))}' {path} & echo $!"
     shell = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
     assert shell.stdout is not None
@@ -81,7 +81,7 @@ def test_a_segment_that_another_process_uses_is_not_blamed_on_us() -> None:
         holder = int((lines - {"holding"}).pop())
         os.kill(holder, signal.SIGKILL)
         assert leftovers.wait_until_gone([holder]) == []
-        assert "segment" in named(before)  # control: now nobody holds it
+        assert "segment" in named(before)  # control: no process holds it
     finally:
         shell.stdout.close()
         path.unlink()

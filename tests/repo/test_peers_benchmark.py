@@ -1,4 +1,4 @@
-"""Does benchmarks/peers.py still run? Two contenders, tiny sizes, this interpreter."""
+"""benchmarks/peers.py runs with two contenders and tiny sizes in this interpreter."""
 
 from __future__ import annotations
 

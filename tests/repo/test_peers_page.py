@@ -1,4 +1,4 @@
-"""Does docs/peers.md say what the file of results says, and nothing else?"""
+"""docs/peers.md agrees with the results file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_another_figure_would_make_another_page(results: tuple[str, dict[str, An
 
 
 def test_every_peer_has_a_row_in_every_table(results: tuple[str, dict[str, Any]]) -> None:
-    """One that does not install or offers no such thing says so; none is silently missing."""
+    """A peer that does not install, or lacks a feature, has a row that says so."""
     _, content = results
     for table in content["tables"]:
         assert {row["peer"] for row in table["rows"]} == set(content["peers"]), table["key"]

@@ -1,4 +1,4 @@
-"""Could this be released: do the archives build, and does the wheel work where nothing else is?"""
+"""The archives build, and the wheel works in an empty environment."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_sdist_has_what_the_tests_and_documents_need(archives: Path) -> None
 
 
 def test_the_wheel_works_in_an_empty_environment(archives: Path, tmp_path: Path) -> None:
-    """Dependencies come from this environment: torch is not downloaded once more for it."""
+    """Dependencies come from this environment, so torch is not downloaded again."""
     (wheel,) = archives.glob("*.whl")
     run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], tmp_path)
     is_windows = os.name == "nt"
@@ -96,7 +96,7 @@ def test_the_version_stands_in_one_place() -> None:
     assert "## [Unreleased]" in (REPO / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-# What SECURITY.md says of the code
+# Statements in SECURITY.md about the code
 
 
 def imports_of(path: Path) -> set[str]:
@@ -120,7 +120,7 @@ def test_no_pickle_is_in_the_modules_of_packed_sets() -> None:
     found = {path.name: imports_of(path) & pickles for path in (SOURCE / "sources").rglob("*.py")}
     assert len(found) > 10
     assert {name: names for name, names in found.items() if names} == {}
-    assert imports_of(SOURCE / "engine" / "parent" / "fork_server.py") & pickles  # would be noticed
+    assert imports_of(SOURCE / "engine" / "parent" / "fork_server.py") & pickles  # control
 
 
 def test_nothing_listens() -> None:

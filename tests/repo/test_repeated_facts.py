@@ -1,4 +1,4 @@
-"""Facts that the documents repeat from the code: plan rows, peers, extras, files of decisions."""
+"""Facts that the documents repeat from the code: plan rows, peers, extras, decision records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def documents() -> list[Path]:
 
 
 def plan_rows(text: str) -> list[list[str]]:
-    """Return the names of the rows of each plan that a document prints."""
+    """Return the row names of each plan that a document prints."""
     printed = re.findall(r"^ *pool +process +\(.*\n(?:^ *\w+ .*\(.*\n)*", text, re.MULTILINE)
     printed += re.findall(r"^ *pool +process \(.*\n(?:^ *\w+ .*\(.*\n)*", text, re.MULTILINE)
     plans = [[line.split()[0] for line in plan.splitlines()] for plan in printed]
@@ -107,7 +107,7 @@ def bold_figures(text: str) -> set[str]:
 
 
 def unclear_figures(page: str) -> set[str]:
-    """Return the figures of comparisons whose result is not clear."""
+    """Return the figures of comparisons whose result is inconclusive."""
     rows = [line for line in page.splitlines() if re.search(r"\| (unclear|too few)", line)]
     return {figure for row in rows for figure in re.findall(r"\| ([\d,.]+) ", row)}
 
@@ -151,7 +151,7 @@ def named_files(text: str) -> list[str]:
 
 
 def wrong_rows(text: str, source: Path) -> list[str]:
-    """Return the private names whose row of a table names no file that uses them."""
+    """Return the private names whose table row names no file that uses them."""
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]

@@ -1,4 +1,4 @@
-"""Is docs/seeds.md true: does every row say what becomes of it, and do its tests exist?"""
+"""Every row of docs/seeds.md states a result, and the tests that it names exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cells(line: str) -> list[str]:
 
 
 def tables(text: str) -> Iterator[list[list[str]]]:
-    """Each table of a part of the page, without its head."""
+    """Yield each table of a section of the page, without its header."""
     for block in re.findall(r"(?:^\|.*\n)+", text + "\n", flags=re.MULTILINE):
         lines = [cells(line) for line in block.splitlines()]
         assert lines[0] in HEADS, lines[0]
@@ -33,7 +33,7 @@ def tables(text: str) -> Iterator[list[list[str]]]:
 
 
 def parts() -> dict[str, list[list[str]]]:
-    """The rows of each of the notes, under its title."""
+    """Return the rows of each section, by title."""
     found = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     return {part.splitlines()[0]: [row for rows in tables(part) for row in rows] for part in found}
 
@@ -42,7 +42,7 @@ ROWS = [(title, row) for title, rows in parts().items() for row in rows]
 
 
 def words() -> set[str]:
-    """What the second column may say: the first table of the page."""
+    """Return the allowed values of the second column, from the first table of the page."""
     head = PAGE.read_text(encoding="utf-8").partition("\n## ")[0]
     return {cells(line)[0] for line in head.splitlines() if line.startswith("|")} - {"word", "---"}
 
@@ -58,7 +58,7 @@ def names_in(file: str) -> frozenset[str]:
 
 
 def fault_in(row: list[str]) -> str | None:
-    """What is wrong with a row, if anything."""
+    """Return the problem with a row, or None."""
     if len(row) != 4 or not all(row):
         return "not four cells"
     _, here, does, shown_by = row

@@ -1,4 +1,4 @@
-"""The signature is torch's, in torch's order, with torch's defaults; ours comes after it."""
+"""The signature matches torch's in names, order and defaults. Penstock's options follow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUR_OWN = {
 }
 NEWER_THAN_SOME_TORCH = {"in_order"}
 DIFFERENT_DEFAULTS_IN_OLD_TORCH = {
-    "prefetch_factor": 2,  # 1.13: the number 2; since 2.0: None, which means 2
+    "prefetch_factor": 2,  # torch 1.13: 2; torch 2.0 and later: None, which means 2
     "pin_memory_device": "",
 }
 
@@ -31,7 +31,7 @@ def parameters(kind: Any) -> dict[str, inspect.Parameter]:
 
 
 def mismatches(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """In what our signature differs from torch's, beyond what it may."""
+    """Return the unexpected differences between Penstock's signature and torch's."""
     found = []
     shared = [name for name in ours if name in theirs]
     if shared != list(theirs):

@@ -1,4 +1,4 @@
-"""Is the site whole: does it build, and does the reference name what the code has?"""
+"""The site builds, and its reference covers the names in the code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.paths import REPO
 
 VARIABLE = re.compile(r"\bPENSTOCK_[A-Z_]*[A-Z]\b")
 CONSTANTS = {"PENSTOCK_DATA"}
-"""A mark in a page that is filled in; no variable."""
+"""A placeholder in a page, not a variable."""
 
 
 @pytest.fixture(scope="module")

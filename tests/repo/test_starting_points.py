@@ -1,6 +1,6 @@
-"""The examples: is each run by some test, and is the notebook clean?
+"""Every example is run by a test, and the notebook is clean.
 
-Those that need nothing but torch are run by test_documentation.py, the others in tests/compat.
+test_documentation.py runs the examples that need only torch. tests/compat runs the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def cells() -> list[dict[str, Any]]:
 
 
 def test_the_notebook_is_clean() -> None:
-    """No outputs, no counts, nothing of the machine it was written on."""
+    """The notebook has no outputs, no execution counts and no details of the author's machine."""
     code = [cell for cell in cells() if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     assert not re.search(r"/(home|root|tmp|Users)/", NOTEBOOK.read_text(encoding="utf-8"))

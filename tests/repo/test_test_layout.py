@@ -1,4 +1,4 @@
-"""The tests mirror the package: each module has a test file of its name, or names another one."""
+"""The tests mirror the package: each module has a test file, or names one in its docstring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__init__
 
 
 def files_that_test(module: Path, tests: Path = TESTS) -> list[Path]:
-    """Return the test files that mirror ``module``, or that its docstring names."""
+    """Return the test files that mirror ``module`` or that its docstring names."""
     package = module.parent.relative_to(SOURCE)
     mirrored = [tests / kind / package / f"test_{module.stem}.py" for kind in KINDS]
     named = re.findall(
@@ -41,7 +41,7 @@ def test_test_folders_are_packages_of_the_source(kind: str) -> None:
 
 
 def test_names_of_test_files_are_unique() -> None:
-    """pytest imports test files by their names."""
+    """pytest imports test files by name."""
     names = [path.name for path in TESTS.rglob("test_*.py")]
     assert len(names) == len(set(names))
 

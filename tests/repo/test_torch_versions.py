@@ -1,4 +1,4 @@
-"""What the documents say about versions of torch is true of the one that is here."""
+"""The documents' statements about torch versions hold for the installed version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard of tests/unit: a unit test that starts a process or sleeps fails."""
+"""The process guard of tests/unit fails unit tests that start a process or sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Six training loops, each with one thing wrong, by construction."""
+"""Six training loops, each with one known bottleneck."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PIXELS = torch.zeros(3, 32, 32)
 
 
 def compute(seconds: float) -> None:
-    """Keep a core busy for so long; time that others hold it does not count."""
+    """Keep a core busy for this much CPU time."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
 
 
 class Samples:
-    """A dataset of a given length that does something for each sample."""
+    """A dataset of a given length that runs a function for each sample."""
 
     def __init__(self, work: Callable[[int], None], count: int = NUM_SAMPLES) -> None:
         self._work = work
@@ -41,7 +41,7 @@ class Samples:
 
 
 class ThrottledReads:
-    """Reads files, no faster than a given rate: a share in the network, say."""
+    """Reads files at a limited rate, like a network share."""
 
     def __init__(self, path: Path, bytes_per_s: float) -> None:
         self._path = path
@@ -65,7 +65,7 @@ def slow_where_worker_is_one(index: int) -> None:
 
 
 def copy_slowly(batch: torch.Tensor) -> torch.Tensor:
-    """In the place of a bus: the batch arrives 15 ms later."""
+    """Simulate a slow transfer: the batch arrives 15 ms later."""
     time.sleep(0.015)
     return batch.clone()
 
@@ -102,7 +102,7 @@ def slow_worker(folder: Path) -> Timeline:
 
 
 def step(folder: Path) -> Timeline:
-    """Long beside what a loaded machine takes to hand over a batch that is ready."""
+    """Run a step that is long compared with handing over a batch on a busy machine."""
     return _run(Samples(lambda index: compute(0.0002)), 0.06, num_workers=2)
 
 
@@ -114,4 +114,4 @@ CASES: dict[str, Callable[[Path], Timeline]] = {
     "slow worker": slow_worker,
     "step": step,
 }
-"""By the cause that the verdict must name."""
+"""Training loops by the cause that the verdict must name."""

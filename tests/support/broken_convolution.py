@@ -1,12 +1,12 @@
-"""Native convolutions that fail on purpose: they raise, give wrong numbers, crash or hang.
+"""Native convolutions that fail on purpose: they raise, return wrong numbers, crash or hang.
 
-Torch's own kernels stand under ``CompositeExplicitAutograd``; these take their place there. So
-whatever reaches torch's convolution meets the fault, and what the bypass catches before does not,
-exactly as with a library that is broken.
+Torch registers its own kernels under ``CompositeExplicitAutograd``. These kernels replace them.
+Every call that reaches torch's convolution meets the fault, and calls that the bypass intercepts do
+not, as with a broken vendor library.
 
-In this process: ``with breaking("all:raises") as native: ...``; ``native.num_calls`` counts what
-got through. In child processes: :func:`environment` is an environment in which every Python that
-imports torch has the fault.
+In this process: ``with breaking("all:raises") as native: ...``. ``native.num_calls`` counts the
+calls that reached torch. In child processes: :func:`environment` returns an environment in which
+every Python process that imports torch has the fault.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ broken_convolution.break_when_torch_comes()
 
 
 class Native:
-    """The fault, and what met it.
+    """A fault, and a count of the calls that met it.
 
     Args:
-        spec: ``"all:raises"``, or some kinds: ``"strided:crashes,grouped:wrong"``; the other kinds
-            work.
+        spec: ``"all:raises"``, or some kinds, as in ``"strided:crashes,grouped:wrong"``. The other
+            kinds work.
     """
 
     def __init__(self, spec: str) -> None:
@@ -90,7 +90,7 @@ class Native:
         return dx * factor, dw * factor, dy.sum((0, *range(2, dy.dim())))
 
     def meet(self, x: Any, w: Any, rest: Any) -> tuple[Any, bool, float]:
-        """The fault of this kind of convolution; a factor for the result if it is no error."""
+        """Trigger the fault of this kind of convolution, or return a factor for its result."""
         from penstock.conv.convolution import geometry_of
 
         self.num_calls += 1
@@ -109,7 +109,7 @@ class Native:
 
 @contextmanager
 def breaking(spec: str) -> Iterator[Native]:
-    """Torch's own convolutions are broken inside."""
+    """Break torch's own convolutions inside the ``with`` block."""
     native = Native(spec)
     native.install()
     try:
@@ -119,7 +119,7 @@ def breaking(spec: str) -> Iterator[Native]:
 
 
 def environment(spec: str, folder: Path) -> dict[str, str]:
-    """Environment variables for a child process in which convolutions are broken."""
+    """Return environment variables for a child process with broken convolutions."""
     site = folder / "site"
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(SITE)
@@ -132,7 +132,7 @@ def environment(spec: str, folder: Path) -> dict[str, str]:
 
 
 def break_when_torch_comes() -> None:
-    """Called by the child's sitecustomize."""
+    """Break convolutions when torch is imported. Called by the child's sitecustomize."""
     spec = os.environ.get(VARIABLE)
     if not spec:
         return

@@ -1,4 +1,4 @@
-"""A real Chromium, driven through chromedriver by the WebDriver protocol: plain JSON over HTTP."""
+"""A real Chromium, driven through chromedriver with the WebDriver protocol (JSON over HTTP)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.paths import REPO
 
 WHY_NOT = "needs Debian's chromium and chromium-driver (tools/install_browser.sh installs them)"
 INSTALLING = REPO / "build" / "installing-browser"
-"""Holds the process number of tools/install_browser.sh while that runs."""
+"""Holds the PID of tools/install_browser.sh while it runs."""
 INSTALL_S = 600.0
 START_S = 120.0
 KEYS = {
@@ -31,11 +31,11 @@ KEYS = {
     "ArrowRight": "\ue014",
     "ArrowDown": "\ue015",
 }
-"""Codes that the protocol has for keys without a character."""
+"""WebDriver codes of keys without a character."""
 
 
 def find_programs() -> tuple[str, str] | None:
-    """Chromium and its driver. Waits for an installation that is under way."""
+    """Return the paths of Chromium and its driver. Waits for a running installation."""
     until = time.monotonic() + INSTALL_S
     while time.monotonic() < until and _is_being_installed():
         time.sleep(0.5)
@@ -52,7 +52,7 @@ def _is_being_installed() -> bool:
 
 
 class Browser:
-    """One window. Every command is a request to the driver."""
+    """One browser window. Every command is a request to the driver."""
 
     def __init__(self, port: int, session: str) -> None:
         self._base = f"http://127.0.0.1:{port}/session/{session}"
@@ -61,13 +61,13 @@ class Browser:
         return _request(method, self._base + path, body)
 
     def open(self, page: Path) -> float:
-        """Load a page; how long that took, in seconds."""
+        """Load a page. Returns the duration in seconds."""
         start_s = time.perf_counter()
         self.call("POST", "/url", {"url": page.as_uri()})
         return time.perf_counter() - start_s
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a script returns."""
+        """Run a script and return its result."""
         return self.call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def state(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Browser:
         return found
 
     def press(self, *keys: str) -> None:
-        """Type keys, one after the other."""
+        """Press keys in sequence."""
         acts: list[dict[str, Any]] = []
         for key in (KEYS.get(key, key) for key in keys):
             acts += [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
@@ -96,7 +96,7 @@ class Browser:
         self.call("POST", "/actions", {"actions": [source]})
 
     def place_of(self, lane: int, span: int) -> tuple[float, float]:
-        """Where a span is drawn, in the window."""
+        """Return the position of a span in the window."""
         script = (
             "const box = document.getElementById('view').getBoundingClientRect();"
             "const [x, y] = window.timeline.placeOf(arguments[0], arguments[1]);"
@@ -109,12 +109,12 @@ class Browser:
         path.write_bytes(base64.b64decode(self.call("GET", "/screenshot")))
 
     def complaints(self) -> list[str]:
-        """What the console was told."""
+        """Return the messages on the console."""
         found = self.call("POST", "/se/log", {"type": "browser"})
         return [f"{entry['level']}: {entry['message']}" for entry in found]
 
     def requests(self) -> list[str]:
-        """Everything that was asked for, beside the page itself and the browser's own first tab."""
+        """Return all requests except the page itself and the browser's own first tab."""
         found = []
         for entry in self.call("POST", "/se/log", {"type": "performance"}):
             message = json.loads(entry["message"])["message"]
@@ -148,7 +148,7 @@ def _request(method: str, url: str, body: Any = None) -> Any:
 def browser(
     chromium: str, chromedriver: str, width: int = 1200, height: int = 640
 ) -> Iterator[Browser]:
-    """A browser without a screen. Ends with all of its processes."""
+    """Start a headless browser. Ends all of its processes on exit."""
     with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "driver.log"
         with log.open("wb") as out:

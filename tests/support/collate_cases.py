@@ -1,7 +1,7 @@
-"""Samples of every kind that torch collates, or refuses to, and a comparison of what comes of them.
+"""Samples of every kind that torch collates or rejects, and a comparison of the results.
 
-A case makes a special sample and a plain one of the same size, for any row. Everything here is
-importable by workers, as a user's own module would be.
+A case makes a special sample and a plain one of the same size, for any row. Workers can import
+everything here, like a user's own module.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.utils.data import Dataset
 from support.datasets import Pair
 
 SIZES = {"small": 6, "large": 6000}
-"""Elements of a sample; the large ones are copied one by one (STREAM_BYTES)."""
+"""Numbers of elements of a sample. Large samples are copied one by one (STREAM_BYTES)."""
 ROWS = 4
 MIXES = {"all": range(ROWS), "first": [0], "middle": [2], "last": [3]}
-"""Rows of a batch that are special; the others are plain."""
+"""Rows of a batch that are special. The others are plain."""
 
 Make = Callable[[int, int], Any]
 
 
 class Case(NamedTuple):
-    """``special(row, size)`` and ``plain(row, size)`` make a sample each."""
+    """Two functions, ``special(row, size)`` and ``plain(row, size)``, that make a sample each."""
 
     special: Make
     plain: Make
@@ -60,7 +60,7 @@ def of_dtype(dtype: torch.dtype, row: int, size: int) -> torch.Tensor:
         return torch.quantize_per_tensor(floats(row, size), 0.5 + row % 2, 3, dtype)
     try:
         return numbers(row, size).to(dtype)
-    except RuntimeError:  # bits and the like, which nothing converts to
+    except RuntimeError:  # bits and similar dtypes, to which nothing converts
         return numbers(row, size * 16).to(torch.uint8).view(dtype)
 
 
@@ -75,17 +75,17 @@ def dtypes() -> dict[str, torch.dtype]:
         try:
             torch.stack([of_dtype(dtype, 0, 6)]).element_size()
         except (RuntimeError, TypeError, NotImplementedError):
-            continue  # a name without tensors, or that torch cannot stack
+            continue  # a name without tensors, or one that torch cannot stack
         usable[name] = dtype
     return usable
 
 
 class Subclass(torch.Tensor):
-    """A user's own, whose batches keep the class."""
+    """A user-defined subclass whose batches keep the class."""
 
 
 class Tagged(torch.Tensor):
-    """A user's own with an attribute, whose results are plain tensors."""
+    """A user-defined subclass with an attribute, whose results are plain tensors."""
 
     tag: str
 
@@ -245,7 +245,7 @@ class Colour(enum.IntEnum):
 
 
 class Text(str):
-    """A user's own."""
+    """A user-defined string class."""
 
 
 SCALARS: dict[str, Case] = {
@@ -276,11 +276,11 @@ SCALARS: dict[str, Case] = {
 
 
 class Labels(dict):  # type: ignore[type-arg]
-    """A mapping of the user's own."""
+    """A user-defined mapping."""
 
 
 class Items(list):  # type: ignore[type-arg]
-    """A sequence of the user's own."""
+    """A user-defined sequence."""
 
 
 def pair(row: int, size: int) -> tuple[torch.Tensor, int]:
@@ -323,7 +323,7 @@ CONTAINERS: dict[str, Case] = {
 
 @functools.lru_cache(maxsize=1)
 def cases() -> dict[str, Case]:
-    """All cases that this torch can make, by name."""
+    """Return all cases that this torch can make, by name."""
     found = {
         f"tensor {name}": Case(functools.partial(of_dtype, dtype), floats)
         for name, dtype in dtypes().items()
@@ -342,7 +342,7 @@ def cases() -> dict[str, Case]:
                 warnings.simplefilter("ignore")
                 case.special(0, 6)
         except (RuntimeError, TypeError, AttributeError):
-            continue  # this torch, or this NumPy, has none
+            continue  # not available in this torch or NumPy
         usable[name] = case
     return usable
 
@@ -361,7 +361,7 @@ def make_sample(index: Index) -> Any:
 
 
 def batches() -> list[list[Index]]:
-    """The indices of all batches: each case in each size and mix."""
+    """Return the indices of all batches: each case in each size and mix."""
     return [
         [(name, size, mix, row) for row in range(ROWS)]
         for name in cases()
@@ -381,7 +381,7 @@ class EveryKind(Dataset):  # type: ignore[type-arg]
 
 
 def outcomes(loader: Any) -> Iterator[Any]:
-    """Each batch, or the exception that came in its place."""
+    """Return each batch, or the exception raised in its place."""
     iterator = iter(loader)
     while True:
         try:
@@ -396,7 +396,7 @@ def outcomes(loader: Any) -> Iterator[Any]:
 
 
 def compare(ours: Any, theirs: Any, path: str = "batch") -> str:
-    """In what two outcomes differ first; empty when in nothing."""
+    """Return the first difference between two outcomes, or an empty string."""
     if isinstance(theirs, Exception) or isinstance(ours, Exception):
         return _compare_errors(ours, theirs, path)
     if type(ours) is not type(theirs):
@@ -432,7 +432,7 @@ def _compare_errors(ours: Any, theirs: Any, path: str) -> str:
     from penstock.errors import MismatchedSamples
 
     core = str(theirs).splitlines()[0] if str(theirs) else ""
-    is_named = isinstance(ours, MismatchedSamples)  # says which samples, in words of its own
+    is_named = isinstance(ours, MismatchedSamples)  # names the samples, with a message of its own
     return "" if is_named or core in str(ours) else f"{path}: {core!r} is not in {ours}"
 
 
@@ -446,7 +446,7 @@ def _compare_tensors(ours: torch.Tensor, theirs: torch.Tensor, path: str) -> str
 
 
 def bits(tensor: torch.Tensor) -> Any:
-    """What a tensor holds, as plain values that compare bit by bit."""
+    """Return the contents of a tensor as plain values that compare bit by bit."""
     tensor = tensor.detach()
     tensor = tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
     if tensor.device.type == "meta":

@@ -1,4 +1,4 @@
-"""Runs a command in this process, as if it had been typed."""
+"""Runs a command in this process, as if typed in a shell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.cli import main
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended; ``output`` is what it printed on both streams."""
+    """Result of a command. ``output`` holds the text of both streams."""
 
     exit_code: Any
     output: str

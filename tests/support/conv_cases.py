@@ -1,4 +1,4 @@
-"""Convolutions to try, with their exact results."""
+"""Convolution cases with their exact results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.conv.geometry import Geometry, Pass, output_size
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One convolution; the same numbers along every axis."""
+    """One convolution, with the same numbers along every axis."""
 
     name: str
     channels: int = 8
@@ -75,14 +75,14 @@ CASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """Tensors of a case, and what each pass must give, in float64."""
+    """Tensors of a case, and the expected result of each pass in float64."""
 
     x: torch.Tensor
     w: torch.Tensor
     dy: torch.Tensor
     results: dict[Pass, torch.Tensor]
     scales: dict[Pass, torch.Tensor]
-    """The same passes over absolute values: what rounding errors are measured by."""
+    """The same passes over absolute values, used as the scale of rounding errors."""
 
     def arguments(self, which: Pass) -> tuple[torch.Tensor, torch.Tensor]:
         return {
@@ -123,7 +123,7 @@ def _passes(
 
 
 def bound(name: str, dtype: torch.dtype) -> float:
-    """How far a way may be off, in units of the sum of absolute products."""
+    """Return the allowed error of an algorithm, in units of the sum of absolute products."""
     epsilon = torch.finfo(dtype).eps
     if name.startswith("winograd"):
         return (16 if epsilon > 1e-4 else 128) * epsilon
@@ -131,6 +131,6 @@ def bound(name: str, dtype: torch.dtype) -> float:
 
 
 def distance(result: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor) -> float:
-    """The largest error, in units of the sum of absolute products at its place."""
+    """Return the largest error, in units of the sum of absolute products at that element."""
     difference = (result.detach().double().cpu() - truth).abs()
     return float((difference / scale.clamp_min(scale.max() * 1e-3)).max())

@@ -1,4 +1,4 @@
-"""torch's own samples of convolutions, as its test suite uses them."""
+"""torch's own convolution samples, as used by its test suite."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ NAMES = tuple(f"nn.functional.conv{kind}{n}d" for kind in ("", "_transpose") for
 
 
 def operator(name: str) -> Any:
-    """torch's description of an operator, with its samples."""
+    """Return torch's OpInfo of an operator, with its samples."""
     _provide_expecttest()
     from torch.testing._internal.common_methods_invocations import op_db
 
-    # Importing it forbids the whole process to set torch.backends' switches, as other tests do.
+    # Importing it forbids setting torch.backends flags in the whole process, which other tests do.
     torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     (found,) = (op for op in op_db if op.name == name)
     return found
 
 
 def _provide_expecttest() -> None:
-    """torch's module imports it for a base class of its own tests, which nobody uses here."""
+    """Provide expecttest, which torch's module imports for a base class that is unused here."""
     if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         module: Any = types.ModuleType("expecttest")
         module.TestCase = unittest.TestCase
@@ -36,7 +36,7 @@ def _provide_expecttest() -> None:
 def gradient_cases(
     op: Any, dtype: torch.dtype, every: int = 1
 ) -> Iterator[tuple[Callable[..., Any], list[torch.Tensor]]]:
-    """A function of the tensors that need a gradient, and those, of one sample in so many."""
+    """Yield a function and its differentiable tensors, for one of every few samples."""
     for number, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=True)):
         if number % every:
             continue

@@ -1,4 +1,4 @@
-"""Tests that need a GPU of NVIDIA's, and how they find out without opening it."""
+"""Marks for tests that need an NVIDIA GPU, checked without opening it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def has_cuda() -> bool:
-    """Asked in another process, so that this one opens no GPU."""
+    """Return True if CUDA is available. Checked in a subprocess, so that this one opens no GPU."""
     if not os.path.exists("/dev/nvidiactl"):
         return False
     code = "import torch; raise SystemExit(not torch.cuda.is_available())"

@@ -1,6 +1,6 @@
 """Datasets, samples and comparisons that many tests share.
 
-Everything here is importable by workers, as a user's own module would be.
+Workers can import everything here, like a user's own module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Frozen:
 
 
 class Numbers(Dataset):
-    """Sample i is a tensor full of i, and i itself."""
+    """Sample i is a tensor filled with i, and i itself."""
 
     def __init__(self, length: int = 20, shape: tuple[int, ...] = (3,)) -> None:
         self.length = length
@@ -51,7 +51,7 @@ class Numbers(Dataset):
 
 
 class Samples(Dataset):
-    """Sample i is ``make(i)``: any function, a lambda or a closure too."""
+    """Sample i is ``make(i)``. The function can be a lambda or a closure."""
 
     def __init__(self, make: Callable[[int], Any], length: int = 16) -> None:
         self.make = make
@@ -65,7 +65,7 @@ class Samples(Dataset):
 
 
 class Draws(Dataset):
-    """Sample i is what the three global generators give: an augmentation without the image."""
+    """Sample i is drawn from the three global generators, like an augmentation without image."""
 
     def __init__(self, length: int = 24) -> None:
         self.length = length
@@ -78,7 +78,7 @@ class Draws(Dataset):
 
 
 def draw(index: int) -> tuple[Any, ...]:
-    for _ in range(index % 3):  # samples draw unequal amounts, so that a leak would shift the next
+    for _ in range(index % 3):  # unequal amounts, so that a leak would shift the next sample
         random.random(), np.random.rand(), torch.rand(1)
     return (
         index,
@@ -90,7 +90,7 @@ def draw(index: int) -> tuple[Any, ...]:
 
 
 class Batched(Dataset):
-    """Offers ``__getitems__`` only: looping over samples would fail."""
+    """Provides ``__getitems__`` only. Indexing single samples fails."""
 
     def __init__(self, length: int = 20) -> None:
         self.length = length
@@ -106,7 +106,7 @@ class Batched(Dataset):
 
 
 class Shards(IterableDataset):
-    """Numbers from 0 on; each worker gives those that are its own."""
+    """Numbers from 0 on. Each worker yields its own share."""
 
     def __init__(self, length: int = 20) -> None:
         self.length = length
@@ -121,7 +121,7 @@ class Shards(IterableDataset):
 
 
 class Unequal(IterableDataset):
-    """Worker k gives k + 1 times three numbers: shards that end at different times."""
+    """Worker k yields 3 * (k + 1) numbers, so shards end at different times."""
 
     def __repr__(self) -> str:
         return "Unequal()"
@@ -133,7 +133,7 @@ class Unequal(IterableDataset):
 
 
 class Slow(Dataset):
-    """Each sample takes ``sample_s``; index ``stuck`` takes far longer."""
+    """Each sample takes ``sample_s``. Index ``stuck`` takes far longer."""
 
     def __init__(
         self, length: int = 64, sample_s: float = 0.0, stuck: int = -1, stuck_s: float = 60.0
@@ -152,7 +152,7 @@ class Slow(Dataset):
 
 
 class Whereabouts(Dataset):
-    """Sample i says which process loads it, and what it finds around it."""
+    """Sample i describes the process that loads it and its environment."""
 
     def __init__(self, variable: str = "HOME", length: int = 8) -> None:
         self.variable = variable
@@ -174,7 +174,7 @@ class Whereabouts(Dataset):
 
 
 def differences(ours: Any, theirs: Any, path: str = "batch") -> list[str]:
-    """In what two values differ: class, dtype, shape, bits, nesting. Empty when in nothing."""
+    """List the differences of two values: class, dtype, shape, bits, nesting."""
     if type(ours) is not type(theirs):
         return [f"{path}: {type(ours).__qualname__} is not {type(theirs).__qualname__}"]
     if isinstance(ours, torch.Tensor):
@@ -212,19 +212,19 @@ def _tensor_differences(ours: torch.Tensor, theirs: torch.Tensor, path: str) -> 
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
-    """The bits, so that NaN equals itself and -0.0 is not 0.0."""
+    """Return the bits, so that NaN equals itself and -0.0 differs from 0.0."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    """Fail, naming the place, unless both are the same to the bit and to the class."""
+    """Fail with the location unless both have the same bits and classes."""
     found = differences(ours, theirs)
     assert not found, "\n".join(found[:10])
 
 
 def snapshot(value: Any) -> Any:
-    """A copy that shares nothing with ``value``."""
+    """Return a copy that shares no memory with ``value``."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, np.ndarray):
@@ -239,7 +239,7 @@ def snapshot(value: Any) -> Any:
 
 
 def collect(loader: Any) -> list[Any]:
-    """All batches, each copied as it comes: what a loop that keeps nothing sees."""
+    """Return all batches, each copied on arrival, as seen by a loop that keeps no batch."""
     return [snapshot(batch) for batch in loader]
 
 
@@ -253,7 +253,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "spawn": {"num_workers": 1, "multiprocessing_context": "spawn"},
 }
 QUICK_WAYS = ["inline", "thread", "forkserver", "fork"]
-"""Spawn starts an interpreter per worker (2 to 4 s), so only a few tests use it, with one. Two are
-in test_same_bits.py, test_without_posix.py and test_starved.py."""
+"""Spawn starts an interpreter per worker (2 to 4 s), so only a few tests use it, with one worker.
+
+Tests with two spawned workers are in test_same_bits.py, test_without_posix.py and test_starved.py.
+"""
 WORKER_WAYS = ["thread", "forkserver", "fork"]
 PROCESS_WAYS = ["forkserver", "fork"]

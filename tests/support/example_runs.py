@@ -1,4 +1,4 @@
-"""The scripts in examples/, run as a person runs them, and disturbed half way."""
+"""Runs the scripts in examples/ as a user would, and disturbs them halfway."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUIET = {
     "NO_ALBUMENTATIONS_UPDATE": "1",
     "OMP_NUM_THREADS": "1",
 }
-"""Nobody asks the network for anything; one thread, because two programs run at a time."""
+"""Network access is disabled. One thread, because two programs run at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,29 +33,29 @@ class Run:
     example: str
     options: tuple[str, ...] = ("--seed", "0")
     launcher: tuple[str, ...] = ()
-    """What stands before ``-m penstock run``, as in ``torchrun -m penstock run``."""
+    """Command before ``-m penstock run``, as in ``torchrun -m penstock run``."""
     arguments: tuple[str, ...] = ()
     is_plain: bool = False
-    """Without Penstock."""
+    """True to run without Penstock."""
     kill_at: str = ""
-    """A worker is killed when the output matches this."""
+    """A worker is killed when the output matches this pattern."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How it went."""
+    """Result of a training run."""
 
     status: int
     out: str
     err: str
 
     def told(self, word: str) -> list[str]:
-        """Lines that the script printed under this word."""
+        """Return the lines that the script printed under this word."""
         return [line for line in self.out.splitlines() if line.startswith(f"{word} ")]
 
 
 def train(run: Run, folder: Path) -> End:
-    """Run it to its end, in a folder of its own."""
+    """Run the script to completion, in its own folder."""
     ours = () if run.is_plain else ("-m", "penstock", "run", *run.options)
     command = [sys.executable, *run.launcher, *ours]
     process = subprocess.Popen(
@@ -103,8 +103,10 @@ def _kill_at(pattern: str, process: subprocess.Popen[bytes], chunks: list[bytes]
 
 
 def workers_of(pid: int) -> list[int]:
-    """Our workers among the descendants of a process: spawned ones, or children of a fork
-    server."""
+    """Return the workers among the descendants of a process.
+
+    These are spawned processes or children of a fork server.
+    """
     found = []
     try:
         for child in psutil.Process(pid).children(recursive=True):

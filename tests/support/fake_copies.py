@@ -1,4 +1,4 @@
-"""Stands in for the doctor's check of copies, in its child: as ``PRETEND_COPIES`` says."""
+"""Fake for the doctor's copy check in its child process, controlled by ``PRETEND_COPIES``."""
 
 from __future__ import annotations
 

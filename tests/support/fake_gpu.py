@@ -1,7 +1,7 @@
-"""A GPU that is not there: stands in for torch's runtime calls and NVIDIA's driver, and notes all.
+"""A fake GPU that replaces torch's runtime calls and NVIDIA's driver, and records every call.
 
-The library's own code runs as it is; only what reaches into a vendor's library is replaced. Copies
-are pretended by :meth:`PretendGpu.begin_copy` and :meth:`PretendGpu.finish_all`.
+The library's own code runs unchanged. Only calls into a vendor's library are replaced.
+:meth:`PretendGpu.begin_copy` and :meth:`PretendGpu.finish_all` simulate copies.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NOT_READY, CAPTURE_UNSUPPORTED = 600, 900
 
 
 class PretendGpu:
-    """What was asked of the vendor's libraries, in order, each with the device that was current.
+    """Calls to the vendor's libraries, in order, each with its current device.
 
     Args:
-        vendor: ``"cuda"``: with events of the whole context. ``"hip"``: AMD's, without.
+        vendor: ``"cuda"`` has events of the whole context. ``"hip"`` (AMD) has none.
     """
 
     def __init__(self, vendor: str, num_gpus: int = 2) -> None:
@@ -36,7 +36,7 @@ class PretendGpu:
         self.calls: list[tuple[Any, ...]] = []
         self.registered: dict[int, int] = {}
         self.unmapped: list[int] = []
-        """Addresses that were unregistered after their memory was gone: there must be none."""
+        """Addresses that were unregistered after their memory was unmapped. Must stay empty."""
         self.current = 0
         self.is_capturing = False
         self.is_elsewhere_capturing = False
@@ -46,30 +46,30 @@ class PretendGpu:
         self.events: dict[int, int] = {}
         self._here = threading.local()
 
-    # -- what a test does ------------------------------------------------------------------------
+    # -- called by tests -------------------------------------------------------------------------
 
     def begin_copy(self) -> None:
-        """The user asks for a copy; it is under way until :meth:`finish_all`."""
+        """Start a copy for the user. It runs until :meth:`finish_all`."""
         self.num_asked += 1
 
     def finish_all(self) -> None:
         self.num_done = self.num_asked
 
     def names(self) -> list[str]:
-        """Of the calls, without questions about captures."""
+        """Return the names of the calls, without capture queries."""
         return [call[0] for call in self.calls if call[0] != "is capturing"]
 
     def devices_of(self, name: str) -> set[int]:
         return {call[1] for call in self.calls if call[0] == name}
 
     def wait_until_unpinned(self, limit_s: float = 5.0) -> bool:
-        """Is nothing registered any more, soon?"""
+        """Wait until no memory is registered. Returns False after the time limit."""
         until_s = time.monotonic() + limit_s
         while self.registered and time.monotonic() < until_s:
             time.sleep(0.002)
         return not self.registered and not pinning._pinned
 
-    # -- what torch and the driver would do ------------------------------------------------------
+    # -- fakes of torch and the driver -----------------------------------------------------------
 
     def note(self, name: str, *more: Any) -> None:
         self.calls.append((name, getattr(self._here, "index", self.current), *more))
@@ -122,7 +122,7 @@ class PretendGpu:
 
 
 class Driver:
-    """The few calls of ``libcuda`` that are used."""
+    """Fakes of the ``libcuda`` calls that Penstock uses."""
 
     def __init__(self, gpu: PretendGpu) -> None:
         self._gpu = gpu
@@ -170,7 +170,7 @@ class Driver:
 
 
 def is_mapped(address: int, num_bytes: int) -> bool:
-    """Does all of this memory still exist in this process?"""
+    """Return True if all of this memory is still mapped in this process."""
     if not os.path.exists("/proc/self/maps"):
         return True
     with open("/proc/self/maps") as lines:
@@ -183,7 +183,7 @@ def is_mapped(address: int, num_bytes: int) -> bool:
 
 @contextmanager
 def pretended(vendor: str, num_gpus: int = 2) -> Iterator[PretendGpu]:
-    """Puts it in place of the real one, until threads that ask it have ended."""
+    """Install the fake GPU until the threads that use it have ended."""
     used: set[OnDemandThread[Any]] = set()
     submit = OnDemandThread.submit
 
@@ -202,7 +202,7 @@ def pretended(vendor: str, num_gpus: int = 2) -> Iterator[PretendGpu]:
 
 
 def install(patch: pytest.MonkeyPatch, vendor: str, num_gpus: int = 2) -> PretendGpu:
-    """Put it in place of the real one, which this machine need not have."""
+    """Replace the real GPU, which does not need to exist, with the fake one."""
     gpu = PretendGpu(vendor, num_gpus)
 
     def driver() -> Any:

@@ -1,9 +1,10 @@
-"""Samples with a toll: a file of one byte per sample says what happens there, once.
+"""Samples with scheduled faults: a file holds one byte per sample, and each fault happens once.
 
-    parent: Tolls.set(...)     writes the codes of an epoch
-    worker: Tolled[i]          reads its byte; a code is put out before it is paid
+    parent: Tolls.set(...)     writes the fault codes of an epoch
+    worker: Tolled[i]          reads its byte, clears it, then triggers the fault
 
-So each is paid by exactly one worker, whatever is loaded again, and the parent can count the rest.
+Exactly one worker triggers each fault, even if samples are loaded again. The parent can count the
+remaining faults.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from torch.utils.data import Dataset
 from support import worker_faults
 
 ALARM_S = 0.004
-"""Death at a random moment within this time: in another sample, in a reply, between two."""
+"""Upper bound of the delay before death.
+
+It can strike another sample, a reply, or the gap between.
+"""
 
 
 def die_soon() -> None:
@@ -37,7 +41,7 @@ worker_faults.FATES["soon"] = die_soon
 
 
 class Tolls:
-    """The file."""
+    """The file of fault codes."""
 
     def __init__(self, path: Path, num_samples: int) -> None:
         self.path = str(path)
@@ -67,8 +71,11 @@ class Tolls:
 
 
 def spread(chance: random.Random, num_samples: int, mean_gap: int, codes: Any) -> dict[int, int]:
-    """Codes at random gaps. Never close together: two losses at one sample would be its own doing,
-    and a death that comes soon strikes a few samples later."""
+    """Return fault codes at random gaps.
+
+    The codes are never close together. Two losses at one sample would make it a bad sample, and a
+    delayed death strikes a few samples later.
+    """
     found, index = {}, chance.randrange(mean_gap)
     while index < num_samples:
         found[index] = chance.choice(codes)
@@ -77,7 +84,7 @@ def spread(chance: random.Random, num_samples: int, mean_gap: int, codes: Any) -
 
 
 class Tolled(Dataset):
-    """Sample i is i and drawn numbers, after a wait and its toll."""
+    """Sample i is i and drawn numbers, after a wait and its fault."""
 
     def __init__(self, tolls: Tolls, *, wait_s: float) -> None:
         self.tolls = tolls

@@ -1,4 +1,4 @@
-"""A folder of JPEG files, many of them broken in the ways that files break; needs pillow."""
+"""A folder of JPEG files, many of them damaged in realistic ways. Needs Pillow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 
 def jpeg(number: int, size: int = 40) -> bytes:
-    """A good file."""
+    """Return the bytes of a valid file."""
     import numpy as np
     from PIL import Image
 
@@ -30,7 +30,7 @@ def truncate(path: Path, good: bytes, chance: random.Random) -> None:
 
 
 def flip_bits(path: Path, good: bytes, chance: random.Random) -> None:
-    """Often it can still be decoded, to something else."""
+    """Flip some bits. Often the file still decodes, to different pixels."""
     content = bytearray(good)
     for _ in range(chance.choice((1, 3, 30, 300))):
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
@@ -57,14 +57,14 @@ def empty(path: Path, good: bytes, chance: random.Random) -> None:
 
 
 def claim_to_be_huge(path: Path, good: bytes, chance: random.Random) -> None:
-    """The header says 65,500 x 65,500 pixels: 13 GB, for whoever believes it."""
+    """Set the size in the header to 65,500 x 65,500 pixels, which is 13 GB when decoded."""
     content, place = bytearray(good), good.index(b"\xff\xc0")
     content[place + 5 : place + 9] = struct.pack(">HH", 65_500, 65_500)
     path.write_bytes(content)
 
 
 def make_unreadable(path: Path, good: bytes, chance: random.Random) -> None:
-    """What even root cannot read: a folder, a link to nowhere, a link to itself, nothing."""
+    """Make a path that even root cannot read: a folder, a dangling link, a link loop, or nothing."""
     kind = chance.randrange(4)
     if kind == 0:
         path.mkdir()
@@ -83,7 +83,7 @@ WAYS: dict[str, Callable[[Path, bytes, random.Random], None]] = {
 
 
 def make_folder(folder: Path, num_broken: int, *, num_good: int, seed: int = 0) -> list[Path]:
-    """The files, broken ones among good ones; there are only a few different good ones."""
+    """Write damaged files among valid ones. There are only a few different valid files."""
     chance = random.Random(seed)
     goods = [jpeg(number) for number in range(8)]
     kinds: list[str | None] = [[*WAYS][number % len(WAYS)] for number in range(num_broken)]
@@ -102,7 +102,7 @@ def make_folder(folder: Path, num_broken: int, *, num_good: int, seed: int = 0) 
 
 
 class Images(Dataset):
-    """Pixels of file i, i, and the most memory that the process has held so far, in kB."""
+    """Sample i is the pixels of file i, i, and the peak memory of the process in kB."""
 
     def __init__(self, files: list[Path]) -> None:
         self.files = [str(path) for path in files]
@@ -121,7 +121,7 @@ class Images(Dataset):
 
 
 def bad_ones(dataset: Images) -> set[int]:
-    """Which files cannot be loaded: tried one by one, here."""
+    """Return the indices of files that fail to load in this process."""
     found = set()
     for index in range(len(dataset)):
         try:
@@ -132,7 +132,7 @@ def bad_ones(dataset: Images) -> set[int]:
 
 
 def load(loader: Any) -> tuple[list[int], dict[int, torch.Tensor], int]:
-    """The indices in order, the pixels by index, and the most memory that a worker held."""
+    """Return the indices in order, the pixels by index, and the peak memory of a worker."""
     indices: list[int] = []
     pixels: dict[int, torch.Tensor] = {}
     most_kb = 0

@@ -1,4 +1,4 @@
-"""Images with natural statistics, made without a network: smooth shapes, edges and noise."""
+"""Images with natural statistics, generated without a network: smooth shapes, edges and noise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def make_pixels(height: int = 375, width: int = 500, seed: int = 0) -> np.ndarray:
-    """Gradients, ellipses and grain; decodes like a photograph."""
+    """Return gradients, ellipses and grain, which decode like a photograph."""
     generator = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width].astype(np.float32)
     channels = [
@@ -38,7 +38,7 @@ def encode(pixels: np.ndarray, kind: str = "JPEG", **keywords: Any) -> bytes:
 
 
 def make_folder(root: Path, num_images: int = 12, **size: int) -> Path:
-    """Two classes of JPEGs."""
+    """Write a folder with two classes of JPEGs."""
     for number in range(num_images):
         folder = root / ("cat", "dog")[number % 2]
         folder.mkdir(parents=True, exist_ok=True)

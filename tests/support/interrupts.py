@@ -1,4 +1,4 @@
-"""Programs that get Ctrl-C at a random moment while they start workers by fork, again and again."""
+"""Programs that receive Ctrl-C at a random moment while they repeatedly fork workers."""
 
 from __future__ import annotations
 
@@ -81,19 +81,19 @@ for delay_s in sys.argv[2:]:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a program ended: its exit code or "went on", and what it wrote to stderr."""
+    """Result of a program: its exit code or "went on", and its stderr output."""
 
     end: int | str
     said: str
 
     @property
     def is_clean(self) -> bool:
-        """Did it end with one KeyboardInterrupt, and did no worker print anything?"""
+        """Return True if the program ended with one KeyboardInterrupt and no worker output."""
         return self.end == 130 and self.said.strip() == "KeyboardInterrupt"
 
 
 def interrupt(folder: Path, count: int, loader: str = "penstock") -> list[Ending]:
-    """Interrupt ``count`` programs, one after the other, up to half a second after they start."""
+    """Interrupt ``count`` programs in sequence, up to half a second after each starts."""
     delays = [f"{random.uniform(0.15, 0.5):.4f}" for _ in range(count)]
     source = PROGRAM.format(loader=loader)
     result = scripts.run(source, folder, str(folder / "stderr"), *delays)

@@ -10,14 +10,14 @@ import psutil
 
 
 class Killer:
-    """Kills any child, workers and fork server alike, until it is left. A context manager.
+    """Context manager that kills random children, workers and fork servers alike, until exit.
 
     Args:
         pause_s: The shortest and the longest time between two kills.
-        max_kills: After this many it rests; None: never.
-        max_servers: After this many fork servers it kills workers only; None: never.
-        spares_starting: Leave fork servers alone that have no worker yet. They import torch for
-            seconds; where each one is killed before it is up, nothing can be loaded.
+        max_kills: Stop after this many kills. None means no limit.
+        max_servers: Kill only workers after this many fork servers. None means no limit.
+        spares_starting: Do not kill fork servers that have no worker yet. They import torch for
+            seconds, and if each one is killed before it is ready, nothing can be loaded.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Killer:
         max_servers: int | None = 2,
         spares_starting: bool = False,
     ) -> None:
-        print(f"Killer(seed={seed})")  # pytest shows it where a test fails
+        print(f"Killer(seed={seed})")  # pytest shows it when a test fails
         self._chance = random.Random(seed)
         self._pause_s = pause_s
         self._max_kills = max_kills
@@ -38,7 +38,7 @@ class Killer:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.num_killed = self.num_servers = 0
-        """How many were killed, and how many of these were fork servers."""
+        """Number of kills, and number of fork servers among them."""
 
     @property
     def is_done(self) -> bool:
@@ -63,7 +63,7 @@ class Killer:
             try:
                 self._kill_one(process)
             except psutil.Error:
-                continue  # it ended first
+                continue  # it had already ended
 
     def _kill_one(self, process: psutil.Process) -> None:
         victims = [
@@ -86,6 +86,6 @@ class Killer:
 
 
 def is_server(process: psutil.Process) -> bool:
-    """Is it a fork server? Its workers have its command line."""
+    """Return True for a fork server. Its workers have the same command line."""
     parent = process.parent()
     return parent is not None and process.cmdline() != parent.cmdline()

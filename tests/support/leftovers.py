@@ -1,4 +1,4 @@
-"""What a test may leave behind, found from outside: from /proc, psutil and the list of threads."""
+"""Finds what a test leaves behind, from /proc, psutil and the list of threads."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import psutil
 
 SETTLE_S = 60.0
 GONE_S = 60.0
-"""Limits that only something which never ends reaches, also on a busy machine."""
-"""A stopped process needs a moment to disappear; what is there after this long is left over."""
+"""Limits that only a hang reaches, even on a busy machine."""
+"""Time for a stopped process to disappear. Anything that remains longer is left over."""
 PREFIX = "penstock-"
 KEPT = ("/dev/nvidia", "/tmp/perf-", "/sys/")
-"""Opened by a GPU's driver, or by torch's own libraries on arm64, and kept to the end."""
+"""Opened by a GPU driver, or by torch's libraries on arm64, and kept until exit."""
 BROWSER = "/chromium/chromium --"
 HAS_PROC = os.path.isdir("/proc/self/fd")
-"""Elsewhere than on Linux only processes and threads can be counted this way."""
+"""Outside Linux, only processes and threads can be counted."""
 
 
 @dataclass(frozen=True)
 class World:
-    """One look at this process and what belongs to it."""
+    """Snapshot of this process and its resources."""
 
     children: dict[int, str]
     fds: dict[int, str]
@@ -37,15 +37,18 @@ class World:
 
 
 def fork_server_pid() -> int | None:
-    """The fork server of this process, if it has started one; it stays warm between tests."""
+    """Return the PID of this process's fork server, if any. It stays warm between tests."""
     module = sys.modules.get("penstock.engine.parent.fork_server")
     fork_server = getattr(module, "_current", None)
     return None if fork_server is None else fork_server.pid
 
 
 def _fds_that_stay() -> set[int | None]:
-    """Descriptors that live as long as we do: to the fork server, to multiprocessing's tracker,
-    and the pipe that forked children inherit."""
+    """Return the descriptors that live as long as this process.
+
+    They lead to the fork server, to multiprocessing's resource tracker, and to the pipe that forked
+    children inherit.
+    """
     module = sys.modules.get("penstock.engine.parent.fork_server")
     fork_server = getattr(module, "_current", None)
     fds = {resource_tracker._resource_tracker._fd}  # type: ignore[attr-defined]
@@ -56,19 +59,19 @@ def _fds_that_stay() -> set[int | None]:
 
 
 def _descendants() -> list[psutil.Process]:
-    """All processes below this one.
+    """Return all descendants of this process.
 
-    psutil reads every process of the machine for that, twice in each of thousands of tests. Where
-    Linux lists the children of a thread, most often none, that is a tenth of the time.
+    psutil reads every process of the machine, twice in each of thousands of tests. Reading the list
+    of a thread's children on Linux, which is usually empty, takes a tenth of the time.
     """
     parents = [os.getpid()]
     try:
-        for parent in parents:  # grows
+        for parent in parents:  # the list grows during the loop
             for thread in os.listdir(f"/proc/{parent}/task"):
                 with open(f"/proc/{parent}/task/{thread}/children") as file:
                     parents += map(int, file.read().split())
         return [psutil.Process(pid) for pid in parents[1:]]
-    except (OSError, psutil.NoSuchProcess):  # no such list here, or somebody ended meanwhile
+    except (OSError, psutil.NoSuchProcess):  # no such list, or a process ended
         return psutil.Process().children(recursive=True)
 
 
@@ -79,9 +82,9 @@ def _children() -> dict[int, str]:
         try:
             command = " ".join(process.cmdline())
             if process.pid in spared or "resource_tracker" in command:
-                continue  # multiprocessing's tracker lives as long as the interpreter
+                continue  # multiprocessing's resource tracker lives as long as the interpreter
             if BROWSER in command:
-                continue  # it starts and ends processes of its own while its module's tests run
+                continue  # it starts and ends processes while its module's tests run
             found[process.pid] = f"process {process.pid} ({process.status()}): {command[:120]}"
         except psutil.NoSuchProcess:
             continue
@@ -95,7 +98,7 @@ def _fds() -> dict[int, str]:
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
-            continue  # the listing's own descriptor
+            continue  # the descriptor of the listing itself
         if int(name) not in stay and not target.startswith(KEPT):
             found[int(name)] = target
     return found
@@ -116,7 +119,7 @@ def _mappings() -> int:
 
 
 def look() -> World:
-    """The world as it is now."""
+    """Take a snapshot of the current state."""
     return World(
         children=_children(),
         fds=_fds(),
@@ -127,7 +130,7 @@ def look() -> World:
 
 
 def difference(before: World, after: World) -> list[str]:
-    """What is there after and was not before, in words."""
+    """Describe the resources in ``after`` that are not in ``before``."""
     left = [text for pid, text in after.children.items() if pid not in before.children]
     if len(after.fds) > len(before.fds):
         new = Counter(after.fds.values()) - Counter(before.fds.values())
@@ -145,14 +148,15 @@ def difference(before: World, after: World) -> list[str]:
 
 
 def _belongs_to_others(segment: str) -> bool:
-    """Does a process outside our own tree map this segment? Others work on this machine too.
+    """Return True if a process outside this process tree maps the segment.
 
-    Looked for by inode: glibc maps a semaphore under a temporary name before it gets its own.
+    Other programs run on the same machine. The segment is matched by inode, because glibc maps a
+    semaphore under a temporary name before it gets its own.
     """
     try:
         inode = f" {os.stat(f'/dev/shm/{segment}').st_ino} "
     except FileNotFoundError:
-        return True  # gone meanwhile, and we wait for ours
+        return True  # already gone
     ours = {os.getpid(), fork_server_pid(), *_children()}
     for process in psutil.process_iter():
         if process.pid in ours:
@@ -167,19 +171,19 @@ def _belongs_to_others(segment: str) -> bool:
 
 
 def wait_until_clean(before: World, settle_s: float = SETTLE_S) -> list[str]:
-    """What is left over once things had time to settle."""
+    """Return the leftovers after a settling period."""
     limit, pause_s = time.monotonic() + settle_s, 0.0
     while True:
         left = difference(before, look())
         if not left or time.monotonic() > limit:
             return left
         time.sleep(pause_s)
-        gc.collect()  # only now: it takes a while, though conftest.py has it leave torch out
-        pause_s = 0.02  # what a collection does not cure needs time
+        gc.collect()  # only now, because it is slow even without torch's objects (see conftest.py)
+        pause_s = 0.02  # the rest needs time, not a collection
 
 
 def wait_until_gone(pids: list[int], limit_s: float = GONE_S) -> list[int]:
-    """Which of these processes still run after ``limit_s`` (zombies have ended)."""
+    """Return the processes that still run after ``limit_s``. Zombies count as ended."""
     limit = time.monotonic() + limit_s
     while True:
         alive = [pid for pid in pids if is_running(pid)]

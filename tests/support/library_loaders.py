@@ -1,4 +1,4 @@
-"""Loaders as other libraries derive them from torch's, made before any patch."""
+"""Loaders derived from torch's, as in other libraries, defined before any patch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.datasets import Draws, collect
 
 
 class SubclassedBefore(ImportedBefore):
-    """Made before the patch, with attributes under names that are ours, too."""
+    """A subclass defined before the patch, with attributes whose names Penstock also uses."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -30,7 +30,7 @@ class RepeatSampler:
 
 
 class InfiniteLoader(ImportedBefore):
-    """As Ultralytics has it: one iterator for all epochs, over batches that never end."""
+    """Like Ultralytics' loader: one iterator for all epochs, over an infinite batch sampler."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -49,7 +49,7 @@ class InfiniteLoader(ImportedBefore):
 
 
 class MultiEpochsLoader(ImportedBefore):
-    """As timm has it: the loader is unlocked, its sampler repeats, and __iter__ is its own."""
+    """Like timm's loader: unlocked attributes, a repeating sampler, and its own __iter__."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)

@@ -1,4 +1,4 @@
-"""Datasets to pack, packed sets to break, and a server of processes that can be killed cheaply."""
+"""Datasets to pack, packed sets to damage, and a pack server whose processes are cheap to kill."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Mixed:
 
 
 class Pixels:
-    """Samples of one size, each full of its own number."""
+    """Samples of one size, each filled with its own number."""
 
     def __init__(self, length: int = 100, num_bytes: int = 1024) -> None:
         self.length, self.num_bytes = length, num_bytes
@@ -51,7 +51,7 @@ class Pixels:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """Every file of a folder, hidden ones too, by the hash of its bytes."""
+    """Return the hash of every file in a folder, including hidden files."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -60,7 +60,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def flip(path: Path, at: int = -1) -> None:
-    """Change one bit."""
+    """Flip one bit of a file."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
@@ -101,7 +101,7 @@ for line in sys.stdin:
 
 
 class PackServer:
-    """Packs in a process of its own that costs a fork, not an import of torch."""
+    """Packs in a separate process that costs a fork, not an import of torch."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -115,7 +115,10 @@ class PackServer:
         length: int = 60,
         shard_bytes: int = 1500,
     ) -> int:
-        """The exit code; ``die_at``: killed before that step, ``kill_after_s``: at that time."""
+        """Pack, and return the exit code.
+
+        ``die_at`` kills the process before that step. ``kill_after_s`` kills it after that time.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{folder} {die_at} {length} {shard_bytes}\n")

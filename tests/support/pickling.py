@@ -1,4 +1,4 @@
-"""Objects pickled for a worker and unpickled here: what a worker finds."""
+"""Pickles objects for a worker and unpickles them here, as a worker would."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from penstock.errors import CannotTravel
 
 
 def worker_side(pickle_file: PickleFile) -> PickleLocation:
-    """The location as a worker gets it: with a descriptor of its own, which unpickling closes."""
+    """Return the location as sent to a worker, with its own descriptor. Unpickling closes it."""
     location = pickle_file.location
     return replace(location, handle=replace(location.handle, fd=os.dup(pickle_file.file.fd)))
 
 
 def arrive(pickle_file: PickleFile) -> Any:
-    """What a worker makes of the object named ``value``."""
+    """Unpickle the object named ``value`` as a worker would."""
     fds = [os.dup(fd) for fd in pickle_file.fds]
     return unpickle_objects(worker_side(pickle_file), fds)["value"]
 
 
 def round_trip(value: Any) -> tuple[Any, PickleFile]:
-    """The object as it arrives, and the pickle file it came in. Close the latter."""
+    """Return the unpickled object and its pickle file. The caller closes the file."""
     pickle_file = PickledObjects({"value": value}).to_shared_file()
     return arrive(pickle_file), pickle_file
 
 
 class Holder:
-    """An object with these attributes."""
+    """An object with the given attributes."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
 
 
 def arrived(value: Any) -> Any:
-    """The object as it arrives."""
+    """Return the unpickled object."""
     again, pickle_file = round_trip(value)
     pickle_file.close()
     return again
 
 
 def refusal(value: Any) -> str:
-    """The message for a dataset that holds what cannot be pickled."""
+    """Return the error message for a dataset that holds an object that cannot be pickled."""
     with pytest.raises(CannotTravel) as info:
         PickledObjects({"dataset": Holder(deep=[Holder(handle=value)])})
     assert info.value.path == "dataset.deep[0].handle"  # type: ignore[attr-defined]

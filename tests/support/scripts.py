@@ -1,4 +1,4 @@
-"""Programs of their own: written to a file or piped in, then run to the end."""
+"""Standalone programs, written to a file or piped in, and run to completion."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Result = TypeVar("Result")
 def run_all(
     function: Callable[[Case], Result], cases: Sequence[Case], at_once: int = 2
 ) -> dict[Case, Any]:
-    """Run programs two at a time, since each spends seconds on importing torch in one thread.
+    """Run programs two at a time, because each imports torch for seconds in one thread.
 
-    Gives, for each case, the result or the exception to raise where the case is tested.
+    Returns, for each case, the result or the exception to raise in the test of that case.
     """
 
     def outcome(case: Case) -> Any:
@@ -42,13 +42,13 @@ _naming = threading.Lock()
 
 
 def make_folder(factory: Any, name: str) -> Path:
-    """pytest's own ``mktemp`` numbers folders by looking which are there: not in two threads."""
+    """Make a temporary folder. pytest's ``mktemp`` is not thread-safe."""
     with _naming:
         return Path(factory.mktemp(name))
 
 
 def told(outcome: Any) -> Any:
-    """What :func:`run_all` found for a case; raises if that was an exception."""
+    """Return the result of :func:`run_all` for a case, or raise its exception."""
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
@@ -62,7 +62,7 @@ def run(
     stdin: str | None = None,
     **environ: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; ``piped`` feeds it to ``python -``, ``environ`` adds to ours."""
+    """Run a program to completion. ``piped`` uses ``python -``. ``environ`` adds variables."""
     path = folder / "program.py"
     path.write_text(source)
     command = [sys.executable, "-" if piped else str(path), *arguments]
@@ -80,7 +80,7 @@ def run(
 
 @contextmanager
 def running(source: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A program that is running, in a process group of its own, as a shell starts it."""
+    """Run a program in its own process group, as a shell does."""
     path = folder / "program.py"
     path.write_text(source)
     process = subprocess.Popen(
@@ -97,7 +97,7 @@ def running(source: str, folder: Path, *arguments: str) -> Iterator[subprocess.P
         family = family_of(process.pid)
         process.kill()
         process.wait()
-        for pid in family:  # only of this program: a test that failed must not leave anything
+        for pid in family:  # only processes of this program, so that a failed test leaves none
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -108,7 +108,7 @@ def running(source: str, folder: Path, *arguments: str) -> Iterator[subprocess.P
 
 
 def family_of(pid: int) -> list[int]:
-    """The children of a process, their children, and so on."""
+    """Return all descendants of a process."""
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -116,7 +116,7 @@ def family_of(pid: int) -> list[int]:
 
 
 def read_line(process: subprocess.Popen[str], expected: str) -> None:
-    """Wait until the program has printed a line; fail with its errors if it ends before."""
+    """Wait until the program prints a line. Fails with its stderr if it ends first."""
     assert process.stdout is not None
     assert process.stderr is not None
     for line in process.stdout:
@@ -126,7 +126,7 @@ def read_line(process: subprocess.Popen[str], expected: str) -> None:
 
 
 def wait_for_family(pid: int, count: int, limit_s: float = 20.0) -> list[int]:
-    """Wait until a process has so many descendants; returns them."""
+    """Wait until a process has this many descendants, and return them."""
     limit = time.monotonic() + limit_s
     while time.monotonic() < limit:
         family = family_of(pid)

@@ -1,4 +1,4 @@
-"""The stream of a loader as one hash, whole or in pieces: what "the same bits" is measured by."""
+"""Hashes the stream of a loader, whole or in pieces, to compare runs bit by bit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from torch.utils.data import Dataset
 import penstock
 
 GOLDEN = "a944804c4ae65799"
-"""Order and drawn numbers of 3 epochs of :func:`make`: the same for Python 3.10 to 3.13 and torch
-1.13.1 to 2.13. Another value breaks what somebody wrote into a paper."""
+"""Order and drawn numbers of 3 epochs of :func:`make`.
+
+The value is the same for Python 3.10 to 3.13 and torch 1.13.1 to 2.13. A different value breaks the
+reproducibility of published results.
+"""
 NUM_EPOCHS = 3
 WORKERS = (1, 2, 4, 7)
 POOLS: dict[str, dict[str, Any]] = {
@@ -34,9 +37,9 @@ Make = Callable[..., Any]
 
 
 class Augmented(Dataset):
-    """Sample i is i and what an augmentation draws: whole numbers, and fractions as their bits.
+    """Sample i is i and an augmentation's draws: integers, and floats as their bits.
 
-    Nothing passes through a logarithm, so every machine draws the same.
+    No value passes through a logarithm, so the draws do not depend on the platform.
     """
 
     def __init__(self, length: int = 60) -> None:
@@ -46,7 +49,7 @@ class Augmented(Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        for _ in range(index % 3):  # unequal amounts, so that a leak would shift the next
+        for _ in range(index % 3):  # unequal amounts, so that a leak would shift the next sample
             random.random(), np.random.rand(), torch.rand(1)
         drawn = [
             index,
@@ -63,13 +66,13 @@ class Augmented(Dataset):
 
 
 def make(dataset: Any = None, **arguments: Any) -> Any:
-    """The loader that the constant belongs to; the arguments must not matter."""
+    """Return the loader of the constant. The arguments must not affect its stream."""
     dataset = Augmented() if dataset is None else dataset
     return penstock.DataLoader(dataset, batch_size=7, shuffle=True, seed=11, **arguments)
 
 
 def numbers_of(batch: Any) -> bytes:
-    """The bits of a batch with its shape, the same in any byte order."""
+    """Return the bits of a batch with its shape, independent of the byte order."""
     if isinstance(batch, (list, tuple)):
         return b"".join(numbers_of(part) for part in batch)
     array = batch.numpy()
@@ -77,7 +80,7 @@ def numbers_of(batch: Any) -> bytes:
 
 
 def hashed(batches: Any) -> str:
-    """One hash of batches, in order."""
+    """Return one hash of batches, in order."""
     state = hashlib.sha256()
     for batch in batches:
         state.update(numbers_of(batch))
@@ -85,18 +88,18 @@ def hashed(batches: Any) -> str:
 
 
 def whole(loader: Any) -> Iterator[Any]:
-    """All epochs of a loader, one after the other."""
+    """Yield all epochs of a loader in sequence."""
     for _ in range(NUM_EPOCHS):
         yield from loader
 
 
 def interrupted(make: Make, ways: Iterator[dict[str, Any]], chance: random.Random) -> Iterator[Any]:
-    """The same epochs, killed at random positions and taken up by another loader each time.
+    """Yield the same epochs, killed at random positions and resumed by a new loader each time.
 
     Args:
         make: Makes a loader.
-        ways: What each of the loaders is made with.
-        chance: Decides where.
+        ways: The arguments of each of the loaders.
+        chance: Chooses the positions.
     """
     loader = make(**next(ways))
     num_over = 0
@@ -114,7 +117,7 @@ def interrupted(make: Make, ways: Iterator[dict[str, Any]], chance: random.Rando
 
 
 def kill(batches: Any) -> None:
-    """Kill what loads, as the machine would."""
+    """Kill the loading processes, as the operating system would."""
     family = {child.pid for child in psutil.Process().children(recursive=True)}
     for worker in getattr(batches, "_workers", ()):
         if worker.pid in family:
@@ -122,7 +125,7 @@ def kill(batches: Any) -> None:
 
 
 def grid(pools: tuple[str, ...] = tuple(POOLS)) -> dict[str, dict[str, Any]]:
-    """Every number of workers, pool and prefetch depth."""
+    """Yield every combination of worker count, pool and prefetch depth."""
     return {
         f"{num_workers} workers, {pool}, prefetch {depth}": {
             "num_workers": num_workers,

@@ -1,4 +1,4 @@
-"""Traces made by hand: regular runs whose every number is known."""
+"""Hand-made traces: regular runs in which every number is known."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def make_records(
     name: str = "decode",
     **facts: Any,
 ) -> dict[str, Any]:
-    """A run in which worker k loads batches k, k + num_workers, ...
+    """Make records of a run in which worker k loads batches k, k + num_workers, ...
 
     Args:
         slow: Batches that take this many times longer.
         slow_worker: The worker that takes ten times longer.
-        spans_per_part: Spans of the user within each part.
+        spans_per_part: User spans within each part.
     """
     origin = int(at_ms * MS)
     workers: list[list[Record]] = [[] for _ in range(num_workers)]

@@ -1,11 +1,11 @@
-"""Types the commands of documents, in folders of their own, one after the other.
+"""Runs the commands of documents in sequence, each document in its own folder.
 
     this process (torch imported once) --fork--> python train.py     as a main module
                                        --fork--> penstock doctor     as the command line
 
 Run as a program: ``python typed_commands.py JOBS.json``. Each job has a folder and steps. The
-outcome of each command is written to ``typed.json`` in that folder. Importing torch for each would
-take seconds.
+outcome of each command is written to ``typed.json`` in that folder. Commands are forked because
+importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TITLE = re.compile(r'title="([^"]+)"')
 
 
 def steps_of(text: str) -> list[dict[str, Any]]:
-    """The files, changes and commands of a document, in order."""
+    """Return the files, changes and commands of a document, in order."""
     steps: list[dict[str, Any]] = []
     for match in FENCE.finditer(text):
         info, body, note = match["info"].strip(), match["body"], match["note"] or ""
@@ -54,7 +54,7 @@ def steps_of(text: str) -> list[dict[str, Any]]:
 
 
 def changed(text: str, diff: str) -> str:
-    """The text with the lines that a diff takes out replaced by those that it puts in."""
+    """Return the text with a diff applied to its lines."""
     lines = diff.splitlines()
     for start in range(len(lines)):
         is_first = lines[start].startswith("-") and not (start and lines[start - 1][:1] == "-")
@@ -75,13 +75,13 @@ def changed(text: str, diff: str) -> str:
 
 
 class Typist:
-    """Goes through the jobs; in a forked child, :attr:`task` is what is left to do."""
+    """Processes the jobs. In a forked child, :attr:`task` is the remaining work."""
 
     def __init__(self) -> None:
         self.task: list[str] = []
 
     def work(self, jobs: list[dict[str, Any]]) -> bool:
-        """True in a child that must now run its command."""
+        """Process the jobs. Returns True in a child that must run its command."""
         for job in jobs:
             folder, typed = Path(job["folder"]), []
             for step in job["steps"]:
@@ -96,14 +96,14 @@ class Typist:
                     if status is None:
                         return True
                     said = (folder / "said.txt").read_text("utf-8", "replace")
-                    is_last = command == commands[-1]  # what is shown is of the last one
+                    is_last = command == commands[-1]  # its output is shown
                     outcome = {"command": command, "status": status, "said": said}
                     typed.append({**step, **outcome, "is_last": is_last})
             (folder / "typed.json").write_text(json.dumps(typed), encoding="utf-8")
         return False
 
     def fork(self, command: str, folder: Path) -> int | None:
-        """Its exit status; None in the child."""
+        """Fork and return the child's exit status. Returns None in the child."""
         pid = os.fork()
         if pid == 0:
             os.setsid()
@@ -126,7 +126,7 @@ class Typist:
 
 
 def run_command(words: list[str]) -> None:
-    """What a shell would start, here."""
+    """Run a ``python`` or ``penstock`` command in this process."""
     program, *arguments = words
     sys.path[0] = os.getcwd() if program == "python" else sys.path[0]
     if words[:3] == ["python", "-m", "penstock"]:
@@ -142,7 +142,7 @@ def run_command(words: list[str]) -> None:
 
 
 def end(function: Any, *arguments: Any) -> None:
-    """Call it, end as Python does, but for taking torch apart, which takes 0.6 s."""
+    """Call a function and exit as Python does, without torch's teardown, which takes 0.6 s."""
     try:
         function(*arguments)
         code: Any = 0
@@ -159,10 +159,10 @@ def end(function: Any, *arguments: Any) -> None:
 
 
 def prepare() -> None:
-    """Import what the commands would import. Nothing is computed: that starts threads."""
+    """Import the modules that commands use. Computes nothing, because that starts threads."""
     import torch
 
-    with contextlib.suppress(ImportError):  # an optimizer's first step imports it, for 2.5 s
+    with contextlib.suppress(ImportError):  # imported by an optimizer's first step, in 2.5 s
         import torch._dynamo
     del torch
 
@@ -172,6 +172,6 @@ if __name__ == "__main__":
     if "torch" in plan:
         prepare()
     typist = Typist()
-    gc.freeze()  # else the first collection of each child copies all pages of torch's objects
+    gc.freeze()  # otherwise each child's first collection copies all pages of torch's objects
     if typist.work(json.loads(plan)):
         end(run_command, typist.task)

@@ -1,6 +1,6 @@
-"""What can happen to a worker in the middle of a sample, once or each time.
+"""Faults that can happen to a worker in the middle of a sample, once or each time.
 
-Everything here is importable by workers, as a user's own module would be.
+Workers can import everything here, like a user's own module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 HOUR_S = 3600
 ENDLESS = re.compile("(a|a)*b")
-"""Against a row of a's it tries 2 to the power of their number ways."""
+"""Takes 2**n steps on a string of n a's."""
 
 
 def kill() -> None:
@@ -47,17 +47,17 @@ def hang() -> None:
 
 
 def hang_in_c() -> None:
-    """A decoder that loops: it holds the interpreter's lock, and no Python runs any more."""
+    """Hang like a decoder in a loop, which holds the GIL so that no Python code runs."""
     ENDLESS.match("a" * 99)
 
 
 def hang_until_disturbed() -> None:
-    """In C, too, but the first signal ends the wait: the one that asks for the stack."""
+    """Hang in C until the first signal, which is the one that requests the stack."""
     ctypes.PyDLL(None).sleep(HOUR_S)
 
 
 def hang_on_a_lock() -> None:
-    """What a fork in the wrong moment leaves behind."""
+    """Deadlock on a lock, as after a fork at the wrong moment."""
     import threading
 
     lock = threading.Lock()
@@ -85,14 +85,14 @@ FATES = {**{name: die for name, (die, _) in DEATHS.items()}, **HANGS, "error": f
 
 
 def meet(fate: str) -> None:
-    """Let it happen, without a core file beside the tests or stacks on the terminal."""
+    """Trigger the fault, without a core file or stacks on the terminal."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    faulthandler.disable()  # pytest's own, inherited by fork
+    faulthandler.disable()  # pytest's own handler, inherited by fork
     FATES[fate]()
 
 
 class Log:
-    """Lines that any process adds to one file: what happened, across deaths."""
+    """A file to which any process can append lines. It survives the death of a process."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = str(path)
@@ -113,7 +113,7 @@ class Log:
 
 
 def drawn(index: int) -> torch.Tensor:
-    """A number and what an augmentation draws beside it, unequally much."""
+    """Return the index and an augmentation's draws. Samples draw unequal amounts."""
     for _ in range(index % 3):
         random.random(), np.random.rand(), torch.rand(1)
     return torch.tensor(
@@ -122,10 +122,10 @@ def drawn(index: int) -> torch.Tensor:
 
 
 class Fateful(Dataset):
-    """Sample i is i and drawn numbers; ``fates[i]`` happens when it is loaded.
+    """Sample i is i and drawn numbers. ``fates[i]`` happens when it is loaded.
 
     Args:
-        log: Which fates were met. Each is met ``times`` times, whoever loads the sample.
+        log: Records the faults. Each happens ``times`` times, in any process.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Fateful(Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        sample = drawn(index)  # before the fate: a state that leaks would show in what comes next
+        sample = drawn(index)  # before the fault, so that leaked state shows in later samples
         self.meet(index)
         return sample
 
@@ -159,7 +159,7 @@ class Fateful(Dataset):
 
 
 class FatefulBatches(Fateful):
-    """The same with ``__getitems__``: looping over samples would fail."""
+    """The same dataset with ``__getitems__``. Indexing single samples fails."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         raise AssertionError("__getitems__ should have been used")
@@ -172,7 +172,7 @@ class FatefulBatches(Fateful):
 
 
 class FatefulStream(IterableDataset):
-    """Numbers from 0 on; each worker gives those that are its own."""
+    """Numbers from 0 on. Each worker yields its own share."""
 
     def __init__(
         self, fates: dict[int, str] | None = None, log: Log | None = None, *, length: int = 40
@@ -189,7 +189,7 @@ class FatefulStream(IterableDataset):
 
 
 class ResumableStream(IterableDataset):
-    """The same, with a state of its own; ``seen`` notes each number that is made."""
+    """The same stream with its own state. ``seen`` records each number that is made."""
 
     def __init__(self, fates: dict[int, str], log: Log, seen: Log, *, length: int = 40) -> None:
         self.fate = Fateful(fates, log, length=length)

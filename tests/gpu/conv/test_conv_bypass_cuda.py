@@ -169,7 +169,7 @@ def test_the_hook_costs_less_than_the_smallest_algorithm() -> None:
     with torch.no_grad(), bypass_convolutions("on", devices=("cuda",)) as bypass:
         torch.convolution(x, w, *arguments)
         plan = next(iter(bypass._hook._plans.values()))
-        for _ in range(50):  # alternate, so that both are timed while a shared machine is idle
+        for _ in range(50):  # alternate, so that both are timed under the same machine load
             ours = min(ours, cost_us(lambda: torch.convolution(x, w, *arguments)))
             alone = min(alone, cost_us(lambda: pointwise.forward(plan.geometry, x, w, 1 << 20)))
     print(f"through the hook {ours:.1f} us, the algorithm alone {alone:.1f} us")

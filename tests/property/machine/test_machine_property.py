@@ -1,4 +1,4 @@
-"""Any machine, however strange, comes back from JSON as it was; any text breaks nothing."""
+"""Any machine survives a JSON round trip, and any text is parsed or rejected cleanly."""
 
 from __future__ import annotations
 

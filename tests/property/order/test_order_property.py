@@ -1,4 +1,4 @@
-"""Any dataset length, batch size, worker count and depth: torch's batches, in torch's order."""
+"""Batches equal torch's, in order, for any dataset length, batch size, workers and depth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any length, key, shard and start: bijections, inverses, partitions."""
+"""Permutations are bijections with inverses and partitions, for any length, key and shard."""
 
 from __future__ import annotations
 

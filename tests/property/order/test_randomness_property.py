@@ -1,4 +1,4 @@
-"""Randomness is a function of (seed, epoch, position), whatever was drawn before."""
+"""Randomness is a function of (seed, epoch, position), regardless of earlier draws."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_any_walk_over_positions_draws_what_each_alone_would_draw(
         for position in range(num_silent):
             walker.call(SAMPLES["nothing"], 0, position)
         for name, position in walk:
-            for disturb in noise:  # the caller's own draws between two batches
+            for disturb in noise:  # draws by the caller between two batches
                 disturb()
             walker.snapshot()
             found = walker.call(SAMPLES[name], 0, position)

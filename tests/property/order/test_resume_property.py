@@ -1,4 +1,4 @@
-"""resume(k) equals skip(k): for any length, batch, seed, epoch, ranks and place to stop."""
+"""Resuming at batch k equals skipping k batches, for any length, batch size, seed and ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.legacy
 
 
 class Drawn:
-    """Quick samples that show their index and what they drew."""
+    """Fast samples that return their index and their drawn numbers."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -93,7 +93,8 @@ def test_ranks_may_come_and_go_at_the_same_global_batch(
             if state is not None:
                 loader.load_state_dict(state)
         epochs = [iter(loader) for loader in loaders]
-        # Only whole steps of all ranks are left in the middle: the last one may be uneven.
+        # Stop in the middle only after whole steps of all ranks, because the last step can be
+        # uneven.
         num_left = (length - len(found)) // 12 if num_steps < 1000 else num_steps
         for _ in range(min(num_steps, num_left)):
             batches = [next(batches, None) for batches in epochs]

@@ -1,4 +1,4 @@
-"""Files that were changed by anybody end in our errors, with the file's name, or are ignored."""
+"""Modified files raise Penstock's errors, which name the file, or are ignored."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VALUES: list[Any] = [
 ]
 
 
-# -- what is done to a file ------------------------------------------------------------------------
+# -- modifications of a file -----------------------------------------------------------------------
 
 Change = Callable[[bytes], bytes]
 
@@ -59,7 +59,7 @@ def cut(content: bytes, place: float) -> bytes:
 
 
 def with_value(content: bytes, steps: list[int], value: Any) -> bytes:
-    """JSON with another value somewhere; a file of another kind as it is."""
+    """Replace a value inside a JSON file. Other files are returned unchanged."""
     try:
         tree = json.loads(content)
     except ValueError:
@@ -106,7 +106,7 @@ def copied(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def only(*kinds: type[Exception], naming: Path) -> Iterator[None]:
-    """Let these errors pass, if they name the file or folder; nothing else may come out."""
+    """Allow only these errors, and only if they name the file or folder."""
     said = None
     try:
         yield
@@ -119,7 +119,7 @@ def only(*kinds: type[Exception], naming: Path) -> Iterator[None]:
 
 
 class Source:
-    """Its class, and so its fingerprint, is the same in the run that is interrupted."""
+    """A source whose class, and therefore its fingerprint, is the same in the interrupted run."""
 
     num_calls_left = 1000
 
@@ -146,7 +146,7 @@ def packed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_all(folder: Path, verify: str) -> None:
-    """Open a set and read every sample; only our own errors may come out of it."""
+    """Open a set and read every sample. Only Penstock's own errors are allowed."""
     with only(BadStore, Damaged, naming=folder):
         packed = penstock.Packed(folder, verify=verify)
         for index in range(len(packed)):
@@ -175,10 +175,10 @@ def test_text_that_is_no_utf_8_is_named_with_folder_and_field(packed_folder: Pat
             penstock.Packed(folder, verify="off")[1]
         assert info.value.field == "text"  # type: ignore[attr-defined]
         assert str(info.value.path) == str(folder.resolve())  # type: ignore[attr-defined]
-        assert penstock.Packed(folder, verify="off")[0]["text"] == ""  # the others are as they were
+        assert penstock.Packed(folder, verify="off")[0]["text"] == ""  # the others are unchanged
 
 
-# -- a packing that is resumed ---------------------------------------------------------------------
+# -- resumed packing -------------------------------------------------------------------------------
 
 
 @quick
@@ -188,7 +188,7 @@ def test_a_changed_journal_is_named_or_packed_again(change: Change, name: str) -
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "set"
         source = Source()
-        source.num_calls_left = 14  # ten are for a first look
+        source.num_calls_left = 14  # ten samples are for the first inspection
         with pytest.raises(KeyboardInterrupt):
             penstock.pack(source, folder, workers=0, shard_bytes=1)
         path = folder / name
@@ -237,7 +237,7 @@ def test_a_changed_cache_of_convolutions_is_no_cache(change: Change, content: by
 
 
 def test_a_whole_cache_of_convolutions_is_read() -> None:
-    """The control: what is not changed counts."""
+    """Negative control: an unmodified cache is used."""
     with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
         patch.setenv(cache_folder.VARIABLE, place)
         patch.setattr(tuning, "_files", {})
@@ -245,7 +245,7 @@ def test_a_whole_cache_of_convolutions_is_read() -> None:
         assert tuning._choices("choices.json") == {"a": "columns"}
 
 
-# -- traces and lists of bad samples ---------------------------------------------------------------
+# -- traces and bad-sample files -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Whatever samples are made of, they come back from a packed set as they went in."""
+"""Samples of any kind survive a round trip through a packed set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = st.sampled_from(["u1", "i2", "<i8", "f2", "<f4", "f8", "?", "c8"])
 
 @st.composite
 def columns(draw: Any) -> tuple[list[Any], bool]:
-    """Values of one field for some samples, and whether their sizes differ."""
+    """Draw values of one field for six samples. Also returns whether their sizes differ."""
     kind = draw(st.sampled_from(["fixed", "ragged", "text", "bytes", "int", "float"]))
     many = st.lists
     if kind == "text":

@@ -1,12 +1,12 @@
-"""Random programs around a loader, each compared with a reference, and made small when they differ.
+"""Random programs around a loader, compared with a reference and shrunk on failure.
 
-    record      one program as a plain record: printable, and made again from its print
-    parts       what a program is made of: datasets, samplers, collates, places of generators
-    promises    the combinations that the documentation excludes, each with its sentence
-    running     runs a program: the loop of the user, and the events in it
-    checking    compares a run with its references; returns what differs
+    record      one program as a plain record that can be rebuilt from its repr
+    parts       building blocks: datasets, samplers, collate functions, generators
+    promises    combinations that the documentation excludes, each with its sentence
+    running     runs a program: the user's loop and its events
+    checking    compares a run with its references and returns the differences
     shrinking   makes a failing program smaller by dropping parts of it
-    driver      runs many programs in a child process that may hang or die
+    driver      runs many programs in a child process that can hang or die
 
 ``python -m support.programs --minutes 60 --seed 5`` in ``tests`` runs for an hour.
 """

@@ -1,9 +1,9 @@
-"""Compares a program with its references; returns what differs, in words.
+"""Compares a program with its references and describes the differences.
 
-samples    torch's own loader without workers, over the same dataset and indices, where nothing
+samples    torch's own loader without workers, over the same dataset and indices, if nothing
            is drawn
-bits       our loader without workers, without deaths and without resuming
-the loop   draws what it would draw around torch's loader; what it holds does not change
+bits       Penstock's loader without workers, without deaths and without resuming
+the loop   its draws equal those around torch's loader, and batches it holds do not change
 the end    no process, descriptor, segment, mapping or thread is left
 """
 
@@ -26,7 +26,7 @@ MAX_LINE = 600
 
 
 def check(program: Program) -> list[str]:
-    """What is wrong with a run of this program: nothing, hopefully."""
+    """Run this program and return the list of problems."""
     before = leftovers.look()
     problems = _list_problems(program)
     left = leftovers.wait_until_clean(before)
@@ -58,9 +58,9 @@ def _differences(program: Program) -> Iterator[str]:
 
 
 def without_workers(program: Program) -> Program:
-    """The same loop, loaded in its own thread: no deaths, no resuming, no user that forks."""
+    """Return the same loop without workers, deaths, resuming or forks by the user."""
     return program.having(
-        # torch takes persistent workers only where there are some.
+        # torch accepts persistent workers only if there are workers.
         num_workers=1 if program.persistent_workers else 0,
         pool="inline" if program.persistent_workers else "auto",
         start_method=None,
@@ -78,7 +78,7 @@ def _without_draws(program: Program) -> Program:
 
 
 def _compare_bits(program: Program, actual: running.Run) -> Iterator[str]:
-    """Our loader without workers; where generators belong to the worker, the same run again."""
+    """Compare with a run without workers, or with a second run if workers own the generators."""
     if promises.belongs_to_worker(program) and program.draws:
         reference, name = running.run(program), "the same run again"
     else:
@@ -91,7 +91,7 @@ def _compare_bits(program: Program, actual: running.Run) -> Iterator[str]:
 def _compare_with_torch(program: Program) -> Iterator[str]:
     if not promises.has_torch_reference(program):
         return
-    # torch draws one base seed for all epochs of persistent workers; without workers it has none.
+    # torch draws one base seed for all epochs of persistent workers, and none without workers.
     plain = without_workers(program.having(persistent_workers=False))
     if not promises.belongs_to_worker(program):
         plain = _without_draws(plain)
@@ -134,7 +134,7 @@ def _compare_drawn(run: running.Run, reference: running.Run, name: str) -> Itera
 
 
 def _compare_stream(program: Program, actual: running.Run) -> Iterator[str]:
-    """Each worker has its own part of the stream; whole batches go round the workers."""
+    """Compare streams: each worker has its own part, and batches alternate between workers."""
     if program.draws:
         again = running.run(program)
         yield from _compare(actual, again, "the same run again", in_order=program.in_order)
@@ -185,11 +185,11 @@ def _expect_stream(program: Program, num_workers: int) -> running.Run:
 _NOTHING: Any = object()
 
 
-# -- what samples draw -----------------------------------------------------------------------------
+# -- draws of samples ------------------------------------------------------------------------------
 
 
 def _find_repeated_draws(program: Program) -> Iterator[str]:
-    """A reference that draws the same numbers for each sample would be equal to itself, too."""
+    """Find samples with equal draws, which a comparison with an equally wrong reference misses."""
     simple = without_workers(program).having(form="int", collate="list", wraps=(), events=())
     simple = promises.settle(simple)
     dataset = parts.make_dataset(simple, None)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
-"""Runs many programs in a child process that may hang or die, and reports what they found.
+"""Runs many programs in a child process that can hang or die, and reports the failures.
 
-The child reads one program a line and answers one line of JSON with what is wrong. It ends itself,
-with the stacks of its threads on standard error, when a program takes longer than :data:`LIMIT_S`.
+The child reads one program per line and replies with one line of JSON that lists the problems. It
+exits, with the stacks of its threads on standard error, when a program takes longer than
+:data:`LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from support.programs.record import Program
 from support.programs.shrinking import MAX_TRIES, shrink
 
 LIMIT_S = 90.0
-"""A program takes well under a second, one with spawned workers some seconds."""
+"""A program takes well under a second. With spawned workers it takes some seconds."""
 PROGRAMS_PER_CHILD = 40
 MAX_TRIES_OF_HANGS = 8
 
@@ -35,18 +36,18 @@ MAX_TRIES_OF_HANGS = 8
 
 
 def serve(limit_s: float = LIMIT_S) -> None:
-    """Answer programs until standard input ends."""
+    """Check programs until standard input ends."""
     import gc
     import logging
 
     from support.programs.checking import check
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what user code prints is no answer
+    os.dup2(2, 1)  # output of user code is not a reply
     warnings.simplefilter("ignore")
     logging.getLogger("penstock").setLevel(logging.CRITICAL)
     gc.collect()
-    gc.freeze()  # torch is not looked at in each of the many collections
+    gc.freeze()  # exclude torch's objects from the many collections
     for line in sys.stdin:
         faulthandler.dump_traceback_later(limit_s, exit=True)
         problems = check(record.parse(line))
@@ -56,7 +57,7 @@ def serve(limit_s: float = LIMIT_S) -> None:
 
 
 class Child:
-    """A process that checks programs, one after the other."""
+    """A process that checks programs in sequence."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the child)
@@ -81,7 +82,7 @@ class Child:
         return self._process.poll() is None
 
     def check(self, program: Program) -> list[str]:
-        """What is wrong with a program; a child that hangs or dies is one of these things."""
+        """Return the problems of a program. A hang or death of the child is a problem."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.num_checked += 1
@@ -121,7 +122,7 @@ class Child:
 
 @dataclass
 class Found:
-    """A program that fails, as drawn and as small as it became."""
+    """A failing program, as drawn and after shrinking."""
 
     number: int
     drawn: Program
@@ -138,7 +139,7 @@ class Found:
 
 @dataclass
 class Report:
-    """What a session of programs found."""
+    """Results of a session."""
 
     seed: int
     num_programs: int = 0
@@ -159,7 +160,7 @@ class Session:
     """Draws programs from a seed, checks them, and shrinks those that fail.
 
     Args:
-        num_shrunk: How many failures of one kind are made smaller.
+        num_shrunk: How many failures of one kind are shrunk.
     """
 
     def __init__(self, seed: int, *, num_shrunk: int = 1) -> None:
@@ -182,7 +183,7 @@ class Session:
             self._child = Child()
         problems = self._child.check(program)
         if problems:
-            self.close()  # what failed may have left something
+            self.close()  # a failure can leave something behind
         return problems
 
     def close(self) -> None:
@@ -193,7 +194,7 @@ class Session:
     def run(
         self, *, count: int | None = None, minutes: float | None = None, allows_spawn: bool = True
     ) -> Iterator[Found]:
-        """Check so many programs, or for so long; yields each failure as it is found."""
+        """Check this many programs, or run for this long. Yields each failure when it is found."""
         start = time.monotonic()
         try:
             for number, program in self.programs(allows_spawn=allows_spawn):
@@ -227,7 +228,7 @@ class Session:
                     return True
                 return False
 
-            # Each program that hangs takes its whole limit.
+            # Each program that hangs takes the full time limit.
             is_slow = kind.startswith("hangs")
             smallest = shrink(program, fails, MAX_TRIES_OF_HANGS if is_slow else MAX_TRIES)
             problems = last[smallest]
@@ -237,7 +238,7 @@ class Session:
 
 
 def kind_of(problems: list[str]) -> str:
-    """Problems of the same kind have the same first words."""
+    """Return the kind of a problem. Problems of one kind have the same first words."""
     words = re.sub(r"[\d.]+", "#", problems[0].split(":")[0])
     reference = "torch" if "torch's loader" in problems[0] else ""
     return f"{words} {reference}".strip()

@@ -1,6 +1,6 @@
-"""What programs are made of: samples, places of generators, datasets, orders and collates.
+"""Building blocks of programs: samples, generators, datasets, orders and collate functions.
 
-Everything here is importable by workers, as a user's own module would be.
+Workers can import everything here, like a user's own module.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ FORMS: dict[str, Callable[[int], Any]] = {
 RAGGED = ("ragged", "ragged dict", "ragged list")
 PACKABLE = ("int", "float", "str", "tensor", "big", "numpy", "dict", "tuple")
 
-# -- places where generators are -------------------------------------------------------------------
+# -- locations of generators -----------------------------------------------------------------------
 
 MODULE_GENERATOR = np.random.default_rng(1)
 MODULE_RANDOM = random.Random(2)
 
 
 class _Flip:
-    """A transform, as users write them."""
+    """A user-defined transform."""
 
     shared = np.random.RandomState(3)
 
@@ -115,7 +115,7 @@ def _draw_from(generator: random.Random) -> int:
 
 
 class Holder:
-    """The attributes that datasets and collates draw from; a user's augmentation."""
+    """Attributes that datasets and collate functions draw from, like a user's augmentation."""
 
     _class_generator = np.random.default_rng(6)
     _zebra = _antelope = np.random.default_rng(5)
@@ -125,7 +125,7 @@ class Holder:
         self.generator = np.random.default_rng(7)
         self.state = np.random.RandomState(8)
         self.random = random.Random(9)
-        # Old torch cannot pickle it, so only a dataset that draws from it has one.
+        # Old torch versions cannot pickle it, so only a dataset that draws from it has one.
         self.torch_generator = torch.Generator() if "torch generator" in draws else None
         self.transform = {"steps": [_Flip(None), _Flip(np.random.default_rng(10))]}
         self.closure = _closure()
@@ -176,7 +176,7 @@ def _draw_and_restore(generator: random.Random) -> int:
 
 
 def _draw_unequally(index: int) -> int:
-    for _ in range(index % 3):  # so that a leak would shift the next
+    for _ in range(index % 3):  # so that a leak would shift the next sample
         random.random(), np.random.rand(), torch.rand(1)
     return random.getrandbits(60)
 
@@ -220,7 +220,7 @@ DRAWS: dict[str, Callable[[Holder, int], int]] = {
 }
 GLOBAL_DRAWS = ("random", "numpy", "torch", "all", "late")
 REPEATING_DRAWS = ("kept", "late", "torchvision", "torchvision v2", "albumentations")
-"""Two samples may draw the same here without a fault."""
+"""Draws for which two samples can be equal without a fault."""
 _NEEDED_PACKAGE = {
     "torchvision": "torchvision",
     "torchvision v2": "torchvision",
@@ -229,7 +229,7 @@ _NEEDED_PACKAGE = {
 
 
 def usable_draws() -> list[str]:
-    """Those whose packages are installed, and that torch can send to a worker."""
+    """Return the draws whose packages are installed and that torch can send to a worker."""
     usable = [
         name
         for name in DRAWS
@@ -283,11 +283,11 @@ def _make_pipelines(draws: tuple[str, ...]) -> dict[str, Any]:
 
 
 class BadFile(OSError):
-    """What a bad sample raises."""
+    """Raised by a bad sample."""
 
 
 class Made(Dataset):
-    """Sample i is ``FORMS[form](i)``, beside what it drew."""
+    """Sample i is ``FORMS[form](i)`` with its drawn numbers."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -310,14 +310,14 @@ class Made(Dataset):
 
 
 class MadeInBatches(Made):
-    """The same, asked for whole batches."""
+    """The same dataset, with ``__getitems__``."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
 
 
 class Stream(IterableDataset):
-    """Samples of ``Made`` in sequence; each worker gives those that are its own."""
+    """Samples of ``Made`` in sequence. Each worker yields its own share."""
 
     def __init__(self, program: Program) -> None:
         self.made = Made(program)
@@ -330,7 +330,7 @@ class Stream(IterableDataset):
 
 
 class Transformed(Dataset):
-    """A dataset in an attribute, with a transform of its own."""
+    """A dataset that wraps another one and has its own transform."""
 
     def __init__(self, dataset: Any) -> None:
         self.inner = {"dataset": dataset}
@@ -403,7 +403,7 @@ def _make_source(program: Program) -> Any:
 
 
 def make_dataset(program: Program, folder: Path) -> Any:
-    """The dataset of a program; ``folder`` is for what it stores."""
+    """Return the dataset of a program. ``folder`` is for its stored files."""
     dataset = _make_source(program)
     for wrap in program.wraps:
         dataset = WRAPS[wrap](dataset, folder)
@@ -414,7 +414,7 @@ def make_dataset(program: Program, folder: Path) -> Any:
 
 
 class _Sampler:
-    """A sampler of the user's own."""
+    """A user-defined sampler."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -427,7 +427,7 @@ class _Sampler:
 
 
 class _Batches:
-    """A batch sampler of the user's own, with batches of unequal sizes."""
+    """A user-defined batch sampler, with batches of unequal sizes."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -529,9 +529,9 @@ ORDERS: dict[str, Callable[[int, dict[str, Any]], dict[str, Any]]] = {
 }
 BATCH_ORDERS = ("batches", "refilled batches", "batch list", "batch sampler", "buckets")
 REPLACING_ORDERS = ("weighted generator", "replacement", "weighted order")
-"""The same index may come twice in an epoch."""
+"""Orders in which an index can occur twice in an epoch."""
 
-# -- collates --------------------------------------------------------------------------------------
+# -- collate functions -----------------------------------------------------------------------------
 
 
 def _collate_and_draw(samples: list[Any]) -> Any:
@@ -561,7 +561,7 @@ def _collate_padded(samples: list[Any]) -> Any:
 
 
 def make_collate(name: str) -> Any:
-    """A ``collate_fn``, or None for the default one."""
+    """Return a ``collate_fn``, or None for the default one."""
     if name == "default":
         return None
     if name == "list":
@@ -584,7 +584,7 @@ def init_nothing(worker: int) -> None:
 
 
 def init_seeds(worker: int) -> None:
-    """Seeds that have no effect where randomness belongs to the sample."""
+    """Set seeds, which has no effect if randomness belongs to the sample."""
     random.seed(worker)
     np.random.seed(worker)
 
@@ -593,7 +593,7 @@ INITS: dict[str, Any] = {"": None, "nothing": init_nothing, "seeds": init_seeds}
 
 
 def mend(index: Any, error: Exception) -> Any:
-    """``on_error`` as a function: leaves samples with an odd index out, raises for the others."""
+    """``on_error`` as a function: skips samples with an odd index, and raises for the others."""
     if isinstance(index, int) and index % 2:
         return None
     raise error

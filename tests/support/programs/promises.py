@@ -1,8 +1,8 @@
-"""The combinations that the documentation excludes, each with the sentence that does so.
+"""The combinations that the documentation excludes, each with the excluding sentence.
 
-:func:`settle` turns any record into a program that can be built and that everything is promised
-for: what is excluded is set to its default. The functions at the end say which comparisons a
-program allows. Nothing else in this package knows an exception.
+:func:`settle` turns any record into a valid program that the documentation covers: excluded
+settings get their defaults. The functions at the end say which comparisons a program allows. All
+exceptions of this package are in this module.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
         "what is random in a sample is frozen with",
     ),
 }
-"""Each exception with the page and the sentence that makes it; a test looks for the sentence."""
+"""Each exception with its page and its sentence. A test checks that the page has the sentence."""
 
 
 def settle(program: Program) -> Program:
-    """The nearest program that can be built and that the documentation promises everything for."""
+    """Return the nearest valid program that the documentation covers fully."""
     for rule in RULES:
         program = rule(program)
     return program
 
 
-# -- what cannot be built --------------------------------------------------------------------------
+# -- invalid combinations --------------------------------------------------------------------------
 
 
 def _source_rules(p: Program) -> Program:
@@ -81,11 +81,11 @@ def _source_rules(p: Program) -> Program:
         p = p.having(draws=(), bad=(), sample_ms=0)
     if p.source in ("range", "tensors"):
         p = p.having(form="int")
-    if p.source == "iterable":  # neither indices nor a length
+    if p.source == "iterable":  # no indices and no length
         p = p.having(order="sequential", wraps=(), bad=(), seed=None)
-        if p.form == "dataclass":  # torch's collate makes the reference
+        if p.form == "dataclass":  # the reference uses torch's collate function
             p = p.having(form="tuple")
-    if p.source == "shared_dict":  # a mapping: torch's wrappers take it for a list of keys
+    if p.source == "shared_dict":  # a mapping, which torch's wrappers index like a list
         p = p.having(wraps=())
     if "stack" in p.wraps and not hasattr(parts.torch.utils.data, "StackDataset"):
         p = p.having(wraps=tuple(wrap for wrap in p.wraps if wrap != "stack"))
@@ -96,7 +96,7 @@ def _source_rules(p: Program) -> Program:
 
 
 def _storing_rules(p: Program) -> Program:
-    """ "what is stored"; packed sets and caches take plain values, and at least one sample."""
+    """ "what is stored". Packed sets and caches take plain values, and at least one sample."""
     storing = [wrap for wrap in p.wraps if wrap in parts.STORING]
     if not storing:
         return p
@@ -108,7 +108,7 @@ def _storing_rules(p: Program) -> Program:
 
 def _batch_rules(p: Program) -> Program:
     if p.order in parts.BATCH_ORDERS:
-        # Without automatic batching there is nothing to drop.
+        # Without automatic batching, drop_last is not allowed.
         p = p.having(batch_size=p.batch_size or 2, seed=None)
         if p.order in ("batches", "batch list"):
             p = p.having(drop_last=False, batch_size=2)
@@ -117,14 +117,14 @@ def _batch_rules(p: Program) -> Program:
         if p.bad:
             p = p.having(bad=(), bad_kind="raises", on_error="raise")
     if p.length < 4 and p.order != "sequential":
-        p = p.having(order="sequential")  # torch refuses empty samplers, and wrappers make it less
+        p = p.having(order="sequential")  # torch rejects empty samplers, and wrappers shrink it
     if p.length < 8 and any(wrap in ("subset", "split") for wrap in p.wraps):
         p = p.having(wraps=())
     stacks = p.collate in ("default", "draws") and p.batch_size is not None
     if stacks and (p.form in parts.RAGGED or (p.form == "dataclass" and p.collate == "draws")):
         p = p.having(collate="list")
     if p.changes_batches and p.collate != "default":
-        p = p.having(changes_batches=False)  # what a list holds may be the dataset's own
+        p = p.having(changes_batches=False)  # a list can hold the dataset's own objects
     if p.changes_batches and p.batch_size is None:
         p = p.having(changes_batches=False)
     return p
@@ -147,11 +147,11 @@ def _loop_rules(p: Program) -> Program:
     return p.having(events=tuple(event for event in p.events if event[1] < p.epochs))
 
 
-# -- what is not promised --------------------------------------------------------------------------
+# -- exclusions by the documentation ---------------------------------------------------------------
 
 
 def _order_rules(p: Program) -> Program:
-    """ "out of order": which batches are first is not promised."""
+    """ "out of order": which batches come first is unspecified."""
     if not p.in_order:
         p = p.having(events=p.events_of("fork", "kill", "kill_server"))
         if p.source == "iterable":
@@ -186,7 +186,7 @@ def _resume_rules(p: Program) -> Program:
         return p
     (_, epoch, batch, num_workers) = resumes[0]
     others = tuple(event for event in p.events if event not in resumes)
-    if p.source == "iterable":  # docs/reproducibility.md names indices only
+    if p.source == "iterable":  # docs/reproducibility.md covers indices only
         return p.having(events=others)
     if p.order == "weighted generator":
         epoch, p = 0, p.having(epochs=1)
@@ -201,7 +201,7 @@ def _resume_rules(p: Program) -> Program:
 
 
 def _open_defects(p: Program) -> Program:
-    # How far a sampler ran ahead when the loop breaks is seen in the user's generator, as in torch.
+    # When the loop breaks, the user's generator shows how far a sampler ran ahead, as in torch.
     if p.events_of("break") and p.order in ("shuffle generator", "batch sampler", "replacement"):
         p = p.having(events=tuple(event for event in p.events if event[0] != "break"))
     return p
@@ -224,12 +224,15 @@ RULES = (
 
 
 def belongs_to_worker(p: Program) -> bool:
-    """Does what samples draw follow the worker?"""
+    """Return True if the draws of samples depend on the worker."""
     return p.source == "iterable" or p.randomness == "worker"
 
 
 def has_torch_reference(p: Program) -> bool:
-    """Can torch's own loader run it? "dataclasses", "samples unlike"; and ``on_error`` is ours."""
+    """Return True if torch's own loader can run it.
+
+    Exceptions: "dataclasses", "samples unlike", and ``on_error``, which torch does not have.
+    """
     is_default = p.collate == "default" and p.batch_size is not None
     if is_default and (p.form == "dataclass" or (p.bad and p.bad_kind == "none")):
         return False
@@ -237,14 +240,14 @@ def has_torch_reference(p: Program) -> bool:
 
 
 def keeps_user_generators(p: Program) -> bool:
-    """Are the loop's own draws those of a loop without workers? "draws beside threads".
+    """Return True if the loop's own draws equal those of a loop without workers.
 
-    A loader that resumes draws its base seed once more.
+    Exception: "draws beside threads". A loader that resumes draws one more base seed.
     """
     return p.pool != "thread" and not p.events_of("resume")
 
 
 def draws_differ(p: Program) -> bool:
-    """Must any two samples of the run draw different numbers?"""
+    """Return True if any two samples of the run must draw different numbers."""
     repeats = any(name in parts.REPEATING_DRAWS for name in p.draws)
     return bool(p.draws) and not repeats and not belongs_to_worker(p) and not p.bad

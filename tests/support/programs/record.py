@@ -1,4 +1,4 @@
-"""One program as a plain record, and how one is drawn from a seed."""
+"""A program as a plain record, and random drawing of programs from a seed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ Event = tuple[Any, ...]
 
 @dataclass(frozen=True, repr=False)
 class Program:
-    """A dataset, a loader over it, and what happens in the loop.
+    """A dataset, a loader over it, and the events in the loop.
 
-    Every default is the simplest value, and ``repr`` names only what differs from it.
+    Every default is the simplest value, and ``repr`` shows only other values.
     """
 
     # The dataset.
     source: str = "made"
     length: int = 8
     form: str = "int"
-    """What a sample looks like: a key of :data:`support.programs.parts.FORMS`."""
+    """Form of a sample: a key of :data:`support.programs.parts.FORMS`."""
     draws: tuple[str, ...] = ()
-    """Where a sample draws from: keys of :data:`support.programs.parts.DRAWS`."""
+    """Sources of draws: keys of :data:`support.programs.parts.DRAWS`."""
     wraps: tuple[str, ...] = ()
-    """Datasets around the dataset, the innermost first."""
+    """Wrappers around the dataset, the innermost first."""
     bad: tuple[int, ...] = ()
     """Samples that cannot be loaded."""
     bad_kind: str = "raises"
@@ -52,13 +52,13 @@ class Program:
     # The loop.
     epochs: int = 1
     keep: int = 0
-    """How many of the last batches the loop holds."""
+    """Number of recent batches that the loop holds."""
     changes_batches: bool = False
-    """The loop writes zeros into each batch."""
+    """True if the loop writes zeros into each batch."""
     draws_between: bool = False
-    """The loop draws from the global generators after each batch."""
+    """True if the loop draws from the global generators after each batch."""
     events: tuple[Event, ...] = ()
-    """(what, epoch, after how many batches, ...); see :mod:`support.programs.running`."""
+    """(kind, epoch, number of batches before it, ...). See :mod:`support.programs.running`."""
 
     def __repr__(self) -> str:
         given = [
@@ -69,7 +69,7 @@ class Program:
         return f"Program({', '.join(given)})"
 
     def having(self, **changes: Any) -> Program:
-        """The same program but for these."""
+        """Return a copy with these fields replaced."""
         return dataclasses.replace(self, **changes)
 
     def events_of(self, *kinds: str) -> tuple[Event, ...]:
@@ -77,13 +77,13 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """A program from its ``repr``."""
+    """Return a program from its ``repr``."""
     program = eval(text, {"Program": Program, "__builtins__": {}})
     assert isinstance(program, Program)
     return program
 
 
-# Choices of each field with their weights; the first value of a list is the most usual.
+# Choices of each field with their weights. The first value of a list is the most common.
 _CHOICES: dict[str, list[tuple[Any, int]]] = {
     "source": [
         ("made", 12),
@@ -125,10 +125,10 @@ _CHOICES: dict[str, list[tuple[Any, int]]] = {
 
 
 def draw_program(chance: random.Random, *, allows_spawn: bool = True) -> Program:
-    """A random program that the documentation makes promises about.
+    """Draw a random program that the documentation covers.
 
     Args:
-        allows_spawn: Spawned workers start in seconds, forked ones in milliseconds.
+        allows_spawn: Allow spawned workers. They start in seconds, forked ones in milliseconds.
     """
     from support.programs import parts, promises
 

@@ -1,12 +1,12 @@
-"""Runs a program: the loop of the user, and what happens in it.
+"""Runs a program: the user's loop and its events.
 
-Events are (what, epoch, number of batches that the epoch has delivered, ...):
+Events are (kind, epoch, number of batches delivered in the epoch, ...):
 
-    ("kill", e, n)          a worker is killed with SIGKILL
-    ("kill_server", e, n)   the fork server is killed
-    ("fork", e, n)          the user forks; the child holds the batch and looks at it at the end
-    ("break", e, n)         the loop leaves the epoch
-    ("resume", e, n, w)     the state goes to a new loader with w workers, which goes on
+    ("kill", e, n)          kill a worker with SIGKILL
+    ("kill_server", e, n)   kill the fork server
+    ("fork", e, n)          fork as a user; the child holds the batch and checks it at the end
+    ("break", e, n)         leave the epoch
+    ("resume", e, n, w)     pass the state to a new loader with w workers, and continue
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ MAX_ERRORS = 50
 
 @dataclass
 class Run:
-    """What a loop saw."""
+    """Observations of a loop."""
 
     epochs: list[list[Any]] = field(default_factory=list)
-    """The batches of each epoch in words; see :func:`describe`."""
+    """Descriptions of the batches of each epoch. See :func:`describe`."""
     drawn: list[tuple[float, ...]] = field(default_factory=list)
-    """What the loop drew from Python's, NumPy's and torch's generators."""
+    """Numbers that the loop drew from Python's, NumPy's and torch's generators."""
     problems: list[str] = field(default_factory=list)
     num_done: dict[str, int] = field(default_factory=dict)
-    """How many events of each kind took place."""
+    """Number of events of each kind that took place."""
 
 
-# -- batches in words ------------------------------------------------------------------------------
+# -- descriptions of batches -----------------------------------------------------------------------
 
 
 def describe(value: Any) -> Any:
-    """A batch as plain tuples that can be compared, hashed and printed: every bit counts."""
+    """Describe a batch as plain tuples that can be compared, hashed and printed, bit by bit."""
     if isinstance(value, torch.Tensor):
         array = value.detach().resolve_conj().resolve_neg().numpy()
         return ("tensor", str(value.dtype), *_describe_array(array))
@@ -86,7 +86,7 @@ def _describe_array(array: Any) -> tuple[Any, ...]:
 
 
 def describe_error(error: Exception) -> Any:
-    """An exception as its class and arguments; the engine adds a text to its class."""
+    """Describe an exception by its class and arguments. The engine adds a text to its class."""
     if isinstance(error, parts.BadFile):
         return ("error", "BadFile", repr(error.args))
     if _is_deserved(error):
@@ -97,7 +97,7 @@ def describe_error(error: Exception) -> Any:
 
 
 def _is_deserved(error: Exception) -> bool:
-    """An error of ours that the documentation announces for a program as it is."""
+    """Return True for an error that the documentation announces for this program."""
     names = ("NoSubstitute", "MismatchedSamples", "TooManyBad")
     return isinstance(error, tuple(getattr(penstock.errors, name) for name in names))
 
@@ -110,7 +110,7 @@ def _length_of(program: Program, dataset: Any) -> int:
 
 
 def make_ours(program: Program, dataset: Any) -> Any:
-    """The loader of a program."""
+    """Return the loader of a program."""
     batch = {"batch_size": program.batch_size, "drop_last": program.drop_last}
     arguments = parts.ORDERS[program.order](_length_of(program, dataset), batch)
     return penstock.DataLoader(
@@ -131,7 +131,7 @@ def make_ours(program: Program, dataset: Any) -> Any:
 
 
 def make_torchs(program: Program, dataset: Any) -> Any:
-    """torch's own loader without workers, over the same indices."""
+    """Return torch's own loader without workers, over the same indices."""
     batch = {"batch_size": program.batch_size, "drop_last": program.drop_last}
     length = _length_of(program, dataset)
     arguments = parts.ORDERS[program.order](length, batch)
@@ -177,14 +177,14 @@ class Loop:
         return self.run
 
     def _set_epoch(self, epoch: int) -> None:
-        """torch's loader does not count epochs; our orders under it are told."""
+        """Set the epoch of Penstock's orders under torch's loader, which does not count epochs."""
         if self._makes is make_torchs:
             for order in (self._loader.sampler, self._loader.batch_sampler):
                 if hasattr(order, "set_epoch"):
                     order.set_epoch(epoch)
 
     def _step(self, epoch: int) -> bool:
-        """Take one batch; False at the end of the epoch."""
+        """Take one batch. Returns False at the end of the epoch."""
         seen = self.run.epochs[-1]
         try:
             batch = next(self._batches)
@@ -215,7 +215,7 @@ class Loop:
         self.run.drawn.append(drawn)
 
     def _check_held(self, num_left: int) -> None:
-        """Look at the batches that the loop lets go of."""
+        """Check the batches that the loop releases."""
         while len(self._held) > num_left:
             batch, was = self._held.pop(0)
             now = describe(batch)
@@ -225,7 +225,7 @@ class Loop:
     # -- events ------------------------------------------------------------------------------------
 
     def _act(self, event: Event, batch: Any) -> bool:
-        """Do what the event says; False if the loop leaves the epoch."""
+        """Perform the event. Returns False if the loop leaves the epoch."""
         kind = event[0]
         if kind == "kill":
             _kill_worker(self._batches)
@@ -252,12 +252,12 @@ class Loop:
         self._loader = self._makes(program, self._dataset)
         self._loader.load_state_dict(json.loads(state))
         if json.loads(state)["epoch"] > epoch:
-            return False  # it was the last batch
+            return False  # the last batch
         self._batches = iter(self._loader)
         return True
 
     def _fork(self, batch: Any) -> None:
-        """A child that holds the batch until the end of the run."""
+        """Fork a child that holds the batch until the end of the run."""
         was = describe(batch)
         read_end, write_end = os.pipe()
         pid = os.fork()
@@ -274,7 +274,7 @@ class Loop:
 
     def _end_children(self) -> None:
         for pid, write_end, epoch in self._children:
-            os.write(write_end, b"!")  # closing is not enough: the next child inherited this end
+            os.write(write_end, b"!")  # not just close: the next child inherited this end
             os.close(write_end)
             _, status = os.waitpid(pid, 0)
             if status:
@@ -309,7 +309,7 @@ def _kill_server() -> None:
 
 
 def run(program: Program, makes: Any = make_ours) -> Run:
-    """Run a program from the same seeds each time."""
+    """Run a program. The seeds are the same each time."""
     random.seed(31)
     np.random.seed(32)
     torch.manual_seed(33)

@@ -1,4 +1,4 @@
-"""Makes a failing program smaller by dropping parts of it, as long as it still fails."""
+"""Makes a failing program smaller by dropping parts of it, while it still fails."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Fails = Callable[[Program], bool]
 
 
 def shrink(program: Program, fails: Fails, max_tries: int = MAX_TRIES) -> Program:
-    """The smallest program that is found to fail within ``max_tries`` runs.
+    """Return the smallest failing program found within ``max_tries`` runs.
 
     Args:
-        fails: Runs a program; it may need several tries where a failure depends on timing.
+        fails: Runs a program. It may need several tries if a failure depends on timing.
     """
     num_tries = 0
     tried = {program}
@@ -37,7 +37,7 @@ def shrink(program: Program, fails: Fails, max_tries: int = MAX_TRIES) -> Progra
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Programs with one part less, the largest steps first."""
+    """Yield programs with one part less, the largest steps first."""
     simple = Program()
     for field in dataclasses.fields(program):
         value, default = getattr(program, field.name), field.default
@@ -67,7 +67,7 @@ def _simpler(value: object, default: object) -> Iterator[object]:
 
 
 def _weight(program: Program) -> tuple[int, ...]:
-    """A measure that gets smaller with each step, so that shrinking ends."""
+    """Return a measure that decreases with each step, so that shrinking terminates."""
     given = sum(
         getattr(program, field.name) != field.default for field in dataclasses.fields(program)
     )

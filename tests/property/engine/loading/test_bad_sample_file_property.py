@@ -1,4 +1,4 @@
-"""Whatever lies in a file of bad samples, reading it ends well, and what was appended is found."""
+"""Any content of a bad-sample file can be read, and appended records are found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VALUES = st.recursive(
 FIELDS = st.dictionaries(
     st.sampled_from(["path", "error", "count", "epoch", "position", "time", "end", "other"]), VALUES
 )
-INDICES = st.integers() | st.text(st.characters())  # lone surrogates, too: odd names of files
+INDICES = st.integers() | st.text(st.characters())  # includes lone surrogates
 
 
 @given(st.lists(st.binary(max_size=60) | st.sampled_from([b"\n", b'{"index": 1}\n', b'{"index"'])))
@@ -41,7 +41,7 @@ def test_any_bytes_are_read_or_refused(pieces: list[bytes]) -> None:
             assert not found.samples
 
 
-@settings(max_examples=20)  # texts of any kind are slow to draw
+@settings(max_examples=20)  # arbitrary text is slow to draw
 @given(st.lists(st.tuples(INDICES, FIELDS), max_size=4), st.binary(max_size=8))
 def test_what_is_appended_is_found_whatever_lay_there(
     records: list[tuple[Any, dict[str, Any]]], rubbish: bytes

@@ -1,4 +1,4 @@
-"""Whatever nesting of whatever leaves: a batch through a slot is default_collate's batch."""
+"""A batch that passes through a slot equals default_collate's batch, for any nesting of leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.datasets import Pair, Record, assert_same, differences
 
 pytestmark = pytest.mark.legacy
 
-# A form is a nesting of leaf kinds; a sample is what a form makes of a seed.
+# A form is a nesting of leaf kinds. A form and a seed make a sample.
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 TORCH = st.sampled_from(
     [
@@ -54,7 +54,7 @@ FORMS = st.recursive(
 
 
 def make(form: Any, seed: int) -> Any:
-    """The sample of a form; each leaf differs from leaf to leaf and from seed to seed."""
+    """Return the sample of a form. Leaves differ from each other and between seeds."""
     kind, content = form
     if kind == "leaf":
         return make_leaf(content, seed)
@@ -94,7 +94,7 @@ def through_slot(samples: list[Any], cut: int) -> Any:
     return view_batch(layout, buffer, len(samples), len(samples), objects)
 
 
-# torch 1.13.1 turns NumPy's booleans into a tensor by a way that NumPy 1 warns about.
+# torch 1.13.1 converts NumPy booleans in a way that NumPy 1 warns about.
 numpy_1 = pytest.mark.filterwarnings(
     "ignore:In future, it will be an error for 'np.bool_':DeprecationWarning"
 )
@@ -125,7 +125,7 @@ def test_a_payload_comes_back_as_it_went_however_small_the_slot(form: Any, slot_
 
 @given(form=FORMS.filter(lambda form: form not in [("dict", {})]))
 def test_samples_made_from_different_seeds_would_be_told_apart(form: Any) -> None:
-    """The control of the tests above: were all samples alike, mixed rows would go unnoticed."""
+    """Negative control for the tests above: mixed-up rows are noticed because samples differ."""
     if not leaves_with_content(form):
         return
     assert differences(make(form, 0), make(form, 1))

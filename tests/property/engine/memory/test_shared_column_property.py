@@ -1,4 +1,4 @@
-"""SharedList(x) reads as x does, SharedDict(d) as d does, whatever is in them."""
+"""SharedList and SharedDict read like list and dict, for any contents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock import SharedDict, SharedList
 
 pytestmark = pytest.mark.legacy
 
-TEXT = st.text(st.characters())  # surrogates too
+TEXT = st.text(st.characters())  # includes surrogates
 NUMBERS = st.integers() | st.floats(allow_nan=False) | st.booleans()
 ATOMS = st.none() | NUMBERS | TEXT | st.binary()
 KEYS = st.recursive(ATOMS, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
@@ -29,7 +29,7 @@ BOUNDS = st.none() | st.integers(-12, 12)
 
 
 def typed(value: Any) -> Any:
-    """The value with its types, all the way down: ``1`` is not ``True`` is not ``1.0``."""
+    """Return the value with its types at every level: ``1``, ``True`` and ``1.0`` are different."""
     if isinstance(value, (list, tuple)):
         return type(value), [typed(item) for item in value]
     return type(value), repr(value)

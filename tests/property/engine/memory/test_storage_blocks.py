@@ -21,7 +21,7 @@ WIDTHS = {torch.float32: 4, torch.int64: 8, torch.uint8: 1, torch.complex64: 8, 
 
 @st.composite
 def views(draw: Any) -> Any:
-    """A function from a matrix to a view of it, and what it does."""
+    """Draw a function that returns a view of a matrix."""
     kind = draw(
         st.sampled_from(
             ["whole", "rows", "columns", "transposed", "expanded", "windows", "bytes", "nothing"]
@@ -52,7 +52,7 @@ def make_base(dtype: torch.dtype) -> torch.Tensor:
 
 def fill(tensor: torch.Tensor) -> None:
     if tensor.numel():
-        tensor.as_strided((1,), (1,)).fill_(103)  # its first element: no other has this value
+        tensor.as_strided((1,), (1,)).fill_(103)  # the first element, a unique value
 
 
 @given(
@@ -78,7 +78,7 @@ def test_views_of_one_tensor_are_views_of_one_tensor_again(
 
 @given(dtype=st.sampled_from(list(WIDTHS)), look=views())
 def test_copies_in_the_place_of_views_would_be_noticed(dtype: Any, look: Any) -> None:
-    """The control: a view that became a copy does not see what is written to its base."""
+    """Negative control: a copy in place of a view does not see writes to its base."""
     base = make_base(dtype) + 1
     view, copy = look(base), look(base).clone()
     fill(view)
