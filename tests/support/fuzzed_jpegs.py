@@ -64,7 +64,7 @@ def claim_to_be_huge(path: Path, good: bytes, chance: random.Random) -> None:
 
 
 def make_unreadable(path: Path, good: bytes, chance: random.Random) -> None:
-    """Make a path that even root cannot read: a folder, a dangling link, a link loop, or nothing."""
+    """Make a path that even root cannot read: a folder, a dangling link, a loop, or nothing."""
     kind = chance.randrange(4)
     if kind == 0:
         path.mkdir()

@@ -1,4 +1,4 @@
-"""Unit tests start no process and do not sleep. A test that tries fails."""
+"""Unit tests start no process and do not sleep. A test that tries to do so fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors in four parts, with data for programs, that survive a pickle."""
+"""Errors have four parts and data for programs, and can be pickled."""
 
 from __future__ import annotations
 

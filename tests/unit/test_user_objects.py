@@ -1,4 +1,4 @@
-"""Questions to the user's objects run none of their code, or survive it."""
+"""Queries on user objects run none of their code, or tolerate its errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Reader:
         return index
 
     def read_rows(self) -> None:
-        """Something to offer."""
+        """A method to offer."""
 
 
 class Wrapper:

@@ -1,4 +1,4 @@
-"""Two loaders' timings become a table and sentences, whoever won."""
+"""Timings of two loaders become a table and sentences, for either winner."""
 
 from __future__ import annotations
 

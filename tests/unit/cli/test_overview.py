@@ -1,4 +1,4 @@
-"""What does ``python -m penstock`` show of a machine?"""
+"""The machine overview that ``python -m penstock`` prints."""
 
 from __future__ import annotations
 

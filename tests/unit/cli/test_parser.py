@@ -1,4 +1,4 @@
-"""The command line is read once: what is ours, what is the script's, and what is refused."""
+"""The command line separates Penstock's options from the script's, and rejects invalid ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.legacy
 
 
 def read(line: str) -> dict[str, Any]:
-    """What differs from the defaults of ``penstock run``."""
+    """Return the settings that differ from the defaults of ``penstock run``."""
     options = vars(make_parser().parse_args(["run", *line.split()]))
     defaults = {name: option.default for name, option in options_of(PatchOptions).items()}
     defaults |= {"command": "run", "is_module": False, "conv": None, "execute": options["execute"]}
@@ -132,12 +132,12 @@ def test_every_command_has_a_page_of_help(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_no_option_of_the_loader_alone_has_a_flag() -> None:
-    """``penstock run`` would not take it: its flags are those of ``PatchOptions``."""
+    """``penstock run`` would reject it, because its flags come from ``PatchOptions``."""
     shared = options_of(SharedOptions)
     alone = {name: o for name, o in options_of(LoaderOptions).items() if name not in shared}
     assert alone
     assert [name for name, option in alone.items() if option.flag] == []
-    assert [name for name, option in shared.items() if option.flag]  # control: others have one
+    assert [name for name, option in shared.items() if option.flag]  # control: some have a flag
 
 
 def test_only_run_replaces_what_the_code_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""When Python starts again for its hash seed."""
+"""Python restarts itself when the hash seed requires it."""
 
 from __future__ import annotations
 

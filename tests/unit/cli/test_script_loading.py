@@ -1,4 +1,4 @@
-"""A script is run up to the name that is wanted, and its definitions beyond it."""
+"""A script runs up to the requested name, and later definitions are included."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.legacy
 
 @pytest.fixture(autouse=True)
 def _own_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A script takes the place of ``__main__``, the path and the arguments: for this test only."""
+    """Protect ``__main__``, ``sys.path`` and ``sys.argv``, which a script replaces."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))

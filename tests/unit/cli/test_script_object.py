@@ -1,4 +1,4 @@
-"""``script.py:name`` is found, or a clear line says why not; nothing is run for it."""
+"""``script.py:name`` is found without running the script, or the error says why not."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_what_is_imported_is_not_suggested(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import numpy as np\ndataset = [np.zeros(3)]\n")
     with pytest.raises(BadTarget, match=r"train\.py:dataset"):
-        find_script_object(f"{script}:nope")  # nearer to np than to dataset
+        find_script_object(f"{script}:nope")  # closer to np than to dataset
 
 
 CLASSES = """

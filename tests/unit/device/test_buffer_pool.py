@@ -1,4 +1,4 @@
-"""Memory that is used again, and never while somebody holds it."""
+"""Buffers are reused, but never while a reference to them exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of a device say what was copied, and the likely cause."""
+"""Device errors describe the copy and the likely cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""finish: bytes become floats exactly as torch's own arithmetic makes them."""
+"""``finish`` converts bytes to floats with exactly torch's arithmetic."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_no_images_are_no_trouble() -> None:
 
 
 class OnGpu(torch.Tensor):
-    """Says that it is, and is not."""
+    """A tensor that reports a GPU as its device."""
 
     is_cuda = True
 
@@ -183,7 +183,7 @@ def test_what_does_not_fit_the_batch_is_said_with_its_shape() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_torchs_default_dtype_changes_no_bit_of_the_result(dtype: torch.dtype) -> None:
-    mean, std = [0.4851, 0.4562, 0.4063], [0.2291, 0.2242, 0.2253]  # in no cache yet
+    mean, std = [0.4851, 0.4562, 0.4063], [0.2291, 0.2242, 0.2253]  # not in any cache
     batch = images()
     expected = by_hand(batch, mean, std)
     image_finisher.Normalization.make_table.cache_clear()
@@ -209,7 +209,7 @@ def test_what_an_uninstalled_opencv_leaves_behind_is_not_taken_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     image_finisher.opencv.cache_clear()
-    monkeypatch.setitem(sys.modules, "cv2", types.ModuleType("cv2"))  # an empty folder: no LUT
+    monkeypatch.setitem(sys.modules, "cv2", types.ModuleType("cv2"))  # an empty folder without LUT
     try:
         batch = images()
         assert torch.equal(finish(mean=MEAN, std=STD)(batch), by_hand(batch, MEAN, STD))

@@ -1,4 +1,4 @@
-"""Whatever a batch is made of: its tensors are changed, and it stays what it was."""
+"""Tensors of a batch are mapped or moved, and the structure of the batch is preserved."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Slotted:
 
 
 class Encoding(UserDict[str, Any]):
-    """As a tokenizer's result: a mapping with attributes of its own, and a ``to`` in place."""
+    """Like a tokenizer's result: a mapping with its own attributes and an in-place ``to``."""
 
     def __init__(self, data: dict[str, Any], encodings: Any = None) -> None:
         super().__init__(data)
@@ -67,7 +67,7 @@ class Names(list[Any]):
 
 
 class Own:
-    """Knows how to move, as graphs and lists of boxes of other libraries do."""
+    """Has its own ``to`` method, like graphs and box lists of other libraries."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

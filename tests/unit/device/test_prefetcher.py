@@ -1,4 +1,4 @@
-"""Batches brought ahead: in order, errors in their turn, and counted when they are handed out."""
+"""Batches are prefetched in order, errors keep their place, and delivery is what counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.legacy
 
 
 class RecordingCopier:
-    """Stands in for the copies: notes what was sent and handed over."""
+    """Fake copier that records the batches sent and delivered."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -37,11 +37,11 @@ class RecordingCopier:
         self.handed.append(batch)
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """Do nothing. There is no state."""
 
 
 class Source:
-    """Gives numbers, or raises what stands in their place."""
+    """Returns numbers, or raises the exceptions among them."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = deque(items)
@@ -63,7 +63,7 @@ class Source:
 
 
 def ahead(depth: int, finish: Any = None) -> tuple[DevicePrefetcher, RecordingCopier]:
-    """A prefetcher that is really ahead, though there is no GPU."""
+    """Return a prefetcher that works ahead even without a GPU."""
     prefetcher, copier = DevicePrefetcher(torch.device("cpu"), depth, finish), RecordingCopier()
     prefetcher._depth, prefetcher._copier = depth, copier  # type: ignore[assignment]
     return prefetcher, copier
@@ -198,7 +198,7 @@ def each(source: Source) -> tuple[Any, Any]:
 
 
 class PretendStreams:
-    """Stands in for torch's streams and events: notes what is asked, and when copies are done."""
+    """Fakes of torch's streams and events that record calls and completed copies."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []
@@ -257,7 +257,7 @@ def test_a_batch_is_kept_until_its_copy_is_over_and_your_stream_waits_for_it(
 
 
 class HostBatch(list[Any]):
-    """A list that can be watched."""
+    """A list that supports weak references."""
 
 
 def test_the_finish_runs_on_the_stream_that_copied(monkeypatch: pytest.MonkeyPatch) -> None:

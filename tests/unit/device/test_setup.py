@@ -1,4 +1,4 @@
-"""Which devices are taken, and what is said of the others."""
+"""Supported devices, and the messages for the others."""
 
 from __future__ import annotations
 

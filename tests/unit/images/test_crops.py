@@ -1,6 +1,6 @@
-"""What a crop takes: arrays with the channels last, tensors with them first, and nothing else.
+"""A crop accepts channels-last arrays and channels-first tensors, and rejects other values.
 
-Covers crops and pixels; decoding is in tests/compat/test_images.py.
+Covers crops and pixels. Decoding is in tests/compat/test_images.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a report says about loaders of fastai's, which the patch does not reach."""
+"""The report on fastai loaders, which the patch does not cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tested versions of other people's libraries: known in one place, and told when passed."""
+"""Tested versions of third-party libraries are defined once, and newer versions are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMM = next(library for library in LIBRARIES if library.name == "timm")
 @pytest.fixture(autouse=True)
 def _nothing_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "_told", set())
-    for library in LIBRARIES:  # what the environment has is not the test's
+    for library in LIBRARIES:  # installed versions must not matter
         monkeypatch.delitem(sys.modules, library.name, raising=False)
 
 

@@ -1,4 +1,4 @@
-"""Mosaic's buffer is found wherever it is in the transforms, with and without Ultralytics."""
+"""Mosaic's buffer is found anywhere in the transforms, with and without Ultralytics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Mosaic:
 
 
 class Box:
-    """A Compose, a MixUp, or a dataset: something with transforms inside."""
+    """A container of transforms, such as a Compose, a MixUp or a dataset."""
 
     def __init__(self, transforms: Any = None, pre_transform: Any = None) -> None:
         self.transforms = transforms

@@ -1,4 +1,4 @@
-"""AMD's GPUs, from files as the kernel writes them."""
+"""AMD GPUs, read from files in the kernel's format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.legacy
 
 GIB = 1 << 30
 CPU = "cpu_cores_count 16\nsimd_count 0\ngfx_target_version 0\nvendor_id 0\n"
-# A selection of the lines of an RX 5600 XT's file; the numbers are decimal.
+# Selected lines from the file of an RX 5600 XT. The numbers are decimal.
 NAVI10 = (
     "cpu_cores_count 0\nsimd_count 72\nmem_banks_count 1\ngfx_target_version 100100\n"
     "vendor_id 4098\ndevice_id 29471\nlocation_id 2560\ndrm_render_minor 128\nnum_xcc 1\n"
@@ -83,7 +83,7 @@ def test_a_card_is_described_and_a_processor_is_not_a_card(kernel: Kernel) -> No
 
 def test_the_name_on_the_box_is_found_by_chip_and_revision(kernel: Kernel) -> None:
     kernel.write("ids", NAMES)
-    assert kernel.gpus()[0].name == "navi10"  # 731F is several cards: not without the revision
+    assert kernel.gpus()[0].name == "navi10"  # 731F is several cards, so the revision is needed
     kernel.write("drm/renderD128/device/revision", "0xca\n")
     assert kernel.gpus()[0].name == "AMD Radeon RX 5600 XT"
     kernel.write("drm/renderD128/device/product_name", "Radeon of the house\n")
@@ -120,7 +120,7 @@ def test_an_odd_file_is_no_card(kernel: Kernel, text: str) -> None:
 def test_a_node_that_may_not_be_read_is_no_card(kernel: Kernel) -> None:
     properties = kernel.root / "nodes/1/properties"
     properties.unlink()
-    properties.mkdir()  # reading it is an OSError
+    properties.mkdir()  # reading it raises OSError
     assert kernel.gpus() == []
 
 

@@ -1,4 +1,4 @@
-"""What do control groups leave to this process? Both versions, nested groups, and odd files."""
+"""Limits of control groups for this process: both versions, nested groups and odd files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 
 def tree(folder: Path, **files: str) -> Path:
-    """Write files below a mount; ``a__b`` is ``a/b``, and the last part may hold a dot."""
+    """Write files below a mount. ``a__b`` means ``a/b``, and ``_dot_`` means a dot."""
     for name, text in files.items():
         path = folder / name.replace("__", "/").replace("_dot_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def test_an_odd_memory_limit_is_no_limit(tmp_path: Path, name: str, text: str) -
 
 
 def test_a_file_that_cannot_be_read_is_no_limit_and_hides_no_other(tmp_path: Path) -> None:
-    (tmp_path / "job" / "cpu.max").mkdir(parents=True)  # reading it is an OSError
+    (tmp_path / "job" / "cpu.max").mkdir(parents=True)  # reading it raises OSError
     (tmp_path / "cpu.max").write_bytes(b"\xff\xfe 100000")
     own = member(tmp_path, "0::/job")
     assert cpu_quota(tmp_path, own) is None
@@ -161,4 +161,4 @@ def test_version_1_has_names_of_its_own_for_what_is_held(tmp_path: Path) -> None
         memory__box__memory_dot_usage_in_bytes=str(6 * GIB),
         memory__box__memory_dot_stat=f"inactive_file 5\ntotal_inactive_file {GIB}",
     )
-    assert memory_left_bytes(mount, member(tmp_path, "4:memory:/box")) == 0  # never below
+    assert memory_left_bytes(mount, member(tmp_path, "4:memory:/box")) == 0  # never negative

@@ -1,4 +1,4 @@
-"""The whole machine: this one as the system knows it, and a machine on which asking fails."""
+"""Facts of the whole machine, checked against the system, and with failing queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine as a file: what is said comes back, and what does not exist is refused."""
+"""A machine survives a JSON round trip, and unknown facts are rejected."""
 
 from __future__ import annotations
 

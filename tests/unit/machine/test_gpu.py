@@ -1,4 +1,4 @@
-"""Who is asked for the GPUs, in which order, and what is told when somebody fails."""
+"""GPU queries: their order, and the report when a tool fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def raising(error: Exception) -> Any:
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Linux machine without any GPU, until a test puts one in."""
+    """Simulate a Linux machine without a GPU. Tests add GPUs."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(gpu.nvidia, "cards_by_nvml", raising(ToolMissing("no NVML")))
     monkeypatch.setattr(gpu.nvidia, "cards_by_tool", raising(ToolMissing("no nvidia-smi")))

@@ -1,4 +1,4 @@
-"""One look at what the GPUs do, by whichever tool is here."""
+"""Current GPU usage, read with the available tool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.legacy
 
 MIB = 1 << 20
 
-# In the shapes that ROCm 5 and ROCm 6 print.
+# Output formats of ROCm 5 and ROCm 6.
 ROCM_SMI = {
     "card0": {
         "GPU use (%)": "37",
@@ -45,7 +45,7 @@ AMD_SMI = [
 
 
 class Tools:
-    """The tools of a machine: what each prints, or how it fails."""
+    """The tools of a machine, with their output or failure."""
 
     def __init__(self) -> None:
         self.answers: dict[str, str | Exception] = {}

@@ -1,4 +1,4 @@
-"""The host: cores that may be used under any kind of cgroup, the processor, limits."""
+"""Host facts: usable cores under any kind of cgroup, the processor, and limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MANY = 64
 
 @pytest.fixture(autouse=True)
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let affinity allow many, so that the cgroup is what limits."""
+    """Allow many cores by affinity, so that the cgroup is the limit."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(MANY)), raising=False)
 
 
@@ -87,7 +87,7 @@ def test_without_a_cgroup_affinity_decides(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_file_that_may_not_be_read_is_no_limit(tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").mkdir()  # reading it is an OSError
+    (tmp_path / "cpu.max").mkdir()  # reading it raises OSError
     assert usable_cores(tmp_path) == MANY
 
 

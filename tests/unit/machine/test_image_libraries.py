@@ -1,4 +1,4 @@
-"""Which JPEG decoders are here: looked for, not imported."""
+"""Available JPEG decoders are found without importing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small files of the kernel, and files that are none."""
+"""Small kernel files, and files with invalid contents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_what_cannot_be_read_is_empty(tmp_path: Path) -> None:
         ("max", None),
         ("", None),
         ("4.5", None),
-        ("\u0664", None),  # a digit, but none that a kernel writes
+        ("\u0664", None),  # a digit, but not one that a kernel writes
     ],
 )
 def test_a_count_is_digits_and_nothing_else(text: str, count: int | None) -> None:

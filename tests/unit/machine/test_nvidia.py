@@ -1,4 +1,4 @@
-"""What NVML and nvidia-smi say, played by a stand-in with NVML's calling conventions."""
+"""Answers of NVML and nvidia-smi, from a fake with NVML's calling conventions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.machine.vendor_tools import ToolFailed, ToolMissing
 pytestmark = pytest.mark.legacy
 
 NOT_SUPPORTED = 3
-# What an H200 answered; the stand-in repeats it.
+# Recorded from an H200. The fake returns the same values.
 H200 = Gpu(
     name="NVIDIA H200",
     vendor="nvidia",
@@ -38,7 +38,7 @@ H200_LINE = "NVIDIA H200, 580.159.04, 9.0, 143771, 0, 0, 31, 107.01\n"
 
 
 class FakeNvml:
-    """NVML with ``num_gpus`` H200s; the questions named in ``refused`` are not supported."""
+    """NVML with ``num_gpus`` H200s. The queries in ``refused`` are not supported."""
 
     def __init__(self, num_gpus: int = 1, refused: tuple[str, ...] = (), init_code: int = 0):
         self.num_gpus, self.refused, self.init_code = num_gpus, refused, init_code

@@ -1,4 +1,4 @@
-"""Whose memory was it? The kernel's counts before and after, in small trees of files."""
+"""Out-of-memory kills are attributed from the kernel's counters before and after."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 class Tree:
-    """A system of control groups that a test writes."""
+    """A tree of control groups that a test writes."""
 
     def __init__(self, folder: Path, *membership: str) -> None:
         self.mount = folder / "cgroup"
@@ -133,7 +133,7 @@ def test_a_kill_in_another_group_of_this_machine_is_none_of_ours(tmp_path: Path)
     before = tree.count()
     tree.host(6)
     after = tree.count()
-    assert after.num_host_kills == 6  # control: it was counted
+    assert after.num_host_kills == 6  # control: it is counted
     assert after.since(before) == OomKills()
     assert str(after.since(before)) == ""
 

@@ -1,4 +1,4 @@
-"""The machines under tests/machines: each loads, makes sense, and has its line in the list."""
+"""The machines under tests/machines load, are consistent, and have a line in the README."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_there_are_at_least_twenty() -> None:
 def test_a_machine_makes_sense(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     machine = Machine.from_json(text)
-    assert machine.to_json() + "\n" == text  # nothing is missing and nothing is written twice
+    assert machine.to_json() + "\n" == text  # no fact is missing or written twice
     assert 1 <= machine.usable_cores <= machine.num_cpus
     assert 0 < machine.available_bytes <= machine.memory_bytes
     assert machine.torch_build in {"cuda", "hip", "mps", "cpu", "none"}

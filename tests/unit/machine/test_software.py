@@ -1,4 +1,4 @@
-"""Versions, torch's build, notebook, environment, start method: asked without settling anything."""
+"""Versions, torch's build, notebook, environment and start method are read without side effects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.machine.software import (
 
 pytestmark = pytest.mark.legacy
 
-# The heads of torch/version.py as its builds have written it over the years.
+# First lines of torch/version.py in different builds.
 OLD_CUDA = "__version__ = '1.13.1+cu117'\ndebug = False\ncuda = '11.7'\nhip = None\n"
 OLD_HIP = "__version__ = '1.13.1+rocm5.2'\ndebug = False\ncuda = None\nhip = '5.2.21151-afdc89f8'\n"
 NEW_CPU = (
@@ -39,7 +39,7 @@ NEW_CUDA = NEW_CPU.replace("cpu", "cu128").replace(
 
 
 def put(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, version_file: str | None) -> None:
-    """Put a package of that name in front of the path, as if nobody had imported it yet."""
+    """Put a package of this name first on the path, as if not yet imported."""
     (folder / name).mkdir()
     (folder / name / "__init__.py").write_text("raise AssertionError('imported')\n")
     if version_file is not None:
@@ -131,7 +131,7 @@ def test_a_notebook_has_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert not is_notebook()
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-    assert not is_notebook()  # somebody imported it, that is all
+    assert not is_notebook()  # only imported, not running
     put_shell(monkeypatch, None)
     assert not is_notebook()
     put_shell(monkeypatch, SimpleNamespace())  # IPython in a terminal

@@ -1,4 +1,4 @@
-"""What a path is stored on, from mounts of real systems and trees as in /sys."""
+"""The storage of a path, from the mounts of real systems and trees like /sys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="the trees are made of symbolic links"),
 ]
 
-# A workstation: root on NVMe, data on a RAID of disks, home on encrypted LVM, a share, a stick.
+# A workstation: root on NVMe, data on RAID, home on encrypted LVM, a network share, a USB stick.
 WORKSTATION = r"""
 22 28 0:20 / /sys rw,nosuid,nodev,noexec,relatime shared:7 - sysfs sysfs rw
 24 28 0:5 / /dev rw,nosuid,relatime shared:2 - devtmpfs udev rw,size=32812340k,mode=755
@@ -40,7 +40,7 @@ def partition(device: str, mountpoint: str, fstype: str, opts: str) -> Any:
 
 
 class World:
-    """Mounts and a /sys that a test fills."""
+    """Mounts and a /sys tree that a test fills."""
 
     def __init__(self, root: Path):
         self.sys_root, self.disks = root / "sys", {}
@@ -51,7 +51,7 @@ class World:
         self.mount(WORKSTATION)
 
     def mount(self, mountinfo: str) -> None:
-        """Mount what lines of ``/proc/self/mountinfo`` say, and nothing else."""
+        """Mount exactly these lines of ``/proc/self/mountinfo``."""
         self.mounts.clear()
         for line in mountinfo.strip().splitlines():
             left, right = (part.split(" ") for part in line.split(" - "))
@@ -69,7 +69,7 @@ class World:
         slaves: tuple[str, ...] = (),
         **files: str,
     ) -> None:
-        """One block device; ``inside`` names the disk of which it is a partition."""
+        """Add a block device. ``inside`` names the disk of a partition."""
         parent: Path = self.disks[inside] if inside else self.sys_root / "devices" / "block"
         folder = parent / name
         self.disks[name] = folder
@@ -201,7 +201,7 @@ def test_file_systems(world: World, filesystem: str, kind: str, rank: int | None
     assert (world.of("/x/y").kind, world.of("/x/y").rank) == (kind, rank)
 
 
-# Docker's root as seen inside (the upper layer's path is the host's), in its usual order of fields.
+# Docker's root as seen inside, in the usual field order. The upper layer's path is on the host.
 OVERLAY = (
     "620 480 0:70 / / rw,relatime master:210 - overlay overlay "
     "rw,lowerdir=/l/AAAA:/l/BBBB,upperdir={upper},workdir={upper}/../work\n"
@@ -215,7 +215,7 @@ def test_an_overlay_lies_where_its_upper_layer_lies_if_that_is_visible(
     world.disk("nvme0n1", "259:0")
     mounts = f"28 1 259:0 / {tmp_path} rw - ext4 /dev/nvme0n1 rw\n"
     world.mount(OVERLAY.format(upper=upper) + mounts)
-    assert world.of("/srv").kind == "unknown"  # not there: a path of the host's
+    assert world.of("/srv").kind == "unknown"  # the path exists only on the host
     upper.mkdir(parents=True)
     found = world.of("/srv")
     assert (found.kind, found.device, found.rank) == ("nvme", "nvme0n1", 3)
@@ -275,7 +275,7 @@ def test_the_ranking() -> None:
     ]
 
 
-# Elsewhere than on Linux psutil is asked.
+# Outside Linux, psutil is used.
 
 
 @pytest.mark.parametrize(

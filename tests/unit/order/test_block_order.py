@@ -1,4 +1,4 @@
-"""The order that reads the disk in pieces: each sample once, random at large, near at hand."""
+"""The block order has each sample once, is random overall, and keeps neighbors together."""
 
 from __future__ import annotations
 

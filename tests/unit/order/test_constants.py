@@ -1,8 +1,8 @@
-"""The same bits everywhere: what these tests compare with was computed once and written down.
+"""Order and randomness equal constants that were computed once.
 
-They run on every leg (Python 3.10 with torch 1.13.1 and NumPy 1, and the current ones) and on every
-architecture. A change here breaks the promise to everybody who wrote a seed into a paper: it needs
-a new major version, not a new constant.
+These tests run on every leg (Python 3.10 with torch 1.13.1 and NumPy 1, and current versions) and
+on every architecture. A change breaks the reproducibility of published seeds. It needs a new major
+version, not a new constant.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.legacy
 
 
 def digest(numbers: Any) -> str:
-    """The hash of whole numbers, independent of the machine's byte order."""
+    """Return the hash of integers, independent of the byte order."""
     return hashlib.sha256(np.asarray(list(numbers), dtype="<i8").tobytes()).hexdigest()[:16]
 
 
@@ -84,7 +84,7 @@ def test_a_split() -> None:
 
 
 def augment(_: Any) -> list[int]:
-    """What an augmentation draws: whole numbers and fractions, as bits."""
+    """Return an augmentation's draws, integers and floats, as bits."""
     return [
         random.getrandbits(62),
         random.randrange(1000),

@@ -1,4 +1,4 @@
-"""Generators that only the dataset knows: found, named, set."""
+"""Generators held by the dataset are found, named and set."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_each_kind_is_found_and_draws_what_the_seed_says(name: str) -> None:
 
     def drawn(seed: int) -> list[Any]:
         dataset = Holder(rng=make())
-        draw(dataset.rng)  # something may be in reserve
+        draw(dataset.rng)  # may leave a cached value
         own = DatasetGenerators(dataset)
         assert [(one.path, one.can_be_set) for one in own.found] == [("dataset.rng", True)]
         own.set(seed)
@@ -94,7 +94,7 @@ def test_each_kind_is_found_and_draws_what_the_seed_says(name: str) -> None:
 
 def test_two_of_a_kind_do_not_draw_alike() -> None:
     dataset = Holder(one=np.random.default_rng(0), other=np.random.default_rng(0))
-    assert dataset.one.random() == dataset.other.random()  # control: they would
+    assert dataset.one.random() == dataset.other.random()  # control: they start equal
     DatasetGenerators(dataset).set(5)
     assert dataset.one.random() != dataset.other.random()
 
@@ -182,7 +182,7 @@ def test_a_sample_draws_the_same_from_its_own_generators_in_any_copy() -> None:
 
 
 class Transform:
-    """A transform as albumentations 2 has it."""
+    """A transform like those of albumentations 2."""
 
     def __init__(self) -> None:
         self.random_generator = np.random.default_rng(0)
@@ -264,7 +264,7 @@ def test_opencv_is_set_where_the_dataset_s_code_names_it(monkeypatch: pytest.Mon
     cv2 = types.ModuleType("cv2")
     cv2.setRNGSeed = seeds.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cv2", cv2)
-    assert DatasetGenerators(Holder()).found == []  # loaded, but not by this dataset's code
+    assert DatasetGenerators(Holder()).found == []  # loaded, but not used by this dataset's code
     monkeypatch.setitem(globals(), "cv2", cv2)
     function = types.FunctionType(compile("cv2.randn", "data.py", "eval"), {"cv2": cv2})
     own = DatasetGenerators(Holder(transform=function))

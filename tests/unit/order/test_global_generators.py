@@ -1,4 +1,4 @@
-"""The global generators: their state in memory, put back, and reads of it counted."""
+"""The global generators: their state in memory, restoring it, and counting reads."""
 
 from __future__ import annotations
 

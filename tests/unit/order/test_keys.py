@@ -1,4 +1,4 @@
-"""Keys of seeds and epochs, and the hash that they are made with."""
+"""Keys of seeds and epochs, and the hash that makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The walk over what code can reach: it finds, calls nothing, and survives hostile objects."""
+"""The object walk finds what code can reach, calls nothing, and tolerates hostile objects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Holder:
 
 
 class Touchy:
-    """Every question to an instance is an error."""
+    """Raises on every operation on an instance."""
 
     def __init__(self, held: Any) -> None:
         object.__setattr__(self, "held", held)
@@ -62,7 +62,7 @@ class LazyDict(dict[str, Any]):
 class DeadProxy:
     def __init__(self) -> None:
         target = Holder()
-        self.proxy = weakref.proxy(target)  # dead when this returns
+        self.proxy = weakref.proxy(target)  # dead after this returns
         self.rng = random.Random(0)
 
 
@@ -78,7 +78,7 @@ def test_no_code_of_the_objects_is_called() -> None:
     with pytest.raises(RuntimeError):
         len(LazyDict())  # control: it would raise
     with pytest.raises(ReferenceError):
-        isinstance(DeadProxy().proxy, types.ModuleType)  # control: so would this
+        isinstance(DeadProxy().proxy, types.ModuleType)  # control: it would raise too
 
 
 @pytest.mark.parametrize("length", [10, 1000])
@@ -117,7 +117,7 @@ def test_circles_and_deep_nesting_end() -> None:
         deep = [deep]
     walk = ObjectWalk(lambda value: issubclass(type(value), random.Random))
     assert list(walk.find("dataset", deep)) == []
-    assert not walk.is_complete  # it says so
+    assert not walk.is_complete  # reported as incomplete
 
 
 def test_more_objects_than_the_limit_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,10 +132,10 @@ def test_code_of_installed_libraries_is_not_followed(monkeypatch: pytest.MonkeyP
     exec("import random\nRNG = random.Random(0)\nheld = [RNG]\ndef f(): return held", vars(module))
     monkeypatch.setitem(sys.modules, "a_library", module)
     object_walk.is_library.cache_clear()
-    assert found(Holder(f=module.f)) == ["a_library.held[0]"]  # control: a module of the user's
+    assert found(Holder(f=module.f)) == ["a_library.held[0]"]  # control: a user module
     module.__file__ = "/usr/lib/python3/site-packages/a_library.py"
     object_walk.is_library.cache_clear()
     try:
-        assert found(Holder(f=module.f)) == ["a_library.RNG"]  # its generators, not its code
+        assert found(Holder(f=module.f)) == ["a_library.RNG"]  # generators only
     finally:
         object_walk.is_library.cache_clear()

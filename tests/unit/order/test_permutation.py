@@ -1,4 +1,4 @@
-"""Is the computed shuffle a bijection, and does it look like a shuffle?"""
+"""The computed shuffle is a bijection and passes statistical tests."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def test_lengths_that_make_no_sense_are_refused(length: object) -> None:
         Permutation(length, key=0)  # type: ignore[arg-type]
 
 
-# -- does it look random? --------------------------------------------------------------------------
+# -- statistical tests -----------------------------------------------------------------------------
 
 
 def sigmas(observed: np.ndarray, freedom: int | None = None) -> float:
-    """How far a chi-square test against equal counts is off, in standard deviations."""
+    """Return the deviation of a chi-square test against equal counts, in standard deviations."""
     expected = observed.sum() / observed.size
     freedom = observed.size - 1 if freedom is None else freedom
     chi_square = float(((observed - expected) ** 2 / expected).sum())
@@ -105,7 +105,10 @@ def test_all_orders_of_a_few_are_equally_likely(length: int) -> None:
 
 @pytest.mark.parametrize("length", [6, 7, 8])
 def test_first_places_of_a_few_more_are_equally_likely(length: int) -> None:
-    """All orders of 8 are too many to count; the hash behind them is sorted in any case."""
+    """There are too many orders of 8 items to count.
+
+    These lengths are shuffled by sorted hashes.
+    """
     seen = Counter(
         tuple(Permutation(length, make_key(0, seed)).at(range(3)).tolist())
         for seed in range(20_000)
@@ -115,7 +118,7 @@ def test_first_places_of_a_few_more_are_equally_likely(length: int) -> None:
 
 
 def neighbours_off(length: int, num_keys: int) -> dict[str, float]:
-    """Chi-square tests of what a shuffle must not show, summed over keys."""
+    """Chi-square tests for patterns that a shuffle must not have, summed over keys."""
     cells, size = 32, 64
     where, pairs, epochs = (np.zeros((cells, cells)) for _ in range(3))
     steps, before = np.zeros(size), None

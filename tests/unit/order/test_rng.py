@@ -1,4 +1,4 @@
-"""penstock.rng(): the generator of the sample that is being loaded."""
+"""penstock.rng(), the generator of the sample that is being loaded."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_the_first_to_ask_in_an_unseeded_run_gets_the_run_loaded_again() -> None
         found = randomness.call_many(late, range(8), 100)
     assert found == [*[0.0] * 5, fresh(105), 0.0, 0.0]
     assert calls == [*range(8), *range(8)]
-    assert randomness.is_unseeded  # and from now on it tells samples apart
-    with counting_state_reads():  # the next run is right at once
+    assert randomness.is_unseeded  # samples are distinguished from here on
+    with counting_state_reads():  # the next run is correct immediately
         assert randomness.call_many(late, range(8), 200)[5] == fresh(205)
     assert len(calls) == 24
 

@@ -1,4 +1,4 @@
-"""What a sample draws is decided by (seed, epoch, position), and by nothing else."""
+"""The draws of a sample depend only on (seed, epoch, position)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fresh(position: int, *, seed: int = 7, epoch: int = 2, function: Any = draw)
 
 
 def observed() -> SampleRandomness:
-    """One that has observed enough samples that draw nothing."""
+    """Return a SampleRandomness that has observed enough samples without draws."""
     randomness = make()
     with counting_state_reads():
         for position in range(NUM_OBSERVED + 1):
@@ -114,7 +114,7 @@ def test_a_thousand_positions_draw_a_thousand_numbers() -> None:
         )
         for position in range(1000)
     ]
-    for place, least in ((0, 1000), (1, 1000), (2, 990)):  # torch's have 24 bits only
+    for place, least in ((0, 1000), (1, 1000), (2, 990)):  # torch's floats have only 24 bits
         assert len({values[place] for values in drawn}) >= least
 
 
@@ -151,7 +151,7 @@ def test_the_second_of_a_gauss_pair_does_not_leak_into_the_next_sample() -> None
         assert randomness.call(function, 0, 1) == fresh(1, function=function)
 
 
-# -- setting the generators only where it matters --------------------------------------------------
+# -- setting the generators only when necessary ----------------------------------------------------
 
 
 def count_calls(function: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], list[Any]]:
@@ -226,7 +226,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 def test_the_first_draw_after_a_long_silence_is_noticed_and_done_right(name: str) -> None:
     function = FIRST_DRAWS[name]
     randomness = observed()
-    random.seed(99)  # whatever others left in the generators must not matter
+    random.seed(99)  # earlier generator state must not matter
     np.random.seed(99)
     found = outcome(lambda: call_counted(randomness, function, 500))
     assert_same(found, outcome(lambda: fresh(500, function=function)))
@@ -261,7 +261,7 @@ def test_a_preserved_call_is_right_and_leaves_the_caller_s_generators_as_they_we
 
     randomness = observed()
     expected = outcome(lambda: fresh(505, function=FIRST_DRAWS[name]))
-    random.gauss(0, 1)  # leaves one cached, and so does the next
+    random.gauss(0, 1)  # caches a value, as does the next draw
     np.random.randn()
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     for _ in range(2):  # unseeded, and after the switch to seeding
@@ -318,7 +318,7 @@ def test_a_normal_variate_that_somebody_left_cached_is_not_taken(name: str) -> N
     randomness = observed()
     random.gauss(0, 1)
     np.random.randn()
-    assert random.getstate()[2] is not None  # control: both have one cached
+    assert random.getstate()[2] is not None  # control: both have a cached value
     assert np.random.get_state()[3] == 1
     with preserved_generators():
         found = call_counted(randomness, FIRST_DRAWS[name], 500)
@@ -365,7 +365,7 @@ def test_a_dataset_that_draws_from_the_start_is_never_called_twice() -> None:
     assert len(calls) == 3 * NUM_OBSERVED
 
 
-# -- the generators as memory ----------------------------------------------------------------------
+# -- generator state in memory ---------------------------------------------------------------------
 
 
 def test_public_calls_give_the_same_bits_where_memory_is_not_known(
@@ -382,7 +382,7 @@ def test_public_calls_give_the_same_bits_where_memory_is_not_known(
         randomness = make()
         for position in range(3 * NUM_OBSERVED):
             randomness.call(silent, 0, position)
-        assert not randomness.is_torch_only  # it cannot peek, so it never stops seeding
+        assert not randomness.is_torch_only  # the state is not readable, so seeding never stops
     finally:
         generators.python_generator.cache_clear()
         generators._numpy_generator.cache_clear()

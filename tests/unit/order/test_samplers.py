@@ -1,4 +1,4 @@
-"""Orders as samplers: what any DataLoader gets, rank by rank, from any start."""
+"""Orders as samplers for any DataLoader, by rank and from any start."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_billion_samples_need_no_memory() -> None:
     assert peak_bytes < 1_000_000
 
 
-# -- starting somewhere ----------------------------------------------------------------------------
+# -- start positions -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", [0, 1, 63, 100])

@@ -1,4 +1,4 @@
-"""seed_all and seeded: set, told, and put back."""
+"""seed_all and seeded set, report and restore the generators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.legacy
 
 
 def world() -> Any:
-    """All that seed_all may touch."""
+    """Return all state that seed_all can change."""
     return (
         random.getstate(),
         np.random.get_state()[1:],
@@ -104,7 +104,7 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_set(arguments: dict[str, 
 
 def test_everything_is_put_back_also_after_an_exception() -> None:
     torch.backends.cudnn.benchmark = True
-    random.gauss(0, 1)  # leaves one in reserve
+    random.gauss(0, 1)  # caches a value
     np.random.randn()
     before = world()
     with pytest.raises(ZeroDivisionError), seeded(3, deterministic="warn"):
@@ -117,7 +117,7 @@ def test_everything_is_put_back_also_after_an_exception() -> None:
     [
         (1, None, "not set: the order of sets"),
         (1, "random", "not set: the order of sets"),
-        (1, "0", "not set: the order of sets"),  # set in the process: too late
+        (1, "0", "not set: the order of sets"),  # set too late, inside the process
         (1, "42", "set: the order of sets of strings, if PYTHONHASHSEED=42"),
         (0, "0", "set: the order of sets of strings: PYTHONHASHSEED=0 was set at startup"),
     ],

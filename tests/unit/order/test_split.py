@@ -1,4 +1,4 @@
-"""Parts of a dataset: nothing lost, nothing twice, no list."""
+"""Splits of a dataset lose and repeat no sample, and build no list."""
 
 from __future__ import annotations
 

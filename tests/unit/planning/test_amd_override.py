@@ -1,4 +1,4 @@
-"""The override that makes an AMD card pose as another: right, unset or wrong for its family."""
+"""The override for unsupported AMD cards: correct, unset, or wrong for the card's family."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def problems_of(machine: Machine) -> dict[str, Problem]:
         ("gfx1151", None),
         ("gfx1201", None),
         ("gfx942", None),
-        ("gfx1036+gfx1030", None),  # a processor's own graphics beside a card
+        ("gfx1036+gfx1030", None),  # integrated graphics next to a card
     ],
 )
 def test_an_override_that_is_right_for_its_family_is_no_problem(

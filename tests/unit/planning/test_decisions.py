@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def box(**facts: object) -> Machine:
-    """A plain Linux machine with 4 cores, except for ``facts``."""
+    """Return a plain Linux machine with 4 cores, except for ``facts``."""
     plain: dict[str, object] = {
         "os": "linux",
         "num_cpus": 4,

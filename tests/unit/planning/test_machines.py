@@ -1,8 +1,8 @@
-"""What is planned, and what is found wrong, on machines that nobody here owns?
+"""Plans and problems for recorded and constructed machines.
 
-Every ``tests/machines/*.json`` is replayed with the same request and the same work; the answer is
-kept in ``tests/machines/expected/``. After an intended change of the rules, read the
-difference of:
+Every ``tests/machines/*.json`` is planned with the same request and the same workload. The expected
+results are in ``tests/machines/expected/``. After an intended change of the rules, run this and
+review the difference:
 
     PENSTOCK_REWRITE_EXPECTED=1 python -m pytest tests/unit/planning/test_machines.py
 """
@@ -27,7 +27,7 @@ NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
 
 REQUEST = LoaderRequest(batch_size=64)
 JPEGS = Workload(sample_s=0.008, busy_share=0.95, num_samples=100_000, sample_bytes=3 * 224 * 224)
-"""A photograph decoded and cropped, as uint8."""
+"""A photograph, decoded and cropped, as uint8."""
 
 
 def machine(name: str) -> Machine:
@@ -44,7 +44,7 @@ def found(name: str, request: LoaderRequest = REQUEST) -> dict[str, Problem]:
 
 
 def answer(name: str) -> str:
-    """Plan and problems as text, one line a fact."""
+    """Return the plan and the problems as text, one fact per line."""
     problems = find_problems(machine(name), planned(name))
     lines = [str(planned(name)), ""]
     for problem in problems:
@@ -68,9 +68,7 @@ def test_there_are_twenty_machines_and_no_answer_without_one() -> None:
 
 
 def test_a_windows_laptop_spawns_few_workers_because_of_what_cuda_commits() -> None:
-    plan = make_plan(
-        machine("windows-laptop-rtx"), REQUEST, Workload()
-    )  # before anything is measured
+    plan = make_plan(machine("windows-laptop-rtx"), REQUEST, Workload())  # before any measurement
     assert plan.start_method.value == "spawn"
     assert 1 <= plan.num_workers.value <= 3
     assert "CUDA's libraries" in plan.num_workers.reason
@@ -78,7 +76,7 @@ def test_a_windows_laptop_spawns_few_workers_because_of_what_cuda_commits() -> N
     many = found("windows-laptop-rtx", LoaderRequest(num_workers=12, batch_size=64))
     assert "WinError 1455" in many["asked-for-trouble"].what
     assert "Use num_workers=" in many["asked-for-trouble"].cure
-    assert planned("windows-no-gpu").num_workers.value > 3  # control: without CUDA they are light
+    assert planned("windows-no-gpu").num_workers.value > 3  # control: light without CUDA
 
 
 def test_a_small_shm_changes_nothing_but_is_noted() -> None:

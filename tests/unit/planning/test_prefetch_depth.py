@@ -1,4 +1,4 @@
-"""How far ahead batches are loaded, and when one is cut into parts, from measured times."""
+"""Prefetch depth and the splitting of batches, chosen from measured times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MS = 1_000_000
 
 
 def measured(sample_ms: float, *, asked: int | None = None, rows: int = 10) -> PrefetchDepth:
-    """Two workers that took ``sample_ms`` for each sample of one batch."""
+    """Return the timings of two workers that took ``sample_ms`` per sample of one batch."""
     depth = PrefetchDepth(asked, num_workers=2)
     depth.open_batch(rows)
     depth.note(int(sample_ms * MS * rows), rows)

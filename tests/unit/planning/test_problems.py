@@ -1,4 +1,4 @@
-"""Every problem is found where it is, and nowhere else: each has a machine without it beside it."""
+"""Every problem is reported on an affected machine, and not on one without it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ H200 = Gpu(name="NVIDIA H200", vendor="nvidia", architecture="sm_90")
 
 
 def healthy(**facts: object) -> Machine:
-    """A Linux workstation in order, except for ``facts``."""
+    """Return a healthy Linux workstation, except for ``facts``."""
     plain: dict[str, object] = {
         "os": "linux",
         "num_cpus": 16,

@@ -1,4 +1,4 @@
-"""What other people's code asks for, as far as a machine bears it."""
+"""Requests of third-party code are honored as far as the machine allows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPU_OPEN = Machine(os="linux", num_cpus=4, has_gpu_context=True)
 def test_spawned_workers_are_counted_with_the_memory_that_spawned_ones_take() -> None:
     linux = choose_safe_workers(Machine(os="linux", **SMALL), 16)
     assert (linux.value, linux.source) == (16, "asked")
-    for system in ("win32", "darwin"):  # where nothing else but spawn is done
+    for system in ("win32", "darwin"):  # systems that always spawn
         safe = choose_safe_workers(Machine(os=system, **SMALL), 16)
         assert (safe.value, safe.source) == (3, "rule")
         assert "each worker needs 300 MiB" in safe.reason

@@ -1,4 +1,4 @@
-"""How many workers are chosen, and why."""
+"""The number of workers and its reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def box(**facts: object) -> Machine:
-    """A plain Linux machine with 4 cores, except for ``facts``."""
+    """Return a plain Linux machine with 4 cores, except for ``facts``."""
     plain: dict[str, object] = {
         "os": "linux",
         "num_cpus": 4,

@@ -1,4 +1,4 @@
-"""Caches: folders of others, fields named like own files. Covers cache and cache_files."""
+"""Caches reject foreign folders and reserved field names. Covers cache and cache_files."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_a_cache_whose_maker_was_killed_is_made_anew(tmp_path: Path) -> None:
     cached(SAMPLES, tmp_path)
     assert not (tmp_path / ".making").exists()
     (tmp_path / "cache.json").unlink()
-    (tmp_path / ".making").touch()  # killed before it described what it had made
+    (tmp_path / ".making").touch()  # killed before it wrote its description
     (tmp_path / ".part-00aa11bb-cache.json").touch()
     again = cached(SAMPLES, tmp_path)
     assert [again[index] for index in range(5)] == SAMPLES
-    (tmp_path / "notes.txt").touch()  # beside a cache that is there, anything may lie
+    (tmp_path / "notes.txt").touch()  # other files next to an existing cache are allowed
     assert cached(SAMPLES, tmp_path)[4] == {"x": 4.0}
 
 
@@ -54,7 +54,7 @@ def test_a_field_does_not_share_a_file(names: tuple[str, str], tmp_path: Path) -
 
 
 def test_samples_of_another_form_are_computed_each_time(tmp_path: Path) -> None:
-    samples = [1.5, None, "text", np.zeros(2), (1, 2)]  # the middle and the last are looked at
+    samples = [1.5, None, "text", np.zeros(2), (1, 2)]  # the middle and last are inspected
     data = cached(samples, tmp_path)
     assert data[0] == 1.5
     assert data[2] == "text"

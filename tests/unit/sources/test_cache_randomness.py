@@ -1,4 +1,4 @@
-"""Cached samples that draw: what they draw, and what reading them leaves behind."""
+"""Cached samples with random draws: their values, and the generator state after reading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.legacy
 
 
 def draw_random() -> float:
-    """A bound method of the generator would be pickled with a copy of it."""
+    """Draw a number. A bound method would be pickled with a copy of its generator."""
     return random.random()
 
 
@@ -36,7 +36,7 @@ DRAWS: dict[str, Callable[[], float]] = {
 
 
 class Noise:
-    """Samples that draw, from ``first`` on."""
+    """Samples that draw, from index ``first`` on."""
 
     def __init__(self, draw: Callable[[], float] = draw_random, first: int = 0) -> None:
         self.draw, self.first = draw, first
@@ -49,7 +49,7 @@ class Noise:
 
 
 class Own(Noise):
-    """Samples that draw from a generator of the dataset's."""
+    """Samples that draw from a generator held by the dataset."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng()
@@ -60,7 +60,7 @@ class Own(Noise):
 
 
 def drawn() -> list[float]:
-    """Numbers from every generator, twice: a normal variate may be kept for the second time."""
+    """Draw from every generator twice, because a normal variate can be cached."""
     return [draw() for name, draw in DRAWS.items() if name != "rng" for _ in range(2)]
 
 
@@ -76,7 +76,7 @@ def test_reading_a_cache_moves_no_generator(draw: str) -> None:
     data = cached(Noise(DRAWS[draw]), "ram")
     expected = drawn_after(lambda: None)
     assert drawn_after(lambda: data[7]) == expected  # computed
-    assert drawn_after(lambda: data[7]) == expected  # found
+    assert drawn_after(lambda: data[7]) == expected  # read from the cache
     assert drawn_after(lambda: Noise(DRAWS[draw])[7]) != expected  # without a cache
 
 
@@ -130,7 +130,7 @@ def test_the_dataset_s_own_generators_are_set_and_put_back(tmp_path: Path) -> No
     samples = [data[index] for index in range(60)]
     assert source.rng.bit_generator.state == before
     assert len(set(samples)) == 60
-    again = cached(Own(), tmp_path / "cache")  # found to be the same, although it has no seed
+    again = cached(Own(), tmp_path / "cache")  # recognized as the same, although it has no seed
     assert again.num_ready == 60
     other = cached(Own(), "ram")
     assert [other[index] for index in reversed(range(60))] == samples[::-1]
@@ -207,7 +207,7 @@ def test_while_other_threads_load_no_generator_is_set_and_a_draw_is_told() -> No
         data[47]
     with pytest.raises(UnexpectedDraw):
         loader.end_unseeded()
-    assert data.num_ready == 4  # what it drew belongs to no index
+    assert data.num_ready == 4  # its draws belong to no index
     assert data[47] == cached(Noise(first=40), "ram")[47]
 
 

@@ -1,4 +1,4 @@
-"""Kinds of values: each is recognised, encoded, and decoded to what it was."""
+"""Every kind of value is recognized, encoded and decoded unchanged."""
 
 from __future__ import annotations
 

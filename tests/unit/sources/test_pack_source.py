@@ -1,4 +1,4 @@
-"""What is refused when a dataset is packed. Covers pack_source, fields and file_locks."""
+"""Datasets that cannot be packed are rejected. Covers pack_source, fields and file_locks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.packed_sets import Mixed, Pixels, digest
 
 
 class Given:
-    """A dataset that gives what it was given."""
+    """A dataset that returns the given samples."""
 
     def __init__(self, *samples: Any) -> None:
         self.samples = samples

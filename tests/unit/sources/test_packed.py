@@ -1,4 +1,4 @@
-"""A packed set gives back what went in; a damaged one is named, never read.
+"""A packed set returns its samples unchanged, and damage is reported and never read.
 
 Covers packed, columns, checksums and array_files.
 """
@@ -40,7 +40,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of more than one block each."""
+    """Return a set whose shards have more than one block each."""
     folder = tmp_path_factory.mktemp("pixels") / "set"
     pack(Pixels(NUM_PIXELS, 4096), folder, workers=0, shard_bytes=2 << 20)
     return folder
@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pixels(made: Path, tmp_path: Path) -> Path:
-    """A copy, to be broken."""
+    """Return a copy of a set, for tests that damage it."""
     return Path(shutil.copytree(made, tmp_path / "pixels"))
 
 
@@ -125,7 +125,7 @@ def test_batches_are_gathered_over_shards_into_slots(pixels: Path) -> None:
 
 @pytest.mark.parametrize("num_bytes", [3, 4096, 5001])
 def test_rows_of_any_size_are_gathered(num_bytes: int, tmp_path: Path) -> None:
-    """Some lie on the common grid of all shards, others are copied one by one."""
+    """Some rows are on the common grid of all shards, and others are copied one by one."""
     packed = pack(Pixels(64, num_bytes), tmp_path / "set", workers=0, shard_bytes=num_bytes * 25)
     (batch,) = DataLoader(packed, batch_size=64, shuffle=True, seed=1)
     assert (batch[0] == batch[1][:, None]).all()
@@ -133,7 +133,7 @@ def test_rows_of_any_size_are_gathered(num_bytes: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [4096, 24, 4099])
 def test_threads_gather_what_one_thread_gathers(width: int) -> None:
-    """Both ways take turns until one is known to be quicker; odd widths have one way."""
+    """Both methods alternate until one is known to be faster. Odd widths have one method."""
     rows = np.random.default_rng(0).integers(0, 256, (5000, width), dtype=np.uint8)
     table = RowTable(rows.ctypes.data, rows.shape, [rows])
     before = torch.get_num_threads()
@@ -168,7 +168,7 @@ def test_a_batch_that_is_kept_outlives_the_epochs_after_it(made: Path) -> None:
 def test_files_that_are_mapped_one_by_one_give_the_same(
     num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on systems where nobody chooses addresses."""
+    """Simulates systems without fixed-address mappings."""
     pack(Pixels(64, num_bytes), tmp_path / "set", workers=0, shard_bytes=num_bytes * 25)
     together = list(DataLoader(Packed(tmp_path / "set"), batch_size=64, shuffle=True, seed=1))
     monkeypatch.setattr("penstock.sources.array_files._map_together", lambda *arguments: None)
@@ -302,7 +302,7 @@ WHEN_READ = {
 @pytest.mark.parametrize("case", WHEN_READ)
 def test_what_is_damaged_inside_is_named_when_it_is_read(case: str, pixels: Path) -> None:
     WHEN_READ[case](pixels)
-    if case != "the list of checks":  # which "full" does not need
+    if case != "the list of checks":  # "full" does not need it
         with pytest.raises(Damaged, match=r"-0000\d.npy is damaged"):
             Packed(pixels, verify="full")
     with pytest.raises(Damaged, match=r"-0000\d.npy is damaged") as caught:
@@ -312,7 +312,7 @@ def test_what_is_damaged_inside_is_named_when_it_is_read(case: str, pixels: Path
     packed = Packed(pixels)
     with pytest.raises(Damaged):
         [packed[index] for index in range(NUM_PIXELS)]
-    # The negative control: with "off" nothing is looked at.
+    # Negative control: with "off" nothing is checked.
     assert len(Packed(pixels, verify="off")) == NUM_PIXELS
     assert len(list(DataLoader(Packed(pixels, verify="off"), batch_size=511))) == 2
 
@@ -320,7 +320,7 @@ def test_what_is_damaged_inside_is_named_when_it_is_read(case: str, pixels: Path
 def test_offsets_that_lead_nowhere_are_named_even_with_right_checks(
     mixed: Path, tmp_path: Path
 ) -> None:
-    """A stranger can write checksums, too: nothing outside the file is ever read."""
+    """An attacker can also write checksums, so nothing outside the file is ever read."""
     folder = Path(shutil.copytree(mixed, tmp_path / "set"))
     for name, at, value in (
         ("name-00000.offsets.npy", 3, 1 << 40),
@@ -351,7 +351,7 @@ def test_damage_elsewhere_does_not_touch_what_is_whole(pixels: Path) -> None:
 
 def test_blocks_are_checked_once_for_all_copies(pixels: Path) -> None:
     packed = Packed(pixels)
-    other = pickle.loads(pickle.dumps(packed))  # as a worker gets it
+    other = pickle.loads(pickle.dumps(packed))  # as in a worker
     assert not packed._files[0].checked.blocks.any()
     for _ in DataLoader(other, batch_size=100):
         pass

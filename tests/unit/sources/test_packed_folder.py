@@ -1,4 +1,4 @@
-"""Odd indices, arguments and manifests are refused with a message that says what to do.
+"""Invalid indices, arguments and manifests are rejected with a remedy.
 
 Covers packed_folder, packed and manifest.
 """
@@ -117,4 +117,4 @@ def test_checks_that_are_missing_are_missed_at_opening(tmp_path: Path) -> None:
         BadStore, match=r"value-00000\.crc\.npy, the checksums of value-00000\.npy, is missing"
     ):
         Packed(tmp_path)
-    assert Packed(tmp_path, verify="full")[1][0] == 1  # needs no list: all of it is compared
+    assert Packed(tmp_path, verify="full")[1][0] == 1  # needs no list: it compares all

@@ -1,4 +1,4 @@
-"""What a first user is told: which sample, which field, what else to write."""
+"""Packing errors name the sample, the field and the remedy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_remedies_that_are_named_help(tmp_path: Path) -> None:
 def test_keys_may_come_in_any_order(tmp_path: Path) -> None:
     samples = [{"a": 1, "b": "x"}, {"b": "y", "a": 2}, {"a": 3, "b": "z"}, {"b": "u", "a": 4}]
     for data in (pack(samples, tmp_path / "set", workers=0), cached(samples, "ram")):
-        for _ in range(2):  # computed, then kept
+        for _ in range(2):  # computed, then cached
             assert [data[index] for index in range(4)] == samples
     alike = [{"a": 1, "b": 10}, {"b": 20, "a": 2}, {"c": 3, "d": 30}, {"a": 4, "b": 40}]
     kept = cached(alike, "ram")
@@ -78,7 +78,7 @@ def test_a_loader_is_sent_to_its_dataset(tmp_path: Path) -> None:
 
 
 class Counted:
-    """How often was each sample loaded?"""
+    """Counts how often each sample is loaded."""
 
     def __init__(self, num: int) -> None:
         self.times = [0] * num
@@ -94,7 +94,7 @@ class Counted:
 def test_few_samples_are_loaded_more_than_once(tmp_path: Path) -> None:
     data = Counted(100)
     pack(data, tmp_path / "set", workers=0)
-    assert sum(data.times) == 100 + 8 + 4  # looked at, and those again drawing other numbers
+    assert sum(data.times) == 100 + 8 + 4  # inspected, and loaded again with different draws
     again = Counted(100)
     with pytest.raises(AlreadyThere):
         pack(again, tmp_path / "set", workers=0)
@@ -164,7 +164,7 @@ def test_another_packing_says_how_it_differs(tmp_path: Path) -> None:
 
 
 class Flipped:
-    """Every second time another way round."""
+    """Alternates between two orientations."""
 
     def __len__(self) -> int:
         return 8

@@ -1,4 +1,4 @@
-"""Datasets over .npy and .pt files: what opens, and what is refused."""
+"""Datasets over .npy and .pt files: supported and rejected files."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_odd_files_of_tensors_are_named(
 
 
 def test_a_header_without_rows_cannot_ask_for_addresses(tmp_path: Path) -> None:
-    """The size of a row is a number that a stranger wrote, where no row shows it."""
+    """Without rows, the row size is an unverified number from an untrusted file."""
     header = make_header(np.dtype("u1"), (0, (1 << 64) + 4096))
     (tmp_path / "x.npy").write_bytes(header)
     with pytest.raises(BadStore, match=r"is not a \.npy file"):
@@ -106,5 +106,5 @@ def test_a_header_without_rows_cannot_ask_for_addresses(tmp_path: Path) -> None:
 
 def test_conjugated_tensors_are_read(tmp_path: Path) -> None:
     torch.save(torch.full((3,), 1j).conj(), tmp_path / "x.pt")
-    wanted = torch.load(tmp_path / "x.pt", weights_only=True)  # torch 1.13 forgets the conjugation
+    wanted = torch.load(tmp_path / "x.pt", weights_only=True)  # torch 1.13 loses the conjugation
     assert open_tensors(tmp_path / "x.pt")[1] == wanted[1]

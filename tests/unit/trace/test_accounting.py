@@ -1,4 +1,4 @@
-"""Sums over a run, and two runs side by side."""
+"""Totals of a run, and comparisons of two runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_part_behind_the_longest_stalls_is_found() -> None:
     assert run.slowest is not None
     assert run.slowest.batch == 41
     assert run.slowest_ratio == pytest.approx(40.0)
-    assert account_of(num_batches=4).slowest is None  # too few to say
+    assert account_of(num_batches=4).slowest is None  # too few batches
 
 
 def test_two_runs_side_by_side_say_which_is_better() -> None:

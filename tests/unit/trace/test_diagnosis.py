@@ -1,4 +1,4 @@
-"""Each cause by the numbers alone, and beside it a run that differs in just that."""
+"""Each cause is diagnosed from its numbers, and not from a run that differs in only those."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_workers_that_compute_are_decoding() -> None:
 
 def test_workers_that_wait_are_reading() -> None:
     assert cause_of(cpu_share=0.05) == "storage"
-    assert cause_of(cpu_share=0.05, pool="thread") == "decode"  # they may wait for each other
+    assert cause_of(cpu_share=0.05, pool="thread") == "decode"  # threads may wait for each other
 
 
 def test_a_long_way_to_the_device() -> None:
@@ -52,7 +52,7 @@ def test_copies_that_only_the_device_sees() -> None:
     assert slow.cause == "transfer"
     assert slow.sentence.startswith("The GPU waits 7")
     assert with_device(0.02, 0.97).verdict.cause == "step"
-    starved = with_device(0.02, 0.4).verdict  # nothing is waited for but the step itself
+    starved = with_device(0.02, 0.4).verdict  # only the step itself is waited for
     assert starved.cause == "step"
     assert "but not for batches" in starved.sentence
 
@@ -79,7 +79,7 @@ def test_one_slow_worker() -> None:
 
 @pytest.mark.parametrize(("busy", "cause"), [(0.3, "slow worker"), (0.95, "collate")])
 def test_a_worker_is_waited_for_only_by_those_that_are_idle(busy: float, cause: str) -> None:
-    """Beside other programs, the little that a collating worker does to samples varies much."""
+    """Next to other programs, the small work of a collating worker on samples varies widely."""
     rows_ms, shares = (0.67, 0.24), (0.99, busy)
     workers = tuple(
         WorkerAccount(
@@ -103,7 +103,8 @@ def test_a_few_slow_samples() -> None:
 
 def test_a_long_start() -> None:
     assert cause_of(start_ms=25_000.0) == "start-up"
-    assert cause_of(start_ms=5_000.0) == "decode"  # a short run: a long one starts once, too
+    # A short run. A long one pays for the start only once, too.
+    assert cause_of(start_ms=5_000.0) == "decode"
 
 
 def test_a_start_in_every_epoch() -> None:

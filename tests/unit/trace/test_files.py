@@ -1,4 +1,4 @@
-"""Traces on disk come back as they were; what is none is said to be none."""
+"""Traces on disk survive a round trip, and other files are rejected."""
 
 from __future__ import annotations
 

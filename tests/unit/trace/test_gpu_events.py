@@ -1,4 +1,4 @@
-"""What a GPU did when, by its events: on the clock of this machine, though the two drift apart."""
+"""GPU events are placed on the host clock, although the two clocks drift apart."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.legacy
 
 MS = 1_000_000
 DRIFT = 200e-6
-"""Of the GPU's clock against ours: much more than real ones have."""
+"""Drift of the GPU's clock against the host's, much larger than on real hardware."""
 
 
 class Clockwork:
-    """A machine and its GPU, with a clock each. Streams do what they are asked for in turn."""
+    """A machine and its GPU, with one clock each. Streams run their work in order."""
 
     def __init__(self) -> None:
         self.now_ns = 5_000 * MS
@@ -30,7 +30,7 @@ class Clockwork:
         self.truth: list[tuple[int, int]] = []
 
     def ask(self) -> int:
-        """Looking at the clock takes a moment, too."""
+        """Return the time. Reading the clock takes time too."""
         self.now_ns += 200
         return self.now_ns
 
@@ -49,7 +49,7 @@ class Stream:
 
 
 class Event:
-    """On the GPU's clock, in milliseconds of single precision."""
+    """An event on the GPU's clock, in single-precision milliseconds."""
 
     def __init__(self, clockwork: Clockwork) -> None:
         self.clockwork = clockwork
@@ -85,7 +85,7 @@ def clockwork(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
 
 
 class Noted:
-    """Takes the notes."""
+    """Records the spans."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int, int, int, int]] = []
@@ -102,8 +102,10 @@ class Noted:
 
 
 def run(clockwork: Clockwork, watch: GpuWatch, num_batches: int, gap_ns: int, step_ns: int) -> Any:
-    """A loop, and when its copies and steps really were; a step lasts until the next batch is
-    asked for, at least."""
+    """Run a loop and return the true times of its copies and steps.
+
+    A step lasts at least until the next batch is requested.
+    """
     copies, steps = Stream(clockwork), clockwork.stream  # type: ignore[attr-defined]
     true_copies, true_steps = [], []
     for batch in range(num_batches):
@@ -139,8 +141,8 @@ def test_copies_and_steps_lie_where_they_were_through_minutes_of_drift(
     assert furthest(noted.of(Kind.COPY), true_copies) < MS // 4
     assert furthest(noted.of(Kind.GPU), true_steps) < MS // 4
     assert noted.spans[0][4] == 1000
-    # The control: compared only once, the clocks are 20 ms apart in the end, and copies lie
-    # anywhere between being asked for and being seen.
+    # Negative control: if the clocks are compared only once, they are 20 ms apart at the end, and a
+    # copy can be anywhere between its request and its detection.
     monkeypatch.setattr(watching, "ANCHOR_NS", 10**18)
     adrift = Noted()
     true_copies, _ = run(clockwork, GpuWatch(adrift, is_asked=True), 10_000, 10 * MS, 1 * MS)

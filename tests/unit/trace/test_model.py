@@ -1,4 +1,4 @@
-"""From records to lanes, whatever the records are like."""
+"""Records of any kind become lanes."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_memory_and_page_faults_are_read() -> None:
     worker = lane("worker", Record(Kind.MEMORY, "", 10, 10, a=2048, b=30))
     model = make(worker, lane("main", Record(Kind.MEMORY, "", 12, 12, a=1024, b=4, extra=100)))
     assert [r.value for r in model.lanes[1].memory] == [2048 * 1024]
-    assert make_account(model).num_faults == 0  # no batch: nothing is accounted for
+    assert make_account(model).num_faults == 0  # without a batch, the account is empty
     assert model.free_memory[0].value == 100 * 2**20
 
 

@@ -1,4 +1,4 @@
-"""Chrome's trace-event form, held against its rules by a validator of our own."""
+"""Chrome's trace-event format, checked by a validator in this file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METADATA = {"process_name", "thread_name", "thread_sort_index"}
 
 
 def faults_of(trace: Any) -> list[str]:
-    """What is wrong with a trace by the trace-event rules."""
+    """Return the violations of the trace-event rules in a trace."""
     found = []
     if set(trace) - {"traceEvents", "displayTimeUnit", "otherData"}:
         found.append("unknown member")
@@ -60,7 +60,7 @@ def faults_of(trace: Any) -> list[str]:
 
 
 def _badly_nested(rows: dict[Any, list[Any]]) -> list[str]:
-    """Spans of one row lie within each other or apart."""
+    """Report spans of a row that are neither nested nor disjoint."""
     found = []
     for row, events in rows.items():
         ends: list[float] = []
@@ -77,7 +77,7 @@ def _badly_nested(rows: dict[Any, list[Any]]) -> list[str]:
 
 
 def _badly_flowing(flows: dict[Any, list[Any]], rows: dict[Any, list[Any]]) -> list[str]:
-    """A flow starts once and ends once, later, within a span of its row."""
+    """Report flows that are not one start and one later end, within spans of their rows."""
     found = []
     for key, events in flows.items():
         if sorted(event["ph"] for event in events) != ["f", "s"]:

@@ -1,4 +1,4 @@
-"""The recorder of a loader: what is read from buffers while they are written, and what is kept."""
+"""The recorder reads buffers while they are written, and drops the oldest records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.legacy
 
 
 def make_pool(recorder: Recorder, num_workers: int = 1) -> tuple[Any, list[TraceBuffer]]:
-    """A pool of workers in memory of this process, and the buffers that they write."""
+    """Return a pool of workers in this process's memory, and the buffers that they write."""
     cells = memoryview(bytearray(CONTROL_BYTES + num_workers * TRACE_BYTES)).cast("q")
     buffers = trace_buffers(cells, num_workers, TRACE_BYTES)
     return recorder.add_pool(buffers), [TraceBuffer(buffer) for buffer in buffers]

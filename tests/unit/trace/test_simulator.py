@@ -1,4 +1,4 @@
-"""What holds for a simulated run whatever the times are."""
+"""Properties of a simulated run that hold for any times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parts_of(run: SimulatedRun) -> list[Record]:
 
 
 def deliveries_of(run: SimulatedRun) -> list[Record]:
-    """What the training process did, without what it loaded itself."""
+    """Return the deliveries of the training process, without its own loading."""
     return [record for record in run.main if record.kind == Kind.BATCH]
 
 

@@ -1,6 +1,6 @@
-"""The drawing in a terminal, character by character. Snapshots lie beside this file.
+"""The terminal drawing, character by character, compared with the files in snapshots/.
 
-To make them anew after a change: PENSTOCK_SNAPSHOTS=write pytest tests/unit/trace
+To update them after a change: PENSTOCK_SNAPSHOTS=write pytest tests/unit/trace
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``penstock.simulate``: runs with other settings, from a trace."""
+"""``penstock.simulate`` predicts runs with different settings from a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cause that follows from what further runs give; the integration tests run real loaders."""
+"""The cause follows from the results of further runs. Integration tests run real loaders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESUMED = Setting(name="resumed", arguments={"num_workers": 2}, resumed_with={"n
 
 
 def run_of(*words: str) -> HashedRun:
-    """An epoch whose batches are words and whose samples are letters."""
+    """Return an epoch whose batches are words and whose samples are letters."""
     batches = [
         HashedBatch(whole=word.encode(), samples=tuple(letter.encode() for letter in word))
         for word in words
@@ -40,7 +40,7 @@ def code_of(
     by_hash_seed: dict[str, list[HashedRun]] | None = None,
     **facts: Any,
 ) -> str:
-    """The code of the cause, where further runs give what is said, else the same as before."""
+    """Return the code of the cause. Further runs give these results, or the same as before."""
 
     def run(which: Setting, seed: int = 0) -> HashedRun:
         if which.delays is not None:

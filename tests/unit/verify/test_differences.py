@@ -1,4 +1,4 @@
-"""Where two runs part, and how it is said."""
+"""The first difference of two runs, and its description."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.legacy
 
 
 def run_of(*epochs: list[str]) -> HashedRun:
-    """A record whose batches are words and whose samples are letters."""
+    """Return a record whose batches are words and whose samples are letters."""
     return HashedRun(
         epochs=[
             [

@@ -1,4 +1,4 @@
-"""Which arguments a factory takes, and a factory made from a loader."""
+"""The arguments that a factory takes, and a factory made from a loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of a loader without workers: hashed, captured, delayed, resumed."""
+"""One run of a loader without workers, hashed, captured, delayed and resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAIN = Setting(name="as it is")
 
 
 class Resumable:
-    """A loader of numbers that remembers how many it gave."""
+    """A loader of numbers that counts those it has delivered."""
 
     seed = 0
     made: list[Resumable] = []  # noqa: RUF012 - all of a test

@@ -1,4 +1,4 @@
-"""What has the same hash, and what must not."""
+"""Values with equal hashes, and values whose hashes must differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verdict says, to a condition, a program and a person."""
+"""A verdict can be used as a condition, and converted to JSON and text."""
 
 from __future__ import annotations
 

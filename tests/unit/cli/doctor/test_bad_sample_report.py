@@ -1,4 +1,4 @@
-"""The report on a file of bad samples, and that its lines do what they say when they are pasted."""
+"""The report on a bad-sample file. Its suggested lines work when pasted."""
 
 from __future__ import annotations
 

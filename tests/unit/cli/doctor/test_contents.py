@@ -1,4 +1,4 @@
-"""What a dataset holds is found by looking; samples are described."""
+"""The contents of a dataset are found by inspection, and samples are described."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_paths_that_exist_are_found_and_other_texts_are_not(tmp_path: Path) -> N
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it lies on a GPU."""
+    """A tensor that reports a GPU as its device."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

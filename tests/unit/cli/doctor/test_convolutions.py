@@ -1,4 +1,4 @@
-"""What the doctor says about convolutions."""
+"""The doctor's report on convolutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the check of a dataset saved becomes problems; a dataset without fault gives none."""
+"""Saved results of a dataset check become problems. A correct dataset has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watching says what the GPUs do, and says so when nobody can tell."""
+"""The GPU watch reports usage, and says so when no tool can read it."""
 
 from __future__ import annotations
 

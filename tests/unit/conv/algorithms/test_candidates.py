@@ -1,4 +1,4 @@
-"""Every way to compute a convolution, against float64: each pass, layout and memory cap."""
+"""Every convolution algorithm compared with float64: each pass, layout and memory cap."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_a_wrong_result_would_be_noticed() -> None:
 
 
 ONE_DTYPE = {"winograd._prepare", "winograd._prepare_weight_gradient"}
-"""They are for float32 alone."""
+"""Algorithms that support only float32."""
 
 
 def test_what_is_kept_for_a_device_is_kept_for_a_dtype() -> None:
-    """A kernel that was compiled for float32 reads and writes past the end of halves."""
+    """A kernel compiled for float32 would read and write past the end of half tensors."""
     kept = {}
     for module in Path(algorithms.__file__).parent.glob("*.py"):
         for node in ast.parse(module.read_text(encoding="utf-8")).body:
@@ -74,7 +74,7 @@ def test_winograd_is_among_the_ways_of_a_wide_3x3_and_not_of_a_strided_one() -> 
 
 
 def test_columns_stay_under_the_cap() -> None:
-    """The buffers of a call are counted: the columns, and the padded rows that they look at."""
+    """The buffers of a call count: the columns, and the padded rows that they view."""
     case = conv_cases.Case(name="", channels=16, outputs=4, size=(32, 32), batch=4)
     geometry = case.geometry(is_channels_last=True)
     exact = conv_cases.exact(case, torch.float32)
@@ -84,7 +84,7 @@ def test_columns_stay_under_the_cap() -> None:
             lambda cap=cap: im2col.forward(geometry, exact.x, exact.w, cap)
         )  # type: ignore[misc]
         assert largest <= max(cap, exact.results["forward"].numel() * 4)
-    seen = [  # torch 1.13's profiler loses an event now and then
+    seen = [  # torch 1.13's profiler occasionally loses an event
         largest_allocation(lambda: im2col.forward(geometry, exact.x, exact.w, whole))
         for _ in range(3)
     ]
@@ -92,12 +92,12 @@ def test_columns_stay_under_the_cap() -> None:
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """Where its memory begins; torch 1.13 has the older name."""
+    """Return the start address of the memory. torch 1.13 has only the older name."""
     return int(getattr(tensor, "untyped_storage", tensor.storage)().data_ptr())
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest result of an operator that is no view."""
+    """Records the size in bytes of the largest operator result that is not a view."""
 
     num_bytes = 0
 
@@ -141,7 +141,7 @@ def num_multiplications(g: Geometry) -> int:
 
 
 def test_phases_multiply_nothing_by_zero() -> None:
-    """A strided input gradient takes as many multiplications as the forward pass, or fewer."""
+    """A strided input gradient needs at most as many multiplications as the forward pass."""
     case = conv_cases.Case(name="", stride=2, size=(16, 16), kernel=3)
     geometry = case.geometry(is_channels_last=False)
     used: list[int] = []
@@ -157,7 +157,7 @@ def test_phases_multiply_nothing_by_zero() -> None:
 
 
 def test_winograd_s_transforms_undo_each_other() -> None:
-    """F(m) of a kernel with one tap in the middle gives the input back, exactly."""
+    """F(m) of a kernel with a single center tap returns the input exactly."""
     for dtype in (torch.float64, torch.bfloat16):
         x = torch.arange(2 * 3 * 64.0).reshape(2, 3, 8, 8).remainder(7).to(dtype)
         w = torch.zeros(3, 3, 3, 3, dtype=dtype)

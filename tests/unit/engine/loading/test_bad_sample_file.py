@@ -1,4 +1,4 @@
-"""The file of bad samples: what is appended is read back, and rubbish costs its line only."""
+"""Appended records of a bad-sample file are read back, and an invalid line affects only itself."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_last_line_of_a_sample_speaks_and_has_its_count(file: Path) -> None:
     append(file, {**RECORD, "path": None, "error": "", "count": 5, "epoch": 2, "end": "poison"})
     first, second = read(file).samples
     assert (first.index, first.count, first.epoch, first.end) == (17, 5, 2, "poison")
-    assert (first.path, first.error) == ("/data/a.jpg", RECORD["error"])  # nothing newer was said
+    assert (first.path, first.error) == ("/data/a.jpg", RECORD["error"])  # from the older line
     assert (second.index, second.count, second.path) == (3, 1, None)
 
 

@@ -1,4 +1,4 @@
-"""A batch written into a slot and viewed again is what default_collate would have returned."""
+"""A batch written into a slot and viewed again equals the result of default_collate."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ for name in NUMPY_DTYPES:
 
 
 def unsigned_kind_torch_cannot_take() -> set[str]:
-    """Unsigned NumPy kinds that this torch does not know: default_collate refuses them too."""
+    """Return cases with unsigned NumPy types that this torch, and so default_collate, rejects."""
     try:
         torch.as_tensor(np.zeros(1, np.uint16))
     except TypeError:
@@ -116,9 +116,9 @@ def unsigned_kind_torch_cannot_take() -> set[str]:
 LEFT_OUT = unsigned_kind_torch_cannot_take()
 
 
-# torch warns about read-only arrays (it would wrap them); ours are copied out of them in any case.
+# torch warns about wrapping read-only arrays. Penstock copies them.
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
-# torch 1.13.1 turns NumPy's booleans into a tensor by a way that NumPy 1 warns about.
+# torch 1.13.1 converts NumPy booleans in a way that NumPy 1 warns about.
 @pytest.mark.filterwarnings(
     "ignore:In future, it will be an error for 'np.bool_':DeprecationWarning"
 )
@@ -205,13 +205,13 @@ ODD_PAIRS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", ODD_PAIRS)
 def test_a_sample_that_is_unlike_the_first_is_odd(name: str) -> None:
     first, other = ODD_PAIRS[name]
-    through_slot([first, first])  # control: alone it is fine
+    through_slot([first, first])  # control: alone it is accepted
     with pytest.raises(LayoutError):
         through_slot([first, other])
 
 
 def add_and_finish(writer: BatchWriter, sample: Any) -> None:
-    """Large samples are refused at once, small ones when all are there."""
+    """Add a sample and finish. Large samples are rejected by ``add``, small ones by ``finish``."""
     writer.add(sample)
     writer.finish()
 
@@ -296,7 +296,7 @@ def test_a_lazy_tensor_that_is_not_the_first_keeps_its_values(
 
 @pytest.mark.parametrize("name", LAZY)
 def test_the_bytes_of_a_lazy_tensor_alone_would_be_noticed(name: str) -> None:
-    """The control of the test above: what a copy of the bytes gives is another value."""
+    """Negative control for the test above: copying only the bytes gives a different value."""
     if name == "zeros without memory":
         assert LAZY[name](0, 4).data_ptr() == 0
         return

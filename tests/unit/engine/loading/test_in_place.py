@@ -1,4 +1,4 @@
-"""A dataset that writes samples into their rows itself gives the batch that it would have given."""
+"""A dataset that writes samples into their rows in place produces the same batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPE = (3, 40, 40)
 
 
 class Placing:
-    """Writes each sample into its row where one is offered; notes whether."""
+    """Writes each sample into its row if one is offered, and records whether it was."""
 
     def __init__(self, dtype: torch.dtype = torch.uint8) -> None:
         self.dtype = dtype
@@ -95,7 +95,7 @@ def test_samples_before_an_odd_one_are_given_back_whole_and_later_ones_share_no_
     class Odd(Placing):
         def read_into(self, index: int, rows: Sequence[Any]) -> Any:
             if index == 2:
-                rows[0].fill(99)  # begun there, and then of another form
+                rows[0].fill(99)  # started in place, then returns a different form
                 return torch.zeros(5), index
             return super().read_into(index, rows)
 

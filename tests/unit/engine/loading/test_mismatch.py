@@ -1,4 +1,4 @@
-"""Samples that do not fit one batch are named: which index, which field, which shapes."""
+"""Samples that do not fit one batch are reported with index, field and shapes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_sample_and_the_field_are_named(name: str) -> None:
 def test_samples_that_fit_are_not_refused(name: str) -> None:
     pair = [CASES[name][0][0]] * 2
     batch = default_collate(pair, [0, 1])
-    if name == "in a dataclass":  # which torch's default_collate refuses
+    if name == "in a dataclass":  # rejected by torch's default_collate
         assert batch.image.shape == (2, *pair[0].image.shape)
     else:
         assert_same(batch, torch_collate(pair))

@@ -1,4 +1,4 @@
-"""Which file did a sample come from? From the error, or from the lists that datasets keep."""
+"""The file of a sample is found from the error or from the lists that datasets keep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATHS = [f"data/{number}.jpg" for number in range(6)]
 
 
 class Images(Dataset):
-    """Six images; the list of them has the name that a library gives it."""
+    """Six images, listed under an attribute name that a library uses."""
 
     def __init__(self, name: str = "paths", files: Any = None) -> None:
         setattr(self, name, PATHS if files is None else files)
@@ -32,7 +32,7 @@ class Images(Dataset):
 
 
 class Hostile:
-    """Fails at everything that is asked of it."""
+    """Raises on every operation."""
 
     def __getattribute__(self, name: str) -> NoReturn:
         raise RuntimeError("no attribute of mine is to be read")
@@ -47,7 +47,7 @@ class Hostile:
 )
 def test_the_lists_of_known_libraries_are_found(name: str) -> None:
     assert find_path(Images(name), 4) == "data/4.jpg"
-    assert find_path(Images("names"), 4) is None  # control: not just any list
+    assert find_path(Images("names"), 4) is None  # control: other lists are ignored
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_an_error_without_a_file_leaves_it_to_the_dataset(error: Any) -> None:
 @pytest.mark.parametrize(
     "files",
     [
-        PATHS[:3],  # shards: the fourth sample is in one of them, nobody knows which
+        PATHS[:3],  # shards, so the file of the fourth sample is unknown
         [*PATHS, "one more.jpg"],
         [1, 2, 3, 4, 5, 6],
         [None] * 6,

@@ -1,4 +1,4 @@
-"""default_collate inside a user's collate_fn, stacked straight into the slot."""
+"""default_collate inside a user's collate_fn stacks directly into the slot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.legacy
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    """As in a worker; undone afterwards, because this process is not one."""
+    """Install the patch as in a worker, and remove it after the test."""
     before = torch_collate.default_collate_fn_map[torch.Tensor]
     slot_collate.install_slot_collate()
     yield
@@ -47,7 +47,7 @@ def test_tensors_lie_in_the_slot_and_equal_torch_s() -> None:
     assert lies_in(batch["x"], buffer)
     assert lies_in(batch["y"][0], buffer)
     assert allocator.used > 0
-    assert_same(batch, default_collate(SAMPLES))  # outside: torch's own memory
+    assert_same(batch, default_collate(SAMPLES))  # outside a slot: torch's own memory
 
 
 def test_outside_of_a_collate_fn_nothing_lies_in_the_slot() -> None:

@@ -1,4 +1,4 @@
-"""The form of a sample: read, taken apart, put together again."""
+"""The layout of a sample is read, and samples are flattened and restored."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_assemble_turns_tuples_into_lists_as_default_collate_does() -> None:
 )
 def test_a_sample_of_another_form_is_odd(first: Any, other: Any) -> None:
     flatten = compile_flatten(read_layout(first).tree)
-    flatten(first)  # control: its own form is not
+    flatten(first)  # control: its own layout is accepted
     with pytest.raises(LayoutError):
         flatten(other)
 

@@ -1,6 +1,6 @@
-"""A slot is not used again while a child that was forked under it may read it.
+"""A slot is not reused while a forked child may still read it.
 
-Children are played by copies of the pipe's writing end. Real ones are in
+Copies of the pipe's write end play the children. Tests with real children are in
 tests/faults/engine/memory/test_forked_children.py.
 """
 
@@ -30,7 +30,7 @@ NUM_BYTES = 4096
 
 
 class Child:
-    """What a forked child is to the pipe: one more holder of its writing end."""
+    """A forked child as the pipe sees it: one more holder of its write end."""
 
     def __init__(self, watch: ForkWatch) -> None:
         watch.note_fork()
@@ -64,7 +64,7 @@ def make_ring(watch: ForkWatch, max_held_bytes: int = 1 << 30) -> Ring:
 
 
 def free_slots(ring: Ring) -> list[Slot]:
-    """All slots that the ring would hand out before it makes new ones."""
+    """Return all slots that the ring hands out before it creates new ones."""
     taken = [ring.take()]
     while ring._free:
         taken.append(ring.take())
@@ -121,7 +121,7 @@ def test_a_slot_waits_for_every_child_that_was_forked_while_it_was_viewed(
         children.append(Child(watch))
     roots.clear()
     assert not set(slots) & set(free_slots(ring))
-    children[2].end()  # all three were viewed then, and the others are still awaited
+    children[2].end()  # it saw all three slots; slots 0 and 1 still wait for the others
     assert set(slots) & set(free_slots(ring)) == {slots[2]}
     children[0].end()
     assert set(slots) & set(free_slots(ring)) == {slots[2]}
@@ -177,7 +177,7 @@ def test_children_that_live_for_many_steps_keep_slots_and_descriptors_bounded(
         del root
         most_parked = max(most_parked, len(ring._parked))
         assert len(watch.fds) <= MAX_PIPES + 3
-    assert most_parked >= 100  # control: they are really there
+    assert most_parked >= 100  # control: slots are parked
     assert most_parked <= 400
     for child in children:
         child.end()
@@ -229,7 +229,7 @@ def test_the_pipe_stays_open_for_the_ring_of_another_loader(watch: ForkWatch, ri
     slot = other.take()
     root = other.lend(slot, NUM_BYTES)
     child = Child(watch)
-    for _ in range(3):  # this ring sees the forks first, and waits for none of them
+    for _ in range(3):  # this ring sees the forks first and has no slot that waits for them
         ring.lend(ring.take(), NUM_BYTES)
         watch.note_fork()
     del root
@@ -254,7 +254,7 @@ def test_without_descriptors_a_slot_is_not_used_again_until_there_are_some(
         del root
         assert slot not in free_slots(ring)
         child.end()
-        assert slot not in free_slots(ring)  # nobody can tell
+        assert slot not in free_slots(ring)  # undetectable without a pipe
     assert slot in free_slots(ring)
 
 
@@ -273,7 +273,7 @@ def test_without_descriptors_from_the_start_a_slot_is_never_used_again(
     assert slot not in free_slots(ring)
     later = ring.take()
     root = ring.lend(later, NUM_BYTES)
-    child = Child(watch)  # there are descriptors by now
+    child = Child(watch)  # descriptors are available again
     del root
     child.end()
     assert slot not in free_slots(ring)
@@ -323,7 +323,7 @@ def test_private_memory_is_not_watched(watch: ForkWatch) -> None:
 
 
 class PretendPinner:
-    """Pins anything; its fences are over when they are told to be."""
+    """Pins anything. Its fences complete when ``is_done`` is set."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -366,7 +366,7 @@ def test_a_pinned_slot_waits_for_the_child_and_then_for_the_gpu(watch: ForkWatch
 
 
 def all_slots(ring: Ring) -> list[Slot]:
-    """Take every free slot, so that the ring looks for those that rest."""
+    """Take every free slot, so that the ring checks its resting slots."""
     taken = [ring.take()]
     while ring._free:
         taken.append(ring.take())

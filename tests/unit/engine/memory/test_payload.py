@@ -1,4 +1,4 @@
-"""What no layout can hold: pickled, with its large buffers beside it in the slot."""
+"""Samples without a layout are pickled, with their large buffers next to them in the slot."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ VALUES: dict[str, Any] = {
 }
 
 
-# torch 2.11 warns about its own way of rebuilding a sparse tensor.
+# torch 2.11 warns about its own reconstruction of a sparse tensor.
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("name", VALUES)
 def test_a_value_comes_back_as_it_went(name: str) -> None:
@@ -99,7 +99,7 @@ def test_a_tensor_that_lies_in_the_slot_already_is_only_pointed_at() -> None:
     written = payload.write({"x": inside, "outside": torch.ones(LARGE)}, slot, 128 + LARGE * 4)
     inner, outer = sorted(written.blocks)
     assert inner == (128, LARGE * 4)
-    assert outer[0] >= 128 + LARGE * 4  # nothing is put over it
+    assert outer[0] >= 128 + LARGE * 4  # no overlap
     result = payload.read(written, slot)
     assert_same(result["x"], torch.full((LARGE,), 7.0))
     assert_same(result["outside"], torch.ones(LARGE))
@@ -148,7 +148,7 @@ def test_a_tensor_and_a_view_of_it_share_memory_again(slot_bytes: int) -> None:
     result, view = through_slot([base, base[1:]], make_slot(slot_bytes))
     result[5] = -1
     assert view[4] == -1
-    assert base[5] == 5  # the worker's own is another
+    assert base[5] == 5  # the worker's tensor is separate
 
 
 def test_tensors_that_share_nothing_do_not_share_afterwards() -> None:
@@ -203,7 +203,7 @@ def test_a_storage_comes_back_and_shares_memory_with_its_tensor() -> None:
 
 def storage_of(tensor: torch.Tensor) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own: such storages are to be removed
+        warnings.simplefilter("ignore")  # torch's own deprecation of these storages
         return tensor.storage()
 
 
@@ -256,7 +256,7 @@ def test_a_class_without_memory_of_its_own_pickles_itself() -> None:
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that only names another one."""
+    """A tensor that only wraps another one."""
 
     inner: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""A pinned slot is not used again before the GPU is done with what was asked until then."""
+"""A pinned slot is not reused before the GPU completes the work submitted until then."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NUM_BYTES = 4096
 
 
 class Pinner:
-    """Pins nothing, and notes all; a fence is over when the test says so.
+    """Pins nothing and records every call. The test controls when a fence completes.
 
     Args:
-        is_safe: False: the control, with fences that are over at once.
+        is_safe: False for the negative control, whose fences complete immediately.
     """
 
     def __init__(self, *, is_safe: bool = True) -> None:
@@ -65,7 +65,7 @@ def ring_of(pinner: Pinner, max_held_bytes: int = 1 << 30) -> PinnedRing:
 
 
 def deliver(ring: PinnedRing) -> Slot:
-    """A batch that is dropped at once, as after ``x.cuda(non_blocking=True)``."""
+    """Deliver a batch that is dropped immediately, as after ``x.cuda(non_blocking=True)``."""
     slot = ring.take()
     ring.lend(slot, NUM_BYTES)
     return slot
@@ -73,7 +73,7 @@ def deliver(ring: PinnedRing) -> Slot:
 
 @pytest.mark.parametrize("is_safe", [True, False])
 def test_a_slot_is_not_taken_again_before_its_fence_is_over(is_safe: bool) -> None:
-    """And the control: with a fence that is always over, it is."""
+    """Negative control: with a fence that is always complete, the slot is reused."""
     pinner = Pinner(is_safe=is_safe)
     pinner.is_busy = True
     ring = ring_of(pinner)
@@ -145,7 +145,7 @@ def test_a_gpu_that_never_gets_done_is_an_error_in_words(monkeypatch: pytest.Mon
 
 
 def test_during_a_capture_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one who captures is the one who would wait."""
+    """Waiting would block the thread that captures."""
     monkeypatch.setattr(pinned, "MAX_COOLING_S", 3600.0)
     pinner = Pinner()
     pinner.is_busy = True

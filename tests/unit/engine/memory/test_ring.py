@@ -1,4 +1,4 @@
-"""A slot comes back to the ring when its last view is gone, and not before."""
+"""A slot returns to the ring when its last view is gone, and not before."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lend_tensor(ring: Ring) -> tuple[Slot, torch.Tensor]:
 
 
 def comes_back(ring: Ring, slot: Slot) -> bool:
-    """Is the slot handed out again? Takes every free slot of the present segment to see."""
+    """Return True if the slot is handed out again. Takes every free slot of the current segment."""
     taken = [ring.take() for _ in range(FIRST_SLOTS - 1)]
     got = any(other is slot for other in taken)
     for other in taken:
@@ -98,7 +98,7 @@ def test_a_slot_stays_away_while_this_lives(name: str) -> None:
     ids=["slice", "dtype", "shape", "memoryview", "frombuffer"],
 )
 def test_a_view_of_the_root_array_itself_holds_the_slot(view: Callable[[Any], Any]) -> None:
-    """NumPy lets the base of a view skip what lies between: the root must not be skipped."""
+    """The base of a NumPy view can skip intermediate arrays, but must not skip the root."""
     ring = make_ring()
     slot = ring.take()
     held = view(ring.lend(slot, NUM_BYTES))
@@ -223,19 +223,19 @@ def test_a_closed_ring_holds_no_memory_although_somebody_keeps_it() -> None:
     before = leftovers.look().mappings
     ring = make_ring()
     early, late = lend_tensor(ring)[1], lend_tensor(ring)[1]
-    assert leftovers.look().mappings > before  # control: the mapping is seen
+    assert leftovers.look().mappings > before  # control: the mapping is counted
     del early
     ring.close()
-    assert late.sum() == 0  # what the user holds stays valid
+    assert late.sum() == 0  # memory held by the user stays valid
     del late
     assert leftovers.look().mappings == before
 
 
-# -- no memory to be had --------------------------------------------------------------------------
+# -- out of memory --------------------------------------------------------------------------------
 
 
 class SmallFile(SharedFile):
-    """A file on a disk with room for so many bytes."""
+    """A file on a disk with limited space."""
 
     room = 2 * GRAIN
 

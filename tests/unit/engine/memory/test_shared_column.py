@@ -1,4 +1,4 @@
-"""SharedList and SharedDict read like list and dict, travel by reference, and never change."""
+"""SharedList and SharedDict read like list and dict, pickle by reference, and are immutable."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_an_error_while_iterating_or_pickling_comes_through() -> None:
         SharedList([(number for number in range(3))])
 
 
-# -- copies and travel -----------------------------------------------------------------------------
+# -- copies and pickling ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
@@ -249,7 +249,7 @@ def test_copy_and_deepcopy_need_no_second_one() -> None:
     shared = SharedList([[1]])
     twin = copy.deepcopy({"a": shared, "b": copy.copy(shared)})
     assert twin["a"] is twin["b"] is shared
-    twin["a"][0].append(2)  # of an object that was read
+    twin["a"][0].append(2)  # an object that was read before
     assert shared == [[1]]
 
 
@@ -278,7 +278,7 @@ def test_a_plain_list_does_not_travel_by_descriptor() -> None:
 def test_the_descriptor_stays_open_as_long_as_the_pickle() -> None:
     shared = SharedList(["a"])
     pickle_file = PickledObjects({"value": shared}).to_shared_file()
-    del shared  # a worker may be started later, in the place of one that died
+    del shared  # a replacement worker can start later
     assert arrive(pickle_file) == ["a"]
     pickle_file.close()
 

@@ -1,4 +1,4 @@
-"""One shared file, mapped piece by piece: a memfd, or a temporary file that nobody can see."""
+"""A shared file, mapped piece by piece: a memfd or an unlinked temporary file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_private_mapping_keeps_its_changes_to_itself(file: SharedFile) -> None
 def test_another_holder_of_the_handle_maps_the_same_memory(file: SharedFile) -> None:
     offset = file.grow(10)
     file.map(offset, 10)[:3] = b"abc"
-    handle = replace(file.handle(), fd=os.dup(file.fd))  # as a worker gets it: a number of its own
+    handle = replace(file.handle(), fd=os.dup(file.fd))  # a separate descriptor, as in a worker
     other = SharedFile.attach(handle)
     assert other.map(offset, 10)[:3] == b"abc"
     other.close()
@@ -68,9 +68,9 @@ def test_a_mapping_outlives_the_file(file: SharedFile) -> None:
 
 def test_closing_twice_is_closing_once(file: SharedFile) -> None:
     file.close()
-    other = os.open("/dev/null", os.O_RDONLY)  # takes the number that was freed
+    other = os.open("/dev/null", os.O_RDONLY)  # reuses the freed number
     file.close()
-    assert os.fstat(other).st_rdev == os.stat("/dev/null").st_rdev  # it was not closed
+    assert os.fstat(other).st_rdev == os.stat("/dev/null").st_rdev  # still open
     os.close(other)
 
 
@@ -81,7 +81,7 @@ def test_a_file_on_disk_has_no_name_that_could_be_left_behind(
     file = SharedFile.create(allow_memfd=False)
     file.grow(10)
     assert list(tmp_path.iterdir()) == []
-    assert str(tmp_path) in os.readlink(f"/proc/self/fd/{file.fd}")  # control: it is there
+    assert str(tmp_path) in os.readlink(f"/proc/self/fd/{file.fd}")  # control: it is on disk
     file.close()
 
 
@@ -141,7 +141,7 @@ def test_without_a_descriptor_no_file_is_tried_instead(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "memfd_create", refuse(errno.EMFILE))
     with pytest.raises(OSError, match=r"Too many open files\. Try: ulimit -n"):
         SharedFile.create()
-    monkeypatch.setattr(os, "memfd_create", refuse(errno.EPERM))  # control: here it is
+    monkeypatch.setattr(os, "memfd_create", refuse(errno.EPERM))  # control: a file is used
     file = SharedFile.create()
     assert "no memfd (" in file.note
     file.close()

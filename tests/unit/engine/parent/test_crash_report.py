@@ -1,4 +1,4 @@
-"""What is said about a dead worker."""
+"""Crash reports of dead workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C waits while a process is started, and is handled afterwards as it would have been."""
+"""Ctrl-C is delayed while a process starts, and handled normally afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loading here leaves in a dataset, and how it is taken back."""
+"""Changes that loading in this process makes to a dataset are undone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_what_was_bound_while_watching_is_taken_back() -> None:
     inner = SimpleNamespace(handle=None, is_open=False)
     outer = SimpleNamespace(parts=[inner], name="x")
     traces = DatasetChanges(outer)
-    for handle in (object(), object()):  # the first value counts, not the one in between
+    for handle in (object(), object()):  # the original value counts, not an intermediate one
         with traces.watching():
             inner.handle, inner.is_open, outer.late = handle, True, 1
     traces.undo()

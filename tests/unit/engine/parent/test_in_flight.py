@@ -1,4 +1,4 @@
-"""Whose turn it is, and who owes what."""
+"""Leases are given to workers in turn or by load, and outstanding leases are tracked."""
 
 from __future__ import annotations
 

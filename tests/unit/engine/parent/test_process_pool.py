@@ -1,4 +1,4 @@
-"""The parent's end of a pipe: frames of any size, in any pieces, without ever blocking."""
+"""The parent's end of a pipe handles frames of any size, in any pieces, without blocking."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_frame_from_the_worker_arrives_whole(ends: Any, size: int) -> None:
 def test_a_frame_to_the_worker_arrives_whole(ends: Any, size: int) -> None:
     channel, theirs = ends
     body = os.urandom(size)
-    channel.send(body)  # does not block, although the pipe takes 64 KB and nothing reads yet
+    channel.send(body)  # does not block, although the pipe holds 64 KB and nothing reads yet
     received: list[bytes] = []
     reader = threading.Thread(target=lambda: received.append(theirs.recv_bytes()))
     reader.start()

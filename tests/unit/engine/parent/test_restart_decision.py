@@ -1,4 +1,4 @@
-"""What a lost worker means."""
+"""Restart decisions after the loss of a worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ISOLATE, POISON, RETRY = RestartDecision.ISOLATE, RestartDecision.POISON, Restar
 
 
 def num_deaths_alone(policy: RestartPolicy, limit: int = 50) -> int:
-    """How often in a row a sample must end a worker that loads it alone to be poison."""
+    """Return how many deaths in a row mark a sample that is loaded alone as poison."""
     for number in range(1, limit):
         if policy.judge(0, SAMPLE, is_alone=True) is POISON:
             return number
@@ -144,7 +144,7 @@ def test_losses_without_progress_are_the_end_and_an_answer_is_progress() -> None
         decisions = [policy.judge(0, None, is_outside=True) for _ in range(NO_PROGRESS - 1)]
         assert set(decisions) == {RETRY}
         policy.note_answer(0, LEASE)
-    assert policy.judge(1, None) is RETRY  # another worker's losses are its own
+    assert policy.judge(1, None) is RETRY  # losses are counted per worker
     for _ in range(NO_PROGRESS - 1):
         policy.judge(0, None, is_outside=True)
     assert policy.judge(0, None, is_outside=True) is RestartDecision.NO_PROGRESS

@@ -1,5 +1,4 @@
-"""What WorkerRestarts makes of what it sees in the cells: who hangs, who is silent, who was
-asleep."""
+"""WorkerRestarts detects hung, silent and suspended workers from the status cells."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Clock:
 
 
 class Pool:
-    """Two workers that nobody has started."""
+    """Two workers that are never started."""
 
     can_replace = True
 
@@ -61,7 +60,7 @@ class Pool:
 
 
 class Scene:
-    """Worker 0 was given samples 70 to 73, at positions 20 to 23; worker 1 has nothing to do."""
+    """Worker 0 has samples 70 to 73 at positions 20 to 23. Worker 1 is idle."""
 
     def __init__(self, **limits: Any) -> None:
         self.cells = memoryview(bytearray(CONTROL_BYTES)).cast("q")
@@ -112,7 +111,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def wait(scene: Scene, clock: Clock, seconds: float) -> list[Any]:
-    """Look four times a second; returns the first faults."""
+    """Check four times a second. Returns the first faults."""
     for _ in range(int(seconds * 4)):
         clock.now_s += 0.25
         faults = scene.look()
@@ -134,7 +133,7 @@ def test_the_second_time_is_the_end_although_the_worker_moved_on_since(clock: Cl
     scene = Scene(sample_timeout_s=2.0)
     scene.load(22, clock.now_s)
     (fault,) = wait(scene, clock, 3)
-    scene.load(NOTHING, 0)  # the signal that took its stack has ended the wait
+    scene.load(NOTHING, 0)  # the signal that requested its stack has ended the wait
     scene.recovery.replace(fault)
     scene.load(22, clock.now_s)
     (fault,) = wait(scene, clock, 3)
@@ -160,7 +159,7 @@ def test_a_machine_that_slept_blames_nobody(clock: Clock) -> None:
     scene.load(22, clock.now_s)
     clock.now_s += 3600
     assert scene.look() == []
-    (fault,) = wait(scene, clock, 3.0)  # control: from now on it counts
+    (fault,) = wait(scene, clock, 3.0)  # control: from here on it counts
     assert 2.0 < fault.seconds < 3.0
 
 
@@ -193,7 +192,7 @@ def test_waiting_for_nobody_is_stuck(clock: Clock) -> None:
 
 
 def lose(scene: Scene, position: int, **facts: Any) -> list[Any]:
-    """Worker 0 dies there; returns what its replacement hears first."""
+    """Let worker 0 die at this position. Returns the first message to its replacement."""
     scene.load(position, 0)
     death = SimpleNamespace(pid=100, exit_code=-11, **{"is_orphaned": False, **facts})
     return scene.recovery.replace(scene.recovery.fault_of(0, death))  # type: ignore[arg-type]
@@ -208,7 +207,7 @@ def test_a_sample_is_tried_alone_from_the_second_death_on(clock: Clock) -> None:
     (trial,) = lose(scene, 22)
     assert trial.trial == (2, 1)
     assert lose(scene, 22) == [trial]
-    assert lose(scene, 22) == []  # it is left out
+    assert lose(scene, 22) == []  # the sample is skipped
     assert list(scene.faults.poison) == [72]
 
 
@@ -270,7 +269,7 @@ def test_two_that_crash_at_once_were_not_killed_from_outside(clock: Clock) -> No
 def test_a_stopped_worker_is_no_hung_sample(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(sample_timeout_s=2.0)
     monkeypatch.setattr(scene.recovery, "_is_stopped", lambda worker: True)
-    for _ in range(SUSPECT + DEATHS_ALONE):  # a hang is the end the second time
+    for _ in range(SUSPECT + DEATHS_ALONE):  # a hang is fatal the second time
         scene.load(22, clock.now_s)
         (fault,) = wait(scene, clock, 3)
         scene.recovery.replace(fault)
@@ -286,7 +285,7 @@ def test_what_is_left_out_once_and_still_loses_workers_is_the_end(clock: Clock) 
     for _ in range(DEATHS - 1):
         lose(scene, 22)
     with pytest.raises(WorkerDied):
-        lose(scene, 22)  # a function for on_error that crashes, say
+        lose(scene, 22)  # for example, an on_error function that crashes
 
 
 def test_substitutes_that_lose_workers_are_passed_over_up_to_their_number(clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""Objects whose class computes attributes arrive with their state, whatever they answer."""
+"""Objects whose class computes attributes are pickled with their state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Inner:
 
 
 class Keeper(Inner):
-    """Has a state of its own, which a wrapper must not take for its own."""
+    """Has its own pickled state, which a wrapper must not use as its state."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"scale": self.scale, "kept": True}
@@ -70,7 +70,7 @@ class Slotted:
 
 
 class Intercepting:
-    """Hands on every name, its own class included."""
+    """Forwards every name, including its own class."""
 
     def __init__(self, dataset: Any) -> None:
         object.__setattr__(self, "dataset", dataset)
@@ -113,13 +113,13 @@ def test_a_wrapper_arrives_with_what_it_wraps(wrapper: Any, inner: Any) -> None:
 
 @pytest.mark.parametrize("wrapper", [Wrapper, Silent, Mocking, Raising])
 def test_pickle_alone_does_not_bring_them_back(wrapper: Any) -> None:
-    """The control: these classes need a way of their own."""
+    """Negative control: plain pickle does not restore these classes."""
     back = None
     try:
         back = pickle.loads(cloudpickle.dumps(wrapper(Inner())))
     except Exception:
         return
-    assert "dataset" not in vars(back)  # the state went into whatever the class answered
+    assert "dataset" not in vars(back)  # the state went into the computed attribute
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

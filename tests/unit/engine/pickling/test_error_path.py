@@ -1,4 +1,4 @@
-"""What cannot travel to a worker is named, down to the attribute, with the way out."""
+"""Objects that cannot be pickled are reported by attribute path, with a remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Thing:
         vars(self).update(attributes)
 
     def method(self) -> None:
-        """Something to bind."""
+        """A method to bind."""
 
 
 class Slotted:

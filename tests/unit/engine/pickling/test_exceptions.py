@@ -1,4 +1,4 @@
-"""An exception crosses a process boundary and is still itself."""
+"""An exception that crosses a process boundary keeps its class and attributes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TwoArguments(Exception):
 
 
 class NoArgumentsKept(ValueError):
-    """Its args say nothing about what its constructor wants: pickle cannot rebuild it."""
+    """Its args do not match its constructor, so pickle cannot rebuild it."""
 
     def __init__(self, path: str, *, line: int) -> None:
         super().__init__(f"{path}:{line}")
@@ -81,7 +81,7 @@ def throw(error: BaseException) -> Any:
 
 
 def across(raise_it: Callable[[], Any], index: Any = 7) -> BaseException:
-    """Raise, describe, send as bytes, rebuild: all that happens between two processes."""
+    """Raise, describe, send as bytes and rebuild an exception, as between two processes."""
     report = describe(
         caught(raise_it), worker=3, where="in DataLoader worker process 3", index=index
     )
@@ -264,7 +264,7 @@ def test_a_member_keeps_its_arguments_and_attributes_also_two_groups_deep() -> N
 
 @groups
 def test_pickle_alone_would_lose_such_a_group() -> None:
-    """The control: what these tests send cannot be sent as it is."""
+    """Negative control: plain pickle cannot restore this group."""
     packed = pickle.dumps(make_group(NoArgumentsKept("a.jpg", line=3)))
     with pytest.raises(TypeError):
         pickle.loads(packed)
@@ -291,7 +291,7 @@ class Final(ValueError):
 
 
 class NeedsKeyword(ValueError):
-    """Its subclasses must say something."""
+    """Requires a keyword argument from its subclasses."""
 
     def __init_subclass__(cls, *, code: int) -> None:
         pass
@@ -308,7 +308,7 @@ def test_a_class_that_forbids_subclasses_keeps_its_type(kind: Any) -> None:
 
 
 def test_such_a_class_has_no_subclasses() -> None:
-    """The control: the usual way is closed."""
+    """Negative control: the usual approach, a subclass, is impossible."""
     for kind in (Final, NeedsKeyword):
         with pytest.raises(TypeError):
             type("Other", (kind,), {})

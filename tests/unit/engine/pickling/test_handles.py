@@ -1,4 +1,4 @@
-"""What is open is opened again where it arrives, or refused by name with the reason."""
+"""Open handles are reopened in the worker, or rejected by name with the reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_binary_file_is_opened_again_at_its_place(lines: Path) -> None:
         file.readline()
         with arrived(file) as again:
             assert again.readline() == b"second\n"
-            assert file.readline() == b"second\n"  # ours did not move
+            assert file.readline() == b"second\n"  # the original did not move
             assert (type(again), again.mode) == (type(file), "rb")
             assert again.fileno() != file.fileno()
 

@@ -1,4 +1,4 @@
-"""Arrays mapped from a file are mapped again in a worker, or sent by value with the reason."""
+"""Memory-mapped arrays are mapped again in a worker, or sent by value with the reason."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_worker_that_writes_to_a_memmap_changes_its_own_view_only(mapped_path:
     again[:] = -1
     assert original.min() == 0
     assert np.load(mapped_path).min() == 0
-    original[0, 0] = 7  # in the file at once, so seen by those who map it later
+    original[0, 0] = 7  # visible immediately to later mappings of the file
     assert arrived(original)[0, 0] == 7
 
 

@@ -1,4 +1,4 @@
-"""User objects, pickled once, rebuilt elsewhere; big buffers lie beside the stream."""
+"""User objects are pickled once and rebuilt elsewhere, with large buffers outside the stream."""
 
 from __future__ import annotations
 
@@ -132,16 +132,18 @@ def test_a_module_that_no_import_finds_travels_by_value(name: str, tmp_path: Pat
     try:
         spec.loader.exec_module(module)
         pickle_file = PickledObjects({"value": module.Plugged()}).to_shared_file()
-        assert name not in cloudpickle.list_registry_pickle_by_value()  # that was for us alone
+        # The registration was temporary.
+        assert name not in cloudpickle.list_registry_pickle_by_value()
     finally:
         del sys.modules[name]
-    assert name not in dict(pickle_file.location.modules)  # nor does a fork server try to import it
+    # The fork server does not import it either.
+    assert name not in dict(pickle_file.location.modules)
     assert arrive(pickle_file)[2] == 6
     pickle_file.close()
 
 
 def test_a_module_of_a_package_that_was_made_by_hand_travels_by_value(tmp_path: Path) -> None:
-    """The parent has a path on which the module is found, but no import finds the parent."""
+    """The parent module has a path that contains the module, but the parent cannot be imported."""
     (tmp_path / "deep.py").write_text(PLUGIN)
     package = ModuleType("by_hand")
     package.__path__ = [str(tmp_path)]

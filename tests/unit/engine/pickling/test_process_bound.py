@@ -1,4 +1,4 @@
-"""Sockets, pipes, child processes and threads are refused by attribute; queues of pipes travel."""
+"""Sockets, pipes, processes and threads are rejected by attribute. Queues can be sent."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_pipe_that_was_taken_out_of_its_queue_is_refused_without_it() -> None:
 
 
 class Server(threading.Thread):
-    """Runs until it is told to stop."""
+    """Runs until it is stopped."""
 
     def __init__(self) -> None:
         super().__init__(name="server", daemon=True)
@@ -128,7 +128,7 @@ def test_a_running_thread_is_refused_and_one_that_is_over_is_not() -> None:
 
 
 def test_a_child_process_is_refused_until_it_has_ended() -> None:
-    child = subprocess.Popen.__new__(subprocess.Popen)  # as one that was started
+    child = subprocess.Popen.__new__(subprocess.Popen)  # looks like a started process
     vars(child).update(pid=1234, returncode=None, args=["true"], stdin=None, _child_created=False)
     assert "a child process (pid 1234)" in refusal(child)
     child.returncode = 0
@@ -196,7 +196,7 @@ def test_a_session_that_cannot_be_pickled_is_refused_by_name(name: str) -> None:
 def test_a_driver_that_is_written_in_python_is_refused_by_its_socket(
     connected: tuple[socket.socket, int],
 ) -> None:
-    """As PyMySQL, redis and pg8000 hold their connection, with a lock around it."""
+    """Like the connections of PyMySQL, redis and pg8000, with a lock around the socket."""
     connection = Holder(_sock=connected[0], lock=threading.RLock(), pool=queue.LifoQueue())
     with pytest.raises(CannotTravel) as info:
         PickledObjects({"dataset": Holder(db=connection)})
@@ -208,7 +208,7 @@ def test_classes_that_are_never_bound_are_told_apart_by_class() -> None:
     assert all(is_suspect(kind) for kind in (socket.socket, ssl.SSLSocket, threading.Thread))
 
 
-# -- what forked workers would share ---------------------------------------------------------------
+# -- handles that forked workers would share -------------------------------------------------------
 
 
 def test_what_forks_share_is_found_by_path(

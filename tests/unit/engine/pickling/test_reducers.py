@@ -1,4 +1,4 @@
-"""What pickle refuses, and yet has a meaning in a worker: made anew there."""
+"""Objects that pickle rejects but that make sense in a worker are recreated there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_weak_dictionaries_keep_what_somebody_holds() -> None:
     held = Numbers(2)
     back = sent({"held": held, "weak": weakref.WeakValueDictionary(one=held)})
     assert back["weak"]["one"] is back["held"]
-    assert len(sent(weakref.WeakValueDictionary(one=held))) == 0  # nobody there holds it
+    assert len(sent(weakref.WeakValueDictionary(one=held))) == 0  # no other reference in the worker
     keyed = sent({"held": held, "weak": weakref.WeakKeyDictionary({held: 5})})
     assert keyed["weak"][keyed["held"]] == 5
 

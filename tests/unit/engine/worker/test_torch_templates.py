@@ -1,4 +1,4 @@
-"""A module that torch generates is run from memory; nothing is written."""
+"""A module that torch generates is run from memory, and no file is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOURCE = "def answer():\n    return 42\n"
 
 @pytest.fixture
 def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module that writes others as torch's does, under a name of ours."""
+    """Yield the name of a module that writes other modules like torch's generator."""
     name = "writing_module"
     (tmp_path / "imports").mkdir()
     (tmp_path / "folders").mkdir()
