@@ -38,7 +38,7 @@ def _list_problems(program: Program) -> list[str]:
     problems: list[str] = []
     try:
         for problem in itertools.islice(_differences(program), MAX_PROBLEMS):
-            problems.append(problem)  # noqa: PERF402 (what was found before an exception counts)
+            problems.append(problem)  # noqa: PERF402 (keeps the problems found before an exception)
     except Exception as error:
         text = "".join(traceback.format_exception(error)[-3:])
         problems.append(f"raised {type(error).__name__}: {error}: {text}")

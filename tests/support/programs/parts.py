@@ -576,7 +576,7 @@ def make_collate(name: str) -> Any:
     return {"draws": _collate_and_draw, "views": _collate_views, "pads": _collate_padded}[name]
 
 
-# -- the rest --------------------------------------------------------------------------------------
+# -- worker_init_fn and on_error -------------------------------------------------------------------
 
 
 def init_nothing(worker: int) -> None:

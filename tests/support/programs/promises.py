@@ -96,7 +96,7 @@ def _source_rules(p: Program) -> Program:
 
 
 def _storing_rules(p: Program) -> Program:
-    """ "what is stored". Packed sets and caches take plain values, and at least one sample."""
+    """Apply "what is stored". Packed sets and caches take plain values, and at least one sample."""
     storing = [wrap for wrap in p.wraps if wrap in parts.STORING]
     if not storing:
         return p
@@ -151,7 +151,7 @@ def _loop_rules(p: Program) -> Program:
 
 
 def _order_rules(p: Program) -> Program:
-    """ "out of order": which batches come first is unspecified."""
+    """Apply "out of order": which batches come first is unspecified."""
     if not p.in_order:
         p = p.having(events=p.events_of("fork", "kill", "kill_server"))
         if p.source == "iterable":
@@ -160,7 +160,7 @@ def _order_rules(p: Program) -> Program:
 
 
 def _worker_randomness_rules(p: Program) -> Program:
-    """ "iterable datasets", "worker seeds after a loss", "threads without seeds"."""
+    """Apply "iterable datasets", "worker seeds after a loss" and "threads without seeds"."""
     if p.source != "iterable" and p.randomness == "sample":
         return p
     p = p.having(draws=tuple(name for name in p.draws if name in parts.GLOBAL_DRAWS))
@@ -173,14 +173,14 @@ def _worker_randomness_rules(p: Program) -> Program:
 
 
 def _thread_rules(p: Program) -> Program:
-    """ "draws beside threads", "one dataset in threads"."""
+    """Apply "draws beside threads" and "one dataset in threads"."""
     if p.pool != "thread":
         return p
     return p.having(draws_between=False, worker_init="")
 
 
 def _resume_rules(p: Program) -> Program:
-    """ "later epochs without a seed", "samplers asked again"."""
+    """Apply "later epochs without a seed" and "samplers asked again"."""
     resumes = p.events_of("resume")
     if not resumes:
         return p
@@ -197,7 +197,7 @@ def _resume_rules(p: Program) -> Program:
 
 
 # -- open defects ----------------------------------------------------------------------------------
-# Each is left out until it is mended, so that the others are looked for. Remove it with the defect.
+# Each defect is excluded until it is fixed, so that others can be found. Remove it with the defect.
 
 
 def _open_defects(p: Program) -> Program:

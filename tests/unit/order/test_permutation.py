@@ -157,6 +157,3 @@ def test_one_position_over_many_seeds_is_uniform() -> None:
     found = [Permutation(length, make_key(1, seed)).index_at(5) for seed in seeds]
     counts = np.bincount(found, minlength=length)
     assert abs(sigmas(counts)) < 4.5
-
-
-# -- keys ------------------------------------------------------------------------------------------

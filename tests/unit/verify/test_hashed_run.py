@@ -24,7 +24,7 @@ class Resumable:
     """A loader of numbers that counts those it has delivered."""
 
     seed = 0
-    made: list[Resumable] = []  # noqa: RUF012 - all of a test
+    made: list[Resumable] = []  # noqa: RUF012 - all loaders of a test
 
     def __init__(self) -> None:
         self.place = 0

@@ -139,7 +139,7 @@ def test_what_cannot_be_pickled_raises_and_is_not_half_written() -> None:
         through_slot([torch.ones(LARGE), (n for n in range(3))])
 
 
-# -- memory that is shared -------------------------------------------------------------------------
+# -- shared memory ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slot_bytes", [64, 1 << 20])
