@@ -108,7 +108,7 @@ def _storing_rules(p: Program) -> Program:
 
 def _batch_rules(p: Program) -> Program:
     if p.order in parts.BATCH_ORDERS:
-        # Without automatic batching, drop_last is not allowed.
+        # Without automatic batching there is no last batch to drop.
         p = p.having(batch_size=p.batch_size or 2, seed=None)
         if p.order in ("batches", "batch list"):
             p = p.having(drop_last=False, batch_size=2)

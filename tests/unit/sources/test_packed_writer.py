@@ -164,7 +164,7 @@ def test_another_packing_says_how_it_differs(tmp_path: Path) -> None:
 
 
 class Flipped:
-    """Alternates between two orientations."""
+    """Flips each sample at random."""
 
     def __len__(self) -> int:
         return 8

@@ -52,7 +52,7 @@ def test_copies_that_only_the_device_sees() -> None:
     assert slow.cause == "transfer"
     assert slow.sentence.startswith("The GPU waits 7")
     assert with_device(0.02, 0.97).verdict.cause == "step"
-    starved = with_device(0.02, 0.4).verdict  # only the step itself is waited for
+    starved = with_device(0.02, 0.4).verdict  # the loop waits only for the step
     assert starved.cause == "step"
     assert "but not for batches" in starved.sentence
 
@@ -79,7 +79,7 @@ def test_one_slow_worker() -> None:
 
 @pytest.mark.parametrize(("busy", "cause"), [(0.3, "slow worker"), (0.95, "collate")])
 def test_a_worker_is_waited_for_only_by_those_that_are_idle(busy: float, cause: str) -> None:
-    """Next to other programs, the small work of a collating worker on samples varies widely."""
+    """The per-sample work of a collating worker is small, and varies widely under other load."""
     rows_ms, shares = (0.67, 0.24), (0.99, busy)
     workers = tuple(
         WorkerAccount(

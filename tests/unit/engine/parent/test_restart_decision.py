@@ -144,7 +144,7 @@ def test_losses_without_progress_are_the_end_and_an_answer_is_progress() -> None
         decisions = [policy.judge(0, None, is_outside=True) for _ in range(NO_PROGRESS - 1)]
         assert set(decisions) == {RETRY}
         policy.note_answer(0, LEASE)
-    assert policy.judge(1, None) is RETRY  # losses are counted per worker
+    assert policy.judge(1, None) is RETRY  # losses of different workers are separate
     for _ in range(NO_PROGRESS - 1):
         policy.judge(0, None, is_outside=True)
     assert policy.judge(0, None, is_outside=True) is RestartDecision.NO_PROGRESS
