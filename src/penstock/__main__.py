@@ -1,4 +1,4 @@
-"""``python -m penstock``: the command line, or an overview of this platform if no arguments.
+"""``python -m penstock``: the command line. Without arguments, an overview of this platform.
 
 Tested by ``tests/integration/cli/test_module_command.py``.
 """

@@ -8,7 +8,7 @@ The four parts are what happened, where, the likely cause, and a remedy to paste
     +-- StartFailed        [W03]  also RuntimeError: the worker processes could not be started
     +-- SampleTimeout      [W04]  also RuntimeError: a sample exceeded ``sample_timeout_s`` twice
     +-- Stuck              [W05]  also RuntimeError: the loader makes no progress
-    +-- CannotTravel       [T01]  also TypeError and pickle.PicklingError: not serializable
+    +-- CannotTravel       [T01]  also TypeError and pickle.PicklingError: cannot be pickled
     +-- MismatchedSamples  [S01]  also RuntimeError: samples of a batch differ in shape or structure
     +-- TooManyBad         [S02]  also RuntimeError: more bad samples than ``max_bad`` allows
     +-- NoSubstitute       [S03]  also RuntimeError: all substitutes for a bad sample are bad
@@ -242,7 +242,7 @@ class BadState(PenstockError, ValueError):
 
 
 class BadStore(PenstockError, ValueError):
-    """A path has no packed set, or one that is unfinished, foreign, or of a newer version."""
+    """A path has no packed set, or one that is unfinished, invalid, or of a newer version."""
 
     code = "F01"
 
@@ -260,7 +260,7 @@ class CannotPack(PenstockError, ValueError):
 
 
 class CannotWrite(PenstockError, OSError):
-    """Data cannot be written: the disk is full, or permission or the folder is missing."""
+    """Data cannot be written: disk full, permission denied, or the folder does not exist."""
 
     code = "F04"
 

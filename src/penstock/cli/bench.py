@@ -83,7 +83,7 @@ def execute(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Reject invalid options now, and not after minutes of measuring."""
+    """Reject invalid options before the measurements, which take minutes."""
     for path in options.out:
         if not path.endswith((".json", ".html")):
             raise BadArgument(

@@ -1,4 +1,4 @@
-"""Measurements of ``penstock bench``: each stage alone, each number of workers, and the ceiling.
+"""Measures for ``penstock bench``: each stage of loading, each number of workers, and the ceiling.
 
 The ceiling is the rate with samples that are already in memory. Nothing is printed here.
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from penstock.trace.timeline import Timeline
 
 NEAR_BEST = 0.95
-"""Among settings at least this close to the best, the fewest workers are recommended."""
+"""Rates above this fraction of the best count as equal. The fewest workers are then recommended."""
 MAX_SAMPLES = 100_000
 NUM_KEPT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """One stage of loading, timed alone in this process."""
+    """The time of one stage of loading, measured separately in this process."""
 
     name: str
     sample_ms: float
@@ -78,7 +78,7 @@ class BenchResult:
 
 
 class RepeatedDataset:
-    """Repeats a dataset, so that short datasets can be measured as long as others."""
+    """Repeats a dataset, so that a short one can be measured for as long as a long one."""
 
     def __init__(self, dataset: Any, count: int) -> None:
         self.dataset = dataset

@@ -110,7 +110,7 @@ def _view(
 
 
 def _blur(pixels: NDArray[np.float32], strength: float) -> NDArray[np.float32]:
-    """Mix each pixel with its four neighbours."""
+    """Mix each pixel with its four neighbors."""
     padded = np.pad(pixels, ((1, 1), (1, 1), (0, 0)), mode="edge")
     around = padded[:-2, 1:-1] + padded[2:, 1:-1] + padded[1:-1, :-2] + padded[1:-1, 2:]
     blurred: NDArray[np.float32] = pixels * (1 - strength) + around * (strength / 4)

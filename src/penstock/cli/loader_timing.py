@@ -1,7 +1,7 @@
 """Timing of loaders in alternating turns, with medians and their spread.
 
-The speed of a machine drifts, because it warms up and other programs use it. So the contenders take
-turns within one run, the order is reversed every time, and they are compared turn by turn.
+The speed of a machine drifts, because it warms up and other programs use it. So the loaders take
+turns within one run, in an order that is reversed each time, and are compared turn by turn.
 
 Tested by ``tests/unit/cli/test_loader_comparison.py``.
 """

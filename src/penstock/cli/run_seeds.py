@@ -5,7 +5,7 @@
     NumPy's           when NumPy is imported
     torch's           when torch is imported, with the settings for deterministic algorithms
 
-Seeds and draws of the script itself in between are preserved. Imports are inside functions, because
+What the script itself seeds or draws in between is preserved. Imports are inside functions, because
 a restarted Python would run them twice.
 """
 

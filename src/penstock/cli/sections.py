@@ -1,4 +1,4 @@
-"""Report sections: titled rows, and the rows that describe a machine.
+"""Sections of a report: a title and rows of facts, such as the facts about a machine.
 
 Tested by ``tests/unit/cli/test_overview.py``.
 """
@@ -29,8 +29,9 @@ def make_console() -> Console:
 
 
 def print_section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Print a title and its rows. A pipe gets no color. Lines are never wrapped, so they can be
-    copied and pasted.
+    """Print a title and its rows, without color in a pipe.
+
+    Lines are not wrapped, so they can be pasted.
     """
     kept = list(rows)
     width = max((len(name) for name, _ in kept), default=0)

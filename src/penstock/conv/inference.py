@@ -1,7 +1,8 @@
 """Makes a model faster for inference with TensorRT, Inductor, or channels_last and autocast.
 
-Backends are tried in this order. The first one is used that builds, matches the outputs of eager
-mode within its tolerance, and is not slower. The report gives the reason for each rejected backend.
+Backends are tried in this order. The first backend that builds, matches the outputs of eager mode
+within its tolerance, and is not slower, is used. The report gives the reason for each rejected
+backend.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls to the CUDA or HIP runtime that page-lock memory and query graph capture.
 
 torch exposes the runtime under CUDA's names in both builds (``torch.cuda.cudart()``), so the same
-code registers memory on NVIDIA and AMD. Tests: test_pinning.py and test_fences.py.
+code registers memory on NVIDIA and AMD.
 
 Tested by ``tests/integration/device/test_pinning.py``.
 """
@@ -73,7 +73,7 @@ class CudaRuntime:
 
 
 def allow_during_capture() -> None:
-    """Allow this thread to call the driver while a different thread captures a graph.
+    """Allow this thread to call the driver while another thread captures a graph.
 
     The calls are not part of the graph. Without this, querying an event in this thread ends the
     capture.

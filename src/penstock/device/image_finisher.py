@@ -65,8 +65,8 @@ def finish(
     Example:
         >>> import torch, penstock
         >>> images = torch.tensor([[[[0, 255]]]], dtype=torch.uint8)
-        >>> normalise = penstock.finish(mean=[0.5], std=[0.5])
-        >>> normalise((images, torch.tensor([7])))
+        >>> normalize = penstock.finish(mean=[0.5], std=[0.5])
+        >>> normalize((images, torch.tensor([7])))
         (tensor([[[[-1.,  1.]]]]), tensor([7]))
     """
     BadArgument.unless_one_of("scaling", scaling, ("multiply", "divide"), "penstock.finish")

@@ -1,4 +1,4 @@
-"""Maps and lists the tensors in a batch, which can be nested in containers and objects."""
+"""Finds the tensors in a batch, nested in containers and objects, and applies functions to them."""
 
 from __future__ import annotations
 

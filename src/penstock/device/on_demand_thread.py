@@ -1,7 +1,7 @@
 """A background thread that exists only while it has work.
 
 Submitting is safe from anywhere, including garbage collection. It puts an item into a queue and
-starts a bare thread if none is running. So no loader leaves a thread behind, and none must stop it.
+starts a bare thread if none is running. So loaders leave no thread behind and need not stop one.
 
 At exit, a running thread is joined. A thread that returns from the GPU driver after the interpreter
 has shut down would end the process with an error.

@@ -151,7 +151,7 @@ _gpus: dict[int, _Gpu] = {}
 
 
 def choose_index() -> int:
-    """Return the GPU to pin for: the current one, unless only a different one is open.
+    """Return the GPU to pin for: the current one, unless only another one is open.
 
     A process that uses ``cuda:1`` without calling ``torch.cuda.set_device`` should not get a
     context on GPU 0 because its loader pins memory.

@@ -5,7 +5,7 @@
     host batch k+2 --copy stream: copy, finish, event--> k+1, k --> batch k: the step's stream
     (kept until its event completes)                                waits for its event
 
-There is no thread. Submitting a copy takes microseconds, and the GPU's copy engine runs it in
+It uses no thread. Submitting a copy takes microseconds, and the GPU's copy engine runs it in
 parallel with the step. A delivered batch belongs to the user's stream: ``record_stream`` keeps its
 memory until that stream is done with it. Prefetching a batch does not deliver it: the loader's
 counters (its state, bad samples of iterable datasets) change when the batch is delivered.
@@ -26,8 +26,8 @@ from penstock.trace.gpu_events import GpuWatch
 Effect = Callable[[], None]
 Take = Callable[[], tuple[Any, list[Effect]]]
 MAX_PER_CALL = 2
-"""Batches sent ahead in one call, in addition to the requested one. The limit keeps the first batch
-of an epoch early."""
+"""Maximum number of batches to copy ahead in one call. The limit lets the first batch of an epoch
+arrive early."""
 
 
 class _InFlight(NamedTuple):

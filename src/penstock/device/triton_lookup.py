@@ -1,6 +1,6 @@
-"""Triton kernel of :mod:`penstock.device.image_finisher`. Importing it needs Triton.
+"""Triton kernel that normalizes uint8 images with a lookup table. Importing it needs Triton.
 
-Tests: tests/gpu/device/test_to_the_gpu.py.
+Used by :mod:`penstock.device.image_finisher`. Tested by ``tests/gpu/device/test_to_the_gpu.py``.
 """
 
 from __future__ import annotations

@@ -50,11 +50,11 @@ def open_image(
     out: np.ndarray | None = None,
     decoder: str | None = None,
 ) -> Any:
-    """Return an encoded image, or pixels, as a tensor. Foreign transforms get the whole image.
+    """Return an encoded image, or pixels, as a tensor. Other transforms get the decoded image.
 
     Args:
         path: The name of the file, for error messages.
-        out: See :func:`~penstock.images.pixels.to_tensor`. Not used with foreign transforms.
+        out: See :func:`~penstock.images.pixels.to_tensor`. Not used with other transforms.
         decoder: See :func:`penstock.decode`.
     """
     own = transform if isinstance(transform, Crop) else None

@@ -3,7 +3,7 @@
     bytes -> header (size, orientation) -> steps of the crop -> decode, possibly at reduced scale
           -> turn upright -> crop, resize, flip -> uint8
 
-Pixels are uint8 RGB. Normalization to floats happens on the device, where it costs nothing.
+Pixels are uint8 RGB. Normalization to floats happens on the device, where it costs little.
 
 Tested by ``tests/compat/test_images.py``.
 """

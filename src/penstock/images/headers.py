@@ -1,6 +1,6 @@
 """Reads size, channels and orientation from the first bytes of an image file.
 
-Nothing is decoded, so a file that would fill the memory is refused in time.
+No pixels are decoded, so an image that is too large can be refused first.
 
 Tested by ``tests/compat/test_images.py``.
 """

@@ -141,7 +141,7 @@ def _replace_base_loader(adapter: Any, ours: Any, library: Any) -> None:
 
 
 def _adjust_nothing() -> None:
-    """Replaces a correction that only torchdata's loader needs."""
+    """Do nothing. Replaces a correction that only torchdata's loader needs."""
 
 
 class Prepared(DataLoader[Any]):

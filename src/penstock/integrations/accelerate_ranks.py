@@ -1,4 +1,4 @@
-"""This rank's batches of a loader prepared by accelerate, from any position in the epoch.
+"""Computes this rank's batches of a loader that accelerate prepared, from any position on.
 
     SkipBatchSampler -> BatchSamplerShard -> the loader's own batch sampler -> its order
     skips batches       selects this rank's
@@ -114,8 +114,8 @@ class RankWalk(EpochIndices):
     def _shared_out(self, order: Order, start: int) -> Iterator[Any]:
         """Yield this rank's batches from ``start`` on, without iterating over earlier ones.
 
-        accelerate fills the last batch up from the first batches of the epoch, which it keeps as
-        they pass. So it gets those first, and then the rest.
+        accelerate completes the last batch with samples from the first batches of the epoch, which
+        it collects on the way. So it is given those batches first, then those from ``start`` on.
         """
         sharing = copy.copy(self._chain.sharing)
         sharing.batch_sampler = _Resumed(self._chain, order, start)

@@ -68,7 +68,7 @@ class PatchReport:
     num_bad: int = 0
     changes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Remarks about behaviour that was not changed."""
+    """Remarks about behavior that was not changed."""
 
 
 @dataclass

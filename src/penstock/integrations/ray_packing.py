@@ -3,7 +3,7 @@
     pack(map=ray_map()) -- one task per shard --> nodes: load, write, commit by rename
                         <-- its record ---------- a task whose node dies runs again elsewhere
 
-If a node dies, the shards it was writing are lost. Ray runs them again on a different node. A
+If a node dies, the shards it was writing are lost. Ray runs them again on another node. A
 half-written file is never mistaken for a shard.
 
 Tested by ``tests/soak/test_packing_soak.py``.

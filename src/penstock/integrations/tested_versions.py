@@ -1,7 +1,7 @@
 """The tested version ranges of other libraries.
 
-Other versions run too. A warning names them once per process, because a problem may come from the
-untested version. The extras in ``pyproject.toml`` have the same ranges.
+Other versions are allowed. A warning names them once per process, because a problem may come from
+the untested version. The extras in ``pyproject.toml`` have the same ranges.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _told: set[str] = set()
 def untested_here() -> Iterator[str]:
     """Yield a warning for each imported library with an untested version, once per library.
 
-    Called when a loader is patched or prepared. Costs a few lookups.
+    Called when a loader is patched or prepared. Takes only a few lookups.
     """
     for library in LIBRARIES:
         module = sys.modules.get(library.name)

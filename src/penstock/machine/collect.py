@@ -1,4 +1,4 @@
-"""Collects the facts about this computer. A fact that fails does not affect the others.
+"""Collects the facts about this computer. A fact that cannot be read does not affect the others.
 
 :func:`machine` is the public ``penstock.machine()``. Loaders use :func:`quick_facts`.
 """

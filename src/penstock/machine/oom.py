@@ -7,9 +7,9 @@ group hit its limit, shows which group set the limit::
     pod17       memory.max: 2 GiB   memory.events: oom 1, oom_kill 1   <- its limit was hit
       box       memory.max: max     memory.events: oom 0, oom_kill 1   <- the victim was here
 
-A kill in our group without a limit that was hit means that the machine ran out of memory. A kill
-that ``/proc/vmstat`` counts and our group does not was in a different container and is ignored. A
-file that is missing or malformed counts as no kill.
+If our group counts a kill but no group hit its limit, the machine ran out of memory. A kill that
+only ``/proc/vmstat`` counts happened in another container and is ignored. A file that is missing or
+malformed counts as no kill.
 """
 
 from __future__ import annotations

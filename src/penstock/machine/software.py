@@ -1,6 +1,6 @@
 """Facts about the Python environment: versions, torch's build, notebook, variables.
 
-Nothing here imports torch or NumPy, or fixes a setting by reading it.
+Nothing here imports torch or NumPy. Reading multiprocessing's start method does not fix it.
 """
 
 from __future__ import annotations

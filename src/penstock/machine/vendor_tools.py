@@ -18,7 +18,7 @@ from penstock.machine.child_process import ChildProcess
 Answer = TypeVar("Answer")
 
 MAX_OUTPUT_BYTES = 1 << 20
-"""No description of a computer is longer. A tool that prints more is stopped."""
+"""Maximum size of a tool's output. A tool that prints more is killed."""
 
 
 class ToolFailed(Exception):
@@ -71,7 +71,7 @@ def run_tool(command: Sequence[str], limit_s: float) -> str:
 
 
 def call_library(question: Callable[[], Answer], limit_s: float, name: str) -> Answer:
-    """Return the result of a call into a foreign library, or raise ``ToolTimedOut``.
+    """Return the result of a call into a vendor's library, or raise ``ToolTimedOut``.
 
     A call into a driver cannot be interrupted. A call that hangs is left in a daemon thread.
 

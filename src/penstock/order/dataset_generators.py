@@ -1,4 +1,4 @@
-"""Random generators held by a dataset or collate_fn: find them, and set them for each sample.
+"""Finds the random generators held by a dataset or collate_fn, and sets them for each sample.
 
 Examples are ``self.rng = np.random.default_rng()`` in a dataset, the transforms of albumentations
 and MONAI, and a module's own ``random.Random(0)``. These are not the global generators that are set
@@ -353,7 +353,7 @@ def _checksum(array: Any) -> int:
     return zlib.crc32(flat[:: 1 + flat.nbytes // _CHECKED_BYTES].tobytes())
 
 
-# -- recognising and setting generators ------------------------------------------------------------
+# -- recognizing and setting generators ------------------------------------------------------------
 
 
 def _is_generator(value: Any) -> bool:
@@ -395,7 +395,7 @@ def _settable(path: str, kind: str, access: GeneratorAccess) -> FoundGenerator:
         access.seed(0)
         if access.restore is not None:
             access.restore(state)
-    except Exception as error:  # a class of a different library can raise anything
+    except Exception as error:  # another library's class can raise anything
         return FoundGenerator(path=path, kind=kind, why_not=f"setting it fails: {error!r}")
     return FoundGenerator(path=path, kind=kind, access=access)
 
@@ -480,7 +480,7 @@ def _random_state_access(value: np.random.RandomState) -> GeneratorAccess:
 
 
 def _takes_states(value: Any) -> bool:
-    """True for a pipeline or transform instance of albumentations 1.4.22 or newer.
+    """Return True for a pipeline or transform instance of albumentations 1.4.22 or newer.
 
     Older versions draw from the global generators. Classes, which code can reference, do not count.
     """

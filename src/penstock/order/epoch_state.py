@@ -224,7 +224,7 @@ def own_state_of(owner: Any) -> Any:
 
 
 def has_own_state(owner: Any) -> bool:
-    """True if the user's sampler or dataset can save and restore its state."""
+    """Return True if the user's sampler or dataset can save and restore its state."""
     return all(callable(probe(owner, name)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -391,7 +391,7 @@ class EpochIndices:
 
 
 def fits_generator(generator: Any, known: Any) -> bool:
-    """True if ``known`` is a complete state of this kind of generator."""
+    """Return True if ``known`` is a complete state of this kind of generator."""
     try:
         num_bytes = len(base64.b64decode(known, validate=True))
         return bool(num_bytes == generator.get_state().numel())

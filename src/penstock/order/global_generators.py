@@ -174,7 +174,7 @@ def use_bit_generator(kind: type | None) -> None:
 
 
 def _holds_python_state(address: int) -> bool:
-    """True if the memory there holds (int index, uint32 state[624]), as ``getstate`` shows it."""
+    """Return True if the memory holds an int index and uint32 state[624], equal to ``getstate``."""
     if sys.implementation.name != "cpython" or sys.byteorder != "little":
         return False
     saved = random.getstate()

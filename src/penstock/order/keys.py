@@ -1,6 +1,6 @@
 """64-bit keys of (seed, epoch), from which orders, weights and splits are computed.
 
-A key is splitmix64's finaliser folded over the input words. Only integers are used, so every
+A key is splitmix64's finalizer folded over the input words. Only integers are used, so every
 machine computes the same bits. The formula is part of the public interface and does not change:
 
     mix64(x): x ^= x >> 30;  x *= 0xBF58476D1CE4E5B9

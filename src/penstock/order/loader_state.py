@@ -32,8 +32,8 @@ class LoaderState:
         global_batch: Number of samples in a batch of all ranks together.
         generator_state: State of the user's generator before the order was drawn from it.
         sampler, dataset: Their ``state_dict()``, if they have one.
-        bad: ``positions`` of bad samples in this epoch, and the indices of samples that crashed
-            workers (``poison``).
+        bad: ``positions`` of bad samples in this epoch, and the indices of samples that crashed or
+            hung workers (``poison``).
     """
 
     epoch: int
@@ -225,7 +225,7 @@ class LoaderState:
 
 
 def _are_streams(content: Any, num_workers: int) -> bool:
-    """True if ``content`` holds the workers' states of an iterable dataset, by worker number."""
+    """Return True if ``content`` holds the states of an iterable dataset, by worker number."""
     if not isinstance(content, dict) or set(content) != {"streams", "next"}:
         return False
     streams, workers = content["streams"], range(num_workers)

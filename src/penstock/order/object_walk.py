@@ -1,4 +1,4 @@
-"""Walk over all objects that the code of a sample (or of a collate_fn) can reach.
+"""Walks over all objects that ``dataset[i]`` (or a collate_fn) can reach.
 
 The walk follows attributes, slots, containers, closures, defaults, bound methods and partials. In
 the user's own modules it also follows the globals that functions and methods reference: other
@@ -113,7 +113,7 @@ class ObjectWalk:
                         yield f"{name}.{attribute}", value
 
     def _enter(self, value: Any) -> bool:
-        """True if this object can hold others and is visited for the first time."""
+        """Return True if this object can hold others and is visited for the first time."""
         if id(value) in self._seen:
             return False
         if not (self._is_followed(type(value)) or _holds_objects(value)):
@@ -281,7 +281,7 @@ class ObjectWalk:
 
 @functools.cache
 def is_library(module_name: str) -> bool:
-    """True for modules of Python, torch, NumPy and installed packages."""
+    """Return True for modules of Python, torch, NumPy and installed packages."""
     if module_name.partition(".")[0] in LIBRARIES:
         return True
     file = getattr(sys.modules.get(module_name), "__file__", None) or ""

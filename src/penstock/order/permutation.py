@@ -13,8 +13,8 @@ The usual network works on the next power of four. Its domain can be almost four
 and the network must be applied again to each result outside the length until it falls inside. Here
 the left half can have any size m, so the domain exceeds the length by at most 2**h, which is about
 the square root of the length. Fewer than 1 position in 40 needs a second pass. An LCG or a
-multiplication modulo a prime is cheaper but leaves visible patterns between neighbours. Here, pairs
-of neighbours pass a chi-square test (tests/unit/order).
+multiplication modulo a prime is cheaper but leaves visible patterns between neighbors. Here, pairs
+of neighbors pass a chi-square test (tests/unit/order).
 
 Only 64-bit integers are used, so every machine computes the same order.
 """
@@ -31,8 +31,8 @@ from penstock.options import check_count
 from penstock.order.keys import GOLDEN, MASK, Words, mix64, splitmix64
 
 ROUNDS = 8
-"""Four rounds for each half. With 2 rounds, neighbours fail the chi-square test by a wide margin.
-With 4 they pass. 8 doubles that."""
+"""Four rounds for each half. With 2 rounds, neighbors fail the chi-square test by a wide margin.
+With 4 they pass. 8 leave a margin."""
 TABLE_LENGTH = 2048
 """Up to this length the order is a table of 16 KB, because very small halves would mix badly."""
 _SPREAD = 0xD6E8FEB86659FD93

@@ -1,4 +1,4 @@
-"""Positions of an epoch that each rank of a distributed run loads.
+"""Divides the positions of an epoch among the ranks of a distributed run.
 
 A global batch is ``world_size * batch_size`` consecutive positions. Rank r takes the r-th part:
 
@@ -13,8 +13,7 @@ By default the incomplete global batch at the end is divided evenly. No sample i
 but a rank can have one sample fewer than the others. If fewer samples than ranks are left, some
 ranks have no last batch, and gradient averaging then waits forever. In that case use ``drop_last``
 or ``padding``. ``drop_last`` drops the incomplete global batch. ``padding`` fills it with samples
-from the start of the order, up to the next multiple of ``world_size``. Unit tests:
-test_samplers.py.
+from the start of the order, up to the next multiple of ``world_size``.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def find_rank(shard: bool, rank: int | None, world_size: int | None) -> tuple[in
 
     Raises:
         BadArgument: Only one of the two is given, or ``shard`` is set and torch.distributed is not
-            initialised.
+            initialized.
     """
     if rank is not None and world_size is not None:
         return rank, world_size
@@ -122,7 +121,7 @@ def find_rank(shard: bool, rank: int | None, world_size: int | None) -> tuple[in
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     raise BadArgument(
-        "shard=True, but torch.distributed is not initialised, so the rank is unknown",
+        "shard=True, but torch.distributed is not initialized, so the rank is unknown",
         remedy="call torch.distributed.init_process_group() first, or pass rank=..., "
         "world_size=...",
     )

@@ -7,15 +7,15 @@ from the sample's own key before each ``dataset[i]``:
     Philox(key = seed, epoch), counter 78 * position -> the 624 words of Python's Mersenne Twister
 
 Any position can be computed directly. Setting all three takes 8 microseconds, setting only torch's
-takes 2 (16-core x86-64). Faster datasets rarely draw random numbers, so generators are set only
-where it matters:
+takes 2 (16-core x86-64). Datasets for which this matters rarely draw random numbers. So generators
+are set only where needed. A generator has *moved* if something was drawn from it:
 
     seeded      set everything, call. The first samples, and every dataset that draws.
     torch only  set torch's, call, check that Python's and NumPy's have not moved.
     unseeded    call a run of samples (a batch, or a worker's part of one), check that none moved.
 
 If a generator moved, everything is set and that sample (unseeded: that run) is loaded again, and
-the object stays in the slower mode. A dataset that starts to draw only after its first samples
+this object stays in the slower mode. A dataset that starts to draw only after its first samples
 therefore loads one run twice per worker. The user always gets the seeded result.
 
 Generators that the dataset holds are also set for each sample, except for the first sample that
@@ -116,9 +116,9 @@ class SampleRandomness:
         with_torch: False does not set torch's generator (the user seeded it in worker_init_fn).
         dataset_generators: Generators that the dataset holds. They are also set for each sample. If
             there are any, every sample is seeded.
-        keeps_first: True if the first call finds the dataset's generators as the user left them.
+        keeps_first: True if the dataset's generators are not set before the first call.
         init_states: The states of Python's and NumPy's generators after worker_init_fn, if it set
-            them. The first call finds these.
+            them. They are restored for the first call.
         checks_repeats: Load the first sample twice if the code creates generators, and compare.
 
     Attributes:
@@ -210,7 +210,7 @@ class SampleRandomness:
     def skip_observation(self) -> None:
         """Treat the dataset as one that does not draw, until it does.
 
-        Called by a cache, whose samples were observed before, possibly in a different process.
+        Called by a cache, whose samples were observed before, possibly in another process.
         """
         if not self.has_drawn:
             self.is_torch_only = self.is_unseeded = True
@@ -270,7 +270,7 @@ class SampleRandomness:
         return sample
 
     def _call_first(self, function: Function, index: Any, position: int) -> Any:
-        """Load the first sample, with the dataset's generators as the user left them."""
+        """Load the first sample, without setting the dataset's generators before."""
         own = self._own
         assert own is not None
         self._is_first = False
@@ -302,7 +302,7 @@ class SampleRandomness:
         return sample
 
     def _must_repeat(self, own: DatasetGenerators, states: list[Any], before: bytes) -> bool:
-        """True if the first sample created a generator, or drew from one not set for it."""
+        """Return True if the first sample created a generator, or drew from one not set for it."""
         has_moved = self._keeps_first and (own.save() != states or bool(own and own.reads_states))
         has_made = bool(own.search())
         self._set_own = own.set if own else None
@@ -314,7 +314,7 @@ class SampleRandomness:
         return has_moved or has_made or has_drawn
 
     def _has_drawn_since(self, before: bytes, torch_before: Any) -> bool:
-        """True if a global generator moved."""
+        """Return True if a global generator moved."""
         has_moved = not self._are_equal(self._torch.get_state(), torch_before)
         return has_moved or save_generators() != before
 
@@ -614,7 +614,7 @@ def make_randomness(
 
 
 class _ValuePickler(pickle.Pickler):
-    """Pickles equal samples to equal bytes: tensors by value, and without memoisation."""
+    """Pickles equal samples to equal bytes: tensors by value, and without memoization."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

@@ -1,4 +1,4 @@
-"""``seed_all`` and ``seeded``: set every generator and switch that makes a run repeatable.
+"""``seed_all`` and ``seeded``: seed all generators and set torch's switches for repeatable runs.
 
 A repeatable run also needs a loader with ``seed=``, the same data and the same machine. Settings
 that cannot be changed inside a running process are reported, together with the way to set them.
@@ -192,7 +192,7 @@ def _set_workspace(done: list[str], cannot: list[str]) -> None:
 
 
 def _needs_workspace() -> bool:
-    """True if this torch refuses matrix products without the variable.
+    """Return True if this torch refuses matrix products without the variable.
 
     Decided from the docstring of the torch function. torch removed the check and the sentence about
     it together (pull request 161749). Without docstrings (``python -OO``), returns True to be safe.
@@ -246,7 +246,7 @@ def _save_workspace() -> list[Restore]:
 
 
 def _save_devices() -> list[Restore]:
-    """Save the generators of accelerators that are already initialised. Initialises none."""
+    """Save the generators of accelerators that are already initialized. Initializes none."""
     import torch
 
     first_seed = torch.default_generator.initial_seed()

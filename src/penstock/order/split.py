@@ -1,4 +1,4 @@
-"""``penstock.split``: divide a dataset at random by a seed, without a list of indices.
+"""``penstock.split``: divides a dataset at random by a seed, without a list of indices.
 
 The parts are the same on every machine. This is the only module of the package that imports torch
 at import time, because a part is a torch dataset. No other module of the package imports it.

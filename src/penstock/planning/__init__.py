@@ -7,7 +7,7 @@
       worker_count   the number of workers
     plan           Plan, Choice, Problem: the results
     problems       problems of a machine, including amd_override
-    safety         changes requests that would hang or crash on this machine
+    safety         adjusts arguments that would hang or crash on this machine
     sample_timing  times the samples of a dataset
     prefetch_depth adapts the prefetch depth while a loader runs
     quantities     counts, durations and sizes as text

@@ -223,7 +223,7 @@ def _choose_randomness(request: LoaderRequest, work: Workload) -> Choice:
 
 
 def _warnings(plan: Plan, machine: Machine, request: LoaderRequest) -> list[str]:
-    """Return a line for each given option that causes problems. Its last sentence is the cure."""
+    """Return a line for each given option that causes problems. Its last sentence is the fix."""
     found = []
     free = machine.available_bytes or machine.usable_memory_bytes
     slots = plan.slot_memory.value or 0

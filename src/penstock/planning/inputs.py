@@ -1,4 +1,4 @@
-"""Inputs of a plan besides the machine: the loader's options and the facts about the data.
+"""Inputs of a plan: the loader's options and the facts about the data (the machine is separate).
 
 Tested by ``tests/unit/planning/test_decisions.py``.
 """

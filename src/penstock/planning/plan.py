@@ -1,4 +1,4 @@
-"""Results of planning: choices with their reasons, and problems with their cures.
+"""Results of planning: choices with their reasons, and problems with their fixes.
 
 Tested by ``tests/unit/planning/test_decisions.py``.
 """
@@ -92,7 +92,7 @@ class Problem:
             ``"note"`` is for information.
         what: What was found, with values.
         why: Its effect.
-        cure: A line to paste.
+        cure: The fix, as a line to paste.
         where: The file and line at fault, if there is one.
 
     Example:

@@ -1,7 +1,7 @@
-"""Changes requests of third-party code that would hang or crash on this machine.
+"""Adjusts loader arguments in third-party code that would hang or crash on this machine.
 
-Arguments of :class:`penstock.DataLoader` are followed, with a warning. Code that was written for a
-different machine cannot react to a warning, so patched loaders use this module.
+:class:`penstock.DataLoader` follows its arguments and only warns. Third-party code was written for
+other machines and cannot react to a warning, so patched loaders use this module.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def time_samples(
         except Exception as raised:  # the consumer decides what to do with it
             error = raised
         wall_s = time.perf_counter() - start_s
-        # Time in which a different program had the core does not count as waiting for data.
+        # Time in which another program had the core does not count as waiting for data.
         busy_s = min(wall_s, time.process_time() + queued_s() - busy_s)
         spent_s += wall_s
         yield TimedSample(index=index, wall_s=wall_s, busy_s=busy_s, sample=sample, error=error)
@@ -108,7 +108,7 @@ class SampleTiming:
 
 
 def summarize_timings(samples: Iterable[TimedSample]) -> SampleTiming | None:
-    """Summarise the times and sizes of the samples that loaded. None if none did.
+    """Summarize the times and sizes of the samples that loaded. None if none did.
 
     Example:
         >>> timing = summarize_timings(time_samples(lambda i: b"x" * 100, range(20), limit_s=60.0))
@@ -165,7 +165,7 @@ def num_bytes(sample: Any) -> int:
 
 
 def is_iterable_only(dataset: Any) -> bool:
-    """True if the dataset is read in sequence, like torch's IterableDataset, not by index."""
+    """Return True if the dataset is iterable, like torch's IterableDataset, and has no indices."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(dataset, torch.utils.data.IterableDataset):
         return True
@@ -173,7 +173,7 @@ def is_iterable_only(dataset: Any) -> bool:
 
 
 def is_sliced_in_memory(dataset: Any) -> bool:
-    """True for a TensorDataset or a subset of one, where loading a batch is a single copy."""
+    """Return True for a TensorDataset or a subset of one. Loading a batch is then a single copy."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False  # without torch, it cannot be a TensorDataset

@@ -90,7 +90,7 @@ def choose_num_workers(
 
 
 def should_measure(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> bool:
-    """True if the number of workers depends on a measured batch.
+    """Return True if the number of workers depends on a measured batch.
 
     Example:
         >>> linux, two = Machine(os="linux"), LoaderRequest(num_workers=2)

@@ -110,7 +110,7 @@ class _Header(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, or 0 without rows, because a foreign header may state any shape."""
+        """Bytes of a row, or 0 without rows, because an untrusted header may state any shape."""
         return self.data_bytes // self.shape[0] if self.shape and self.shape[0] else 0
 
 
@@ -131,7 +131,7 @@ def _read_header(path: str) -> _Header:
     except Exception as error:  # NumPy's parser raises many types for damaged bytes
         raise BadStore(
             f"{path} is not a .npy file: {' '.join(str(error).split())[:200]}",
-            likely="its first bytes are damaged, or a different program wrote it.",
+            likely="its first bytes are damaged, or another program wrote it.",
             remedy=copy_again,
             path=path,
         ) from None

@@ -7,8 +7,8 @@
     checks.npy         one CRC-32 per sample, verified after a reboot
 
 Workers and ranks fill it at the same time, during the first epoch. A process that has computed a
-sample locks it, writes it, and sets its ready byte last. It does not wait for the lock. If
-another process holds it, nothing is written. A killed worker leaves a sample that is not ready.
+sample locks it, writes it, and sets its ready byte last. It does not wait for the lock: if another
+process holds it, that process writes the sample. A killed worker leaves a sample that is not ready.
 If the disk is full, or if samples differ in form, they are computed each time. The run continues.
 """
 
@@ -146,7 +146,7 @@ class Cached:
         return found
 
     def keep(self, row: int, sample: Any) -> None:
-        """Write a sample unless it is cached, being written, or unlike the first in form."""
+        """Write a sample unless it is cached, is being written, or differs in form from the first."""
         if self._is_broken or self._ready[row]:
             return
         try:
@@ -260,7 +260,7 @@ def cached(dataset: Any, path: str | os.PathLike[str], *, seed: int = 0) -> Cach
 
 
 def _probe(length: int, randomness: CacheRandomness) -> list[tuple[int, Any]]:
-    """Return the first, middle and last sample, without those unlike the first in form."""
+    """Return the first, middle and last sample, except those that differ in form from the first."""
     probes = [(i, randomness.compute(i, i)) for i in sorted({0, length // 2, length - 1})]
     wanted = kinds_of(probes[0][1])
     found = probes[:1]

@@ -1,4 +1,4 @@
-"""Randomness of cached samples: a function of the cache's seed and the index alone.
+"""Randomness of cached samples, which depends only on the cache's seed and the index.
 
 A cached sample freezes the random numbers that it drew. The worker, epoch and position at which it
 is computed depend on restarts and on what is already cached. So the generators (the global ones and

@@ -239,7 +239,7 @@ class RaggedColumn:
         if not 0 <= start <= end <= len(data.array):
             raise Damaged(
                 f"sample {index} spans items {start} to {end} of {len(data.array)}",
-                likely="the offsets were written by a different program.",
+                likely="the offsets were written by another program.",
             )
         data.check_range(start, end)
         items = data.array[start:end]

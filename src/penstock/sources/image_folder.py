@@ -29,7 +29,7 @@ class ImageFolder:
 
     A sample is (uint8 tensor, class index). Like ``torchvision.datasets.ImageFolder``, it reads
     ``root/class/name.jpg`` and has ``classes``, ``class_to_idx``, ``samples``, ``imgs`` and
-    ``targets``. Unlike there, images are turned upright, and an image is a uint8 tensor of
+    ``targets``. Unlike in torchvision, images are turned upright, and an image is a uint8 tensor of
     (channels, height, width), not a Pillow image.
 
     Args:

@@ -7,8 +7,9 @@
     text-00000.shapes.npy        and, for arrays of more than one dimension, each shape
     image-00000.crc.npy        checksums of each block, for files of more than one block
 
-There is no pickle and no code is run, so a packed set from an untrusted source is safe to open. The
-checksums detect accidents, not attacks, because an attacker can rewrite them.
+A packed set contains no pickles, and reading it runs no code from it, so one from an untrusted
+source is safe to open. The checksums detect accidents, not attacks, because an attacker can rewrite
+them.
 
 Tested by ``tests/unit/sources/test_packed.py``.
 """

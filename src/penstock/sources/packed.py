@@ -127,7 +127,7 @@ class ColumnDataset:
             raise Damaged(
                 f"field {schema.name!r} of sample {row} is not UTF-8 text: {error}",
                 where=path,
-                likely="the files were changed, or written by a different program.",
+                likely="the files were changed, or written by another program.",
                 remedy="copy the folder again from its source, or pack again",
                 path=path,
                 field=schema.name,
@@ -135,7 +135,7 @@ class ColumnDataset:
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], list[Any]]:
-        """Loads several samples. Missing with transforms, whose randomness is per sample."""
+        """Load several samples. Not available with transforms, whose randomness is per sample."""
         if self._transforms:
             raise AttributeError("samples of a packed set with transforms are loaded one by one")
         if type(self).__getitem__ is not ColumnDataset.__getitem__:

@@ -1,8 +1,8 @@
 """The open files of a packed set: its manifest, its mapped arrays, and their checksums.
 
-Opening checks everything that does not need the data: missing, truncated and foreign files, names
-that lead out of the folder, and headers that differ from the manifest. The data is verified block
-by block on first read, or on opening with ``verify="full"``.
+Opening checks everything that does not need the data: missing and truncated files, names that lead
+out of the folder, and headers that differ from the manifest. The data is verified block by block on
+first read, or on opening with ``verify="full"``.
 """
 
 from __future__ import annotations

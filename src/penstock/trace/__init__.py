@@ -1,4 +1,4 @@
-"""Tracing: record what a loader's processes do, and show where the time goes.
+"""Tracing: records what a loader's processes do, and shows where the time goes.
 
 Recording, in the training process and the workers:
 

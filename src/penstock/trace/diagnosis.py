@@ -312,7 +312,7 @@ class _CauseSearch:
         return self._say("decode", text, evidence, remedy)
 
     def _others_compute(self) -> bool:
-        """True if workers wait for cores that neither the workers nor the step use."""
+        """Return True if workers wait for cores that neither the workers nor the step use."""
         run = self.run
         used = sum(worker.cpu_s for worker in self.workers) / max(run.total_s - run.startup_s, 1e-9)
         return (

@@ -192,6 +192,6 @@ def _between_ns(first: Any, second: Any) -> int:
 
 
 def _can_record() -> bool:
-    """True if a GPU is in use and no graph is being captured, which would include the events."""
+    """Return True if a GPU is in use and no graph is captured, which would include the events."""
     is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(is_open) and not torch.cuda.is_current_stream_capturing()

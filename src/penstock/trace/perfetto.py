@@ -98,7 +98,7 @@ def _main_line(spans: list[Span]) -> tuple[list[int], list[int]]:
 
 
 def _crosses(span: Span, starts: list[int], ends: list[int]) -> bool:
-    """True if the span partly overlaps one of the loader's own spans."""
+    """Return True if the span partly overlaps one of the loader's own spans."""
     place = bisect.bisect_right(starts, span.start_ns) - 1
     if place >= 0 and span.start_ns < ends[place]:
         return span.end_ns > ends[place]

@@ -245,7 +245,7 @@ _thread_numbers = itertools.count()
 
 
 def is_on() -> bool:
-    """True unless the environment turns tracing off."""
+    """Return True unless the environment turns tracing off."""
     return os.environ.get(OFF) != "0"
 
 

@@ -40,7 +40,7 @@ MAX_KEPT = 400_000
 """Maximum number of records kept per loader. Beyond it, the oldest are dropped."""
 MAX_KEPT_UNASKED = 40_000
 MAX_PENDING = 1000
-"""A span that has not ended after this many newer records is taken as it is."""
+"""A span that has not ended after this many newer records is no longer waited for."""
 
 
 class ProcessRecords:

@@ -16,7 +16,7 @@ from penstock.trace.model import Lane, Span, TraceModel
 
 
 class Style(NamedTuple):
-    """Appearance of a kind of span. The character identifies it when there is no colour."""
+    """Appearance of a kind of span. The character identifies it without color."""
 
     character: str
     colour: str

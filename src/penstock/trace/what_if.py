@@ -1,4 +1,4 @@
-"""``penstock.simulate``: predict a run with different settings from a trace.
+"""``penstock.simulate``: predicts from a trace how a run would go with different settings.
 
 Called by user code, ``penstock bench`` and tests. :mod:`penstock.trace.simulator` does the work.
 """

@@ -33,7 +33,7 @@ _LOWEST_ADDRESS, _HIGHEST_ADDRESS = 1 << 20, 1 << 48
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Two runs that differ, and functions to run more.
+    """Two runs that differ, and functions for further runs.
 
     Args:
         place: (Epoch, batch) of the first difference.
@@ -108,7 +108,7 @@ def _number(value: Any) -> float | None:
 
 
 def _is_fraction(values: tuple[Any, Any] | None) -> bool:
-    """True if a value is not an integer, so it was probably drawn and not counted."""
+    """Return True if a value is not an integer, so it was probably drawn and not counted."""
     numbers = [_number(value) for value in values or ()]
     return any(number is not None and number % 1 != 0 for number in numbers)
 
@@ -252,7 +252,7 @@ def _cause_in_workers(case: Case, look: Cause | None) -> Cause:
 
 
 def _is_stable(case: Case) -> bool:
-    """True if the other setting is equal to itself, even when samples take unequal times."""
+    """Return True if the other setting is equal to itself, even when samples take unequal times."""
     for delays in (None, "samples", "consumer", "samples"):
         try:
             again = case.run(replace(case.setting, delays=delays or case.setting.delays))

@@ -1,4 +1,4 @@
-"""Factories of the loaders to compare: the arguments they accept, and factories from loaders.
+"""Loader factories: finds the arguments that one accepts, and makes a factory from a loader.
 
 torch's DataLoader and its subclasses keep their arguments, so a new one can be made from them.
 """
@@ -117,5 +117,5 @@ def taken_by(factory: Factory) -> Callable[[str], bool]:
 
 
 def is_not_taken(error: BaseException) -> bool:
-    """True if a factory with ``**settings`` passed one to a loader that does not accept it."""
+    """Return True if the loader rejected one of the ``**settings`` that its factory passed on."""
     return isinstance(error, TypeError) and "unexpected keyword argument" in str(error)

@@ -28,7 +28,7 @@ HASH_SEEDS = ("1", "2")
 
 
 class NotPicklable(Exception):
-    """The factory cannot be sent to a different process."""
+    """The factory cannot be sent to another process."""
 
 
 def run_in_new_process(

@@ -1,4 +1,4 @@
-"""One run of a loader under a setting, batch by batch.
+"""Runs a loader under one setting and hashes its batches.
 
     seed generators -> factory -> loader -> batch, batch, ...           normal run
                                     | state_dict, workers killed        in the middle, if requested

@@ -3,7 +3,7 @@
     seeds -> model and data -> forward, backward, step, forward, ...    every tensor hashed
     seeds -> model and data -> forward, backward, step, forward, ...    again; compared in order
 
-The model has common layers (convolution, normalisation, pooling, linear) and two operations that
+The model has common layers (convolution, normalization, pooling, linear) and two operations that
 accelerators are known to sum in the order of arrival: the gradient of a bilinear resize, and an
 index_add. Each device trains with torch's defaults, and with ``seed_all(deterministic=True)``.
 

@@ -27,7 +27,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """The likely cause of a difference, and a cure.
+    """The likely cause of a difference, and a fix.
 
     Args:
         code: ``time``, ``address``, ``unseeded``, ``worker-seeds``, ``worker-state``,

@@ -183,7 +183,7 @@ def test_an_empty_dataset_is_shared_out_too(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"shard": True}, "not initialised"),
+        ({"shard": True}, "not initialized"),
         ({"rank": 0}, "must be given together"),
         ({"world_size": 2}, "must be given together"),
         ({"rank": 2, "world_size": 2}, "rank=2"),

@@ -210,7 +210,7 @@ def test_a_batch_of_a_rank_is_a_run_of_positions() -> None:
 def test_the_rank_is_asked_from_torch_distributed_or_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(BadArgument, match="not initialised"):
+    with pytest.raises(BadArgument, match="not initialized"):
         find_rank(True, None, None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 2)

@@ -48,7 +48,7 @@ class BadSampleReport:
         leave_out: Lines of Python that create a dataset without the samples.
         move: Lines of Python that move the files of the samples. Empty if no path is known.
         num_elsewhere: Number of files that do not exist on this machine.
-        num_shared: Number of files with several of the samples. They should not be moved.
+        num_shared: Number of files that hold several samples. They are not moved.
     """
 
     file: str
@@ -153,8 +153,8 @@ def _lines_without(file: str, indices: list[int]) -> list[str]:
 def move_files(file: str, folder: str) -> None:
     """Move the files of bad samples into a folder. Nothing is overwritten.
 
-    Files with several of the samples are not moved. Neither are files whose name already exists in
-    the folder. Called by the code that the report suggests.
+    Files that hold several samples are not moved, nor are files whose name already exists in the
+    folder. Called by the code that the report suggests.
     """
     os.makedirs(folder, exist_ok=True)
     for path in _files(read(file).samples)[0]:

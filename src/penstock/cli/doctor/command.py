@@ -6,7 +6,7 @@
       child_check       with SCRIPT:NAME, checks the dataset in a child process
         - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - in the child
         dataset_check     length, pickling, contents, samples, one batch, the plan
-        sample_check      time, form, exceptions, randomness, first and last index
+        sample_check      time, structure, exceptions, randomness, first and last index
         - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - in the command
       dataset_problems  finds problems in the saved results
       gpu_copies        with --gpu, measures copies to the GPUs

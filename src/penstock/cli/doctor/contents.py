@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 MANY_ITEMS = 100_000
-"""More small Python objects cost tens of megabytes per worker and take seconds to send."""
+"""A container with more small objects costs tens of megabytes per worker and seconds to send."""
 _MAX_OBJECTS = 20_000
 _MAX_DEPTH = 8
 _LOOK_AT = 32

@@ -1,6 +1,7 @@
 """Dataset check of ``penstock doctor``: length, pickling, contents, samples, one batch, the plan.
 
-It runs in the child process. Each step saves plain values and does not judge them.
+It runs in the child process. Each step saves plain values.
+:mod:`penstock.cli.doctor.dataset_problems` evaluates them.
 
 Tested by ``tests/integration/cli/doctor/test_command.py``.
 """

@@ -50,7 +50,7 @@ class DoctorFindings:
 
 
 def print_report(console: Console, findings: DoctorFindings) -> None:
-    """Print all findings. A pipe gets no color. Lines are never wrapped, so they can be pasted."""
+    """Print all findings, without color in a pipe. Lines are not wrapped, so they can be pasted."""
     print_section(console, "Machine", _machine_rows(findings))
     if findings.gpu_copies is not None:
         print_section(console, "GPU copies", copy_rows(findings.gpu_copies))

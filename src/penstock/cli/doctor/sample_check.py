@@ -1,4 +1,4 @@
-"""Sample check of ``penstock doctor``: time, form, exceptions, randomness, and the last index.
+"""Sample check of ``penstock doctor``: time, structure, exceptions, randomness, and last index.
 
 It runs in the child process.
 

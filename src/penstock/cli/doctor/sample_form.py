@@ -1,4 +1,4 @@
-"""One-line descriptions of samples, and skeletons to compare them.
+"""Describes the structure of a sample in one line, and compares the structures of samples.
 
 Tested by ``tests/integration/cli/doctor/test_command.py``.
 """

@@ -1,6 +1,6 @@
 """The bad-sample policy: raise an error, skip the sample, or replace it.
 
-    load(index) raises (or kills workers, or returns None with the default collate)
+    load(index) raises (or crashes workers, or returns None with the default collate)
         "skip"      the batch is shorter by one
         "replace"   a substitute, chosen as a function of (seed, epoch, position, attempt)
         a function  on_error(index, error) returns a sample to use or None to skip, or it raises
@@ -49,11 +49,11 @@ class SampleFailure(NamedTuple):
 
 PoisonRows = tuple[tuple[int, Exception], ...]
 """Rows that must not be loaded, and why. If a row is listed more than once, its first substitutes
-killed workers too and are skipped."""
+crashed or hung workers too and are not loaded either."""
 
 
 def poison_among(poison: Mapping[int | str, Exception], indices: Iterable[Any]) -> PoisonRows:
-    """Return the samples that are known to kill workers, by their position in ``indices``."""
+    """Return the poison among ``indices``: rows of samples known to crash or hang workers."""
     if not poison:
         return ()
     keys = enumerate(map(plain_index, indices))

@@ -1,4 +1,4 @@
-"""Messages between the parent and the fork server, with file descriptors.
+"""Messages between the parent and the fork server, over a socket that also passes descriptors.
 
 parent -> fork server   ("fork", (modules, path, assignment)) + [channel, memory, objects, extra...]
 parent -> fork server   ("import", (modules, path))

@@ -82,10 +82,11 @@ class Lease(NamedTuple):
     """Rows of this part (0 is its first row) that must not be loaded, and why. See
     :data:`penstock.engine.loading.bad_samples.PoisonRows`."""
     is_suspect: bool = False
-    """True if one of these samples kills workers. They are loaded one by one to find it."""
+    """True if one of these samples crashes or hangs workers. To find it, they are loaded one by
+    one."""
     trial: tuple[int, int] | None = None
-    """First row and number of rows to load separately, to find out whether they kill the worker.
-    The result is dropped."""
+    """First row and number of rows to load in isolation first, to find out whether they crash or
+    hang the worker. The result is dropped."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -125,12 +126,12 @@ class Reply(NamedTuple):
 
     - "fixed" (content: layout number, layout or None, filled rows, objects)
     - "payload" (content: PayloadLocation)
-    - "odd": the batch must be loaded whole, by one worker
+    - "odd": the samples do not fit the layout or the slot; one worker must load the whole batch
     - "error" (content: ErrorReport)
     - "end": the iterable dataset is exhausted
     - "dropped": the pass is over
     - "empty": all samples were bad
-    - "tried": a trial is over, and the worker survived it
+    - "tried": a trial (rows loaded in isolation) is over, and the worker survived it
     """
 
     pass_number: int

@@ -1,4 +1,4 @@
-"""Columns: millions of small objects in shared memory, stored as bytes.
+"""Columns: millions of small objects, stored as bytes in shared memory.
 
     ColumnWriter.add(chunk) ... finish() -> SharedColumn   one file: elements, offsets, index
     SharedColumn.read(place) -> object                     in any process that maps the file

@@ -45,7 +45,7 @@ def round_up(num_bytes: int, grain: int = GRAIN) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class FileHandle:
-    """What another process needs to open a :class:`SharedFile`: an inherited fd or a path."""
+    """Tells another process how to open a :class:`SharedFile`: an inherited fd or a path."""
 
     fd: int = -1
     path: str = ""
@@ -105,7 +105,7 @@ class SharedFile:
         return cls(fd, is_sparse=False)
 
     def handle(self) -> FileHandle:
-        """Return the argument for :meth:`attach` in a different process."""
+        """Return the argument for :meth:`attach` in another process."""
         return FileHandle(path=self.path) if self.path else FileHandle(fd=self.fd)
 
     def grow(self, num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Tensors and storages of a payload. Memory shared between tensors is sent once.
+"""Sends the tensors and storages of a payload. Memory that tensors share is sent once.
 
     worker: BlockCollector.reduce(tensor) for each one, then settle() -> blocks of memory, places
     parent: rebuilding(blocks, places) while the stream is unpickled -> tensors over the blocks

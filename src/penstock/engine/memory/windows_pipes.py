@@ -1,6 +1,6 @@
-"""Windows only: handles for child processes.
+"""Windows only: pipe handles that a child process inherits.
 
-The code that needs Windows itself is here. Most other differences follow from missing features
+Only code that needs Windows is here. Most other differences follow from missing features
 (``fork``, ``poll``, ``memfd_create``, signal masks). They are tested on Linux with those features
 removed: ``tests/integration/engine/test_without_posix.py``. This module runs only on Windows, in
 the Windows job of the hosted CI.

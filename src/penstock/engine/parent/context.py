@@ -1,4 +1,4 @@
-"""Records that connect a loader, its iterators and their batch producers.
+"""Data classes that a loader passes to its iterators, and iterators to their batch producers.
 
     DataLoader --LoaderParts, EngineSettings--> LoaderIterator --LoadContext--> BatchProducer
 

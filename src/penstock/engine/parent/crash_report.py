@@ -1,4 +1,4 @@
-"""Error messages and log lines for workers that died, hang or are late."""
+"""Error messages and log lines for workers that died, hung or are late."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WorkerFault:
             not start it).
         index: The sample that it was loading, a list of samples, or None.
         position: The position of that sample in the epoch.
-        place: The place that it was lost at, for
+        place: What it was working on, for
             :class:`penstock.engine.parent.restart_decision.RestartPolicy`.
         is_crash: True if its exit code shows that its own code ended it.
         is_outside: True if no sample explains the loss.
@@ -75,10 +75,10 @@ def describe_crash(
     sample, remedy = "", "DataLoader(..., num_workers=0), to see the error where it happens"
     if isinstance(fault.index, list):
         sample = f" while loading one of the samples {fault.index!r}"
-        remedy = f"dataset.__getitems__({fault.index!r}) alone, in this process"
+        remedy = f"dataset.__getitems__({fault.index!r}) in this process, to reproduce the fault"
     elif fault.index is not None:
         sample = f" while loading sample {fault.index!r}"
-        remedy = f"dataset[{fault.index!r}] alone, in this process"
+        remedy = f"dataset[{fault.index!r}] in this process, to reproduce the fault"
     elif fault.place is not None and fault.place.kind == "batch":
         sample = f" while running collate_fn for batch {fault.place.lease[1]} or sending it"
     elif fault.how == "hung" and fault.place is None:
@@ -122,7 +122,7 @@ def _describe_decision(decision: RestartDecision, policy: RestartPolicy | None) 
         RestartDecision.ISOLATE: "; a new worker replaces it and retries in isolation",
         RestartDecision.POISON: _losses_there(policy),
         RestartDecision.HELPLESS: "; a thread cannot be terminated",
-        RestartDecision.HOPELESS: "; like the workers before it, it failed during startup",
+        RestartDecision.HOPELESS: "; the workers before it also failed during startup",
         RestartDecision.LIMIT: _limit(policy),
         RestartDecision.NO_PROGRESS: f"; {NO_PROGRESS} workers in its place were lost in a row "
         "without loading anything",
@@ -133,7 +133,7 @@ def _losses_there(policy: RestartPolicy | None) -> str:
     if policy is None:
         return ""
     alone = f", {policy.num_alone} of them in isolation" if policy.num_alone else ""
-    return f"; {policy.num_there} workers were lost there{alone}"
+    return f"; {policy.num_there} workers were lost at this point{alone}"
 
 
 def _limit(policy: RestartPolicy | None) -> str:

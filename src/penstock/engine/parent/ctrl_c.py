@@ -18,7 +18,7 @@ def deferred_ctrl_c() -> Iterator[None]:
     """Defer a Ctrl-C inside the block until its end, then handle it as usual.
 
     A process started in the block does not receive it. SIGINT stays blocked there until the process
-    unblocks it. Blocking the signal is not enough here, because a different thread can receive it,
+    unblocks it. Blocking the signal is not enough here, because another thread can receive it,
     and the main thread then runs the handler.
     """
     noted: list[tuple[Any, ...]] = []

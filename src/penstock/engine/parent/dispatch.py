@@ -2,7 +2,7 @@
 
     indices -> PendingBatch -> a Lease per part -> workers ... a Reply per part -> the batch
 
-Batches are delivered in the order of the sampler, whatever the order of arrival. With per-sample
+Batches are delivered in the sampler's order, regardless of the order of arrival. With per-sample
 randomness, the choice of worker for a part does not change the batch. With per-worker randomness,
 and for iterable datasets, whole batches are assigned to the workers in strict rotation.
 
@@ -82,7 +82,7 @@ class Dispatcher:
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
         self._lease_queue = LeaseQueue(self._num_workers, in_turn=not task.per_sample)
         self.num_empty = 0
-        """Empty batches (all samples left out) since the counter was last reset."""
+        """Empty batches (all samples skipped) since the counter was last reset."""
         self._restarts = WorkerRestarts(
             pool=pool,
             lease_queue=self._lease_queue,

@@ -47,7 +47,7 @@ class Faults:
         self.num_indices: int | None = None
         """Any index below this may replace a bad sample. None: only indices of its batch."""
         self.poison: dict[int | str, Exception] = {}
-        """Samples that took down workers, by index. They are not loaded again."""
+        """Samples that crashed or hung workers, by index. They are not loaded again."""
         self._epoch_state = epoch_state
         self._samples: dict[int | str, BadSample] = {}
         self._epoch = -1
@@ -59,7 +59,7 @@ class Faults:
 
     @property
     def num_substitutes(self) -> int:
-        """How many substitutes for one sample may take down workers too."""
+        """Maximum number of substitutes for one sample that may crash or hang workers too."""
         return MAX_SUBSTITUTES if self.on_error == "replace" else 0
 
     @property
@@ -75,10 +75,12 @@ class Faults:
         """Restore the saved state of an epoch that is being resumed."""
         self._epoch, self._positions = epoch, list(positions)
         for index in poison:
-            self.poison.setdefault(index, RuntimeError("it took down workers in an earlier run"))
+            self.poison.setdefault(
+                index, RuntimeError("it crashed or hung workers in an earlier run")
+            )
 
     def add_poison(self, index: Any, error: Exception) -> None:
-        """Add a sample that took down workers, even when it was loaded alone."""
+        """Add a sample that crashed or hung workers, even when it was loaded in isolation."""
         self.poison[plain_index(index)] = error
 
     def count_restart(self) -> None:

@@ -193,7 +193,7 @@ def _open_fixed(
 def _close_gaps(
     memory: np.ndarray, layout: Any, rows: int, first_rows: list[int], counts: list[int]
 ) -> None:
-    """Move parts up over rows of samples that were left out, so that the rows are contiguous."""
+    """Move parts up over rows of samples that were skipped, so that the rows are contiguous."""
     offsets, _ = layout.offsets(rows)
     for leaf, offset in zip(layout.leaves, offsets, strict=True):
         size, end = leaf.item_bytes, 0

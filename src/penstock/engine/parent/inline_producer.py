@@ -214,7 +214,7 @@ class InlineProducer:
     def _put_together(self, samples: Any, index: Any) -> Any:
         if self._collates_by_default and self._auto_collation:
             indices = [] if self._stream is not None else list(index)
-            indices = indices if len(indices) == len(samples) else []  # samples were left out
+            indices = indices if len(indices) == len(samples) else []  # samples were skipped
             return collate.default_collate(samples, indices)
         return call_user(self._collate_fn, samples, 0, None, "collate_fn")
 

@@ -33,7 +33,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
     """Yields the batches of one loader. Reused for each epoch if workers are persistent.
 
     Args:
-        loader: A Penstock loader, or the stand-in for a patched loader.
+        loader: A Penstock loader, possibly the one behind a patched torch loader.
         is_auto: Load inline first, and let the loader decide whether workers pay off.
     """
 

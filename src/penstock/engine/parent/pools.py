@@ -30,7 +30,7 @@ class WorkerExit:
     pid: int | None
     exit_code: int | None
     is_orphaned: bool = False
-    """True if the fork server was lost with all its workers, so no sample is to blame."""
+    """True if the fork server was lost with all its workers, so no sample caused it."""
 
 
 class Pool(Protocol):

@@ -31,7 +31,7 @@ def replay(loader: Any, epoch: int, index: int) -> Any:
         index: The sample's index in the dataset.
 
     Raises:
-        BadArgument: The loader's order cannot be inverted, or the epoch leaves the sample out.
+        BadArgument: The loader's order cannot be inverted, or the sample is not in the epoch.
 
     Example:
         >>> import random, penstock

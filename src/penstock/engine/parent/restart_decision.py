@@ -1,17 +1,18 @@
 """Decides how to handle a lost worker: retry, mark a sample as poison, or give up.
 
-This module only decides. :mod:`penstock.engine.parent.restarts` acts. A worker that was lost while
-working was at a place: a sample or a batch. Anything may have killed it there, so two losses only
-make the place a suspect. The next worker loads the place alone, and continues if that succeeds.
-Losses of these isolated workers count against the place: DEATHS_ALONE of them in a row make it
-poison. A place is cleared if its lease is answered after all.
+This module only decides. :mod:`penstock.engine.parent.restarts` acts. A worker is *lost* if it dies
+or hangs. Its *place* is the sample or batch that it was loading. A worker can die there for any
+reason, so two losses only make the place a suspect. The next worker loads the place in isolation,
+and continues if that succeeds. If it is lost too, that counts against the place. DEATHS_ALONE of
+these losses in a row make it poison: it is not loaded again. A place is cleared if its lease is
+answered after all.
 
 Kills that no sample explains indicate an external cause. Examples are kills of an idle worker, of
 the fork server, of several workers at the same time, or of a worker at a place that was cleared
-later. For OUTSIDE_S after one of these, poison takes DEATHS_ALONE_IN_DOUBT losses. If a random kill
-hits a worker at one place with a probability of 1/10, that many hits in a row have a probability of
-one in a million. A crash (a signal that other processes do not send, or an exit code) has an
-internal cause and raises no doubt.
+later. For OUTSIDE_S after such a kill, it takes DEATHS_ALONE_IN_DOUBT losses to make a place
+poison. If a random kill hits a worker at one place with a probability of 1/10, that many hits in a
+row have a probability of one in a million. A crash (a signal that other processes do not send, or
+an exit code) has an internal cause and does not count as such a kill.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from enum import Enum
 from typing import NamedTuple
 
 SUSPECT = 2
-"""Losses at one place after which it is loaded alone."""
+"""Losses at one place after which it is loaded in isolation."""
 DEATHS_ALONE = 2
-"""Consecutive losses of workers that loaded a place alone, after which it is poison."""
+"""Consecutive losses of workers that loaded a place in isolation, after which it is poison."""
 DEATHS_ALONE_IN_DOUBT = 6
 """The same limit while an external cause is suspected."""
 OUTSIDE_S = 60.0
@@ -34,13 +35,13 @@ OUTSIDE_S = 60.0
 HANGS = 2
 """Hangs at one place after which it is poison. No external cause looks like a hang."""
 STILLBORN = 3
-"""Workers in a row that die during startup, without a suspected external cause."""
+"""Consecutive workers that may die during startup, unless an external cause is suspected."""
 NO_PROGRESS = 20
-"""Losses in a row of one worker that has work and answers nothing, or of fork servers that start no
-worker. After that many, loading fails regardless of ``max_restarts``."""
+"""Consecutive losses of one worker that has work but answers no lease, or of fork servers that
+start no worker. After this many, loading fails regardless of ``max_restarts``."""
 WINDOW_S = 600.0
-"""Restarts are counted within this time. Ten days of training may need more than ``max_restarts``,
-ten minutes should not."""
+"""The period of ``max_restarts``. Ten days of training may need more restarts than that, but ten
+minutes should not."""
 
 
 class Place(NamedTuple):
@@ -63,7 +64,7 @@ class RestartDecision(Enum):
     """The action after a fault."""
 
     RETRY = "start a new worker and load again"
-    ISOLATE = "start a new worker, which first loads that place alone"
+    ISOLATE = "start a new worker, which first loads that place in isolation"
     POISON = "start a new worker, but do not load that place again"
     HOPELESS = "new workers die during startup"
     HELPLESS = "the worker cannot be terminated, so it cannot be replaced"
@@ -138,7 +139,7 @@ class RestartPolicy:
 
         Args:
             place: What it was working on. None if it had no work, or if its end has a known cause.
-            is_alone: It was loading that place alone.
+            is_alone: It was loading that place in isolation.
             is_hang: It was terminated because it hung there.
             is_crash: The way it exited shows that its own code caused it.
             is_outside: No sample explains this loss.
@@ -187,13 +188,13 @@ class RestartPolicy:
         self._num_servers_in_a_row = 0
 
     def note_answer(self, worker: int, lease: tuple[int, int, int]) -> None:
-        """Record an answered lease. Its places are cleared, because nothing in it kills workers."""
+        """Record an answered lease. Its places are cleared, because the worker survived them."""
         self._num_in_a_row.pop(worker, None)
         for place in [place for place in self._suspicions if place.lease == lease]:
             self.clear(place)
 
     def clear(self, place: Place) -> None:
-        """Clear a place that was loaded. The workers lost there had a different cause."""
+        """Clear a place that was loaded. Something else caused the losses of workers there."""
         suspicion = self._suspicions.pop(place, None)
         if suspicion is not None and suspicion.num_kills:
             self._outside_s = self._now()

@@ -1,8 +1,8 @@
-"""Replaces workers that died or hang, and reloads their unfinished work.
+"""Replaces workers that died or hung, and loads their unfinished work again.
 
     WorkerExit (its pipe closed), or overdue() (it hangs) -> WorkerFault -> RestartDecision
         -> a new worker with the same number, which loads what the lost one had not answered; it
-           first loads a sample alone if that sample is suspected of killing workers
+           first loads a sample in isolation if that sample is suspected of crashing workers
 
 The work goes into the same rows of the same slots with the same randomness, so the batches are the
 same. An iterable dataset has no positions. Its replacement continues from the last state that the
@@ -73,7 +73,7 @@ _SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"
 def is_crash(exit_code: int | None) -> bool:
     """Return True if the worker's own code ended it. Always False on Windows.
 
-    Windows reports the same exit code for a worker that a different process terminated.
+    Windows reports the same exit code for a worker that another process terminated.
     """
     if exit_code is None or os.name == "nt":
         return False
@@ -85,7 +85,7 @@ class WorkerRestarts:
 
     Args:
         lease_queue: The leases that each worker has not answered yet.
-        faults: The user's fault options. Records restarts and samples that take down workers.
+        faults: The user's fault options. Records restarts and samples that crash or hang workers.
         policy: Decides about losses. The launcher also reports lost fork servers to it.
     """
 
@@ -106,7 +106,7 @@ class WorkerRestarts:
         self._task = task
         self._policy = policy
         self._trials: dict[int, Place] = {}
-        """What a worker loads alone before its leases."""
+        """What a new worker loads in isolation before its leases."""
         self._lost_ns: dict[int, int] = {}
         self._lost_together: set[int] = set()
         self.patience_s = 1.0 if faults.sample_timeout_s is None else LOOK_S
@@ -135,7 +135,7 @@ class WorkerRestarts:
         return self._task.is_iterable or self._policy.is_counting
 
     def note_trial(self, worker: int) -> None:
-        """Record that a worker survived loading a suspected place alone."""
+        """Record that a worker survived loading a suspected place in isolation."""
         place = self._trials.pop(worker, None)
         if place is not None:
             self._policy.clear(place)
@@ -366,8 +366,8 @@ class WorkerRestarts:
     def _may_skip(self, worker: int, position: int | None) -> bool:
         """Return True if the sample can be skipped.
 
-        If the sample was skipped before, its substitutes took down workers too. Their number is
-        limited.
+        If the sample was skipped before, its substitutes crashed or hung workers too. Their number
+        is limited.
         """
         if position is None or not self._faults.is_tolerant:
             return False

@@ -1,4 +1,4 @@
-"""Loads batches with worker processes or threads, which load ahead of the training loop.
+"""Loads batches ahead of the training loop, with worker processes or threads.
 
 Tested by ``tests/integration/engine/worker/test_loop.py``.
 """

@@ -1,4 +1,4 @@
-"""Pickles objects whose class computes attributes, without calling ``__getattr__`` on them.
+"""Pickles objects whose class defines ``__getattr__``, without calling it.
 
     class Wrapper:
         def __getattr__(self, name):

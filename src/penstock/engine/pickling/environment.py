@@ -1,4 +1,4 @@
-"""Copies the parent's environment variables, folder, import path and torch settings to a worker.
+"""Copies environment variables, working directory, import path and torch settings to a worker.
 
     parent: describe_environment() -> plain values --> worker: apply_environment(environment)
 
@@ -57,7 +57,7 @@ def _umask() -> int | None:
 
 
 def import_path() -> list[str]:
-    """Return sys.path for use in a different process, with empty entries made absolute."""
+    """Return sys.path for use in another process, with empty entries made absolute."""
     folder = _folder() or ""
     return [entry or folder for entry in sys.path]
 

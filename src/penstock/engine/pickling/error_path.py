@@ -17,7 +17,7 @@ from penstock.user_objects import own_attributes
 
 _MAX_DEPTH = 12
 _LIKELY_FORK_CONTEXT = (
-    "semaphores of the fork context have no name that a different process can open, "
+    "semaphores of the fork context have no name that another process can open, "
     "and workers are not forked from your process"
 )
 

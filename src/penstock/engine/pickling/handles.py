@@ -66,7 +66,7 @@ class HandleReducer:
 
 
 def is_handle(obj: Any) -> bool:
-    """Return True if the object is an open handle, which errors name as a whole."""
+    """Return True for an open handle. Errors name the handle, not an object inside it."""
     is_file = issubclass(type(obj), io.IOBase)
     return _is_open_file(obj) if is_file else _module_of(obj) is not None
 

@@ -1,9 +1,9 @@
-"""Objects that are bound to one process: sockets, pipes, child processes, running threads.
+"""Detects objects that cannot leave their process: sockets, pipes, child processes, threads.
 
     pickler: why_bound(obj) -> why it cannot be sent to a worker
     fork:    find_inherited(objects) -> objects that all workers would share with the parent
 
-multiprocessing can send a socket to a different process. But workers that use one connection at the
+multiprocessing can send a socket to another process. But workers that use one connection at the
 same time read each other's replies, and no lock prevents this.
 """
 
@@ -45,7 +45,7 @@ def _known(module: str, name: str) -> Any:
 
 
 def why_bound(obj: Any) -> str:
-    """Return why this object cannot be used in a different process, or an empty string."""
+    """Return why this object cannot be used in another process, or an empty string."""
     kind = type(obj)
     if issubclass(kind, _known("_socket", "socket")):
         return (

@@ -1,4 +1,4 @@
-"""Memory mappings of this process, read from /proc on Linux. Empty on other systems.
+"""Lists the memory mappings of this process (Linux only). The list is empty on other systems.
 
 list_mappings(start, end)  the mappings in a range, with their file, permissions and flags
 is_unwritten(start, end)   True if a range of a private mapping still equals its file

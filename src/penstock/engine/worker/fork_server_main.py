@@ -1,4 +1,4 @@
-"""The fork server process: clean, single-threaded, forks workers on request.
+"""The fork server: a clean, single-threaded process that forks workers on request.
 
     parent ==control socket==> fork_server_main: import torch; wait
         "import" modules       ->  import them before the first fork

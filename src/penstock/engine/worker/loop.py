@@ -66,14 +66,14 @@ from penstock.trace.record import now_ns
 from penstock.trace.worker_recorder import WorkerRecorder
 
 Loaded = tuple[str, Any, int, bool]
-"""Kind and content of a reply, the bytes that the batch needs, and whether the slot is lost."""
+"""Kind and content of a reply, the bytes the batch needs, and whether the slot must be dropped."""
 
 _ALONE_NOTE = (
     "samples draw from the global generators, which threads share, so they are loaded one at a "
     "time. Use penstock.rng() or pool='process' to load them in parallel"
 )
 _SEED_NOTE = (
-    "worker_init_fn set torch's seed, and Penstock keeps it. What torch draws in the dataset "
+    "worker_init_fn set torch's seed, and Penstock keeps it. What the dataset draws from torch "
     "therefore depends on the number of workers. Remove torch.manual_seed from worker_init_fn to "
     "get the same numbers with any number of workers."
 )
@@ -270,7 +270,7 @@ class WorkerLoop:
         return bad_policy.samples(call, get, placed, lease.key_epoch, indices, lease.poison_rows)
 
     def _load_alone(self, lease: Lease, first: int, count: int) -> str:
-        """Load a few rows of a lease into unused memory, to test whether they end this process.
+        """Load a few rows of a lease into unused memory, to test whether this worker survives it.
 
         Exceptions are ignored here, because the lease itself is loaded next.
         """
@@ -367,7 +367,7 @@ class WorkerLoop:
             self._randomness.begin(lease.key_epoch)
             self._collate_randomness.begin(lease.key_epoch)
             self._randomness_pass = lease.pass_number
-        # Threads share the generators, so a different thread may draw. GeneratorLock.exclusive
+        # Threads share the generators, so another thread may draw. GeneratorLock.exclusive
         # restores them.
         is_used = self._generator_lock is None and self._collate_randomness.needs_seeding
         self._randomness.snapshot(is_used=is_used)
@@ -435,7 +435,7 @@ class WorkerLoop:
     # -- filling ---------------------------------------------------------------------------------
 
     def _fill(self, lease: Lease, samples: Any) -> Loaded:
-        """Run default_collate directly into the slot. Falls back to a payload for odd samples."""
+        """Run default_collate directly into the slot. Samples without a layout become a payload."""
         buffer = self._slot(lease)
         writer = collate.BatchWriter(buffer, lease.rows, lease.first_row)
         if self._in_place is not None:
@@ -457,7 +457,7 @@ class WorkerLoop:
         odd.extend(iterator)
         self._status.show_no_sample()
         indices = [] if self._task.is_iterable else list(lease.index)
-        indices = indices if len(indices) == len(odd) else []  # samples were left out
+        indices = indices if len(indices) == len(odd) else []  # samples were skipped
         with self._guard():
             batch = collate.default_collate(odd, indices)
         written = payload.write(batch, buffer)

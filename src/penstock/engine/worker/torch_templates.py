@@ -62,7 +62,7 @@ class _Loader(Loader):
             sys.path.remove(_FOLDER)
         if hasattr(module, "_write"):
             vars(module)["_write"] = _run_source
-        else:  # a different torch version, left unchanged
+        else:  # another version of torch, left unchanged
             self._loader.exec_module(module)
 
 

@@ -109,7 +109,7 @@ def test_a_budget_that_is_used_up_is_the_error_and_no_sample_is() -> None:
         for _ in loader:
             pass
     assert killer.num_killed >= 7
-    assert "lost there" not in str(info.value)
+    assert "lost at this point" not in str(info.value)
 
 
 def test_fork_servers_that_are_all_killed_end_the_run_and_the_error_says_so() -> None:
@@ -125,7 +125,7 @@ def test_fork_servers_that_are_all_killed_end_the_run_and_the_error_says_so() ->
         for _ in loader:
             pass
     assert killer.num_servers
-    assert "lost there" not in str(info.value)
+    assert "lost at this point" not in str(info.value)
     quiet = collect(make(Fateful()))
     assert_same(collect(make(Fateful(), num_workers=2)), quiet)  # with a new fork server
 

@@ -668,6 +668,6 @@ def test_a_collate_fn_that_kills_is_an_error_also_where_samples_are_skipped() ->
 def test_a_stream_that_always_dies_at_one_place_is_an_error(log: Log) -> None:
     stream = FatefulStream({13: "os._exit"}, log)
     stream.fate.times = 99
-    with pytest.raises(WorkerDied, match="4 workers were lost there"):
+    with pytest.raises(WorkerDied, match="4 workers were lost at this point"):
         collect(DataLoader(stream, batch_size=2, num_workers=2, on_error="skip"))
     assert log.lines == ["13"] * 4

@@ -74,7 +74,7 @@ def test_a_poisonous_sample_is_told_with_the_workers_that_it_cost() -> None:
     policy = RestartPolicy(max_restarts=100)
     decision = judged(policy, False, False, True, True)
     text = str(describe_crash(fault, decision, policy))
-    assert "4 workers were lost there, 2 of them in isolation" in text
+    assert "4 workers were lost at this point, 2 of them in isolation" in text
     assert 'on_error="skip"' in text
     other = RestartPolicy(max_restarts=100)
     text = str(describe_crash(fault, judged(other, False, False), other))  # control
