@@ -1,4 +1,4 @@
-"""Callable packages, such as ``penstock.machine()`` and ``penstock.verify(make_loader)``.
+"""Makes packages callable: ``penstock.machine()`` and ``penstock.verify(make_loader)``.
 
 Importing any module of a package makes Python set ``penstock.<package>`` to the package, which
 replaces a function of the same name. The package itself is callable for this reason.

@@ -55,7 +55,7 @@ class WorkersRate:
 
 @dataclass(kw_only=True)
 class BenchResult:
-    """All measurements. Rates are in samples per second."""
+    """All measurements of a dataset. Rates are in samples per second."""
 
     name: str
     batch_size: int

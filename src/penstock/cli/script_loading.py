@@ -1,4 +1,4 @@
-"""Runs a script up to the statement that defines the target name.
+"""Runs a script up to the statement that defines the dataset or loader to use.
 
     statement, ..., the statement that binds the name | a training loop: not run
                                                       | def, class, import: still run

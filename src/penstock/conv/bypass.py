@@ -1,7 +1,7 @@
-"""Switches the convolution bypass on and off.
+"""``bypass_convolutions``: switches the convolution bypass on and off.
 
-``bypass_convolutions()`` is a function and a context manager. ``PENSTOCK_CONV=auto`` in the
-environment and ``penstock run --conv auto`` do the same without a change to the script.
+It is a function and a context manager. ``PENSTOCK_CONV=auto`` in the environment and
+``penstock run --conv auto`` do the same without a change to the script.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ class Prepared(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a checkpoint. A mismatch only warns unless the user asked for stateful loaders."""
+        """Load a checkpoint. A mismatch only warns unless the user enabled stateful loaders."""
         try:
             super().load_state_dict({name: state[name] for name in state if name != _FINISHED})
         except BadState as error:

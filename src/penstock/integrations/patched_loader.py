@@ -147,7 +147,7 @@ class PatchedLoader(DataLoader[Any]):
             self._tell_change(line)
 
     def _get_iterator(self) -> Any:
-        """Return an iterator. Keeps workers alive if only the patch asks for persistent workers."""
+        """Return an iterator. Keeps workers if only the patch makes them persistent."""
         owner = self._owner()
         if owner is None or owner.persistent_workers or not self.persistent_workers:
             return super()._get_iterator()

@@ -49,7 +49,7 @@ def python_command(function: str, *arguments: str) -> list[str]:
     """Return the command that calls a function in a new interpreter with the same ``sys.path``.
 
     Args:
-        function: As ``"package.module:function"``.
+        function: The function, as ``"package.module:function"``.
         arguments: The arguments of the function.
 
     Example:

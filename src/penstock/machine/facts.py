@@ -1,4 +1,4 @@
-"""The facts about a computer as plain values.
+"""``Machine`` and ``Gpu``: the facts about a computer, as plain values.
 
 ``Machine.to_json`` and ``Machine.from_json`` make a machine portable. A report from a Windows
 laptop or from an unsupported GPU can be replayed from a file.

@@ -63,7 +63,7 @@ _KINDS: dict[str, set[str]] = {
     },
     "ram": {"devtmpfs", "ramdisk", "ramfs", "tmpfs"},
 }
-"""Where the bytes are, by filesystem type or mount option."""
+"""The kind of storage, by filesystem type or mount option."""
 
 # Fastest first, for random reads of small files, which is what a loader does.
 _RANKS: dict[tuple[str, bool], int] = {

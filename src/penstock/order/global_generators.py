@@ -95,7 +95,7 @@ class NumpyGenerator:
         ]
 
     def cached_normal(self) -> Any:
-        """As Python's. Does not call ``np.random.get_state``, whose calls are counted."""
+        """Return the cached normal variate, or None, without counting a read of the state."""
         state: Any = np.random.mtrand._rand.get_state(legacy=False)
         return state["gauss"] if state["has_gauss"] else None
 

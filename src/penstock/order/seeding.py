@@ -1,6 +1,6 @@
-"""``seed_all`` and ``seeded``: seed all generators and set torch's switches for repeatable runs.
+"""``seed_all`` and ``seeded``: seed all generators and make torch deterministic.
 
-A repeatable run also needs a loader with ``seed=``, the same data and the same machine. Settings
+A reproducible run also needs a loader with ``seed=``, the same data and the same machine. Settings
 that cannot be changed inside a running process are reported, together with the way to set them.
 """
 
@@ -25,7 +25,7 @@ from penstock.order.keys import MASK
 _INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACES = (":4096:8", ":16:8")
-"""The two values with which cuBLAS is repeatable. The first is faster and uses 24 MB more."""
+"""The two values with which cuBLAS is deterministic. The first is faster and uses 24 MB more."""
 
 
 Restore = Callable[[], object]
@@ -45,12 +45,12 @@ class SeedReport:
 
 
 def seed_all(seed: int, deterministic: bool | str = True, benchmark: bool = False) -> SeedReport:
-    """Seed Python's, NumPy's and torch's generators, and switch torch to repeatable algorithms.
+    """Seed Python's, NumPy's and torch's generators, and switch torch to deterministic algorithms.
 
     Args:
         seed: A 64-bit integer. torch's CPU generator uses only the lower 32 bits.
-        deterministic: True: an operation without a repeatable implementation raises. ``"warn"``: it
-            warns. False: torch is free to choose.
+        deterministic: True: an operation without a deterministic implementation raises. ``"warn"``:
+            it warns. False: torch is free to choose.
         benchmark: True if cuDNN (MIOpen) is allowed to time its algorithms and use the fastest. A
             different one can win in the next run, so combine True with ``deterministic`` only for
             shapes that never change.
@@ -179,7 +179,7 @@ def _set_workspace(done: list[str], cannot: list[str]) -> None:
     value = os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
     if value not in _WORKSPACES:
         cannot.append(
-            f"{_WORKSPACE}={value} was already set; the repeatable values are "
+            f"{_WORKSPACE}={value} was already set; the deterministic values are "
             f"{' and '.join(_WORKSPACES)}"
         )
     elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -130,7 +130,7 @@ def choose_pool(machine: Machine, request: LoaderRequest, num_workers: int) -> C
     if not machine.can_start_python:
         what = "a frozen application" if machine.is_frozen else "this interpreter"
         return Choice("thread", f"{what} cannot start Python worker processes", "rule")
-    return Choice("process", "user code may hold the interpreter lock", "rule")
+    return Choice("process", "user code may hold the GIL", "rule")
 
 
 def choose_start_method(machine: Machine, request: LoaderRequest) -> Choice:
@@ -139,7 +139,9 @@ def choose_start_method(machine: Machine, request: LoaderRequest) -> Choice:
     if asked in ("fork", "spawn"):
         return Choice(asked, f"multiprocessing_context={asked!r} was given", "asked")
     if machine.os == "linux" and not machine.has_proc:
-        return Choice("spawn", "without /proc, no process is known to be safe to fork", "rule")
+        return Choice(
+            "spawn", "without /proc, it is unknown whether a process is safe to fork", "rule"
+        )
     if machine.os == "linux":
         reason = (
             "a clean process forks workers in milliseconds, unaffected by the state of this one"

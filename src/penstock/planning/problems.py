@@ -275,7 +275,7 @@ def _check_frozen(machine: Machine, plan: Plan) -> Iterable[Problem]:
             code="frozen",
             severity="note",
             what=f"{what} cannot start Python worker processes",
-            why="workers are threads, and code that holds the interpreter lock does not get faster",
+            why="workers are threads, and code that holds the GIL does not get faster",
             cure="DataLoader(..., pool='thread')",
         )
 

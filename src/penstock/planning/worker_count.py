@@ -5,10 +5,10 @@ workers, one round of batch and step takes
 
     max(PARENT_S, (wall + HANDOVER_S) / n, step, (computing of both + HANDOVER_S) / cores)
 
-seconds. The parent receives the batch. A worker that waits for a disk leaves its core to the
-others. The step runs at the same time. All computing shares the cores. The smallest ``n`` with
-nearly the best epoch time, including the start of the workers, is chosen if it saves several times
-the cost of starting them in an epoch.
+seconds. The terms are the parent, which receives the batch; the workers, which leave their cores to
+others while they wait for a disk; the step, which runs at the same time; and all computing, which
+shares the cores. The smallest ``n`` with nearly the best epoch time, including the start of the
+workers, is chosen, if an epoch saves several times the cost of starting them.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def map_array(path: str) -> MappedArray:
 
 
 def map_arrays(paths: list[str]) -> list[MappedArray]:
-    """Map ``.npy`` files for reading. On Linux their distances are whole numbers of rows.
+    """Map ``.npy`` files for reading. On Linux, their distances are multiples of the row size.
 
     Raises:
         BadStore: A file cannot be opened, is not a ``.npy`` file, contains objects, or is shorter
@@ -207,7 +207,7 @@ class _AddressRange:
 
 
 def _map_together(paths: list[str], sizes: list[int], row_bytes: int) -> list[_MappedFile] | None:
-    """Map files whole numbers of rows apart. Returns None if that is not possible."""
+    """Map files at distances that are multiples of the row size. None if that is not possible."""
     if sys.platform != "linux" or not row_bytes:
         return None
     step = math.lcm(row_bytes, mmap.PAGESIZE)

@@ -146,7 +146,7 @@ class Cached:
         return found
 
     def keep(self, row: int, sample: Any) -> None:
-        """Write a sample unless it is cached, is being written, or differs in form from the first."""
+        """Write a sample unless it is cached, being written, or differs in form from the first."""
         if self._is_broken or self._ready[row]:
             return
         try:

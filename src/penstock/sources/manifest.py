@@ -68,8 +68,8 @@ class FieldSchema:
 
     Args:
         kind: The kind of its values, one of ``KINDS``.
-        dtype: Of the stored items, in NumPy's notation ("<f4"), or "bfloat16", stored as "<u2".
-        shape: Of each sample. None if they differ (ragged). ``ndim`` is then their dimensions.
+        dtype: Dtype of the stored items, such as "<f4". "bfloat16" is stored as "<u2".
+        shape: Shape of each sample. None if shapes differ (ragged). All have ``ndim`` dimensions.
         encoding: For images: "file" (the bytes of an image file) or "raw" (its pixels).
     """
 
@@ -165,7 +165,7 @@ class Manifest:
 
     Args:
         form: Form of a sample: "single" value, "tuple" or "dict".
-        fingerprint: Of the source and the packing options.
+        fingerprint: A hash of the source and the packing options.
         attributes: Attributes of the source, such as its classes. Plain JSON.
         bad: Index in the source and error of each sample that was skipped or replaced.
     """

@@ -30,7 +30,7 @@ from penstock.sources.manifest import FieldSchema
 from penstock.sources.packed_folder import PackedFolder
 
 _BLOCK_BYTES = 4 << 20
-"""Size of the pieces that :meth:`ColumnDataset.block_order` reads."""
+"""Size of the blocks that :meth:`ColumnDataset.block_order` reads."""
 Self = TypeVar("Self", bound="ColumnDataset")
 
 
@@ -295,7 +295,7 @@ class ColumnDataset:
         return joined
 
     def block_order(self, *, seed: int = 0, **keywords: Any) -> BlockOrder:
-        """Return a shuffled order that reads the disk in pieces. Pass it as ``sampler=``."""
+        """Return a shuffled order that reads the disk in blocks. Pass it as ``sampler=``."""
         row_bytes = sum(
             column.row_bytes for column in self._columns if isinstance(column, FixedColumn)
         )

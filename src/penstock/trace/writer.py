@@ -1,4 +1,4 @@
-"""Writer of a loader's trace file, during the run and at its end.
+"""Writes a loader's trace file, during the run and at its end.
 
 Tested by ``tests/unit/trace/test_files.py``.
 """

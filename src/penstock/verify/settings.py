@@ -1,4 +1,4 @@
-"""Settings under which a loader is run and compared."""
+"""The settings that ``penstock.verify`` compares: workers, pools, start methods, delays, kills."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def verify_training(
 
     Args:
         tell: Called with the name of each training before it runs.
-        modes: Maps a name to whether torch uses repeatable algorithms.
+        modes: Maps a name to whether torch uses deterministic algorithms.
 
     Example:
         >>> verdict = verify_training(modes={"default": False})
@@ -137,7 +137,7 @@ def train(kind: str, is_deterministic: bool) -> Trace:
             lambda _layer, _inputs, output: note(f"the output of {name}", output)
         )
 
-    # Some torch versions warn about an operation without a repeatable form before they raise.
+    # Some torch versions warn about an operation without a deterministic form before they raise.
     with seeded(0, deterministic=is_deterministic), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = _make_model().to(kind)

@@ -84,7 +84,9 @@ def test_loaders_of_every_kind_load_without_proc(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "spawn (rule: without /proc, no process is known to be safe to fork)"
+    assert lines[0] == (
+        "spawn (rule: without /proc, it is unknown whether a process is safe to fork)"
+    )
     assert lines[1].startswith("fork (asked")
     assert lines[-2:] == ["True", "done"]
 

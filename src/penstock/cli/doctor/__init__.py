@@ -1,1 +1,1 @@
-"""The ``penstock doctor`` command: see :mod:`penstock.cli.doctor.command`."""
+"""``penstock doctor``: checks this machine and a dataset, and lists problems with fixes."""

@@ -180,7 +180,7 @@ class DatasetCheck:
 
     def _look_inside(self) -> list[tuple[str, Any, Any]]:
         """Save large containers, GPU tensors and paths. Returns generators with their states."""
-        self.results.doing("looking inside the dataset")
+        self.results.doing("inspecting the contents of the dataset")
         found: dict[str, list[Any]] = {"containers": [], "tensors_on_gpu": [], "folders": []}
         generators: list[tuple[str, Any, Any]] = []
         for path, value in contents.walk_contents(self.dataset):

@@ -29,7 +29,7 @@ _GENERATORS = {"python": "random", "numpy": "numpy.random", "torch": "torch"}
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorFindings:
-    """All findings, as plain records.
+    """All findings of ``penstock doctor``, as plain records.
 
     Args:
         plan: Result of :meth:`penstock.planning.plan.Plan.to_dict`.

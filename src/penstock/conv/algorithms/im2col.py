@@ -229,9 +229,9 @@ def _fitting(buffer: torch.Tensor | None, x: torch.Tensor, num: int) -> torch.Te
 def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """Compute ``dw`` as ``[O, C/groups, *kernel]``, never holding all columns in memory.
 
-    With many channels this goes tap by tap, with a buffer for the inputs of one tap. Otherwise it
-    uses the columns of a chunk. Copies follow the memory layout: runs of channels in channels_last,
-    runs of positions otherwise.
+    With many channels, it is computed tap by tap, with a buffer for the inputs of one tap.
+    Otherwise, the columns of a chunk are used. Copies follow the memory layout: runs of channels in
+    channels_last, runs of positions otherwise.
     """
     dw = x.new_zeros((g.groups, g.num_taps * g.group_in, g.group_out), dtype=sum_dtype(x))
     by_taps = g.group_in >= TAPS_FROM_CHANNELS or g.num_taps == 1

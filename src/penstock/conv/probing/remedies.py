@@ -1,6 +1,5 @@
-"""Remedies for broken convolutions.
+"""Finds a remedy for broken convolutions: library settings, torch's kernels, or the bypass.
 
-The remedies are settings of the vendor's library, then torch's own kernels, then Penstock's bypass.
 Each remedy that applies to this machine is tried on the broken steps, in child processes. The
 fastest one that fixes all of them is the advice.
 

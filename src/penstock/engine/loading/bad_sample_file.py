@@ -26,7 +26,7 @@ _MAX_TEXT = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class BadSample:
-    """Everything the file contains about one sample.
+    """A bad sample, with everything that the file contains about it.
 
     Args:
         index: The index from the sampler. Stored as its ``repr`` unless it is a number or a string.

@@ -105,7 +105,7 @@ class NewPass(NamedTuple):
 
 
 class ResumeStream(NamedTuple):
-    """Where a replacement worker resumes an iterable dataset. Sent before its first lease.
+    """Tells a replacement worker where to resume an iterable dataset. Sent before its first lease.
 
     ``state`` is the dataset's own ``state_dict()``. Without one, the worker loads and drops
     ``num_batches`` batches.
@@ -194,7 +194,7 @@ class WorkerTask:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerAssignment:
-    """Everything a new process needs to become worker number ``worker``."""
+    """The message that makes a new process worker number ``worker``."""
 
     worker: int
     num_workers: int

@@ -33,7 +33,7 @@ from penstock.trace.recorder import Recorder
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """How batches are loaded: the choices of the plan, as the engine uses them."""
+    """Settings of the engine, taken from the plan."""
 
     pool: str
     start_method: str | None
@@ -67,7 +67,7 @@ class LoaderParts:
 
 @dataclass(kw_only=True)
 class LoadContext:
-    """What to load and how. Producers are created from it.
+    """The dataset, functions and settings from which a producer loads batches.
 
     Args:
         loader: A weak reference to the loader.

@@ -41,7 +41,7 @@ the time of a short epoch (two slots of 3 MB, 78 batches)."""
 
 
 def _borrow_ring(producer: Any, context: LoadContext) -> Ring:
-    """Borrow the loader's ring for exclusive use. It goes back when the producer is gone."""
+    """Borrow the loader's ring for exclusive use. It is returned when the producer is deleted."""
     owner, ring = _rings.pop(context.loader(), (0, None))
     if ring is None or owner != os.getpid():
         ring = context.make_ring(PrivateFile())

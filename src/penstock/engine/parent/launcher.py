@@ -146,7 +146,7 @@ class Launcher:
         """Start one worker process. Returns it with the parent's end of its pipe.
 
         Args:
-            at_once: Start immediately, without waiting for other workers to come up.
+            at_once: Start immediately, without waiting until other workers have started.
         """
         ours, theirs = connection.Pipe(duplex=True)
         name = f"penstock-worker-{number}"

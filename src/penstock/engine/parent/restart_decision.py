@@ -45,7 +45,7 @@ minutes should not."""
 
 
 class Place(NamedTuple):
-    """What a lost worker was working on."""
+    """The sample, samples or batch that a lost worker was loading."""
 
     kind: str
     """"sample"; "samples" (``__getitems__``); "batch" (no single sample, or an iterable dataset);

@@ -4,9 +4,9 @@
         -> a new worker with the same number, which loads what the lost one had not answered; it
            first loads a sample in isolation if that sample is suspected of crashing workers
 
-The work goes into the same rows of the same slots with the same randomness, so the batches are the
-same. An iterable dataset has no positions. Its replacement continues from the last state that the
-dataset provided. Without a state, it reads the delivered batches again and drops them.
+The new worker loads into the same rows of the same slots with the same randomness, so the batches
+are the same. An iterable dataset has no positions. Its new worker continues from the last state
+that the dataset provided. Without a state, it reads the delivered batches again and drops them.
 """
 
 from __future__ import annotations
