@@ -1,7 +1,7 @@
 """Makes packages callable: ``penstock.machine()`` and ``penstock.verify(make_loader)``.
 
 Importing any module of a package makes Python set ``penstock.<package>`` to the package, which
-replaces a function of the same name. The package itself is callable for this reason.
+replaces a function of the same name. So the package itself is made callable.
 
 Tested by ``tests/integration/verify/test_comparison.py``.
 """

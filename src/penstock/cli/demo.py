@@ -1,8 +1,8 @@
 """``penstock demo``: trains a small model and compares the loader with PyTorch's loader.
 
 It generates images, shows the plan, trains a small model, and times both loaders. It ends with the
-timeline of the training: the bottleneck, and an HTML page. Nothing is downloaded. The
-results are printed even where PyTorch's loader is faster.
+timeline of the training: the bottleneck, and an HTML page. Nothing is downloaded. The results are
+printed even where PyTorch's loader is faster.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class _PatchedRun:
             self._seeded = f"; seed {seed}"
             self._notes = hash_notes(seed)
         if hasattr(os, "register_at_fork"):
-            # This hook runs no Python code, because a Ctrl-C would be lost in it.
+            # This hook runs no Python code, because a Ctrl-C during it would be lost.
             os.register_at_fork(after_in_parent=functools.partial(self._forks.append, None))
         self._is_nested = NESTED in os.environ
         os.environ.setdefault(NESTED, str(self._owner))

@@ -71,7 +71,7 @@ _CHECKED_BYTES = 1 << 16
 State = Any
 """A generator's state. It can be compared with ``==`` and restored."""
 Contents = dict[tuple[str, str], Any]
-"""Contents of objects: (path of the object, name in it) to a value that changes with the item."""
+"""Maps (path of an object, name in the object) to a value that changes when the item does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,13 +62,13 @@ class EpochState:
         return self.epoch - self.base_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the next epoch. It begins at its start, unless it is the one to resume."""
+        """Set the next epoch. It begins at position 0, unless a position in it is to be resumed."""
         if self._resumed is not None and self._resumed.epoch != epoch:
             self._resumed = None
         self._next_epoch, self.is_over = epoch, True
 
     def resume(self, mark: EpochPosition) -> None:
-        """Make the next epoch begin at ``mark``, in the middle of its epoch."""
+        """Make the next epoch begin at ``mark``, a position in the middle of an epoch."""
         self._next_epoch, self._resumed, self.is_over = mark.epoch, mark, True
 
     def start_at(self, position: int) -> None:
@@ -76,7 +76,7 @@ class EpochState:
         self.resume(replace(self.upcoming(), position=position))
 
     def upcoming(self) -> EpochPosition:
-        """Return where the next epoch begins: at its start, or at the resumed position."""
+        """Return where the next epoch begins: at position 0, or at the position to resume from."""
         return self._resumed or EpochPosition(epoch=self._next_epoch, position=0)
 
     def begin_next(self, order: Order | None, sampler: Any) -> None:

@@ -329,7 +329,7 @@ class SampleRandomness:
         return function(index)
 
     def _check_repeat(self, function: Function, index: Any, position: int, sample: Any) -> None:
-        """Warn if the sample differs with the same generators, which means it draws elsewhere."""
+        """Warn if loading the sample again with the same generators gives a different sample."""
         try:
             first, second = (
                 _bytes_of(sample),
@@ -341,7 +341,7 @@ class SampleRandomness:
             self.warnings.append(_UNREPEATABLE)
 
     def _watch(self, function: Function, index: Any, position: int) -> Any:
-        """Load one of the first samples. Checks for new generators, and values stored by draws."""
+        """Load one of the first samples. Checks for new generators and stored draws."""
         own = self._own
         assert own is not None
         self._num_watched += 1
@@ -359,7 +359,7 @@ class SampleRandomness:
         return sample
 
     def _watch_longer(self) -> None:
-        """A sample created a generator, so later samples may create more: one per class, say."""
+        """Watch more samples after one that created a generator: later ones may create more."""
         self._num_watched = NUM_OBSERVED - NUM_WATCHED_AFTER_NEW
 
     def _find_late_generators(self) -> None:

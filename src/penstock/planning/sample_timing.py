@@ -108,7 +108,7 @@ class SampleTiming:
 
 
 def summarize_timings(samples: Iterable[TimedSample]) -> SampleTiming | None:
-    """Summarize the times and sizes of the samples that loaded. None if none did.
+    """Summarize the times and sizes of the samples that loaded. Returns None if none loaded.
 
     Example:
         >>> timing = summarize_timings(time_samples(lambda i: b"x" * 100, range(20), limit_s=60.0))

@@ -236,7 +236,7 @@ def _read_names(view: memoryview) -> list[str]:
 
 class _ThreadBuffer(threading.local):
     writer: tuple[TraceBuffer | None, int] | None = None
-    """The thread's buffer and its thread number there, or None if not yet assigned."""
+    """The thread's buffer and the thread's number in it, or None if not yet assigned."""
 
 
 _thread_buffer = _ThreadBuffer()

@@ -170,7 +170,7 @@ class BatchProducer(Protocol):
         """
 
     def is_ready(self) -> bool:
-        """Return True if a batch can be taken now without delaying the one before it."""
+        """Return True if the next batch can be taken now without delaying the current one."""
 
     def stop(self) -> None:
         """End the workers, if there are any."""
