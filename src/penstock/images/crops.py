@@ -50,11 +50,13 @@ def open_image(
     out: np.ndarray | None = None,
     decoder: str | None = None,
 ) -> Any:
-    """Return an encoded image, or pixels, as a tensor. Other transforms get the decoded image.
+    """Return an encoded image, or pixels, as a tensor, after the transform.
+
+    A transform that is not Penstock's is called with the whole decoded image.
 
     Args:
         path: The name of the file, for error messages.
-        out: See :func:`~penstock.images.pixels.to_tensor`. Not used with other transforms.
+        out: See :func:`~penstock.images.pixels.to_tensor`. Not used with a transform that is not Penstock's.
         decoder: See :func:`penstock.decode`.
     """
     own = transform if isinstance(transform, Crop) else None

@@ -8,7 +8,7 @@ from the sample's own key before each ``dataset[i]``:
 
 Any position can be computed directly. Setting all three takes 8 microseconds, setting only torch's
 takes 2 (16-core x86-64). Datasets for which this matters rarely draw random numbers. So generators
-are set only where needed. A generator has *moved* if something was drawn from it:
+are set only where needed, in one of three modes. A generator that was drawn from has *moved*.
 
     seeded      set everything, call. The first samples, and every dataset that draws.
     torch only  set torch's, call, check that Python's and NumPy's have not moved.

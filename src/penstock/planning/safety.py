@@ -1,4 +1,4 @@
-"""Adjusts loader arguments in third-party code that would hang or crash on this machine.
+"""Adjusts loader arguments of third-party code, if they would hang or crash on this machine.
 
 :class:`penstock.DataLoader` follows its arguments and only warns. Third-party code was written for
 other machines and cannot react to a warning, so patched loaders use this module.

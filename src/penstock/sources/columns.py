@@ -1,10 +1,10 @@
 """Gathers rows of one field from many mapped files in one call.
 
 A batch is one ``np.take`` from the memory map into the slot, with the GIL released. Shards are
-separate files, but NumPy gathers from one array only. If the distances between the mapped
-files are multiples of the row size (:mod:`penstock.sources.array_files`), one array contains the
-rows of all of them. Otherwise each mapping begins on a page, and its data begins at the same offset
-within the page. All rows are then aligned to a finer grid:
+separate files, but NumPy gathers from one array only. If the distances between the mapped files are
+multiples of the row size (:mod:`penstock.sources.array_files`), one array contains the rows of all
+of them. Otherwise each mapping begins on a page, and its data begins at the same offset within the
+page. All rows are then aligned to a finer grid:
 
     address  ....[shard 1: row row row]......[shard 0: row row row]....
     grid     |--|--|--|--|--|--|--|--|--|--|--|--|--|--|--|--|--|--|     chunk = gcd(row, page)

@@ -194,7 +194,7 @@ class WorkerTask:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerAssignment:
-    """The message that makes a new process worker number ``worker``."""
+    """The first message to a new process: what it needs to become worker number ``worker``."""
 
     worker: int
     num_workers: int

@@ -2,7 +2,7 @@
 
 Each process has one fork server. It is started with the first loader that has workers and stays
 warm from then on. It has imported torch, has one thread and has never used a GPU. So forking it is
-safe even if the parent has threads, a GPU context, or runs in a notebook.
+safe even if the parent has threads or a GPU context, or runs in a notebook.
 """
 
 from __future__ import annotations
