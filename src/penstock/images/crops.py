@@ -56,7 +56,7 @@ def open_image(
 
     Args:
         path: The name of the file, for error messages.
-        out: See :func:`~penstock.images.pixels.to_tensor`. Not used with a transform that is not Penstock's.
+        out: See :func:`~penstock.images.pixels.to_tensor`. Used only with Penstock's transforms.
         decoder: See :func:`penstock.decode`.
     """
     own = transform if isinstance(transform, Crop) else None
