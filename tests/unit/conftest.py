@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy.testing  # noqa: F401  (NumPy 1 starts lscpu when this is imported on arm64)
 import pytest
 
 HERE = os.path.dirname(__file__)
