@@ -156,8 +156,7 @@ class DatasetGenerators:
         """True if that code references something that copies or restores a generator's state."""
         self._known: dict[int, Any] = {}  # an id is unique only while its object is alive
         self._given = names.by_root.get(path, []) if names is not None else []
-        self._given_names = {id(value): name for name, value in self._given}
-        self._taken = {name for name, _ in self._given}
+        self._names = {id(value): name for name, value in self._given}
         self._setters: list[tuple[Callable[[int], object], int]] = []
         self._search_s = 0.0
         self.search()
@@ -178,10 +177,14 @@ class DatasetGenerators:
         started = time.perf_counter()
         walk = ObjectWalk(_is_generator, _barren_of(self._root))
         new: list[FoundGenerator] = []
-        for path, value in walk.find(self.path, self._root):
+        reached = list(walk.find(self.path, self._root))
+        # Names of generators that are not reached are free: another thread's, for example.
+        taken = {self._names[id(value)] for _, value in reached if id(value) in self._names}
+        for path, value in reached:
             if id(value) not in self._known:
                 self._known[id(value)] = value
-                name = self._given_names.get(id(value)) or _unique(path, self._taken)
+                name = self._names.get(id(value)) or _unique(path, taken)
+                self._names[id(value)] = name
                 one = _recognise(name, value, self._is_worker)
                 new += [one] if one is not None else []
         paths = {one.path for one in self.found}

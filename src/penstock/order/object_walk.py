@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -163,13 +164,15 @@ class ObjectWalk:
                 yield from self._in_bulk(path, value, length)
             else:
                 yield from ((f"{path}[{key}]", item) for key, item in plain_items(value))
-        attributes = own_attributes(value)
+        is_local = issubclass(kind, threading.local)
+        # Its referents include the values of other threads.
+        attributes = dict(vars(value)) if is_local else own_attributes(value)
         for name, item in attributes.items():
             if issubclass(type(item), types.ModuleType):
                 self._held_modules.append(item)
             yield f"{path}.{name}", item
         is_opaque = not attributes or _top_of(kind) in sys.stdlib_module_names
-        if is_opaque and not issubclass(kind, CONTAINERS):
+        if is_opaque and not (is_local or issubclass(kind, CONTAINERS)):
             # Written in C: an iterator, a cache, the frame of a generator.
             for name, item in _referents_of(value):
                 if not (issubclass(type(item), type) or _is_globals(item)):

@@ -161,6 +161,7 @@ class SampleRandomness:
         self._num_watched = NUM_OBSERVED
         self._keeps_first, self._checks_repeats = keeps_first, checks_repeats
         self._init_states = init_states
+        self._has_noted = False
         self.notes: list[str] = []
         self.warnings: list[str] = []
         can_peek = self._python.is_known and self._numpy.is_known
@@ -321,6 +322,7 @@ class SampleRandomness:
     def _note_changes(self, note: str, before: Contents, after: Contents) -> None:
         changed = changed_paths(before, after)
         if changed:
+            self._has_noted = True
             self.notes.append(note.format(path=changed[0]))
 
     def _call_again(self, function: Function, index: Any, position: int) -> Any:
@@ -341,20 +343,21 @@ class SampleRandomness:
             self.warnings.append(_UNREPEATABLE)
 
     def _watch(self, function: Function, index: Any, position: int) -> Any:
-        """Load one of the first samples. Checks for new generators and stored draws."""
+        """Load one of the first samples. Checks for new generators, and values stored by draws."""
         own = self._own
         assert own is not None
         self._num_watched += 1
-        before, states = own.contents() if own else {}, own.save()
+        compares = bool(own) and not self._has_noted
+        before, states = own.contents() if compares else {}, own.save()
         sample = function(index) if self.needs_seeding else self._observe(function, index)
-        if own.save() != states:
+        if compares and own.save() != states:
             self._note_changes(_KEEPS_DRAWS, before, own.contents())
         if own.makes_generators and self._keeps_first and own.search():
             self._set_own, self.needs_seeding = own.set, True
             self.is_torch_only = self.is_unseeded = False
             self._watch_longer()
             return self._call_again(function, index, position)
-        if self.notes:
+        if self._has_noted and not own.makes_generators:
             self._num_watched = NUM_OBSERVED
         return sample
 

@@ -7,6 +7,7 @@ import importlib
 import itertools
 import random
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -352,7 +353,18 @@ class ByMetaclass(Base, metaclass=type("Combined", (Meta, type(Base)), {})):
         return type(type(self)).rng.random()
 
 
+thread_local = threading.local()
+
+
+class InAThreadLocal(Base):
+    def __getitem__(self, index: int) -> float:
+        if not hasattr(thread_local, "rng"):
+            thread_local.rng = random.Random(5)
+        return thread_local.rng.random()
+
+
 ELSEWHERE = {
+    "thread local": InAThreadLocal,
     "local class": in_a_local_class,
     "two names": UnderTwoNames,
     "same names": with_same_named_classes,

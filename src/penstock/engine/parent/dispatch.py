@@ -415,4 +415,6 @@ def _copy_index(index: Any) -> Any:
     """Return a copy, because a sampler may fill the same list or array again for the next batch."""
     if isinstance(index, torch.Tensor):
         return index.clone()
+    if isinstance(index, list) and index and isinstance(index[0], (torch.Tensor, np.ndarray)):
+        return [_copy_index(item) for item in index]
     return index.copy() if isinstance(index, (list, np.ndarray)) else index

@@ -92,6 +92,26 @@ def test_a_batch_sampler_may_fill_one_object_for_all_batches(make: Any, way: str
     assert [int(index) for batch in loader for index in batch] == list(range(24))
 
 
+class OneIndex:
+    """A sampler that yields one tensor again and again."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[Any]:
+        index = torch.tensor(0)
+        for value in range(12):
+            index.fill_(value)
+            yield index
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sampler_may_fill_one_index_tensor(way: str) -> None:
+    sampler: Any = OneIndex()
+    loader = DataLoader(torch.arange(12), batch_size=1, sampler=sampler, **WAYS[way])
+    assert [int(batch) for batch in loader] == list(range(12))
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [iter, set, dict.fromkeys, tuple])
 def test_a_batch_of_indices_may_be_of_any_iterable_type(make: Any, way: str) -> None:
