@@ -179,6 +179,8 @@ class WorkerTask:
     drop_last: bool
     per_sample: bool
     base_seed: int
+    substitute_seed: int
+    """Seed of the choice of substitutes for bad samples. The same without workers."""
     shared_seed: int | None
     has_limit: bool = False
     """True if the worker records when user code starts, for ``sample_timeout_s``."""

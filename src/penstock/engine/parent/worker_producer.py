@@ -62,6 +62,7 @@ class WorkerProducer:
             auto_collation=context.auto_collation,
             drop_last=context.drop_last,
             per_sample=per_sample,
+            substitute_seed=seed,
             base_seed=seed if per_sample else context.parts.epoch_state.worker_seed(seed),
             shared_seed=context.shared_seed,
             has_limit=context.parts.faults.sample_timeout_s is not None,

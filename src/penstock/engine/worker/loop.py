@@ -141,7 +141,7 @@ class WorkerLoop:
             self._bad_policy = BadSamplePolicy(
                 on_error,
                 self._dataset,
-                seed=task.base_seed,
+                seed=task.substitute_seed,
                 num_indices=task.num_indices,
                 none_is_bad=is_default_collate(self._collate),
             )

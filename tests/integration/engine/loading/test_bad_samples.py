@@ -415,6 +415,21 @@ def test_an_epoch_of_which_nothing_is_left_is_an_error_without_a_budget_too(way:
 
 
 @pytest.mark.parametrize("way", EVERY)
+def test_substitutes_do_not_depend_on_workers_with_randomness_by_worker(way: str) -> None:
+    class Indices(Broken):
+        def __getitem__(self, index: int) -> int:
+            super().__getitem__(index)
+            return index
+
+    def substitutes(**arguments: Any) -> list[Any]:
+        loader = make(Indices(), on_error="replace", randomness="worker", **arguments)
+        return [batch.tolist() for batch in loader]
+
+    assert substitutes(**AUTO[way]) == substitutes(num_workers=0)
+    assert substitutes(**AUTO[way]) != substitutes(num_workers=0, seed=4)  # control
+
+
+@pytest.mark.parametrize("way", EVERY)
 def test_an_epoch_without_samples_raises_once_and_then_ends(way: str) -> None:
     batches = iter(make(Broken(range(LENGTH)), on_error="skip", **AUTO[way]))
     with pytest.raises(TooManyBad, match="all samples of epoch 0"):

@@ -81,6 +81,7 @@ class Scene:
                 drop_last=False,
                 per_sample=True,
                 base_seed=0,
+                substitute_seed=0,
                 shared_seed=None,
             ),
             policy=RestartPolicy(self.faults.max_restarts),
