@@ -266,10 +266,10 @@ class PickledObjects:
         self.stream = io.BytesIO()
         self.buffers: list[pickle.PickleBuffer] = []
         pickler = DatasetPickler(self.stream, self.buffers.append)
-        for value in objects.values():
-            if isinstance(value, NamedGenerators):
-                pairs = itertools.chain(*value.by_root.values())
-                pickler.named = {id(generator): generator for _, generator in pairs}
+        names = objects.get("generator_names")
+        if names is not None:
+            pairs = itertools.chain(*names.by_root.values())
+            pickler.named = {id(generator): generator for _, generator in pairs}
         try:
             pickler.dump(objects)
         except Exception as error:

@@ -308,10 +308,12 @@ class WorkerLoop:
                     self._gatherer.fill(lease.index, slot, lease.rows, lease.first_row)
                     return self._filled(self._gatherer.layout, len(lease.index), [], lease)
         samples = self._samples(lease)
-        is_whole = self._takes_batches and self._task.auto_collation  # from __getitems__
-        if self._writes_slots and not (is_whole and not isinstance(samples, (list, tuple))):
+        # __getitems__ may return any object. collate_fn receives it unchanged, as in torch.
+        is_from_getitems = self._takes_batches and self._task.auto_collation
+        is_sequence = not is_from_getitems or isinstance(samples, (list, tuple))
+        if self._writes_slots and is_sequence:
             return self._fill(lease, samples)
-        if self._task.auto_collation and not (self._task.is_iterable or is_whole):
+        if self._task.auto_collation and not (self._task.is_iterable or is_from_getitems):
             samples = list(samples)
         return self._collate_freely(lease, samples)
 
