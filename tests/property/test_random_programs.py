@@ -85,6 +85,13 @@ def test_shrinking_finds_the_part_that_matters() -> None:
     assert shrink(program, fails) == Program(num_workers=2)
 
 
+def test_the_loop_goes_on_after_an_error_late_in_an_epoch() -> None:
+    late = running.MAX_ERRORS + 5
+    program = Program(length=late + 10, batch_size=1, num_workers=0, bad=(late,))
+    [batches] = running.run(program).epochs
+    assert len(batches) == program.length
+
+
 # -- negative controls: each defect is found -------------------------------------------------------
 
 _take = LoaderIterator.__next__
