@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -41,13 +42,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    _freeze_permanent_objects()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Freeze again after a test that imported a large package, such as torch's compiler."""
+    if len(sys.modules) > _num_frozen_modules + 100:
+        _freeze_permanent_objects()
+
+
+def _freeze_permanent_objects() -> None:
     """Exclude permanent objects (torch, pytest, all tests) from later garbage collections.
 
     The fixture below runs a collection when something is left at first, which happens in a third of
-    the tests. A collection of all objects takes 0.1 to 0.2 s.
+    the tests. A collection of all objects takes 0.1 to 0.3 s.
     """
+    global _num_frozen_modules
     gc.collect()
     gc.freeze()
+    _num_frozen_modules = len(sys.modules)
+
+
+_num_frozen_modules = 0
 
 
 @pytest.hookimpl(wrapper=True)
