@@ -27,7 +27,8 @@ from support.programs.shrinking import shrink
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SEED = int(os.environ.get("PROGRAMS_SEED", "0"))
-NUM_PROGRAMS = 50
+NUM_PROGRAMS = 30
+"""``make soak`` runs programs for two hours."""
 
 
 @pytest.mark.slow

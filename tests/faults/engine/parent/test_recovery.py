@@ -641,9 +641,10 @@ def test_poison_is_remembered_whatever_an_index_is(kind: Any, log: Log) -> None:
 
 def test_a_substitute_that_is_poison_too_gives_way_to_the_next(log: Log) -> None:
     """Half of the dataset kills its worker. The other half provides the substitutes."""
-    at = range(0, 48, 2)
-    found = batches(poisoned(log, at), num_workers=2, on_error="replace", max_restarts=1000)
-    failing = Fateful(dict.fromkeys(at, "error"), Log(f"{log.path}-other"), times=99)
+    at = range(0, 16, 2)
+    dataset = poisoned(log, at, length=16)
+    found = batches(dataset, num_workers=2, on_error="replace", max_restarts=1000)
+    failing = Fateful(dict.fromkeys(at, "error"), Log(f"{log.path}-other"), times=99, length=16)
     assert_same(found, batches(failing, on_error="replace"))
     assert all(int(sample[0]) % 2 for batch in found for sample in batch)
 

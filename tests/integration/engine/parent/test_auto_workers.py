@@ -45,6 +45,14 @@ class Slow(Dataset):
         return *draw(index), os.getpid()
 
 
+class Waiting(Slow):
+    """Samples that wait, as for a disk, and leave the cores to others."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.work_s)
+        return *draw(index), os.getpid()
+
+
 @pytest.fixture
 def warm_fork_server() -> None:
     fork_server = fork_servers.current_fork_server()
@@ -85,8 +93,9 @@ def test_the_bits_do_not_depend_on_where_the_change_came() -> None:
         loader = DataLoader(Slow(), batch_size=8, shuffle=True, **arguments)
         return [[batch[:-1] for batch in loader] for _ in range(2)]
 
+    inline = epochs(num_workers=0)
     for arguments in ({}, {"multiprocessing_context": "spawn"}):
-        assert_same(epochs(num_workers="auto", **arguments), epochs(num_workers=0))
+        assert_same(epochs(num_workers="auto", **arguments), inline)
     kept = epochs(num_workers="auto", persistent_workers=True)
     assert_same(kept, epochs(num_workers=2, persistent_workers=True))
 
@@ -110,7 +119,7 @@ def test_the_bits_of_persistent_workers_do_not_depend_on_whether_they_pay(make: 
 @needs_cores
 def test_a_cold_fork_server_is_not_waited_for() -> None:
     fork_servers.close_fork_server()
-    loader = DataLoader(Slow(3_000, 0.002), batch_size=8, num_workers="auto")
+    loader = DataLoader(Waiting(3_000, 0.002), batch_size=8, num_workers="auto")
     start_s = time.perf_counter()
     came = [(time.perf_counter() - start_s, set(batch[-1].tolist())) for batch in loader]
     assert all(pids == {os.getpid()} for _, pids in came[:4])
@@ -124,7 +133,7 @@ def test_a_cold_fork_server_is_not_waited_for() -> None:
 @needs_cores
 def test_a_fork_server_that_is_killed_while_it_warms_up_is_replaced() -> None:
     fork_servers.close_fork_server()
-    loader = DataLoader(Slow(3_000, 0.002), batch_size=8, num_workers="auto")
+    loader = DataLoader(Waiting(3_000, 0.002), batch_size=8, num_workers="auto")
     batches = iter(loader)
     first = next(batches)
     fork_server = fork_servers.current_fork_server()
