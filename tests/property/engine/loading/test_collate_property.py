@@ -86,8 +86,7 @@ def through_slot(samples: list[Any], cut: int) -> Any:
         if first == last:
             continue
         writer = BatchWriter(buffer, len(samples), first)
-        for sample in samples[first:last]:
-            writer.add(sample)
+        writer.take(iter(samples[first:last]))
         columns = writer.finish()
         objects = [a + b for a, b in zip(objects, columns, strict=True)] if layout else columns
         layout = writer.layout

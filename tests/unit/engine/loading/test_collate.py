@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,7 @@ def through_slot(samples: list[Any], *, cuts: tuple[int, ...] = (), dirt: int = 
     layouts, objects, filled = [], [], 0
     for first, last in itertools.pairwise(bounds):
         writer = BatchWriter(buffer, len(samples), first)
-        for sample in samples[first:last]:
-            writer.add(sample)
+        writer.take(iter(samples[first:last]))
         columns = writer.finish()
         objects = (
             [a + b for a, b in zip(objects, columns, strict=True)] if layouts else list(columns)
@@ -94,6 +95,7 @@ KINDS: dict[str, Any] = {
     "namedtuple": lambda i: Pair(torch.tensor([i]), f"name {i}"),
     "deep": lambda i: {"a": [(i, [i, (torch.ones(2) * i,)]), Pair(i, {"b": (str(i), i)})]},
     "large and small together": lambda i: (torch.full((3, 40, 40), i, dtype=torch.uint8), i, "s"),
+    "large with no element beside it": lambda i: (torch.full((5000,), i), torch.zeros(0, 2)),
     "large with strings": lambda i: {"image": np.full((64, 64), i, np.uint16), "name": f"{i}.jpg"},
 }
 for dtype in TORCH_DTYPES:
@@ -181,6 +183,7 @@ def test_a_tensor_subclass_that_keeps_its_class_is_left_to_torch() -> None:
         through_slot(samples)
 
 
+SWAPPED_INT = np.dtype("=i4").newbyteorder()
 ODD_PAIRS: dict[str, tuple[Any, Any]] = {
     "int then float": (1, 2.5),
     "float then int": (1.5, 2),
@@ -194,6 +197,11 @@ ODD_PAIRS: dict[str, tuple[Any, Any]] = {
     "array of another shape": (np.zeros(3), np.zeros(4)),
     "array that would broadcast": (np.zeros((2, 3000)), np.zeros((1, 3000))),
     "array of another dtype, large": (np.zeros(3000), np.zeros(3000, np.float32)),
+    "array with a negative stride, large": (np.zeros(3000), np.zeros(3000)[::-1]),
+    "one row with a negative stride": (np.zeros((1, 3000)), np.zeros((1, 3000))[::-1]),
+    "array of another byte order, large": (np.zeros(3000, "=i4"), np.zeros(3000, SWAPPED_INT)),
+    "subclass of array, large": (np.zeros(3000), np.ma.zeros(3000)),
+    "array then number, large": (np.zeros(3000), 1.0),
     "array then tensor": (np.zeros(3), torch.zeros(3)),
     "tensor then array": (torch.zeros(3), np.zeros(3)),
     "str then number": ("a", 1),
@@ -234,6 +242,39 @@ def test_an_odd_sample_gives_back_the_samples_before_it_whole(size: int) -> None
     with pytest.raises(LayoutError):
         add_and_finish(writer, {"x": 1})
     assert_same([*writer.recover(), *writer.refused], [*samples, {"x": 1}])
+
+
+@pytest.mark.parametrize("make", [torch.full, np.full])
+def test_samples_after_an_odd_one_are_not_taken(make: Any) -> None:
+    even = [make((3 * STREAM_BYTES,), float(n)) for n in range(4)]
+    odd = make((STREAM_BYTES,), 9.0)
+    samples, all_even = iter([*even[:2], odd, *even[2:]]), iter(even)
+    writer = BatchWriter(np.zeros(1 << 22, np.uint8), 8, 2)
+    with pytest.raises(LayoutError):
+        writer.take(samples)
+    assert_same([*writer.recover(), *writer.refused, *samples], [*even[:2], odd, *even[2:]])
+    control = BatchWriter(np.zeros(1 << 22, np.uint8), 8, 2)
+    control.take(all_even)
+    assert_same([*control.recover(), *control.refused, *all_even], even)
+
+
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
+def test_a_large_sample_is_free_before_the_next_one_is_loaded(make: Any) -> None:
+    def load(size: int) -> Iterator[Any]:
+        for _ in range(4):
+            num_alive.append(sum(ref() is not None for ref in refs))
+            sample = make(size)
+            refs.append(weakref.ref(sample))
+            yield sample
+            del sample
+
+    refs: list[weakref.ref[Any]] = []
+    num_alive: list[int] = []
+    BatchWriter(np.zeros(1 << 20, np.uint8), 4, 0).take(load(STREAM_BYTES))
+    assert num_alive == [0, 0, 0, 0]
+    refs, num_alive = [], []
+    BatchWriter(np.zeros(1 << 20, np.uint8), 4, 0).take(load(4))
+    assert num_alive == [0, 1, 2, 3]  # control: small samples are collected
 
 
 def test_a_slot_that_is_too_small_says_how_much_is_needed() -> None:
@@ -277,6 +318,7 @@ LAZY: dict[str, Any] = {
     "conjugated": lambda row, size: numbers(row, size).conj(),
     "conjugated, not contiguous": lambda row, size: numbers(row, size * 2)[::2].conj(),
     "negated": lambda row, size: numbers(row, size).conj().imag,
+    "negated, contiguous": lambda row, size: torch._neg_view(torch.arange(float(size)) + row),
     "both": lambda row, size: torch._neg_view(numbers(row, size).conj()),
     "zeros without memory": lambda row, size: torch._efficientzerotensor(size),
 }
