@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from by_torch import Numbers, Strings
 from contract import MEAN, STD, Contender, Feed, Job, make_names
 
@@ -20,6 +21,7 @@ class Penstock(Contender):
     name = "Penstock"
     formats = ("small", "large", "raw")
     kinds = (*Contender.kinds, "strings")
+    memory_format = torch.contiguous_format
 
     def open(self, job: Job) -> Feed:
         extras: dict[str, Any] = {}
@@ -51,13 +53,23 @@ class Penstock(Contender):
 
     def dataset(self, job: Job) -> Any:
         if job.kind == "jpeg":
-            return penstock.ImageFolder(job.data / "jpeg", _crop(job))
+            crop = _crop(job)
+            return penstock.ImageFolder(job.data / "jpeg", crop, memory_format=self.memory_format)
         if job.kind == "numbers":
             return Numbers(job.count, job.work)
         if job.kind == "strings":
             return Strings(make_names(job), job.count)
-        packed = penstock.Packed(job.folder)
+        packed = penstock.Packed(job.folder, memory_format=self.memory_format)
         return packed.with_transforms(value=_crop(job)) if job.kind == "raw" else packed
+
+
+class PenstockChannelsLast(Penstock):
+    """Images in the order height, width, channels in memory, as most peers return them."""
+
+    name = "Penstock, channels_last"
+    kinds = ("jpeg", "raw")
+    formats = ("raw",)
+    memory_format = torch.channels_last
 
 
 class PenstockPacked(Penstock):
@@ -103,4 +115,11 @@ class PenstockInline(Penstock):
         return 0
 
 
-CONTENDERS = (Penstock, PenstockPacked, PenstockWorkers, PenstockShared, PenstockInline)
+CONTENDERS = (
+    Penstock,
+    PenstockChannelsLast,
+    PenstockPacked,
+    PenstockWorkers,
+    PenstockShared,
+    PenstockInline,
+)

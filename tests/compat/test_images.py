@@ -313,6 +313,7 @@ class Telling(ImageFolder):
         return image, int(is_there)
 
     __getitem__ = ImageFolder.__getitem__
+    keeps_channels_last = ImageFolder.keeps_channels_last
 
 
 @pytest.mark.parametrize("antialias", [True, False])
@@ -323,6 +324,38 @@ def test_own_crops_are_written_where_the_batch_lies(folder: Path, antialias: boo
     assert flags.tolist() == [0, *[1] * 11]
     ((expected, _),) = DataLoader(ImageFolder(folder, crop), batch_size=12, seed=4)
     assert torch.equal(images, expected)
+
+
+@pytest.mark.parametrize("antialias", [True, False])
+def test_channels_last_crops_are_written_where_the_batch_lies(
+    folder: Path, antialias: bool
+) -> None:
+    crop = penstock.RandomResizedCrop(64, antialias=antialias)
+    last = Telling(folder, crop, memory_format=torch.channels_last)
+    ((images, flags),) = DataLoader(last, batch_size=12, num_workers=1, seed=4)
+    assert flags.tolist() == [0, *[1] * 11]
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    ((expected, _),) = DataLoader(ImageFolder(folder, crop), batch_size=12, seed=4)
+    assert torch.equal(images, expected)
+    assert expected.is_contiguous(), "control: the default"
+
+
+def test_what_differs_with_channels_last_is_what_the_documentation_says(folder: Path) -> None:
+    crop = penstock.RandomResizedCrop(64)
+    last = ImageFolder(folder, crop, memory_format=torch.channels_last)
+    images, _ = next(iter(DataLoader(last, batch_size=4)))
+    assert images.shape == (4, 3, 64, 64)
+    assert images.numpy().transpose(0, 2, 3, 1).flags.c_contiguous
+    assert not images.numpy().flags.c_contiguous
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        images.view(4, -1)
+    assert images.reshape(4, -1).shape == (4, 3 * 64 * 64)
+    plain, _ = next(iter(DataLoader(ImageFolder(folder, crop), batch_size=4)))
+    assert plain.numpy().flags.c_contiguous
+    assert plain.view(4, -1).shape == (4, 3 * 64 * 64)
+    theirs = ImageFolder(folder, v2.CenterCrop(64), memory_format=torch.channels_last)
+    images, _ = next(iter(DataLoader(theirs, batch_size=4)))
+    assert images.is_contiguous(), "ignored with a transform that is not Penstock's"
 
 
 def test_what_somebody_elses_transform_gets_is_its_own_to_keep(folder: Path) -> None:

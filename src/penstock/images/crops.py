@@ -20,7 +20,13 @@ import numpy as np
 
 from penstock.errors import BadArgument
 from penstock.images.decode import decode_bytes
-from penstock.images.pixels import ImageStep, apply_steps, as_pixels, to_tensor
+from penstock.images.pixels import (
+    ImageStep,
+    apply_steps,
+    as_pixels,
+    to_channels_last,
+    to_tensor,
+)
 from penstock.order.rng import rng
 
 _NUM_TRIES = 10
@@ -49,6 +55,7 @@ def open_image(
     path: str | None = None,
     out: np.ndarray | None = None,
     decoder: str | None = None,
+    is_channels_last: bool = False,
 ) -> Any:
     """Return an encoded image, or pixels, as a tensor, after the transform.
 
@@ -58,18 +65,26 @@ def open_image(
         path: The name of the file, for error messages.
         out: See :func:`~penstock.images.pixels.to_tensor`. Used only with Penstock's transforms.
         decoder: See :func:`penstock.decode`.
+        is_channels_last: Keep the pixels in the order height, width, channels in memory. Used only
+            with Penstock's transforms.
     """
-    own = transform if isinstance(transform, Crop) else None
+    is_own = transform is None or isinstance(transform, Crop)
+    own = transform if is_own else None
+    place = None
+    if is_own and is_channels_last and out is not None and out.ndim == 3:
+        place = out.transpose(1, 2, 0)
+        place = place if place.flags.c_contiguous else None
     if is_encoded:
         data = content if isinstance(content, bytes) else bytes(content)
-        pixels = decode_bytes(data, own, path=path, decoder=decoder)
+        pixels = decode_bytes(data, own, path=path, decoder=decoder, out=place)
     else:
         pixels = as_pixels(content)
         if own is not None:
-            pixels = apply_steps(pixels, own.steps(*pixels.shape[:2]), antialias=own.antialias)
-    if transform is not None and own is None:
+            steps = own.steps(*pixels.shape[:2])
+            pixels = apply_steps(pixels, steps, antialias=own.antialias, out=place)
+    if not is_own:
         return transform(to_tensor(pixels))
-    return to_tensor(pixels, out)
+    return to_channels_last(pixels, place) if is_channels_last else to_tensor(pixels, out)
 
 
 def _pair(size: Any) -> tuple[int, int]:

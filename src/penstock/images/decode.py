@@ -79,7 +79,11 @@ def decode(
 def decode_bytes(
     data: bytes, transform: Transform | None, *, path: str | None = None, **options: Any
 ) -> np.ndarray:
-    """Like :func:`decode`, for bytes that were read from ``path``. Errors name the path."""
+    """Like :func:`decode`, for bytes that were read from ``path``. Errors name the path.
+
+    Args:
+        options: Keywords of :func:`decode`, and ``out``: see :mod:`penstock.images.pixels`.
+    """
     try:
         return _decode(data, transform, **options)
     except MissingExtra:
@@ -119,6 +123,7 @@ def _decode(
     upright: bool = True,
     max_pixels: int = MAX_PIXELS,
     decoder: str | None = None,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
     header = read_header(memoryview(data))
     _refuse_bomb(header.height, header.width, max_pixels)
@@ -128,7 +133,7 @@ def _decode(
         if transform is None:
             return pixels
         steps = transform.steps(*pixels.shape[:2])
-        return apply_steps(pixels, steps, antialias=transform.antialias)
+        return apply_steps(pixels, steps, antialias=transform.antialias, out=out)
     orientation = header.orientation if upright else 1
     height, width = header.height, header.width
     if orientation >= 5:
@@ -141,7 +146,8 @@ def _decode(
     pixels = turn_upright(jpeg_decoder(name)(data, scale), orientation)
     if scale > 1:
         steps = _shrink_steps(steps, (height, width), pixels.shape[:2])
-    return apply_steps(pixels, steps, antialias=transform is None or transform.antialias)
+    antialias = transform is None or transform.antialias
+    return apply_steps(pixels, steps, antialias=antialias, out=out)
 
 
 def _refuse_bomb(height: int, width: int, max_pixels: int) -> None:

@@ -3,6 +3,9 @@
 Pixels are uint8 arrays of shape (height, width, channels). Runs in the process that loads the
 sample. Called by :mod:`penstock.images.decode` and :mod:`penstock.images.crops`.
 
+The functions that take ``out`` write their result there if its shape fits, and then return ``out``
+itself. So the last step of a channels_last image writes directly to the batch.
+
 Tested by ``tests/compat/test_images.py``.
 """
 
@@ -12,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.errors import BadImage
+from penstock.errors import BadArgument, BadImage
 from penstock.machine.image_libraries import opencv
 
 _NUM_CHANNELS = (1, 2, 3, 4)
@@ -25,20 +28,30 @@ class ImageStep(NamedTuple):
     box: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
-def apply_steps(pixels: np.ndarray, steps: list[ImageStep], *, antialias: bool) -> np.ndarray:
-    """Return the image after all steps, as a view if possible."""
+def apply_steps(
+    pixels: np.ndarray,
+    steps: list[ImageStep],
+    *,
+    antialias: bool,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the image after all steps, as a view if possible.
+
+    Args:
+        out: C-contiguous memory that can be used for the result.
+    """
     for step in steps:
         top, left, height, width = step.box
         if step.kind == "crop":
             pixels = pixels[top : top + height, left : left + width]
         elif step.kind == "resize":
-            pixels = resize(pixels, (height, width), antialias=antialias)
+            pixels = resize(pixels, (height, width), antialias=antialias, out=out)
         elif step.kind == "pad":
             padded = np.zeros((height, width, pixels.shape[2]), np.uint8)
             padded[top:, left:][: pixels.shape[0], : pixels.shape[1]] = pixels
             pixels = padded
         else:
-            pixels = _flip(pixels)
+            pixels = _flip(pixels, out)
     return pixels
 
 
@@ -53,12 +66,16 @@ def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     return pixels
 
 
-def _flip(pixels: np.ndarray) -> np.ndarray:
-    """Mirror horizontally. OpenCV's contiguous copy is cheaper than a view that is copied later."""
+def _flip(pixels: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """Mirror horizontally. OpenCV's contiguous copy is cheaper than a view that is copied later.
+
+    ``pixels`` can be ``out`` itself, because OpenCV mirrors in place.
+    """
     cv2 = opencv() if pixels.shape[2] == 3 else None
     planes: np.ndarray = pixels.transpose(2, 0, 1)
     if cv2 is not None and pixels.flags.c_contiguous:
-        made: np.ndarray = cv2.flip(pixels, 1)
+        fits = out is not None and out.shape == pixels.shape
+        made: np.ndarray = cv2.flip(pixels, 1, out if fits else None)
         return made
     if cv2 is None or not planes.flags.c_contiguous:
         return pixels[:, ::-1]
@@ -68,7 +85,13 @@ def _flip(pixels: np.ndarray) -> np.ndarray:
     return np.transpose(turned, (1, 2, 0))
 
 
-def resize(pixels: np.ndarray, size: tuple[int, int], *, antialias: bool = True) -> np.ndarray:
+def resize(
+    pixels: np.ndarray,
+    size: tuple[int, int],
+    *,
+    antialias: bool = True,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
     """Resize bilinearly to (height, width). See :class:`penstock.RandomResizedCrop`."""
     if pixels.shape[:2] == tuple(size):
         return pixels
@@ -76,8 +99,12 @@ def resize(pixels: np.ndarray, size: tuple[int, int], *, antialias: bool = True)
     # the time (79 instead of 229 microseconds for 170 x 150 to 224, 2 x86-64 cores).
     is_enlarged = pixels.shape[0] <= size[0] and pixels.shape[1] <= size[1]
     if (is_enlarged or not antialias) and opencv() is not None:
-        made: np.ndarray = opencv().resize(_in_rows(pixels), (size[1], size[0]))
-        return made.reshape(*size, pixels.shape[2])  # OpenCV drops the axis of a single channel
+        num_channels = pixels.shape[2]
+        fits = num_channels > 1 and out is not None and out.shape == (*size, num_channels)
+        target = out if fits and not np.may_share_memory(out, pixels) else None
+        made: np.ndarray = opencv().resize(_in_rows(pixels), (size[1], size[0]), target)
+        # OpenCV drops the axis of a single channel.
+        return made if num_channels > 1 else made.reshape(*size, 1)
     import torch
     from torch.nn.functional import interpolate
 
@@ -107,6 +134,24 @@ def _in_rows(pixels: np.ndarray) -> np.ndarray:
     return pixels if is_fit else np.ascontiguousarray(pixels)
 
 
+def check_memory_format(memory_format: Any, call: str) -> bool:
+    """Return True for ``torch.channels_last``, and False for the contiguous format or None.
+
+    Raises:
+        BadArgument: It is something else.
+    """
+    if memory_format is None:
+        return False
+    import torch
+
+    if memory_format not in (torch.contiguous_format, torch.channels_last):
+        raise BadArgument(
+            f"memory_format={memory_format!r} is not a memory format of images",
+            remedy=f"{call}(..., memory_format=torch.channels_last)",
+        )
+    return bool(memory_format == torch.channels_last)
+
+
 def to_tensor(pixels: np.ndarray, out: np.ndarray | None = None) -> Any:
     """Return a contiguous uint8 tensor of shape (channels, height, width).
 
@@ -127,6 +172,24 @@ def to_tensor(pixels: np.ndarray, out: np.ndarray | None = None) -> Any:
     else:
         np.copyto(out, planes)
     return torch.from_numpy(out)
+
+
+def to_channels_last(pixels: np.ndarray, out: np.ndarray | None = None) -> Any:
+    """Return a uint8 tensor of shape (channels, height, width) in the memory order of ``pixels``.
+
+    Args:
+        out: Memory for the result, of shape (height, width, channels). Ignored unless it fits.
+    """
+    import torch
+
+    if pixels is out:
+        pass  # the last step wrote there
+    elif out is not None and out.shape == pixels.shape and out.dtype == np.uint8:
+        np.copyto(out, pixels)
+        pixels = out
+    elif out is not None or not (pixels.flags.c_contiguous and pixels.flags.writeable):
+        pixels = np.array(pixels, order="C")  # an earlier step may have used ``out``
+    return torch.from_numpy(pixels.transpose(2, 0, 1))
 
 
 def from_pillow(image: Any) -> np.ndarray:

@@ -208,10 +208,14 @@ class FixedColumn:
 
     def row(self, index: int) -> np.ndarray:
         """Return a copy of one row."""
+        return np.array(self.view(index))
+
+    def view(self, index: int) -> np.ndarray:
+        """Return one row without a copy."""
         number = int(np.searchsorted(self.first_rows, index, side="right")) - 1
         shard, row = self.shards[number], index - int(self.first_rows[number])
         shard.check_range(row, row + 1)
-        return np.array(shard.array[row])
+        return np.asarray(shard.array[row])
 
 
 class RaggedColumn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,20 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.utils.data import default_collate
 
-from penstock import DataLoader, Packed, cached, pack
-from penstock.errors import BadStore, CannotPack, Damaged
+from penstock import (
+    CenterCrop,
+    Compose,
+    DataLoader,
+    Field,
+    Packed,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    cached,
+    pack,
+)
+from penstock.errors import BadArgument, BadStore, CannotPack, Damaged
 from support.packed_sets import Mixed, Pixels, digest, flip
 
 MAX_PRIVATE_BYTES = 50 << 20
@@ -244,3 +256,102 @@ def test_a_class_that_changes_samples_is_not_passed_over(num_workers: int, tmp_p
     assert changed[:, 0].tolist() == [0.0, 2.0, 4.0, 6.0]
     plain = next(iter(DataLoader(Packed(tmp_path / "set"), 4, num_workers=num_workers)))
     assert plain[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+# -- channels_last ---------------------------------------------------------------------------------
+
+
+class Photographs:
+    """Arrays of pixels of one shape, and a label."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        pixels = np.random.default_rng(index).integers(0, 256, (50, 60, 3), dtype=np.uint8)
+        return pixels, index
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["ragged", "fixed"])
+def photographs(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photographs") / "set"
+    fields = {"x": Field(ragged=request.param), "y": Field()}
+    pack(Photographs(), folder, fields=fields, workers=0)
+    return folder
+
+
+@pytest.mark.legacy
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"num_workers": 1}, {"num_workers": 2}, {"num_workers": 2, "pool": "thread"}],
+    ids=["inline", "1 worker", "2 workers", "2 threads"],
+)
+def test_channels_last_changes_strides_and_no_value(
+    photographs: Path, keywords: dict[str, Any]
+) -> None:
+    crop = Compose([RandomResizedCrop(48), RandomHorizontalFlip()])
+    plain = Packed(photographs, transforms={"x": crop})
+    last = Packed(photographs, transforms={"x": crop}, memory_format=torch.channels_last)
+    expected = list(DataLoader(plain, batch_size=16, shuffle=True, seed=1))
+    found = list(DataLoader(last, batch_size=16, shuffle=True, seed=1, **keywords))
+    assert len(found) == len(expected) == 3
+    for (images, labels), (same_images, same_labels) in zip(found, expected, strict=True):
+        assert torch.equal(images, same_images)
+        assert torch.equal(labels, same_labels)
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        assert not images.is_contiguous()
+        assert same_images.is_contiguous(), "control: the default"
+
+
+def test_your_own_dataset_and_collate_fn_get_contiguous_batches(photographs: Path) -> None:
+    last = Packed(
+        photographs, transforms={"x": RandomResizedCrop(48)}, memory_format=torch.channels_last
+    )
+
+    class Wrapped:
+        def __len__(self) -> int:
+            return len(last)
+
+        def __getitem__(self, index: int) -> Any:
+            return last[index]
+
+    def collate(samples: list[Any]) -> Any:
+        return default_collate(samples)
+
+    for num_workers in (0, 1):
+        options: dict[str, Any] = {"batch_size": 8, "num_workers": num_workers, "seed": 2}
+        own = next(iter(DataLoader(Wrapped(), **options)))
+        by_hand = next(iter(DataLoader(last, collate_fn=collate, **options)))
+        kept = next(iter(DataLoader(last, **options)))
+        assert own[0].is_contiguous()
+        assert by_hand[0].is_contiguous()
+        assert not kept[0].is_contiguous(), "control"
+        assert torch.equal(own[0], kept[0])
+        assert torch.equal(by_hand[0], kept[0])
+
+
+def test_a_subset_a_copy_and_a_sum_keep_the_memory_format(photographs: Path) -> None:
+    crop = CenterCrop(40)
+    last = Packed(photographs, transforms={"x": crop}, memory_format=torch.channels_last)
+    plain = Packed(photographs, transforms={"x": crop})
+    parts = (last.subset(range(5, 25)), last + last, pickle.loads(pickle.dumps(last)))
+    for one in (*parts, last.select("x", "y"), torch.utils.data.Subset(last, range(12))):
+        images, _ = next(iter(DataLoader(one, batch_size=8)))
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        assert not images.is_contiguous()
+    with pytest.raises(BadArgument, match="different memory formats"):
+        last + plain
+
+
+def test_a_transform_of_your_own_gets_contiguous_tensors(photographs: Path) -> None:
+    def double(label: int) -> int:
+        return 2 * label
+
+    last = Packed(photographs, memory_format=torch.channels_last)
+    last = last.with_transforms(x=CenterCrop(40), y=double)
+    images, labels = next(iter(DataLoader(last, batch_size=8, num_workers=1)))
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert labels.tolist() == list(range(0, 16, 2))
+    images, _ = next(iter(DataLoader(last.with_transforms(x=np.copy), batch_size=8)))
+    assert images.shape == (8, 50, 60, 3), "control: without a crop, the array as it was packed"
+    assert images.is_contiguous()

@@ -113,6 +113,21 @@ def test_one_number_serves_any_number_of_channels() -> None:
     assert torch.equal(finish(std=[0.5])(batch), by_hand(batch, [0.0] * 7, [0.5] * 7))
 
 
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 7])
+def test_channels_last_images_are_looked_up_and_mirrored_right(channels: int) -> None:
+    mean, std = [0.1 * n for n in range(channels)], [0.2 + 0.1 * n for n in range(channels)]
+    batch = images(channels=channels).contiguous(memory_format=torch.channels_last)
+    flags = torch.tensor([True, False, True, False, False])
+    done, _ = finish(mean=mean, std=std, flip=1)((batch, flags))
+    expected = by_hand(batch, mean, std)
+    expected[flags] = expected[flags].flip(3)
+    assert torch.equal(done, expected)
+    assert done.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(
+        finish(mean=[0.5])(batch), by_hand(batch, [0.5] * channels, [1.0] * channels)
+    )
+
+
 def test_no_images_are_no_trouble() -> None:
     assert finish(mean=MEAN, std=STD)(images(0)).shape == (0, 3, 7, 9)
     empty = torch.zeros(0, dtype=torch.bool)

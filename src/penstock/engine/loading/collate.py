@@ -30,6 +30,7 @@ from penstock.engine.memory.batch_layout import (
     LeafSpec,
     compile_flatten,
     field_view,
+    is_channels_last,
     make_dataclass,
     plain_tensor,
     read_layout,
@@ -86,10 +87,14 @@ class BatchWriter:
         buffer: The slot's writable memory.
         rows: Number of rows of the whole batch.
         first_row: The row of this part's first sample.
+        keeps_channels_last: See :func:`~penstock.engine.memory.batch_layout.read_layout`.
     """
 
-    def __init__(self, buffer: np.ndarray, rows: int, first_row: int) -> None:
+    def __init__(
+        self, buffer: np.ndarray, rows: int, first_row: int, *, keeps_channels_last: bool = False
+    ) -> None:
         self._buffer = buffer
+        self._keeps_channels_last = keeps_channels_last
         self._rows = rows
         self._first_row = first_row
         self.layout: Layout | None = None
@@ -157,7 +162,7 @@ class BatchWriter:
         return [None if table is None else table[row] for table in self._tables]
 
     def _begin(self, sample: Any) -> None:
-        layout = read_layout(sample)
+        layout = read_layout(sample, keeps_channels_last=self._keeps_channels_last)
         offsets, num_bytes = layout.offsets(self._rows)
         if num_bytes > self._buffer.nbytes:
             raise TooSmall(num_bytes)
@@ -246,7 +251,7 @@ def _row_writer(leaf: LeafSpec, field: Any) -> Callable[[int, Any], None]:
     """Return a function that copies one value to its row."""
     if leaf.kind == "array":
         return _array_row_writer(field.numpy(), leaf)
-    return _tensor_row_writer(field, torch.Size(leaf.shape), leaf.item_bytes)
+    return _tensor_row_writer(field, leaf)
 
 
 def _array_row_writer(table: np.ndarray, leaf: LeafSpec) -> Callable[[int, Any], None]:
@@ -266,9 +271,9 @@ def _array_row_writer(table: np.ndarray, leaf: LeafSpec) -> Callable[[int, Any],
     return write_array
 
 
-def _tensor_row_writer(
-    field: torch.Tensor, shape: torch.Size, num_bytes: int
-) -> Callable[[int, Any], None]:
+def _tensor_row_writer(field: torch.Tensor, leaf: LeafSpec) -> Callable[[int, Any], None]:
+    shape, num_bytes = torch.Size(leaf.shape), leaf.item_bytes
+    stride = field[0].stride() if leaf.is_channels_last else None
     dtype, strided, start = field.dtype, torch.strided, field.data_ptr()
     tensor, memmove, is_complex = torch.Tensor, ctypes.memmove, dtype.is_complex
 
@@ -288,7 +293,8 @@ def _tensor_row_writer(
         # Lazy bits change the meaning of the bytes, and lazy zeros have no memory. Only torch's own
         # copy applies them. Only complex tensors can be conjugated.
         has_bits = source == 0 or value.is_neg() or (is_complex and value.is_conj())
-        if has_bits or not value.is_contiguous():
+        is_dense = value.is_contiguous() if stride is None else value.stride() == stride
+        if has_bits or not is_dense:
             field[row].copy_(value)
         elif source != place:  # not already written there by the dataset
             # memmove does not read the destination first: 1.4 times as fast as torch when cold.
@@ -330,14 +336,20 @@ def _stack(leaf: LeafSpec, column: Sequence[Any], out: torch.Tensor) -> None:
         raise LayoutError from None
 
 
-def default_collate(samples: Any, indices: list[Any], path: str = "") -> Any:
+def default_collate(
+    samples: Any, indices: list[Any], path: str = "", *, keeps_channels_last: bool = False
+) -> Any:
     """Call torch's own collate. If it fails because samples differ, the error names them.
 
     Args:
         samples: A list, or an object of a different type that ``__getitems__`` returned.
+        keeps_channels_last: See :func:`~penstock.engine.memory.batch_layout.read_layout`.
     """
     try:
         with NoStopIteration("default_collate"):
+            if keeps_channels_last:
+                collators = {**torch_collate.default_collate_fn_map, torch.Tensor: _stack_images}
+                return torch_collate.collate(samples, collate_fn_map=collators)
             return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
     except (RuntimeError, TypeError, KeyError, ValueError, IndexError) as error:
         if not isinstance(samples, (list, tuple)):
@@ -352,6 +364,14 @@ def default_collate(samples: Any, indices: list[Any], path: str = "") -> Any:
         if named is None:
             raise
         raise named from error
+
+
+def _stack_images(batch: list[Any], *, collate_fn_map: Any = None) -> Any:
+    """Stack tensors. The result is channels_last if all of them are."""
+    if all(map(is_channels_last, batch)):
+        return torch.stack([image.permute(1, 2, 0) for image in batch]).permute(0, 3, 1, 2)
+    stack = torch_collate.default_collate_fn_map[torch.Tensor]
+    return stack(batch, collate_fn_map=collate_fn_map)
 
 
 def _collate_dataclasses(samples: list[Any], indices: list[Any], path: str) -> Any:

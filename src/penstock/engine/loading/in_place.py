@@ -69,6 +69,16 @@ def find_in_place_fetcher(dataset: Any) -> InPlaceFetcher | None:
     return InPlaceFetcher(dataset.read_into, indices) if offers(dataset, "read_into") else None
 
 
+def keeps_channels_last(dataset: Any) -> bool:
+    """Return True if the batches of a dataset (also in a subset) keep its channels_last images.
+
+    A dataset of Penstock says so with a method ``keeps_channels_last``. All other datasets get the
+    contiguous batches of default_collate.
+    """
+    dataset, _ = unwrap_subsets(dataset)
+    return offers(dataset, "keeps_channels_last") and dataset.keeps_channels_last() is True
+
+
 def unwrap_subsets(dataset: Any) -> tuple[Any, list[Any]]:
     """Return the dataset inside all subsets, and the subsets' index lists, outermost first."""
     indices = []

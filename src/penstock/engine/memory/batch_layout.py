@@ -34,12 +34,17 @@ class LayoutError(Exception):
 
 
 class LeafSpec(NamedTuple):
-    """One leaf: ``kind`` is tensor, array, int, float, bool, scalar or object."""
+    """One leaf: ``kind`` is tensor, array, int, float, bool, scalar or object.
+
+    An image with ``is_channels_last`` has the shape (channels, height, width), and its bytes are in
+    the order height, width, channels.
+    """
 
     kind: str
     dtype: str
     shape: tuple[int, ...]
     item_bytes: int
+    is_channels_last: bool = False
 
     @property
     def is_array(self) -> bool:
@@ -89,18 +94,22 @@ class Layout(NamedTuple):
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read_layout(sample: Any) -> Layout:
+def read_layout(sample: Any, *, keeps_channels_last: bool = False) -> Layout:
     """Return the layout of one sample.
+
+    Args:
+        keeps_channels_last: Images that are channels_last stay so in the batch. If False, all
+            tensors of the batch are contiguous, as from default_collate.
 
     Raises:
         LayoutError: The sample contains a value that no layout can hold.
     """
     leaves: list[LeafSpec] = []
-    tree = _read_tree(sample, leaves)
+    tree = _read_tree(sample, leaves, keeps_channels_last)
     return Layout(tree, tuple(leaves))
 
 
-def _read_tree(value: Any, leaves: list[LeafSpec]) -> TreeSpec | None:
+def _read_tree(value: Any, leaves: list[LeafSpec], keeps_channels_last: bool) -> TreeSpec | None:
     cls, children = type(value), value
     keys: tuple[Any, ...] = ()
     if cls is dict:
@@ -113,9 +122,26 @@ def _read_tree(value: Any, leaves: list[LeafSpec]) -> TreeSpec | None:
         kind, keys = "dataclass", tuple(field.name for field in dataclasses.fields(value))
         children = [getattr(value, name) for name in keys]
     else:
-        leaves.append(read_leaf(value))
+        leaf = read_leaf(value)
+        if keeps_channels_last and is_channels_last(value):
+            leaf = leaf._replace(is_channels_last=True)
+        leaves.append(leaf)
         return None
-    return TreeSpec(kind, cls, keys, tuple(_read_tree(child, leaves) for child in children))
+    trees = tuple(_read_tree(child, leaves, keeps_channels_last) for child in children)
+    return TreeSpec(kind, cls, keys, trees)
+
+
+def is_channels_last(value: Any) -> bool:
+    """Return True for a tensor (channels, height, width) with the channels innermost in memory.
+
+    Example:
+        >>> pixels = torch.zeros(4, 5, 3)
+        >>> is_channels_last(pixels.permute(2, 0, 1)), is_channels_last(pixels)
+        (True, False)
+    """
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.ndim != 3:
+        return False
+    return not value.is_contiguous() and value.permute(1, 2, 0).is_contiguous()
 
 
 def is_plain_tensor(tensor: Any) -> bool:
@@ -282,6 +308,9 @@ def field_view(buffer: Any, leaf: LeafSpec, offset: int, rows: int) -> torch.Ten
         return torch.empty(shape, dtype=dtype, device="cpu")
     count = rows * math.prod(leaf.shape)
     flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
+    if leaf.is_channels_last:
+        channels, height, width = leaf.shape
+        return flat.view(rows, height, width, channels).permute(0, 3, 1, 2)
     return flat.view(shape) if leaf.shape else flat
 
 

@@ -26,6 +26,7 @@ from penstock.engine.loading.fetch import (
     takes_batches,
 )
 from penstock.engine.loading.gather import Gatherer, find_gatherer
+from penstock.engine.loading.in_place import keeps_channels_last
 from penstock.engine.memory.batch_layout import LayoutError
 from penstock.engine.memory.ring import Ring
 from penstock.engine.memory.shared_file import PrivateFile
@@ -103,6 +104,7 @@ class InlineProducer:
 
     def start_epoch(self, epoch: EpochPass) -> None:
         self._dataset = self._context.dataset
+        self._keeps_channels_last = keeps_channels_last(self._dataset)
         self._indices, self._position_at = epoch.indices, epoch.position_of
         self.num_taken = epoch.num_taken
         """Number of samples of the epoch loaded so far."""
@@ -215,7 +217,8 @@ class InlineProducer:
         if self._collates_by_default and self._auto_collation:
             indices = [] if self._stream is not None else list(index)
             indices = indices if len(indices) == len(samples) else []  # samples were skipped
-            return collate.default_collate(samples, indices)
+            is_last = self._keeps_channels_last
+            return collate.default_collate(samples, indices, keeps_channels_last=is_last)
         return call_user(self._collate_fn, samples, 0, None, "collate_fn")
 
     def _load_carefully(

@@ -40,7 +40,7 @@ from penstock.engine.loading.fetch import (
 )
 from penstock.engine.loading.gather import find_gatherer
 from penstock.engine.loading.generator_lock import GeneratorLock
-from penstock.engine.loading.in_place import find_in_place_fetcher
+from penstock.engine.loading.in_place import find_in_place_fetcher, keeps_channels_last
 from penstock.engine.loading.slot_collate import SlotAllocator, collating_into
 from penstock.engine.memory import payload
 from penstock.engine.memory.batch_layout import Layout, LayoutError
@@ -153,6 +153,7 @@ class WorkerLoop:
     def _set_dataset(self, dataset: Any) -> None:
         self._dataset, self._takes_batches = dataset, takes_batches(dataset)
         self._get = getter(dataset)
+        self._keeps_channels_last = keeps_channels_last(dataset)
 
     def run(self) -> None:
         """Serve leases until the parent requests a stop or is gone."""
@@ -439,7 +440,10 @@ class WorkerLoop:
     def _fill(self, lease: Lease, samples: Any) -> Loaded:
         """Run default_collate directly into the slot. Samples without a layout become a payload."""
         buffer = self._slot(lease)
-        writer = collate.BatchWriter(buffer, lease.rows, lease.first_row)
+        is_last = self._keeps_channels_last
+        writer = collate.BatchWriter(
+            buffer, lease.rows, lease.first_row, keeps_channels_last=is_last
+        )
         if self._in_place is not None:
             self._in_place.begin(writer)
         iterator, needed_bytes = iter(samples), 0
@@ -461,7 +465,7 @@ class WorkerLoop:
         indices = [] if self._task.is_iterable else list(lease.index)
         indices = indices if len(indices) == len(odd) else []  # samples were skipped
         with self._guard():
-            batch = collate.default_collate(odd, indices)
+            batch = collate.default_collate(odd, indices, keeps_channels_last=is_last)
         written = payload.write(batch, buffer)
         return "payload", written, max(needed_bytes, written.num_bytes), False
 

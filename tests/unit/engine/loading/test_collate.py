@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import default_collate
 
 from penstock.engine.loading.collate import STREAM_BYTES, BatchWriter, TooSmall
+from penstock.engine.loading.collate import default_collate as collate_named
 from penstock.engine.memory.batch_layout import LayoutError, view_batch
 from support.datasets import Pair, Record, assert_same, differences
 
@@ -353,3 +354,47 @@ def test_the_bytes_of_a_lazy_tensor_alone_would_be_noticed(name: str) -> None:
 def test_a_lazy_tensor_that_is_the_first_is_left_to_torch(name: str, size: int) -> None:
     with pytest.raises(LayoutError):
         through_slot([LAZY[name](0, size)])
+
+
+# -- channels_last ---------------------------------------------------------------------------------
+
+
+def channels_last_images(side: int, count: int = 5) -> list[Any]:
+    return [(ramp(n, (side, side, 3), torch.uint8).permute(2, 0, 1), n) for n in range(count)]
+
+
+@pytest.mark.parametrize("side", [4, 50], ids=["small", "large"])
+def test_images_keep_channels_last_in_a_slot_and_in_a_collated_batch(side: int) -> None:
+    samples, buffer = channels_last_images(side), np.full(1 << 22, 0xA5, np.uint8)
+    writer = BatchWriter(buffer, 5, 0, keeps_channels_last=True)
+    writer.take(iter(samples))
+    in_slot = view_batch(writer.layout, buffer, 5, 5, writer.finish())  # type: ignore[arg-type]
+    collated = collate_named(samples, [], keeps_channels_last=True)
+    plain = collate_named(samples, [])
+    assert_same(plain, default_collate(samples))
+    for images, labels in (in_slot, collated):
+        assert torch.equal(images, plain[0])
+        assert torch.equal(labels, plain[1])
+        assert images.is_contiguous(memory_format=torch.channels_last)
+    assert plain[0].is_contiguous(), "control: not asked for"
+
+
+def test_samples_of_a_channels_last_batch_are_recovered() -> None:
+    samples = channels_last_images(50)
+    writer = BatchWriter(np.zeros(1 << 22, np.uint8), 8, 0, keeps_channels_last=True)
+    writer.take(iter(samples))
+    for (found, _), (image, _) in zip(writer.recover(), samples, strict=True):
+        assert torch.equal(found, image)
+        assert found.stride() == image.stride()
+
+
+def test_a_contiguous_image_among_channels_last_ones_is_copied_right() -> None:
+    samples, buffer = channels_last_images(50), np.full(1 << 22, 0xA5, np.uint8)
+    samples[3] = samples[3][0].contiguous(), 3
+    writer = BatchWriter(buffer, 5, 0, keeps_channels_last=True)
+    writer.take(iter(samples))
+    images, _ = view_batch(writer.layout, buffer, 5, 5, writer.finish())  # type: ignore[arg-type]
+    assert torch.equal(images, default_collate(samples)[0])
+    mixed, _ = collate_named(samples, [], keeps_channels_last=True)
+    assert torch.equal(mixed, images)
+    assert mixed.is_contiguous(), "one of them is not channels_last"

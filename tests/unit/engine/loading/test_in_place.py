@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 from penstock.engine.loading.collate import BatchWriter
-from penstock.engine.loading.in_place import find_in_place_fetcher, offers
+from penstock.engine.loading.in_place import find_in_place_fetcher, keeps_channels_last, offers
 from penstock.engine.memory.batch_layout import LayoutError, view_batch
 from support.datasets import assert_same
 
@@ -128,3 +128,57 @@ def test_a_class_with_its_own_getitem_is_asked_for_that() -> None:
     assert offers(Both(), "read_into")
     assert find_in_place_fetcher(Doubled()) is None
     assert find_in_place_fetcher([1, 2]) is None
+
+
+class ChannelsLast(Placing):
+    """Images in the order height, width, channels, in samples and batches."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read_into(index, ())
+
+    def read_into(self, index: int, rows: Sequence[Any]) -> Any:
+        row = np.empty((40, 40, 3), np.uint8) if not rows else rows[0].transpose(1, 2, 0)
+        self.offered.append(bool(rows) and row.flags.c_contiguous)
+        row[:] = np.arange(row.size, dtype=np.uint8).reshape(row.shape) + index
+        return torch.from_numpy(row.transpose(2, 0, 1)), index
+
+    def keeps_channels_last(self) -> bool:
+        return True
+
+
+def test_channels_last_images_are_written_in_place() -> None:
+    dataset, buffer = ChannelsLast(), np.full(1 << 20, 0xA5, np.uint8)
+    writer = BatchWriter(buffer, 8, 0, keeps_channels_last=keeps_channels_last(dataset))
+    placer = find_in_place_fetcher(dataset)
+    assert placer is not None
+    placer.begin(writer)
+    writer.take(placer.get(index) for index in range(8))
+    assert writer.layout is not None
+    images, labels = view_batch(writer.layout, buffer, 8, 8, writer.finish())
+    expected, _ = default_collate([ChannelsLast()[index] for index in range(8)])
+    assert torch.equal(images, expected)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert expected.is_contiguous(), "control: torch's own batch is contiguous"
+    assert labels.tolist() == list(range(8))
+    assert dataset.offered == [False, *[True] * 7]
+
+
+def test_only_a_dataset_that_says_so_keeps_channels_last() -> None:
+    class Overridden(ChannelsLast):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index)
+
+    class Wrapper:
+        def __init__(self, dataset: Any) -> None:
+            self.dataset = dataset
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.dataset, name)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.dataset[index]
+
+    assert keeps_channels_last(ChannelsLast())
+    assert keeps_channels_last(Subset(Subset(ChannelsLast(), [2, 1]), [0]))
+    for other in (Placing(), Overridden(), Wrapper(ChannelsLast()), [1, 2]):
+        assert not keeps_channels_last(other)

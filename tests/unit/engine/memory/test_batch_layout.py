@@ -10,8 +10,11 @@ import torch
 
 from penstock.engine.memory.batch_layout import (
     LayoutError,
+    LeafSpec,
     assemble,
     compile_flatten,
+    field_view,
+    is_channels_last,
     read_layout,
     restore,
 )
@@ -126,3 +129,33 @@ def test_layouts_of_equal_samples_are_equal_and_of_other_shapes_are_not() -> Non
     assert hash(layout(3)) == hash(layout(3))
     assert layout(3) != layout(4)
     assert layout(3) != read_layout({"x": torch.zeros(3), "y": 1.0})
+
+
+def test_an_image_stays_channels_last_only_where_that_is_asked_for() -> None:
+    image = torch.arange(60, dtype=torch.uint8).view(4, 5, 3).permute(2, 0, 1)
+    layout = read_layout((image, 1), keeps_channels_last=True)
+    assert layout.leaves[0] == LeafSpec("tensor", "torch.uint8", (3, 4, 5), 60, True)
+    assert not read_layout((image, 1)).leaves[0].is_channels_last
+    assert layout != read_layout((image, 1))
+    root = np.arange(120, dtype=np.uint8)
+    field = field_view(root, layout.leaves[0], 0, 2)
+    assert field.shape == (2, 3, 4, 5)
+    assert field.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(field[0], image)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3, 4, 5),
+        torch.zeros(4, 5, 1).permute(2, 0, 1),
+        torch.zeros(1, 1, 3).permute(2, 0, 1),
+        torch.zeros(5, 4, 3).permute(2, 1, 0),
+        torch.zeros(4, 9, 3).permute(2, 0, 1)[:, :, :5],
+        torch.zeros(5, 3).t(),
+    ],
+    ids=["contiguous", "one channel", "one pixel", "turned", "a part", "a matrix"],
+)
+def test_other_tensors_are_not_taken_for_channels_last(tensor: torch.Tensor) -> None:
+    assert not is_channels_last(tensor)
+    assert not read_layout(tensor, keeps_channels_last=True).leaves[0].is_channels_last
