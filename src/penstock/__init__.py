@@ -112,7 +112,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     module = importlib.import_module(home)
     if name == "DataLoader":  # accelerate rebuilds loaders, so its hook must be installed first
-        importlib.import_module("penstock.integrations.accelerate").watch()
+        importlib.import_module("penstock.integrations.accelerate_flag").watch()
     # `machine` and `verify` are callable packages, and `conv` and `legacy` hold public names. For
     # these, the name refers to the module itself.
     if home == f"penstock.{name}":

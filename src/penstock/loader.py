@@ -1,7 +1,8 @@
 """DataLoader: torch's signature plus the options in :mod:`penstock.options`.
 
 A loader connects the layers. It makes the plan, creates iterators, and tracks the epoch and the
-state. :mod:`penstock.engine` loads and transports the batches.
+state. :mod:`penstock.engine` loads and transports the batches. Modules that a loader without
+workers does not use are imported on first use.
 """
 
 from __future__ import annotations
@@ -18,15 +19,11 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock.device.setup import DeviceSetup
-from penstock.engine.loading.bad_sample_file import BadSample
-from penstock.engine.loading.gather import is_sliced
 from penstock.engine.parent.context import EngineSettings, LoaderParts
 from penstock.engine.parent.dataset_changes import DatasetChanges
 from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.iterator import LoaderIterator
 from penstock.errors import BadArgument, NoStopIteration, warn_user
-from penstock.machine.collect import quick_facts
-from penstock.machine.host import memory_bytes, usable_cores
 from penstock.options import (
     LoaderOptions,
     Tracing,
@@ -38,7 +35,6 @@ from penstock.options import (
     refuse_unknown,
     takes_options,
 )
-from penstock.order.bucketing import BucketedBatches
 from penstock.order.epoch_state import (
     SAMPLING,
     EpochIndices,
@@ -47,21 +43,19 @@ from penstock.order.epoch_state import (
     has_own_state,
     own_state_of,
 )
-from penstock.order.loader_state import LoaderState
-from penstock.order.samplers import Order, SeededOrder, make_order
-from penstock.planning.decisions import choose_start_method, make_plan
-from penstock.planning.inputs import LoaderRequest, Workload
-from penstock.planning.plan import Plan
-from penstock.planning.worker_count import should_measure
+from penstock.order.samplers import Order, SeededOrder, ShardedOrder, make_order
 from penstock.trace.recorder import Recorder, make_recorder
-from penstock.trace.stats import Stats, make_stats
-from penstock.trace.transform_spans import trace_steps
 from penstock.user_objects import probe
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from penstock.engine.loading.bad_sample_file import BadSample
     from penstock.engine.parent.auto_workers import Measured
+    from penstock.order.loader_state import LoaderState
+    from penstock.planning.inputs import LoaderRequest, Workload
+    from penstock.planning.plan import Plan
+    from penstock.trace.stats import Stats
     from penstock.trace.timeline import Timeline
 
 _HAS_IN_ORDER = "in_order" in TorchDataLoader.__init__.__code__.co_varnames
@@ -133,6 +127,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._set_options(dataset, options, prefetch_factor)
         self._is_auto = check_num_workers("num_workers", num_workers) == "auto"
         if self._is_auto:
+            from penstock.machine.collect import quick_facts
+
             facts = quick_facts()
             num_workers = facts.usable_cores  # until the first batches show how many are needed
             persistent_workers = persistent_workers or facts.os != "linux"  # spawning is slow
@@ -184,7 +180,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         elif num_workers:
             from penstock.engine.parent.fork_server import warm_up
 
-            plan = make_plan(quick_facts(), self._request(), self._workload())
+            plan = self._make_plan()
             warm_up(plan.pool.value, plan.start_method.value)
 
     def _set_options(
@@ -199,7 +195,9 @@ class DataLoader(TorchDataLoader[_T_co]):
                 "finish= runs on the target device, but no device= was given",
                 remedy="DataLoader(..., device='cuda', finish=...), or device='cpu'",
             )
-        self._asked_prefetch, self._work = prefetch_factor, Workload()
+        self._asked_prefetch = prefetch_factor
+        self._measured: dict[str, Any] = {}
+        """Fields of the workload that were measured."""
         self._notes: dict[str, None] = {}
         self._warned: set[str] = set()
         self._changes = DatasetChanges(dataset)
@@ -218,8 +216,13 @@ class DataLoader(TorchDataLoader[_T_co]):
     @property
     def plan(self) -> Plan:
         """Plan of this loader on this machine. Each choice has a reason."""
-        plan = make_plan(quick_facts(), self._request(), self._workload())
-        return replace(plan, notes=(*self._notes, *self._notes_of_dataset()))
+        return replace(self._make_plan(), notes=(*self._notes, *self._notes_of_dataset()))
+
+    def _make_plan(self) -> Plan:
+        from penstock.machine.collect import quick_facts
+        from penstock.planning.decisions import make_plan
+
+        return make_plan(quick_facts(), self._request(), self._workload())
 
     def _notes_of_dataset(self) -> tuple[str, ...]:
         """Return the dataset's ``plan_notes``.
@@ -229,11 +232,16 @@ class DataLoader(TorchDataLoader[_T_co]):
         notes = probe(self.dataset, "plan_notes", ())
         return tuple(notes) if isinstance(notes, (list, tuple)) else ()
 
+    def _chooses_workers(self) -> bool:
+        """Return True if ``num_workers="auto"`` was given, and not changed since."""
+        return self._is_auto and self.num_workers == self._auto_workers
+
     def _request(self) -> LoaderRequest:
+        from penstock.planning.inputs import LoaderRequest
+
         context = self.multiprocessing_context
-        is_auto = self._is_auto and self.num_workers == self._auto_workers
         return LoaderRequest(
-            num_workers="auto" if is_auto else self.num_workers,
+            num_workers="auto" if self._chooses_workers() else self.num_workers,
             pool=self.pool,
             start_method=context.get_start_method() if context is not None else None,
             prefetch_factor=self._asked_prefetch,
@@ -248,8 +256,11 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def _workload(self) -> Workload:
         """Return the properties of the workload that are known so far."""
-        return replace(
-            self._work,
+        from penstock.engine.loading.gather import is_sliced
+        from penstock.planning.inputs import Workload
+
+        return Workload(
+            **self._measured,
             is_iterable=self._is_iterable(),
             is_in_memory=is_sliced(self.dataset, self.batch_sampler, self.collate_fn),
         )
@@ -271,7 +282,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             return self._begin_iterator()
 
     def _begin_iterator(self) -> Any:
-        is_auto = self._request().num_workers == "auto"
+        is_auto = self._chooses_workers()
         if is_auto and self.persistent_workers and self._iterator is not None:
             # The plan uses no workers. Reuse the iterator anyway, as with persistent workers. The
             # base seed is then drawn only once, so the samples do not depend on how fast this
@@ -286,6 +297,13 @@ class DataLoader(TorchDataLoader[_T_co]):
         return iterator
 
     def _make_iterator(self) -> LoaderIterator:
+        if not (self.num_workers or self._is_auto or self.sample_timeout_s):
+            # There is nothing to choose, and nothing to warn about. See make_plan.
+            return LoaderIterator(self, self._inline_settings(), self._parts())
+        from penstock.machine.collect import quick_facts
+        from penstock.planning.decisions import choose_start_method, make_plan
+        from penstock.planning.worker_count import should_measure
+
         request, work, facts = self._request(), self._workload(), quick_facts()
         plan = make_plan(facts, request, work)
         self._warn(plan)
@@ -293,11 +311,24 @@ class DataLoader(TorchDataLoader[_T_co]):
             self._changes.undo()
         settings, parts = self._settings(plan), self._parts()
         if should_measure(facts, request, work, choose_start_method(facts, request).value):
-            settings = replace(settings, pool="inline", num_workers=0)
+            settings = settings._replace(pool="inline", num_workers=0)
             return LoaderIterator(self, settings, parts, is_auto=True)
         if settings.pool != "inline" and plan.num_workers.source == "asked":
             self.check_worker_number_rationality()
         return LoaderIterator(self, settings, parts)
+
+    def _inline_settings(self) -> EngineSettings:
+        """Return the settings of the plan without workers, which needs no facts."""
+        settings = EngineSettings(
+            pool="inline",
+            start_method=None,
+            num_workers=0,
+            prefetch_factor=self._asked_prefetch,
+            per_sample=self.randomness == "sample" and not self._is_iterable(),
+            in_order=self.in_order,
+        )
+        self._record_facts(settings)
+        return settings
 
     def _settings(self, plan: Plan) -> EngineSettings:
         settings = EngineSettings(
@@ -333,25 +364,24 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def _learn_batch_bytes(self, batch_bytes: int) -> None:
         """Record the size of the first batch, and warn if all batches need too much memory."""
-        if self._work.sample_bytes is None:
-            sample_bytes = batch_bytes // (self._rows_per_batch() or 1)
-            self._work = replace(self._work, sample_bytes=sample_bytes)
+        if self._measured.get("sample_bytes") is None:
+            self._measured["sample_bytes"] = batch_bytes // (self._rows_per_batch() or 1)
             self._warn(self.plan)
 
     def _decide(self, measured: Measured) -> EngineSettings:
         """Make a new plan from the measurements of the first batches. Called by AutoProducer."""
         if measured.stays_because is not None:
-            self._work = Workload(stays_because=measured.stays_because.what)
+            self._measured = {"stays_because": measured.stays_because.what}
             warn_user(f"num_workers='auto' loads samples in this process. {measured.stays_because}")
         else:
-            self._work = Workload(
-                sample_s=measured.sample_s,
-                busy_share=measured.busy_share,
-                sample_bytes=measured.sample_bytes,
-                step_s=measured.step_s,
-                step_busy_s=measured.step_busy_s,
-                num_samples=self._num_samples(),
-            )
+            self._measured = {
+                "sample_s": measured.sample_s,
+                "busy_share": measured.busy_share,
+                "sample_bytes": measured.sample_bytes,
+                "step_s": measured.step_s,
+                "step_busy_s": measured.step_busy_s,
+                "num_samples": self._num_samples(),
+            }
         return self._settings(self.plan)
 
     def _settle(self, settings: EngineSettings) -> None:
@@ -445,12 +475,16 @@ class DataLoader(TorchDataLoader[_T_co]):
             >>> loader.stats().num_batches
             2
         """
+        from penstock.trace.stats import make_stats
+
         return make_stats(self._recorder)
 
     def _get_recorder(self) -> Recorder:
         if self._recorder is None:
             self._recorder = make_recorder(self.trace)
             if self._recorder.traces_steps:
+                from penstock.trace.transform_spans import trace_steps
+
                 trace_steps()  # for samples loaded in this process
             if isinstance(self.trace, Tracing) and self.trace.file is not None:
                 from penstock.trace.writer import TraceWriter, claim_file
@@ -475,8 +509,6 @@ class DataLoader(TorchDataLoader[_T_co]):
             start_method=settings.start_method,
             prefetch_factor=settings.prefetch_factor,
             in_order=settings.in_order,
-            cores=usable_cores(),
-            memory_bytes=memory_bytes()[0],
             persistent_workers=bool(getattr(self, "persistent_workers", False)),
             collate_fn="default" if is_default else "own",
             is_off=recorder.buffer is None,
@@ -509,7 +541,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         position = self._epoch_state.mark(self._global_batch(), self._end())
         if self._is_iterable() and not self.num_workers and not self._epoch_state.is_over:
             own = own_state_of(self.dataset)
-            position = replace(position, streams={0: own} if own is not None else {})
+            position = position._replace(streams={0: own} if own is not None else None)
         return self._state(position).to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -521,6 +553,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             BadState: ``state`` is not a loader state, or belongs to a different loader. This loader
                 stays unchanged.
         """
+        from penstock.order.loader_state import LoaderState
+
         saved = LoaderState.from_dict(state)
         saved.refuse_unlike(self._state(EpochPosition(epoch=0, position=0)))
         drawing = self._index_sampler.drawing
@@ -538,6 +572,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._epoch_state.resume(saved.epoch_position())
 
     def _state(self, position: EpochPosition) -> LoaderState:
+        from penstock.order.loader_state import LoaderState
+
         return LoaderState.at(
             position,
             num_workers=self.num_workers if self._is_iterable() else None,
@@ -558,8 +594,9 @@ class DataLoader(TorchDataLoader[_T_co]):
     def _begin_epoch(self) -> None:
         """Advance to the next epoch. Called once before each epoch is iterated."""
         self._epoch_state.begin_next(self._order(), self._stateful_sampler())
-        if isinstance(self.batch_sampler, BucketedBatches):
-            self.batch_sampler.set_epoch(self._epoch_state.epoch)
+        batch_sampler: Any = self.batch_sampler
+        if isinstance(batch_sampler, ShardedOrder):  # BucketedBatches
+            batch_sampler.set_epoch(self._epoch_state.epoch)
 
     def _skip_delivered(self, batches: Any) -> None:
         """Load and drop the batches already delivered, if the dataset cannot skip them."""

@@ -4,10 +4,9 @@
 from the classes below. Each option is declared once. torch's options (``batch_size``, ``sampler``,
 ...) are declared here only if ``patch()`` and ``penstock run`` can override them.
 
-Importing this module imports neither torch nor NumPy.
+Importing this module imports neither torch nor NumPy. Annotations are evaluated here, and not kept
+as text, because :func:`options_of` reads the options from them.
 """
-
-from __future__ import annotations
 
 import functools
 import inspect
@@ -15,8 +14,8 @@ import math
 import operator
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
 
 from penstock.errors import BadArgument, NoSuchDevice
 
@@ -251,8 +250,7 @@ def _check_optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], An
 # -- declarations ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Option:
+class Option(NamedTuple):
     """One option. ``name`` and ``type`` are filled in from its declaration.
 
     Args:
@@ -490,9 +488,9 @@ def options_of(kind: type) -> dict[str, Option]:
         100
     """
     found = {}
-    for name, hint in get_type_hints(kind, include_extras=True).items():
+    for name, hint in kind.__annotations__.items():
         (option,) = hint.__metadata__
-        found[name] = replace(option, name=name, type=hint.__origin__)
+        found[name] = option._replace(name=name, type=hint.__origin__)
     return found
 
 

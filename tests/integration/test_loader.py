@@ -347,3 +347,26 @@ def test_a_loader_leaves_the_caller_s_generators_where_torch_leaves_them(way: st
         return [random.random(), np.random.rand(), torch.rand(1).item()]
 
     assert after(DataLoader, **WAYS[way]) == after(TorchDataLoader)
+
+
+@legacy
+@pytest.mark.parametrize("randomness", ["sample", "worker"])
+@pytest.mark.parametrize("pool", ["auto", "process", "inline"])
+@pytest.mark.parametrize("dataset", [Numbers(4), Shards(4)], ids=["indexed", "iterable"])
+def test_a_loader_without_workers_has_the_settings_of_its_plan(
+    dataset: Any, pool: str, randomness: str
+) -> None:
+    loader = DataLoader(dataset, pool=pool, randomness=randomness)
+    assert loader._inline_settings() == loader._settings(loader.plan)
+    assert loader.plan.warnings == ()  # the iterator does not look at the plan
+
+
+def test_other_settings_than_those_of_the_plan_would_be_noticed() -> None:
+    loader = DataLoader(Numbers(4), num_workers=1)
+    assert loader._inline_settings() != loader._settings(loader.plan)
+
+
+@legacy
+def test_the_plan_s_warning_about_a_limit_without_workers_is_given() -> None:
+    with pytest.warns(UserWarning, match="sample_timeout_s has no effect"):
+        collect(DataLoader(Numbers(4), sample_timeout_s=5))

@@ -30,6 +30,24 @@ MAX_MODULE_LINES = 700
 """A module longer than this holds more than one idea. Most modules have 100 to 400 lines."""
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 HEAVY_PACKAGES = {"torch", "numpy"}
+LOADER_MODULES = """
+    device.setup
+    engine.loading.collate engine.loading.mismatch engine.memory.batch_layout
+    engine.parent.context engine.parent.dataset_changes engine.parent.faults engine.parent.iterator
+    errors integrations.accelerate_flag loader options user_objects
+    machine.cgroup machine.host machine.kernel_files callable_package
+    order.dataset_generators order.epoch_state order.global_generators order.keys order.object_walk
+    order.permutation order.ranks order.samplers
+    trace.record trace.recorder
+"""
+"""Modules that ``from penstock import DataLoader`` imports. Every program pays for each of them,
+about 0.5 ms."""
+INLINE_MODULES = """
+    engine.loading.fetch engine.loading.gather engine.loading.in_place
+    engine.parent.inline_producer order.rng order.sample_randomness
+"""
+"""Modules that the first batch of a loader without workers adds."""
+OWN_DEPENDENCIES = {"psutil", "cloudpickle", "rich"}
 MAX_IMPORT_S = 0.050
 NUM_IMPORT_RUNS = 7
 
@@ -233,6 +251,38 @@ def test_a_slow_import_would_be_noticed() -> None:
     # Twice the limit, because the interpreter's own time is subtracted, and it varies.
     busy = f"import time\nend_s = time.process_time() + {2 * MAX_IMPORT_S}"
     assert import_cost_s(f"{busy}\nwhile time.process_time() < end_s: pass") >= MAX_IMPORT_S
+
+
+def modules_after(statement: str) -> set[str]:
+    """Return the modules that a fresh interpreter with torch adds by running ``statement``."""
+    code = f"import json, sys, torch\nbefore = {{*sys.modules}}\n{statement}\n"
+    return set(json.loads(run_python(f"{code}print(json.dumps([*({{*sys.modules}} - before)]))")))
+
+
+def unexpected(modules: set[str], listed: str) -> set[str]:
+    """Return our modules that are not listed (nor packages of those), and dependencies of ours."""
+    known = {f"penstock.{name}" for name in listed.split()} | {"penstock"}
+    known |= {name.rpartition(".")[0] for name in known}
+    known |= {name.rpartition(".")[0] for name in known}
+    ours = {name for name in modules if name.partition(".")[0] == "penstock"}
+    return (ours - known) | {name for name in modules if name in OWN_DEPENDENCIES}
+
+
+IMPORT_LOADER = "from penstock import DataLoader"
+FIRST_BATCH = f"{IMPORT_LOADER}\nnext(iter(DataLoader([1, 2, 3], shuffle=True)))"
+
+
+def test_the_loader_imports_only_what_every_loader_needs() -> None:
+    assert unexpected(modules_after(IMPORT_LOADER), LOADER_MODULES) == set()
+
+
+def test_the_first_batch_without_workers_imports_nothing_of_workers_or_the_plan() -> None:
+    assert unexpected(modules_after(FIRST_BATCH), LOADER_MODULES + INLINE_MODULES) == set()
+
+
+def test_another_import_of_the_loader_would_be_noticed() -> None:
+    found = unexpected(modules_after(f"{FIRST_BATCH}\nimport psutil"), LOADER_MODULES)
+    assert found == {"psutil"} | {f"penstock.{name}" for name in INLINE_MODULES.split()}
 
 
 # The callable package: `penstock.machine` is also a package, whatever the import order.

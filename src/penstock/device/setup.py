@@ -1,20 +1,23 @@
 """Creates the pinner, prefetcher and GPU watch of one iterator.
 
-Runs in the training process. The loader makes one :class:`DeviceSetup` for each iterator.
+Runs in the training process. The loader makes one :class:`DeviceSetup` for each iterator. The three
+are imported on first use, because most loaders on a CPU need none of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from penstock.device.pinning import SlotPinner
-from penstock.device.prefetcher import DevicePrefetcher
 from penstock.errors import NoSuchDevice
-from penstock.trace.gpu_events import GpuWatch
-from penstock.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from penstock.device.pinning import SlotPinner
+    from penstock.device.prefetcher import DevicePrefetcher
+    from penstock.trace.gpu_events import GpuWatch
+    from penstock.trace.recorder import Recorder
 
 
 class DeviceSetup:
@@ -44,10 +47,15 @@ class DeviceSetup:
     def _make_pinner(
         self, pin_memory_device: str | None, note: Callable[[str], Any]
     ) -> SlotPinner | None:
-        if self.device is not None and self.device.type == "cuda":  # copies keep their source alive
+        if self.device is not None and self.device.type == "cuda":
+            from penstock.device.pinning import SlotPinner
+
+            # Copies keep their source alive, so there are no fences.
             return SlotPinner(self.device.index, note, is_fenced=False)
         stays = self.device is None or self.device.type == "cpu"
         if stays and pin_memory_device is not None and torch.cuda.is_available():
+            from penstock.device.pinning import SlotPinner
+
             asked = torch.device(pin_memory_device or "cuda")
             return SlotPinner(asked.index, note) if asked.type == "cuda" else None
         return None
@@ -56,6 +64,8 @@ class DeviceSetup:
         """Return a prefetcher for the device, or None if batches stay in CPU memory."""
         if self.device is None:
             return None
+        from penstock.device.prefetcher import DevicePrefetcher
+
         on_unmoved = (lambda: None) if self.pinner is None else self.pinner.require_fences
         return DevicePrefetcher(self.device, self._depth, self._finish, on_unmoved, watch)
 
@@ -63,6 +73,8 @@ class DeviceSetup:
         """Return a recorder of GPU copies and steps, or None without a GPU build or recording."""
         if recorder.buffer is None or not (torch.version.cuda or torch.version.hip):
             return None
+        from penstock.trace.gpu_events import GpuWatch
+
         return GpuWatch(recorder.record_device, is_asked=recorder.keeps_all)
 
 

@@ -1,7 +1,7 @@
 """accelerate: ``prepare(penstock.DataLoader(...))`` keeps Penstock's engine and options.
 
     accelerator.prepare(ours)
-        reads ours._is_accelerate_prepared      we record which loader is being prepared
+        reads ours._is_accelerate_prepared      accelerate_flag records which loader is prepared
         creates a DataLoaderShard               and inside it a torch loader
             .base_dataloader                    we replace that with a Prepared: our loader with
                                                 accelerate's dataset and batch sampler
@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import sys
 import threading
 import warnings
 import weakref
@@ -39,27 +38,13 @@ _NEEDED = ("DataLoaderAdapter", "DataLoaderDispatcher", "BatchSamplerShard", "Sk
 _FINISHED = "_iterator_finished"
 """A key that accelerate adds to the state of a loader."""
 _lock = threading.Lock()
-_asked = threading.local()
+asked = threading.local()
+"""``asked.loader``: a weak reference to the loader that this thread is preparing."""
 _all_prepared: weakref.WeakSet[Prepared] = weakref.WeakSet()
 _is_hooked = False
 
 
-def watch() -> None:
-    """Install the hook that detects ``prepare()``. Called when DataLoader is first accessed."""
-    DataLoader._is_accelerate_prepared = _PreparedFlag()  # type: ignore[attr-defined]
-
-
-class _PreparedFlag:
-    """``loader._is_accelerate_prepared``, which accelerate reads before it creates its loader."""
-
-    def __get__(self, loader: Any, kind: Any = None) -> bool:
-        library = sys.modules.get(_MODULE)
-        if loader is not None and library is not None and _hook(library):
-            _asked.loader = weakref.ref(loader)
-        return False
-
-
-def _hook(library: Any) -> bool:
+def hook(library: Any) -> bool:
     """Patch accelerate to build on our loaders. Returns False if that is not possible."""
     global _is_hooked
     with _lock:
@@ -101,12 +86,12 @@ def _loader_of(dataset: Any, batch_sampler: Any, library: Any) -> Any:
     again, except for iterable datasets.
     """
     own = unwrap(batch_sampler, library).own
-    question, _asked.loader = getattr(_asked, "loader", None), None
-    asked = None if question is None else question()
+    question, asked.loader = getattr(asked, "loader", None), None
+    current = None if question is None else question()
     if own is None:
-        is_it = asked is not None and _is_made_from(dataset, asked.dataset)
-        return asked if is_it else None
-    for ours in (asked, *_all_prepared):  # compare with None: the truth value is the length
+        is_it = current is not None and _is_made_from(dataset, current.dataset)
+        return current if is_it else None
+    for ours in (current, *_all_prepared):  # compare with None: the truth value is the length
         if ours is not None and own is _own_batches(ours):
             return ours
     return None

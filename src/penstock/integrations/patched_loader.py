@@ -225,7 +225,7 @@ class PatchedLoader(DataLoader[Any]):
         is_spawned = plan.pool.value == "process" and plan.start_method.value == "spawn"
         if is_spawned and self._epoch_state.num_begun > 1 and not self.persistent_workers:
             self._tell_note(SPAWNED_ANEW)
-        return replace(super()._settings(plan), keeps_init_seed=self.seed is None)
+        return super()._settings(plan)._replace(keeps_init_seed=self.seed is None)
 
     def _make_faults(self) -> Faults:
         return _CountedFaults(self._option_values(), self._epoch_state, self._layer.report)

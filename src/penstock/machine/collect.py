@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from penstock.machine import cgroup, gpu, host, software
-from penstock.machine import image_libraries as decoders
+from penstock.machine import cgroup, host, software
 from penstock.machine.facts import Machine
 
 Fact = TypeVar("Fact")
@@ -28,6 +27,9 @@ def machine() -> Machine:
         >>> penstock.machine().usable_cores >= 1
         True
     """
+    from penstock.machine import gpu  # late, because loaders do not need them
+    from penstock.machine import image_libraries as decoders
+
     known = _basic_facts()
     found = _known(lambda: gpu.find_gpus(known.torch_build), gpu.FoundGpus())
     start_method, is_start_method_set = _known(software.start_method, ("spawn", False))

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import BadArgument
 from penstock.options import check_count, check_seed
@@ -25,6 +24,9 @@ from penstock.order.keys import BATCH_STREAM, BUCKET_STREAM, make_key, mix64
 from penstock.order.permutation import Permutation
 from penstock.order.ranks import RankShard
 from penstock.order.samplers import ShardedOrder
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class BucketedBatches(ShardedOrder):

@@ -26,8 +26,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,8 +73,7 @@ Contents = dict[tuple[str, str], Any]
 """Maps (path of an object, name in the object) to a value that changes when the item does."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GeneratorAccess:
+class GeneratorAccess(NamedTuple):
     """Functions that seed a generator, and save and restore its state.
 
     Args:
@@ -87,8 +85,7 @@ class GeneratorAccess:
     restore: Callable[[State], object] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundGenerator:
+class FoundGenerator(NamedTuple):
     """A generator found by the walk.
 
     Args:
@@ -100,7 +97,7 @@ class FoundGenerator:
     path: str
     kind: str
     why_not: str | None = None
-    access: GeneratorAccess | None = field(default=None, repr=False, compare=False)
+    access: GeneratorAccess | None = None
 
     @property
     def can_be_set(self) -> bool:
@@ -251,8 +248,7 @@ def changed_paths(before: Contents, after: Contents) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class NamedGenerators:
+class NamedGenerators(NamedTuple):
     """The names of generators, for a process that receives copies of them.
 
     A generator's numbers depend on its name, which is its path in the parent. The path can differ

@@ -15,8 +15,7 @@ import base64
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import NoStopIteration
 from penstock.order.keys import WORKER_STREAM, make_key
@@ -73,7 +72,7 @@ class EpochState:
 
     def start_at(self, position: int) -> None:
         """Make the next epoch start at ``position``. Overrides the position of a resume."""
-        self.resume(replace(self.upcoming(), position=position))
+        self.resume(self.upcoming()._replace(position=position))
 
     def upcoming(self) -> EpochPosition:
         """Return where the next epoch begins: at position 0, or at the position to resume from."""
@@ -95,7 +94,7 @@ class EpochState:
         if mark is not None:
             self.start, self.shuffle_seed = mark.position, mark.shuffle_seed
             self.generator_state = mark.generator_state
-            self.streams, self.next_worker = dict(mark.streams), mark.next_worker
+            self.streams, self.next_worker = dict(mark.streams or {}), mark.next_worker
             if self.seed is None:
                 self.base_seed, self.base_epoch = mark.base_seed, mark.base_epoch
         elif self.seed is None:
@@ -228,8 +227,7 @@ def has_own_state(owner: Any) -> bool:
     return all(callable(probe(owner, name)) for name in ("state_dict", "load_state_dict"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochPosition:
+class EpochPosition(NamedTuple):
     """A position to resume from. Its seeds are those drawn because none was given.
 
     Args:
@@ -245,7 +243,7 @@ class EpochPosition:
     shuffle_seed: int | None = None
     generator_state: str | None = None
     own_state: Any = None
-    streams: dict[int, Any] = field(default_factory=dict)
+    streams: dict[int, Any] | None = None
     next_worker: int = 0
 
 

@@ -13,10 +13,14 @@ the same epoch.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
-Words = npt.NDArray[np.uint64]
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Words = npt.NDArray[np.uint64]
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

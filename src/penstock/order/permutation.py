@@ -22,13 +22,17 @@ Only 64-bit integers are used, so every machine computes the same order.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.options import check_count
-from penstock.order.keys import GOLDEN, MASK, Words, mix64, splitmix64
+from penstock.order.keys import GOLDEN, MASK, mix64, splitmix64
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from penstock.order.keys import Words
 
 ROUNDS = 8
 """Four rounds for each half. With 2 rounds, neighbors fail the chi-square test by a wide margin.

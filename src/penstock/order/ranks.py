@@ -19,12 +19,15 @@ from the start of the order, up to the next multiple of ``world_size``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import BadArgument
 from penstock.options import check_count
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, kw_only=True)

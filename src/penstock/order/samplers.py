@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import BadArgument
 from penstock.options import check_count, check_seed
@@ -38,6 +37,7 @@ from penstock.order.permutation import (
 from penstock.order.ranks import RankShard, find_rank
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from typing_extensions import Unpack
 
 CHUNK = 4096

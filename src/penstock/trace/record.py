@@ -90,6 +90,9 @@ OFF = "PENSTOCK_TRACE"
 """Environment variable. ``0`` turns all tracing off."""
 NO_PLACE = (-1, -1, 0)
 """Epoch, batch and part of a record that belongs to no batch."""
+CLOSE_LOOK_NS, EARLY_LOOKS, LATER_LOOK_NS = 50_000_000, 10, 250_000_000
+"""Intervals between detailed measurements, which take 30 to 60 microseconds each. The first
+``EARLY_LOOKS`` are at least ``CLOSE_LOOK_NS`` apart, the later ones ``LATER_LOOK_NS``."""
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -195,6 +198,11 @@ class TraceBuffer:
         self.names[text] = number
         self.cells[_NUM_NAMES] = number
         return number
+
+
+def next_look_ns(at_ns: int, num_looks: int) -> int:
+    """Return when the next detailed measurement is due, after ``num_looks`` of them."""
+    return at_ns + (CLOSE_LOOK_NS if num_looks < EARLY_LOOKS else LATER_LOOK_NS)
 
 
 def read_records(memory: Any, since: int) -> tuple[list[Record], int]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.machine.host import memory_bytes
+from penstock.machine.host import memory_bytes, num_major_faults, resident_bytes, usable_cores
 from penstock.options import Tracing
 from penstock.trace.record import (
     ASKED_TRACE_BYTES,
@@ -28,11 +28,11 @@ from penstock.trace.record import (
     Record,
     TraceBuffer,
     is_on,
+    next_look_ns,
     now_ns,
     process_buffer,
     read_records,
 )
-from penstock.trace.worker_recorder import memory_and_faults, next_look_ns, own_process
 
 LOOK_NS = 200_000_000
 """Interval between reads of the buffers, if a trace was requested."""
@@ -137,7 +137,6 @@ class Recorder:
         self._next_look_ns = 0
         self._num_ready = self._num_looks = 0
         self._is_close = False
-        self._process = own_process() if self.trace_bytes else None
         self.on_end: Callable[[], None] = lambda: None
         """Called at the end of an epoch."""
 
@@ -264,10 +263,10 @@ class Recorder:
     def _look(self, buffer: TraceBuffer, at_ns: int) -> None:
         self._num_looks += 1
         self._next_look_ns = next_look_ns(at_ns, self._num_looks)
-        num_bytes, faults = memory_and_faults(self._process)
+        num_kb, faults = resident_bytes() >> 10, num_major_faults()
         left = memory_bytes()[1] >> 20
         cpu_ms = int(time.process_time() * 1000)
-        buffer.add(Kind.MEMORY, at_ns, at_ns, rows=cpu_ms, a=num_bytes >> 10, b=faults, extra=left)
+        buffer.add(Kind.MEMORY, at_ns, at_ns, rows=cpu_ms, a=num_kb, b=faults, extra=left)
         if self.keeps_all and at_ns - self._read_ns > LOOK_NS:
             self._read_ns = at_ns
             self._read()
@@ -302,7 +301,9 @@ class Recorder:
         with self._lock:
             self._read()
             processes = [self._main, *self._ended, *self._workers(), *self._user_records()]
-            return {"facts": dict(self.facts), "lanes": [one.to_lane() for one in processes]}
+            lanes = [one.to_lane() for one in processes]
+        here = {"cores": usable_cores(), "memory_bytes": memory_bytes()[0]}
+        return {"facts": {**self.facts, **here}, "lanes": lanes}
 
     def _user_records(self) -> list[ProcessRecords]:
         """Return the user's spans in this process since this recorder was created or cleared."""

@@ -12,20 +12,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
-
-from penstock.machine.host import queued_s
-from penstock.trace.record import NO_PLACE, Kind, TraceBuffer, enter_process, enter_thread, now_ns
+from penstock.machine.host import num_major_faults, queued_s, resident_bytes
+from penstock.trace.record import (
+    NO_PLACE,
+    Kind,
+    TraceBuffer,
+    enter_process,
+    enter_thread,
+    next_look_ns,
+    now_ns,
+)
 from penstock.trace.transform_spans import trace_steps
-
-CLOSE_LOOK_NS, EARLY_LOOKS, LATER_LOOK_NS = 50_000_000, 10, 250_000_000
-"""Intervals between detailed measurements, which take 30 to 60 microseconds each. The first
-``EARLY_LOOKS`` are at least ``CLOSE_LOOK_NS`` apart, the later ones ``LATER_LOOK_NS``."""
-
-
-def next_look_ns(at_ns: int, num_looks: int) -> int:
-    """Return when the next detailed measurement is due, after ``num_looks`` of them."""
-    return at_ns + (CLOSE_LOOK_NS if num_looks < EARLY_LOOKS else LATER_LOOK_NS)
 
 
 class WorkerRecorder:
@@ -55,7 +52,6 @@ class WorkerRecorder:
         self._queued_s = 0.0
         self._is_close = False
         self._position = 0
-        self._process = own_process() if not is_thread else None
         if buffer is not None:
             self._buffer = TraceBuffer(buffer)
             self._buffer.add(Kind.START, now_ns(), now_ns(), a=os.getpid())
@@ -134,30 +130,6 @@ class WorkerRecorder:
         self._is_close = False
         self._num_looks += 1
         self._next_look_ns = next_look_ns(end_ns, self._num_looks)
-        if self._process is not None:
-            num_bytes, faults = memory_and_faults(self._process)
-            buffer.add(Kind.MEMORY, end_ns, end_ns, a=num_bytes >> 10, b=faults)
-
-
-def own_process() -> psutil.Process | None:
-    """Return psutil's object for this process, or None if there is no ``/proc``."""
-    try:
-        return psutil.Process()
-    except (psutil.Error, OSError):
-        return None
-
-
-def memory_and_faults(process: psutil.Process | None) -> tuple[int, int]:
-    """Return the resident memory in bytes and the number of major page faults (0: unknown)."""
-    if process is None:
-        return 0, 0
-    try:
-        num_bytes = process.memory_info().rss
-    except (psutil.Error, OSError):  # for example, out of file descriptors
-        return 0, 0
-    try:
-        import resource
-
-        return num_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-    except ImportError:  # Windows
-        return num_bytes, 0
+        if not self._is_thread:
+            num_kb, faults = resident_bytes() >> 10, num_major_faults()
+            buffer.add(Kind.MEMORY, end_ns, end_ns, a=num_kb, b=faults)

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from torch.utils.data._utils import pin_memory as torch_pinning
 
 from penstock import DataLoader, finish
-from penstock.device import pinning, setup
+from penstock.device import pinning
 from penstock.device import prefetcher as prefetching
 from penstock.device.fences import SynchronizingFence
 from penstock.device.pinning import SlotPinner
@@ -63,7 +63,7 @@ class Ahead(prefetching.DevicePrefetcher):
 
 @pytest.fixture
 def is_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ahead]]:
-    monkeypatch.setattr(setup, "DevicePrefetcher", Ahead)
+    monkeypatch.setattr(prefetching, "DevicePrefetcher", Ahead)
     monkeypatch.setattr(Ahead, "made", [])
     yield Ahead.made
     Ahead.made.clear()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine import host
+from penstock.machine import host, vendor_tools
 from penstock.machine.host import can_start_python, cpu_model, usable_cores
 
 pytestmark = pytest.mark.legacy
@@ -171,7 +171,7 @@ def test_macos_asks_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(
-        host, "run_tool", lambda command, limit_s: asked.append(command) or "Apple M2\n"
+        vendor_tools, "run_tool", lambda command, limit_s: asked.append(command) or "Apple M2\n"
     )
     assert cpu_model() == "Apple M2"
     assert asked[0][-1] == "machdep.cpu.brand_string"
@@ -181,14 +181,46 @@ def fail(*_: object, **__: object) -> None:
     raise FileNotFoundError("/proc/meminfo")
 
 
-def test_memory_is_known_or_unknown_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_known_or_unknown_without_proc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import psutil
 
-    monkeypatch.setattr(psutil, "virtual_memory", fail)
-    total, available = host.memory_bytes()
+    monkeypatch.setattr(psutil, "virtual_memory", fail)  # other systems
+    total, available = host.memory_bytes(tmp_path / "missing")
     assert total >= available >= 0
     monkeypatch.setattr(os, "sysconf", fail, raising=False)
-    assert host.memory_bytes() == (0, 0)
+    assert host.memory_bytes(tmp_path / "missing") == (0, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("MemTotal:  8 kB\nMemFree: 1 kB\nMemAvailable:  5 kB\n", (8 << 10, 5 << 10)),
+        ("MemTotal:  8 kB\nMemAvailable:  9 kB\n", (8 << 10, 8 << 10)),  # some containers
+    ],
+)
+def test_memory_is_read_from_the_kernel(
+    tmp_path: Path, text: str, expected: tuple[int, int]
+) -> None:
+    (tmp_path / "meminfo").write_text(text)
+    assert host.memory_bytes(tmp_path / "meminfo") == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+@pytest.mark.parametrize("text", ["", "MemTotal: 8 kB\n", "MemTotal: x kB\nMemAvailable: 5 kB\n"])
+def test_an_incomplete_file_of_the_kernel_is_not_used(tmp_path: Path, text: str) -> None:
+    (tmp_path / "meminfo").write_text(text)
+    assert host.memory_bytes(tmp_path / "meminfo")[0] > 8 << 10  # asked elsewhere
+
+
+def test_memory_is_what_psutil_reads() -> None:
+    import psutil
+
+    assert host.memory_bytes()[0] == psutil.virtual_memory().total
+    resident = psutil.Process().memory_info().rss
+    assert 0.5 * resident < host.resident_bytes() < 2 * resident
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")

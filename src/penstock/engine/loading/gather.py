@@ -8,7 +8,7 @@ code runs, so no randomness is set.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from torch.utils.data import TensorDataset
 from penstock.engine.loading.collate import is_default_collate
 from penstock.engine.loading.in_place import unwrap_subsets
 from penstock.engine.memory.batch_layout import Layout, LayoutError, read_layout, view_batch
-from penstock.engine.memory.ring import Ring
 from penstock.user_objects import offers, probe
+
+if TYPE_CHECKING:
+    from penstock.engine.memory.ring import Ring
 
 TRY_OTHER_EVERY = 64
 """Number of copies after which both methods are timed again."""

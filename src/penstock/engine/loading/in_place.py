@@ -16,7 +16,6 @@ import numpy as np
 from torch.utils.data import Subset
 
 from penstock.engine.loading.collate import BatchWriter
-from penstock.order.split import PermutedSubset
 from penstock.user_objects import offers
 
 Rows = Sequence["np.ndarray | None"]
@@ -82,7 +81,16 @@ def keeps_channels_last(dataset: Any) -> bool:
 def unwrap_subsets(dataset: Any) -> tuple[Any, list[Any]]:
     """Return the dataset inside all subsets, and the subsets' index lists, outermost first."""
     indices = []
-    while type(dataset) in (Subset, PermutedSubset):
+    while _is_plain_subset(dataset):
         indices.append(dataset.indices)
         dataset = dataset.dataset
     return dataset, indices
+
+
+def _is_plain_subset(dataset: Any) -> bool:
+    """Return True for torch's Subset and for a part of ``penstock.split``, not for subclasses."""
+    if type(dataset) is Subset or not isinstance(dataset, Subset):
+        return type(dataset) is Subset
+    from penstock.order.split import PermutedSubset
+
+    return type(dataset) is PermutedSubset

@@ -13,26 +13,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data import dataloader as torch_loader
 
-from penstock.device.setup import DeviceSetup
 from penstock.engine.loading.collate import custom_collators, is_default_collate
-from penstock.engine.memory.pinned_ring import PinnedRing, Pinner
-from penstock.engine.memory.ring import Ring
-from penstock.engine.parent.faults import Faults
 from penstock.errors import warn_user
 from penstock.machine.host import memory_bytes
 from penstock.order.dataset_generators import NamedGenerators, name_generators
-from penstock.order.epoch_state import EpochState, Progress
 from penstock.order.global_generators import replaced_bit_generator
-from penstock.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from penstock.device.setup import DeviceSetup
+    from penstock.engine.memory.pinned_ring import Pinner
+    from penstock.engine.memory.ring import Ring
+    from penstock.engine.parent.faults import Faults
+    from penstock.order.epoch_state import EpochState, Progress
+    from penstock.trace.recorder import Recorder
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
+class EngineSettings(NamedTuple):
     """Settings of the engine, taken from the plan."""
 
     pool: str
@@ -46,8 +47,7 @@ class EngineSettings:
     """Keep a torch seed set by worker_init_fn, although results then depend on the workers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoaderParts:
+class LoaderParts(NamedTuple):
     """State that a loader and its iterators share.
 
     Args:
@@ -65,7 +65,7 @@ class LoaderParts:
     worker_entry: Callable[[str], Callable[..., Any]]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class LoadContext:
     """The dataset, functions and settings from which a producer loads batches.
 
@@ -134,7 +134,11 @@ class LoadContext:
         """Create a ring of slots over ``file``, pinned if the loader pins memory."""
         held, note = max_held_bytes(), self.parts.notes.setdefault
         if self.pinner is None:
+            from penstock.engine.memory.ring import Ring
+
             return Ring(file, max_held_bytes=held, note=note)
+        from penstock.engine.memory.pinned_ring import PinnedRing
+
         return PinnedRing(file, pinner=self.pinner, max_held_bytes=held, note=note)
 
 

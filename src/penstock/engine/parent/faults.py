@@ -1,6 +1,7 @@
 """Fault-handling options and counters of a loader: bad samples found, workers replaced.
 
 One ``Faults`` belongs to a loader and is shared with its iterators. It holds neither of them.
+The code for bad samples is imported when there is one.
 
 Tested by ``tests/integration/engine/loading/test_bad_samples.py``.
 """
@@ -11,12 +12,14 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.engine.loading.bad_sample_file import BadSample, append, plain_index
-from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES, OnError, SampleFailure
 from penstock.errors import TooManyBad
 from penstock.order.epoch_state import EpochState
+
+if TYPE_CHECKING:
+    from penstock.engine.loading.bad_sample_file import BadSample
+    from penstock.engine.loading.bad_samples import OnError, SampleFailure
 
 log = logging.getLogger("penstock")
 
@@ -60,6 +63,8 @@ class Faults:
     @property
     def num_substitutes(self) -> int:
         """Maximum number of substitutes for one sample that may crash or hang workers too."""
+        from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES
+
         return MAX_SUBSTITUTES if self.on_error == "replace" else 0
 
     @property
@@ -81,6 +86,8 @@ class Faults:
 
     def add_poison(self, index: Any, error: Exception) -> None:
         """Add a sample that crashed or hung workers, even when it was loaded in isolation."""
+        from penstock.engine.loading.bad_sample_file import plain_index
+
         self.poison[plain_index(index)] = error
 
     def count_restart(self) -> None:
@@ -93,6 +100,8 @@ class Faults:
         Raises:
             TooManyBad: There are more bad samples than ``max_bad`` allows.
         """
+        from penstock.engine.loading.bad_samples import MAX_SUBSTITUTES
+
         epoch = self._epoch_state.epoch
         if epoch != self._epoch:
             self._epoch, self._positions = epoch, []
@@ -108,6 +117,8 @@ class Faults:
             raise
 
     def _add(self, one: SampleFailure, epoch: int) -> None:
+        from penstock.engine.loading.bad_sample_file import BadSample, append, plain_index
+
         key = plain_index(one.index)
         if one.index is None:  # iterable datasets have no indices
             key = f"at position {one.position}"

@@ -10,10 +10,9 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.loading import collate
-from penstock.engine.loading.bad_samples import BadSamplePolicy, PoisonRows, poison_among
 from penstock.engine.loading.fetch import (
     EmptyBatch,
     EndOfStream,
@@ -28,24 +27,32 @@ from penstock.engine.loading.fetch import (
 from penstock.engine.loading.gather import Gatherer, find_gatherer
 from penstock.engine.loading.in_place import keeps_channels_last
 from penstock.engine.memory.batch_layout import LayoutError
-from penstock.engine.memory.ring import Ring
-from penstock.engine.memory.shared_file import PrivateFile
 from penstock.engine.parent.context import EpochPass, LoadContext
 from penstock.errors import NoStopIteration, NoSubstitute
 from penstock.order.global_generators import preserved_generators
 from penstock.order.sample_randomness import SampleRandomness, make_randomness
 from penstock.trace.record import now_ns
 
+if TYPE_CHECKING:
+    from penstock.engine.loading.bad_samples import BadSamplePolicy, PoisonRows
+    from penstock.engine.memory.ring import Ring
+
 _rings: weakref.WeakKeyDictionary[Any, tuple[int, Ring]] = weakref.WeakKeyDictionary()
 """Unused rings by loader. Their pages are already allocated. Allocating new pages takes a fifth of
 the time of a short epoch (two slots of 3 MB, 78 batches)."""
+
+
+def _make_ring(context: LoadContext) -> Ring:
+    from penstock.engine.memory.shared_file import PrivateFile
+
+    return context.make_ring(PrivateFile())
 
 
 def _borrow_ring(producer: Any, context: LoadContext) -> Ring:
     """Borrow the loader's ring for exclusive use. It is returned when the producer is deleted."""
     owner, ring = _rings.pop(context.loader(), (0, None))
     if ring is None or owner != os.getpid():
-        ring = context.make_ring(PrivateFile())
+        ring = _make_ring(context)
     end = weakref.finalize(producer, _return_ring, context.loader, ring, os.getpid())
     end.atexit = False
     return ring
@@ -82,6 +89,8 @@ class InlineProducer:
         self._is_plain = self._collates_by_default and self._auto_collation and not can_batch
         self._bad_policy: BadSamplePolicy | None = None
         if self._faults.is_tolerant:
+            from penstock.engine.loading.bad_samples import BadSamplePolicy
+
             self._bad_policy = BadSamplePolicy(
                 self._faults.on_error,
                 self._dataset,
@@ -92,8 +101,7 @@ class InlineProducer:
         self._ring: Ring | None = None
         if self._gatherer is not None:
             is_pinned = context.pinner is not None
-            ring = context.make_ring(PrivateFile()) if is_pinned else _borrow_ring(self, context)
-            self._ring = ring
+            self._ring = _make_ring(context) if is_pinned else _borrow_ring(self, context)
 
     @property
     def workers(self) -> list[Any]:
@@ -179,6 +187,8 @@ class InlineProducer:
         bad_policy, num_before = self._bad_policy, self.num_taken
         if bad_policy is None or self._stream is not None:
             return self._load(index)
+        from penstock.engine.loading.bad_samples import poison_among
+
         poison_rows = poison_among(self._faults.poison, index if self._auto_collation else [index])
         if not poison_rows:
             try:
