@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -37,17 +38,25 @@ def transport(pace: Pace) -> Case:
         "Penstock, randomness='worker'": partial(OURS, data, **keywords, randomness="worker"),
     }
     theirs, *ours = makers
+    sample_gb = data[0].numel() / 1e9
     return Case(
         key="a",
         title=f"Transport: {BATCH_SIZE} x 150 KB uint8, {NUM_WORKERS} workers",
         unit="GB/s",
-        contenders=_enter(
-            makers,
-            pace,
-            scale=BATCH_SIZE * data[0].numel() / 1e9,
-            against=dict.fromkeys(ours, (theirs,)),
-            targets=dict.fromkeys(ours, Target(bound=4.0, goal=6.0)),
-        ),
+        contenders=[
+            *_enter(
+                makers,
+                pace,
+                scale=BATCH_SIZE * sample_gb,
+                against=dict.fromkeys(ours, (theirs,)),
+                targets=dict.fromkeys(ours, Target(bound=4.0, goal=6.0)),
+            ),
+            Contender(
+                name=f"No loader, {NUM_WORKERS} processes",
+                turn=lambda: _copy_floor(pace) * sample_gb,
+                against=(theirs,),
+            ),
+        ],
     )
 
 
@@ -203,6 +212,25 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return all(_is_same(*pair) for pair in zip(one, other, strict=True))
+
+
+def _copy_floor(pace: Pace) -> float:
+    """Return the samples per second of copy_floor.py in one process for each worker, together."""
+    script = Path(__file__).parent / "copy_floor.py"
+    command = [sys.executable, str(script), str(pace.window_s)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with ExitStack() as stack:
+        processes = []
+        for _ in range(NUM_WORKERS):
+            process = stack.enter_context(subprocess.Popen(command, **pipes))
+            stack.callback(process.kill)
+            processes.append(process)
+        for process in processes:
+            process.stdout.readline()
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return sum(float(process.communicate(timeout=300)[0]) for process in processes)
 
 
 def _in_fresh_process(argument: str) -> Callable[[], float]:
