@@ -51,6 +51,11 @@ _DTYPE_AND_DEVICE = operator.attrgetter("dtype", "is_cpu")
 STANDARD_COLLATORS: dict[Any, Any] = dict(torch_collate.default_collate_fn_map)
 
 
+CopyRow = Callable[[int, Any], "list[Any] | None"]
+"""Copies the tensors and arrays of a sample to a row. Returns the sample's leaves, with None for
+those that it copied. Returns None if the sample is a single tensor or array."""
+
+
 class TooSmall(Exception):
     """The slot is too small for the batch."""
 
@@ -100,8 +105,8 @@ class BatchWriter:
         self.layout: Layout | None = None
         self.refused: list[Any] = []
         self._fields: list[tuple[LeafSpec, Any]] = []
-        self._copy_row: Callable[[int, Any], list[Any]] | None = None
-        """Copies a large sample to its row, and returns its leaves that were not copied."""
+        self._copy_row: CopyRow | None = None
+        """None for small samples."""
         self._taken: list[Any] = []
         self._tables: list[np.ndarray | None] | None = None
         self._given = -1
@@ -116,9 +121,7 @@ class BatchWriter:
             else:
                 self._take_large(samples, self._copy_row)
 
-    def _take_large(
-        self, samples: Iterator[Any], copy_row: Callable[[int, Any], list[Any]]
-    ) -> None:
+    def _take_large(self, samples: Iterator[Any], copy_row: CopyRow) -> None:
         """Do what :meth:`add` does for each sample. The layout is known."""
         taken = self._taken
         for sample in samples:
@@ -186,7 +189,8 @@ class BatchWriter:
         if self._copy_row is None or self.layout is None:
             return list(self._taken)
         samples = []
-        for row, values in enumerate(self._taken):
+        for row, left in enumerate(self._taken):
+            values = left or [None]
             for place, (leaf, field) in enumerate(self._fields):
                 if leaf.is_array:
                     value = field[row].clone()
@@ -204,7 +208,7 @@ class BatchWriter:
         if self.layout is None:
             return objects
         is_large = self._copy_row is not None
-        if is_large:
+        if is_large and self.layout.tree is not None:
             columns: Any = zip(*self._taken, strict=True)
         else:
             columns = split_columns(self.layout.tree, self._taken)
@@ -218,19 +222,15 @@ class BatchWriter:
         return objects
 
 
-def _compile_copy_row(
-    layout: Layout, fields: list[tuple[LeafSpec, Any]]
-) -> Callable[[int, Any], list[Any]]:
-    """Return a function that copies the tensors and arrays of a sample to their rows.
-
-    It returns the sample's leaves, with None for those that it copied.
-    """
-    flatten = compile_flatten(layout.tree)
+def _compile_copy_row(layout: Layout, fields: list[tuple[LeafSpec, Any]]) -> CopyRow:
     writers = [
         (place, _row_writer(leaf, field))
         for place, (leaf, field) in enumerate(fields)
         if leaf.is_array
     ]
+    if layout.tree is None:
+        return writers[0][1]
+    flatten = compile_flatten(layout.tree)
 
     def copy_leaves(row: int, sample: Any) -> list[Any]:
         values = flatten(sample)
@@ -239,12 +239,7 @@ def _compile_copy_row(
             values[place] = None
         return values
 
-    def copy_sample(row: int, sample: Any) -> list[Any]:
-        write_sample(row, sample)
-        return [None]
-
-    write_sample = writers[0][1]
-    return copy_sample if layout.tree is None else copy_leaves
+    return copy_leaves
 
 
 def _row_writer(leaf: LeafSpec, field: Any) -> Callable[[int, Any], None]:
