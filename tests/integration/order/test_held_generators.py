@@ -114,10 +114,10 @@ class InManyAttributes(Base):
 
 class InALongList(Base):
     def __init__(self) -> None:
-        self.generators = [random.Random(0) for _ in range(100)]
+        self.generators = [random.Random(0) for _ in range(70)]
 
     def __getitem__(self, index: int) -> float:
-        return self.generators[99].random()
+        return self.generators[-1].random()
 
 
 class InAnIterator(Base):
@@ -150,7 +150,7 @@ class OneSample(Dataset[Any]):
 
 
 def joined() -> Any:
-    return ConcatDataset([OneSample(number) for number in range(100)])
+    return ConcatDataset([OneSample(number) for number in range(70)])
 
 
 DATASETS = {
@@ -161,8 +161,8 @@ DATASETS = {
     "behind a cache": BehindACache,
     "in a class body": InAClassBody,
     "the 71st attribute": InManyAttributes,
-    "the 100th of a list": InALongList,
-    "in one of 100 datasets": joined,
+    "the 70th of a list": InALongList,
+    "in one of 70 datasets": joined,
     "in an iterator's function": InAnIterator,
     "by a static method": ByAStaticMethod,
 }
@@ -315,10 +315,10 @@ class MadeByKey(Base):
         self.made: dict[int, random.Random] = {}
 
     def __len__(self) -> int:
-        return 200
+        return 100
 
     def __getitem__(self, index: int) -> float:
-        return self.made.setdefault(index % 100, random.Random(index % 100)).random()
+        return self.made.setdefault(index % 70, random.Random(index % 70)).random()
 
 
 @functools.lru_cache

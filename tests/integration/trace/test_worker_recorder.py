@@ -20,8 +20,6 @@ import penstock
 from penstock import DataLoader, Timeline, Tracing
 from penstock.errors import BadArgument, BadTrace
 
-pytestmark = pytest.mark.legacy
-
 WAYS: dict[str, dict[str, Any]] = {
     "process": {"num_workers": 2},
     "persistent": {"num_workers": 2, "persistent_workers": True},

@@ -5,14 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import DataLoader
 from support.datasets import draw
-
-pytestmark = pytest.mark.legacy
 
 
 class Drawn:

@@ -24,7 +24,7 @@ import torch
 from penstock import DataLoader
 from support.datasets import PROCESS_WAYS, WAYS, WORKER_WAYS, Numbers, collect
 
-pytestmark = [pytest.mark.fault, pytest.mark.legacy, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 
 MIB = 1 << 20
 

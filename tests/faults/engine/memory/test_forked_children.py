@@ -25,7 +25,6 @@ from support.datasets import Numbers
 
 pytestmark = [
     pytest.mark.fault,
-    pytest.mark.legacy,
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
 ]
 

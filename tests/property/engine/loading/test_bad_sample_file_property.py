@@ -6,15 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cli.doctor.bad_sample_report import examine_bad_samples
 from penstock.engine.loading.bad_sample_file import append, read
 from penstock.errors import BadTarget
-
-pytestmark = pytest.mark.legacy
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
