@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from support import leftovers
+from support.paths import SITE
 
 FAILED = pytest.StashKey[bool]()
 
@@ -25,6 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # A shell script that starts pytest with & or nohup makes it ignore Ctrl-C. Every program
         # that a test starts would inherit that, and the Ctrl-C tests would wait forever.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    path = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)  # for the programs that tests start
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # avoids network access
     # torch emits this warning when a test uses more workers than the machine has cores. The number
     # of cores is platform-dependent, so the warning cannot be an error. test_options.py checks that
