@@ -9,11 +9,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BUILD_INPUTS = pyproject.toml requirements/build.txt requirements/test.txt tools/make_env.sh
 BIN = .venv/bin
-OTHERS = $(addprefix tests/,faults compat gpu property unit repo)
+OTHERS = $(addprefix tests/,compat gpu property repo)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check format soak bench docs coverage clean \
-	env-core env-vision env-legacy test-core test-integration test-others test-vision test-legacy
+	env-core env-vision env-legacy test-core test-vision test-legacy \
+	test-integration test-faults test-others test-unit
 
 help:
 	@echo 'make demo    train a small model through the loader'
@@ -73,12 +74,18 @@ clean:
 test-core: env-core
 	@MAKE='$(MAKE)' tools/test_core.sh .venv/bin/python $(ARGS)
 
-# Its halves, which run at once.
+# Its parts, two of which run at once.
 test-integration: env-core
 	@$(BIN)/python tools/run_pytest.py integration tests/integration $(ARGS)
 
+test-faults: env-core
+	@$(BIN)/python tools/run_pytest.py faults tests/faults $(ARGS)
+
 test-others: env-core
 	@$(BIN)/python tools/run_pytest.py others $(OTHERS) $(ARGS)
+
+test-unit: env-core
+	@$(BIN)/python tools/run_pytest.py unit tests/unit $(ARGS)
 
 test-vision: env-vision
 	@.venv-vision/bin/python tools/run_pytest.py vision -m vision tests/compat $(ARGS)

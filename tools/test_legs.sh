@@ -2,33 +2,44 @@
 # Runs the test legs in two parallel lanes, then prints which legs ran, which did not, and why. Missing
 # environments are built during the run.
 #
-#   first lane     core: integration  ------->  legacy
-#   second lane    core: all others   ------->  vision
+#   two lanes      each takes the next part: integration, faults, vision, legacy, the rest of core
 #   in parallel    browser, environments
 #
 # Run one after the other, the legs would leave two cores mostly idle, because their tests wait for
-# programs that start, sleep and die.
+# programs that start, sleep and die. The long parts come first, so that both lanes end together.
 # Called by `make test`. Exits with 1 if any part failed. A skipped leg is not a failure.
 set -u
 
 make=${MAKE:-make}
+parts="integration faults vision legacy others unit"
 notes=$(mktemp -d)
 : >"$notes/summary"
 
-# run_part NAME TARGET: runs one make target and records the outcome.
-run_part() {
-    echo
-    echo "== $1"
-    start_s=$(date +%s)
-    if "$make" --no-print-directory "$2"; then outcome=passed; else outcome=FAILED; fi
-    echo "  $1: $outcome ($(($(date +%s) - start_s)) s)" >>"$notes/summary"
+# run_lane: runs parts until none is left. mkdir fails if the other lane has taken the part.
+run_lane() {
+    for part in $parts; do
+        if mkdir "$notes/taken-$part" 2>/dev/null; then run_part "$part"; fi
+    done
 }
 
-# run_leg LEG: waits until its environment is built (see below), then runs it.
-run_leg() {
-    while [ ! -e "$notes/env-$1" ] && kill -0 "$setup" 2>/dev/null; do sleep 1; done
-    [ ! -e "$notes/env-$1" ] || cat "$notes/env-$1"
-    run_part "$1" "test-$1"
+# run_part PART: waits for its environment (see below), runs it and records the outcome.
+run_part() {
+    case $1 in
+    vision | legacy) name=$1 env_log=$notes/env-$1 ;;
+    *) name="core: $1" env_log=/dev/null ;;
+    esac
+    if [ "$1" = legacy ] && ! "$has_legacy"; then
+        echo "  legacy: skipped (no working Python 3.10 found; torch 1.13.1 needs it)" \
+            >>"$notes/summary"
+        return
+    fi
+    echo
+    echo "== $name"
+    while [ ! -e "$env_log" ] && kill -0 "$setup" 2>/dev/null; do sleep 1; done
+    [ ! -e "$env_log" ] || cat "$env_log"
+    start_s=$(date +%s)
+    if "$make" --no-print-directory "test-$1"; then outcome=passed; else outcome=FAILED; fi
+    echo "  $name: $outcome ($(($(date +%s) - start_s)) s)" >>"$notes/summary"
 }
 
 # prepare LEG: builds its environment. The log gets its final name at the end, when it is complete.
@@ -43,7 +54,7 @@ if [ -e .venv-legacy/.ready ] || [ -n "$(tools/find_python.sh 3.10)" ]; then
 fi
 
 # The other environments are built in parallel with the first one and its tests, because downloads
-# leave most of the cores free. The browser comes first, because tests of the first lane need it.
+# leave most of the cores free. The browser comes first, because tests of the first part need it.
 {
     tools/install_browser.sh
     prepare vision
@@ -54,21 +65,10 @@ trap 'kill "$setup" 2>/dev/null; rm -rf "$notes"' EXIT
 trap 'exit 130' INT TERM
 "$make" --no-print-directory env-core || exit 1
 
-{
-    run_part "core: all others" test-others
-    run_leg vision
-} >"$notes/second-lane" 2>&1 &
+run_lane >"$notes/second-lane" 2>&1 &
 lane=$!
 trap 'kill "$setup" "$lane" 2>/dev/null; rm -rf "$notes"' EXIT
-
-run_part "core: integration" test-integration
-if "$has_legacy"; then
-    run_leg legacy
-else
-    echo "  legacy: skipped (no working Python 3.10 found; torch 1.13.1 needs it)" \
-        >>"$notes/summary"
-fi
-
+run_lane
 wait "$lane"
 echo
 echo "== Output of the second lane"
