@@ -56,15 +56,16 @@ def losses(make: Callable[[], nn.Module], *, is_half: bool, num_steps: int = 2) 
     [(name, False) for name in NETWORKS] + [("torchvision ResNet-18", True)],
 )
 def test_a_network_trains_to_the_native_losses(name: str, is_half: bool) -> None:
-    native = losses(NETWORKS[name], is_half=is_half)
+    num_steps = 1 if is_half else 2  # bfloat16 is slow on CPUs that lack its instructions
+    native = losses(NETWORKS[name], is_half=is_half, num_steps=num_steps)
     with broken_convolution.breaking("all:raises") as broken:
         with bypass_convolutions("on", devices=("cpu",)) as bypass:
-            ours = losses(NETWORKS[name], is_half=is_half)
+            ours = losses(NETWORKS[name], is_half=is_half, num_steps=num_steps)
         assert broken.num_calls == 0
     assert ours == pytest.approx(native, rel=1e-1 if is_half else 1e-3)
     assert ours[0] == pytest.approx(native[0], rel=1e-2 if is_half else 1e-5)
     assert bypass.num_native == 0
-    assert bypass.num_caught > 100
+    assert bypass.num_caught > 50 * num_steps
 
 
 @pytest.mark.parametrize("name", NETWORKS)

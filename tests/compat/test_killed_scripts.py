@@ -20,7 +20,7 @@ from penstock import DataLoader
 from support import scripts
 from support.datasets import Draws
 from support.example_runs import QUIET
-from support.paths import TESTS
+from support.paths import SITE, TESTS
 
 pytestmark = [
     pytest.mark.vision,
@@ -115,7 +115,7 @@ def start(case: Case, folder: Path, stop_at: int) -> list[subprocess.Popen[str]]
     """Start the ranks directly. A launcher would be one more process that imports torch."""
     program = folder / "program.py"
     program.write_text(BEGIN + case.training)
-    path = os.pathsep.join(filter(None, (str(TESTS), *sys.path)))
+    path = os.pathsep.join(filter(None, (str(SITE), str(TESTS), *sys.path)))
     environ = {**os.environ, **QUIET, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true"}
     if case.num_ranks > 1:
         with socket.create_server(("127.0.0.1", 0)) as free:

@@ -14,7 +14,8 @@ pytest.importorskip("torchvision")
 pytest.importorskip("albumentations")
 pytestmark = pytest.mark.vision
 
-NUM_PROGRAMS = 12
+NUM_PROGRAMS = 8
+"""``make soak`` runs programs for two hours."""
 TRANSFORMS = ("torchvision", "torchvision v2", "albumentations")
 
 

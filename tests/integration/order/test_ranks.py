@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from penstock import DataLoader
 from penstock.errors import BadArgument
+from support import scripts
 from support.datasets import Draws, Numbers, snapshot
-from support.paths import TESTS
+from support.paths import SITE, TESTS
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this torch has no torch.distributed"
@@ -25,69 +25,64 @@ pytestmark = pytest.mark.skipif(
 
 LENGTH, GLOBAL_BATCH, SEED = 100, 12, 5  # same values as in the program below
 
-RANK = """
-import itertools, json, sys
+RANKS = """
+import itertools, json, multiprocessing, sys
 import torch.distributed as dist
 from penstock import DataLoader
 from support.datasets import Draws
 
-folder, rank, world_size, num_steps, num_workers = sys.argv[1], *map(int, sys.argv[2:])
-dist.init_process_group(
-    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-)
-evaluation = DataLoader(Draws(30), batch_size=4)
-loader = DataLoader(
-    Draws(100), batch_size=12 // world_size, shuffle=True, seed=5, shard=True,
-    num_workers=num_workers,
-)
-with open(f"{folder}/state.json") as file:
-    state = json.load(file)
-if state is not None:
-    loader.load_state_dict(state)
-steps = []
-for _ in range(2 if num_steps < 0 else 1):  # the last phase ends this epoch and runs another
-    for batch in itertools.islice(loader, None if num_steps < 0 else num_steps):
-        mine = [field.tolist() for field in batch]
-        parts = [None] * world_size
-        dist.all_gather_object(parts, mine)
-        steps.append([[row for part in parts for row in part[place]] for place in range(5)])
-states = [None] * world_size
-dist.all_gather_object(states, loader.state_dict())
-seen = [None] * world_size
-dist.all_gather_object(seen, [int(index) for batch in evaluation for index in batch[0]])
-dist.destroy_process_group()
-if rank == 0:
-    with open(f"{folder}/found.json", "w") as file:
-        json.dump({"steps": steps, "states": states, "seen": seen}, file)
+folder, world_size, num_steps, num_workers = sys.argv[1], *map(int, sys.argv[2:])
+
+def run(rank):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    evaluation = DataLoader(Draws(30), batch_size=4)
+    loader = DataLoader(
+        Draws(100), batch_size=12 // world_size, shuffle=True, seed=5, shard=True,
+        num_workers=num_workers,
+    )
+    with open(f"{folder}/state.json") as file:
+        state = json.load(file)
+    if state is not None:
+        loader.load_state_dict(state)
+    steps = []
+    for _ in range(2 if num_steps < 0 else 1):  # the last phase ends this epoch and runs another
+        for batch in itertools.islice(loader, None if num_steps < 0 else num_steps):
+            mine = [field.tolist() for field in batch]
+            parts = [None] * world_size
+            dist.all_gather_object(parts, mine)
+            steps.append([[row for part in parts for row in part[place]] for place in range(5)])
+    states = [None] * world_size
+    dist.all_gather_object(states, loader.state_dict())
+    seen = [None] * world_size
+    dist.all_gather_object(seen, [int(index) for batch in evaluation for index in batch[0]])
+    dist.destroy_process_group()
+    if rank == 0:
+        with open(f"{folder}/found.json", "w") as file:
+            json.dump({"steps": steps, "states": states, "seen": seen}, file)
+
+# The ranks are forked before anything has run, so that only this process imports torch.
+context = multiprocessing.get_context("fork")
+ranks = [context.Process(target=run, args=(rank,)) for rank in range(world_size)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+sys.exit(any(rank.exitcode for rank in ranks))
 """
 
 
 def run_ranks(
     folder: Path, state: Any, *, world_size: int, num_steps: int, num_workers: int
 ) -> dict[str, Any]:
-    """Start ``world_size`` ranks, wait for all, and return the data that rank 0 gathered."""
+    """Run ``world_size`` ranks to their end, and return the data that rank 0 gathered."""
     folder.mkdir()
     (folder / "state.json").write_text(json.dumps(state))
-    (folder / "rank.py").write_text(RANK)
-    path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
-    ranks = []
-    for rank in range(world_size):
-        numbers = map(str, (rank, world_size, num_steps, num_workers))
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(folder / "rank.py"), str(folder), *numbers],
-                env={**os.environ, "PYTHONPATH": path},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        told = [rank.communicate(timeout=100)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(told)
+    path = os.pathsep.join([str(SITE), str(TESTS), *filter(None, sys.path)])
+    numbers = map(str, (world_size, num_steps, num_workers))
+    ended = scripts.run(RANKS, folder, str(folder), *numbers, PYTHONPATH=path)
+    assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
 
