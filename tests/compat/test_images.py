@@ -319,7 +319,8 @@ class Telling(ImageFolder):
 @pytest.mark.parametrize("antialias", [True, False])
 def test_own_crops_are_written_where_the_batch_lies(folder: Path, antialias: bool) -> None:
     crop = penstock.RandomResizedCrop(64, antialias=antialias)
-    loader = DataLoader(Telling(folder, crop), batch_size=12, num_workers=1, seed=4)
+    dataset = Telling(folder, crop, memory_format=torch.contiguous_format)
+    loader = DataLoader(dataset, batch_size=12, num_workers=1, seed=4)
     ((images, flags),) = loader
     assert flags.tolist() == [0, *[1] * 11]
     ((expected, _),) = DataLoader(ImageFolder(folder, crop), batch_size=12, seed=4)
@@ -331,18 +332,20 @@ def test_channels_last_crops_are_written_where_the_batch_lies(
     folder: Path, antialias: bool
 ) -> None:
     crop = penstock.RandomResizedCrop(64, antialias=antialias)
-    last = Telling(folder, crop, memory_format=torch.channels_last)
+    last = Telling(folder, crop)
     ((images, flags),) = DataLoader(last, batch_size=12, num_workers=1, seed=4)
     assert flags.tolist() == [0, *[1] * 11]
     assert images.is_contiguous(memory_format=torch.channels_last)
-    ((expected, _),) = DataLoader(ImageFolder(folder, crop), batch_size=12, seed=4)
+    plain = ImageFolder(folder, crop, memory_format=torch.contiguous_format)
+    ((expected, _),) = DataLoader(plain, batch_size=12, seed=4)
     assert torch.equal(images, expected)
-    assert expected.is_contiguous(), "control: the default"
+    assert expected.is_contiguous(), "control: asked for"
+    assert last[0][0].is_contiguous(), "samples have the format that they always had"
 
 
 def test_what_differs_with_channels_last_is_what_the_documentation_says(folder: Path) -> None:
     crop = penstock.RandomResizedCrop(64)
-    last = ImageFolder(folder, crop, memory_format=torch.channels_last)
+    last = ImageFolder(folder, crop)
     images, _ = next(iter(DataLoader(last, batch_size=4)))
     assert images.shape == (4, 3, 64, 64)
     assert images.numpy().transpose(0, 2, 3, 1).flags.c_contiguous
@@ -350,7 +353,8 @@ def test_what_differs_with_channels_last_is_what_the_documentation_says(folder: 
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         images.view(4, -1)
     assert images.reshape(4, -1).shape == (4, 3 * 64 * 64)
-    plain, _ = next(iter(DataLoader(ImageFolder(folder, crop), batch_size=4)))
+    contiguous = ImageFolder(folder, crop, memory_format=torch.contiguous_format)
+    plain, _ = next(iter(DataLoader(contiguous, batch_size=4)))
     assert plain.numpy().flags.c_contiguous
     assert plain.view(4, -1).shape == (4, 3 * 64 * 64)
     theirs = ImageFolder(folder, v2.CenterCrop(64), memory_format=torch.channels_last)
@@ -368,7 +372,8 @@ def test_what_somebody_elses_transform_gets_is_its_own_to_keep(folder: Path) -> 
 
 
 def test_packed_images_are_written_where_the_batch_lies(folder: Path, tmp_path: Path) -> None:
-    packed = pack(ImageFolder(folder), tmp_path / "set", workers=0)
+    pack(ImageFolder(folder), tmp_path / "set", workers=0)
+    packed = Packed(tmp_path / "set", memory_format=torch.contiguous_format)
     cropped = packed.with_transforms(image=penstock.Resize((40, 50)))
     row = np.zeros((3, 40, 50), np.uint8)
     image, label = cropped.read_into(5, [row, None])

@@ -41,9 +41,10 @@ class ImageFolder:
         transform: A Penstock transform, applied during decoding, or any function of the tensor.
         target_transform: A function of the class index.
         decoder: See :func:`penstock.decode`. None: measured with the first JPEG.
-        memory_format: ``torch.channels_last`` leaves the pixels in the order in which they are
-            decoded: height, width, channels. Shapes and values of samples and batches do not
-            change. Ignored with a ``transform`` that is not Penstock's.
+        memory_format: Memory format of the batches. None: ``torch.channels_last``, the order in
+            which pixels are decoded and in which models run faster. ``torch.contiguous_format``: as
+            from torch's collate. Shapes and values are the same. Samples (``folder[i]``) and
+            batches with a ``transform`` or ``collate_fn`` of your own are always contiguous.
 
     Example:
         >>> import os, tempfile, numpy as np, penstock
@@ -95,10 +96,14 @@ class ImageFolder:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self.read_into(index, ())
+        return self._load(index, None, is_channels_last=False)
 
     def read_into(self, index: int, rows: Sequence[Any]) -> tuple[Any, Any]:
-        """Return ``self[index]``, with the image in the first of ``rows``. Called in a worker."""
+        """Return ``self[index]``, with the image in the first of ``rows``. Called by the engine."""
+        is_last = self._is_channels_last
+        return self._load(index, rows[0] if rows else None, is_channels_last=is_last)
+
+    def _load(self, index: int, out: Any, *, is_channels_last: bool) -> tuple[Any, Any]:
         path, target = self.samples[index]
         data = _read_file(path)
         if self._decoder and self._asked is None:
@@ -107,14 +112,14 @@ class ImageFolder:
             data,
             self.transform,
             path=path,
-            out=rows[0] if rows else None,
+            out=out,
             decoder=self._asked,
-            is_channels_last=self._is_channels_last,
+            is_channels_last=is_channels_last,
         )
         return image, target if self.target_transform is None else self.target_transform(target)
 
     def keeps_channels_last(self) -> bool:
-        """Return True if batches keep the memory format of the images. Called by the engine."""
+        """Return True if batches are channels_last. Called by the engine."""
         is_own = self.transform is None or isinstance(self.transform, Crop)
         return is_own and self._is_channels_last
 

@@ -96,28 +96,39 @@ class ColumnDataset:
     # -- samples ---------------------------------------------------------------------------------
 
     def __getitem__(self, index: int) -> Any:
-        return self.read_into(index, ())
+        return self._sample(self._resolve_one(index))
 
     def read_into(self, index: int, rows: Sequence[np.ndarray | None]) -> Any:
-        """Return ``self[index]``, with images in their ``rows``. Called in a worker."""
+        """Return ``self[index]``, with images in their ``rows``. Called by the engine."""
         # Each field is one leaf of the sample, unless a transform of the user changes that.
         is_known = all(isinstance(one, Crop) for one in self._transforms.values())
         has_leaves = is_known and len(rows) == len(self._schemas)
-        return self._sample(self._resolve_one(index), rows if has_leaves else ())
+        row = self._resolve_one(index)
+        return self._sample(row, rows if has_leaves else (), self._is_channels_last)
 
     def keeps_channels_last(self) -> bool:
-        """Return True if batches keep the memory format of the images. Called by the engine."""
-        return self._is_channels_last
+        """Return True if batches of images are channels_last. Called by the engine."""
+        return self._is_channels_last and bool(self._transforms)
 
-    def _sample(self, row: int, places: Sequence[np.ndarray | None] = ()) -> Any:
+    def _sample(
+        self,
+        row: int,
+        places: Sequence[np.ndarray | None] = (),
+        is_channels_last: bool = False,
+    ) -> Any:
         values = [
-            self._value(schema, column, row, place)
+            self._value(schema, column, row, place, is_channels_last)
             for schema, column, place in zip_longest(self._schemas, self._columns, places)
         ]
         return join_sample(self._form, self.fields, values)
 
     def _value(
-        self, schema: FieldSchema, column: Column, row: int, place: np.ndarray | None
+        self,
+        schema: FieldSchema,
+        column: Column,
+        row: int,
+        place: np.ndarray | None,
+        is_channels_last: bool,
     ) -> Any:
         transform = self._transforms.get(schema.name)
         is_cropped = schema.kind == "array" and _is_plain_crop(transform)
@@ -127,7 +138,7 @@ class ColumnDataset:
                 transform,
                 is_encoded=schema.encoding == "file",
                 out=place,
-                is_channels_last=self._is_channels_last,
+                is_channels_last=is_channels_last,
             )
         value = self._decode(schema, column.row(row), row)
         return value if transform is None else transform(value)
@@ -353,10 +364,8 @@ class Packed(ColumnDataset):
         transforms: Functions of a field's value, by field name. See :meth:`with_transforms`.
         read_ahead: Request all rows of a batch from the disk together. None: if the set is larger
             than this machine's memory.
-        memory_format: ``torch.channels_last`` leaves images (fields of images, and arrays with a
-            Penstock crop) in the order height, width, channels in memory, in samples and in
-            batches. Shapes and values do not change. Transforms that are not Penstock's still get
-            contiguous tensors.
+        memory_format: Memory format of images and arrays with a Penstock crop, in batches. None:
+            ``torch.channels_last``. See :class:`penstock.ImageFolder`.
 
     Example:
         >>> import tempfile, penstock

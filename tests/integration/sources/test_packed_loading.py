@@ -290,8 +290,8 @@ def test_channels_last_changes_strides_and_no_value(
     photographs: Path, keywords: dict[str, Any]
 ) -> None:
     crop = Compose([RandomResizedCrop(48), RandomHorizontalFlip()])
-    plain = Packed(photographs, transforms={"x": crop})
-    last = Packed(photographs, transforms={"x": crop}, memory_format=torch.channels_last)
+    plain = Packed(photographs, transforms={"x": crop}, memory_format=torch.contiguous_format)
+    last = Packed(photographs, transforms={"x": crop})
     expected = list(DataLoader(plain, batch_size=16, shuffle=True, seed=1))
     found = list(DataLoader(last, batch_size=16, shuffle=True, seed=1, **keywords))
     assert len(found) == len(expected) == 3
@@ -300,13 +300,12 @@ def test_channels_last_changes_strides_and_no_value(
         assert torch.equal(labels, same_labels)
         assert images.is_contiguous(memory_format=torch.channels_last)
         assert not images.is_contiguous()
-        assert same_images.is_contiguous(), "control: the default"
+        assert same_images.is_contiguous(), "control: asked for"
+    assert last[0][0].is_contiguous(), "samples have the format that they always had"
 
 
 def test_your_own_dataset_and_collate_fn_get_contiguous_batches(photographs: Path) -> None:
-    last = Packed(
-        photographs, transforms={"x": RandomResizedCrop(48)}, memory_format=torch.channels_last
-    )
+    last = Packed(photographs, transforms={"x": RandomResizedCrop(48)})
 
     class Wrapped:
         def __len__(self) -> int:
@@ -333,21 +332,42 @@ def test_your_own_dataset_and_collate_fn_get_contiguous_batches(photographs: Pat
 def test_a_subset_a_copy_and_a_sum_keep_the_memory_format(photographs: Path) -> None:
     crop = CenterCrop(40)
     last = Packed(photographs, transforms={"x": crop}, memory_format=torch.channels_last)
-    plain = Packed(photographs, transforms={"x": crop})
+    plain = Packed(photographs, transforms={"x": crop}, memory_format=torch.contiguous_format)
     parts = (last.subset(range(5, 25)), last + last, pickle.loads(pickle.dumps(last)))
     for one in (*parts, last.select("x", "y"), torch.utils.data.Subset(last, range(12))):
         images, _ = next(iter(DataLoader(one, batch_size=8)))
         assert images.is_contiguous(memory_format=torch.channels_last)
         assert not images.is_contiguous()
+    for one in (plain.subset(range(5, 25)), pickle.loads(pickle.dumps(plain))):
+        assert next(iter(DataLoader(one, batch_size=8)))[0].is_contiguous(), "control"
     with pytest.raises(BadArgument, match="different memory formats"):
         last + plain
+
+
+def test_bad_samples_do_not_change_the_memory_format(photographs: Path) -> None:
+    def refuse(label: int) -> int:
+        if label in (3, 17, 18):
+            raise ValueError("refused")
+        return label
+
+    last = Packed(photographs).with_transforms(x=RandomResizedCrop(48), y=refuse)
+    runs = [
+        list(DataLoader(last, batch_size=8, num_workers=num_workers, on_error="skip", seed=3))
+        for num_workers in (0, 2)
+    ]
+    assert [len(labels) for _, labels in runs[0]] == [7, 8, 6, 8, 8]
+    for (images, labels), (same_images, same_labels) in zip(*runs, strict=True):
+        assert torch.equal(images, same_images)
+        assert torch.equal(labels, same_labels)
+        assert images.stride() == same_images.stride()
+        assert images.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_transform_of_your_own_gets_contiguous_tensors(photographs: Path) -> None:
     def double(label: int) -> int:
         return 2 * label
 
-    last = Packed(photographs, memory_format=torch.channels_last)
+    last = Packed(photographs)
     last = last.with_transforms(x=CenterCrop(40), y=double)
     images, labels = next(iter(DataLoader(last, batch_size=8, num_workers=1)))
     assert images.is_contiguous(memory_format=torch.channels_last)

@@ -76,9 +76,16 @@ def takes_batches(dataset: Any) -> bool:
 
 
 def fetch_map(
-    dataset: Any, indices: list[Any], position: int, randomness: SampleRandomness | None
+    dataset: Any,
+    indices: list[Any],
+    position: int,
+    randomness: SampleRandomness | None,
+    get: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Load the samples of ``indices``. ``position`` is the position of the first one.
+
+    Args:
+        get: Loads one sample. None: ``dataset[i]``. Not used if there is ``__getitems__``.
 
     Returns a list, or the object that ``__getitems__`` returns.
     """
@@ -87,7 +94,7 @@ def fetch_map(
             randomness.snapshot()
         get_many, name = dataset.__getitems__, "dataset.__getitems__"
         return call_user(get_many, indices, position, randomness, name)
-    get = getter(dataset)
+    get = getter(dataset) if get is None else get
     with NoStopIteration("dataset[i]"):
         if randomness is None:
             return [get(index) for index in indices]

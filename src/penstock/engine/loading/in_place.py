@@ -24,7 +24,7 @@ Rows = Sequence["np.ndarray | None"]
 class InPlaceReader(Protocol):
     """A dataset that can write the tensors of a sample directly to a slot.
 
-    Random draws and errors are the same as in ``dataset[i]``. Samples can differ in layout.
+    Random draws, errors and values are the same as in ``dataset[i]``. Samples can differ in layout.
     """
 
     def __getitem__(self, index: Any) -> Any: ...
@@ -68,14 +68,18 @@ def find_in_place_fetcher(dataset: Any) -> InPlaceFetcher | None:
     return InPlaceFetcher(dataset.read_into, indices) if offers(dataset, "read_into") else None
 
 
-def keeps_channels_last(dataset: Any) -> bool:
-    """Return True if the batches of a dataset (also in a subset) keep its channels_last images.
+def find_channels_last_getter(dataset: Any) -> Callable[[Any], Any] | None:
+    """Return a function that loads one sample with channels_last images, or None.
 
-    A dataset of Penstock says so with a method ``keeps_channels_last``. All other datasets get the
-    contiguous batches of default_collate.
+    A dataset of Penstock (also in a subset) has such images if its ``keeps_channels_last`` returns
+    True. ``read_into`` returns them, and ``dataset[i]`` returns contiguous ones. Used only with
+    default_collate. All other datasets get its contiguous batches.
     """
-    dataset, _ = unwrap_subsets(dataset)
-    return offers(dataset, "keeps_channels_last") and dataset.keeps_channels_last() is True
+    inner, _ = unwrap_subsets(dataset)
+    if not offers(inner, "keeps_channels_last") or inner.keeps_channels_last() is not True:
+        return None
+    fetcher = find_in_place_fetcher(dataset)
+    return None if fetcher is None else fetcher.get
 
 
 def unwrap_subsets(dataset: Any) -> tuple[Any, list[Any]]:

@@ -25,7 +25,7 @@ from penstock.engine.loading.fetch import (
     takes_batches,
 )
 from penstock.engine.loading.gather import Gatherer, find_gatherer
-from penstock.engine.loading.in_place import keeps_channels_last
+from penstock.engine.loading.in_place import find_channels_last_getter
 from penstock.engine.memory.batch_layout import LayoutError
 from penstock.engine.parent.context import EpochPass, LoadContext
 from penstock.errors import NoStopIteration, NoSubstitute
@@ -112,7 +112,9 @@ class InlineProducer:
 
     def start_epoch(self, epoch: EpochPass) -> None:
         self._dataset = self._context.dataset
-        self._keeps_channels_last = keeps_channels_last(self._dataset)
+        get_last = find_channels_last_getter(self._dataset) if self._is_plain else None
+        self._keeps_channels_last = get_last is not None
+        self._get = getter(self._dataset) if get_last is None else get_last
         self._indices, self._position_at = epoch.indices, epoch.position_of
         self.num_taken = epoch.num_taken
         """Number of samples of the epoch loaded so far."""
@@ -213,7 +215,7 @@ class InlineProducer:
             self.num_taken += len(index) if self._auto_collation else 1
         elif self._randomness is not None and self._randomness.is_unseeded and self._is_plain:
             position = self._advance(len(index))
-            samples = self._randomness.call_many_preserved(getter(self._dataset), index, position)
+            samples = self._randomness.call_many_preserved(self._get, index, position)
         elif self._randomness is not None:
             with self._randomness.preserved():
                 samples = self._fetch(index)
@@ -235,7 +237,7 @@ class InlineProducer:
         self, index: Any, bad_policy: BadSamplePolicy, poison_rows: PoisonRows
     ) -> Any:
         """Load one sample at a time and apply the bad-sample policy."""
-        get = one_getter(self._dataset)
+        get = self._get if self._keeps_channels_last else one_getter(self._dataset)
         indices = list(index) if self._auto_collation else [index]
         placed = enumerate(indices, self._advance(len(indices)))
         with self._preserved():
@@ -273,5 +275,6 @@ class InlineProducer:
             position = self._advance(1)
             if self._randomness is not None:
                 self._randomness.snapshot()
-            return call_user(getter(self._dataset), index, position, self._randomness)
-        return fetch_map(self._dataset, index, self._advance(len(index)), self._randomness)
+            return call_user(self._get, index, position, self._randomness)
+        position = self._advance(len(index))
+        return fetch_map(self._dataset, index, position, self._randomness, self._get)

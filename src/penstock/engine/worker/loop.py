@@ -40,7 +40,7 @@ from penstock.engine.loading.fetch import (
 )
 from penstock.engine.loading.gather import find_gatherer
 from penstock.engine.loading.generator_lock import GeneratorLock
-from penstock.engine.loading.in_place import find_in_place_fetcher, keeps_channels_last
+from penstock.engine.loading.in_place import find_channels_last_getter, find_in_place_fetcher
 from penstock.engine.loading.slot_collate import SlotAllocator, collating_into
 from penstock.engine.memory import payload
 from penstock.engine.memory.batch_layout import Layout, LayoutError
@@ -95,8 +95,9 @@ class WorkerLoop:
     ) -> None:
         self._number = number
         self._task = task
-        self._set_dataset(objects["dataset"])
         self._collate = objects["collate_fn"]
+        self._writes_slots = task.auto_collation and is_default_collate(self._collate)
+        self._set_dataset(objects["dataset"])
         self._connection = connection
         self._status = WorkerStatus(cells, number, has_limit=task.has_limit)
         buffers = trace_buffers(cells, number + 1, task.trace_bytes)
@@ -134,7 +135,6 @@ class WorkerLoop:
                 names=objects.get("generator_names"),
                 init_states=objects.get("init_states"),
             )
-        self._writes_slots = task.auto_collation and is_default_collate(self._collate)
         on_error = objects.get("on_error", "raise")
         self._bad_policy: BadSamplePolicy | None = None
         if on_error != "raise":
@@ -152,8 +152,9 @@ class WorkerLoop:
 
     def _set_dataset(self, dataset: Any) -> None:
         self._dataset, self._takes_batches = dataset, takes_batches(dataset)
-        self._get = getter(dataset)
-        self._keeps_channels_last = keeps_channels_last(dataset)
+        get_last = find_channels_last_getter(dataset) if self._writes_slots else None
+        self._keeps_channels_last = get_last is not None
+        self._get = getter(dataset) if get_last is None else get_last
 
     def run(self) -> None:
         """Serve leases until the parent requests a stop or is gone."""
@@ -258,7 +259,7 @@ class WorkerLoop:
         """Load the lease's samples. ``batch`` holds all indices that substitutes may come from."""
         self._status.check_pass(lease.pass_number)
         self._begin_randomness(lease)
-        get = one_getter(self._dataset)
+        get = self._get if self._keeps_channels_last else one_getter(self._dataset)
 
         def call(function: Callable[[Any], Any], index: Any, position: int) -> Any:
             with self._guard():

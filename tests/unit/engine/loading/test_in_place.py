@@ -11,7 +11,11 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 from penstock.engine.loading.collate import BatchWriter
-from penstock.engine.loading.in_place import find_in_place_fetcher, keeps_channels_last, offers
+from penstock.engine.loading.in_place import (
+    find_channels_last_getter,
+    find_in_place_fetcher,
+    offers,
+)
 from penstock.engine.memory.batch_layout import LayoutError, view_batch
 from support.datasets import assert_same
 
@@ -131,10 +135,11 @@ def test_a_class_with_its_own_getitem_is_asked_for_that() -> None:
 
 
 class ChannelsLast(Placing):
-    """Images in the order height, width, channels, in samples and batches."""
+    """Images in the order height, width, channels in batches. Samples are contiguous."""
 
     def __getitem__(self, index: int) -> Any:
-        return self.read_into(index, ())
+        image, label = self.read_into(index, ())
+        return image.contiguous(), label
 
     def read_into(self, index: int, rows: Sequence[Any]) -> Any:
         row = np.empty((40, 40, 3), np.uint8) if not rows else rows[0].transpose(1, 2, 0)
@@ -148,7 +153,7 @@ class ChannelsLast(Placing):
 
 def test_channels_last_images_are_written_in_place() -> None:
     dataset, buffer = ChannelsLast(), np.full(1 << 20, 0xA5, np.uint8)
-    writer = BatchWriter(buffer, 8, 0, keeps_channels_last=keeps_channels_last(dataset))
+    writer = BatchWriter(buffer, 8, 0, keeps_channels_last=True)
     placer = find_in_place_fetcher(dataset)
     assert placer is not None
     placer.begin(writer)
@@ -178,7 +183,12 @@ def test_only_a_dataset_that_says_so_keeps_channels_last() -> None:
         def __getitem__(self, index: int) -> Any:
             return self.dataset[index]
 
-    assert keeps_channels_last(ChannelsLast())
-    assert keeps_channels_last(Subset(Subset(ChannelsLast(), [2, 1]), [0]))
+    for dataset in (ChannelsLast(), Subset(Subset(ChannelsLast(), [2, 0]), [1, 0])):
+        get = find_channels_last_getter(dataset)
+        assert get is not None
+        image, label = get(0)
+        assert label == 0
+        assert torch.equal(image, ChannelsLast()[0][0])
+        assert not image.is_contiguous()
     for other in (Placing(), Overridden(), Wrapper(ChannelsLast()), [1, 2]):
-        assert not keeps_channels_last(other)
+        assert find_channels_last_getter(other) is None
