@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(240)
 
 # -- the expected hash -----------------------------------------------------------------------------
 
-QUICK = stream_hash.grid(("thread", "forkserver"))
+QUICK = stream_hash.quick_grid()
 
 
 @legacy
