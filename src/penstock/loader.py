@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -216,7 +217,13 @@ class DataLoader(TorchDataLoader[_T_co]):
     @property
     def plan(self) -> Plan:
         """Plan of this loader on this machine. Each choice has a reason."""
-        return replace(self._make_plan(), notes=(*self._notes, *self._notes_of_dataset()))
+        plan = self._make_plan()
+        fork_server = sys.modules.get("penstock.engine.parent.fork_server")
+        if plan.start_method.value == "forkserver" and fork_server is not None:
+            started = fork_server.describe_start()
+            if started is not None:
+                plan = replace(plan, start_method=replace(plan.start_method, reason=started))
+        return replace(plan, notes=(*self._notes, *self._notes_of_dataset()))
 
     def _make_plan(self) -> Plan:
         from penstock.machine.collect import quick_facts

@@ -3,6 +3,9 @@
 Each process has one fork server. It is started with the first loader that has workers and stays
 warm from then on. It has imported torch, has one thread and has never used a GPU. So forking it is
 safe even if the parent has threads or a GPU context, or runs in a notebook.
+
+The fork server is a fork of this process if that is safe at the time. Otherwise it is a fresh
+Python, which imports torch first. See :mod:`penstock.engine.parent.clean_process`.
 """
 
 from __future__ import annotations
@@ -28,8 +31,11 @@ import psutil
 
 from penstock.engine.memory.control_socket import ControlSocket
 from penstock.engine.memory.messages import WorkerAssignment
+from penstock.engine.parent.clean_process import why_unclean
 from penstock.engine.parent.ctrl_c import deferred_ctrl_c
+from penstock.engine.parent.forked_child import ForkedChild, fork_child
 from penstock.engine.pickling.environment import THREAD_LIMITS, import_path
+from penstock.engine.pickling.pickler import current_generations
 from penstock.errors import StartFailed
 
 if sys.platform == "win32":  # pragma: no cover
@@ -103,6 +109,8 @@ class ForkServer:
     """The parent's end of one fork server process. All methods are thread-safe."""
 
     def __init__(self, without: frozenset[str] = frozenset()) -> None:
+        self.why_fresh: str | None = _why_never_fork or why_unclean()
+        """Why the fork server is a fresh Python. None for a fork of this process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._control = ControlSocket(ours)
         self._without = without
@@ -111,9 +119,7 @@ class ForkServer:
         self.is_lost = self.was_killed = self.was_killed_from_outside = False
         self._owner = os.getpid()
         try:
-            self._process = start_child(
-                f"fork_server_main.fork_server_main({theirs.fileno()})", (theirs.fileno(),)
-            )
+            self._process = self._start(theirs.fileno())
         except BaseException:
             ours.close()
             raise
@@ -121,6 +127,20 @@ class ForkServer:
             theirs.close()
         self._is_ready = False
         self._num_preparing = 0
+
+    def _start(self, fd: int) -> ForkedChild | subprocess.Popen[bytes]:
+        if self.why_fresh is None:
+            current_generations()  # a later reload makes the fork server stale
+            try:
+                return fork_child("fork_server_main.forked_main", fd)
+            except StartFailed as error:
+                self.why_fresh = error.what
+        return start_child(f"fork_server_main.fork_server_main({fd})", (fd,))
+
+    @property
+    def has_failed_as_fork(self) -> bool:
+        """True if it is a fork of this process and ended before it was ready."""
+        return self.why_fresh is None and self.is_lost and not self._is_ready
 
     @property
     def pid(self) -> int:
@@ -273,7 +293,10 @@ class ForkServer:
         return message
 
     def _lose(self, why: str) -> None:
+        global _why_never_fork
         self.is_lost = True
+        if self.has_failed_as_fork:
+            _why_never_fork = f"a fork of this process did not become a fork server: {why}"
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5)
         code = self._process.poll()
@@ -326,7 +349,17 @@ def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
         ) from error
 
 
+def describe_start() -> str | None:
+    """Say how the fork server of this process was started. None if there is none."""
+    if _current is None or _owner != os.getpid():
+        return None
+    if _current.why_fresh is None:
+        return "a copy of this process, from when its first loader was created, forks workers"
+    return f"a fresh Python forks workers, because {_current.why_fresh}"
+
+
 _current: ForkServer | None = None
+_why_never_fork: str | None = None
 _owner = 0
 _guard = threading.Lock()
 _tainted: set[str] = set()

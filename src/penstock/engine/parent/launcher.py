@@ -218,6 +218,8 @@ class Launcher:
                 unfit = error.facts.get("unfit")
                 if unfit is not None:
                     fork_servers.replace_fork_server(fork_server, unfit)  # type: ignore[arg-type]
+                elif fork_server.has_failed_as_fork:
+                    pass  # the next one is a fresh Python
                 elif may_be_stale and fork_server.was_ready:
                     may_be_stale = False  # it was lost after it started the previous worker
                     continue

@@ -361,6 +361,15 @@ def _importable(names: set[str]) -> set[str]:
 _seen_specs: dict[str, list[Any]] = {}
 
 
+def current_generations() -> dict[str, int]:
+    """Return how often each module was reloaded. Every reload after this call is noticed."""
+    return {
+        name: _generation(name)
+        for name, module in [*sys.modules.items()]
+        if getattr(module, "__spec__", None) is not None
+    }
+
+
 def _generation(name: str) -> int:
     """Count how often a module was reloaded. Each ``reload`` gives it a new spec."""
     spec = sys.modules[name].__spec__

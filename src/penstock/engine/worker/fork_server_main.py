@@ -23,10 +23,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.engine.memory import control_socket
+from penstock.engine.pickling.pickler import current_generations
+from penstock.engine.worker.detach import detach
 from penstock.engine.worker.main import (
     end_process,
     exit_code_of,
     leave_ctrl_c_to_parent,
+    shield_exit_handlers,
     worker_main,
 )
 from penstock.engine.worker.torch_templates import keep_generated_modules_in_memory
@@ -35,7 +38,19 @@ _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.25
 
 
-def fork_server_main(control_fd: int) -> None:
+def forked_main(control_fd: int, parent: int, mask: set[int]) -> None:
+    """Entry point of a fork server that was forked from the user's process.
+
+    Args:
+        mask: The signals that were blocked before the fork. All are blocked now.
+    """
+    detach(control_fd)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _generations.update(current_generations())
+    fork_server_main(control_fd, parent)
+
+
+def fork_server_main(control_fd: int, parent_pid: int | None = None) -> None:
     """Run the fork server: import what workers need, then fork on request until disconnected."""
     control = control_socket.ControlSocket.from_fd(control_fd)
     leave_ctrl_c_to_parent()
@@ -54,7 +69,7 @@ def fork_server_main(control_fd: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     gc.collect()
     gc.freeze()  # pages of everything loaded so far stay shared with every worker
-    parent_pid = os.getppid()
+    parent_pid = parent_pid or os.getppid()
     parent = control_socket.watch_process(parent_pid)
     children: set[int] = set()
     try:
@@ -184,7 +199,6 @@ def _become_worker(body: bytes, fds: list[int], fork_server: int) -> None:
     """Turn a forked child into a worker, and exit when it is done."""
 
     def become() -> None:
-        import atexit
         import ctypes
         from multiprocessing import connection, util
 
@@ -192,7 +206,7 @@ def _become_worker(body: bytes, fds: list[int], fork_server: int) -> None:
         if os.getppid() != fork_server:  # it exited before PDEATHSIG was set
             os._exit(1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        atexit._clear()
+        shield_exit_handlers()
         util._finalizer_registry.clear()  # type: ignore[attr-defined]
         util._run_after_forkers()  # type: ignore[attr-defined]
         channel = connection.Connection(fds[0])

@@ -10,6 +10,7 @@ Tested by ``tests/integration/engine/worker/test_loop.py``.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import signal
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import util
 from typing import Any
 
 from penstock.engine.memory.messages import (
@@ -156,17 +158,37 @@ def leave_ctrl_c_to_parent() -> None:
 
 def end_process(code: int = 0) -> None:
     """Exit a worker process as multiprocessing does: only run finalizers and flush streams."""
-    import atexit
-    from multiprocessing import util
-
+    global _exit_code
+    _exit_code = code
     try:
         util._exit_function()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
     except Exception:
-        code = code or 1
+        _exit_code = code or 1
+    _leave()
+
+
+def shield_exit_handlers() -> None:
+    """Prevent exit handlers registered before this call from running in this process.
+
+    Handlers run in reverse order, so this one ends the process after those registered later.
+    Removing the earlier ones instead could release objects of the user's process and run their
+    ``__del__``.
+    """
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    code = _exit_code
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:
+            code = code or 1
     os._exit(code)
+
+
+_exit_code = 0
 
 
 # -- spawned ---------------------------------------------------------------------------------------

@@ -1,0 +1,157 @@
+"""Decides whether the fork server can be a fork of this process, and says why not.
+
+A fork copies only the calling thread, and everything else as it is: locks, pools, handles, data. It
+is safe if nothing exists that would be wrong in the copy. :func:`why_unclean` checks this when the
+first loader with workers is created, where most programs have only imported modules and created a
+dataset.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+
+from penstock.engine.memory.fork_watch import process_forks
+from penstock.machine.native_threads import count_openblas_threads, count_threads
+
+SWITCH = "PENSTOCK_FORK_SERVER"
+"""Environment variable. ``fresh`` always starts a new Python."""
+MAX_DATA_BYTES = 64 << 20
+"""Memory beyond the imports that the fork server may keep alive after this process freed it."""
+MODULE_BYTES = 128 << 10
+"""Memory that importing a module takes, at most, on average: 59 KiB with NumPy alone, 125 KiB with
+torch, 91 KiB with torch, torchvision, albumentations and timm."""
+_PLAIN_DEVICES = re.compile(r"/dev/(null|zero|full|u?random|tty.*|pts/.*|console)$")
+
+
+def why_unclean() -> str | None:
+    """Return why this process must not be forked, or None if a fork is safe."""
+    try:
+        for check in _CHECKS:
+            reason = check()
+            if reason is not None:
+                return reason
+    except OSError as error:
+        return f"its state could not be read ({error})"
+    return None
+
+
+def describe_threads(num_others: int) -> str:
+    return f"it has {num_others} more thread{'s' if num_others > 1 else ''}"
+
+
+# -- the checks ------------------------------------------------------------------------------------
+
+
+def _check_switch() -> str | None:
+    return f"{SWITCH}=fresh is set" if os.environ.get(SWITCH) == "fresh" else None
+
+
+def _check_thread() -> str | None:
+    if threading.current_thread() is not threading.main_thread():
+        return f"the loader was created in thread {threading.current_thread().name!r}"
+    return None
+
+
+def _check_threads() -> str | None:
+    """Count threads. Those of OpenBLAS are allowed, because it stops them before a fork."""
+    num_others = count_threads() - 1
+    if num_others:
+        num_others -= count_openblas_threads()
+    return describe_threads(num_others) if num_others > 0 else None
+
+
+def _check_torch() -> str | None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        return "the GPU is in use"
+    if torch.is_inference_mode_enabled():
+        return "torch.inference_mode is on"
+    num_modes = getattr(torch._C, "_len_torch_function_stack", int)()
+    num_modes += getattr(torch._C, "_len_torch_dispatch_stack", int)()
+    return "a torch mode is active, such as a default device" if num_modes else None
+
+
+def _check_frames() -> str | None:
+    """Find states of the running code that would be copied into every worker."""
+    error = sys.exc_info()[0]
+    if error is not None:
+        return f"the loader was created while {error.__name__} was being handled"
+    for name, module in [*sys.modules.items()]:
+        spec = getattr(module, "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            return f"the loader was created while {name} was being imported"
+    return None
+
+
+def _check_memory() -> str | None:
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        found = re.search(r"RssAnon:\s+(\d+) kB", status.read())
+    if found is None:
+        return "the kernel does not tell how much memory it holds"
+    data_bytes = int(found[1]) * 1024 - MODULE_BYTES * len(sys.modules)
+    if data_bytes > MAX_DATA_BYTES:
+        return f"it holds {data_bytes >> 20} MiB besides its modules"
+    return None
+
+
+def _check_descriptors() -> str | None:
+    """Find open files and connections. User code in a worker may rely on them.
+
+    Inherited pipes and sockets are allowed. Python opens its own with close-on-exec.
+    """
+    spared = {*process_forks.fds, *_log_files(_handlers())}
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd <= 2 or fd in spared:
+            continue
+        with suppress(OSError):  # closed since, like the listing itself
+            reason = _why_keep(fd, os.readlink(f"/proc/self/fd/{fd}"))
+            if reason is not None:
+                return reason
+    return None
+
+
+def _why_keep(fd: int, path: str) -> str | None:
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) or path.startswith("anon_inode:"):
+        is_own = fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        return f"a connection is open ({path})" if is_own else None
+    if stat.S_ISCHR(mode) and _PLAIN_DEVICES.match(path):
+        return None
+    if stat.S_ISDIR(mode) or path.startswith(("/memfd:penstock", "/sys/", "/proc/")):
+        return None
+    return f"{path} is open"
+
+
+def _handlers() -> Iterator[logging.Handler]:
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    for logger in loggers:
+        yield from getattr(logger, "handlers", ())
+
+
+def _log_files(handlers: Iterable[logging.Handler]) -> Iterator[int]:
+    """Return the descriptors of log files. The fork server removes their handlers."""
+    for handler in handlers:
+        with suppress(AttributeError, OSError, ValueError):  # no stream, or a stream without a file
+            if isinstance(handler, logging.FileHandler):
+                yield handler.stream.fileno()
+
+
+_CHECKS: tuple[Callable[[], str | None], ...] = (
+    _check_switch,
+    _check_thread,
+    _check_threads,
+    _check_torch,
+    _check_frames,
+    _check_memory,
+    _check_descriptors,
+)

@@ -1,0 +1,184 @@
+"""The fork server is a fork of the user's process only if that process is clean."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.parent import clean_process, fork_server
+from support import scripts
+
+pytestmark = pytest.mark.fault
+
+PROGRAM = """
+import contextlib, importlib, json, os, socket, sys, threading
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import penstock
+from penstock.engine.parent import fork_server
+
+FOUND = {}
+
+
+def start(name):
+    fork_server.close_fork_server()
+    loader = penstock.DataLoader(range(8), batch_size=4, num_workers=1)
+    FOUND[name] = fork_server.current_fork_server().why_fresh
+    if FOUND[name] is None or name in LOADED:
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        FOUND[name + ", plan"] = loader.plan.start_method.reason
+
+
+LOADED = ("an open file",)
+start("clean")
+with open("data.bin", "wb+") as file:
+    start("an open file")
+start("clean after the file")
+
+import logging
+logging.getLogger("mine").addHandler(logging.FileHandler("log.txt"))
+start("a log file")
+with socket.socket() as sock:
+    start("a socket")
+inherited = os.pipe()
+for fd in inherited:
+    os.set_inheritable(fd, True)
+start("an inherited pipe")
+try:
+    raise KeyError("retried")
+except KeyError:
+    start("an exception")
+with torch.inference_mode():
+    start("inference mode")
+with torch.no_grad():
+    start("no_grad")
+if hasattr(torch, "set_default_device"):
+    torch.set_default_device("cpu")
+    start("a default device")
+    torch.set_default_device(None)
+Path("imports_a_loader.py").write_text("import __main__; __main__.start('an import')")
+importlib.import_module("imports_a_loader")
+data = np.ones(96 << 17)
+start("much data")
+del data
+thread = threading.Thread(target=start, args=("another thread",))
+thread.start()
+thread.join()
+stop = threading.Event()
+thread = threading.Thread(target=stop.wait)
+thread.start()
+start("threads")
+stop.set()
+thread.join()
+np.ones((300, 300)) @ np.ones((300, 300))
+start("OpenBLAS in use")
+os.environ["PENSTOCK_FORK_SERVER"] = "fresh"
+start("the switch")
+del os.environ["PENSTOCK_FORK_SERVER"]
+torch.set_num_threads(2)
+torch.rand(1 << 22).sum()
+start("OpenMP in use")
+print(json.dumps(FOUND))
+"""
+
+REASONS = {
+    "clean": None,
+    "an open file": "data.bin is open",
+    "clean after the file": None,
+    "a log file": None,
+    "a socket": "a connection is open (socket:",
+    "an inherited pipe": None,
+    "an exception": "KeyError was being handled",
+    "inference mode": "torch.inference_mode is on",
+    "no_grad": None,
+    "a default device": "a torch mode is active",
+    "an import": "imports_a_loader was being imported",
+    "much data": "MiB besides its modules",
+    "another thread": "the loader was created in thread",
+    "threads": "it has 1 more thread",
+    "OpenBLAS in use": None,
+    "the switch": "PENSTOCK_FORK_SERVER=fresh is set",
+    "OpenMP in use": "more thread",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    result = scripts.run(PROGRAM, tmp_path_factory.mktemp("clean"))
+    assert result.returncode == 0, result.stderr
+    answers: dict[str, Any] = json.loads(result.stdout)
+    return answers
+
+
+@pytest.mark.parametrize("state", REASONS)
+def test_the_process_is_forked_only_in_a_clean_state(state: str, found: dict[str, Any]) -> None:
+    if state not in found:
+        pytest.skip("this torch has no default device")
+    expected = REASONS[state]
+    if expected is None:
+        assert found[state] is None
+    else:
+        assert expected in str(found[state])
+
+
+def test_the_plan_says_which_process_is_forked(found: dict[str, Any]) -> None:
+    assert "a copy of this process" in found["clean, plan"]
+    assert found["an open file, plan"].startswith("a fresh Python forks workers, because /")
+
+
+def test_pytest_with_its_captured_output_is_not_clean() -> None:
+    assert clean_process.why_unclean() is not None
+
+
+HANGS = """
+import os, torch
+torch.set_num_threads(2)
+torch.rand(1 << 22).sum()
+pid = os.fork()
+torch.set_num_threads(2)
+torch.rand(1 << 22).sum()
+if pid == 0:
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+
+
+def test_a_fork_after_a_parallel_operation_hangs(tmp_path: Path) -> None:
+    """The control: without the check, workers that use threads would hang."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    with scripts.running(HANGS, tmp_path) as process, pytest.raises(subprocess.TimeoutExpired):
+        process.wait(20)
+
+
+def test_a_fork_that_fails_early_is_replaced_by_a_fresh_python(
+    tmp_path: Path,
+) -> None:
+    result = scripts.run(FAILS_EARLY, tmp_path)
+    assert result.stdout.split("\n")[0] == "[[0, 1], [2, 3]]", result.stderr
+    assert "a fork of this process did not become a fork server" in result.stdout
+
+
+FAILS_EARLY = """
+import os, penstock
+from penstock.engine.parent import fork_server
+owner = os.getpid()
+def die():
+    if os.getppid() == owner:
+        os._exit(7)
+os.register_at_fork(after_in_child=die)
+loader = penstock.DataLoader(range(4), batch_size=2, num_workers=1)
+print([batch.tolist() for batch in loader])
+print(loader.plan.start_method.reason)
+"""
+
+
+def test_no_fork_server_says_nothing_about_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "_current", None)
+    assert fork_server.describe_start() is None
