@@ -71,7 +71,7 @@ def _check_threads() -> str | None:
 def _check_torch() -> str | None:
     import torch
 
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "the GPU is in use"
     if torch.is_inference_mode_enabled():
         return "torch.inference_mode is on"
@@ -142,7 +142,7 @@ def _log_files(handlers: Iterable[logging.Handler]) -> Iterator[int]:
     """Return the descriptors of log files. The fork server removes their handlers."""
     for handler in handlers:
         with suppress(AttributeError, OSError, ValueError):  # no stream, or a stream without a file
-            if isinstance(handler, logging.FileHandler):
+            if isinstance(handler, logging.FileHandler) and handler.stream is not None:
                 yield handler.stream.fileno()
 
 

@@ -139,8 +139,9 @@ class ForkServer:
 
     @property
     def has_failed_as_fork(self) -> bool:
-        """True if it is a fork of this process and ended before it was ready."""
-        return self.why_fresh is None and self.is_lost and not self._is_ready
+        """True if it is a fork of this process and failed, or was stopped, before it was ready."""
+        has_failed = self.is_lost and not self._is_ready and not self.was_killed_from_outside
+        return self.why_fresh is None and has_failed
 
     @property
     def pid(self) -> int:
@@ -295,13 +296,13 @@ class ForkServer:
     def _lose(self, why: str) -> None:
         global _why_never_fork
         self.is_lost = True
-        if self.has_failed_as_fork:
-            _why_never_fork = f"a fork of this process did not become a fork server: {why}"
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5)
         code = self._process.poll()
         self.was_killed = code is not None and code < 0
         self.was_killed_from_outside = code in (-signal.SIGKILL, -signal.SIGTERM)
+        if code is not None and self.has_failed_as_fork:
+            _why_never_fork = f"a copy of this process did not become a fork server: {why}"
         if code is None:  # a stopped process would not notice the end of its parent
             self._process.kill()
             state, likely = "does not answer", "it was stopped (SIGSTOP, a debugger, a frozen "

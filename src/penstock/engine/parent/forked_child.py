@@ -5,6 +5,8 @@
 
 Call only if :func:`penstock.engine.parent.clean_process.why_unclean` returns None. No exception in
 the child reaches the user's frames, which lie below it on the stack.
+
+Tested by ``tests/faults/engine/worker/test_detach.py``.
 """
 
 from __future__ import annotations

@@ -81,9 +81,9 @@ def _reset_signals() -> None:
 def _reset_hooks() -> None:
     sys.settrace(None)
     sys.setprofile(None)
-    threading.settrace(None)  # type: ignore[arg-type]
-    threading.setprofile(None)  # type: ignore[arg-type]
-    monitoring = getattr(sys, "monitoring", None)
+    threading.settrace(None)
+    threading.setprofile(None)
+    monitoring: Any = getattr(sys, "monitoring", None)
     for tool in range(6 if monitoring is not None else 0):
         if monitoring.get_tool(tool) is not None:
             monitoring.set_events(tool, 0)
@@ -155,4 +155,3 @@ def _replace_main() -> None:
     """Replace the main module. Objects from it are sent by value."""
     _kept.append(sys.modules.get("__main__"))
     sys.modules["__main__"] = types.ModuleType("__main__")
-

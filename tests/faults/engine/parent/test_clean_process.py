@@ -12,7 +12,7 @@ import pytest
 from penstock.engine.parent import clean_process, fork_server
 from support import scripts
 
-pytestmark = pytest.mark.fault
+pytestmark = [pytest.mark.fault, pytest.mark.legacy]
 
 PROGRAM = """
 import contextlib, importlib, json, os, socket, sys, threading
@@ -162,7 +162,7 @@ def test_a_fork_that_fails_early_is_replaced_by_a_fresh_python(
 ) -> None:
     result = scripts.run(FAILS_EARLY, tmp_path)
     assert result.stdout.split("\n")[0] == "[[0, 1], [2, 3]]", result.stderr
-    assert "a fork of this process did not become a fork server" in result.stdout
+    assert "a copy of this process did not become a fork server" in result.stdout
 
 
 FAILS_EARLY = """
