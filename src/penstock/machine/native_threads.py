@@ -2,7 +2,7 @@
 
 OpenBLAS, which NumPy contains, starts a thread per core when it is loaded. It stops them before a
 fork and starts them again when they are needed. OpenMP, which torch contains, starts its threads
-with the first parallel operation and does not survive a fork.
+with the first parallel operation and does not survive a fork, unless its threads are stopped first.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+SETTLE_S = 0.05
+_OPENMP = r"gomp|libomp|libiomp"
+_PAUSE_SOFT = 1
+"""Value of ``omp_pause_soft``: the settings of OpenMP stay."""
 _USES_PTHREADS = 1
 """Answer of ``openblas_get_parallel``. Others: no threads (0), OpenMP (2)."""
 
@@ -25,6 +30,29 @@ def count_threads() -> int:
         OSError: There is no ``/proc``.
     """
     return len(os.listdir("/proc/self/task"))
+
+
+def wait_for_threads(number: int) -> int:
+    """Wait for a moment until there are at most ``number`` threads. Returns how many there are.
+
+    A thread that has ended stays in the list of threads for some microseconds.
+    """
+    limit = time.monotonic() + SETTLE_S
+    while True:
+        actual = count_threads()
+        if actual <= number or time.monotonic() > limit:
+            return actual
+        time.sleep(0.001)
+
+
+def stop_openmp_threads() -> None:
+    """Stop the threads that OpenMP keeps for the calling thread.
+
+    The next parallel operation starts new ones. Does nothing if OpenMP is older than version 5.
+    """
+    for library in _find_libraries(_OPENMP):
+        with suppress(AttributeError):
+            library.omp_pause_resource_all(_PAUSE_SOFT)
 
 
 def count_openblas_threads() -> int:
@@ -47,7 +75,7 @@ def single_threaded_openblas() -> Iterator[None]:
 
 def limit_openmp() -> None:
     """Set all OpenMP libraries of this process to one thread."""
-    for library in _find_libraries(r"gomp|libomp|libiomp"):
+    for library in _find_libraries(_OPENMP):
         with suppress(AttributeError):
             library.omp_set_num_threads(1)
 

@@ -19,7 +19,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from penstock.engine.memory.fork_watch import process_forks
-from penstock.machine.native_threads import count_openblas_threads, count_threads
+from penstock.machine.native_threads import (
+    count_openblas_threads,
+    count_threads,
+    stop_openmp_threads,
+    wait_for_threads,
+)
 
 SWITCH = "PENSTOCK_FORK_SERVER"
 """Environment variable. ``fresh`` always starts a new Python."""
@@ -62,9 +67,12 @@ def _check_thread() -> str | None:
 
 def _check_threads() -> str | None:
     """Count threads. Those of OpenBLAS are allowed, because it stops them before a fork."""
-    num_others = count_threads() - 1
-    if num_others:
-        num_others -= count_openblas_threads()
+    if count_threads() == 1:
+        return None
+    num_allowed = 1 + count_openblas_threads()
+    if count_threads() > num_allowed:
+        stop_openmp_threads()
+    num_others = wait_for_threads(num_allowed) - num_allowed
     return describe_threads(num_others) if num_others > 0 else None
 
 

@@ -26,10 +26,7 @@ from typing import Any
 from penstock.engine.parent import clean_process
 from penstock.engine.parent.ctrl_c import deferred_ctrl_c
 from penstock.errors import StartFailed
-from penstock.machine.native_threads import count_threads, single_threaded_openblas
-
-SETTLE_S = 0.05
-"""Time for a thread that OpenBLAS has stopped to disappear from the list of threads."""
+from penstock.machine.native_threads import single_threaded_openblas, wait_for_threads
 
 
 class ForkedChild:
@@ -107,7 +104,7 @@ def _fork(call: str, fd: int) -> int:
         if pid == 0:
             gc.freeze()
             contextvars.Context().run(_live, call, fd, parent, mask, is_collecting)
-        num_threads = _count_threads()
+        num_threads = wait_for_threads(1)  # OpenBLAS has stopped its own
         if num_threads != 1:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -119,16 +116,6 @@ def _fork(call: str, fd: int) -> int:
         if is_collecting:
             gc.enable()
     return pid
-
-
-def _count_threads() -> int:
-    """Count the threads that are left after OpenBLAS has stopped its own for the fork."""
-    limit = time.monotonic() + SETTLE_S
-    while True:
-        number = count_threads()
-        if number == 1 or time.monotonic() > limit:
-            return number
-        time.sleep(0.001)
 
 
 def _live(call: str, fd: int, parent: int, mask: Any, is_collecting: bool) -> None:
