@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support import scripts
+from support.cuda_marks import needs_cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -34,6 +35,7 @@ print(json.dumps(found))
 """
 
 
+@needs_cuda
 def test_only_a_process_without_a_gpu_context_is_forked(tmp_path: Path) -> None:
     result = scripts.run(PROGRAM, tmp_path)
     assert result.returncode == 0, result.stderr
