@@ -9,6 +9,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from penstock.importing import importing
+
 if TYPE_CHECKING:
     from penstock import conv as conv
     from penstock import legacy as legacy
@@ -110,9 +112,10 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    module = importlib.import_module(home)
-    if name == "DataLoader":  # accelerate rebuilds loaders, so its hook must be installed first
-        importlib.import_module("penstock.integrations.accelerate_flag").watch()
+    with importing():
+        module = importlib.import_module(home)
+        if name == "DataLoader":  # accelerate rebuilds loaders, so its hook must be installed first
+            importlib.import_module("penstock.integrations.accelerate_flag").watch()
     # `machine` and `verify` are callable packages, and `conv` and `legacy` hold public names. For
     # these, the name refers to the module itself.
     if home == f"penstock.{name}":

@@ -25,6 +25,7 @@ from penstock.engine.parent.dataset_changes import DatasetChanges
 from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.iterator import LoaderIterator
 from penstock.errors import BadArgument, NoStopIteration, warn_user
+from penstock.importing import importing
 from penstock.options import (
     LoaderOptions,
     Tracing,
@@ -179,7 +180,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         if self._is_auto:  # use the plan's value until there are measurements
             self.num_workers = self._auto_workers = self.plan.num_workers.value
         elif num_workers:
-            from penstock.engine.parent.fork_server import warm_up
+            with importing():
+                from penstock.engine.parent.fork_server import warm_up
 
             plan = self._make_plan()
             warm_up(plan.pool.value, plan.start_method.value)
@@ -226,8 +228,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         return replace(plan, notes=(*self._notes, *self._notes_of_dataset()))
 
     def _make_plan(self) -> Plan:
-        from penstock.machine.collect import quick_facts
-        from penstock.planning.decisions import make_plan
+        with importing():
+            from penstock.machine.collect import quick_facts
+            from penstock.planning.decisions import make_plan
 
         return make_plan(quick_facts(), self._request(), self._workload())
 

@@ -25,6 +25,7 @@ from penstock.engine.parent.context import (
     LoaderParts,
 )
 from penstock.errors import DeviceFailed, NoStopIteration
+from penstock.importing import importing
 from penstock.order.epoch_state import SAMPLING, Effect, EpochIndices, Progress
 from penstock.trace.record import now_ns
 
@@ -87,7 +88,8 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             from penstock.engine.parent.inline_producer import InlineProducer
 
             return InlineProducer(self._context)
-        from penstock.engine.parent.worker_producer import WorkerProducer
+        with importing():
+            from penstock.engine.parent.worker_producer import WorkerProducer
 
         return WorkerProducer(self._context)
 
