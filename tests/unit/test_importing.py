@@ -8,7 +8,6 @@ import pytest
 
 from penstock.importing import importing
 
-
 pytestmark = pytest.mark.legacy
 
 
@@ -25,6 +24,7 @@ def test_the_setting_returns_after_an_import_that_fails(
             seen.append(gc.isenabled())
             raise ImportError
 
-    pytest.raises(ImportError, fail)
+    with pytest.raises(ImportError):
+        fail()
     assert seen == [False]
     assert gc.isenabled() is is_collecting
