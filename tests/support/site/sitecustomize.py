@@ -38,12 +38,14 @@ def _wrap(loader):
 
     def exec_module(module):
         vars(loader).pop("exec_module", None)
+        is_collecting = gc.isenabled()
         gc.disable()
         try:
             execute(module)
         finally:
             gc.freeze()
-            gc.enable()
+            if is_collecting:
+                gc.enable()
 
     loader.exec_module = exec_module
 
