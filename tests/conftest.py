@@ -44,6 +44,25 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("penstock")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave threads and workers forked from this process out of the legacy leg.
+
+    They run the same code as the fork server's workers. test_loader.py has them in this leg too.
+    """
+    if config.option.markexpr != "legacy":
+        return
+    left_out = [item for item in items if _way_of(item) in ("thread", "fork")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _way_of(item: pytest.Item) -> object:
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or item.path.name == "test_loader.py":
+        return None
+    return callspec.params.get("way")
+
+
 def pytest_collection_finish() -> None:
     _freeze_permanent_objects()
 
