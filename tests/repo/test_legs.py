@@ -1,0 +1,64 @@
+"""``make test`` runs every part once in its two lanes, and fails if one of them does."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.paths import REPO
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a shell script")
+
+PARTS = ["core: faults", "core: integration", "core: others", "core: unit", "legacy", "vision"]
+MAKE = """#!/bin/sh
+echo "$2" >>called
+[ "$2" != "$FAILING" ]
+"""
+
+
+def run_legs(folder: Path, failing: str = "") -> tuple[int, dict[str, str], list[str]]:
+    """Run the script with a make that only records its targets."""
+    (folder / "tools").mkdir()
+    (folder / ".venv-legacy").mkdir()
+    (folder / ".venv-legacy" / ".ready").touch()
+    shutil.copy(REPO / "tools" / "test_legs.sh", folder / "tools")
+    for name, source in (("make", MAKE), ("tools/install_browser.sh", "#!/bin/sh\n")):
+        (folder / name).write_text(source)
+        (folder / name).chmod(0o755)
+    ended = subprocess.run(
+        ["tools/test_legs.sh"],
+        cwd=folder,
+        env={**os.environ, "MAKE": str(folder / "make"), "FAILING": failing},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    outcomes = dict(re.findall(r"^  (.+): (\w+) \(\d+ s\)$", ended.stdout, re.MULTILINE))
+    return ended.returncode, outcomes, sorted((folder / "called").read_text().splitlines())
+
+
+def test_each_part_runs_once(tmp_path: Path) -> None:
+    status, outcomes, called = run_legs(tmp_path)
+    assert (status, outcomes) == (0, dict.fromkeys(PARTS, "passed"))
+    targets = [f"test-{part.removeprefix('core: ')}" for part in PARTS]
+    assert called == sorted(["env-core", "env-legacy", "env-vision", *targets])
+
+
+def test_a_part_that_fails_fails_the_run_and_the_others_run(tmp_path: Path) -> None:
+    status, outcomes, _ = run_legs(tmp_path, failing="test-vision")
+    assert (status, outcomes) == (1, {**dict.fromkeys(PARTS, "passed"), "vision": "FAILED"})
+
+
+def test_the_parts_of_core_are_all_folders_of_tests() -> None:
+    makefile = (REPO / "Makefile").read_text("utf-8")
+    named = re.search(r"OTHERS = \$\(addprefix tests/,(.+)\)", makefile)
+    assert named is not None
+    parts = {*named[1].split(), *re.findall(r"run_pytest.py \w+ tests/(\w+) ", makefile)}
+    folders = {path.parts[len(REPO.parts) + 1] for path in (REPO / "tests").rglob("test_*.py")}
+    assert parts == folders - {"soak"}
