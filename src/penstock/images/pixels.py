@@ -189,11 +189,24 @@ def to_channels_last(pixels: np.ndarray, out: np.ndarray | None = None) -> Any:
     if pixels is out:
         pass  # the last step wrote there
     elif out is not None and out.shape == pixels.shape and out.dtype == np.uint8:
-        np.copyto(out, pixels)
+        _interleave(pixels, out)
         pixels = out
     elif out is not None or not (pixels.flags.c_contiguous and pixels.flags.writeable):
-        pixels = np.array(pixels, order="C")  # an earlier step may have used ``out``
+        made: np.ndarray = np.empty(pixels.shape, np.uint8)  # an earlier step may have used ``out``
+        _interleave(pixels, made)
+        pixels = made
     return torch.from_numpy(pixels.transpose(2, 0, 1))
+
+
+def _interleave(pixels: np.ndarray, out: np.ndarray) -> None:
+    """Copy pixels to C-contiguous memory.
+
+    torch returns separate planes where it has no vector code to shrink images (Arm).
+    """
+    planes = pixels.transpose(2, 0, 1)
+    cv2 = opencv() if len(planes) == 3 and planes.flags.c_contiguous else None
+    if cv2 is None or cv2.merge([planes[0], planes[1], planes[2]], out) is not out:
+        np.copyto(out, pixels)
 
 
 def from_pillow(image: Any) -> np.ndarray:
