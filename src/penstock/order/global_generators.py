@@ -27,6 +27,9 @@ import numpy as np
 
 TWISTER_WORDS = 624
 _STATE_BYTES = 4 * TWISTER_WORDS
+StateBuffer = ctypes.c_char * (_STATE_BYTES + 4)
+"""Holds a copy of the words of a state and its index. Reused for each batch, because allocating
+so much memory between the samples' small pieces makes glibc sort all of them."""
 
 
 class PythonGenerator:
@@ -56,15 +59,18 @@ class PythonGenerator:
         """Return the value that the next ``random.gauss`` returns without drawing, or None."""
         return self._twister.gauss_next
 
-    def save(self) -> Any:
+    def save(self, into: Any = None) -> Any:
         """Return the whole state, for :meth:`restore`, and clear the cached normal variate.
 
         A sample could use that variate without changing the state in memory.
+
+        Args:
+            into: A :data:`StateBuffer` that may be overwritten.
         """
         if not self.is_known:
             return random.getstate()
         cached_normal, self._twister.gauss_next = self._twister.gauss_next, None
-        return ctypes.string_at(self._address, 4 + _STATE_BYTES), cached_normal
+        return _copy_state(self._address, into), cached_normal
 
     def restore(self, saved: Any, *, has_moved: bool = True) -> None:
         """Undo :meth:`save`. Pass ``has_moved=False`` if nothing was drawn since."""
@@ -84,7 +90,7 @@ class NumpyGenerator:
         if self.is_known:
             self._address = int(bits.ctypes.state_address)
             self.is_known = _holds_numpy_state(self._address)
-        self._cells = self.cells() if self.is_known else []
+            self._cells = self.cells() if self.is_known else []
         self._values_without_normal: list[int] | None = None
 
     def cells(self) -> list[Any]:
@@ -99,12 +105,16 @@ class NumpyGenerator:
         state: Any = np.random.mtrand._rand.get_state(legacy=False)
         return state["gauss"] if state["has_gauss"] else None
 
-    def save(self) -> Any:
-        """Return the whole state, for :meth:`restore`, and clear the cached normal variate."""
+    def save(self, into: Any = None) -> Any:
+        """Return the whole state, for :meth:`restore`, and clear the cached normal variate.
+
+        Args:
+            into: A :data:`StateBuffer` that may be overwritten.
+        """
         values = self._values()
         if values is not None and values == self._values_without_normal:
             # Nothing was drawn since the last check for a cached variate, so a copy is enough.
-            return ctypes.string_at(self._address, _STATE_BYTES + 4), values
+            return _copy_state(self._address, into), values
         state: Any = np.random.mtrand._rand.get_state(legacy=False)  # uncounted
         if state["has_gauss"]:
             np.random.set_state({**state, "has_gauss": 0})
@@ -116,7 +126,7 @@ class NumpyGenerator:
         if has_moved is None:
             has_moved = values is None or values != self._values()
         has_normal = False
-        if isinstance(state, bytes):
+        if not isinstance(state, dict):
             if has_moved:
                 np.random.seed(0)  # clears a normal variate cached by samples
                 ctypes.memmove(self._address, state, _STATE_BYTES + 4)
@@ -128,6 +138,12 @@ class NumpyGenerator:
 
     def _values(self) -> list[int] | None:
         return [cell.value for cell in self._cells] if self.is_known else None
+
+
+def _copy_state(address: int, into: Any) -> Any:
+    into = StateBuffer() if into is None else into
+    ctypes.memmove(into, address, _STATE_BYTES + 4)
+    return into
 
 
 def save_generators() -> bytes:
@@ -230,21 +246,34 @@ class StateReads:
         self.of_globals = self.of_torch = 0
         self.num_users = 0
         self._lock = threading.Lock()
-        self.originals: list[tuple[Any, str, Any]] = []
+        self._readers: list[tuple[dict[str, Any], str, Any, Any]] = []
+        """Namespace and name of each function that reads a state, the function, and the counting
+        version of it. Kept, because each batch without workers replaces and restores them."""
 
     def start(self) -> None:
         """Start counting reads. Pairs with :meth:`stop`; several users can count at a time."""
         with self._lock:
             self.num_users += 1
-            if self.num_users == 1:
-                self.originals = [_replace_reader(*reader) for reader in _READERS]
+            if self.num_users > 1:
+                return
+            if not self._readers or self._are_replaced():
+                self._readers = [_find_reader(*reader) for reader in _READERS]
+            for namespace, name, _, counted in self._readers:
+                namespace[name] = counted
+
+    def _are_replaced(self) -> bool:
+        """Return True if the user has replaced a function since the functions were found."""
+        for namespace, name, original, _ in self._readers:
+            if namespace[name] is not original:
+                return True
+        return False
 
     def stop(self) -> None:
         with self._lock:
             self.num_users -= 1
             if self.num_users == 0:
-                for module, name, original in self.originals:
-                    setattr(module, name, original)
+                for namespace, name, original, _ in self._readers:
+                    namespace[name] = original
 
 
 state_reads = StateReads()
@@ -269,14 +298,12 @@ def counting_state_reads() -> Iterator[None]:
         state_reads.stop()
 
 
-def _replace_reader(module_name: str, name: str, counter: str) -> tuple[Any, str, Any]:
-    module = sys.modules[module_name]
-    original = getattr(module, name)
-    setattr(module, name, _counted(original, counter))
-    return module, name, original
+def _find_reader(module_name: str, name: str, counter: str) -> tuple[dict[str, Any], str, Any, Any]:
+    namespace = vars(sys.modules[module_name])
+    original = namespace[name]
+    return namespace, name, original, _counted(original, counter)
 
 
-@functools.cache
 def _counted(original: Callable[..., Any], counter: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def read(*args: Any, **keywords: Any) -> Any:

@@ -29,6 +29,7 @@ while it draws, or stores values drawn from a global generator, is reported in `
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 import random
@@ -47,6 +48,7 @@ from penstock.order.dataset_generators import (
     describe_search_limit,
 )
 from penstock.order.global_generators import (
+    StateBuffer,
     counting_state_reads,
     numpy_generator,
     preserved_generators,
@@ -71,6 +73,8 @@ _BLOCKS = 78
 _SEED_RUN = 64
 _STATE_RUN = 16
 """Positions computed in one call. 16 states take 40 KB, which fits in the cache."""
+_Mark = ctypes.c_char * 64
+_NO_STATES = np.empty((0, 4 * _BLOCKS), dtype=np.uint64)
 NUM_OBSERVED = 16
 """Samples that are loaded seeded before a dataset is treated as one that does not draw."""
 NUM_WATCHED_AFTER_NEW = 256
@@ -152,7 +156,8 @@ class SampleRandomness:
         self._torch = torch.default_generator
         # The generator's own method. torch.manual_seed also seeds every accelerator (25x slower).
         self._seed_torch = self._torch.manual_seed if with_torch else None
-        self._are_equal = torch.equal
+        self._torch_end = self._torch.get_state().numel() - ctypes.sizeof(_Mark)
+        self._buffers = StateBuffer(), StateBuffer()
         self._python = python_generator()
         self._numpy = numpy_generator()
         self._own = dataset_generators
@@ -164,12 +169,12 @@ class SampleRandomness:
         self._has_noted = False
         self.notes: list[str] = []
         self.warnings: list[str] = []
-        can_peek = self._python.is_known and self._numpy.is_known
-        if can_peek:
+        self._can_peek = self._python.is_known and self._numpy.is_known
+        if self._can_peek:
             self._cells = (*self._python.cells(), *self._numpy.cells())
             self._seen = self._peek()
         self._seen_reads = state_reads.of_globals
-        self.needs_seeding = not can_peek or self._set_own is not None
+        self.needs_seeding = not self._can_peek or self._set_own is not None
         """True if Python's and NumPy's generators must be set for every sample."""
         self.is_torch_only = self.is_unseeded = False
         self._num_observed = 0
@@ -188,7 +193,8 @@ class SampleRandomness:
         self._first_seed = 0
         self._rng.begin(self._seed, epoch)
         self._own_key = make_key(DATASET_STREAM, self._seed, epoch & MASK)
-        self._restart_philox()
+        self._philox: Any = None
+        self._states = _NO_STATES
 
     def snapshot(self, *, is_used: bool = False) -> None:
         """Record the current state of the generators. Called before each run of samples.
@@ -281,7 +287,7 @@ class SampleRandomness:
         self.set_generators(position)
         if self._init_states is not None:
             restore_generators(self._init_states)
-        before = save_generators(), self._torch.get_state()
+        before = self._global_states(), self._marks(self._torch.get_state())
         try:
             sample = function(index) if self.needs_seeding else self._observe(function, index)
         except Exception:
@@ -302,7 +308,7 @@ class SampleRandomness:
             self._check_repeat(function, index, position, sample)
         return sample
 
-    def _must_repeat(self, own: DatasetGenerators, states: list[Any], before: bytes) -> bool:
+    def _must_repeat(self, own: DatasetGenerators, states: list[Any], before: Any) -> bool:
         """Return True if the first sample created a generator, or drew from one not set for it."""
         has_moved = self._keeps_first and (own.save() != states or bool(own and own.reads_states))
         has_made = bool(own.search())
@@ -311,13 +317,20 @@ class SampleRandomness:
         if has_made:
             self._watch_longer()
         self.needs_seeding = self.needs_seeding or bool(own)
-        has_drawn = self._init_states is not None and save_generators() != before
+        has_drawn = self._init_states is not None and self._global_states() != before
         return has_moved or has_made or has_drawn
 
-    def _has_drawn_since(self, before: bytes, torch_before: Any) -> bool:
+    def _has_drawn_since(self, before: Any, torch_before: Any) -> bool:
         """Return True if a global generator moved."""
-        has_moved = not self._are_equal(self._torch.get_state(), torch_before)
-        return has_moved or save_generators() != before
+        has_moved = self._marks(self._torch.get_state()) != torch_before
+        return has_moved or bool(self._global_states() != before)
+
+    def _global_states(self) -> Any:
+        """Return a value that differs after Python's or NumPy's generator was drawn from.
+
+        worker_init_fn may leave cached normal variates, which only the complete states show.
+        """
+        return self._peek() if self._can_peek and not self._init_states else save_generators()
 
     def _note_changes(self, note: str, before: Contents, after: Contents) -> None:
         changed = changed_paths(before, after)
@@ -421,7 +434,13 @@ class SampleRandomness:
             except UnexpectedDraw:
                 pass
         self.snapshot()
-        return [self.call(function, index, place) for place, index in enumerate(indices, position)]
+        samples = []
+        for place, index in enumerate(indices, position):
+            samples.append(self.call(function, index, place))
+            if self.is_unseeded and len(samples) < len(indices):  # since this sample
+                rest = indices[len(samples) :]
+                return samples + self.call_many(function, rest, place + 1)
+        return samples
 
     def call_many_preserved(
         self, function: Function, indices: Sequence[Any], position: int
@@ -431,7 +450,8 @@ class SampleRandomness:
         Called in the training process, whose generators are in use.
         """
         if self.is_unseeded:
-            python, numpy = self._python.save(), self._numpy.save()
+            of_python, of_numpy = self._buffers
+            python, numpy = self._python.save(of_python), self._numpy.save(of_numpy)
             has_moved = False
             state_reads.start()
             try:
@@ -522,8 +542,17 @@ class SampleRandomness:
     def _has_torch_moved(self) -> bool:
         if self._seed_torch is None:
             return False  # torch's generator is managed by the user
-        has_read = state_reads.of_torch != self._seen_torch_reads
-        return has_read or not self._are_equal(self._torch.get_state(), self._seen_torch)
+        if state_reads.of_torch != self._seen_torch_reads:
+            return True
+        return self._marks(self._torch.get_state()) != self._marks(self._seen_torch)
+
+    def _marks(self, state: Any) -> tuple[bytes, bytes]:
+        """Return the bytes of a state of torch's generator that differ after each use.
+
+        These are the seed, the index and the first words, and cached normal variates at the end.
+        """
+        address = state.data_ptr()
+        return _Mark.from_address(address).raw, _Mark.from_address(address + self._torch_end).raw
 
     def _get_cached_normals(self) -> tuple[Any, Any]:
         return self._python.cached_normal(), self._numpy.cached_normal()
@@ -547,13 +576,13 @@ class SampleRandomness:
     def _restart_philox(self) -> None:
         key = np.array([self._seed, self._epoch & MASK], dtype=np.uint64)
         self._philox = np.random.Philox(key=key, counter=0)
-        self._states = np.empty((0, 4 * _BLOCKS), dtype=np.uint64)
+        self._states = _NO_STATES
         self._first_state = self._end_state = 0
 
     def _state_at(self, position: int) -> Any:
-        place = position - self._first_state
+        place = position - self._first_state if len(self._states) else -1
         if not 0 <= place < len(self._states):
-            if position < self._end_state:
+            if self._philox is None or position < self._end_state:
                 self._restart_philox()
             if position > self._end_state:
                 self._philox.advance((position - self._end_state) * _BLOCKS)

@@ -80,3 +80,20 @@ def test_reads_of_a_state_are_counted_while_somebody_counts() -> None:
         torch.initial_seed()
     random.getstate()
     assert (state_reads.of_globals, state_reads.of_torch) == (before[0] + 2, before[1] + 1)
+
+
+def test_a_function_that_the_user_replaced_is_counted_and_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def own() -> str:
+        return "mine"
+
+    with counting_state_reads():
+        pass  # the functions are found now
+    monkeypatch.setattr(random, "getstate", own)
+    before = state_reads.of_globals
+    with counting_state_reads():
+        assert random.getstate is not own  # control: it is replaced meanwhile
+        assert random.getstate() == "mine"  # type: ignore[comparison-overlap]
+    assert state_reads.of_globals == before + 1
+    assert random.getstate is own

@@ -182,6 +182,9 @@ FIRST_DRAWS: dict[str, Callable[[Any], Any]] = {
     "numpy's 624 words exactly": lambda _: np.random.bytes(624 * 4),
     "the generator object of numpy": lambda _: np.random.mtrand._rand.rand(),
     "torch.rand": lambda _: torch.rand(3),
+    "torch.randn": lambda _: torch.randn(1),
+    "torch's 624 words exactly": lambda _: torch.empty(624, dtype=torch.int32).random_(),
+    "two times torch's 624 words": lambda _: torch.empty(1248, dtype=torch.int32).random_(),
     "the state of python": lambda _: random.getstate()[1][:5],
     "the state of numpy": lambda _: np.random.get_state()[1][:5].tolist(),
     "python, put back": lambda _: _put_back(random.getstate, random.setstate, random.random),
@@ -243,6 +246,23 @@ def test_an_unseeded_run_in_which_a_sample_draws_is_loaded_again_and_right(name:
     found = outcome(lambda: run_counted(randomness, function, range(8), 500)[5])
     assert_same(found, outcome(lambda: fresh(505, function=FIRST_DRAWS[name])))
     assert not randomness.is_unseeded
+
+
+@pytest.mark.parametrize("name", FIRST_DRAWS)
+def test_a_draw_later_in_the_first_run_is_noticed_and_done_right(name: str) -> None:
+    def function(index: int) -> Any:
+        return FIRST_DRAWS[name](index) if index == 40 else index
+
+    randomness = make()
+    found = outcome(lambda: run_counted(randomness, function, range(64), 500)[40])
+    assert_same(found, outcome(lambda: fresh(540, function=FIRST_DRAWS[name])))
+    assert not randomness.is_unseeded
+
+
+def test_the_first_run_ends_unseeded_where_nothing_draws() -> None:
+    randomness = make()
+    assert run_counted(randomness, silent, range(64), 0) == [silent(0)] * 64
+    assert randomness.is_unseeded
 
 
 def run_counted(
