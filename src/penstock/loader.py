@@ -26,6 +26,7 @@ from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.iterator import LoaderIterator
 from penstock.errors import BadArgument, NoStopIteration, warn_user
 from penstock.importing import importing
+from penstock.machine import own_memory as _own_memory  # noqa: F401 (measures the imports)
 from penstock.options import (
     LoaderOptions,
     Tracing,

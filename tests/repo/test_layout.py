@@ -35,7 +35,7 @@ LOADER_MODULES = """
     engine.loading.collate engine.loading.mismatch engine.memory.batch_layout
     engine.parent.context engine.parent.dataset_changes engine.parent.faults engine.parent.iterator
     errors importing integrations.accelerate_flag loader options user_objects
-    machine.cgroup machine.host machine.kernel_files callable_package
+    machine.cgroup machine.host machine.kernel_files machine.own_memory callable_package
     order.dataset_generators order.epoch_state order.global_generators order.keys order.object_walk
     order.permutation order.ranks order.samplers
     trace.record trace.recorder

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from typing import Any
 
 from penstock.engine.memory.fork_watch import process_forks
 from penstock.machine.native_threads import (
@@ -25,14 +26,17 @@ from penstock.machine.native_threads import (
     stop_openmp_threads,
     wait_for_threads,
 )
+from penstock.machine.own_memory import AT_IMPORT, own_memory
 
 SWITCH = "PENSTOCK_FORK_SERVER"
 """Environment variable. ``fresh`` always starts a new Python."""
 MAX_DATA_BYTES = 64 << 20
 """Memory beyond the imports that the fork server may keep alive after this process freed it."""
-MODULE_BYTES = 128 << 10
-"""Memory that importing a module takes, at most, on average: 59 KiB with NumPy alone, 125 KiB with
-torch, 91 KiB with torch, torchvision, albumentations and timm."""
+MAX_MODULE_BYTES = 256 << 10
+"""Memory that importing a module takes, at most, on average: 255 KiB with torch for CUDA, 125 KiB
+with torch for CPUs, 59 KiB with NumPy alone."""
+LATER_MODULE_BYTES = 128 << 10
+"""The same for modules imported after torch: 64 KiB for torchvision, albumentations and timm."""
 _PLAIN_DEVICES = re.compile(r"/dev/(null|zero|full|u?random|tty.*|pts/.*|console)$")
 
 
@@ -43,8 +47,8 @@ def why_unclean() -> str | None:
             reason = check()
             if reason is not None:
                 return reason
-    except OSError as error:
-        return f"its state could not be read ({error})"
+    except Exception as error:  # a fresh Python is always possible
+        return f"its state could not be read ({type(error).__name__}: {error})"
     return None
 
 
@@ -88,6 +92,15 @@ def _check_torch() -> str | None:
     return "a torch mode is active, such as a default device" if num_modes else None
 
 
+def _check_tracing() -> str | None:
+    """Find coverage tools and debuggers. A fresh Python can be measured, too."""
+    monitoring: Any = getattr(sys, "monitoring", None)
+    is_monitored = monitoring is not None and any(map(monitoring.get_tool, range(6)))
+    if is_monitored or sys.gettrace() is not None or sys.getprofile() is not None:
+        return "a debugger, profiler or coverage tool is active"
+    return None
+
+
 def _check_frames() -> str | None:
     """Find states of the running code that would be copied into every worker."""
     error = sys.exc_info()[0]
@@ -101,11 +114,13 @@ def _check_frames() -> str | None:
 
 
 def _check_memory() -> str | None:
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        found = re.search(r"RssAnon:\s+(\d+) kB", status.read())
-    if found is None:
+    """Compare the memory with that of the imports. See :mod:`penstock.machine.own_memory`."""
+    now = own_memory()
+    if now is None or AT_IMPORT is None:
         return "the kernel does not tell how much memory it holds"
-    data_bytes = int(found[1]) * 1024 - MODULE_BYTES * len(sys.modules)
+    import_bytes = min(AT_IMPORT.num_bytes, MAX_MODULE_BYTES * AT_IMPORT.num_modules)
+    import_bytes += LATER_MODULE_BYTES * max(0, now.num_modules - AT_IMPORT.num_modules)
+    data_bytes = now.num_bytes - import_bytes
     if data_bytes > MAX_DATA_BYTES:
         return f"it holds {data_bytes >> 20} MiB besides its modules"
     return None
@@ -159,6 +174,7 @@ _CHECKS: tuple[Callable[[], str | None], ...] = (
     _check_thread,
     _check_threads,
     _check_torch,
+    _check_tracing,
     _check_frames,
     _check_memory,
     _check_descriptors,

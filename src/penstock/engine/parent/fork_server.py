@@ -296,6 +296,7 @@ class ForkServer:
     def _lose(self, why: str) -> None:
         global _why_never_fork
         self.is_lost = True
+        self._control.hang_up()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5)
         code = self._process.poll()

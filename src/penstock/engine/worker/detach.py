@@ -1,7 +1,7 @@
 """Drops what a fork server copied from the user's process.
 
 The fork server can be a fork of the user's process. Nothing of that process may then act a second
-time: no exit handler, finalizer, buffer, signal handler or trace function, no open file or socket.
+time: no exit handler, finalizer, buffer or signal handler, no open file or socket.
 Objects are kept alive rather than released, because releasing them could run user code.
 """
 
@@ -79,14 +79,6 @@ def _reset_signals() -> None:
 
 
 def _reset_hooks() -> None:
-    sys.settrace(None)
-    sys.setprofile(None)
-    threading.settrace(None)
-    threading.setprofile(None)
-    monitoring: Any = getattr(sys, "monitoring", None)
-    for tool in range(6 if monitoring is not None else 0):
-        if monitoring.get_tool(tool) is not None:
-            monitoring.set_events(tool, 0)
     _kept.extend((sys.excepthook, sys.unraisablehook, threading.excepthook))
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ import torch
 from penstock.engine.parent import clean_process, fork_server
 from support import scripts
 
-pytestmark = [pytest.mark.fault, pytest.mark.legacy]
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.legacy,
+    pytest.mark.skipif("COVERAGE_PROCESS_START" in os.environ, reason="the process is traced"),
+]
 
 PROGRAM = """
 import contextlib, importlib, json, os, socket, sys, threading
@@ -66,6 +71,9 @@ try:
     raise KeyError("retried")
 except KeyError:
     start("an exception")
+sys.settrace(lambda *_: None)
+start("a tracer")
+sys.settrace(None)
 with torch.inference_mode():
     start("inference mode")
 with torch.no_grad():
@@ -113,6 +121,7 @@ REASONS = {
     "a socket": "a connection is open (socket:",
     "an inherited pipe": None,
     "an exception": "KeyError was being handled",
+    "a tracer": "coverage tool is active",
     "inference mode": "torch.inference_mode is on",
     "no_grad": None,
     "a default device": "a torch mode is active",

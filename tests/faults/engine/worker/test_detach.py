@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 
 from support import leftovers, scripts
 
-pytestmark = [pytest.mark.fault, pytest.mark.legacy]
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.legacy,
+    pytest.mark.skipif("COVERAGE_PROCESS_START" in os.environ, reason="the process is traced"),
+]
 
 PROGRAM = """
 import atexit, contextvars, faulthandler, gc, json, logging, os, signal, sys, tempfile, threading
@@ -119,12 +124,10 @@ def go():
         os.set_inheritable(fd, True)
     os.environ["MY_VARIABLE"] = "before"
     settings.VALUE = "changed"
-    sys.settrace(lambda *_: None)
     seen = []
     try:
         with torch.no_grad():
             loader = penstock.DataLoader(Looks(), batch_size=None, num_workers=2)
-        sys.settrace(None)
         os.environ["MY_VARIABLE"] = "after"
         os.mkdir("elsewhere")
         os.chdir("elsewhere")
