@@ -26,7 +26,7 @@ from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.iterator import LoaderIterator
 from penstock.errors import BadArgument, NoStopIteration, warn_user
 from penstock.importing import importing
-from penstock.machine import own_memory as _own_memory  # noqa: F401 (measures the imports)
+from penstock.machine.own_memory import note_imports
 from penstock.options import (
     LoaderOptions,
     Tracing,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from penstock.trace.stats import Stats
     from penstock.trace.timeline import Timeline
 
+note_imports()
 _HAS_IN_ORDER = "in_order" in TorchDataLoader.__init__.__code__.co_varnames
 _T_co = TypeVar("_T_co", covariant=True)
 

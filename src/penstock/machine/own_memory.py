@@ -1,4 +1,4 @@
-"""Measures the memory of this process, when the loader is imported and later (Linux).
+"""Measures the memory of this process, after its imports and later (Linux).
 
 Tested by ``tests/faults/engine/parent/test_clean_process.py``.
 """
@@ -27,5 +27,15 @@ def own_memory() -> OwnMemory | None:
     return None if found is None else OwnMemory(int(found[1]) * 1024, len(sys.modules))
 
 
-AT_IMPORT = own_memory()
-"""The memory when this module was imported: torch and, in most programs, no data yet."""
+def note_imports() -> None:
+    """Note the memory now: torch has been imported, and most programs have no data yet."""
+    global _after_imports
+    _after_imports = own_memory()
+
+
+def memory_after_imports() -> OwnMemory | None:
+    """Return the memory when :func:`note_imports` was called."""
+    return _after_imports
+
+
+_after_imports: OwnMemory | None = None

@@ -26,7 +26,7 @@ from penstock.machine.native_threads import (
     stop_openmp_threads,
     wait_for_threads,
 )
-from penstock.machine.own_memory import AT_IMPORT, own_memory
+from penstock.machine.own_memory import memory_after_imports, own_memory
 
 SWITCH = "PENSTOCK_FORK_SERVER"
 """Environment variable. ``fresh`` always starts a new Python."""
@@ -115,11 +115,11 @@ def _check_frames() -> str | None:
 
 def _check_memory() -> str | None:
     """Compare the memory with that of the imports. See :mod:`penstock.machine.own_memory`."""
-    now = own_memory()
-    if now is None or AT_IMPORT is None:
-        return "the kernel does not tell how much memory it holds"
-    import_bytes = min(AT_IMPORT.num_bytes, MAX_MODULE_BYTES * AT_IMPORT.num_modules)
-    import_bytes += LATER_MODULE_BYTES * max(0, now.num_modules - AT_IMPORT.num_modules)
+    now, before = own_memory(), memory_after_imports()
+    if now is None or before is None:
+        return "it is unknown how much memory it holds besides its modules"
+    import_bytes = min(before.num_bytes, MAX_MODULE_BYTES * before.num_modules)
+    import_bytes += LATER_MODULE_BYTES * max(0, now.num_modules - before.num_modules)
     data_bytes = now.num_bytes - import_bytes
     if data_bytes > MAX_DATA_BYTES:
         return f"it holds {data_bytes >> 20} MiB besides its modules"
