@@ -40,6 +40,17 @@ def test_random_programs_agree_with_their_references() -> None:
     assert not found, f"seed {SEED}\n" + "\n".join(map(str, found))
 
 
+DIFFERED_ONCE = [
+    # Index 28, and its generator, is first used in the second epoch.
+    Program(length=40, draws=("by key",), order="buckets", batch_size=3, drop_last=True, epochs=2),
+]
+
+
+@pytest.mark.parametrize("program", DIFFERED_ONCE, ids=repr)
+def test_a_program_that_differed_once_agrees(program: Program) -> None:
+    assert checking.check(program) == []
+
+
 # -- the generator ---------------------------------------------------------------------------------
 
 

@@ -314,7 +314,7 @@ class SampleRandomness:
         has_made = bool(own.search())
         self._set_own = own.set if own else None
         self._num_watched = 0 if own or own.makes_generators else NUM_OBSERVED
-        if has_made:
+        if has_made or (own and own.makes_generators):  # more of them, in an earlier epoch
             self._watch_longer()
         self.needs_seeding = self.needs_seeding or bool(own)
         has_drawn = self._init_states is not None and self._global_states() != before

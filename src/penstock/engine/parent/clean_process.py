@@ -8,7 +8,6 @@ dataset.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -146,8 +145,7 @@ def _check_descriptors() -> str | None:
 def _why_keep(fd: int, path: str) -> str | None:
     mode = os.fstat(fd).st_mode
     if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) or path.startswith("anon_inode:"):
-        is_own = fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-        return f"a connection is open ({path})" if is_own else None
+        return None if os.get_inheritable(fd) else f"a connection is open ({path})"
     if stat.S_ISCHR(mode) and _PLAIN_DEVICES.match(path):
         return None
     if stat.S_ISDIR(mode) or path.startswith(("/memfd:penstock", "/sys/", "/proc/")):

@@ -242,7 +242,7 @@ class Facts:
             "environ": os.environ.get("SET_LATE"),
             "folder": os.getcwd(),
             "stdin": sys.stdin.read(),
-            "hash": sys.flags.hash_randomization,
+            "hash": hash("penstock"),
             "torch_threads": torch.get_num_threads(),
             "blas_threads": num_threads() - before,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -257,22 +257,29 @@ facts["is_listed"] = facts["pid"] in [child.pid for child in multiprocessing.act
 family = psutil.Process().children(recursive=True)
 facts["is_seen"] = facts["pid"] in [child.pid for child in family]
 facts["table"] = TABLE["a"]
+facts["own_hash"] = hash("penstock")
 facts["own"] = [torch.are_deterministic_algorithms_enabled(), len(logging.getLogger().handlers)]
 print(json.dumps(facts))
 """
 
 
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["copy", "fresh"])
+def facts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What a worker sees whose fork server is a copy of the program, or a fresh Python."""
     if sys.platform != "linux":
         pytest.skip("about the fork server, and reads /proc")
     folder = tmp_path_factory.mktemp("program")
     (folder / "helper.py").write_text(HELPER)
     variables = {"PYTHONHASHSEED": ""} if "PYTHONHASHSEED" in os.environ else {}
+    if request.param == "fresh":
+        variables["PENSTOCK_FORK_SERVER"] = "fresh"
     done = run(PROGRAM, folder, "one", "two", stdin="not for workers", **variables)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     found["wanted_folder"] = str(folder)
+    found["is_copy"] = request.param == "copy"
     return found
 
 
@@ -284,10 +291,8 @@ def test_changes_that_a_worker_makes_to_them_stay_there(facts: dict[str, Any]) -
     assert facts["table"] == 1
 
 
-def test_modules_are_imported_afresh_without_variables_that_were_changed(
-    facts: dict[str, Any],
-) -> None:
-    assert facts["globals"][1] == "as imported"
+def test_modules_are_copied_with_their_changes_or_imported_afresh(facts: dict[str, Any]) -> None:
+    assert facts["globals"][1] == ("changed" if facts["is_copy"] else "as imported")
 
 
 def test_main_in_a_worker_is_not_the_script(facts: dict[str, Any]) -> None:
@@ -301,9 +306,12 @@ def test_variables_folder_path_and_arguments_are_those_of_now(facts: dict[str, A
     assert facts["argv"] == ["one", "two"]
 
 
-def test_other_settings_of_torch_and_handlers_of_logging_stay_behind(facts: dict[str, Any]) -> None:
+def test_other_settings_of_torch_and_handlers_of_logging_are_copied_or_stay_behind(
+    facts: dict[str, Any],
+) -> None:
     assert facts["own"] == [True, 1]
-    assert (facts["deterministic"], facts["handlers"]) == (False, 0)
+    found = [facts["deterministic"], facts["handlers"]]
+    assert found == (facts["own"] if facts["is_copy"] else [False, 0])
 
 
 def test_torch_and_numpy_have_one_thread_in_a_worker(facts: dict[str, Any]) -> None:
@@ -314,8 +322,17 @@ def test_standard_input_is_empty_in_a_worker(facts: dict[str, Any]) -> None:
     assert facts["stdin"] == ""
 
 
-def test_the_order_of_sets_does_not_depend_on_chance_in_a_worker(facts: dict[str, Any]) -> None:
-    assert facts["hash"] == 0
+def test_the_order_of_sets_is_that_of_the_program_or_does_not_depend_on_chance(
+    facts: dict[str, Any],
+) -> None:
+    code = "print(hash('penstock'))"
+    fixed = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        check=True,
+    )
+    assert facts["hash"] == (facts["own_hash"] if facts["is_copy"] else int(fixed.stdout))
 
 
 def test_workers_are_seen_by_psutil_and_not_among_the_active_children(
