@@ -14,7 +14,7 @@ import atexit, json, os, signal, sys, time, warnings
 import torch
 from {loader} import DataLoader
 
-LIMIT_S = 20
+LIMIT_S = 60
 warnings.simplefilter("ignore")
 
 def live():
@@ -24,12 +24,13 @@ def live():
         ):
             pass
 
-def run(stderr):
+def run(stderr, ready):
     os.setsid()
     os.dup2(stderr, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code = 1
     try:
+        os.write(ready, b"1")
         live()
     except KeyboardInterrupt:
         code = 130
@@ -55,9 +56,12 @@ def is_group_gone(pid):
 
 def interrupt(delay_s):
     with open(sys.argv[1], "w+b") as stderr:
+        read_end, ready = os.pipe()
         pid = os.fork()
         if pid == 0:
-            run(stderr.fileno())
+            run(stderr.fileno(), ready)
+        os.read(read_end, 1)  # on a busy machine, the child starts late
+        os.close(read_end), os.close(ready)
         time.sleep(delay_s)
         os.killpg(pid, signal.SIGINT)
         status = []
