@@ -28,8 +28,7 @@ import numpy as np
 TWISTER_WORDS = 624
 _STATE_BYTES = 4 * TWISTER_WORDS
 StateBuffer = ctypes.c_char * (_STATE_BYTES + 4)
-"""Holds a copy of the words of a state and its index. Reused for each batch, because allocating
-so much memory between the samples' small pieces makes glibc sort all of them."""
+"""Holds a copy of the words of a state and its index. Reused for each batch."""
 
 
 class PythonGenerator:
