@@ -50,7 +50,7 @@ class DeviceSetup:
         if self.device is not None and self.device.type == "cuda":
             from penstock.device.pinning import SlotPinner
 
-            # Copies keep their source alive, so there are no fences.
+            # Copies keep their source alive, so no fence is needed.
             return SlotPinner(self.device.index, note, is_fenced=False)
         stays = self.device is None or self.device.type == "cpu"
         if stays and pin_memory_device is not None and torch.cuda.is_available():
