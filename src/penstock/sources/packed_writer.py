@@ -288,6 +288,10 @@ def refuse_finished(folder: str) -> None:
     """
     manifest, journal = (os.path.join(folder, name) for name in (MANIFEST, JOURNAL))
     if os.path.exists(manifest) and not os.path.exists(journal):
+        if os.path.exists(os.path.join(folder, PACKING_LOCK)):
+            # Left by a packing that was killed at its end. Taking the lock removes it.
+            with contextlib.suppress(AlreadyThere, OSError), packing_lock(folder):
+                pass
         raise AlreadyThere(
             f"{folder} already contains a packed set, which is not overwritten",
             remedy=f"read it with penstock.Packed({folder!r}), or pack to a different folder",
