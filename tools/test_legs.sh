@@ -1,21 +1,21 @@
 #!/bin/sh
-# Runs the test legs in two parallel lanes, then prints which legs ran, which did not, and why. Missing
-# environments are built during the run.
+# Runs the test legs in three parallel lanes, then prints which legs ran, which did not, and why.
+# Missing environments are built during the run.
 #
-#   two lanes      each takes the next part: integration, faults, vision, legacy, the rest of core
+#   three lanes    each takes the next part: integration, faults, the rest of core, vision, legacy
 #   in parallel    browser, environments
 #
 # Run one after the other, the legs would leave two cores mostly idle, because their tests wait for
-# programs that start, sleep and die. The long parts come first, so that both lanes end together.
+# programs that start, sleep and die.
 # Called by `make test`. Exits with 1 if any part failed. A skipped leg is not a failure.
 set -u
 
 make=${MAKE:-make}
-parts="integration faults vision legacy others unit"
+parts="integration faults others vision legacy unit"
 notes=$(mktemp -d)
 : >"$notes/summary"
 
-# run_lane: runs parts until none is left. mkdir fails if the other lane has taken the part.
+# run_lane: runs parts until none is left. mkdir fails if another lane has taken the part.
 run_lane() {
     for part in $parts; do
         if mkdir "$notes/taken-$part" 2>/dev/null; then run_part "$part"; fi
@@ -66,13 +66,17 @@ trap 'exit 130' INT TERM
 "$make" --no-print-directory env-core || exit 1
 
 run_lane >"$notes/second-lane" 2>&1 &
-lane=$!
-trap 'kill "$setup" "$lane" 2>/dev/null; rm -rf "$notes"' EXIT
+second=$!
+run_lane >"$notes/third-lane" 2>&1 &
+third=$!
+trap 'kill "$setup" "$second" "$third" 2>/dev/null; rm -rf "$notes"' EXIT
 run_lane
-wait "$lane"
-echo
-echo "== Output of the second lane"
-cat "$notes/second-lane"
+wait "$second" "$third"
+for lane in second third; do
+    echo
+    echo "== Output of the $lane lane"
+    cat "$notes/$lane-lane"
+done
 echo
 echo "== Test legs"
 cat "$notes/summary"

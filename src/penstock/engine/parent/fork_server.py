@@ -240,6 +240,8 @@ class ForkServer:
         with self._lock:
             self.is_lost = True
             self._control.hang_up()
+            if not self._is_ready:  # it has no workers, and may be importing torch for seconds
+                self._process.kill()
         try:
             self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:

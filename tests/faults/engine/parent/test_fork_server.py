@@ -114,6 +114,19 @@ def test_a_fork_server_that_was_closed_is_started_again() -> None:
     assert load() == GOOD
 
 
+def test_a_fork_server_that_still_imports_torch_is_not_waited_for() -> None:
+    """It has no workers yet, so it is killed. A ready one ends by itself."""
+    fork_servers.close_fork_server()
+    loader = DataLoader(Numbers(10), batch_size=2, num_workers=2)
+    starting = fork_servers.current_fork_server()
+    fork_servers.close_fork_server()
+    assert starting._process.poll() == -signal.SIGKILL
+    assert [labels.tolist() for _, labels in collect(loader)] == GOOD
+    ready = fork_servers.current_fork_server()
+    fork_servers.close_fork_server()
+    assert ready._process.poll() == 0
+
+
 def test_a_loader_with_workers_starts_it_and_does_not_wait_for_it() -> None:
     fork_servers.close_fork_server()
     started = time.monotonic()
