@@ -2,6 +2,9 @@
 # built on first use and again when its lists of packages change.
 
 ARGS ?=
+# `make test-all` sets SLOW. Every leg then runs its slow tests too.
+SLOW ?=
+NOT_SLOW = $(if $(SLOW),, and not slow)
 
 # Containers often forbid Python to write bytecode. Then each of the hundreds of programs that the
 # tests start compiles torch anew: importing it takes 4.4 s instead of 2.1 s.
@@ -18,8 +21,8 @@ OTHERS = $(addprefix tests/,compat gpu property repo)
 
 help:
 	@echo 'make demo    train a small model through the loader'
-	@echo 'make test    all test legs: core, vision, legacy (one alone: make test-core)'
-	@echo 'make test-all  every leg there is: make test, and legs that need more than pip'
+	@echo 'make test    all test legs without slow tests: core, vision, legacy (one: make test-core)'
+	@echo 'make test-all  every leg there is, with the slow tests'
 	@echo 'make check   format, lint, types, layers, spelling'
 	@echo 'make format  rewrite the sources the way make check wants them'
 	@echo 'make soak    the long counts'
@@ -36,8 +39,9 @@ demo: env-core
 test:
 	@MAKE='$(MAKE)' tools/test_legs.sh
 
-# Every leg. Those of other platforms join here.
-test-all: test
+# Every leg, with the slow tests. Legs of other platforms join here.
+test-all:
+	@$(MAKE) --no-print-directory test SLOW=yes
 
 check: env-core
 	$(BIN)/ruff format --check .
@@ -76,22 +80,22 @@ test-core: env-core
 
 # Its parts, two of which run at once.
 test-integration: env-core
-	@$(BIN)/python tools/run_pytest.py integration tests/integration $(ARGS)
+	@$(BIN)/python tools/run_pytest.py integration -m "not soak$(NOT_SLOW)" tests/integration $(ARGS)
 
 test-faults: env-core
-	@$(BIN)/python tools/run_pytest.py faults tests/faults $(ARGS)
+	@$(BIN)/python tools/run_pytest.py faults -m "not soak$(NOT_SLOW)" tests/faults $(ARGS)
 
 test-others: env-core
-	@$(BIN)/python tools/run_pytest.py others $(OTHERS) $(ARGS)
+	@$(BIN)/python tools/run_pytest.py others -m "not soak$(NOT_SLOW)" $(OTHERS) $(ARGS)
 
 test-unit: env-core
-	@$(BIN)/python tools/run_pytest.py unit tests/unit $(ARGS)
+	@$(BIN)/python tools/run_pytest.py unit -m "not soak$(NOT_SLOW)" tests/unit $(ARGS)
 
 test-vision: env-vision
-	@.venv-vision/bin/python tools/run_pytest.py vision -m vision tests/compat $(ARGS)
+	@.venv-vision/bin/python tools/run_pytest.py vision -m "vision$(NOT_SLOW)" tests/compat $(ARGS)
 
 test-legacy: env-legacy
-	@.venv-legacy/bin/python tools/run_pytest.py legacy -m legacy tests $(ARGS)
+	@.venv-legacy/bin/python tools/run_pytest.py legacy -m "legacy$(NOT_SLOW)" tests $(ARGS)
 
 env-core: .venv/.ready ; @:
 env-vision: .venv-vision/.ready ; @:

@@ -12,7 +12,7 @@ import pytest
 from support import scripts
 from support.example_runs import End, Run, train
 
-pytestmark = [pytest.mark.vision, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vision, pytest.mark.slow, pytest.mark.timeout(600)]
 # One script needs only torch. The core CI leg has a similar one in test_run_training.py.
 pytest.importorskip("torchvision")
 

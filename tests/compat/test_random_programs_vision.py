@@ -28,7 +28,6 @@ def draw_with_transforms(number: int) -> Program:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_random_programs_with_transforms_agree_with_their_references() -> None:
     assert set(TRANSFORMS) <= set(parts.usable_draws())

@@ -77,7 +77,6 @@ def test_transforms_give_one_hash_when_killed_and_resumed(way: str, expected: st
     assert stream_hash.hashed(stream_hash.interrupted(make, ways, random.Random(way))) == expected
 
 
-@pytest.mark.slow
 def test_transforms_give_one_hash_under_spawn(expected: str) -> None:
     loader = make(num_workers=2, multiprocessing_context="spawn", persistent_workers=True)
     assert stream_hash.hashed(stream_hash.whole(loader)) == expected

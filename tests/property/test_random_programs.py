@@ -31,7 +31,6 @@ NUM_PROGRAMS = 30
 """``make soak`` runs programs for two hours."""
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_random_programs_agree_with_their_references() -> None:
     session = driver.Session(SEED)

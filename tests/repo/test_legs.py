@@ -1,4 +1,4 @@
-"""``make test`` runs every part once in its two lanes, and fails if one of them does."""
+"""``make test`` runs every part once in its three lanes, and fails if one of them does."""
 
 from __future__ import annotations
 
@@ -55,10 +55,29 @@ def test_a_part_that_fails_fails_the_run_and_the_others_run(tmp_path: Path) -> N
     assert (status, outcomes) == (1, {**dict.fromkeys(PARTS, "passed"), "vision": "FAILED"})
 
 
+@pytest.mark.parametrize("part", PARTS)
+def test_only_make_test_all_runs_the_slow_tests(part: str) -> None:
+    target = f"test-{part.removeprefix('core: ')}"
+    quick, whole = (
+        subprocess.run(
+            ["make", "--no-print-directory", "-n", target, f"SLOW={slow}"],
+            cwd=REPO,
+            env={key: value for key, value in os.environ.items() if key != "MAKEFLAGS"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for slow in ("", "yes")
+    )
+    assert "and not slow" in quick
+    assert "slow" not in whole
+    assert "SLOW=yes" in (REPO / "Makefile").read_text("utf-8").split("\ntest-all:")[1]
+
+
 def test_the_parts_of_core_are_all_folders_of_tests() -> None:
     makefile = (REPO / "Makefile").read_text("utf-8")
     named = re.search(r"OTHERS = \$\(addprefix tests/,(.+)\)", makefile)
     assert named is not None
-    parts = {*named[1].split(), *re.findall(r"run_pytest.py \w+ tests/(\w+) ", makefile)}
+    parts = {*named[1].split(), *re.findall(r"run_pytest.py .+ tests/(\w+) ", makefile)}
     folders = {path.parts[len(REPO.parts) + 1] for path in (REPO / "tests").rglob("test_*.py")}
     assert parts == folders - {"soak"}

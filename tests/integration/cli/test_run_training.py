@@ -17,7 +17,7 @@ import torch
 
 from support import scripts
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 legacy = pytest.mark.legacy
 posix = pytest.mark.skipif(sys.platform == "win32", reason="fork, signals and gloo as on POSIX")
 
@@ -153,7 +153,7 @@ def ends(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("runs")
-    names = LEGACY if request.config.option.markexpr == "legacy" else CASES
+    names = LEGACY if request.config.option.markexpr.startswith("legacy") else CASES
 
     def run(name: str) -> subprocess.CompletedProcess[str]:
         source, options = CASES[name]

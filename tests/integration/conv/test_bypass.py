@@ -117,7 +117,6 @@ def test_an_exported_program(on: Bypass) -> None:
 
 
 @needs_torch_2
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_training_reads_the_results_as_they_lie() -> None:
     """Uses one layer, because more kernels take seconds of C++ compilation; see tests/soak."""

@@ -68,7 +68,6 @@ def without_proc(program: Path) -> list[str] | None:
     return None
 
 
-@pytest.mark.slow
 def test_loaders_of_every_kind_load_without_proc(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

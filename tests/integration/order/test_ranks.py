@@ -109,20 +109,17 @@ def uninterrupted() -> list[list[Any]]:
     return [[field.tolist() for field in snapshot(batch)] for _ in range(2) for batch in loader]
 
 
-@pytest.mark.slow
 def test_two_then_three_then_one_rank_have_the_stream_of_one(phases: list[dict[str, Any]]) -> None:
     steps = [step for phase in phases for step in phase["steps"]]
     assert steps == uninterrupted()
 
 
-@pytest.mark.slow
 def test_all_ranks_are_at_the_same_place_after_a_step(phases: list[dict[str, Any]]) -> None:
     for phase, position in zip(phases, (36, 72, 0), strict=True):
         assert all(state == phase["states"][0] for state in phase["states"])
         assert phase["states"][0]["position"] == position
 
 
-@pytest.mark.slow
 def test_an_evaluation_loader_without_shard_sees_all_data_on_each_rank(
     phases: list[dict[str, Any]],
 ) -> None:

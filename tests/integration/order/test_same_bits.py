@@ -50,7 +50,6 @@ def test_the_stream_is_the_one_written_down_when_killed_and_resumed(way: str) ->
     assert stream_hash.hashed(pieces) == GOLDEN
 
 
-@pytest.mark.slow
 def test_the_stream_under_spawn_is_the_one_written_down() -> None:
     ways = [{"num_workers": n, "multiprocessing_context": "spawn"} for n in (2, 1)]
     persistent = make(**ways[0], prefetch_factor=1, persistent_workers=True)
@@ -117,7 +116,6 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.slow
 def test_a_program_that_is_killed_and_started_again_has_the_same_stream(tmp_path: Path) -> None:
     path = [str(TESTS)]
     name, chance = str(tmp_path / "checkpoint.json"), random.Random(3)

@@ -53,7 +53,6 @@ def outcomes(verdict: Verdict) -> dict[str, str]:
 # -- equal runs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_our_loader_is_the_same_under_every_setting() -> None:
     def make_loader(**settings: Any) -> Any:
         return DataLoader(Draws(), batch_size=5, shuffle=True, seed=1, **settings)

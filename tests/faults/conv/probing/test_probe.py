@@ -152,6 +152,7 @@ print(probe("cpu").advice)
 """
 
 
+@pytest.mark.slow
 def test_auto_bypasses_what_is_broken_and_nothing_else(tmp_path: Path) -> None:
     environ = broken_convolution.environment(PARTLY, tmp_path)
     folder = str(Path(__file__).parent)

@@ -18,7 +18,7 @@ import pytest
 
 from support import scripts
 
-pytestmark = pytest.mark.timeout(300)  # the trials share one setup
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the trials share one setup
 
 MAX_S_WITHOUT_SCRIPT = 3.0
 COLOUR = re.compile(r"\x1b\[")

@@ -58,7 +58,6 @@ print(sorted(seen))
 
 
 @needs_triton
-@pytest.mark.slow
 def test_the_kernels_are_right_in_triton_s_interpreter() -> None:
     result = subprocess.run(
         [sys.executable, "-c", CHECK, str(TESTS)],
